@@ -1,0 +1,144 @@
+"""Distributed PyTorch training where MPI starts the ranks (layer 8: names only).
+
+    import axonmpi as ax
+
+    ax.init_process_group()                         # under mpirun or srun; alone it is a world of one rank
+    model = ax.DistributedDataParallel(model)       # gradients are averaged while backward runs
+
+Importing this package starts nothing: no MPI, no CUDA, no thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import autograd, comm, errors, testing
+from .backends.base import Backend
+from .backends.mock import MockBackend
+from .comm import (
+    all_gather,
+    all_gather_object,
+    all_reduce,
+    all_reduce_max,
+    all_reduce_mean,
+    all_reduce_min,
+    all_reduce_product,
+    all_reduce_sum,
+    all_to_all,
+    barrier,
+    broadcast,
+    broadcast_from,
+    broadcast_object,
+    destroy_process_group,
+    gather_tensor,
+    get_local_rank,
+    get_local_world_size,
+    get_node_rank,
+    get_num_nodes,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    irecv,
+    is_initialized,
+    is_main_process,
+    isend,
+    new_group,
+    rank,
+    recv,
+    reduce,
+    reduce_scatter_mean,
+    reduce_scatter_sum,
+    scatter_tensor,
+    send,
+    sync_gradient,
+    sync_gradients,
+    world_size,
+)
+from .data import DistributedSampler
+from .errors import (
+    AxonmpiError,
+    CheckpointError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicatorError,
+    LaunchError,
+    NcclError,
+    RankFailedError,
+)
+from .group import ProcessGroup, World
+from .types import GradSyncStrategy, Observer, ReduceOp, Work
+
+if TYPE_CHECKING:
+    from .backends.mpi import MpiBackend
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AxonmpiError",
+    "Backend",
+    "CheckpointError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "CommunicatorError",
+    "DistributedSampler",
+    "GradSyncStrategy",
+    "LaunchError",
+    "MockBackend",
+    "MpiBackend",
+    "NcclError",
+    "Observer",
+    "ProcessGroup",
+    "RankFailedError",
+    "ReduceOp",
+    "Work",
+    "World",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_max",
+    "all_reduce_mean",
+    "all_reduce_min",
+    "all_reduce_product",
+    "all_reduce_sum",
+    "all_to_all",
+    "autograd",
+    "barrier",
+    "broadcast",
+    "broadcast_from",
+    "broadcast_object",
+    "comm",
+    "destroy_process_group",
+    "errors",
+    "gather_tensor",
+    "get_local_rank",
+    "get_local_world_size",
+    "get_node_rank",
+    "get_num_nodes",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "irecv",
+    "is_initialized",
+    "is_main_process",
+    "isend",
+    "new_group",
+    "rank",
+    "recv",
+    "reduce",
+    "reduce_scatter_mean",
+    "reduce_scatter_sum",
+    "scatter_tensor",
+    "send",
+    "sync_gradient",
+    "sync_gradients",
+    "testing",
+    "world_size",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "MpiBackend":  # its modules are imported when somebody asks for them
+        from .backends.mpi import MpiBackend
+
+        return MpiBackend
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

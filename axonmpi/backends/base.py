@@ -1,0 +1,459 @@
+"""The contract of every backend, with all argument checks in one place (layer 1).
+
+A `Backend` is a communicator for one fixed set of ranks. Its public methods check the arguments, say which
+`Call` this is, and hand over to the subclass, which only moves data:
+
+    all_reduce(t) ─ check ─ Call("all_reduce", float32, [4], SUM) ─┬─ now ─────── _all_reduce(call, t)
+                                                                   └─ async_op ── the same on the worker thread
+
+Every collective begins by comparing the fingerprints of the ranks' calls. Ranks that called
+different things all raise `CollectiveMismatchError`, before any data has moved, and can go on afterwards.
+
+The file is long because it is the reference of every operation, once for all backends.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import CommunicatorError
+from ..types import Observer, ReduceOp, Work
+from .call import Call
+from .checks import (
+    check_rank,
+    check_ranks,
+    check_readable,
+    check_tag,
+    check_tensor_list,
+    check_writable,
+    wrap_dim,
+)
+from .reduction import check_reducible
+
+__all__ = ["Backend", "TaskQueue"]
+
+_MAX_CACHED_CALLS = 4096
+
+
+class TaskQueue(Protocol):
+    """What runs a group's asynchronous operations, one after the other."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether an operation is queued or running."""
+
+    def submit(self, operation: str, task: Callable[[], Any], observer: Observer | None = None) -> Work:
+        """Queue an operation."""
+
+    def close(self, timeout: float) -> bool:
+        """End after the operations already queued; False if one is still running after `timeout` seconds."""
+
+
+class Backend(ABC):
+    """A communicator for one fixed set of ranks; collectives must be called by all of them in the same order.
+
+    Attributes:
+        name: Short name of the kind of backend.
+        rank: This process's (or thread's) number among them, from 0.
+        size: How many ranks there are.
+        device_types: Kinds of device whose tensors are accepted.
+        failures: Exceptions of the transport, raised as `CommunicatorError`.
+        timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
+            With a time-out, blocking collectives run on the worker thread, which costs some microseconds each.
+        observer: Told about each operation, if set.
+    """
+
+    name: str = "backend"
+    device_types: tuple[str, ...] = ("cpu",)
+    failures: tuple[type[Exception], ...] = ()
+
+    def __init__(self, rank: int, size: int, worker: TaskQueue, *, timeout: float | None = None) -> None:
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout: expected a positive number of seconds or None, got {timeout!r}")
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.observer: Observer | None = None
+        self._closed: str | None = None
+        self._calls: dict[Any, Call] = {}
+        self._worker = worker
+
+    # ---- collectives: check, then hand over -------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False) -> Work | None:
+        """Reduce over all ranks, in place on each; collective.
+
+        Args:
+            tensor: Any shape and strides, the same shape and dtype on all ranks.
+            op: The reduction; sums are taken in rank order, 16-bit floats in float32.
+            async_op: Return a `Work` at once; leave the tensor alone until it is done.
+
+        Raises:
+            DtypeError: The dtype does not allow `op`.
+            CollectiveMismatchError: The ranks differ in operation, dtype, shape or reduction.
+        """
+        tensor = check_writable(tensor, self.name, self.device_types)
+        call = self._call("all_reduce", tensor.dtype, tensor.shape, op)
+        work: Work | None = self._run(async_op, call, self._all_reduce, tensor)
+        return work
+
+    def reduce(
+        self, tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
+    ) -> Work | None:
+        """Reduce over all ranks, in place on rank `dst`, untouched on the others; collective.
+
+        Args:
+            tensor: The same shape and dtype on all ranks.
+            dst: Rank within the group that gets the result.
+            op: The reduction.
+            async_op: Return a `Work` at once.
+
+        Raises:
+            ValueError: `dst` is no rank of the group.
+            DtypeError: The dtype does not allow `op`.
+            CollectiveMismatchError: The ranks' calls differ.
+        """
+        check_rank(dst, "dst", self.size)
+        tensor = check_writable(tensor, self.name, self.device_types)
+        call = self._call("reduce", tensor.dtype, tensor.shape, op, dst)
+        work: Work | None = self._run(async_op, call, self._reduce, tensor)
+        return work
+
+    def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False) -> Work | None:
+        """Copy rank `src`'s tensor into the tensors of all others, in place; collective.
+
+        Args:
+            tensor: The same shape and dtype on all ranks.
+            src: Rank within the group to copy from.
+            async_op: Return a `Work` at once.
+
+        Raises:
+            ValueError: `src` is no rank of the group.
+            CollectiveMismatchError: The ranks' calls differ.
+        """
+        check_rank(src, "src", self.size)
+        tensor = check_writable(tensor, self.name, self.device_types)
+        call = self._call("broadcast", tensor.dtype, tensor.shape, None, src)
+        work: Work | None = self._run(async_op, call, self._broadcast, tensor)
+        return work
+
+    def all_gather(self, tensor: Tensor, dim: int = 0, *, async_op: bool = False) -> Any:
+        """Concatenate the tensors of all ranks along `dim`; collective, returns a new tensor.
+
+        Args:
+            tensor: The ranks may differ in size along `dim` only. A 0-d tensor counts as one of shape [1].
+            dim: Dimension to concatenate along.
+            async_op: Return a `Work` at once, whose `result()` is the tensor.
+
+        Raises:
+            IndexError: `dim` is out of range.
+            CollectiveMismatchError: The ranks differ in dtype or in another dimension.
+        """
+        tensor = check_readable(tensor, self.name, self.device_types)
+        tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
+        dim = wrap_dim(dim, tensor.dim())
+        shape = (*tensor.shape[:dim], -1, *tensor.shape[dim + 1 :])
+        call = self._call("all_gather", tensor.dtype, shape, None, dim)
+        return self._run(async_op, call, self._all_gather, tensor, dim)
+
+    def reduce_scatter(
+        self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, dim: int = 0, *, async_op: bool = False
+    ) -> Any:
+        """Reduce over all ranks and return this rank's slice along `dim`; collective, returns a new tensor.
+
+        Args:
+            tensor: The same shape and dtype on all ranks, at least 1-D.
+            op: The reduction.
+            dim: Dimension to cut as `torch.tensor_split` does, so that sizes need not divide.
+            async_op: Return a `Work` at once, whose `result()` is the slice.
+
+        Raises:
+            IndexError: `dim` is out of range.
+            DtypeError: The dtype does not allow `op`.
+            CollectiveMismatchError: The ranks' calls differ.
+        """
+        tensor = check_readable(tensor, self.name, self.device_types)
+        dim = wrap_dim(dim, tensor.dim())
+        call = self._call("reduce_scatter", tensor.dtype, tensor.shape, op, dim)
+        return self._run(async_op, call, self._reduce_scatter, tensor, dim)
+
+    def gather(self, tensor: Tensor, dst: int = 0, *, async_op: bool = False) -> Any:
+        """Collect the tensors of all ranks on rank `dst`; collective.
+
+        Args:
+            tensor: The ranks may differ in size along dim 0 only.
+            dst: Rank within the group that gets the list.
+            async_op: Return a `Work` at once, whose `result()` is the list.
+
+        Returns:
+            One tensor a rank, in rank order, on `dst`; None elsewhere.
+
+        Raises:
+            ValueError: `dst` is no rank of the group.
+            CollectiveMismatchError: The ranks' calls differ.
+        """
+        check_rank(dst, "dst", self.size)
+        tensor = check_readable(tensor, self.name, self.device_types)
+        shape = (-1, *tensor.shape[1:]) if tensor.dim() else ()
+        call = self._call("gather", tensor.dtype, shape, None, dst)
+        return self._run(async_op, call, self._gather, tensor)
+
+    def scatter(self, tensor: Tensor | None, src: int = 0, *, async_op: bool = False) -> Any:
+        """Cut rank `src`'s tensor along dim 0 and return each rank its part; collective, returns a new tensor.
+
+        Args:
+            tensor: On `src`, at least 1-D, cut as `torch.tensor_split` does; ignored elsewhere and may be None.
+            src: Rank within the group whose tensor is cut.
+            async_op: Return a `Work` at once, whose `result()` is the part.
+
+        Raises:
+            ValueError: `src` is no rank of the group, or its tensor is 0-d or has more than 12 dimensions.
+            TypeError: `tensor` is None on `src`.
+            CollectiveMismatchError: The ranks' calls differ.
+        """
+        check_rank(src, "src", self.size)
+        if self.rank == src:
+            tensor = check_readable(tensor, self.name, self.device_types)
+            if not 1 <= tensor.dim() <= 12:
+                raise ValueError(
+                    f"scatter: expected a tensor of 1 to 12 dimensions on rank {src}, got {tensor.dim()}"
+                )
+        call = self._call("scatter", None, (), None, src)
+        return self._run(async_op, call, self._scatter, tensor if self.rank == src else None)
+
+    def all_to_all(self, tensors: Sequence[Tensor], *, async_op: bool = False) -> Any:
+        """Send `tensors[i]` to rank i and return what each rank sent here; collective.
+
+        Args:
+            tensors: One a rank; shapes and dtypes are free (up to 12 dimensions).
+            async_op: Return a `Work` at once, whose `result()` is the list.
+
+        Returns:
+            A list of new tensors: entry i came from rank i.
+
+        Raises:
+            ValueError: The list's length is not the size of the group.
+            CollectiveMismatchError: The ranks' calls differ.
+        """
+        check_tensor_list(tensors, self.size)
+        checked = [check_readable(tensor, self.name, self.device_types) for tensor in tensors]
+        if any(tensor.dim() > 12 for tensor in checked):
+            raise ValueError("all_to_all: expected tensors of at most 12 dimensions")
+        return self._run(async_op, self._call("all_to_all"), self._all_to_all, checked)
+
+    def barrier(self, *, async_op: bool = False) -> Work | None:
+        """Wait until all ranks have come here; collective."""
+        work: Work | None = self._run(async_op, self._call("barrier"), self._barrier)
+        return work
+
+    def split(self, ranks: Sequence[int]) -> Backend | None:
+        """Make a communicator of some of this one's ranks, in the order given; collective over all of this one's.
+
+        Args:
+            ranks: Different ranks of this communicator, the same on all ranks.
+
+        Returns:
+            The new communicator, or None on ranks outside it.
+
+        Raises:
+            ValueError: `ranks` is empty, has doubles or numbers out of range.
+            CollectiveMismatchError: The ranks' lists differ.
+        """
+        chosen = check_ranks(ranks, self.size)
+        backend: Backend | None = self._run(False, Call("split", shape=chosen), self._split, chosen)
+        return backend
+
+    # ---- point to point ----------------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        """Send to rank `dst` and return when the tensor may be changed; matches one `recv` there.
+
+        Args:
+            tensor: Any shape; the receiver's must have the same size in bytes.
+            dst: Another rank of the group.
+            tag: 0 to 32767; messages of one tag arrive in order.
+
+        Raises:
+            ValueError: `dst` is this rank or none of the group's, or the tag is out of range.
+        """
+        check_rank(dst, "dst", self.size)
+        check_tag(tag)
+        if dst == self.rank:
+            raise ValueError(f"send: rank {dst} would wait for itself; use isend to send to the own rank")
+        tensor = check_readable(tensor, self.name, self.device_types)
+        if self.timeout is None:
+            self._execute("send", tensor.nbytes, self._send, tensor, dst, tag)
+        else:
+            self._execute("send", tensor.nbytes, self._isend, tensor, dst, tag).wait(self.timeout)
+
+    def recv(self, tensor: Tensor, src: int, tag: int = 0) -> None:
+        """Receive from rank `src` into `tensor`, in place; matches one `send` there.
+
+        Args:
+            tensor: As many bytes as the sender's.
+            src: Rank within the group.
+            tag: The sender's tag, 0 to 32767.
+
+        Raises:
+            ValueError: `src` is none of the group's ranks, or the tag is out of range.
+            CollectiveMismatchError: The message has another size.
+        """
+        check_rank(src, "src", self.size)
+        check_tag(tag)
+        tensor = check_writable(tensor, self.name, self.device_types)
+        if self.timeout is None:
+            self._execute("recv", tensor.nbytes, self._recv, tensor, src, tag)
+        else:
+            self._execute("recv", tensor.nbytes, self._irecv, tensor, src, tag).wait(self.timeout)
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
+        """Begin to send to rank `dst`; leave the tensor alone until the Work is done. See `send`."""
+        check_rank(dst, "dst", self.size)
+        check_tag(tag)
+        tensor = check_readable(tensor, self.name, self.device_types)
+        work: Work = self._execute("isend", tensor.nbytes, self._isend, tensor, dst, tag)
+        return work
+
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
+        """Begin to receive from rank `src` into `tensor`, which is complete when the Work is. See `recv`."""
+        check_rank(src, "src", self.size)
+        check_tag(tag)
+        tensor = check_writable(tensor, self.name, self.device_types)
+        work: Work = self._execute("irecv", tensor.nbytes, self._irecv, tensor, src, tag)
+        return work
+
+    # ---- life ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def abort(self, code: int = 1) -> None:
+        """End the whole job now, with exit code `code`; local."""
+
+    def close(self) -> None:
+        """End the worker and release the communicator; collective in effect, may be called twice.
+
+        Raises:
+            CommunicatorError: An asynchronous operation is still under way after 10 s.
+        """
+        if self._closed is not None:
+            return
+        if not self._worker.close(timeout=10.0):
+            raise CommunicatorError(
+                "this group still runs an asynchronous operation that the other ranks have not met; "
+                "wait for every Work before closing"
+            )
+        self._closed = "it was closed by destroy_process_group() or close()"
+        self._release()
+
+    def invalidate(self, reason: str) -> None:
+        """Make every later operation raise `CommunicatorError` with `reason`; local, releases nothing."""
+        self._closed = reason
+
+    # ---- running --------------------------------------------------------------------------------------------
+
+    def _run(self, async_op: bool, call: Call, move: Callable[..., Any], *args: Any) -> Any:
+        if async_op or self._worker.busy or self.timeout is not None:
+            return self._queue(async_op, call, move, args)
+        return self._execute(call.operation, call.nbytes, move, call, *args)
+
+    def _queue(self, async_op: bool, call: Call, move: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        self._check_open(call.operation)
+        work = self._worker.submit(
+            str(call),
+            lambda: self._execute(call.operation, call.nbytes, move, call, *args),
+            self.observer,
+        )
+        if async_op:
+            return work
+        work.wait(self.timeout)
+        return work.result()
+
+    def _execute(self, operation: str, nbytes: int, move: Callable[..., Any], *args: Any) -> Any:
+        if self._closed is not None:
+            self._check_open(operation)
+        observer = self.observer
+        if observer is not None:
+            observer.enter(operation, nbytes)
+        try:
+            return move(*args)
+        except self.failures as error:
+            raise CommunicatorError(f"{operation} failed on rank {self.rank}: {error}") from error
+        finally:
+            if observer is not None:
+                observer.leave(operation)
+
+    def _check_open(self, operation: str) -> None:
+        if self._closed is not None:
+            raise CommunicatorError(f"{operation}: this group cannot be used: {self._closed}")
+
+    def _call(
+        self,
+        operation: str,
+        dtype: torch.dtype | None = None,
+        shape: tuple[int, ...] = (),
+        op: ReduceOp | None = None,
+        root: int | None = None,
+    ) -> Call:
+        """Find or make the Call; what depends on dtype and reduction alone is checked once."""
+        index = (operation, dtype, shape, op, root)
+        call = self._calls.get(index)
+        if call is None:
+            if operation in ("all_reduce", "reduce", "reduce_scatter"):
+                assert dtype is not None
+                check_reducible(dtype, op)
+            call = Call(operation, dtype, tuple(shape), op, root)
+            if len(self._calls) >= _MAX_CACHED_CALLS:
+                self._calls.clear()
+            self._calls[index] = call
+        return call
+
+    # ---- what a backend provides: arguments are checked; tensors may have any strides -----------------------
+
+    @abstractmethod
+    def _all_reduce(self, call: Call, tensor: Tensor) -> None: ...
+
+    @abstractmethod
+    def _reduce(self, call: Call, tensor: Tensor) -> None: ...
+
+    @abstractmethod
+    def _broadcast(self, call: Call, tensor: Tensor) -> None: ...
+
+    @abstractmethod
+    def _all_gather(self, call: Call, tensor: Tensor, dim: int) -> Tensor: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor: ...
+
+    @abstractmethod
+    def _gather(self, call: Call, tensor: Tensor) -> list[Tensor] | None: ...
+
+    @abstractmethod
+    def _scatter(self, call: Call, tensor: Tensor | None) -> Tensor: ...
+
+    @abstractmethod
+    def _all_to_all(self, call: Call, tensors: list[Tensor]) -> list[Tensor]: ...
+
+    @abstractmethod
+    def _barrier(self, call: Call) -> None: ...
+
+    @abstractmethod
+    def _split(self, call: Call, ranks: tuple[int, ...]) -> Backend | None: ...
+
+    @abstractmethod
+    def _send(self, tensor: Tensor, dst: int, tag: int) -> None: ...
+
+    @abstractmethod
+    def _recv(self, tensor: Tensor, src: int, tag: int) -> None: ...
+
+    @abstractmethod
+    def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work: ...
+
+    @abstractmethod
+    def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work: ...
+
+    @abstractmethod
+    def _release(self) -> None: ...

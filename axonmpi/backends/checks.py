@@ -1,0 +1,112 @@
+"""Checks of the arguments of every operation (layer 1): what was expected, what came, and what to do.
+
+They run before anything is sent, on the rank that made the mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import DtypeError
+from .reduction import DTYPES
+
+__all__ = [
+    "check_rank",
+    "check_ranks",
+    "check_readable",
+    "check_tag",
+    "check_tensor",
+    "check_tensor_list",
+    "check_writable",
+    "wrap_dim",
+]
+
+MAX_TAG = 32767
+"""The largest tag that every MPI library has to support (MPI 4.1, section 9.1.2)."""
+
+_DTYPES = frozenset(DTYPES)
+
+
+def check_tensor(tensor: object, backend: str, device_types: tuple[str, ...]) -> None:
+    """Raise unless `tensor` is a dense tensor that the backend can carry."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}; wrap it in torch.as_tensor()")
+    if tensor.device.type not in device_types:
+        raise ValueError(
+            f"the {backend} backend takes tensors on {' or '.join(device_types)}, "
+            f"got one on {tensor.device}; move it with .{device_types[0]}()"
+        )
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"expected a dense tensor, got layout {tensor.layout}; use .to_dense()")
+    if tensor.dtype not in _DTYPES:
+        raise DtypeError(f"tensors of dtype {tensor.dtype} cannot be sent; convert them first")
+
+
+def check_readable(tensor: object, backend: str, device_types: tuple[str, ...]) -> Tensor:
+    """Check a tensor that is only read; return it without autograd history, its values as they lie in memory."""
+    check_tensor(tensor, backend, device_types)
+    assert isinstance(tensor, Tensor)
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def check_writable(tensor: Tensor, backend: str, device_types: tuple[str, ...]) -> Tensor:
+    """Check a tensor that the operation writes into and return it without its autograd history."""
+    check_tensor(tensor, backend, device_types)
+    if not tensor.is_contiguous() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise ValueError("this operation writes into an expanded tensor, whose elements share memory; .clone() it")
+    if not tensor.requires_grad:
+        return tensor
+    if torch.is_grad_enabled():
+        raise ValueError(
+            "this operation writes into a tensor that requires grad, which autograd cannot follow; use "
+            "axonmpi.autograd for differentiable collectives, or torch.no_grad() if no gradient is wanted"
+        )
+    return tensor.detach()
+
+
+def check_tensor_list(tensors: object, size: int) -> None:
+    """Raise unless `tensors` is a sequence of `size` entries."""
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
+        raise TypeError(f"all_to_all: expected a list of tensors, one a rank, got {type(tensors).__name__}")
+    if len(tensors) != size:
+        raise ValueError(f"all_to_all: expected {size} tensors, one for each rank of the group, got {len(tensors)}")
+
+
+def check_rank(rank: object, what: str, size: int) -> None:
+    """Raise unless `rank` is a rank of a group of `size`."""
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        raise TypeError(f"{what}: expected a rank of the group as an int, got {rank!r}")
+    if not 0 <= rank < size:
+        raise ValueError(f"{what}: expected a rank of the group, 0 to {size - 1}, got {rank}")
+
+
+def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
+    """Check an ordered set of ranks of a group of `size` and return it as a tuple."""
+    chosen = tuple(ranks)
+    if not chosen:
+        raise ValueError("ranks: expected at least one rank, got none")
+    for rank in chosen:
+        check_rank(rank, "ranks", size)
+    if len(set(chosen)) != len(chosen):
+        raise ValueError(f"ranks: expected different ranks, got {list(chosen)}")
+    return chosen
+
+
+def check_tag(tag: object) -> None:
+    """Raise unless `tag` is a message tag that every MPI library has."""
+    if not isinstance(tag, int) or isinstance(tag, bool) or not 0 <= tag <= MAX_TAG:
+        raise ValueError(f"tag: expected an int from 0 to {MAX_TAG}, got {tag!r}")
+
+
+def wrap_dim(dim: object, dims: int) -> int:
+    """Turn a dimension, negative ones from the end, into an index."""
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"dim: expected an int, got {dim!r}")
+    if not -dims <= dim < dims:
+        raise IndexError(f"dim: expected {-dims} to {dims - 1} for a tensor of {dims} dimensions, got {dim}")
+    return dim % dims

@@ -1,0 +1,339 @@
+"""Ranks as threads of one process, with the contract and the checks of a real backend (layer 2).
+
+For tests of distributed code without MPI. `MockBackend.create_world(n)` gives n backends, one for each of n
+threads. They meet in a `_Room`: each rank puts its part down, and when all are there each takes the whole list.
+
+    rank 0 ── put part 0 ─┐                 ┌─ [part 0, part 1, part 2]
+    rank 1 ── put part 1 ─┼─ all are there ─┼─ [part 0, part 1, part 2]     then each reduces in rank order
+    rank 2 ── put part 2 ─┘                 └─ [part 0, part 1, part 2]
+
+A rank that fails says so to the `_House` which all rooms of a world share, and every rank that waits, now or later,
+raises `RankFailedError`. Results are the same bits as MPI's. Each backend keeps a log of its operations.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
+from ..types import CompletedWork, ReduceOp, Work
+from .base import Backend
+from .call import Call, mismatch_error
+from .reduction import reduce_in_rank_order
+from .worker import Worker
+
+__all__ = ["LoggedCall", "MockBackend"]
+
+DEFAULT_TIMEOUT = 60.0
+"""Seconds after which a mock rank that waits for the others gives up."""
+
+
+@dataclass(frozen=True)
+class LoggedCall:
+    """One operation in a mock backend's log.
+
+    Attributes:
+        operation: Name of the operation, as in `Backend`.
+        dtype: Dtype of this rank's tensor, None where there is none.
+        shape: Its shape; -1 where the ranks may differ.
+        op: The reduction, None where there is none.
+        root: Root, source or destination rank within the group, None where there is none.
+        nbytes: Size of this rank's tensor.
+        ranks: Global mock ranks of the group.
+    """
+
+    operation: str
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    op: ReduceOp | None
+    root: int | None
+    nbytes: int
+    ranks: tuple[int, ...]
+
+
+class _House:
+    """What all groups of one mock world share: one lock, the failed ranks and the rooms."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.changed = threading.Condition()
+        self.failed: dict[int, BaseException] = {}
+        self._rooms: dict[Any, _Room] = {}
+
+    def room(self, key: Any, ranks: tuple[int, ...]) -> _Room:
+        with self.changed:
+            return self._rooms.setdefault(key, _Room(self, ranks))
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        with self.changed:
+            self.failed.setdefault(rank, error)
+            self.changed.notify_all()
+
+    def wait_until(self, ready: Any, what: str, missing: Any, timeout: float | None) -> None:
+        """Wait for `ready()`; the lock is held. `missing()` names the ranks that have not come."""
+        limit = self.timeout if timeout is None else timeout
+        deadline = time.monotonic() + limit
+        while not ready():
+            if self.failed:
+                rank, error = next(iter(self.failed.items()))
+                raise RankFailedError(
+                    f"rank {rank} failed while {what} waited for it: {type(error).__name__}: {error}"
+                ) from error
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                raise CollectiveTimeoutError(f"{what} waited {limit:g} s for {missing()}")
+            self.changed.wait(remaining)
+
+
+class _Room:
+    """Where the ranks of one group meet."""
+
+    def __init__(self, house: _House, ranks: tuple[int, ...]) -> None:
+        self.house = house
+        self.ranks = ranks
+        self._rounds: dict[int, dict[int, Any]] = defaultdict(dict)
+        self._taken: dict[int, int] = defaultdict(int)
+        self._messages: dict[tuple[int, int, int], list[Tensor | None]] = defaultdict(list)
+        self._tickets: dict[tuple[int, int, int], itertools.count[int]] = defaultdict(itertools.count)
+
+    def swap(self, number: int, rank: int, item: Any, what: str, timeout: float | None) -> list[Any]:
+        """Give `item` in round `number`; return the items of all ranks."""
+        size = len(self.ranks)
+        with self.house.changed:
+            given = self._rounds[number]
+            given[rank] = item
+            if len(given) == size:
+                self.house.changed.notify_all()
+
+            def missing() -> str:
+                return "ranks " + ", ".join(str(self.ranks[i]) for i in range(size) if i not in given)
+
+            self.house.wait_until(lambda: len(given) == size, what, missing, timeout)
+            self._taken[number] += 1
+            if self._taken[number] == size:
+                del self._rounds[number], self._taken[number]
+        return [given[i] for i in range(size)]
+
+    def post(self, channel: tuple[int, int, int], message: Tensor) -> None:
+        """Leave a message for (source, destination, tag)."""
+        with self.house.changed:
+            self._messages[channel].append(message)
+            self.house.changed.notify_all()
+
+    def ticket(self, channel: tuple[int, int, int]) -> int:
+        """Say which message of the channel a receive, posted now, will get."""
+        with self.house.changed:
+            return next(self._tickets[channel])
+
+    def arrived(self, channel: tuple[int, int, int], ticket: int) -> bool:
+        return len(self._messages[channel]) > ticket
+
+    def take(self, channel: tuple[int, int, int], ticket: int, timeout: float | None) -> Tensor:
+        with self.house.changed:
+            self.house.wait_until(
+                lambda: self.arrived(channel, ticket),
+                f"recv(tag={channel[2]})",
+                lambda: f"rank {self.ranks[channel[0]]}",
+                timeout,
+            )
+            message = self._messages[channel][ticket]
+            self._messages[channel][ticket] = None
+        assert message is not None
+        return message
+
+
+class _ReceiveWork(Work):
+    """A receive that was posted; the message is copied when somebody waits for it or asks."""
+
+    def __init__(self, backend: MockBackend, tensor: Tensor, channel: tuple[int, int, int]) -> None:
+        self._backend = backend
+        self._tensor = tensor
+        self._channel = channel
+        self._ticket = backend.room.ticket(channel)
+        self._complete = False
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the message is in the tensor; see `Work.wait`."""
+        if not self._complete:
+            message = self._backend.room.take(self._channel, self._ticket, timeout)
+            self._complete = True
+            _copy_message(message, self._tensor, self._channel[0])
+
+    def done(self) -> bool:
+        """Say whether the message is there."""
+        if not self._complete and self._backend.room.arrived(self._channel, self._ticket):
+            self.wait()
+        return self._complete
+
+    def result(self) -> None:
+        """Wait; a receive has no value of its own."""
+        self.wait()
+
+
+def _copy_message(message: Tensor, tensor: Tensor, src: int) -> None:
+    if message.nbytes != tensor.nbytes:
+        raise CollectiveMismatchError(
+            f"recv: expected {tensor.nbytes} bytes ({tensor.dtype} {list(tensor.shape)}) from rank {src}, "
+            f"which sent {message.nbytes}"
+        )
+    flat = message.reshape(-1).view(torch.uint8) if message.numel() else message
+    tensor.copy_(flat.view(tensor.dtype).view(tensor.shape) if message.numel() else tensor)
+
+
+class MockBackend(Backend):
+    """One rank of a world of threads; made by `create_world`.
+
+    Attributes:
+        log: The operations of this rank in this group, a list of `LoggedCall` that may be cleared.
+        room: Where the ranks of the group meet.
+    """
+
+    name = "mock"
+    device_types = ("cpu", "cuda")
+
+    def __init__(self, room: _Room, rank: int, *, timeout: float | None = None) -> None:
+        super().__init__(rank, len(room.ranks), Worker(f"axonmpi-mock-rank{room.ranks[rank]}"))
+        self.room = room
+        self.log: list[LoggedCall] = []
+        self._wait_limit = timeout
+        self._round = 0
+
+    @classmethod
+    def create_world(cls, size: int, *, timeout: float | None = None) -> list[MockBackend]:
+        """Make `size` backends that talk to each other, each to be used by a thread of its own; local.
+
+        Args:
+            size: Number of ranks, at least 1.
+            timeout: Seconds that a rank waits for the others before `CollectiveTimeoutError`; None means 60.
+
+        Returns:
+            The backends in rank order.
+
+        Raises:
+            ValueError: `size` is below 1.
+        """
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"size: expected a positive number of ranks, got {size!r}")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout: expected a positive number of seconds or None, got {timeout!r}")
+        house = _House(DEFAULT_TIMEOUT if timeout is None else timeout)
+        room = house.room("world", tuple(range(size)))
+        return [cls(room, rank, timeout=timeout) for rank in range(size)]
+
+    def fail(self, error: BaseException) -> None:
+        """Say that this rank has failed: ranks that wait, now or later, raise `RankFailedError`; local."""
+        self.room.house.fail(self.room.ranks[self.rank], error)
+
+    def abort(self, code: int = 1) -> None:
+        """Fail this rank, which releases the others; local."""
+        self.fail(SystemExit(code))
+
+    # ---- meeting ------------------------------------------------------------------------------------------
+
+    def _agree(self, call: Call, item: Any = None, nbytes: int | None = None) -> list[Any]:
+        """Meet the other ranks; return their items if all made the same call."""
+        self._note(call.operation, call, call.root, call.nbytes if nbytes is None else nbytes)
+        number, self._round = self._round, self._round + 1
+        given = self.room.swap(number, self.rank, (call, item), str(call), self._wait_limit)
+        if any(other.key != call.key for other, _ in given):
+            raise mismatch_error([str(other) for other, _ in given])
+        return [item for _, item in given]
+
+    def _note(self, operation: str, call: Call | Tensor, root: int | None, nbytes: int) -> None:
+        op = call.op if isinstance(call, Call) else None
+        entry = LoggedCall(operation, call.dtype, tuple(call.shape), op, root, nbytes, self.room.ranks)
+        self.log.append(entry)
+
+    # ---- operations ---------------------------------------------------------------------------------------
+
+    def _all_reduce(self, call: Call, tensor: Tensor) -> None:
+        parts = self._agree(call, _copy(tensor))
+        assert call.op is not None
+        reduce_in_rank_order(parts, call.op, tensor)
+
+    def _reduce(self, call: Call, tensor: Tensor) -> None:
+        parts = self._agree(call, _copy(tensor))
+        if self.rank == call.root:
+            assert call.op is not None
+            reduce_in_rank_order(parts, call.op, tensor)
+
+    def _broadcast(self, call: Call, tensor: Tensor) -> None:
+        is_source = self.rank == call.root
+        parts = self._agree(call, _copy(tensor) if is_source else None)
+        if not is_source:
+            assert call.root is not None
+            tensor.copy_(parts[call.root])
+
+    def _all_gather(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
+        return torch.cat(self._agree(call, _copy(tensor), tensor.nbytes), dim=dim)
+
+    def _reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
+        parts = self._agree(call, _copy(tensor))
+        slices = [part.tensor_split(self.size, dim)[self.rank] for part in parts]
+        result = torch.empty_like(slices[0], memory_format=torch.contiguous_format)
+        assert call.op is not None
+        reduce_in_rank_order(slices, call.op, result)
+        return result
+
+    def _gather(self, call: Call, tensor: Tensor) -> list[Tensor] | None:
+        parts = self._agree(call, _copy(tensor), tensor.nbytes)
+        return [_copy(part) for part in parts] if self.rank == call.root else None
+
+    def _scatter(self, call: Call, tensor: Tensor | None) -> Tensor:
+        given = self._agree(call, None if tensor is None else _copy(tensor), 0 if tensor is None else tensor.nbytes)
+        assert call.root is not None
+        part: Tensor = given[call.root].tensor_split(self.size)[self.rank]
+        return _copy(part)
+
+    def _all_to_all(self, call: Call, tensors: list[Tensor]) -> list[Tensor]:
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        given = self._agree(call, [_copy(tensor) for tensor in tensors], nbytes)
+        return [sent[self.rank] for sent in given]
+
+    def _barrier(self, call: Call) -> None:
+        self._agree(call)
+
+    def _split(self, call: Call, ranks: tuple[int, ...]) -> MockBackend | None:
+        number = self._round
+        self._agree(call)
+        if self.rank not in ranks:
+            return None
+        members = tuple(self.room.ranks[rank] for rank in ranks)
+        room = self.room.house.room((id(self.room), number), members)
+        return MockBackend(room, ranks.index(self.rank), timeout=self._wait_limit)
+
+    def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
+        self._note("send", tensor, dst, tensor.nbytes)
+        self.room.post((self.rank, dst, tag), _copy(tensor))
+
+    def _recv(self, tensor: Tensor, src: int, tag: int) -> None:
+        self._note("recv", tensor, src, tensor.nbytes)
+        _ReceiveWork(self, tensor, (src, self.rank, tag)).wait(self._wait_limit)
+
+    def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
+        self._send(tensor, dst, tag)
+        return CompletedWork()
+
+    def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
+        self._note("recv", tensor, src, tensor.nbytes)
+        return _ReceiveWork(self, tensor, (src, self.rank, tag))
+
+    def _release(self) -> None:
+        """Threads hold nothing that needs to be given back; the log outlives the group."""
+
+    def global_ranks(self) -> Sequence[int]:
+        """Return the mock world's numbers of this group's ranks; local."""
+        return self.room.ranks
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,397 @@
+"""Collectives on CPU tensors over MPI (layer 2).
+
+Every collective begins with one all-gather of a 128-byte slot a rank (`mpi_slots`): mismatched calls are
+noticed on every rank before anything else is sent, and a small operation (a loss, a counter, a flag) is
+complete after this one message. Larger data goes in pieces of about 1 MiB that stay in the cache:
+
+    all_reduce, for each piece:   all-to-all of slices → local sum in rank order → all-gather of the sums
+
+(reduce-scatter and all-gather, Thakur, Rabenseifner and Gropp 2005). That works for every dtype, gives the same
+bits on every rank and from run to run, and needs no `MPI.Op`.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CommunicatorError
+from ..partition import split_sizes
+from ..types import ReduceOp, Work
+from . import exits, runtime
+from .base import Backend
+from .call import Call
+from .mpi_messages import MessagePort, buffer_of
+from .mpi_slots import PAYLOAD_BYTES, SlotExchange, SmallPlan, describe, described
+from .reduction import reduce_in_rank_order
+from .worker import Worker
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["MpiBackend"]
+
+PIECE_BYTES = 1 << 20
+"""How much of a tensor is reduced at a time: the pieces of all ranks should fit into the cache."""
+MAX_MESSAGE_BYTES = 1 << 30
+"""The most that goes into one MPI call, whose counts and offsets may be 32-bit integers."""
+_MAX_PLANS = 256
+
+_live: weakref.WeakSet[MpiBackend] = weakref.WeakSet()
+
+
+def _close_workers() -> None:
+    """End all worker threads: a thread inside MPI while MPI is finalised ends in a segmentation fault."""
+    for backend in list(_live):
+        if not backend.stop_worker(timeout=4.0):
+            raise CommunicatorError("an asynchronous operation was still under way when the program ended")
+
+
+def _leave_to_parent() -> None:
+    for backend in list(_live):
+        backend.invalidate(f"this process is a fork of rank {backend.rank}, and MPI belongs to that rank alone")
+
+
+@functools.cache
+def _register_with_exits() -> None:
+    exits.before_finalize(_close_workers)
+    exits.after_fork(_leave_to_parent)
+
+
+class MpiBackend(Backend):
+    """A communicator over MPI for tensors on the CPU.
+
+    Args:
+        comm: An mpi4py intracommunicator, duplicated so that messages never mix with the caller's;
+            None means all ranks of the job, for which MPI is started if need be. Collective over it.
+        timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
+        duplicate: False takes `comm` over instead, and frees it when the backend is closed.
+
+    Attributes:
+        mpi_comm: The mpi4py communicator that carries this group's collectives.
+        piece_bytes: How much of a large tensor is reduced at a time.
+        max_message_bytes: The most that goes into one MPI call.
+    """
+
+    name = "mpi"
+
+    def __init__(
+        self, comm: MPI.Intracomm | None = None, *, timeout: float | None = None, duplicate: bool = True
+    ) -> None:
+        self._mpi = runtime.start_mpi()
+        self.failures = (self._mpi.Exception,)
+        comm = self._mpi.COMM_WORLD if comm is None else comm
+        rank = comm.Get_rank()
+        super().__init__(rank, comm.Get_size(), Worker(f"axonmpi-mpi-rank{rank}"), timeout=timeout)
+        self.mpi_comm = comm.Dup() if duplicate else comm
+        self.piece_bytes = PIECE_BYTES
+        self.max_message_bytes = MAX_MESSAGE_BYTES
+        self._messages = MessagePort(self._mpi, comm.Dup())
+        self._pairs = MessagePort(self._mpi, self.mpi_comm)
+        self._scratch: dict[str, Tensor] = {}
+        self._slots = SlotExchange(self._mpi, self.mpi_comm)
+        self._agree = self._slots.agree
+        self._plans: dict[Any, SmallPlan] = {}
+        _live.add(self)
+        _register_with_exits()
+
+    def abort(self, code: int = 1) -> None:
+        """End the whole job now, with exit code `code`; local."""
+        self.mpi_comm.Abort(code)
+
+    def stop_worker(self, timeout: float) -> bool:
+        """End the worker thread; False if it is still busy after `timeout` seconds; local."""
+        return self._worker.close(timeout)
+
+    # ---- reductions ---------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False) -> Work | None:
+        """Reduce over all ranks, in place on each; collective. See `Backend.all_reduce`.
+
+        A small tensor of a kind that was reduced before skips what need not be done twice.
+        """
+        if tensor.__class__ is Tensor and not async_op:
+            plan = self._plans.get((tensor.dtype, tensor.shape, op))
+            if plan is not None and self._is_plain(tensor):
+                plan.run(tensor)
+                return None
+        return super().all_reduce(tensor, op, async_op=async_op)
+
+    def _is_plain(self, tensor: Tensor) -> bool:
+        """Say whether the checks of the general path have nothing to object to, and nothing else is going on."""
+        return (
+            tensor.is_cpu
+            and tensor.is_contiguous()
+            and not tensor.requires_grad
+            and not tensor.is_neg()
+            and self.observer is None
+            and self.timeout is None
+            and self._closed is None
+            and not self._worker.busy
+        )
+
+    def _all_reduce(self, call: Call, tensor: Tensor) -> None:
+        assert call.op is not None
+        if call.nbytes <= PAYLOAD_BYTES:
+            own, parts = self._slots.views(call)
+            own.copy_(tensor)
+            self._agree(call)
+            reduce_in_rank_order(parts, call.op, tensor)
+            self._remember(call)
+            return
+        self._agree(call)
+        flat = _flat(tensor)
+        for piece, slice_ in self._reduced_pieces(call, flat, in_place=True):
+            self.mpi_comm.Allgather(self._mpi.IN_PLACE, self._spec(piece, slice_.nbytes))
+        _write_back(flat, tensor)
+
+    def _remember(self, call: Call) -> None:
+        if call.dtype is not None and not call.dtype.is_complex and len(self._plans) < _MAX_PLANS:
+            self._plans.setdefault((call.dtype, call.shape, call.op), self._slots.plan(call))
+
+    def _reduce(self, call: Call, tensor: Tensor) -> None:
+        assert call.root is not None
+        self._agree(call)
+        is_root = self.rank == call.root
+        flat = _flat(tensor)
+        for piece, slice_ in self._reduced_pieces(call, flat, in_place=is_root):
+            if is_root:
+                self.mpi_comm.Gather(self._mpi.IN_PLACE, self._spec(piece, slice_.nbytes), call.root)
+            else:
+                self.mpi_comm.Gather(self._spec(slice_), None, call.root)
+        if is_root:
+            _write_back(flat, tensor)
+
+    def _reduced_pieces(self, call: Call, flat: Tensor, *, in_place: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        """Reduce `flat` piece by piece; yields (piece of W slices, own slice of it, reduced).
+
+        With `in_place`, the own slice lies in the piece, and what the caller then writes into the piece lands in
+        `flat`. The last piece is padded in scratch memory where the ranks do not divide it.
+        """
+        per_slice = max(1, self.piece_bytes // (self.size * flat.element_size()))
+        step = per_slice * self.size
+        whole = flat.numel() // step * step
+        for start in range(0, whole, step):
+            piece = flat[start : start + step]
+            yield piece, self._reduce_slice(call, piece, in_place)
+        rest = flat.numel() - whole
+        if rest:
+            padded = self._buffer("rest", -(-rest // self.size) * self.size, flat.dtype)
+            padded[:rest].copy_(flat[whole:])
+            yield padded, self._reduce_slice(call, padded, True)
+            if in_place:
+                flat[whole:].copy_(padded[:rest])
+
+    def _reduce_slice(self, call: Call, piece: Tensor, in_place: bool) -> Tensor:
+        """Exchange the slices of `piece` and reduce the own one."""
+        count = piece.numel() // self.size
+        received = self._buffer("received", piece.numel(), piece.dtype)
+        nbytes = count * piece.element_size()
+        self.mpi_comm.Alltoall(self._spec(piece, nbytes), self._spec(received, nbytes))
+        own = piece[self.rank * count : (self.rank + 1) * count]
+        target = own if in_place else self._buffer("slice", count, piece.dtype)
+        assert call.op is not None
+        reduce_in_rank_order(received.view(self.size, count).unbind(0), call.op, target)
+        return target
+
+    def _reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
+        self._agree(call)
+        slices = [_flat(part) for part in tensor.tensor_split(self.size, dim)]
+        shape = list(tensor.shape)
+        shape[dim] = split_sizes(shape[dim], self.size)[self.rank]
+        result = torch.empty(shape, dtype=tensor.dtype)
+        flat = result.view(-1)
+        longest = slices[0].numel()  # tensor_split puts the larger slices first
+        step = max(1, self.piece_bytes // (self.size * tensor.element_size()))
+        for start in range(0, longest, step):
+            count = min(step, longest - start)
+            piece = self._buffer("rest", count * self.size, tensor.dtype)
+            for row, source in zip(piece.view(self.size, count), slices, strict=True):
+                part = source[start : start + count]
+                row[: part.numel()].copy_(part)
+            reduced = self._reduce_slice(call, piece, True)
+            target = flat[start : start + count]
+            target.copy_(reduced[: target.numel()])
+        return result
+
+    # ---- copies -------------------------------------------------------------------------------------------
+
+    def _broadcast(self, call: Call, tensor: Tensor) -> None:
+        assert call.root is not None
+        if call.nbytes <= PAYLOAD_BYTES:
+            own, parts = self._slots.views(call)
+            own.copy_(tensor)
+            self._agree(call)
+            if self.rank != call.root:
+                tensor.copy_(parts[call.root])
+            return
+        self._agree(call)
+        flat = _flat(tensor)
+        self._broadcast_flat(flat, call.root)
+        if self.rank != call.root:
+            _write_back(flat, tensor)
+
+    def _broadcast_flat(self, flat: Tensor, root: int) -> None:
+        for piece in _bytes(flat).split(self.max_message_bytes):
+            self.mpi_comm.Bcast(self._spec(piece), root)
+
+    def _all_gather(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
+        # What a rank sends is laid out with `dim` first, so that the blocks of all ranks follow each other.
+        moved = tensor.movedim(dim, 0).contiguous()
+        if moved.nbytes <= PAYLOAD_BYTES:
+            self._slots.own_payload[: moved.nbytes].copy_(_bytes(moved))
+        sizes = self._agree(call, moved.shape[0])
+        result = torch.empty((sum(sizes), *moved.shape[1:]), dtype=tensor.dtype)
+        row_bytes = result[:1].nbytes
+        counts = [size * row_bytes for size in sizes]
+        if max(counts) <= PAYLOAD_BYTES:
+            for payload, block in zip(self._slots.payloads, _bytes(result).split(counts), strict=True):
+                block.copy_(payload[: block.numel()])
+        else:
+            self._gather_blocks(_bytes(moved), _bytes(result), counts)
+        return result.movedim(0, dim).contiguous()
+
+    def _gather_blocks(self, own: Tensor, result: Tensor, counts: list[int]) -> None:
+        if sum(counts) <= self.max_message_bytes:
+            if min(counts) == max(counts):
+                self.mpi_comm.Allgather(self._spec(own), self._spec(result, counts[0]))
+            else:
+                self.mpi_comm.Allgatherv(
+                    self._spec(own), [buffer_of(self._mpi, result), counts, None, self._mpi.BYTE]
+                )
+            return
+        for root, block in enumerate(result.split(counts)):
+            if root == self.rank:
+                block.copy_(own)
+            self._broadcast_flat(block, root)
+
+    def _gather(self, call: Call, tensor: Tensor) -> list[Tensor] | None:
+        sizes = self._agree(call, tensor.shape[0] if tensor.dim() else 0)
+        own = tensor.contiguous()
+        sends: list[Tensor | None] = [None] * self.size
+        if self.rank != call.root:
+            assert call.root is not None
+            sends[call.root] = own
+            self._exchange(sends, [None] * self.size)
+            return None
+        parts = [
+            torch.empty((size, *tensor.shape[1:]) if tensor.dim() else (), dtype=tensor.dtype) for size in sizes
+        ]
+        sends[self.rank] = own
+        self._exchange(sends, parts)
+        return parts
+
+    def _scatter(self, call: Call, tensor: Tensor | None) -> Tensor:
+        assert call.root is not None
+        if tensor is not None:
+            self._slots.own_payload.copy_(describe(tensor))
+        self._agree(call)
+        dtype, shape = described(self._slots.payloads[call.root])
+        rows = split_sizes(shape[0], self.size)[self.rank]
+        part = torch.empty((rows, *shape[1:]), dtype=dtype)
+        sends: list[Tensor | None] = [None] * self.size
+        if tensor is not None:
+            sends = [piece.contiguous() for piece in tensor.tensor_split(self.size)]
+        receives: list[Tensor | None] = [None] * self.size
+        receives[call.root] = part
+        self._exchange(sends, receives)
+        return part
+
+    def _all_to_all(self, call: Call, tensors: list[Tensor]) -> list[Tensor]:
+        self._agree(call)
+        questions = torch.stack([describe(tensor) for tensor in tensors])
+        answers = torch.empty_like(questions)
+        self.mpi_comm.Alltoall(self._spec(questions, PAYLOAD_BYTES), self._spec(answers, PAYLOAD_BYTES))
+        received = [torch.empty(shape, dtype=dtype) for dtype, shape in (described(answer) for answer in answers)]
+        self._exchange([tensor.contiguous() for tensor in tensors], received)
+        return received
+
+    def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+        """Send entry i to rank i and receive entry i from there, all at once; contiguous tensors, None: nothing."""
+        own, target = sends[self.rank], receives[self.rank]
+        if own is not None and target is not None:
+            target.copy_(own)
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        requests = []
+        for peer in peers:
+            if (incoming := receives[peer]) is not None:
+                requests += self._pairs.start_receive(_bytes(incoming), peer, 0, self.max_message_bytes)
+        for peer in peers:
+            if (outgoing := sends[peer]) is not None:
+                requests += self._pairs.start_send(_bytes(outgoing), peer, 0, self.max_message_bytes)
+        self._mpi.Request.Waitall(requests)
+
+    def _barrier(self, call: Call) -> None:
+        self._agree(call)
+
+    def _split(self, call: Call, ranks: tuple[int, ...]) -> MpiBackend | None:
+        self._agree(call)
+        member = self.rank in ranks
+        color = 0 if member else self._mpi.UNDEFINED
+        comm = self.mpi_comm.Split(color, ranks.index(self.rank) if member else 0)
+        if not member:
+            return None
+        return MpiBackend(comm, timeout=self.timeout, duplicate=False)
+
+    # ---- point to point -----------------------------------------------------------------------------------
+
+    def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
+        self._messages.send(_bytes(tensor.contiguous()), dst, tag, self.max_message_bytes)
+
+    def _recv(self, tensor: Tensor, src: int, tag: int) -> None:
+        flat = _flat(tensor)
+        self._messages.receive(_bytes(flat), src, tag, self.max_message_bytes)
+        _write_back(flat, tensor)
+
+    def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
+        return self._messages.send_work(_bytes(tensor.contiguous()), dst, tag, self.max_message_bytes)
+
+    def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
+        flat = _flat(tensor)
+        return self._messages.receive_work(
+            _bytes(flat), src, tag, self.max_message_bytes, lambda: _write_back(flat, tensor)
+        )
+
+    # ---- memory -------------------------------------------------------------------------------------------
+
+    def _release(self) -> None:
+        _live.discard(self)
+        self._scratch.clear()
+        self._messages.comm.Free()
+        self.mpi_comm.Free()
+
+    def _buffer(self, purpose: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return scratch memory, reused from call to call."""
+        nbytes = numel * dtype.itemsize
+        scratch = self._scratch.get(purpose)
+        if scratch is None or scratch.numel() < nbytes:
+            scratch = torch.empty(max(nbytes, self.piece_bytes), dtype=torch.uint8)
+            self._scratch[purpose] = scratch
+        return scratch[:nbytes].view(dtype)
+
+    def _spec(self, tensor: Tensor, count: int | None = None) -> list[Any]:
+        """Describe contiguous memory to MPI; `count` is the bytes per rank where an operation wants that."""
+        return [buffer_of(self._mpi, tensor), tensor.nbytes if count is None else count, self._mpi.BYTE]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the elements in order in contiguous memory: the tensor's own where it is that already."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def _write_back(flat: Tensor, tensor: Tensor) -> None:
+    """Bring what MPI wrote into `flat` into the tensor, and tell autograd that the tensor has changed."""
+    if flat.data_ptr() != tensor.data_ptr() or tensor.is_neg() or tensor.is_conj():
+        tensor.copy_(flat.view(tensor.shape))
+    else:
+        torch.autograd.graph.increment_version(tensor)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """View contiguous memory as bytes."""
+    return tensor.view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,161 @@
+"""The small message that every collective over MPI begins with (layer 2).
+
+All ranks of a group exchange one slot of 128 bytes with a single all-gather:
+
+    | fingerprint of the call, 8 bytes | a size, 8 bytes | payload, up to 112 bytes |
+
+Ranks that made different calls see it at once, whatever they called. Data that fits into the payload needs no
+further message. For all-reduces of such data there are `SmallPlan`s: a slot with the header already written and
+the views already made, so that what Python adds to MPI's own all-reduce stays a few microseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..types import ReduceOp
+from .call import Call, mismatch_error
+from .mpi_messages import buffer_of
+from .reduction import DTYPES, plain_binary, reduce_in_rank_order
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["PAYLOAD_BYTES", "SlotExchange", "SmallPlan", "describe", "described"]
+
+SLOT_BYTES = 128
+HEADER_BYTES = 16
+PAYLOAD_BYTES = SLOT_BYTES - HEADER_BYTES
+_TEXT_BYTES = 512
+_MAX_CACHED = 1024
+
+
+class SlotExchange:
+    """The slots of one rank in one communicator."""
+
+    def __init__(self, mpi: Any, comm: MPI.Intracomm) -> None:
+        self._mpi = mpi
+        self._comm = comm
+        self.size = comm.Get_size()
+        self._own = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
+        self._all = torch.zeros(self.size, SLOT_BYTES, dtype=torch.uint8)
+        self._header = self._own.numpy().view(np.int64)
+        words = self._all.numpy().view(np.int64)
+        self._keys, self._extras = words[:, 0], words[:, 1]
+        self._out = self._spec(self._own)
+        self._in = self._spec(self._all)
+        self._views: dict[Any, tuple[Tensor, list[Tensor]]] = {}
+
+    @property
+    def own_payload(self) -> Tensor:
+        """The payload of the own slot, 112 bytes."""
+        return self._own[HEADER_BYTES:]
+
+    @property
+    def payloads(self) -> Tensor:
+        """The payloads that came with the last exchange, [ranks, 112] bytes."""
+        return self._all[:, HEADER_BYTES:]
+
+    def agree(self, call: Call, extra: int = 0) -> list[int]:
+        """Exchange the slots; return every rank's `extra`. Collective.
+
+        Raises:
+            CollectiveMismatchError: The ranks made different calls.
+        """
+        self._header[0] = call.key
+        self._header[1] = extra
+        self.swap(call, self._out)
+        extras: list[int] = self._extras.tolist()
+        return extras
+
+    def swap(self, call: Call, out: list[Any]) -> None:
+        """Exchange a slot whose header is written already."""
+        self._comm.Allgather(out, self._in)
+        if self._keys.tolist().count(call.key) != self.size:
+            raise self._mismatch(call)
+
+    def _mismatch(self, call: Call) -> Exception:
+        """All ranks have seen different fingerprints, so all of them come here to exchange texts."""
+        text = str(call).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+        texts = bytearray(_TEXT_BYTES * self.size)
+        self._comm.Allgather(text, texts)
+        rows = (texts[i : i + _TEXT_BYTES] for i in range(0, len(texts), _TEXT_BYTES))
+        return mismatch_error([row.rstrip(b"\0").decode(errors="replace") for row in rows])
+
+    def views(self, call: Call) -> tuple[Tensor, list[Tensor]]:
+        """Return the own payload and all ranks' as tensors of the call's dtype and shape."""
+        assert call.dtype is not None
+        views = self._views.get((call.dtype, call.shape))
+        if views is None:
+            views = _payload(self._own, call), [_payload(slot, call) for slot in self._all]
+            if len(self._views) >= _MAX_CACHED:
+                self._views.clear()
+            self._views[call.dtype, call.shape] = views
+        return views
+
+    def plan(self, call: Call) -> SmallPlan:
+        """Prepare an all-reduce of data that fits into the payload; local."""
+        return SmallPlan(self, call)
+
+    def _spec(self, slots: Tensor) -> list[Any]:
+        return [buffer_of(self._mpi, slots), SLOT_BYTES, self._mpi.BYTE]
+
+    def filled_slot(self, call: Call) -> tuple[Tensor, list[Any]]:
+        """Make a slot with the header of `call`; return it with its description for MPI."""
+        slot = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
+        slot.numpy().view(np.int64)[0] = call.key
+        return slot, self._spec(slot)
+
+
+class SmallPlan:
+    """Everything about an all-reduce of one dtype, shape and reduction that does not depend on the values."""
+
+    __slots__ = ("_address", "_binary", "_call", "_nbytes", "_op", "_out", "_parts", "_slot", "_slots")
+
+    def __init__(self, slots: SlotExchange, call: Call) -> None:
+        assert call.op is not None
+        self._slots = slots
+        self._call = call
+        self._op: ReduceOp = call.op
+        self._nbytes = call.nbytes
+        self._slot, self._out = slots.filled_slot(call)
+        self._address = self._slot.data_ptr() + HEADER_BYTES
+        self._parts = slots.views(call)[1]
+        assert call.dtype is not None
+        self._binary = plain_binary(call.dtype, call.op) if slots.size > 1 else None
+
+    def run(self, tensor: Tensor) -> None:
+        """Reduce a contiguous tensor, in place; collective."""
+        ctypes.memmove(self._address, tensor.data_ptr(), self._nbytes)
+        self._slots.swap(self._call, self._out)
+        binary = self._binary
+        if binary is None:
+            reduce_in_rank_order(self._parts, self._op, tensor)
+            return
+        parts = self._parts
+        binary(parts[0], parts[1], out=tensor)
+        for part in parts[2:]:
+            binary(tensor, part, out=tensor)
+
+
+def _payload(slot: Tensor, call: Call) -> Tensor:
+    assert call.dtype is not None
+    return slot[HEADER_BYTES : HEADER_BYTES + call.nbytes].view(call.dtype).view(call.shape)
+
+
+def describe(tensor: Tensor) -> Tensor:
+    """Pack dtype and shape (up to 12 dimensions) into the 112 bytes of a payload."""
+    words = np.zeros(PAYLOAD_BYTES // 8, dtype=np.int64)
+    words[: 2 + tensor.dim()] = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    return torch.from_numpy(words.view(np.uint8))
+
+
+def described(payload: Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return the dtype and shape that `describe` packed."""
+    words = payload.numpy().view(np.int64).tolist()
+    return DTYPES[words[0]], tuple(words[2 : 2 + words[1]])

@@ -1,0 +1,125 @@
+"""Reducing the tensors of all ranks, in rank order (layer 1).
+
+Every backend reduces with the function below, so that all of them give the same bits: the parts are taken in
+the order of the ranks, one after the other, and 16-bit and 8-bit floating-point types accumulate in
+float32 (complex32 in complex64) and are rounded once, at the end.
+
+    out = (((part[0] ∘ part[1]) ∘ part[2]) ∘ …)        ∘ = + · min max; AVERAGE divides by the number of parts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import DtypeError
+from ..types import ReduceOp
+
+__all__ = ["DTYPES", "check_reducible", "plain_binary", "reduce_in_rank_order"]
+
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+_NAMES = (
+    *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+    *_FLOAT8,
+)
+
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _NAMES if hasattr(torch, name))
+"""Every dtype that backends carry; the position in the tuple is the dtype's number on the wire."""
+
+_ACCUMULATE_IN = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+    **{getattr(torch, name): torch.float32 for name in _FLOAT8 if hasattr(torch, name)},
+}
+_SIGNED_TWIN = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_BINARY: dict[ReduceOp, Callable[..., Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVERAGE: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+}
+
+
+def check_reducible(dtype: torch.dtype, op: object) -> None:
+    """Raise unless tensors of `dtype` can be reduced with `op`.
+
+    Raises:
+        TypeError: `op` is no `ReduceOp`.
+        DtypeError: the dtype is unknown, unordered (MIN, MAX) or integral (AVERAGE).
+    """
+    if not isinstance(op, ReduceOp):
+        raise TypeError(f"op: expected an axonmpi.ReduceOp, got {op!r}")
+    if dtype not in DTYPES:
+        raise DtypeError(f"cannot reduce tensors of dtype {dtype}; convert them first, to float32 for example")
+    if op is ReduceOp.AVERAGE and not (dtype.is_floating_point or dtype.is_complex):
+        raise DtypeError(
+            f"ReduceOp.AVERAGE needs a floating-point or complex tensor, got {dtype}; "
+            "convert it with .float() or use ReduceOp.SUM"
+        )
+    if dtype.is_complex and op in (ReduceOp.MIN, ReduceOp.MAX):
+        raise DtypeError(f"ReduceOp.{op.name} needs an ordered dtype, got {dtype}; reduce .abs() or .real")
+
+
+def reduce_in_rank_order(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
+    """Reduce `parts` (one tensor a rank, in rank order) into `out`; local.
+
+    Args:
+        parts: At least one tensor, all of the shape and dtype of `out`; none of them shares memory with `out`.
+        op: A reduction that `check_reducible` allows for the dtype.
+        out: Overwritten with the result; any strides.
+    """
+    dtype = out.dtype
+    if dtype is torch.bool:
+        _fold(parts, torch.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else torch.logical_and, out)
+    elif dtype in _ACCUMULATE_IN:
+        _reduce_wide(parts, op, out, _ACCUMULATE_IN[dtype])
+    elif dtype in _SIGNED_TWIN:
+        _reduce_unsigned(parts, op, out, _SIGNED_TWIN[dtype])
+    else:
+        _fold(parts, _BINARY[op], out)
+        if op is ReduceOp.AVERAGE:
+            out.div_(len(parts))
+
+
+def plain_binary(dtype: torch.dtype, op: ReduceOp) -> Callable[..., Tensor] | None:
+    """Return the function of two tensors that is all there is to this reduction, or None if there is more to it."""
+    special = dtype is torch.bool or dtype in _ACCUMULATE_IN or dtype in _SIGNED_TWIN or op is ReduceOp.AVERAGE
+    return None if special else _BINARY[op]
+
+
+def _fold(parts: Sequence[Tensor], binary: Callable[..., Tensor], out: Tensor) -> None:
+    if len(parts) == 1:
+        out.copy_(parts[0])
+        return
+    binary(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        binary(out, part, out=out)
+
+
+def _reduce_wide(parts: Sequence[Tensor], op: ReduceOp, out: Tensor, wide: torch.dtype) -> None:
+    binary = _BINARY[op]
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        binary(total, part.to(wide), out=total)
+    if op is ReduceOp.AVERAGE:
+        total.div_(len(parts))
+    out.copy_(total)
+
+
+def _reduce_unsigned(parts: Sequence[Tensor], op: ReduceOp, out: Tensor, signed: torch.dtype) -> None:
+    """Torch has few kernels for these dtypes: wrap-around arithmetic is that of the signed twin."""
+    twins = [part.view(signed) for part in parts]
+    result = torch.empty_like(out).view(signed)
+    if op in (ReduceOp.SUM, ReduceOp.PRODUCT):
+        _fold(twins, _BINARY[op], result)
+    else:
+        # Flipping the sign bit maps unsigned order onto signed order.
+        flip = torch.iinfo(signed).min
+        _fold([twin ^ flip for twin in twins], _BINARY[op], result)
+        result ^= flip
+    out.copy_(result.view(out.dtype))

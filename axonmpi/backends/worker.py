@@ -1,0 +1,127 @@
+"""The thread that runs a group's asynchronous operations, one after the other (layer 2).
+
+MPI libraries hardly progress a non-blocking collective unless somebody polls it, but release Python's lock
+while they block. So an asynchronous operation is a blocking one on a thread of its own: one thread for each
+group, started by its first asynchronous operation, and operations run in the order in which they were started.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import CollectiveTimeoutError
+from ..types import Observer, Work
+
+__all__ = ["Worker", "WorkerWork"]
+
+
+class WorkerWork(Work):
+    """An operation queued on, or run by, a worker thread."""
+
+    def __init__(self, operation: str, task: Callable[[], Any], observer: Observer | None = None) -> None:
+        self.operation = operation
+        self._observer = observer
+        self._task: Callable[[], Any] | None = task
+        self._finished = threading.Lock()
+        self._finished.acquire()
+        self._complete = False
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._error_seen = False
+
+    def run(self) -> None:
+        """Run the operation and keep its value or its error; called by the worker."""
+        assert self._task is not None
+        try:
+            self._value = self._task()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._task = None  # the tensors it holds are the caller's to free
+
+    def finish(self) -> None:
+        """Release whoever waits; called by the worker after `run`."""
+        self._complete = True
+        self._finished.release()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the operation is complete; see `Work.wait`."""
+        if not self._complete:
+            if self._observer is None:
+                self._block(timeout)
+            else:
+                self._observer.enter("wait", 0)
+                try:
+                    self._block(timeout)
+                finally:
+                    self._observer.leave("wait")
+        if self._error is not None:
+            self._error_seen = True
+            raise self._error
+
+    def _block(self, timeout: float | None) -> None:
+        if not self._finished.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
+            raise CollectiveTimeoutError(
+                f"{self.operation} was not complete after {timeout:g} s: another rank has not called it, "
+                "or is still computing"
+            )
+        self._finished.release()
+
+    def done(self) -> bool:
+        """Say whether the operation is complete or has failed."""
+        return self._complete
+
+    def result(self) -> Any:
+        """Wait, then return the operation's value."""
+        self.wait()
+        return self._value
+
+    def __del__(self) -> None:
+        if self._error is not None and not self._error_seen:
+            raise self._error  # nobody waited for it: Python prints it as an unraisable error
+
+
+class Worker:
+    """One thread and its queue; the thread starts with the first operation."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[WorkerWork | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._started = 0  # written by callers only
+        self._ended = 0  # written by the thread only
+
+    @property
+    def busy(self) -> bool:
+        """Whether an operation is queued or running."""
+        return self._started != self._ended
+
+    def submit(self, operation: str, task: Callable[[], Any], observer: Observer | None = None) -> WorkerWork:
+        """Queue `task` behind the operations already there."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            self._thread.start()
+        work = WorkerWork(operation, task, observer)
+        self._started += 1
+        self._queue.put(work)
+        return work
+
+    def close(self, timeout: float) -> bool:
+        """End the thread after the operations already queued; False if it is still busy after `timeout` seconds."""
+        if self._thread is None or self._thread is threading.current_thread():
+            return True
+        self._queue.put(None)
+        self._thread.join(timeout)
+        ended = not self._thread.is_alive()
+        self._thread = None if ended else self._thread
+        return ended
+
+    def _loop(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work.run()
+            self._ended += 1  # before whoever waits goes on, so that its next operation finds an idle worker
+            work.finish()
+            del work  # or the last operation's tensors would live until the next one

@@ -1,0 +1,313 @@
+"""The collectives as free functions, and the life cycle of the default group (layer 4).
+
+Every function takes the group last; None means the group of all ranks. What each does, its errors and
+its shapes are documented once, at the method of `Backend` that it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .bucketing import all_reduce_coalesced
+from .errors import CommunicatorError
+from .group import ProcessGroup, World, current_world, default_group, forget_world, set_process_world
+from .types import ReduceOp, Work
+
+__all__ = [
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_max",
+    "all_reduce_mean",
+    "all_reduce_min",
+    "all_reduce_product",
+    "all_reduce_sum",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_from",
+    "broadcast_object",
+    "destroy_process_group",
+    "gather_tensor",
+    "get_local_rank",
+    "get_local_world_size",
+    "get_node_rank",
+    "get_num_nodes",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "irecv",
+    "is_initialized",
+    "is_main_process",
+    "isend",
+    "new_group",
+    "rank",
+    "recv",
+    "reduce",
+    "reduce_scatter_mean",
+    "reduce_scatter_sum",
+    "scatter_tensor",
+    "send",
+    "sync_gradient",
+    "sync_gradients",
+    "world_size",
+]
+
+
+def _resolve(group: ProcessGroup | None) -> ProcessGroup:
+    if group is None:
+        return default_group()
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(f"group: expected an axonmpi.ProcessGroup or None, got {type(group).__name__}")
+    return group
+
+
+# ---- life cycle -------------------------------------------------------------------------------------------
+
+
+def init_process_group(
+    backend: str = "mpi",
+    init_method: str | None = None,
+    *,
+    timeout: float | None = None,
+    num_threads: int | None = None,
+) -> World:
+    """Start the world of all ranks of the job and make it the default; collective.
+
+    Args:
+        backend: `"mpi"`, or `"mock"` for one rank without MPI.
+        init_method: None, `"mpi://"` or `"env://"`.
+        timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
+        num_threads: Threads torch uses on this rank; None shares the node's cores among its ranks, unless
+            OMP_NUM_THREADS or MKL_NUM_THREADS is set.
+
+    Raises:
+        LaunchError: The processes were not started as one MPI job; the message says what to type.
+        CommunicatorError: There is a default world already.
+        ValueError: An argument is unknown.
+    """
+    if current_world() is not None:
+        raise CommunicatorError(
+            "the process group is initialised already; call axonmpi.destroy_process_group() before a second "
+            "init_process_group(), or make further groups with world.new_group(ranks)"
+        )
+    world = World.init(backend, init_method, timeout=timeout, num_threads=num_threads)
+    set_process_world(world)
+    return world
+
+
+def is_initialized() -> bool:
+    """Say whether there is a default world; local."""
+    return current_world() is not None
+
+
+def destroy_process_group() -> None:
+    """Release the default world and all of its groups; collective in effect, does nothing the second time."""
+    world = current_world()
+    if world is not None:
+        world.close()
+        forget_world(world)
+
+
+def _world() -> World:
+    world = current_world()
+    if world is None:
+        raise CommunicatorError("no process group yet: call axonmpi.init_process_group() first")
+    return world
+
+
+def get_rank() -> int:
+    """Return this rank's number in the world; local."""
+    return _world().rank
+
+
+def get_world_size() -> int:
+    """Return the number of ranks in the world; local."""
+    return _world().size
+
+
+def get_local_rank() -> int:
+    """Return this rank's number on its node, from MPI's shared-memory split; local."""
+    return _world().local_rank
+
+
+def get_local_world_size() -> int:
+    """Return the number of ranks on this node; local."""
+    return _world().local_size
+
+
+def get_node_rank() -> int:
+    """Return this node's number; nodes are ordered by their lowest rank; local."""
+    return _world().node_rank
+
+
+def get_num_nodes() -> int:
+    """Return the number of nodes; local."""
+    return _world().num_nodes
+
+
+def new_group(ranks: Sequence[int]) -> ProcessGroup:
+    """Make a group of some of the world's ranks; collective over the world. See `World.new_group`."""
+    return _world().new_group(ranks)
+
+
+def rank(group: ProcessGroup | None = None) -> int:
+    """Return this rank's number in the group, -1 outside it; local."""
+    return _resolve(group).rank
+
+
+def world_size(group: ProcessGroup | None = None) -> int:
+    """Return the number of ranks in the group; local."""
+    return _resolve(group).size
+
+
+def is_main_process(group: ProcessGroup | None = None) -> bool:
+    """Say whether this is rank 0 of the group; local."""
+    return _resolve(group).rank == 0
+
+
+# ---- reductions -------------------------------------------------------------------------------------------
+
+
+def all_reduce(
+    t: Tensor, op: ReduceOp = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
+    """Reduce over all ranks, in place; collective; a `Work` when asynchronous. See `Backend.all_reduce`."""
+    return (default_group() if group is None else _resolve(group)).all_reduce(t, op, async_op)
+
+
+def all_reduce_sum(t: Tensor, group: ProcessGroup | None = None) -> None:
+    """Sum over all ranks, in place, in rank order; collective. See `Backend.all_reduce`."""
+    _resolve(group).all_reduce(t, ReduceOp.SUM)
+
+
+def all_reduce_mean(t: Tensor, group: ProcessGroup | None = None) -> None:
+    """Average over all ranks, in place; floating point or complex; collective. See `Backend.all_reduce`."""
+    _resolve(group).all_reduce(t, ReduceOp.AVERAGE)
+
+
+def all_reduce_min(t: Tensor, group: ProcessGroup | None = None) -> None:
+    """Take the element-wise minimum over all ranks, in place; collective. See `Backend.all_reduce`."""
+    _resolve(group).all_reduce(t, ReduceOp.MIN)
+
+
+def all_reduce_max(t: Tensor, group: ProcessGroup | None = None) -> None:
+    """Take the element-wise maximum over all ranks, in place; collective. See `Backend.all_reduce`."""
+    _resolve(group).all_reduce(t, ReduceOp.MAX)
+
+
+def all_reduce_product(t: Tensor, group: ProcessGroup | None = None) -> None:
+    """Multiply over all ranks, in place, in rank order; collective. See `Backend.all_reduce`."""
+    _resolve(group).all_reduce(t, ReduceOp.PRODUCT)
+
+
+def reduce(
+    t: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+) -> Work | None:
+    """Reduce onto rank `dst`, in place there, untouched elsewhere; collective. See `Backend.reduce`."""
+    return _resolve(group).reduce(t, dst, op, async_op)
+
+
+def reduce_scatter_sum(t: Tensor, group: ProcessGroup | None = None, dim: int = 0, async_op: bool = False) -> Any:
+    """Return this rank's slice along `dim` of the sum over all ranks; collective. See `Backend.reduce_scatter`."""
+    return _resolve(group).reduce_scatter(t, ReduceOp.SUM, dim, async_op)
+
+
+def reduce_scatter_mean(t: Tensor, group: ProcessGroup | None = None, dim: int = 0, async_op: bool = False) -> Any:
+    """Return this rank's slice of the average over all ranks; collective. See `Backend.reduce_scatter`."""
+    return _resolve(group).reduce_scatter(t, ReduceOp.AVERAGE, dim, async_op)
+
+
+def sync_gradient(t: Tensor, group: ProcessGroup | None = None) -> None:
+    """Average one gradient over all ranks, in place; collective. See `Backend.all_reduce`."""
+    _resolve(group).all_reduce(t, ReduceOp.AVERAGE)
+
+
+def sync_gradients(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> None:
+    """Average gradients over all ranks, in place, as few large reductions; collective.
+
+    Args:
+        tensors: Floating-point tensors, the same shapes and dtypes in the same order on all ranks.
+        group: The ranks to average over; None means all.
+
+    Raises:
+        TypeError: `tensors` is one tensor, or holds something else than tensors.
+        CollectiveMismatchError: The ranks' lists differ.
+    """
+    all_reduce_coalesced(_resolve(group).backend, tensors, ReduceOp.AVERAGE)
+
+
+# ---- copies -----------------------------------------------------------------------------------------------
+
+
+def broadcast(t: Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
+    """Copy rank 0's tensor to all ranks, in place; collective. See `Backend.broadcast`."""
+    return _resolve(group).broadcast(t, 0, async_op)
+
+
+def broadcast_from(t: Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
+    """Copy rank `src`'s tensor to all ranks, in place; collective. See `Backend.broadcast`."""
+    return _resolve(group).broadcast(t, src, async_op)
+
+
+def all_gather(t: Tensor, group: ProcessGroup | None = None, dim: int = 0, async_op: bool = False) -> Any:
+    """Return all ranks' tensors concatenated along `dim`; collective. See `Backend.all_gather`."""
+    return _resolve(group).all_gather(t, dim, async_op)
+
+
+def gather_tensor(t: Tensor, dst: int = 0, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
+    """Return the list of all ranks' tensors on rank `dst`, None elsewhere; collective. See `Backend.gather`."""
+    return _resolve(group).gather(t, dst, async_op)
+
+
+def scatter_tensor(
+    t: Tensor | None, src: int = 0, group: ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """Return this rank's part of rank `src`'s tensor, cut along dim 0; collective. See `Backend.scatter`."""
+    return _resolve(group).scatter(t, src, async_op)
+
+
+def all_to_all(tensors: Sequence[Tensor], group: ProcessGroup | None = None, async_op: bool = False) -> Any:
+    """Send `tensors[i]` to rank i and return what each rank sent here; collective. See `Backend.all_to_all`."""
+    return _resolve(group).all_to_all(tensors, async_op)
+
+
+def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
+    """Wait until all ranks have come here; collective."""
+    return _resolve(group).barrier(async_op)
+
+
+def broadcast_object(obj: Any, src: int = 0, group: ProcessGroup | None = None) -> Any:
+    """Return rank `src`'s picklable object on all ranks; collective."""
+    return _resolve(group).broadcast_object(obj, src)
+
+
+def all_gather_object(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """Return the picklable objects of all ranks, in rank order; collective."""
+    return _resolve(group).all_gather_object(obj)
+
+
+# ---- point to point ---------------------------------------------------------------------------------------
+
+
+def send(t: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
+    """Send to rank `dst`; returns when the tensor may be changed. See `Backend.send`."""
+    _resolve(group).send(t, dst, tag)
+
+
+def recv(t: Tensor, src: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
+    """Receive from rank `src`, in place. See `Backend.recv`."""
+    _resolve(group).recv(t, src, tag)
+
+
+def isend(t: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Work:
+    """Begin to send to rank `dst`. See `Backend.isend`."""
+    return _resolve(group).isend(t, dst, tag)
+
+
+def irecv(t: Tensor, src: int, group: ProcessGroup | None = None, tag: int = 0) -> Work:
+    """Begin to receive from rank `src`, in place. See `Backend.irecv`."""
+    return _resolve(group).irecv(t, src, tag)

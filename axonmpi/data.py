@@ -1,0 +1,270 @@
+"""Which samples of a dataset each rank takes, and how to go on in the middle of an epoch (layer 5).
+
+An epoch is one fixed order of all samples, the same on every rank: a permutation made from the seed and the
+epoch, or 0, 1, 2, … without shuffling. The ranks are dealt this order like cards. So how far an epoch has
+come is a single number, the position in the order up to which samples were consumed, and it means the same
+at any number of ranks:
+
+    order of the epoch   7  2  9  0  5  1  8  3  6  4
+    three ranks          0  1  2  0  1  2  │              two samples each consumed: position 6
+    then two ranks                         0  1  0  1     go on from there
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import SupportsIndex
+
+import torch
+from torch.utils.data import Sampler
+
+from .group import current_world
+
+__all__ = ["DistributedSampler"]
+
+_STATE_KEYS = ("epoch", "length", "position", "seed", "shuffle")
+
+
+@dataclass
+class _Pass:
+    """One pass through an epoch, or through what is left of it."""
+
+    start: int = 0
+    """Position in the epoch's order at which it begins, counted over all ranks."""
+    yielded: int = 0
+    """Samples that this rank has been given."""
+    complete: bool = False
+
+    def count(self, indices: Sequence[int]) -> Iterator[int]:
+        """Yield `indices` and keep count."""
+        for index in indices:
+            self.yielded += 1
+            # Set with the last sample, not after it: a loop may stop there without asking for one more.
+            self.complete = self.yielded == len(indices)
+            yield index
+        self.complete = True
+
+
+class DistributedSampler(Sampler[int]):
+    """Give each rank its share of a dataset's indices, the same ones as torch's sampler of this name.
+
+    Every rank gets equally many. Where the number of samples does not divide by the number of ranks, the
+    epoch's first samples are used again to fill up, or with `drop_last` its last ones are left out.
+
+    Local: nothing is communicated. All ranks must be given the same arguments, but for `rank`.
+
+    Args:
+        dataset_or_length: A dataset with `len()`, or the number of samples itself; at least 1. The length is
+            read once, here.
+        num_replicas: Number of ranks that share the dataset; default: the size of the default group, or 1
+            before `init_process_group()`.
+        rank: Which of them this one is; default: the rank in the default group, or 0.
+        shuffle: Permute the samples anew in each epoch.
+        seed: Seed of the permutations; epoch `e` uses `seed + e`. The same on all ranks.
+        drop_last: Leave out the samples that do not fill a round of all ranks, instead of repeating some.
+
+    Raises:
+        ValueError: No samples, a rank outside `0 … num_replicas - 1`, or a seed beyond 64 bits.
+        TypeError: A dataset without `len()`, or a number that is not an integer.
+
+    Attributes:
+        epoch: The epoch in hand; set by `set_epoch`.
+        length: Number of samples in the dataset.
+    """
+
+    def __init__(
+        self,
+        dataset_or_length: Sized | int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        self.length = _length(dataset_or_length)
+        self.num_replicas, self.rank = _place(num_replicas, rank)
+        self.shuffle = bool(shuffle)
+        self.drop_last = bool(drop_last)
+        self.seed = _integer("seed", seed)
+        self.epoch = 0
+        self._check_seed(self.epoch)
+        self._pass = _Pass()
+
+    def __len__(self) -> int:
+        """Return how many indices a pass gives this rank: of a resumed epoch, those that are left."""
+        left = self.length - self._pass.start
+        return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
+
+    def __iter__(self) -> Iterator[int]:
+        """Begin a pass through the epoch: what is left of a resumed one, else all of it."""
+        self._pass = _Pass(start=0 if self._pass.complete else self._pass.start)
+        return self._pass.count(self._indices())
+
+    def _indices(self) -> list[int]:
+        """Return this rank's indices of the pass in hand."""
+        first = self._pass.start + self.rank
+        positions = first + self.num_replicas * torch.arange(len(self), device="cpu")
+        positions %= self.length
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.length, generator=generator, device="cpu")
+            positions = order[positions]
+        indices: list[int] = positions.tolist()
+        return indices
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to an epoch: another order of the samples, from its beginning.
+
+        Call it on every rank before each epoch's loop. If `epoch` is the one just loaded, the order is taken
+        up at the loaded position: so a loop that begins with `set_epoch(state["epoch"])` after
+        `load_state_dict(state)` goes on in the middle of that epoch, and runs the next ones whole.
+
+        Args:
+            epoch: Number of the epoch, at least 0.
+
+        Raises:
+            ValueError: `epoch` is negative.
+            TypeError: `epoch` is not an integer.
+        """
+        epoch = _integer("epoch", epoch, minimum=0)
+        self._check_seed(epoch)
+        self._pass = _Pass(start=self._pass.start if epoch == self.epoch else 0)
+        self.epoch = epoch
+
+    def state_dict(self, samples_consumed: int | None = None) -> dict[str, int | bool]:
+        """Return how far the epoch has come, to resume from with any number of ranks.
+
+        A `DataLoader` asks for indices before they are trained on: with `num_workers` workers up to
+        `prefetch_factor * num_workers` batches before. A state of what was handed out would skip those
+        batches at resumption, so say what was really consumed: `samples_consumed=steps * batch_size`. The
+        default, what was handed out, is right without workers and between epochs.
+
+        Local. Equal on all ranks if they have consumed equally many, as they have after any whole step; so
+        one rank may save it for all. It holds plain integers and booleans only.
+
+        Args:
+            samples_consumed: Samples that this rank has consumed since this pass began, which is the
+                beginning of the epoch or, in a resumed epoch, the place where it was resumed.
+
+        Returns:
+            `epoch`; `position`, samples of the epoch consumed by all ranks together; `length`, `seed` and
+            `shuffle`, which `load_state_dict` compares.
+
+        Raises:
+            ValueError: `samples_consumed` is negative, or more than this rank was given in this pass.
+            TypeError: `samples_consumed` is not an integer.
+        """
+        given = self._pass.yielded
+        consumed = given if samples_consumed is None else _integer("samples_consumed", samples_consumed, 0)
+        if consumed > given:
+            raise ValueError(
+                f"samples_consumed: expected at most {given}, what this rank was given in this pass through "
+                f"epoch {self.epoch}, got {consumed}; count the samples of this rank only, from the beginning "
+                "of the epoch or, in a resumed epoch, from where it was resumed"
+            )
+        return {
+            "epoch": self.epoch,
+            "length": self.length,
+            "position": min(self._pass.start + consumed * self.num_replicas, self.length),
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on where a sampler of the same dataset stopped, perhaps with another number of ranks.
+
+        What the epoch has left is dealt to this sampler's ranks, so over both runs each sample of the epoch
+        comes once; only at its very end are samples repeated, or with `drop_last` left out, as this number
+        of ranks requires. Length, seed and shuffling decide the epoch's order: they must be the state's own,
+        and a difference is refused rather than taken over, for then the run was set up otherwise than meant.
+
+        Local. Load the same state on every rank, before the `DataLoader` is iterated.
+
+        Args:
+            state: What `state_dict` returned, on any rank.
+
+        Raises:
+            ValueError: Entries are missing or unknown, the state is of a sampler with another length, seed
+                or shuffling, or its numbers are out of range. The sampler is then unchanged.
+            TypeError: The state is not a mapping, or an entry is of a wrong type.
+        """
+        _check_keys(state)
+        for name in ("length", "seed", "shuffle"):
+            mine, saved = getattr(self, name), state[name]
+            if saved != mine:
+                raise ValueError(
+                    f"state: expected {name}={mine!r} as in this sampler, got {name}={saved!r}, which means "
+                    "another order of the samples; construct the sampler as it was when the state was saved, "
+                    "or begin without the state"
+                )
+        epoch = _integer("epoch", state["epoch"], minimum=0)
+        position = _integer("position", state["position"], minimum=0)
+        if position > self.length:
+            raise ValueError(f"position: expected at most {self.length}, the length, got {position}")
+        self._check_seed(epoch)
+        self.epoch = epoch
+        self._pass = _Pass(start=position)
+
+    def _check_seed(self, epoch: int) -> None:
+        if not -(2**63) <= self.seed + epoch < 2**64:
+            raise ValueError(
+                f"seed: expected seed + epoch from -2**63 to 2**64 - 1, as torch.Generator takes, got "
+                f"seed={self.seed} and epoch={epoch}; choose a smaller seed"
+            )
+
+
+def _integer(name: str, value: object, minimum: int | None = None) -> int:
+    """Return `value` as a plain int; booleans are not taken for numbers."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{name}: expected an integer, got {value!r}")
+    number = operator.index(value)
+    if minimum is not None and number < minimum:
+        raise ValueError(f"{name}: expected at least {minimum}, got {number}")
+    return number
+
+
+def _length(dataset_or_length: Sized | int) -> int:
+    # A dataset may itself be a tensor of one element, which would pass for an integer: ask for len() first.
+    if isinstance(dataset_or_length, Sized):
+        length = len(dataset_or_length)
+    elif isinstance(dataset_or_length, SupportsIndex):
+        length = _integer("dataset_or_length", dataset_or_length)
+    else:
+        raise TypeError(
+            "dataset_or_length: expected a dataset with len() or a number of samples, got "
+            f"{type(dataset_or_length).__name__}; give the number of samples instead"
+        )
+    if length < 1:
+        raise ValueError(f"dataset_or_length: expected at least 1 sample, got {length}")
+    return length
+
+
+def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """Return number of ranks and own rank, from the default group where they are not given."""
+    world = current_world()
+    group = None if world is None else world.default_group
+    if num_replicas is None:
+        num_replicas = 1 if group is None else group.size
+    if rank is None:
+        rank = 0 if group is None else group.rank
+    num_replicas = _integer("num_replicas", num_replicas, minimum=1)
+    rank = _integer("rank", rank)
+    if not 0 <= rank < num_replicas:
+        raise ValueError(
+            f"rank: expected 0 to {num_replicas - 1} for num_replicas={num_replicas}, got {rank}; give both, "
+            "or neither after init_process_group()"
+        )
+    return num_replicas, rank
+
+
+def _check_keys(state: Mapping[str, object]) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state: expected what state_dict() returned, got {type(state).__name__}")
+    if set(state) != set(_STATE_KEYS):
+        raise ValueError(
+            f"state: expected the entries {', '.join(_STATE_KEYS)} of a sampler's state_dict(), got "
+            f"{', '.join(sorted(map(str, state))) or 'none'}"
+        )

@@ -1,0 +1,66 @@
+"""What can go wrong, as types (layer 0).
+
+A mistake in a call is a `ValueError` or `TypeError`, as everywhere in Python. Everything here is the
+other kind: the launch, the machine or another rank is at fault, and the code at the call site may be right.
+
+    AxonmpiError (RuntimeError)
+    ├── LaunchError               the processes were not started as one MPI job
+    ├── CommunicatorError         a group is closed, inherited by a fork, or MPI itself failed
+    ├── CollectiveMismatchError   the ranks of a group made different calls
+    ├── CollectiveTimeoutError    the other ranks did not come in time
+    ├── RankFailedError           another rank failed while this one waited for it
+    ├── CheckpointError           a checkpoint cannot be written or read
+    └── NcclError                 NCCL reported an error
+
+One class serves the caller's side: `DtypeError` is both a `TypeError` and a `ValueError`.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AxonmpiError",
+    "CheckpointError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "CommunicatorError",
+    "DtypeError",
+    "LaunchError",
+    "NcclError",
+    "RankFailedError",
+]
+
+
+class AxonmpiError(RuntimeError):
+    """Base of every error that is not a mistake in the arguments of the call."""
+
+
+class LaunchError(AxonmpiError):
+    """The processes were not started as one MPI job; the message says what to type instead."""
+
+
+class CommunicatorError(AxonmpiError):
+    """A group cannot be used: closed, inherited by a forked process, or failed in MPI."""
+
+
+class CollectiveMismatchError(AxonmpiError):
+    """The ranks of a group made different calls; raised on every rank, naming those that differ."""
+
+
+class CollectiveTimeoutError(AxonmpiError, TimeoutError):
+    """An operation was not completed by the other ranks within its time-out."""
+
+
+class RankFailedError(AxonmpiError):
+    """Another rank failed while this one was waiting for it."""
+
+
+class CheckpointError(AxonmpiError):
+    """A checkpoint cannot be written, or what is read is not whole."""
+
+
+class NcclError(AxonmpiError):
+    """NCCL reported an error."""
+
+
+class DtypeError(TypeError, ValueError):
+    """A tensor's dtype does not allow the operation; the message says which dtypes do."""

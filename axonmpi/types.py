@@ -1,0 +1,88 @@
+"""The small types that every layer speaks in (layer 0): reductions, strategies, Work, Observer."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+__all__ = ["CompletedWork", "GradSyncStrategy", "Observer", "ReduceOp", "Work"]
+
+
+class ReduceOp(enum.IntEnum):
+    """How the tensors of all ranks become one.
+
+    On `torch.bool`, SUM and MAX are the logical or, PRODUCT and MIN the logical and. Integers wrap around.
+    AVERAGE needs a floating-point or complex dtype, MIN and MAX an ordered one.
+    """
+
+    SUM = 0
+    PRODUCT = 1
+    MIN = 2
+    MAX = 3
+    AVERAGE = 4
+
+
+class GradSyncStrategy(enum.Enum):
+    """When data parallelism reduces gradients.
+
+    SYNCHRONOUS: everything at the end of backward, or when `sync_gradients()` is called.
+    OVERLAPPED: bucket by bucket while backward runs.
+    NO_SYNC: only when `sync_gradients()` is called.
+    """
+
+    SYNCHRONOUS = "synchronous"
+    OVERLAPPED = "overlapped"
+    NO_SYNC = "no_sync"
+
+
+class Work(ABC):
+    """An operation under way. Operations of one group run in the order in which they were started."""
+
+    @abstractmethod
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the operation is complete.
+
+        Args:
+            timeout: Seconds to wait; `None` waits as long as it takes.
+
+        Raises:
+            CollectiveTimeoutError: Not complete in time; the operation goes on and can be waited for again.
+            Exception: Whatever the operation itself raised.
+        """
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Say whether the operation is complete or has failed, without blocking."""
+
+    @abstractmethod
+    def result(self) -> Any:
+        """Wait, then return what the blocking form of the operation returns."""
+
+
+class CompletedWork(Work):
+    """The Work of an operation that was complete when it was returned."""
+
+    def __init__(self, value: Any = None) -> None:
+        self._value = value
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return at once."""
+
+    def done(self) -> bool:
+        """Return True."""
+        return True
+
+    def result(self) -> Any:
+        """Return the operation's value."""
+        return self._value
+
+
+class Observer(Protocol):
+    """What a backend tells about its operations: called around each one, on the thread that runs it."""
+
+    def enter(self, operation: str, nbytes: int) -> None:
+        """An operation begins; `nbytes` is the size of this rank's tensor (0 where there is none)."""
+
+    def leave(self, operation: str) -> None:
+        """The operation has ended, normally or not."""
