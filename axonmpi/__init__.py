@@ -55,6 +55,7 @@ from .comm import (
     world_size,
 )
 from .data import DistributedSampler
+from .ddp import DistributedDataParallel, GradientBucket, GradientSynchronizer
 from .errors import (
     AxonmpiError,
     CheckpointError,
@@ -73,15 +74,21 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+DDP = DistributedDataParallel
+
 __all__ = [
+    "DDP",
     "AxonmpiError",
     "Backend",
     "CheckpointError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "CommunicatorError",
+    "DistributedDataParallel",
     "DistributedSampler",
     "GradSyncStrategy",
+    "GradientBucket",
+    "GradientSynchronizer",
     "LaunchError",
     "MockBackend",
     "MpiBackend",

@@ -174,7 +174,8 @@ def _sizes_here(tensor: Tensor, group: ProcessGroup, dim: int) -> tuple[int, ...
 
 
 def _own(tensor: Tensor, group: ProcessGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
-    return tensor.split(list(sizes), dim)[group.rank]
+    own: Tensor = tensor.split(list(sizes), dim)[group.rank]
+    return own
 
 
 def _apply(function: type[Function], tensor: Tensor, group: ProcessGroup, *options: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ def broadcast_coalesced(backend: Backend, tensors: Sequence[Tensor], src: int) -
     _coalesced(backend, tensors, lambda flat: backend.broadcast(flat, src))
 
 
-def _coalesced(backend: Backend, tensors: Sequence[Tensor], operation: Callable[[Tensor], object]) -> None:
+def _coalesced(backend: Backend, tensors: Any, operation: Callable[[Tensor], object]) -> None:
     if isinstance(tensors, Tensor):
         raise TypeError("expected a list of tensors, got one tensor; put it into a list")
     for position, tensor in enumerate(tensors):

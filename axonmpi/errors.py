@@ -9,6 +9,7 @@ other kind: the launch, the machine or another rank is at fault, and the code at
     ├── CollectiveMismatchError   the ranks of a group made different calls
     ├── CollectiveTimeoutError    the other ranks did not come in time
     ├── RankFailedError           another rank failed while this one waited for it
+    ├── UnusedParameterError      (also a ValueError) parameters got no gradient under data parallelism
     ├── CheckpointError           a checkpoint cannot be written or read
     └── NcclError                 NCCL reported an error
 
@@ -27,6 +28,7 @@ __all__ = [
     "LaunchError",
     "NcclError",
     "RankFailedError",
+    "UnusedParameterError",
 ]
 
 
@@ -52,6 +54,10 @@ class CollectiveTimeoutError(AxonmpiError, TimeoutError):
 
 class RankFailedError(AxonmpiError):
     """Another rank failed while this one was waiting for it."""
+
+
+class UnusedParameterError(AxonmpiError, ValueError):
+    """Parameters got no gradient in a backward that data parallelism was to reduce; the message names them."""
 
 
 class CheckpointError(AxonmpiError):

@@ -333,7 +333,7 @@ class MpiBackend(Backend):
         self._agree(call)
         member = self.rank in ranks
         color = 0 if member else self._mpi.UNDEFINED
-        comm = self.mpi_comm.Split(color, ranks.index(self.rank) if member else 0)
+        comm: Any = self.mpi_comm.Split(color, ranks.index(self.rank) if member else 0)
         if not member:
             return None
         return MpiBackend(comm, timeout=self.timeout, duplicate=False)

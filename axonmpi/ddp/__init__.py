@@ -1,0 +1,8 @@
+"""Data parallelism: every rank has the whole model and a part of the batch; gradients are averaged (layer 5)."""
+
+from __future__ import annotations
+
+from .gradient import GradientBucket, GradientSynchronizer
+from .wrapper import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel", "GradientBucket", "GradientSynchronizer"]

@@ -1,0 +1,101 @@
+"""Training with a different number of batches on each rank (layer 5).
+
+Before each synchronisation the ranks tell each other who takes part, and in what:
+
+    rank 0   batch · batch · batch · batch · leaves ─┐
+    rank 1   batch · batch · leaves ─ zeros ─ zeros ─┤ rank 0's parameters for everybody
+
+A rank that has left the loop answers with zeros until nobody is left, and then all take the parameters and
+buffers of a rank that trained to the end. The idea is that of `torch.distributed.algorithms.join`.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import RankFailedError
+from ..types import ReduceOp
+from .reducer import Reducer
+
+if TYPE_CHECKING:
+    from .wrapper import DistributedDataParallel
+
+__all__ = ["Join"]
+
+_EVENTS = ("none", "gradients", "by hand", "buffers")
+
+
+class Join:
+    """The context that `DistributedDataParallel.join` returns."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        reducer: Reducer,
+        *,
+        enable: bool,
+        divide_by_initial: bool,
+        throw_on_early: bool,
+    ) -> None:
+        self._model = model
+        self._group = model.process_group
+        self._reducer = reducer
+        self._enable = enable
+        self._divide_by_initial = divide_by_initial
+        self._throw_on_early = throw_on_early
+        self._last_active = [0]
+
+    def __enter__(self) -> Join:
+        if self._enable:
+            self._reducer.announce = self._announce
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._enable:
+            return
+        self._reducer = self._model.current_reducer
+        try:
+            if error is None:
+                self._accompany()
+                self._model.broadcast_state(self._last_active[0])
+        finally:
+            self._reducer.announce = None
+            self._reducer.scale = 1.0
+
+    def _announce(self, event: str) -> list[int]:
+        """Tell the others what this rank begins; return the ranks that take part. Collective."""
+        events = self._exchange(_EVENTS.index(event))
+        active = [rank for rank, code in enumerate(events) if code]
+        if not self._divide_by_initial:
+            self._model.current_reducer.scale = self._group.size / len(active)
+        return active
+
+    def _exchange(self, code: int) -> list[int]:
+        table = torch.zeros(self._group.size, dtype=torch.int64)
+        table[self._group.rank] = code
+        self._group.all_reduce(table, ReduceOp.SUM)
+        events: list[int] = table.tolist()
+        active = [rank for rank, event in enumerate(events) if event]
+        if active:
+            self._last_active = active
+            if self._throw_on_early and len(active) < len(events):
+                left = [rank for rank, event in enumerate(events) if not event]
+                raise RankFailedError(f"ranks {left} have run out of batches")
+        return events
+
+    def _accompany(self) -> None:
+        """Answer the others' synchronisations until all have left."""
+        while any(events := self._exchange(0)):
+            event = _EVENTS[max(events)]
+            if event == "buffers":
+                self._model.broadcast_buffers_from(self._last_active[0])
+            else:
+                self._reducer.shadow(by_hand=event == "by hand")
