@@ -27,7 +27,7 @@ class GradSyncStrategy(enum.Enum):
     """When data parallelism reduces gradients.
 
     SYNCHRONOUS: everything at the end of backward, or when `sync_gradients()` is called.
-    OVERLAPPED: bucket by bucket while backward runs.
+    OVERLAPPED: bucket by bucket, while backward runs where ranks have a core to spare for it.
     NO_SYNC: only when `sync_gradients()` is called.
     """
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..errors import CommunicatorError
 from ..types import Observer, ReduceOp, Work
-from .call import Call
+from .call import Call, Layout
 from .checks import (
     check_rank,
     check_ranks,
@@ -66,11 +66,13 @@ class Backend(ABC):
         timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
             With a time-out, blocking collectives run on the worker thread, which costs some microseconds each.
         observer: Told about each operation, if set.
+        overlaps: Whether asynchronous operations progress beside computation without slowing it down.
     """
 
     name: str = "backend"
     device_types: tuple[str, ...] = ("cpu",)
     failures: tuple[type[Exception], ...] = ()
+    overlaps: bool = True
 
     def __init__(self, rank: int, size: int, worker: TaskQueue, *, timeout: float | None = None) -> None:
         if timeout is not None and not timeout > 0:
@@ -85,20 +87,28 @@ class Backend(ABC):
 
     # ---- collectives: check, then hand over -------------------------------------------------------------
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False) -> Work | None:
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        async_op: bool = False,
+        layout: Layout | None = None,
+    ) -> Work | None:
         """Reduce over all ranks, in place on each; collective.
 
         Args:
             tensor: Any shape and strides, the same shape and dtype on all ranks.
             op: The reduction; sums are taken in rank order, 16-bit floats in float32.
             async_op: Return a `Work` at once; leave the tensor alone until it is done.
+            layout: What a flat tensor is made of, the same on all ranks.
 
         Raises:
             DtypeError: The dtype does not allow `op`.
-            CollectiveMismatchError: The ranks differ in operation, dtype, shape or reduction.
+            CollectiveMismatchError: The ranks differ in operation, dtype, shape, reduction or layout.
         """
         tensor = check_writable(tensor, self.name, self.device_types)
-        call = self._call("all_reduce", tensor.dtype, tensor.shape, op)
+        call = self._call("all_reduce", tensor.dtype, tensor.shape, op, layout=layout)
         work: Work | None = self._run(async_op, call, self._all_reduce, tensor)
         return work
 
@@ -124,13 +134,16 @@ class Backend(ABC):
         work: Work | None = self._run(async_op, call, self._reduce, tensor)
         return work
 
-    def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False) -> Work | None:
+    def broadcast(
+        self, tensor: Tensor, src: int = 0, *, async_op: bool = False, layout: Layout | None = None
+    ) -> Work | None:
         """Copy rank `src`'s tensor into the tensors of all others, in place; collective.
 
         Args:
             tensor: The same shape and dtype on all ranks.
             src: Rank within the group to copy from.
             async_op: Return a `Work` at once.
+            layout: What a flat tensor is made of, the same on all ranks.
 
         Raises:
             ValueError: `src` is no rank of the group.
@@ -138,7 +151,7 @@ class Backend(ABC):
         """
         check_rank(src, "src", self.size)
         tensor = check_writable(tensor, self.name, self.device_types)
-        call = self._call("broadcast", tensor.dtype, tensor.shape, None, src)
+        call = self._call("broadcast", tensor.dtype, tensor.shape, None, src, layout)
         work: Work | None = self._run(async_op, call, self._broadcast, tensor)
         return work
 
@@ -362,11 +375,13 @@ class Backend(ABC):
 
     def _queue(self, async_op: bool, call: Call, move: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         self._check_open(call.operation)
-        work = self._worker.submit(
-            str(call),
-            lambda: self._execute(call.operation, call.nbytes, move, call, *args),
-            self.observer,
-        )
+        inference = torch.is_inference_mode_enabled()
+
+        def task() -> Any:
+            with torch.inference_mode(inference):  # a mode is a thread's own, and tensors made in it need it
+                return self._execute(call.operation, call.nbytes, move, call, *args)
+
+        work = self._worker.submit(str(call), task, self.observer)
         if async_op:
             return work
         work.wait(self.timeout)
@@ -397,15 +412,18 @@ class Backend(ABC):
         shape: tuple[int, ...] = (),
         op: ReduceOp | None = None,
         root: int | None = None,
+        layout: Layout | None = None,
     ) -> Call:
         """Find or make the Call; what depends on dtype and reduction alone is checked once."""
-        index = (operation, dtype, shape, op, root)
+        if op is not None and op.__class__ is not ReduceOp:  # 0 and True would be found as SUM and PRODUCT
+            raise TypeError(f"op: expected an axonmpi.ReduceOp, got {op!r}")
+        index = (operation, dtype, shape, op, root, layout)
         call = self._calls.get(index)
         if call is None:
             if operation in ("all_reduce", "reduce", "reduce_scatter"):
                 assert dtype is not None
                 check_reducible(dtype, op)
-            call = Call(operation, dtype, tuple(shape), op, root)
+            call = Call(operation, dtype, tuple(shape), op, root, layout)
             if len(self._calls) >= _MAX_CACHED_CALLS:
                 self._calls.clear()
             self._calls[index] = call

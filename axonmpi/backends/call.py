@@ -15,7 +15,7 @@ from ..errors import CollectiveMismatchError
 from ..types import ReduceOp
 from .reduction import DTYPES
 
-__all__ = ["Call", "mismatch_error"]
+__all__ = ["Call", "Layout", "mismatch_error"]
 
 _OPERATIONS = (
     "all_reduce",
@@ -31,6 +31,11 @@ _OPERATIONS = (
 )
 _CODE = {name: code for code, name in enumerate(_OPERATIONS)}
 _DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
+_WITH_DIM = ("all_gather", "reduce_scatter")
+_MAX_SHOWN = 6
+
+Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+"""Dtype and shape of each of the tensors that lie end to end in a flat one."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,8 @@ class Call:
         dtype: Dtype of the tensors, None where there is none.
         shape: Shape of this rank's tensor; -1 where the ranks may differ.
         op: The reduction.
-        root: Source or destination rank within the group.
+        root: Source or destination rank within the group; the dimension, of operations that have one.
+        layout: What a flat tensor is made of, if anything.
         key: A 62-bit fingerprint of all of these, the same in every process.
         numel: Number of elements of this rank's tensor.
         nbytes: Their size, 0 where a dimension is free.
@@ -53,6 +59,7 @@ class Call:
     shape: tuple[int, ...] = ()
     op: ReduceOp | None = None
     root: int | None = None
+    layout: Layout | None = None
     key: int = field(init=False, compare=False)
     numel: int = field(init=False, compare=False)
     nbytes: int = field(init=False, compare=False)
@@ -61,8 +68,10 @@ class Call:
         dtype_code = -1 if self.dtype is None else _DTYPE_CODE[self.dtype]
         op_code = -1 if self.op is None else int(self.op)
         root = -1 if self.root is None else self.root
-        # hash() of a tuple of small integers does not depend on the process's hash seed.
-        key = hash((_CODE[self.operation], dtype_code, op_code, root, *self.shape)) & ((1 << 62) - 1)
+        # hash() of a tuple of integers and such tuples does not depend on the process's hash seed.
+        made_of = tuple((_DTYPE_CODE[dtype], *shape) for dtype, shape in self.layout or ())
+        parts = (_CODE[self.operation], dtype_code, op_code, root, self.layout is None, made_of, *self.shape)
+        key = hash(parts) & ((1 << 62) - 1)
         numel = 1
         for size in self.shape:
             numel *= size
@@ -74,15 +83,28 @@ class Call:
     def __str__(self) -> str:
         parts = []
         if self.dtype is not None:
-            sizes = ", ".join("*" if size < 0 else str(size) for size in self.shape)
-            parts.append(f"{str(self.dtype).removeprefix('torch.')} [{sizes}]")
+            parts.append(_tensor_text(self.dtype, self.shape))
         if self.op is not None:
             parts.append(self.op.name)
         if self.operation == "split":
             parts.append(f"ranks={list(self.shape)}")
         if self.root is not None:
-            parts.append(f"root={self.root}")
+            parts.append(f"{'dim' if self.operation in _WITH_DIM else 'root'}={self.root}")
+        if self.layout is not None:
+            parts.append(f"made of {self._layout_text()}")
         return f"{self.operation}({', '.join(parts)})"
+
+    def _layout_text(self) -> str:
+        assert self.layout is not None
+        shown = [_tensor_text(dtype, shape) for dtype, shape in self.layout[:_MAX_SHOWN]]
+        if len(self.layout) > _MAX_SHOWN:  # the fingerprint stands for what is not shown
+            shown.append(f"... #{self.key:x}")
+        return f"{len(self.layout)} tensors: {', '.join(shown)}" if shown else "no tensors"
+
+
+def _tensor_text(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    sizes = ", ".join("*" if size < 0 else str(size) for size in shape)
+    return f"{str(dtype).removeprefix('torch.')} [{sizes}]"
 
 
 def mismatch_error(calls: Sequence[str]) -> CollectiveMismatchError:

@@ -5,7 +5,7 @@ They run before anything is sent, on the rank that made the mistake.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ def check_tensor(tensor: object, backend: str, device_types: tuple[str, ...]) ->
             f"the {backend} backend takes tensors on {' or '.join(device_types)}, "
             f"got one on {tensor.device}; move it with .{device_types[0]}()"
         )
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_nested:
         raise ValueError(f"expected a dense tensor, got layout {tensor.layout}; use .to_dense()")
     if tensor.dtype not in _DTYPES:
         raise DtypeError(f"tensors of dtype {tensor.dtype} cannot be sent; convert them first")
@@ -59,6 +59,11 @@ def check_writable(tensor: Tensor, backend: str, device_types: tuple[str, ...]) 
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     ):
         raise ValueError("this operation writes into an expanded tensor, whose elements share memory; .clone() it")
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            "this operation writes into a tensor that was made in torch.inference_mode(), which can be changed "
+            "only there; call it there, or .clone() the tensor"
+        )
     if not tensor.requires_grad:
         return tensor
     if torch.is_grad_enabled():
@@ -87,6 +92,8 @@ def check_rank(rank: object, what: str, size: int) -> None:
 
 def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
     """Check an ordered set of ranks of a group of `size` and return it as a tuple."""
+    if not isinstance(ranks, Iterable):
+        raise TypeError(f"ranks: expected a list of ranks, got {ranks!r}")
     chosen = tuple(ranks)
     if not chosen:
         raise ValueError("ranks: expected at least one rank, got none")
@@ -107,6 +114,8 @@ def wrap_dim(dim: object, dims: int) -> int:
     """Turn a dimension, negative ones from the end, into an index."""
     if not isinstance(dim, int) or isinstance(dim, bool):
         raise TypeError(f"dim: expected an int, got {dim!r}")
+    if dims == 0:
+        raise IndexError("dim: expected a tensor of at least 1 dimension, got a 0-d one; use .reshape(1)")
     if not -dims <= dim < dims:
         raise IndexError(f"dim: expected {-dims} to {dims - 1} for a tensor of {dims} dimensions, got {dim}")
     return dim % dims

@@ -160,18 +160,27 @@ class _ReceiveWork(Work):
         self._channel = channel
         self._ticket = backend.room.ticket(channel)
         self._complete = False
+        self._error: Exception | None = None
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the message is in the tensor; see `Work.wait`."""
         if not self._complete:
-            message = self._backend.room.take(self._channel, self._ticket, timeout)
-            self._complete = True
+            self._receive(timeout)
+        if self._error is not None:
+            raise self._error
+
+    def _receive(self, timeout: float | None) -> None:
+        message = self._backend.room.take(self._channel, self._ticket, timeout)
+        try:
             _copy_message(message, self._tensor, self._channel[0])
+        except CollectiveMismatchError as error:
+            self._error = error
+        self._complete = True
 
     def done(self) -> bool:
-        """Say whether the message is there."""
+        """Say whether the message is there, or was of another size."""
         if not self._complete and self._backend.room.arrived(self._channel, self._ticket):
-            self.wait()
+            self._receive(None)
         return self._complete
 
     def result(self) -> None:

@@ -23,9 +23,10 @@ from torch import Tensor
 from ..errors import CommunicatorError
 from ..partition import split_sizes
 from ..types import ReduceOp, Work
-from . import exits, runtime
+from . import children, exits, runtime
 from .base import Backend
-from .call import Call
+from .call import Call, Layout
+from .cores import CoreShare, core_share
 from .mpi_messages import MessagePort, buffer_of
 from .mpi_slots import PAYLOAD_BYTES, SlotExchange, SmallPlan, describe, described
 from .reduction import reduce_in_rank_order
@@ -60,7 +61,7 @@ def _leave_to_parent() -> None:
 @functools.cache
 def _register_with_exits() -> None:
     exits.before_finalize(_close_workers)
-    exits.after_fork(_leave_to_parent)
+    children.after_fork(_leave_to_parent)
 
 
 class MpiBackend(Backend):
@@ -70,10 +71,11 @@ class MpiBackend(Backend):
         comm: An mpi4py intracommunicator, duplicated so that messages never mix with the caller's;
             None means all ranks of the job, for which MPI is started if need be. Collective over it.
         timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
-        duplicate: False takes `comm` over instead, and frees it when the backend is closed.
+        parent: The backend that `comm` was split from: `comm` is taken over and freed when this one is closed.
 
     Attributes:
         mpi_comm: The mpi4py communicator that carries this group's collectives.
+        cores: How many cores the ranks have.
         piece_bytes: How much of a large tensor is reduced at a time.
         max_message_bytes: The most that goes into one MPI call.
     """
@@ -81,20 +83,22 @@ class MpiBackend(Backend):
     name = "mpi"
 
     def __init__(
-        self, comm: MPI.Intracomm | None = None, *, timeout: float | None = None, duplicate: bool = True
+        self, comm: MPI.Intracomm | None = None, *, timeout: float | None = None, parent: MpiBackend | None = None
     ) -> None:
         self._mpi = runtime.start_mpi()
         self.failures = (self._mpi.Exception,)
         comm = self._mpi.COMM_WORLD if comm is None else comm
         rank = comm.Get_rank()
         super().__init__(rank, comm.Get_size(), Worker(f"axonmpi-mpi-rank{rank}"), timeout=timeout)
-        self.mpi_comm = comm.Dup() if duplicate else comm
+        self.mpi_comm = comm.Dup() if parent is None else comm
+        self.cores: CoreShare = core_share(self._mpi, self.mpi_comm) if parent is None else parent.cores
+        self.overlaps = self.cores.spare
         self.piece_bytes = PIECE_BYTES
         self.max_message_bytes = MAX_MESSAGE_BYTES
         self._messages = MessagePort(self._mpi, comm.Dup())
         self._pairs = MessagePort(self._mpi, self.mpi_comm)
         self._scratch: dict[str, Tensor] = {}
-        self._slots = SlotExchange(self._mpi, self.mpi_comm)
+        self._slots = SlotExchange(self._mpi, self.mpi_comm, crowded=self.cores.crowded)
         self._agree = self._slots.agree
         self._plans: dict[Any, SmallPlan] = {}
         _live.add(self)
@@ -110,17 +114,24 @@ class MpiBackend(Backend):
 
     # ---- reductions ---------------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False) -> Work | None:
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        async_op: bool = False,
+        layout: Layout | None = None,
+    ) -> Work | None:
         """Reduce over all ranks, in place on each; collective. See `Backend.all_reduce`.
 
         A small tensor of a kind that was reduced before skips what need not be done twice.
         """
-        if tensor.__class__ is Tensor and not async_op:
+        if tensor.__class__ is Tensor and op.__class__ is ReduceOp and not async_op and layout is None:
             plan = self._plans.get((tensor.dtype, tensor.shape, op))
             if plan is not None and self._is_plain(tensor):
                 plan.run(tensor)
                 return None
-        return super().all_reduce(tensor, op, async_op=async_op)
+        return super().all_reduce(tensor, op, async_op=async_op, layout=layout)
 
     def _is_plain(self, tensor: Tensor) -> bool:
         """Say whether the checks of the general path have nothing to object to, and nothing else is going on."""
@@ -129,6 +140,7 @@ class MpiBackend(Backend):
             and tensor.is_contiguous()
             and not tensor.requires_grad
             and not tensor.is_neg()
+            and not tensor.is_inference()
             and self.observer is None
             and self.timeout is None
             and self._closed is None
@@ -151,7 +163,8 @@ class MpiBackend(Backend):
         _write_back(flat, tensor)
 
     def _remember(self, call: Call) -> None:
-        if call.dtype is not None and not call.dtype.is_complex and len(self._plans) < _MAX_PLANS:
+        is_plain = call.layout is None and call.dtype is not None and not call.dtype.is_complex
+        if is_plain and len(self._plans) < _MAX_PLANS:
             self._plans.setdefault((call.dtype, call.shape, call.op), self._slots.plan(call))
 
     def _reduce(self, call: Call, tensor: Tensor) -> None:
@@ -204,7 +217,7 @@ class MpiBackend(Backend):
         slices = [_flat(part) for part in tensor.tensor_split(self.size, dim)]
         shape = list(tensor.shape)
         shape[dim] = split_sizes(shape[dim], self.size)[self.rank]
-        result = torch.empty(shape, dtype=tensor.dtype)
+        result = _empty(shape, tensor.dtype)
         flat = result.view(-1)
         longest = slices[0].numel()  # tensor_split puts the larger slices first
         step = max(1, self.piece_bytes // (self.size * tensor.element_size()))
@@ -246,7 +259,7 @@ class MpiBackend(Backend):
         if moved.nbytes <= PAYLOAD_BYTES:
             self._slots.own_payload[: moved.nbytes].copy_(_bytes(moved))
         sizes = self._agree(call, moved.shape[0])
-        result = torch.empty((sum(sizes), *moved.shape[1:]), dtype=tensor.dtype)
+        result = _empty((sum(sizes), *moved.shape[1:]), tensor.dtype)
         row_bytes = result[:1].nbytes
         counts = [size * row_bytes for size in sizes]
         if max(counts) <= PAYLOAD_BYTES:
@@ -279,9 +292,7 @@ class MpiBackend(Backend):
             sends[call.root] = own
             self._exchange(sends, [None] * self.size)
             return None
-        parts = [
-            torch.empty((size, *tensor.shape[1:]) if tensor.dim() else (), dtype=tensor.dtype) for size in sizes
-        ]
+        parts = [_empty((size, *tensor.shape[1:]) if tensor.dim() else (), tensor.dtype) for size in sizes]
         sends[self.rank] = own
         self._exchange(sends, parts)
         return parts
@@ -293,7 +304,7 @@ class MpiBackend(Backend):
         self._agree(call)
         dtype, shape = described(self._slots.payloads[call.root])
         rows = split_sizes(shape[0], self.size)[self.rank]
-        part = torch.empty((rows, *shape[1:]), dtype=dtype)
+        part = _empty((rows, *shape[1:]), dtype)
         sends: list[Tensor | None] = [None] * self.size
         if tensor is not None:
             sends = [piece.contiguous() for piece in tensor.tensor_split(self.size)]
@@ -307,7 +318,7 @@ class MpiBackend(Backend):
         questions = torch.stack([describe(tensor) for tensor in tensors])
         answers = torch.empty_like(questions)
         self.mpi_comm.Alltoall(self._spec(questions, PAYLOAD_BYTES), self._spec(answers, PAYLOAD_BYTES))
-        received = [torch.empty(shape, dtype=dtype) for dtype, shape in (described(answer) for answer in answers)]
+        received = [_empty(shape, dtype) for dtype, shape in (described(answer) for answer in answers)]
         self._exchange([tensor.contiguous() for tensor in tensors], received)
         return received
 
@@ -336,7 +347,7 @@ class MpiBackend(Backend):
         comm: Any = self.mpi_comm.Split(color, ranks.index(self.rank) if member else 0)
         if not member:
             return None
-        return MpiBackend(comm, timeout=self.timeout, duplicate=False)
+        return MpiBackend(comm, timeout=self.timeout, parent=self)
 
     # ---- point to point -----------------------------------------------------------------------------------
 
@@ -370,7 +381,8 @@ class MpiBackend(Backend):
         nbytes = numel * dtype.itemsize
         scratch = self._scratch.get(purpose)
         if scratch is None or scratch.numel() < nbytes:
-            scratch = torch.empty(max(nbytes, self.piece_bytes), dtype=torch.uint8)
+            with torch.inference_mode(False):  # what is made in that mode could not be reused outside of it
+                scratch = _empty([max(nbytes, self.piece_bytes)], torch.uint8)
             self._scratch[purpose] = scratch
         return scratch[:nbytes].view(dtype)
 
@@ -394,4 +406,9 @@ def _write_back(flat: Tensor, tensor: Tensor) -> None:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """View contiguous memory as bytes."""
-    return tensor.view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    return tensor.view(-1).view(torch.uint8) if tensor.numel() else _empty([0], torch.uint8)
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Make a tensor on the CPU, whatever torch's default device is at the moment."""
+    return torch.empty(shape, dtype=dtype, device="cpu")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["MessagePort", "RequestWork", "buffer_of"]
 
 _POLL_SECONDS = 0.0005
+_SAME_SIZE = "the tensors of sender and receiver must have the same dtype and number of elements"
 
 
 def buffer_of(mpi: Any, tensor: Tensor) -> Any:
@@ -30,11 +31,18 @@ def buffer_of(mpi: Any, tensor: Tensor) -> Any:
 
 
 class MessagePort:
-    """Sends and receives bytes between the ranks of one communicator."""
+    """Sends and receives bytes between the ranks of one communicator.
+
+    Attributes:
+        mpi: The module `mpi4py.MPI`.
+        comm: The communicator.
+        abandoned: Requests and memory of messages that were under way when their Work was dropped.
+    """
 
     def __init__(self, mpi: Any, comm: MPI.Intracomm) -> None:
-        self._mpi = mpi
+        self.mpi = mpi
         self.comm = comm
+        self.abandoned: list[tuple[list[Any], Tensor]] = []
 
     def send(self, data: Tensor, dst: int, tag: int, limit: int) -> None:
         """Send `data` (bytes) in messages of at most `limit` bytes; returns when it may be changed."""
@@ -44,11 +52,11 @@ class MessagePort:
     def receive(self, data: Tensor, src: int, tag: int, limit: int) -> None:
         """Receive exactly as many bytes as `data` has."""
         for piece in _pieces(data, limit):
-            status = self._mpi.Status()
+            status = self.mpi.Status()
             message = self.comm.Mprobe(src, tag, status)
-            sent = status.Get_count(self._mpi.BYTE)
+            sent = status.Get_count(self.mpi.BYTE)
             if sent != piece.numel():
-                message.Recv([bytearray(sent), sent, self._mpi.BYTE])
+                message.Recv([bytearray(sent), sent, self.mpi.BYTE])
                 raise _wrong_size(data, src, sent)
             message.Recv(self._spec(piece))
 
@@ -62,10 +70,12 @@ class MessagePort:
 
     def send_work(self, data: Tensor, dst: int, tag: int, limit: int) -> Work:
         """Begin to send `data`; returns the Work."""
-        return RequestWork(self._mpi, self.start_send(data, dst, tag, limit), data, f"isend to rank {dst}")
+        self._forget_ended()
+        return RequestWork(self, self.start_send(data, dst, tag, limit), data, f"isend to rank {dst}")
 
     def receive_work(self, data: Tensor, src: int, tag: int, limit: int, finish: Callable[[], None]) -> Work:
         """Begin to receive into `data`; the Work calls `finish` once it is there."""
+        self._forget_ended()
         requests = self.start_receive(data, src, tag, limit)
 
         def check(received: int) -> None:
@@ -73,10 +83,14 @@ class MessagePort:
                 raise _wrong_size(data, src, received)
             finish()
 
-        return RequestWork(self._mpi, requests, data, f"irecv from rank {src}", check)
+        return RequestWork(self, requests, data, f"irecv from rank {src}", check)
+
+    def _forget_ended(self) -> None:
+        if self.abandoned:
+            self.abandoned = [entry for entry in self.abandoned if not self.mpi.Request.Testall(entry[0])]
 
     def _spec(self, piece: Tensor) -> list[Any]:
-        return [buffer_of(self._mpi, piece), piece.numel(), self._mpi.BYTE]
+        return [buffer_of(self.mpi, piece), piece.numel(), self.mpi.BYTE]
 
 
 class RequestWork(Work):
@@ -84,25 +98,29 @@ class RequestWork(Work):
 
     def __init__(
         self,
-        mpi: Any,
+        port: MessagePort,
         requests: list[Any],
         data: Tensor,
         what: str,
         complete: Callable[[int], None] | None = None,
     ) -> None:
-        self._mpi = mpi
+        self._port = port
         self._requests = requests
         self._data: Tensor | None = data  # must live until MPI is through with it
         self._what = what
         self._complete = complete
+        self._error: Exception | None = None
 
     def wait(self, timeout: float | None = None) -> None:
         """Block until the messages are through; see `Work.wait`."""
-        if self._data is None:
-            return
         if timeout is None:
-            self._finish(self._wait_all)
-            return
+            self._ask(self._port.mpi.Request.Waitall)
+        else:
+            self._poll(timeout)
+        if self._error is not None:
+            raise self._error
+
+    def _poll(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         while not self.done():
             if time.monotonic() > deadline:
@@ -111,33 +129,45 @@ class RequestWork(Work):
             time.sleep(_POLL_SECONDS)
 
     def done(self) -> bool:
-        """Say whether the messages are through, without blocking."""
-        if self._data is None:
-            return True
-        statuses = [self._mpi.Status() for _ in self._requests]
-        if not self._mpi.Request.Testall(self._requests, statuses):
-            return False
-        self._finish(lambda: statuses)
-        return True
+        """Say whether the messages are through or have failed, without blocking."""
+        return self._ask(self._port.mpi.Request.Testall)
 
     def result(self) -> None:
         """Wait; messages have no value of their own."""
         self.wait()
 
-    def _wait_all(self) -> list[Any]:
-        statuses = [self._mpi.Status() for _ in self._requests]
-        self._mpi.Request.Waitall(self._requests, statuses)
-        return statuses
-
-    def _finish(self, statuses: Callable[[], list[Any]]) -> None:
+    def _ask(self, are_through: Callable[[list[Any], list[Any]], bool]) -> bool:
+        """Say whether the messages are through by what MPI answers, and keep how they have ended."""
+        if self._data is None:
+            return True
+        statuses = [self._port.mpi.Status() for _ in self._requests]
         try:
-            ended = statuses()
-        except self._mpi.Exception as error:
-            raise CommunicatorError(f"{self._what}: {error}; is the message of the size expected?") from error
-        finally:
-            self._data = None
-        if self._complete is not None:
-            self._complete(sum(status.Get_count(self._mpi.BYTE) for status in ended))
+            if not are_through(self._requests, statuses):
+                return False
+            if self._complete is not None:
+                self._complete(sum(status.Get_count(self._port.mpi.BYTE) for status in statuses))
+        except self._port.mpi.Exception as error:
+            self._error = self._failure(error, statuses)
+        except Exception as error:
+            self._error = error
+        self._data = None
+        return True
+
+    def _failure(self, error: Any, statuses: list[Any]) -> Exception:
+        codes = [error.Get_error_code(), *(status.Get_error() for status in statuses)]
+        mpi = self._port.mpi
+        if self._data is not None and any(mpi.Get_error_class(code) == mpi.ERR_TRUNCATE for code in codes):
+            failure: Exception = CollectiveMismatchError(
+                f"{self._what}: expected {self._data.numel()} bytes, more were sent; {_SAME_SIZE}"
+            )
+        else:
+            failure = CommunicatorError(f"{self._what} failed: {error}")
+        failure.__cause__ = error
+        return failure
+
+    def __del__(self) -> None:
+        if self._data is not None:  # nobody waited, but MPI still reads or writes the memory
+            self._port.abandoned.append((self._requests, self._data))
 
 
 def _pieces(data: Tensor, limit: int) -> tuple[Tensor, ...]:
@@ -147,5 +177,5 @@ def _pieces(data: Tensor, limit: int) -> tuple[Tensor, ...]:
 def _wrong_size(data: Tensor, src: int, sent: int) -> CollectiveMismatchError:
     return CollectiveMismatchError(
         f"recv: expected {data.numel()} bytes from rank {src}, which sent {sent}; "
-        "the tensors of sender and receiver must have the same dtype and number of elements"
+        + _SAME_SIZE
     )

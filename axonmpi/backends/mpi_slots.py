@@ -12,6 +12,8 @@ the views already made, so that what Python adds to MPI's own all-reduce stays a
 from __future__ import annotations
 
 import ctypes
+import os
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,17 +35,29 @@ HEADER_BYTES = 16
 PAYLOAD_BYTES = SLOT_BYTES - HEADER_BYTES
 _TEXT_BYTES = 512
 _MAX_CACHED = 1024
+_YIELDS = 100
+_NAP_SECONDS = 1e-4
 
 
 class SlotExchange:
-    """The slots of one rank in one communicator."""
+    """The slots of one rank in one communicator.
 
-    def __init__(self, mpi: Any, comm: MPI.Intracomm) -> None:
+    Args:
+        mpi: The module `mpi4py.MPI`.
+        comm: The communicator.
+        crowded: Whether ranks outnumber the cores anywhere in it, the same on all ranks. MPI libraries poll while
+            they block, which then takes the core from the very ranks that are waited for: so this waits
+            with a non-blocking exchange, yielding first and napping when it takes long.
+    """
+
+    def __init__(self, mpi: Any, comm: MPI.Intracomm, *, crowded: bool) -> None:
         self._mpi = mpi
+        self._crowded = crowded
         self._comm = comm
         self.size = comm.Get_size()
-        self._own = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
-        self._all = torch.zeros(self.size, SLOT_BYTES, dtype=torch.uint8)
+        with torch.inference_mode(False):  # what is made in that mode could not be written to outside of it
+            self._own = torch.zeros(SLOT_BYTES, dtype=torch.uint8, device="cpu")
+            self._all = torch.zeros(self.size, SLOT_BYTES, dtype=torch.uint8, device="cpu")
         self._header = self._own.numpy().view(np.int64)
         words = self._all.numpy().view(np.int64)
         self._keys, self._extras = words[:, 0], words[:, 1]
@@ -75,9 +89,22 @@ class SlotExchange:
 
     def swap(self, call: Call, out: list[Any]) -> None:
         """Exchange a slot whose header is written already."""
-        self._comm.Allgather(out, self._in)
+        if self._crowded:
+            self._wait_gently(self._comm.Iallgather(out, self._in))
+        else:
+            self._comm.Allgather(out, self._in)
         if self._keys.tolist().count(call.key) != self.size:
             raise self._mismatch(call)
+
+    def _wait_gently(self, request: Any) -> None:
+        """Wait without keeping a core from the ranks that have not come yet."""
+        polls = 0
+        while not request.Test():
+            polls += 1
+            if polls < _YIELDS:
+                os.sched_yield()
+            else:
+                time.sleep(_NAP_SECONDS)
 
     def _mismatch(self, call: Call) -> Exception:
         """All ranks have seen different fingerprints, so all of them come here to exchange texts."""
@@ -92,7 +119,8 @@ class SlotExchange:
         assert call.dtype is not None
         views = self._views.get((call.dtype, call.shape))
         if views is None:
-            views = _payload(self._own, call), [_payload(slot, call) for slot in self._all]
+            with torch.inference_mode(False):
+                views = _payload(self._own, call), [_payload(slot, call) for slot in self._all]
             if len(self._views) >= _MAX_CACHED:
                 self._views.clear()
             self._views[call.dtype, call.shape] = views
@@ -107,7 +135,7 @@ class SlotExchange:
 
     def filled_slot(self, call: Call) -> tuple[Tensor, list[Any]]:
         """Make a slot with the header of `call`; return it with its description for MPI."""
-        slot = torch.zeros(SLOT_BYTES, dtype=torch.uint8)
+        slot = torch.zeros(SLOT_BYTES, dtype=torch.uint8, device="cpu")
         slot.numpy().view(np.int64)[0] = call.key
         return slot, self._spec(slot)
 

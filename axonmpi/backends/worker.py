@@ -63,7 +63,8 @@ class WorkerWork(Work):
             raise self._error
 
     def _block(self, timeout: float | None) -> None:
-        if not self._finished.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
+        limit = -1 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)
+        if not self._finished.acquire(timeout=limit):
             raise CollectiveTimeoutError(
                 f"{self.operation} was not complete after {timeout:g} s: another rank has not called it, "
                 "or is still computing"

@@ -8,6 +8,7 @@ a full bucket is reduced, in the buckets' order, which is the same on all ranks 
     bucket 1                        └──── full ─▶ all-reduce ┤ wait for all, write back
     status                                                   └▶ did every rank have every gradient?
 
+Where ranks have no core to spare for a thread that communicates, the reductions all come at the end.
 After the first backward the buckets are laid out anew, in the order in which gradients became ready on rank 0.
 """
 
@@ -61,6 +62,8 @@ class Reducer:
         self._parameters = [parameter for _, parameter in named_parameters]
         self._group = group
         self._strategy = strategy
+        # Without a core to spare, a thread that communicates would only slow backward down.
+        self._overlaps = strategy is GradSyncStrategy.OVERLAPPED and group.backend.overlaps
         self._cap_bytes = cap_bytes if strategy is GradSyncStrategy.OVERLAPPED else None
         self._as_view = as_view
         self._find_unused = find_unused
@@ -137,7 +140,7 @@ class Reducer:
                 "torch.utils.checkpoint(..., use_reentrant=False) or GradSyncStrategy.SYNCHRONOUS"
             )
         bucket.put(position, as_view=self._as_view)
-        while self._next < len(self._buckets) and not self._buckets[self._next].pending:
+        while self._overlaps and self._next < len(self._buckets) and not self._buckets[self._next].pending:
             self._launch(self._buckets[self._next], async_op=True)
             self._next += 1
 
@@ -157,7 +160,7 @@ class Reducer:
         try:
             if self._touched or self._find_unused:
                 self._announce_once()
-                self._reduce_rest(async_op=self._strategy is GradSyncStrategy.OVERLAPPED)
+                self._reduce_rest(async_op=self._overlaps)
         finally:
             self._reset()
 
@@ -186,11 +189,8 @@ class Reducer:
         for bucket in self._buckets:
             bucket.flat.zero_()
             bucket.pending.clear()
-        self._exchange(self._overlapped(by_hand), own=[True] * len(self._parameters))
+        self._exchange(self._overlaps and not by_hand, own=[True] * len(self._parameters))
         self._reset()
-
-    def _overlapped(self, by_hand: bool) -> bool:
-        return self._strategy is GradSyncStrategy.OVERLAPPED and not by_hand
 
     def _reduce_rest(self, *, async_op: bool) -> None:
         """Reduce the buckets that have not gone yet, compare notes, and write the averages back."""

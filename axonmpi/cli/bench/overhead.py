@@ -1,0 +1,59 @@
+"""What Python adds to MPI's own all-reduce of one float32 (layer 7).
+
+`axonmpi.all_reduce` checks its arguments, compares the calls of all ranks and sums in rank order; mpi4py's
+`Allreduce` on a numpy array does none of that. Both take turns on the same ranks. Where ranks outnumber cores,
+they compute one after the other what they would compute at the same time: the difference grows accordingly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...backends import runtime
+from ...comm import all_reduce
+from ...environment import usable_cores
+from ...group import World
+from .timing import interleave
+
+__all__ = ["measure", "table"]
+
+BLOCKS = 25
+CALLS = 400
+
+
+def measure(world: World) -> dict[str, Any]:
+    """Measure on the ranks of `world`; collective; the figures are in microseconds."""
+    mpi = runtime.start_mpi()
+    array = np.zeros(1, dtype=np.float32)
+    tensor = torch.zeros(1)
+    samples = interleave(
+        {
+            "mpi4py": lambda: mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, array),
+            "axonmpi": lambda: all_reduce(tensor),
+        },
+        blocks=BLOCKS,
+        calls=CALLS,
+    )
+    microseconds = {name: sample.median * 1e6 for name, sample in samples.items()}
+    return {
+        "ranks": world.size,
+        "cores": len(usable_cores()),
+        "library": mpi.Get_library_version().splitlines()[0].split(",")[0].replace("\t", " "),
+        "microseconds": microseconds,
+        "added": microseconds["axonmpi"] - microseconds["mpi4py"],
+    }
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Format the figures of several numbers of ranks."""
+    lines = [
+        f"all-reduce of 4 bytes, {results[0]['library']}, {results[0]['cores']} cores; microseconds, medians",
+        f"{'ranks':>5} {'mpi4py':>9} {'axonmpi':>9} {'added':>9}",
+    ]
+    for result in results:
+        times = result["microseconds"]
+        lines.append(f"{result['ranks']:>5} {times['mpi4py']:9.2f} {times['axonmpi']:9.2f} {result['added']:9.2f}")
+    return "\n".join(lines)
