@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .backends.base import Backend
+from .backends.call import Layout
+from .backends.checks import check_writable
+from .backends.reduction import check_reducible
 from .partition import bucket_by_size
 from .types import ReduceOp
 
@@ -35,36 +37,59 @@ def all_reduce_coalesced(backend: Backend, tensors: Sequence[Tensor], op: Reduce
 
     Raises:
         TypeError: `tensors` is a single tensor, or holds something else.
+        ValueError: One of them cannot be reduced in place; nothing was sent.
+        CollectiveMismatchError: The ranks' lists differ; nothing was changed.
     """
-    _coalesced(backend, tensors, lambda flat: backend.all_reduce(flat, op))
+    checked = _check_list(backend, tensors)
+    for dtype in by_dtype(checked):
+        check_reducible(dtype, op)
+    with torch.no_grad():
+        _coalesced(backend, checked, lambda flat, layout: backend.all_reduce(flat, op, layout=layout))
 
 
+@torch.no_grad()
 def broadcast_coalesced(backend: Backend, tensors: Sequence[Tensor], src: int) -> None:
     """Copy rank `src`'s tensors into those of all others, in place, in few collectives; collective.
 
     Args:
         backend: The communicator.
-        tensors: The same shapes and dtypes in the same order on all ranks.
+        tensors: The same shapes and dtypes in the same order on all ranks. May require grad.
         src: Rank to copy from.
+
+    Raises:
+        TypeError: `tensors` is a single tensor, or holds something else.
+        ValueError: One of them cannot be written to; nothing was sent.
+        CollectiveMismatchError: The ranks' lists differ; nothing was changed.
     """
-    _coalesced(backend, tensors, lambda flat: backend.broadcast(flat, src))
+    checked = _check_list(backend, tensors)
+    _coalesced(backend, checked, lambda flat, layout: backend.broadcast(flat, src, layout=layout))
 
 
-def _coalesced(backend: Backend, tensors: Any, operation: Callable[[Tensor], object]) -> None:
+def _check_list(backend: Backend, tensors: object) -> list[Tensor]:
+    """Check all tensors before the first one is sent."""
     if isinstance(tensors, Tensor):
         raise TypeError("expected a list of tensors, got one tensor; put it into a list")
+    if not isinstance(tensors, Sequence):
+        raise TypeError(f"expected a list of tensors, got {type(tensors).__name__}; make it one with list(...)")
     for position, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"expected a list of tensors, got {type(tensor).__name__} at position {position}")
-    with torch.no_grad():
-        for bucket in _buckets(tensors):
-            if len(bucket) == 1:
-                operation(bucket[0])
-                continue
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            operation(flat)
-            for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+    return [check_writable(tensor, backend.name, backend.device_types) for tensor in tensors]
+
+
+def _coalesced(backend: Backend, tensors: Sequence[Tensor], operation: Callable[[Tensor, Layout], object]) -> None:
+    """Run `operation` on flat buckets; the ranks compare the whole list with the first one."""
+    layout = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+    if not tensors:  # the other ranks' lists may not be empty
+        operation(torch.empty(0, device=backend.device_types[0]), layout)
+    for bucket in _buckets(tensors):
+        if len(bucket) == 1:
+            operation(bucket[0], layout)
+            continue
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        operation(flat, layout)
+        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -18,6 +18,7 @@ __all__ = [
     "Launcher",
     "MpiLibrary",
     "check_launch",
+    "check_protocol",
     "child_environment",
     "detect_launchers",
     "launched_ranks",
@@ -230,8 +231,34 @@ def check_launch(launchers: Iterable[Launcher], mpi_rank: int, mpi_size: int, li
     """
     for launcher in launchers:
         if _disagrees(launcher, mpi_rank, mpi_size):
-            return _complaint(launcher, mpi_rank, mpi_size, library)
+            return (
+                f"the launcher and MPI disagree: by the variables of {launcher.name} this is {_place(launcher)}, "
+                f"by MPI it is rank {mpi_rank} of {mpi_size}.\n{_evidence(launcher, mpi_size, library)}"
+            )
     return None
+
+
+def check_protocol(env: Mapping[str, str], library: MpiLibrary, description: str) -> str | None:
+    """Say why the library could not even start under the launcher, where it would end the process; local.
+
+    Args:
+        env: The environment variables.
+        library: The MPI library loaded.
+        description: What the library says of itself, its build options included.
+
+    Returns:
+        `None` if nothing is known against it, else a message as `check_launch` gives it.
+    """
+    if library.vendor != "MPICH" or "pmix" in description.lower() or _number(env, "PMIX_RANK") is None:
+        return None
+    speakers = (launcher for launcher in detect_launchers(env) if launcher.name in ("Open MPI", "PMIx"))
+    launcher = next(speakers, None)
+    if launcher is None:
+        return None
+    return (
+        f"by the variables of {launcher.name} this is {_place(launcher)}, but that launcher speaks PMIx, "
+        f"which this {library.vendor} was built without.\n{_evidence(launcher, 1, library)}"
+    )
 
 
 def _disagrees(launcher: Launcher, mpi_rank: int, mpi_size: int) -> bool:
@@ -244,13 +271,14 @@ def _disagrees(launcher: Launcher, mpi_rank: int, mpi_size: int) -> bool:
     return launcher.rank != mpi_rank
 
 
-def _complaint(launcher: Launcher, mpi_rank: int, mpi_size: int, library: MpiLibrary) -> str:
+def _place(launcher: Launcher) -> str:
     rank = "a process" if launcher.rank is None else f"rank {launcher.rank}"
-    size = "" if launcher.size is None else f" of {launcher.size}"
+    return rank if launcher.size is None else f"{rank} of {launcher.size}"
+
+
+def _evidence(launcher: Launcher, mpi_size: int, library: MpiLibrary) -> str:
     seen = ", ".join(f"{name}={value}" for name, value in launcher.variables)
     return (
-        f"the launcher and MPI disagree: by the variables of {launcher.name} this is {rank}{size}, "
-        f"by MPI it is rank {mpi_rank} of {mpi_size}.\n"
         f"  seen:   {seen}\n"
         f"  loaded: {library.vendor} {library.version} from {library.path or 'an unknown place'}\n"
         f"  {_advice(launcher, mpi_size, library)}"

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from . import objects
 from .backends.base import Backend
+from .backends.checks import check_ranks
 from .backends.mock import MockBackend
 from .errors import CommunicatorError
 from .topology import Topology
@@ -293,7 +294,7 @@ class World:
             ValueError: `ranks` is empty, has doubles or numbers that are not in the world.
             CollectiveMismatchError: The ranks' lists differ.
         """
-        chosen = tuple(ranks)
+        chosen = check_ranks(ranks, self.size)
         backend = self.default_group.backend.split(chosen)
         group = ProcessGroup(backend, chosen, own_rank=self.rank)
         self._groups.append(group)

@@ -32,11 +32,11 @@ def broadcast_object(backend: Backend, obj: Any, src: int = 0) -> Any:
     Raises:
         ValueError: `src` is no rank of the group.
     """
-    data = _pack(obj) if backend.rank == src else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([data.numel()])
+    data = _pack(obj) if backend.rank == src else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = torch.tensor([data.numel()], device="cpu")
     backend.broadcast(length, src)
     if backend.rank != src:
-        data = torch.empty(int(length), dtype=torch.uint8)
+        data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     backend.broadcast(data, src)
     return obj if backend.rank == src else _unpack(data)
 
@@ -49,5 +49,5 @@ def all_gather_object(backend: Backend, obj: Any) -> list[Any]:
         obj: Anything that can be pickled.
     """
     data = _pack(obj)
-    lengths = backend.all_gather(torch.tensor([data.numel()]))
+    lengths = backend.all_gather(torch.tensor([data.numel()], device="cpu"))
     return [_unpack(part) for part in backend.all_gather(data).split(lengths.tolist())]

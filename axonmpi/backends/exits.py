@@ -12,18 +12,22 @@ A single rank keeps Python's own ways; only MPI is finalised at its end.
 
 from __future__ import annotations
 
+import array
 import atexit
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import gc
 import io
 import os
+import stat
 import sys
+import termios
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -39,6 +43,8 @@ CLOSING_SECONDS = 5.0
 """How long the callables of `before_finalize` may take, all together."""
 ABORT_SECONDS = 3.0
 """How long MPI_Abort may take before the process ends without it, which the launcher notices."""
+READ_SECONDS = 0.5
+"""How long an aborting rank waits for the launcher to read what it has printed."""
 
 _before_finalize: list[Callable[[], None]] = []
 _job: _Job | None = None
@@ -192,6 +198,7 @@ class _Job:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
+        _wait_until_read((1, 2))  # the launcher may drop what it has not read when the job is aborted
         # MPI_Abort can hang while other threads are inside MPI, and it keeps Python's lock.
         faulthandler.dump_traceback_later(ABORT_SECONDS, exit=True, file=2)
         self._mpi.COMM_WORLD.Abort(code)
@@ -210,6 +217,24 @@ class _Job:
             sys.stdout.flush()
         with contextlib.suppress(OSError):
             os.write(2, self._prefixed(text).encode(errors="backslashreplace"))
+
+
+def _wait_until_read(descriptors: Sequence[int]) -> None:
+    """Wait until the readers of those descriptors that are pipes have read everything, if they do so soon."""
+    deadline = time.monotonic() + READ_SECONDS
+    while any(map(_unread, descriptors)) and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def _unread(descriptor: int) -> bool:
+    """Say whether the descriptor is a pipe that holds unread bytes."""
+    count = array.array("i", [0])
+    try:
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            fcntl.ioctl(descriptor, termios.FIONREAD, count)
+    except OSError:
+        return False
+    return count[0] > 0
 
 
 def _printed_by(hook: Callable[[], object]) -> str:

@@ -1,8 +1,8 @@
 """Point-to-point messages of bytes over MPI (layer 2).
 
-Messages go out on the caller's thread. One larger than what a single MPI call may carry goes in several, which
-arrive in order. A receiver looks at a message's size before it takes it, so one of another size is an error
-that says both sizes, never a message cut short.
+Messages go out on the caller's thread. One larger than what a single MPI call may carry goes in several pieces,
+which arrive in order; the last one is shorter. A receiver looks at a piece's size before it takes it, so a message
+of another size is an error that says both sizes, never a message cut short.
 """
 
 from __future__ import annotations
@@ -51,14 +51,29 @@ class MessagePort:
 
     def receive(self, data: Tensor, src: int, tag: int, limit: int) -> None:
         """Receive exactly as many bytes as `data` has."""
+        arrived = 0
         for piece in _pieces(data, limit):
-            status = self.mpi.Status()
-            message = self.comm.Mprobe(src, tag, status)
-            sent = status.Get_count(self.mpi.BYTE)
+            message, sent = self._probe(src, tag)
             if sent != piece.numel():
-                message.Recv([bytearray(sent), sent, self.mpi.BYTE])
-                raise _wrong_size(data, src, sent)
+                raise _wrong_size(data, src, arrived + self._drop(message, sent, src, tag, limit))
             message.Recv(self._spec(piece))
+            arrived += sent
+
+    def _probe(self, src: int, tag: int) -> tuple[Any, int]:
+        """Wait for a piece; return it and its size, without receiving it."""
+        status = self.mpi.Status()
+        message = self.comm.Mprobe(src, tag, status)
+        return message, status.Get_count(self.mpi.BYTE)
+
+    def _drop(self, message: Any, sent: int, src: int, tag: int, limit: int) -> int:
+        """Receive the rest of a message that is of no use, so that the next one can come; return its size."""
+        total = sent
+        message.Recv([bytearray(sent), sent, self.mpi.BYTE])
+        while sent == limit:
+            message, sent = self._probe(src, tag)
+            message.Recv([bytearray(sent), sent, self.mpi.BYTE])
+            total += sent
+        return total
 
     def start_send(self, data: Tensor, dst: int, tag: int, limit: int) -> list[Any]:
         """Begin to send `data`; returns MPI requests, which hold on to it."""
@@ -87,7 +102,14 @@ class MessagePort:
 
     def _forget_ended(self) -> None:
         if self.abandoned:
-            self.abandoned = [entry for entry in self.abandoned if not self.mpi.Request.Testall(entry[0])]
+            self.abandoned = [entry for entry in self.abandoned if not self._has_ended(entry[0])]
+
+    def _has_ended(self, requests: list[Any]) -> bool:
+        try:
+            ended: bool = self.mpi.Request.Testall(requests)
+        except self.mpi.Exception:  # that it failed is of no interest to anybody
+            return True
+        return ended
 
     def _spec(self, piece: Tensor) -> list[Any]:
         return [buffer_of(self.mpi, piece), piece.numel(), self.mpi.BYTE]
@@ -171,11 +193,12 @@ class RequestWork(Work):
 
 
 def _pieces(data: Tensor, limit: int) -> tuple[Tensor, ...]:
-    return data.split(limit) if data.numel() else (data,)
+    """Cut a message; the last piece is shorter than `limit`, which tells the receiver that it is the last."""
+    pieces = data.split(limit)
+    return pieces if data.numel() % limit or not data.numel() else (*pieces, data[:0])
 
 
 def _wrong_size(data: Tensor, src: int, sent: int) -> CollectiveMismatchError:
     return CollectiveMismatchError(
-        f"recv: expected {data.numel()} bytes from rank {src}, which sent {sent}; "
-        + _SAME_SIZE
+        f"recv: expected {data.numel()} bytes from rank {src}, which sent {sent}; {_SAME_SIZE}"
     )

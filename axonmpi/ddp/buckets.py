@@ -5,6 +5,7 @@
 
 `param.grad` is a view of its bucket (with `gradient_as_bucket_view`), so nothing is copied on the way back. On the
 way in a gradient that autograd allocated itself is copied once; one that accumulates into the view is not copied.
+The views have the strides of their parameters, so that optimizers find both laid out alike.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..bucketing import by_dtype
 from ..partition import bucket_by_size
 
-__all__ = ["Bucket", "make_buckets"]
+__all__ = ["Bucket", "gradient_strides", "make_buckets"]
 
 FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that its reduction begins early in backward (Li et al. 2020, section 3.2.3)."""
@@ -43,8 +44,8 @@ class Bucket:
         sizes = [parameter.numel() for parameter in self._parameters]
         self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         parts = torch.split(self.flat, sizes)
-        self._views = [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
-        same = reduce_dtype is None or reduce_dtype == first.dtype
+        self._views = [_shaped_like(part, p) for part, p in zip(parts, self._parameters, strict=True)]
+        same = reduce_dtype is None or reduce_dtype == first.dtype or first.dtype.is_complex
         self.wire = self.flat if same else torch.empty_like(self.flat, dtype=reduce_dtype)
         self._slot = {member: position for position, member in enumerate(self.members)}
         self.pending: set[int] = set()
@@ -61,11 +62,18 @@ class Bucket:
         grad = parameter.grad
         if grad is None:
             view.zero_()
-        elif grad.data_ptr() != view.data_ptr() or grad.dtype != view.dtype:
-            view.copy_(grad)
+        elif grad is not view:
+            view.copy_(grad.detach())  # it has a history after backward(create_graph=True)
             if as_view:
                 parameter.grad = view
         self.pending.discard(member)
+
+    def adopt(self) -> None:
+        """Make the gradients that there are views of this bucket, with the values they have."""
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.grad is not None:
+                view.copy_(parameter.grad.detach())
+                parameter.grad = view
 
     def pack(self) -> None:
         """Convert what was taken in to the dtype of communication."""
@@ -81,10 +89,21 @@ class Bucket:
         for member, parameter, view in zip(self.members, self._parameters, self._views, strict=True):
             if not used[member]:
                 continue
-            if as_view or parameter.grad is None:
-                parameter.grad = view if as_view else view.clone()
+            if as_view:
+                parameter.grad = view
+            elif parameter.grad is None:
+                parameter.grad = view.clone()
             else:
                 parameter.grad.copy_(view)
+
+
+def gradient_strides(parameter: Tensor) -> tuple[int, ...]:
+    """Return the parameter's own strides where it fills its memory, else those of its shape and order of dims."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+def _shaped_like(part: Tensor, parameter: Tensor) -> Tensor:
+    return part.as_strided(parameter.shape, gradient_strides(parameter), part.storage_offset())
 
 
 def make_buckets(

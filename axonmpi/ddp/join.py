@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import RankFailedError
+from ..errors import CollectiveMismatchError, RankFailedError
 from ..types import ReduceOp
 from .reducer import Reducer
 
@@ -74,6 +74,9 @@ class Join:
         """Tell the others what this rank begins; return the ranks that take part. Collective."""
         events = self._exchange(_EVENTS.index(event))
         active = [rank for rank, code in enumerate(events) if code]
+        if any(events[rank] != events[active[0]] for rank in active):
+            steps = ", ".join(f"rank {rank}: {_EVENTS[events[rank]]}" for rank in active)
+            raise CollectiveMismatchError(f"the ranks that still train are not at the same step: {steps}")
         if not self._divide_by_initial:
             self._model.current_reducer.scale = self._group.size / len(active)
         return active
@@ -88,7 +91,7 @@ class Join:
             self._last_active = active
             if self._throw_on_early and len(active) < len(events):
                 left = [rank for rank, event in enumerate(events) if not event]
-                raise RankFailedError(f"ranks {left} have run out of batches")
+                raise RankFailedError(f"ran out of batches: ranks {left}, while ranks {active} were still training")
         return events
 
     def _accompany(self) -> None:

@@ -14,18 +14,26 @@ After the first backward the buckets are laid out anew, in the order in which gr
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ..errors import UnusedParameterError
+from ..errors import CollectiveTimeoutError, RankFailedError, UnusedParameterError
 from ..group import ProcessGroup
 from ..types import GradSyncStrategy, ReduceOp, Work
 from .buckets import Bucket, make_buckets
 
 __all__ = ["Reducer"]
+
+COMPLETE, PARTIAL, ABANDONED = range(3)
+"""How a backward ended on a rank: with every gradient, without some, or with an exception."""
+
+_NAMED_PARAMETERS = 10
+"""How many parameters an error lists before it only counts."""
 
 
 class Reducer:
@@ -60,6 +68,7 @@ class Reducer:
     ) -> None:
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
+        self._kinds = [_kind(parameter) for parameter in self._parameters]
         self._group = group
         self._strategy = strategy
         # Without a core to spare, a thread that communicates would only slow backward down.
@@ -77,15 +86,14 @@ class Reducer:
         self._announced = False
         self._works: list[Work] = []
         self._lay_out(list(reversed(range(len(self._parameters)))))
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._make_hook(position))
+        # The hooks outlive a wrapper that was dropped; a module can be wrapped again without them.
+        own = weakref.ref(self)
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(_make_hook(own, position))
             for position, parameter in enumerate(self._parameters)
         ]
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are reduced."""
-        return self._parameters
+        self._remove_hooks = weakref.finalize(self, _remove, hooks)
+        self._remove_hooks.atexit = False
 
     @property
     def bucket_sizes(self) -> list[int]:
@@ -94,18 +102,38 @@ class Reducer:
 
     def detach(self) -> None:
         """Take the hooks off the parameters; local."""
-        for hook in self._hooks:
-            hook.remove()
+        self._remove_hooks()
+
+    def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Say whether these are the parameters whose gradients are reduced, of the same kind as before; local."""
+        return len(parameters) == len(self._parameters) and all(
+            new is old and _kind(new) == kind
+            for new, old, kind in zip(parameters, self._parameters, self._kinds, strict=True)
+        )
+
+    def take_over(self, before: Reducer) -> None:
+        """Go on in place of `before`, which reduced other parameters; local.
+
+        Raises:
+            ValueError: One of those is no longer trained and has a gradient that was not averaged.
+        """
+        position_of = {id(parameter): position for position, parameter in enumerate(self._parameters)}
+        for position in before._touched:
+            parameter = before._parameters[position]
+            if id(parameter) in position_of:
+                self._touched[position_of[id(parameter)]] = None
+            elif parameter.grad is not None:
+                raise ValueError(
+                    f"{before._names[position]!r} was frozen while its gradient was not averaged; "
+                    "call sync_gradients() before, or set its grad to None"
+                )
+        self.enabled = before.enabled
+        self.announce = before.announce
 
     # ---- during backward ----------------------------------------------------------------------------------
 
-    def _make_hook(self, position: int) -> Callable[[Tensor], None]:
-        def hook(parameter: Tensor) -> None:
-            self._on_gradient(position, parameter)
-
-        return hook
-
-    def _on_gradient(self, position: int, parameter: Tensor) -> None:
+    def on_gradient(self, position: int, parameter: Tensor) -> None:
+        """Take note of a gradient that is complete; called by autograd."""
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             raise ValueError(
                 f"the gradient of {self._names[position]!r} is sparse, which cannot be averaged over ranks; "
@@ -121,15 +149,22 @@ class Reducer:
 
     def open_backward(self) -> None:
         """Arrange for `_finish` to run when the outermost backward under way ends; local."""
-        if self._open or not self.enabled or self._strategy is GradSyncStrategy.NO_SYNC:
+        if self._open or not self.enabled or not self._parameters or self._strategy is GradSyncStrategy.NO_SYNC:
             return
         self._open = True
         Variable._execution_engine.queue_callback(self._finish)
 
-    def forget_backward(self) -> None:
-        """Start afresh if an earlier backward ended in an exception; local."""
+    def settle(self) -> None:
+        """Let the other ranks know if an earlier backward ended in an exception; collective in that case.
+
+        They wait for this rank's gradients, and get an error instead.
+        """
         if self._open and torch._C._current_graph_task_id() == -1:
-            self._reset()
+            try:
+                self._announce_once()
+                self._exchange(ABANDONED, [False] * len(self._parameters), async_op=False)
+            finally:
+                self._reset()
 
     def _take_in(self, position: int) -> None:
         bucket = self._bucket_of[position]
@@ -153,14 +188,17 @@ class Reducer:
 
     def _announce_once(self) -> None:
         if self.announce is not None and not self._announced:
-            self.announce("gradients")
+            try:
+                self.announce("gradients")
+            except BaseException:
+                self._reset()  # all ranks raise this together, so none waits for the end of this backward
+                raise
         self._announced = True
 
     def _finish(self) -> None:
         try:
-            if self._touched or self._find_unused:
-                self._announce_once()
-                self._reduce_rest(async_op=self._overlaps)
+            self._announce_once()
+            self._reduce_rest(async_op=self._overlaps)
         finally:
             self._reset()
 
@@ -168,11 +206,10 @@ class Reducer:
 
     def sync(self) -> None:
         """Reduce gradients that have changed since they were last reduced, if there are any; collective."""
+        self.settle()
         if self.announce is not None:
             self.announce("by hand")
-        changed = torch.tensor([int(bool(self._touched))], dtype=torch.int32)
-        self._group.all_reduce(changed, ReduceOp.MAX)
-        if int(changed):
+        if self._anything_changed():
             try:
                 self._reduce_rest(async_op=False)
             finally:
@@ -181,17 +218,21 @@ class Reducer:
     def shadow(self, *, by_hand: bool) -> None:
         """Take part in a synchronisation of the other ranks without gradients of the own; collective."""
         self._touched.clear()
-        if by_hand:
-            nothing = torch.zeros(1, dtype=torch.int32)
-            self._group.all_reduce(nothing, ReduceOp.MAX)
-            if not int(nothing):
-                return
+        if by_hand and not self._anything_changed():
+            return
         for bucket in self._buckets:
             bucket.flat.zero_()
-            bucket.pending.clear()
-        self._exchange(self._overlaps and not by_hand, own=[True] * len(self._parameters))
-        self._reset()
+        try:
+            self._exchange(COMPLETE, [False] * len(self._parameters), async_op=self._overlaps and not by_hand)
+        finally:
+            self._reset()
 
+    def _anything_changed(self) -> bool:
+        changed = self._flags([bool(self._touched)])
+        self._group.all_reduce(changed, ReduceOp.MAX)
+        return bool(changed.item())
+
+    @torch.no_grad()
     def _reduce_rest(self, *, async_op: bool) -> None:
         """Reduce the buckets that have not gone yet, compare notes, and write the averages back."""
         for bucket in self._buckets:
@@ -202,61 +243,54 @@ class Reducer:
             position in self._touched or parameter.grad is not None
             for position, parameter in enumerate(self._parameters)
         ]
-        missing = [i for i in range(len(own)) if i not in self._touched] if not self._find_unused else []
-        used = self._exchange(async_op, own, missing)
+        state = COMPLETE if len(self._touched) == len(self._parameters) else PARTIAL
+        worst, used = self._exchange(state, own, async_op)
         for bucket in self._buckets:
             bucket.unpack(used, as_view=self._as_view, scale=self.scale)
-        if self.learns and self.announce is None and len(self._touched) == len(self._parameters):
+        if self.learns and self.announce is None and worst == COMPLETE:
             self._learn()
 
-    def _exchange(self, async_op: bool, own: list[bool], missing: Sequence[int] = ()) -> list[bool]:
+    def _exchange(self, state: int, own: list[bool], async_op: bool) -> tuple[int, list[bool]]:
+        """Send what has not gone yet and how backward ended here; return how it ended at worst, and what is used."""
         for bucket in self._buckets:
             if not bucket.launched:
                 self._launch(bucket, async_op=async_op)
-        used = self._status(own, missing, async_op)
-        for work in self._works:
-            work.wait()
-        return used()
-
-    def _status(self, own: list[bool], missing: Sequence[int], async_op: bool) -> Callable[[], list[bool]]:
-        """Ask what the other ranks had; the answer comes when the returned function is called."""
-        asked = own if self._find_unused else [bool(missing)]
-        flags = torch.tensor(asked, dtype=torch.uint8)
+        flags = self._flags([state, *own] if self._find_unused else [state])
         work = self._group.all_reduce(flags, ReduceOp.MAX, async_op)
+        _wait_all(self._works if work is None else [*self._works, work], self._group.backend.timeout)
+        worst, *used = flags.tolist()
+        if worst == ABANDONED or (worst == PARTIAL and not self._find_unused):
+            self._raise_together(state)
+        return worst, [bool(flag) for flag in used] if self._find_unused else [True] * len(own)
 
-        def answer() -> list[bool]:
-            if work is not None:
-                work.wait()
-            if self._find_unused:
-                return [bool(flag) for flag in flags.tolist()]
-            if int(flags):
-                self._raise_unused(missing)
-            return [True] * len(self._parameters)
+    def _flags(self, values: Sequence[int]) -> Tensor:
+        device = self._buckets[0].flat.device if self._buckets else "cpu"
+        return torch.tensor(values, dtype=torch.uint8, device=device)
 
-        return answer
-
-    def _raise_unused(self, missing: Sequence[int]) -> None:
-        unused = self._group.all_gather_object([self._names[position] for position in missing])
-        ranks_of: dict[str, list[int]] = {}
-        for rank, names in enumerate(unused):
-            for name in names:
-                ranks_of.setdefault(name, []).append(rank)
-        listed = [
-            f"{name} (rank{'s' if len(r) > 1 else ''} {', '.join(map(str, r))})" for name, r in ranks_of.items()
-        ]
-        raise UnusedParameterError(
-            f"{len(listed)} parameters got no gradient in this backward: {', '.join(listed[:10])}"
-            + (", ..." if len(listed) > 10 else "")
-            + ". Use every parameter in every forward, freeze those that are not trained with "
-            "requires_grad_(False), or wrap with find_unused_parameters=True."
-        )
+    def _raise_together(self, state: int) -> None:
+        """Raise what the ranks together find wrong, on all but those whose own backward has raised before."""
+        missing = [name for position, name in enumerate(self._names) if position not in self._touched]
+        notes = self._group.all_gather_object((state, missing if state == PARTIAL else []))
+        abandoned = [rank for rank, (other, _) in enumerate(notes) if other == ABANDONED]
+        if state == ABANDONED:
+            return
+        if abandoned:
+            raise RankFailedError(
+                f"gradients were not averaged: backward ended in an exception on {_ranks(abandoned)}, "
+                "which then went on with another forward"
+            )
+        raise UnusedParameterError(_unused_message([names for _, names in notes]))
 
     def _learn(self) -> None:
         """Lay the buckets out in the order in which gradients became ready on rank 0."""
-        order = torch.tensor(list(self._touched), dtype=torch.int64)
+        device = self._buckets[0].flat.device
+        order = torch.tensor(list(self._touched), dtype=torch.int64, device=device)
         self._group.broadcast(order, 0)
         self.learns = False
         self._lay_out(order.tolist())
+        if self._as_view:  # or the old buckets would live as long as the gradients in them
+            for bucket in self._buckets:
+                bucket.adopt()
 
     def _lay_out(self, order: list[int]) -> None:
         self._buckets = make_buckets(self._parameters, order, self._cap_bytes, self._reduce_dtype)
@@ -271,3 +305,54 @@ class Reducer:
         self._next = 0
         self._open = False
         self._announced = False
+
+
+def _make_hook(owner: weakref.ref[Reducer], position: int) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        reducer = owner()
+        if reducer is not None:
+            reducer.on_gradient(position, parameter)
+
+    return hook
+
+
+def _remove(hooks: Sequence[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+def _kind(parameter: nn.Parameter) -> tuple[object, ...]:
+    return parameter.dtype, parameter.device, parameter.shape
+
+
+def _wait_all(works: Sequence[Work], timeout: float | None) -> None:
+    """Wait for all, also after one has failed, so that none still writes into a bucket; raise the first failure."""
+    errors: list[Exception] = []
+    for work in works:
+        try:
+            work.wait(timeout)
+        except CollectiveTimeoutError:
+            raise
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _unused_message(names_of: Sequence[Sequence[str]]) -> str:
+    """Name the parameters without a gradient, and the ranks; `names_of` has the names of each rank."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, names in enumerate(names_of):
+        for name in names:
+            ranks_of.setdefault(name, []).append(rank)
+    listed = [f"{name} ({_ranks(ranks)})" for name, ranks in ranks_of.items()][:_NAMED_PARAMETERS]
+    more = len(ranks_of) - len(listed)
+    return (
+        f"{len(ranks_of)} parameter{'s' if len(ranks_of) > 1 else ''} got no gradient in this backward: "
+        f"{', '.join(listed)}{f' and {more} more' if more else ''}. Use every parameter in every forward, freeze "
+        "those that are not trained with requires_grad_(False), or wrap with find_unused_parameters=True."
+    )
