@@ -72,32 +72,35 @@ class Join:
 
     def _announce(self, event: str) -> list[int]:
         """Tell the others what this rank begins; return the ranks that take part. Collective."""
-        events = self._exchange(_EVENTS.index(event))
-        active = [rank for rank, code in enumerate(events) if code]
-        if any(events[rank] != events[active[0]] for rank in active):
-            steps = ", ".join(f"rank {rank}: {_EVENTS[events[rank]]}" for rank in active)
-            raise CollectiveMismatchError(f"the ranks that still train are not at the same step: {steps}")
+        self._exchange(_EVENTS.index(event))
         if not self._divide_by_initial:
-            self._model.current_reducer.scale = self._group.size / len(active)
-        return active
+            self._model.current_reducer.scale = self._group.size / len(self._last_active)
+        return self._last_active
 
-    def _exchange(self, code: int) -> list[int]:
-        table = torch.zeros(self._group.size, dtype=torch.int64)
+    def _exchange(self, code: int) -> str:
+        """Tell the others what this rank begins (0: nothing more) and return what the active ranks begin."""
+        table = torch.zeros(self._group.size, dtype=torch.int64, device=self._reducer.device)
         table[self._group.rank] = code
         self._group.all_reduce(table, ReduceOp.SUM)
-        events: list[int] = table.tolist()
-        active = [rank for rank, event in enumerate(events) if event]
+        events = [_EVENTS[value] for value in table.tolist()]
+        active = [rank for rank, event in enumerate(events) if event != "none"]
         if active:
             self._last_active = active
-            if self._throw_on_early and len(active) < len(events):
-                left = [rank for rank, event in enumerate(events) if not event]
-                raise RankFailedError(f"ran out of batches: ranks {left}, while ranks {active} were still training")
-        return events
+            self._check(events, active)
+        return events[active[0]] if active else "none"
+
+    def _check(self, events: list[str], active: list[int]) -> None:
+        if self._throw_on_early and len(active) < len(events):
+            left = [rank for rank, event in enumerate(events) if event == "none"]
+            raise RankFailedError(f"ranks {left} ran out of batches while ranks {active} were still training")
+        if any(events[rank] != events[active[0]] for rank in active):
+            steps = ", ".join(f"rank {rank}: {events[rank]}" for rank in active)
+            raise CollectiveMismatchError(f"the ranks that still train are not at the same step: {steps}")
 
     def _accompany(self) -> None:
         """Answer the others' synchronisations until all have left."""
-        while any(events := self._exchange(0)):
-            event = _EVENTS[max(events)]
+        self._reducer.settle()
+        while (event := self._exchange(0)) != "none":
             if event == "buffers":
                 self._model.broadcast_buffers_from(self._last_active[0])
             else:

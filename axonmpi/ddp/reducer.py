@@ -100,6 +100,11 @@ class Reducer:
         """Elements of each bucket, in the order in which they are reduced."""
         return [bucket.flat.numel() for bucket in self._buckets]
 
+    @property
+    def device(self) -> torch.device:
+        """Where small tensors have to be to travel with the gradients."""
+        return self._buckets[0].flat.device if self._buckets else torch.device("cpu")
+
     def detach(self) -> None:
         """Take the hooks off the parameters; local."""
         self._remove_hooks()
@@ -264,8 +269,7 @@ class Reducer:
         return worst, [bool(flag) for flag in used] if self._find_unused else [True] * len(own)
 
     def _flags(self, values: Sequence[int]) -> Tensor:
-        device = self._buckets[0].flat.device if self._buckets else "cpu"
-        return torch.tensor(values, dtype=torch.uint8, device=device)
+        return torch.tensor(values, dtype=torch.uint8, device=self.device)
 
     def _raise_together(self, state: int) -> None:
         """Raise what the ranks together find wrong, on all but those whose own backward has raised before."""
@@ -283,8 +287,7 @@ class Reducer:
 
     def _learn(self) -> None:
         """Lay the buckets out in the order in which gradients became ready on rank 0."""
-        device = self._buckets[0].flat.device
-        order = torch.tensor(list(self._touched), dtype=torch.int64, device=device)
+        order = torch.tensor(list(self._touched), dtype=torch.int64, device=self.device)
         self._group.broadcast(order, 0)
         self.learns = False
         self._lay_out(order.tolist())

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from ..bucketing import broadcast_coalesced
+from ..errors import DtypeError
 from ..group import ProcessGroup, default_group
 from ..types import GradSyncStrategy
 from .agreement import check_same_model
@@ -20,7 +24,7 @@ from .reducer import Reducer
 __all__ = ["DistributedDataParallel"]
 
 _PREFIX = "module."
-
+_REDUCE_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -69,22 +73,38 @@ class DistributedDataParallel(nn.Module):
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_options(module, sync_strategy, bucket_cap_mb, reduce_dtype)
+        _check_module(module)
+        self._group = _checked_group(process_group)
+        _check_options(sync_strategy, bucket_cap_mb, reduce_dtype)
+        _check_flags(
+            broadcast_buffers=broadcast_buffers,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            find_unused_parameters=find_unused_parameters,
+        )
         self.module = module
-        self._group = default_group() if process_group is None else process_group
         self._broadcast_buffers = broadcast_buffers
         self._options: dict[str, Any] = {
             "strategy": sync_strategy,
-            "cap_bytes": int(bucket_cap_mb * (1 << 20)),
+            "cap_bytes": max(1, int(bucket_cap_mb * (1 << 20))),
             "as_view": gradient_as_bucket_view,
             "find_unused": find_unused_parameters,
             "reduce_dtype": reduce_dtype,
         }
-        check_same_model(module, self._group)
+        arguments = {
+            "sync_strategy": sync_strategy.name,
+            "bucket_cap_mb": bucket_cap_mb,
+            "broadcast_buffers": broadcast_buffers,
+            "find_unused_parameters": find_unused_parameters,
+            "reduce_dtype": reduce_dtype,
+        }
+        check_same_model(module, self._group, arguments)
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise ValueError("module: no parameter of it requires grad, so there is nothing to average")
         self.sync_parameters()
         self._reducer = self._make_reducer()
         nn.Module.register_state_dict_post_hook(self, _strip_prefix)
         nn.Module.register_load_state_dict_pre_hook(self, _add_prefix)
+        nn.Module.register_load_state_dict_post_hook(self, _clean_report)
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -165,7 +185,8 @@ class DistributedDataParallel(nn.Module):
 
     def broadcast_buffers_from(self, src: int) -> None:
         """Copy the buffers of rank `src` to all ranks, in place; collective."""
-        buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
+        # .data: batch norm's own updates of buffers leave the graph of an earlier forward usable, and so must these.
+        buffers = [buffer.data for buffer in self.module.buffers() if buffer.numel()]
         broadcast_coalesced(self._group.backend, buffers, src)
 
     def broadcast_state(self, src: int) -> None:
@@ -188,8 +209,8 @@ class DistributedDataParallel(nn.Module):
     def _before_forward(self) -> None:
         if not torch.is_grad_enabled():
             return
-        self._reducer.forget_backward()
-        self._follow_freezing()
+        self._reducer.settle()
+        self._follow_changes()
         if self._broadcast_buffers and self.training and self._reducer.enabled:
             self._sync_buffers()
 
@@ -198,42 +219,97 @@ class DistributedDataParallel(nn.Module):
             active = [0] if self._reducer.announce is None else self._reducer.announce("buffers")
             self.broadcast_buffers_from(active[0])
 
-    def _follow_freezing(self) -> None:
-        """Lay the gradients out anew if parameters were frozen or unfrozen since."""
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        reduced = self._reducer.parameters
-        if len(trained) != len(reduced) or any(a is not b for a, b in zip(trained, reduced, strict=True)):
-            before = self._reducer
-            before.detach()
-            self._reducer = self._make_reducer()
-            self._reducer.enabled = before.enabled
-            self._reducer.announce = before.announce
+    def _follow_changes(self) -> None:
+        """Lay the gradients out anew if parameters were frozen, unfrozen or converted since."""
+        if not self._reducer.fits([p for p in self.module.parameters() if p.requires_grad]):
+            reducer = self._make_reducer()
+            reducer.take_over(self._reducer)
+            self._reducer.detach()
+            self._reducer = reducer
 
     @_left_as_it_is
     def _after_forward(self, output: Any) -> Any:
         """See to it that the end of the outermost backward is noticed, also when checkpointing nests others."""
-        if torch.is_grad_enabled() and self._reducer.enabled:
+        if torch.is_grad_enabled():
             for tensor in _tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._open_backward)
+                if tensor.requires_grad and not tensor.is_leaf:  # a leaf would gather a hook in every forward
+                    self._watch(tensor)
         return output
 
-    @_left_as_it_is
-    def _open_backward(self, grad: Tensor) -> None:
-        self._reducer.open_backward()
+    def _watch(self, tensor: Tensor) -> None:
+        leaf = _leaf_below(tensor)
+
+        def open_backward(grad: Tensor) -> None:
+            if _accumulates_into(leaf):
+                self._reducer.open_backward()
+
+        tensor.register_hook(_left_as_it_is(open_backward))
 
 
-def _check_options(module: object, strategy: object, bucket_cap_mb: float, dtype: torch.dtype | None) -> None:
+def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    for name, part in module.named_modules():
+        if isinstance(part, DistributedDataParallel):
+            raise ValueError(
+                f"module: {name or 'it'} is wrapped in DistributedDataParallel already, and its gradients would be "
+                "averaged twice; wrap the module inside, which is its .module"
+            )
+
+
+def _checked_group(group: object) -> ProcessGroup:
+    if group is None:
+        return default_group()
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(f"process_group: expected an axonmpi.ProcessGroup or None, got {type(group).__name__}")
+    _ = group.backend  # ValueError on ranks outside it
+    return group
+
+
+def _check_options(strategy: object, bucket_cap_mb: object, dtype: object) -> None:
     if not isinstance(strategy, GradSyncStrategy):
         raise TypeError(f"sync_strategy: expected an axonmpi.GradSyncStrategy, got {strategy!r}")
-    if not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb: expected a positive number of MiB, got {bucket_cap_mb!r}")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"reduce_dtype: expected a floating-point torch.dtype or None, got {dtype!r}")
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise ValueError("the module has no parameter that requires grad, so there is nothing to average")
+    if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, int | float):
+        raise TypeError(f"bucket_cap_mb: expected a number of MiB, got {bucket_cap_mb!r}")
+    if not 0 < bucket_cap_mb < math.inf:
+        raise ValueError(f"bucket_cap_mb: expected a positive, finite number of MiB, got {bucket_cap_mb!r}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"reduce_dtype: expected a torch.dtype or None, got {dtype!r}")
+    if dtype not in _REDUCE_DTYPES:
+        raise DtypeError(
+            "reduce_dtype: expected torch.bfloat16, torch.float16, torch.float32, torch.float64 or None, "
+            f"got {dtype}"
+        )
+
+
+def _check_flags(**flags: object) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def _leaf_below(tensor: Tensor) -> Node | None:
+    """Find the node of one leaf that a backward through this tensor accumulates into."""
+    nodes = [torch.autograd.graph.get_gradient_edge(tensor).node]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, torch._C._functions.AccumulateGrad):
+            return node
+        if node not in seen:
+            seen.add(node)
+            nodes += [child for child, _ in node.next_functions if child is not None]
+    return None
+
+
+def _accumulates_into(leaf: Node | None) -> bool:
+    """Whether what runs now is a backward, and no `torch.autograd.grad`, which leaves gradients alone."""
+    if leaf is None:
+        return True
+    try:
+        return torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # torch.autograd.grad asks for this very leaf
+        return False
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
@@ -246,22 +322,31 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, list | tuple):
         for value in output:
             yield from _tensors(value)
-    elif dataclasses.is_dataclass(output):
-        for field in dataclasses.fields(output):
-            yield from _tensors(getattr(output, field.name))
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        yield from _tensors([getattr(output, field.name, None) for field in dataclasses.fields(output)])
 
 
 def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Give state-dict entries the names that they have in the module that was wrapped."""
     inner = prefix + _PREFIX
-    for key in [key for key in state if key.startswith(inner)]:
-        state[prefix + key[len(inner) :]] = state.pop(key)
+    _rename(state, {key: prefix + key[len(inner) :] for key in state if key.startswith(inner)})
+    versions = getattr(state, "_metadata", {})
+    for key in [key for key in versions if f"{key}.".startswith(inner)]:
+        versions[(prefix + key[len(inner) :]).removesuffix(".")] = versions[key]
 
 
-def _add_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _add_prefix(
+    module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any, _strict: Any, _missing: Any, _unexpected: Any, errors: list[str]
+) -> None:
     """Turn the names of a state dict without the wrapper into those with it."""
     names = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
     inner = {name.removeprefix(_PREFIX) for name in names}
-    for key in [key for key in state if key.startswith(prefix)]:
-        if key[len(prefix) :] in inner or not key[len(prefix) :].startswith(_PREFIX):
-            state[prefix + _PREFIX + key[len(prefix) :]] = state.pop(key)
+
+    def lacks_prefix(key: str) -> bool:
+        own = key[len(prefix) :]
+        return key.startswith(prefix) and (own in inner or not own.startswith(_PREFIX))
+
+    _rename(state, {key: prefix + _PREFIX + key[len(prefix) :] for key in state if lacks_prefix(key)})
+    versions = getattr(state, "_metadata", {})
+    for key in [key for key in versions if key.startswith(prefix) and not key.startswith(prefix + _PREFIX)]:
+        versions.setdefault(prefix + _PREFIX + key[len(prefix):], versions[key])

@@ -1,0 +1,165 @@
+"""`axonmpi doctor`: what a user needs to know when a launch goes wrong (layer 7).
+
+    axonmpi doctor                     is everything installed, and which mpirun belongs to it?
+    mpirun -n 4 axonmpi doctor         does this launcher start one job of four ranks, and where are they?
+
+Rank 0 prints one report for all ranks. Where every process is a world of its own, the one that its launcher
+calls rank 0 prints it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+
+from ..backends import runtime
+from ..backends.runtime import Started
+from ..environment import Launcher, MpiLibrary, detect_launchers, usable_cores
+from ..errors import LaunchError
+
+__all__ = ["main"]
+
+_SMALL_SHARED_MEMORY = 1 << 30
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, not written to
+_GIB = float(1 << 30)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; collective over all ranks of the job.
+
+    Returns:
+        0 if ranks can be started and agree with their launcher, else 1.
+    """
+    parser = argparse.ArgumentParser(
+        prog="axonmpi doctor",
+        description="Say what is installed, how this process was launched and whether that works.",
+    )
+    parser.parse_args(argv)
+    launchers = detect_launchers()
+    try:
+        started, problem = runtime.start_world(), ""
+    except LaunchError as error:
+        started, problem = None, str(error)
+    library = _library()
+    ranks = _rank_lines(started) if started is not None else []
+    if isinstance(library, str):
+        problem = problem or f"only a single rank can run: {library}"
+    if _speaks(started, launchers):
+        sections = [*_installed(), *_mpi(library), *_launch(launchers, started, ranks), *_shared_memory()]
+        verdict = f"PROBLEM: {problem}" if problem else "All is well."
+        sys.stdout.write("\n".join([*sections, "", verdict, ""]))
+        sys.stdout.flush()
+    return 1 if problem else 0
+
+
+def _library() -> MpiLibrary | str:
+    """Return the MPI library, or why there is none."""
+    try:
+        return runtime.library_info()
+    except LaunchError as error:
+        return str(error)
+
+
+def _speaks(started: Started | None, launchers: Sequence[Launcher]) -> bool:
+    """Say whether this process prints the report of all."""
+    if started is not None:
+        return started.rank == 0
+    return not any(launcher.rank for launcher in launchers)
+
+
+# ---- sections ---------------------------------------------------------------------------------------------------
+
+
+def _installed() -> list[str]:
+    lines = ["installed", _line("python", f"{platform.python_version()}  {sys.executable}")]
+    for name in ("axonmpi", "torch", "numpy", "mpi4py"):
+        try:
+            lines.append(_line(name, metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            lines.append(_line(name, "not installed"))
+    return lines
+
+
+def _mpi(library: MpiLibrary | str) -> list[str]:
+    if isinstance(library, str):
+        return ["MPI", _line("library", library)]
+    on_path = shutil.which("mpirun")
+    lines = [
+        "MPI",
+        _line("library", f"{library.vendor} {library.version} from {library.path or 'an unknown place'}"),
+        _line("its mpirun", library.mpirun or "not found beside the library"),
+        _line("thread level", _thread_level()),
+    ]
+    if library.mpirun and on_path and os.path.realpath(on_path) != os.path.realpath(library.mpirun):
+        lines.append(_line("on PATH", f"{on_path}: not the library's own mpirun, and it may belong to another MPI"))
+    return lines
+
+
+def _thread_level() -> str:
+    """Name the thread level that MPI has granted."""
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        return "not known, MPI was not started"
+    names = {
+        MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
+        MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
+        MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
+        MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
+    }
+    return names[MPI.Query_thread()]
+
+
+def _launch(launchers: Iterable[Launcher], started: Started | None, ranks: Iterable[str]) -> list[str]:
+    lines = ["launch"]
+    for launcher in launchers:
+        seen = " ".join(f"{name}={value}" for name, value in launcher.variables)
+        lines.append(_line("seen", f"{launcher.name}: {seen}"))
+    if len(lines) == 1:
+        lines.append(_line("seen", "no launcher's variables"))
+    if started is not None:
+        nodes = "1 node" if started.num_nodes == 1 else f"{started.num_nodes} nodes"
+        lines.append(_line("ranks", f"{started.size} on {nodes}"))
+    return [*lines, *ranks]
+
+
+def _rank_lines(started: Started) -> list[str]:
+    """Describe each rank; collective. The lines are rank 0's to print."""
+    threads = "1 thread" if started.num_threads == 1 else f"{started.num_threads} threads"
+    own = _line(
+        f"rank {started.rank}",
+        f"node {started.node_rank} ({platform.node()}), local rank {started.local_rank} of {started.local_size}, "
+        f"CPUs {_ranges(usable_cores())}, {threads} ({started.threads_reason})",
+    )
+    return [own] if started.comm is None else started.comm.gather(own) or []
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Write numbers as ranges: `0-3,8`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _shared_memory() -> list[str]:
+    try:
+        total, _, free = shutil.disk_usage(_SHARED_MEMORY)
+    except OSError:
+        return ["memory", _line(_SHARED_MEMORY, "there is none")]
+    lines = ["memory", _line(_SHARED_MEMORY, f"{total / _GIB:.2f} GiB, {free / _GIB:.2f} GiB free")]
+    if total < _SMALL_SHARED_MEMORY:
+        lines.append(_line("", "small: ranks share memory there; in a container enlarge it with --shm-size=8g"))
+    return lines
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:13} {value}"

@@ -1,0 +1,135 @@
+"""`axonmpi train`: flags and a settings file become a configuration, and the trainer does the rest.
+
+Whatever can be wrong without asking another rank is found before MPI starts: flags, the file, the text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..comm import destroy_process_group, init_process_group
+from ..environment import detect_launchers
+from ..group import World
+from ..train.config import Config, ModelConfig, OptimizerConfig, RunConfig, TextConfig
+from ..train.config_file import load_config
+from ..train.corpus import Corpus, load_corpus
+from ..train.trainer import Trainer
+from . import print_on_first_rank, refuse
+
+__all__ = ["main", "parse"]
+
+_PROGRAM = "axonmpi train"
+_DIVERGED = 1
+
+
+@dataclass(frozen=True)
+class _Flags:
+    """Train a small GPT on text, on as many ranks as there are.
+
+    With the default settings it takes about a minute on two cores. The same seed and global batch give the same
+    loss curve, to rounding, on any number of ranks.
+    """
+
+    config: Path | None = None
+    """A .toml, .yaml or .yml file with settings named as the flags below; flags come before it."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    text: TextConfig = field(default_factory=TextConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train; collective over all ranks of the job.
+
+    Args:
+        argv: The flags.
+
+    Returns:
+        0; 2 where the text or the settings cannot be used; 1 where training diverged.
+
+    Raises:
+        SystemExit: A flag or a setting in the file is unknown or bad (code 2), or help was asked for (code 0).
+    """
+    config = parse(argv)
+    try:
+        corpus = load_corpus(config.text, config.model.sequence_length)
+    except ValueError as error:
+        return _refuse_file(str(error))
+    world = init_process_group()
+    try:
+        return _train(config, world, corpus)
+    finally:
+        destroy_process_group()
+
+
+def _refuse_file(message: str) -> int:
+    """Refuse a file that this rank cannot use, before anything is sent; other nodes may have it."""
+    code = refuse(_PROGRAM, message)
+    if _on_several_nodes():
+        init_process_group()  # or ranks of other nodes would wait in MPI_Init for this one, for ever
+    return code
+
+
+def _on_several_nodes() -> bool:
+    """Say whether the launcher started ranks elsewhere, or does not tell."""
+    return any((launcher.size or 2) > (launcher.local_size or 1) for launcher in detect_launchers()[:1])
+
+
+def _train(config: Config, world: World, corpus: Corpus) -> int:
+    try:
+        Trainer(config, world, corpus=corpus).run()
+    except ValueError as error:
+        return refuse(_PROGRAM, str(error))
+    except FloatingPointError as error:
+        if world.rank == 0:
+            refuse(_PROGRAM, str(error))
+        return _DIVERGED
+    return 0
+
+
+def parse(argv: Sequence[str]) -> Config:
+    """Read the flags, and the file that `--config` names; flags override it. Local.
+
+    Args:
+        argv: The flags.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        SystemExit: Code 2, after an error on stderr, for anything unknown or bad; code 0 after help.
+    """
+    import tyro
+
+    try:
+        base = _from_file(argv)
+    except ValueError as error:
+        raise SystemExit(_refuse_file(str(error))) from None
+    default = _Flags(None, base.model, base.text, base.optimizer, base.run)
+    shown, wrong = io.StringIO(), io.StringIO()
+    try:
+        # collected and written at once, so that the messages of several ranks do not mix
+        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(wrong):
+            flags = tyro.cli(
+                _Flags, prog=_PROGRAM, args=list(argv), default=default, config=(tyro.conf.OmitArgPrefixes,)
+            )
+    except SystemExit as end:
+        if not end.code:
+            print_on_first_rank(shown.getvalue().rstrip())
+        sys.stderr.write(wrong.getvalue())
+        sys.stderr.flush()
+        raise
+    return Config(flags.model, flags.text, flags.optimizer, flags.run)
+
+
+def _from_file(argv: Sequence[str]) -> Config:
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", nargs="?")  # without its value it is an error of the whole command line
+    found, _ = finder.parse_known_args(argv)
+    return load_config(found.config) if found.config else Config()

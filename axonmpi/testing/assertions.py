@@ -1,0 +1,32 @@
+"""Assertions on which all ranks agree (layer 6)."""
+
+from __future__ import annotations
+
+from ..comm import all_gather_object
+from ..group import ProcessGroup
+from .rank_text import group_by_text, name_ranks
+
+__all__ = ["parallel_assert"]
+
+
+def parallel_assert(condition: object, message: str = "", group: ProcessGroup | None = None) -> None:
+    """Raise on all ranks if the condition is false on any of them; collective.
+
+    An `assert` that fails on one rank leaves the others waiting at their next collective; this does not.
+
+    Args:
+        condition: Anything with a truth value; may differ between ranks.
+        message: What is wrong if it is false; may differ between ranks.
+        group: The ranks that must agree, named by their numbers in it; None means the default group.
+
+    Raises:
+        AssertionError: The condition is false on some rank; names those ranks and gives their messages.
+    """
+    __tracebackhide__ = True
+    answers: list[str | None] = all_gather_object(None if condition else message, group)
+    failed = {rank: answer for rank, answer in enumerate(answers) if answer is not None}
+    if failed:
+        lines = [
+            f"{name_ranks(ranks)} of {len(answers)}: {text}".rstrip(": ") for ranks, text in group_by_text(failed)
+        ]
+        raise AssertionError("\n".join(lines))

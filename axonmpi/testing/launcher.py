@@ -1,0 +1,180 @@
+"""Start an `mpirun` of a Python script and wait for it, for tests of whole jobs (layer 6).
+
+What a test of an abort has to know: the exit code, what was printed, how long it took, and whether any process
+was left behind. So the job runs in a session of its own, writes into files rather than pipes (a process left behind
+would hold a pipe open), and all of its processes carry a marker in their environment by which they are found again.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from ..environment import process_environment, without_launcher_variables
+from .mpirun import find_mpirun, mpirun_command
+
+__all__ = ["LaunchResult", "launch"]
+
+_MARKER = "AXONMPI_LAUNCH_ID"
+_LEAVE_SECONDS = 2.0
+"""How long processes of a job may outlive its `mpirun` before they count as left over."""
+_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """How an `mpirun` ended.
+
+    Attributes:
+        returncode: Exit code of `mpirun`; negative: the signal that ended it.
+        stdout: What all ranks printed.
+        stderr: What all ranks and `mpirun` printed there.
+        seconds: From start to end of `mpirun`.
+        timed_out: Whether it was ended because the time was up.
+        leftover: Processes of the job that were still there afterwards, as "id: command"; they were killed.
+    """
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+    timed_out: bool
+    leftover: tuple[str, ...]
+
+
+def launch(
+    n: int,
+    script_or_code: str | Path,
+    *args: object,
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    mpirun: str | Path | None = None,
+    cwd: str | Path | None = None,
+) -> LaunchResult:
+    """Run a Python script on n ranks under `mpirun` and wait until the job is over; local.
+
+    Works inside an MPI job too: the surrounding launcher's variables are kept from the new one.
+
+    Args:
+        n: Number of ranks, at least 1; may be more than there are cores.
+        script_or_code: A path; or source code; or an option of Python, such as `-m` with the module in `args`.
+        *args: Arguments of the script.
+        timeout: Seconds after which the job is ended.
+        env: Variables to set in addition.
+        mpirun: The launcher; None finds the one that belongs to mpi4py's MPI library.
+        cwd: Folder to run in, None for the current one.
+
+    Returns:
+        Exit code, output, time and what was left over. A failing job is a result, not an exception.
+
+    Raises:
+        ValueError: `n` is below 1, or the time-out is not positive.
+        FileNotFoundError: A `Path` that does not exist.
+        LaunchError: No `mpirun` that fits was found.
+    """
+    if n < 1:
+        raise ValueError(f"n: expected at least 1 rank, got {n}")
+    if not timeout > 0:
+        raise ValueError(f"timeout: expected a positive number of seconds, got {timeout!r}")
+    marker = uuid.uuid4().hex
+    surrounding = without_launcher_variables(process_environment())
+    command, settings = mpirun_command(find_mpirun(mpirun), n)
+    variables = {**settings, **surrounding, **(env or {}), _MARKER: marker}
+    with tempfile.TemporaryDirectory(prefix="axonmpi-launch-") as folder:
+        python = [sys.executable, *_python_arguments(script_or_code, Path(folder))]
+        with open(Path(folder, "stdout"), "w+b") as out, open(Path(folder, "stderr"), "w+b") as err:
+            started = time.monotonic()
+            process = subprocess.Popen(
+                [*command, *python, *map(str, args)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=variables,
+                cwd=cwd,
+                start_new_session=True,
+            )
+            timed_out = _wait(process, timeout)
+            seconds = time.monotonic() - started
+            leftover = _end_leftover(marker)
+            return LaunchResult(process.returncode, _text(out), _text(err), seconds, timed_out, leftover)
+
+
+def _python_arguments(script_or_code: str | Path, folder: Path) -> list[str]:
+    """Say what to give to Python; source code becomes a file, so that tracebacks show its lines."""
+    if isinstance(script_or_code, Path):
+        if not script_or_code.exists():
+            raise FileNotFoundError(f"script: expected a file, got {script_or_code}, which does not exist")
+        return [str(script_or_code)]
+    is_option = script_or_code.startswith("-") and "\n" not in script_or_code
+    if is_option or (script_or_code.endswith(".py") and Path(script_or_code).is_file()):
+        return [script_or_code]
+    script = folder / "launched.py"
+    script.write_text(textwrap.dedent(script_or_code))
+    return [str(script)]
+
+
+def _wait(process: subprocess.Popen[bytes], timeout: float) -> bool:
+    """Wait for `mpirun`; end it with its process group if the time is up or the caller is interrupted."""
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        _end_group(process)
+    return False
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ask `mpirun` and its process group to end, then make them."""
+    for number, patience in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 10.0)):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def _end_leftover(marker: str) -> tuple[str, ...]:
+    """Kill and name the job's processes that do not go away by themselves."""
+    deadline = time.monotonic() + _LEAVE_SECONDS
+    while (found := _processes_with(marker)) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    for pid in found:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    return tuple(f"{pid}: {command}" for pid, command in found.items())
+
+
+def _processes_with(marker: str) -> dict[int, str]:
+    """Find the processes whose environment has the marker; on systems without /proc, none."""
+    wanted = f"{_MARKER}={marker}".encode()
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found[int(folder.name)] = command.strip()
+        except OSError:  # it has ended meanwhile, or is another user's
+            continue
+    return found
+
+
+def _text(stream: IO[bytes]) -> str:
+    stream.seek(0)
+    return stream.read().decode(errors="replace")

@@ -1,0 +1,153 @@
+"""The plugin's part under plain `pytest`: tests on ranks run on mock ranks, one thread each (layer 6).
+
+Fixtures are set up once, as always, and all ranks share them; only `world` and `group` are each rank's own. While
+fixtures are set up there are no ranks yet, so there `world` stands for all of them and knows its size only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import traceback
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any, NoReturn
+
+import pytest
+
+from ..group import ProcessGroup, World
+from .examples import inner_test_of, replaced_inner_test
+from .marked import marked_rank_count, timeout_of, uses_ranks
+from .mock_ranks import RankRun, start_ranks
+from .outcomes import MergedFailure, failure_of
+from .rank_text import merge_texts
+
+__all__ = ["MockRanks"]
+
+_FAILURES = pytest.StashKey[dict[int, BaseException]]()
+
+
+class _PerRank:
+    """Stands for `world` or `group` where there is no rank: outside the test's body."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self._name = name
+        self.size = size
+
+    def __repr__(self) -> str:
+        return f"<{self._name} of {self.size} mock ranks>"
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        raise AttributeError(
+            f"{self._name}.{attribute}: on mock ranks, `{self._name}` is a different object on each rank and "
+            f"exists in the body of the test only; a fixture can use {self._name}.size"
+        )
+
+
+class MockRanks:
+    """Hooks that run tests on mock ranks."""
+
+    real_size = 0
+    """Number of ranks of the job, there is none."""
+
+    def rank_count(self, item: pytest.Item) -> int:
+        """Return the number of ranks that the test runs on."""
+        return marked_rank_count(item) or 1
+
+    def world(self, item: pytest.Item) -> Any:
+        """Return the value of the fixture `world`."""
+        return _PerRank("world", self.rank_count(item))
+
+    def group(self, item: pytest.Item) -> Any:
+        """Return the value of the fixture `group`."""
+        return _PerRank("group", self.rank_count(item))
+
+    def share(self, item: pytest.Item, value: Any) -> Any:
+        """Return rank 0's value; mock ranks have one anyway."""
+        return value
+
+    def pytest_report_header(self) -> str:
+        """Say on what the tests run."""
+        return "axonmpi: tests on ranks use mock ranks (threads); for real ones: mpirun -n 4 python -m pytest"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        """Run the body of the test on its ranks."""
+        test = pyfuncitem.obj
+        inner = inner_test_of(test)
+        if not uses_ranks(pyfuncitem) or inspect.iscoroutinefunction(inner or test):
+            return None
+        arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+        if inner is None:
+            _run_on_ranks(pyfuncitem, self.rank_count(pyfuncitem), test, arguments)
+            return True
+
+        def body(*args: Any, **kwargs: Any) -> None:
+            __tracebackhide__ = True
+            _run_on_ranks(pyfuncitem, self.rank_count(pyfuncitem), partial(inner, *args), kwargs)
+
+        with replaced_inner_test(test, body):
+            test(**arguments)
+        return True
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Merge the failures of the ranks into one."""
+        report = yield
+        failures = item.stash.get(_FAILURES, {})
+        if call.when == "call" and report.failed and call.excinfo and call.excinfo.value in failures.values():
+            pictures = {
+                rank: item.repr_failure(pytest.ExceptionInfo.from_exception(error))
+                for rank, error in failures.items()
+            }
+            outcomes = {rank: failure_of(picture, str(picture)) for rank, picture in pictures.items()}
+            report.longrepr = MergedFailure(outcomes, pictures)
+        return report
+
+
+def _run_on_ranks(item: pytest.Item, count: int, test: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Run the test with each rank's own world; raise what the test as a whole ends with."""
+    __tracebackhide__ = True
+
+    def body(world: World) -> BaseException | None:
+        __tracebackhide__ = True
+        try:
+            test(**{name: _own(value, world) for name, value in arguments.items()})
+        except pytest.skip.Exception as skipped:
+            return skipped  # not a failure that must release the other ranks
+        return None
+
+    run = _without_expected(start_ranks(count, body, _finite(timeout_of(item))))
+    if run.timeout is not None:
+        failures = {rank: "".join(traceback.format_exception(error)) for rank, error in run.causes.items()}
+        pytest.fail(f"{run.timeout}\n{merge_texts(failures, 'failure of ')}".rstrip(), pytrace=False)
+    error = run.error()
+    if error is not None:
+        if count > 1:
+            item.stash[_FAILURES] = run.causes
+        raise error
+    skips = [run.results[rank] for rank in range(count)]
+    if all(skips):
+        raise skips[0]
+
+
+def _own(value: Any, world: World) -> Any:
+    """Return this rank's own value of a fixture."""
+    if not isinstance(value, _PerRank):
+        return value
+    own: World | ProcessGroup = world if value._name == "world" else world.default_group
+    return own
+
+
+def _finite(seconds: float) -> float | None:
+    return None if seconds == float("inf") else seconds
+
+
+def _without_expected(run: RankRun) -> RankRun:
+    """Leave out `pytest.xfail()` on some ranks if others failed unexpectedly."""
+    unexpected = {
+        rank: error for rank, error in run.causes.items() if not isinstance(error, pytest.xfail.Exception)
+    }
+    return dataclasses.replace(run, errors=unexpected) if unexpected else run

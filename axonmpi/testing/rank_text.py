@@ -1,0 +1,38 @@
+"""How what several ranks say becomes one text (layer 6).
+
+Ranks that say the same are named together, once:
+
+    rank 0: "boom"                       ranks 0, 2: boom
+    rank 1: "assert 1 == 2"      ->      rank 1: assert 1 == 2
+    rank 2: "boom"
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+__all__ = ["group_by_text", "merge_texts", "name_ranks"]
+
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Return "rank 2" or "ranks 0, 2"; local."""
+    ordered = sorted(ranks)
+    return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(map(str, ordered))}"
+
+
+def group_by_text(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
+    """Group ranks whose texts are equal but for memory addresses, in order of their lowest rank; local."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        groups.setdefault(_ADDRESS.sub("0x", texts[rank]), []).append(rank)
+    return [(ranks, texts[ranks[0]]) for ranks in groups.values()]
+
+
+def merge_texts(texts: Mapping[int, str], title: str = "") -> str:
+    """Return each different text once, under a line that names the ranks it came from; local."""
+    return "\n".join(
+        f"---- {title}{name_ranks(ranks)} ----\n{text.rstrip()}" for ranks, text in group_by_text(texts)
+    )

@@ -1,0 +1,37 @@
+"""The trainer: a byte-level GPT on text, data parallel over the ranks of an MPI job (layer 7).
+
+    import axonmpi as ax
+    from axonmpi.train import Config, Trainer
+
+    config = Config().replace(steps=100, layers=2)
+    summary = Trainer(config, ax.init_process_group()).run()
+    print(summary.held_out_loss, summary.unigram_entropy)
+
+`axonmpi train` is the same from the command line.
+"""
+
+from __future__ import annotations
+
+from .config import Config, ModelConfig, OptimizerConfig, RunConfig, TextConfig
+from .config_file import load_config
+from .corpus import Corpus, load_corpus
+from .metrics import CommunicationClock
+from .model import GPT, generate
+from .recorder import Summary
+from .trainer import Trainer
+
+__all__ = [
+    "GPT",
+    "CommunicationClock",
+    "Config",
+    "Corpus",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RunConfig",
+    "Summary",
+    "TextConfig",
+    "Trainer",
+    "generate",
+    "load_config",
+    "load_corpus",
+]

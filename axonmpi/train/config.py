@@ -1,0 +1,316 @@
+"""Every setting of the trainer, in four frozen dataclasses.
+
+    Config
+      ├─ model      ModelConfig       the network's shape
+      ├─ text       TextConfig        what it learns from, what is held out
+      ├─ optimizer  OptimizerConfig   AdamW and the course of its learning rate
+      └─ run        RunConfig         steps, batch, ranks, what is written where
+
+The name of a setting is the same here, as a flag (`--global-batch 32`) and in a file (`global_batch = 32`).
+The text under each is also what `axonmpi train --help` shows. A dataclass that exists is valid: its
+constructor raises `ValueError` or `TypeError` otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+__all__ = ["Config", "ModelConfig", "OptimizerConfig", "RunConfig", "TextConfig"]
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What the four groups share: types are checked when one is made, then `_check` looks at the values."""
+
+    def __post_init__(self) -> None:
+        for name, annotation in get_type_hints(type(self)).items():
+            object.__setattr__(self, name, _typed(name, annotation, getattr(self, name)))
+        self._check()
+
+    def _check(self) -> None:
+        """Raise ValueError where a value is out of range or two contradict each other."""
+
+
+@dataclass(frozen=True)
+class ModelConfig(_Settings):
+    """The network's shape.
+
+    Raises:
+        TypeError: A value is of the wrong type.
+        ValueError: A value is out of range, or `width` does not divide by `heads`.
+    """
+
+    layers: int = 4
+    """Number of transformer blocks."""
+    width: int = 128
+    """Features of each position; a multiple of heads."""
+    heads: int = 4
+    """Attention heads of each block."""
+    mlp_ratio: int = 4
+    """Hidden features of a block's perceptron, as a multiple of width."""
+    sequence_length: int = 128
+    """Bytes that the model sees at once."""
+    positions: Literal["rotary", "learned"] = "rotary"
+    """How positions are told apart: by rotating queries and keys, or by a learned vector each."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Normalization before each attention and perceptron."""
+    tied_embeddings: bool = True
+    """Use one matrix for the input embedding and the output layer."""
+
+    def _check(self) -> None:
+        for name in ("layers", "width", "heads", "mlp_ratio", "sequence_length"):
+            _at_least(name, getattr(self, name), 1)
+        if self.width % self.heads:
+            raise ValueError(f"width: expected a multiple of heads = {self.heads}, got {self.width}")
+        if self.positions == "rotary" and self.width // self.heads % 2:
+            raise ValueError(
+                f"width: rotary positions need an even width / heads, got {self.width} / {self.heads} = "
+                f"{self.width // self.heads}; change width or heads, or take learned positions"
+            )
+
+
+@dataclass(frozen=True)
+class TextConfig(_Settings):
+    """What the model learns from.
+
+    Raises:
+        TypeError: A value is of the wrong type.
+        ValueError: A value is out of range.
+    """
+
+    data: Path | None = None
+    """A file, or a folder whose files are read in sorted order; without it, Python's own library sources."""
+    data_limit: float = 8.0
+    """Megabytes (10^6 bytes) of text to use at most; what comes later in the order is left out."""
+    held_out_fraction: float = 0.05
+    """Part of the text, in whole blocks, that is never trained on."""
+
+    def _check(self) -> None:
+        _above("data_limit", self.data_limit, 0)
+        if not 0 < self.held_out_fraction <= 0.5:
+            raise ValueError(
+                f"held_out_fraction: expected more than 0 and at most 0.5, got {self.held_out_fraction}"
+            )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(_Settings):
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), and a warm-up followed by half a cosine.
+
+    Raises:
+        TypeError: A value is of the wrong type.
+        ValueError: A value is out of range.
+    """
+
+    lr: float = 3e-3
+    """Learning rate at the end of the warm-up, its highest."""
+    lr_final: float = 0.1
+    """Learning rate of the last step, as a fraction of lr."""
+    warmup_steps: int = 20
+    """Steps in which the learning rate rises from near zero."""
+    weight_decay: float = 0.1
+    """Decay of the matrices, not of the norms."""
+    beta1: float = 0.9
+    """Decay of the average of gradients."""
+    beta2: float = 0.98
+    """Decay of the average of squared gradients."""
+    gradient_clip: float = 1.0
+    """Largest norm of the whole gradient; 0 leaves it as it is."""
+
+    def _check(self) -> None:
+        _above("lr", self.lr, 0)
+        for name in ("warmup_steps", "weight_decay", "gradient_clip"):
+            _at_least(name, getattr(self, name), 0)
+        for name in ("lr_final", "beta1", "beta2"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}: expected 0 to 1, got {getattr(self, name)}")
+        if 1 in (self.beta1, self.beta2):
+            raise ValueError("beta1, beta2: expected less than 1, got 1, with which nothing is ever learned")
+
+
+@dataclass(frozen=True)
+class RunConfig(_Settings):
+    """How long, how divided over the ranks, and what is written where.
+
+    Raises:
+        TypeError: A value is of the wrong type.
+        ValueError: A value is out of range.
+    """
+
+    name: str = "gpt"
+    """Name of the run; names its folder."""
+    out: Path | None = None
+    """Folder for everything the run writes, default axonmpi-runs/NAME; an earlier run's files are replaced."""
+    seed: int = 0
+    """Decides the initial weights, the order of the data and the sample."""
+    steps: int = 300
+    """Updates of the weights."""
+    global_batch: int = 16
+    """Sequences of each step over all ranks together, so results do not depend on the number of ranks."""
+    accumulation: int = 1
+    """Parts in which each rank goes through its sequences of a step; more need less memory."""
+    strategy: Literal["overlapped", "synchronous", "no_sync"] = "overlapped"
+    """When gradients are averaged: while backward runs, at its end, or by one call after it."""
+    evaluate_every: int = 100
+    """Steps between two held-out losses; 0 means only at the beginning and the end."""
+    held_out_sequences: int = 128
+    """Held-out sequences in each of them, spread evenly; 0 means all there are."""
+    sample_length: int = 200
+    """Bytes of text to generate at the end; 0 generates none."""
+    temperature: float = 0.7
+    """Randomness of that text: 0 takes the likeliest byte each time."""
+    prompt: str = "def "
+    """What that text goes on from."""
+    progress: Literal["auto", "live", "plain", "off"] = "auto"
+    """One line that is redrawn, a line for each tenth, or nothing; auto redraws where a terminal shows it."""
+    plot: bool = True
+    """Draw the loss curve at the end."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the run writes."""
+        return self.out or Path("axonmpi-runs") / self.name
+
+    def _check(self) -> None:
+        for name in ("steps", "global_batch", "accumulation"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("seed", "evaluate_every", "held_out_sequences", "sample_length", "temperature"):
+            _at_least(name, getattr(self, name), 0)
+        if not self.name or self.name in (".", "..") or any(sign in self.name for sign in "/\\\0"):
+            raise ValueError(f"name: expected the name of a folder without slashes, got {self.name!r}; see --out")
+        if self.sample_length and not self.prompt:
+            raise ValueError("prompt: expected at least one character, got none; or set sample_length to 0")
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of a training run; the defaults make a first run of about a minute.
+
+    Raises:
+        TypeError: A group is not of its class.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    text: TextConfig = field(default_factory=TextConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        for name, group in _groups().items():
+            if not isinstance(getattr(self, name), group):
+                raise TypeError(f"{name}: expected {group.__name__}, got {type(getattr(self, name)).__name__}")
+
+    def replace(self, **settings: Any) -> Config:
+        """Return a copy in which some settings, from whichever group, have other values.
+
+        Args:
+            **settings: Names of settings, such as `lr=1e-3, layers=2`.
+
+        Raises:
+            ValueError: There is no setting of that name (the message names similar ones), or its value is bad.
+            TypeError: A value is of the wrong type.
+        """
+        places = _places()
+        changes: dict[str, dict[str, Any]] = {name: {} for name in _groups()}
+        for name, value in settings.items():
+            if name not in places:
+                raise ValueError(_unknown_setting(name))
+            changes[places[name]][name] = value
+        groups = {name: dataclasses.replace(getattr(self, name), **given) for name, given in changes.items()}
+        return Config(**groups)
+
+    def flat(self) -> dict[str, Any]:
+        """Return every setting by its name, with paths as text: what a TOML or JSON file can hold."""
+        values = {name: getattr(getattr(self, group), name) for name, group in _places().items()}
+        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+    @classmethod
+    def from_mapping(cls, settings: Mapping[str, Any]) -> Config:
+        """Make a configuration from named settings, the rest at their defaults.
+
+        Args:
+            settings: Settings by name, `-` and `_` alike; they may be grouped in tables called `model`,
+                `text`, `optimizer` and `run`.
+
+        Raises:
+            ValueError: A name is unknown, stands in another group's table or comes twice, or a value is bad.
+            TypeError: A value is of the wrong type.
+        """
+        return cls().replace(**_ungrouped(settings))
+
+
+def _groups() -> dict[str, type[_Settings]]:
+    hints: dict[str, type[_Settings]] = get_type_hints(Config)
+    return hints
+
+
+def _places() -> dict[str, str]:
+    """Return the group of each setting."""
+    return {setting.name: name for name, group in _groups().items() for setting in dataclasses.fields(group)}
+
+
+def _ungrouped(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Lift the settings out of their groups' tables."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        table = value if key in _groups() and isinstance(value, Mapping) else None
+        for name, setting in (table if table is not None else {key: value}).items():
+            canonical = str(name).replace("-", "_")
+            group = _places().get(canonical)
+            if table is not None and group not in (None, key):
+                raise ValueError(f"{name} belongs to the table {group}, got it in {key}: move it")
+            if canonical in flat:
+                raise ValueError(f"{name} is given twice: keep one")
+            flat[canonical] = setting
+    return flat
+
+
+def _unknown_setting(name: str) -> str:
+    near = difflib.get_close_matches(name, _places(), n=3)
+    if near:
+        return f"unknown setting {name!r}: did you mean {' or '.join(near)}?"
+    return f"unknown setting {name!r}: expected one of {', '.join(sorted(_places()))}"
+
+
+def _typed(name: str, annotation: Any, value: Any) -> Any:
+    """Return `value` as the type of its setting."""
+    if get_origin(annotation) is Literal:
+        if value in get_args(annotation):
+            return value
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, get_args(annotation)))}, got {value!r}")
+    if annotation == Path | None:
+        if isinstance(value, str | Path | None):
+            return Path(value) if isinstance(value, str) else value
+    elif annotation is float:
+        return _number(name, value)
+    elif isinstance(value, annotation) and (annotation is bool or not isinstance(value, bool)):
+        return value
+    kind = "path" if annotation == Path | None else annotation.__name__
+    raise TypeError(f"{name}: expected a value of type {kind}, got {value!r}")
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        # YAML reads 1e-3, without a dot, as text
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: expected a number, got {value!r}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"{name}: expected a finite number, got {value!r}")
+    return number
+
+
+def _at_least(name: str, value: float, minimum: int) -> None:
+    if value < minimum:
+        raise ValueError(f"{name}: expected at least {minimum}, got {value}")
+
+
+def _above(name: str, value: float, bound: int) -> None:
+    if value <= bound:
+        raise ValueError(f"{name}: expected more than {bound}, got {value}")

@@ -1,0 +1,154 @@
+"""The text: bytes read from files, split into a part to train on and a part held out.
+
+    files in sorted order ──► one string of bytes ──► equal blocks   T T T H T T T H ...
+                                                       T joined: train      H joined: held out
+
+Whole contiguous blocks are held out, spread over the text, so no held-out sequence overlaps a training one
+and both parts are of the same kind. Everything is deterministic: each rank reads the text for itself and all
+have the same. The default text is the standard library of Python, which is on every machine that runs this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .config import TextConfig
+
+__all__ = ["Corpus", "load_corpus", "split_blocks", "unigram_entropy"]
+
+_BLOCK_BYTES = 1 << 16
+_MEGABYTE = 1_000_000
+# in the library's folder but not the library: installed packages, and its tests, which not every vendor ships
+_NOT_LIBRARY = {"__pycache__", "dist-packages", "idlelib", "site-packages", "test", "tests"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text in two parts.
+
+    Attributes:
+        source: Where it comes from, for people.
+        train: The bytes to train on, uint8 `[N]`.
+        held_out: The bytes never trained on, uint8 `[M]`.
+        digest: SHA-256 of both, to compare between ranks.
+    """
+
+    source: str
+    train: Tensor
+    held_out: Tensor
+    digest: str
+
+    @property
+    def unigram_entropy(self) -> float:
+        """Nats per byte that the held-out bytes cost a model which knows only how frequent each byte is."""
+        return unigram_entropy(self.train, self.held_out)
+
+
+def load_corpus(config: TextConfig, sequence_length: int) -> Corpus:
+    """Read and split the text. Local: every rank reads for itself, nothing is communicated.
+
+    Args:
+        config: Which text, how much of it and how much is held out.
+        sequence_length: Bytes of a training sequence; each part must hold one, and the byte after it.
+
+    Returns:
+        The corpus.
+
+    Raises:
+        ValueError: The file or folder is missing, cannot be read, or holds too little text.
+    """
+    source = "Python's standard library" if config.data is None else f"--data {config.data}"
+    try:
+        files = _library() if config.data is None else _files(config.data)
+        text = _read(files, math.ceil(config.data_limit * _MEGABYTE))
+        train, held_out = split_blocks(text, config.held_out_fraction, sequence_length + 1)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{source}: {error}") from error
+    digest = hashlib.sha256(train.numpy().tobytes() + held_out.numpy().tobytes()).hexdigest()
+    return Corpus(source, train, held_out, digest)
+
+
+def _library() -> list[Path]:
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    relative = (path.relative_to(folder) for path in folder.rglob("*.py"))
+    files = sorted(path for path in relative if not _NOT_LIBRARY.intersection(path.parts))
+    return [folder / path for path in files]
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if file.is_file())
+    if path.exists() and not path.is_file():
+        raise ValueError("expected a file or a folder, got something else")
+    return [path]
+
+
+def _read(files: Sequence[Path], limit: int) -> Tensor:
+    """Join the files up to `limit` bytes."""
+    content = bytearray()
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                content += stream.read(limit - len(content))
+        except OSError as error:
+            raise ValueError(f"cannot read {file}: {error.strerror}") from error
+        if len(content) >= limit:
+            break
+    if not content:
+        raise ValueError("expected text, found none: give a file, or a folder of files, that is not empty")
+    return torch.frombuffer(content, dtype=torch.uint8)
+
+
+def split_blocks(text: Tensor, held_out_fraction: float, shortest: int) -> tuple[Tensor, Tensor]:
+    """Split a text into whole contiguous blocks, and hold out every k-th of them.
+
+    Args:
+        text: Bytes, uint8 `[N]`.
+        held_out_fraction: Part to hold out, more than 0 and at most 0.5; met as nearly as blocks allow.
+        shortest: Smallest number of bytes of a block.
+
+    Returns:
+        The training part and the held-out part, each the blocks in their order, joined.
+
+    Raises:
+        ValueError: There are not two blocks of `shortest` bytes.
+    """
+    period = round(1 / held_out_fraction)
+    if len(text) < 2 * shortest:
+        raise ValueError(
+            f"expected at least {2 * shortest} bytes, one sequence to train on and one to hold out, got "
+            f"{len(text)}: give more text or a smaller sequence_length"
+        )
+    # a short text is cut finer, so that there are some periods, and then only whole ones
+    count = len(text) // max(shortest, min(_BLOCK_BYTES, len(text) // (2 * period)))
+    period = min(period, count)
+    blocks = text.tensor_split(count - count % period)
+    train = [block for number, block in enumerate(blocks, 1) if number % period]
+    return torch.cat(train), torch.cat(blocks[period - 1 :: period])
+
+
+def unigram_entropy(train: Tensor, held_out: Tensor) -> float:
+    """Return the mean of -ln p(byte) over the held-out bytes, with p from counting the training bytes.
+
+    It is the cross-entropy that the best model without context reaches: what a trained one must be below.
+    One is added to each count (Laplace), so that a byte never trained on costs much but not infinitely much.
+
+    Args:
+        train: uint8 `[N]`.
+        held_out: uint8 `[M]`, M at least 1.
+
+    Returns:
+        Nats per byte, the unit of the loss.
+    """
+    counts = torch.bincount(train.long(), minlength=256).double() + 1
+    log_chances = (counts / counts.sum()).log()
+    frequencies = torch.bincount(held_out.long(), minlength=256).double() / len(held_out)
+    return float(-(frequencies * log_chances).sum())

@@ -1,0 +1,242 @@
+"""A byte-level GPT: a decoder-only transformer whose vocabulary is the 256 byte values.
+
+    bytes [B, T] -> embedding [B, T, D] -> n x Block -> norm -> logits [B, T, 256]
+
+    Block:  x + attention(norm(x)),  then  x + mlp(norm(x))
+
+Position t sees bytes 0..t and predicts byte t + 1. B is the batch, T the sequence length, D the width,
+H the number of heads and C = D / H the width of a head. Every random number comes from a `torch.Generator`
+that the caller passes, so two models built from equal seeds are equal, in any thread and on any rank.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .config import ModelConfig
+
+__all__ = ["GPT", "VOCABULARY_SIZE", "generate"]
+
+VOCABULARY_SIZE = 256
+"""One token for each value of a byte."""
+
+_INITIAL_STD = 0.02  # of GPT-2
+
+
+class _Linear(nn.Linear):
+    """A layer without bias that leaves its weight unset and torch's global generator alone."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Do nothing: `GPT` fills every weight."""
+
+
+class _Embedding(nn.Embedding):
+    """The same for an embedding."""
+
+    def reset_parameters(self) -> None:
+        """Do nothing: `GPT` fills every weight."""
+
+
+def _norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.width)
+    return nn.LayerNorm(config.width)
+
+
+def rotation_table(length: int, head_width: int) -> Tensor:
+    """Return the cosines and sines of rotary positions (Su et al. 2021, arXiv:2104.09864).
+
+    Args:
+        length: Number of positions T.
+        head_width: Width C of one head, even.
+
+    Returns:
+        A float32 tensor `[2, T, C/2]`: cosines, then sines.
+    """
+    frequencies = 10_000.0 ** (-torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
+    return torch.stack((angles.cos(), angles.sin())).to(torch.float32)
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Rotate each pair of channels of `x` by the angle of its position.
+
+    Args:
+        x: `[B, H, T, C]`; channels c and c + C/2 form a pair.
+        table: What `rotation_table` returns, for at least T positions.
+
+    Returns:
+        A new tensor of the shape of `x`; its norm over the last dim is unchanged.
+    """
+    cosine, sine = table[:, : x.shape[-2]].to(x.dtype).unbind(0)  # [T, C/2] each
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention in which a position sees itself and what came before.
+
+    Args:
+        config: The model's shape.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.query_key_value = _Linear(config.width, 3 * config.width)
+        self.output = _Linear(config.width, config.width)
+
+    def forward(self, x: Tensor, table: Tensor | None) -> Tensor:
+        """Mix positions.
+
+        Args:
+            x: `[B, T, D]`.
+            table: The rotation table, or `None` where positions are learned.
+
+        Returns:
+            A new tensor `[B, T, D]`.
+        """
+        batch, length, width = x.shape
+        split = self.query_key_value(x).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, T, C] each
+        if table is not None:
+            query, key = rotate(query, table), rotate(key, table)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        projected: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, length, width))
+        return projected
+
+
+class Block(nn.Module):
+    """One layer: attention and a two-layer perceptron, each on a normalized copy and added to the stream.
+
+    Args:
+        config: The model's shape.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config)
+        self.attention = CausalSelfAttention(config)
+        self.mlp_norm = _norm(config)
+        self.expand = _Linear(config.width, config.mlp_ratio * config.width)
+        self.contract = _Linear(config.mlp_ratio * config.width, config.width)
+
+    def forward(self, x: Tensor, table: Tensor | None) -> Tensor:
+        """Return the stream `[B, T, D]` after this layer; `x` is left as it is."""
+        x = x + self.attention(self.attention_norm(x), table)
+        hidden = F.gelu(self.expand(self.mlp_norm(x)), approximate="tanh")
+        updated: Tensor = x + self.contract(hidden)
+        return updated
+
+
+class GPT(nn.Module):
+    """The whole model.
+
+    Args:
+        config: The model's shape; also kept as `.config`.
+        generator: Source of the initial weights; `None` means a new one with seed 0.
+    """
+
+    def __init__(self, config: ModelConfig, *, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = _Embedding(VOCABULARY_SIZE, config.width)
+        self.positions: nn.Embedding | None = None
+        if config.positions == "learned":
+            self.positions = _Embedding(config.sequence_length, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.final_norm = _norm(config)
+        self.head = _Linear(config.width, VOCABULARY_SIZE)
+        if config.tied_embeddings:
+            self.head.weight = self.embedding.weight
+        # not a buffer: it is the same on every rank and needs no broadcast, and no place in a checkpoint
+        self._table = rotation_table(config.sequence_length, config.width // config.heads)
+        self._initialize(generator or torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def _initialize(self, generator: torch.Generator) -> None:
+        """Fill the weights as GPT-2 does: std 0.02, and less where a layer adds to the residual stream."""
+        residual_std = _INITIAL_STD / math.sqrt(2 * self.config.layers)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                continue  # norms begin at one (weights) and zero (biases)
+            std = residual_std if name.endswith(("output.weight", "contract.weight")) else _INITIAL_STD
+            parameter.normal_(0.0, std, generator=generator)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Predict the next byte at every position.
+
+        Args:
+            tokens: Byte values `[B, T]`, int64, with T at most the configured sequence length.
+
+        Returns:
+            Logits `[B, T, 256]`.
+
+        Raises:
+            ValueError: T is larger than the sequence length.
+        """
+        length = tokens.shape[1]
+        if length > self.config.sequence_length:
+            raise ValueError(
+                f"expected at most sequence_length = {self.config.sequence_length} bytes, got {length}: "
+                "shorten the input or build the model with a larger sequence_length"
+            )
+        x = self.embedding(tokens)
+        table: Tensor | None = None
+        if self.positions is None:
+            table = self._table = self._table.to(x.device)
+        else:
+            x = x + self.positions.weight[:length]
+        for block in self.blocks:
+            x = block(x, table)
+        logits: Tensor = self.head(self.final_norm(x))
+        return logits
+
+    def num_parameters(self) -> int:
+        """Return the number of trainable numbers, a shared one counted once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+@torch.no_grad()
+def generate(
+    model: GPT, prompt: bytes, length: int, *, generator: torch.Generator, temperature: float = 0.8
+) -> bytes:
+    """Continue `prompt` one byte at a time. Local: it talks to no other rank.
+
+    Args:
+        model: A trained model.
+        prompt: At least one byte; only the last `sequence_length` bytes are seen.
+        length: Number of bytes to add.
+        generator: Source of the draws: the same state gives the same text.
+        temperature: Divides the logits (dimensionless); 0 takes the likeliest byte each time.
+
+    Returns:
+        The added bytes, without the prompt.
+
+    Raises:
+        ValueError: The prompt is empty, or `length` or `temperature` is negative.
+    """
+    if not prompt:
+        raise ValueError("expected a prompt of at least one byte, got an empty one: pass for example b'\\n'")
+    if length < 0 or temperature < 0:
+        raise ValueError(f"length and temperature must not be negative, got {length} and {temperature}")
+    device = model.embedding.weight.device
+    text = list(prompt)
+    for _ in range(length):
+        window = torch.tensor([text[-model.config.sequence_length :]], device=device)
+        text.append(_draw(model(window)[0, -1], generator, temperature))
+    return bytes(text[len(prompt) :])
+
+
+def _draw(logits: Tensor, generator: torch.Generator, temperature: float) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    chances = torch.softmax(logits.float().cpu() / temperature, dim=-1)
+    return int(torch.multinomial(chances, 1, generator=generator))

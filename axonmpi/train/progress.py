@@ -1,0 +1,148 @@
+"""What a run shows on rank 0 while it goes on: a line that is redrawn on a terminal, else a line now and then.
+
+━━━━━━━━━━━━━╸━━━━━━━━━━  step 180/300  loss 2.0312  17,512 tokens/s  communication  9 %  0:00:22
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Literal, Protocol, TextIO
+
+from .metrics import StepMetrics
+from .terminal import terminal_width
+
+if TYPE_CHECKING:
+    import rich.progress
+
+__all__ = ["ProgressLine", "make_progress"]
+
+_PLAIN_LINES = 10
+_REDRAW_SECONDS = 0.1
+
+
+class ProgressLine(Protocol):
+    """Shows how far a run has come."""
+
+    def update(self, metrics: StepMetrics) -> None:
+        """A step is complete."""
+
+    def note(self, text: str) -> None:
+        """Print a text that stays."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was; may be called twice."""
+
+
+def make_progress(
+    mode: Literal["auto", "live", "plain", "off"], steps: int, stream: TextIO | None = None
+) -> ProgressLine:
+    """Make the progress line of a mode; local.
+
+    Args:
+        mode: `"live"` redraws, `"plain"` prints a line each tenth of the run, `"off"` nothing, `"auto"` is
+            `"live"` where a terminal shows the stream, directly or through the launcher, and else `"plain"`.
+        steps: Steps of the whole run.
+        stream: Where to write; None means `sys.stdout`.
+    """
+    stream = sys.stdout if stream is None else stream
+    width = terminal_width(stream) if mode in ("auto", "live") else None
+    if mode == "off":
+        return SilentProgress()
+    if mode == "live" or width is not None:
+        return LiveProgress(steps, stream, width)
+    return PlainProgress(steps, stream)
+
+
+class SilentProgress:
+    """Shows nothing; also what ranks other than 0 use."""
+
+    def update(self, metrics: StepMetrics) -> None:
+        """Do nothing."""
+
+    def note(self, text: str) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class PlainProgress:
+    """Prints the first step, each tenth of the run and the last; each line is flushed.
+
+    Args:
+        steps: Steps of the whole run.
+        stream: Where to write.
+    """
+
+    def __init__(self, steps: int, stream: TextIO) -> None:
+        self._steps = steps
+        self._stream = stream
+
+    def update(self, metrics: StepMetrics) -> None:
+        """Print a line if this step completes a tenth."""
+        tenths = metrics.step * _PLAIN_LINES // self._steps
+        if metrics.step == 1 or tenths > (metrics.step - 1) * _PLAIN_LINES // self._steps:
+            self.note("  ".join(_texts(metrics, self._steps)))
+
+    def note(self, text: str) -> None:
+        """Print and flush."""
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        # generated text can hold anything, and the stream may be plain ASCII
+        self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class LiveProgress:
+    """One line that is redrawn at most ten times a second, on the calling thread.
+
+    Args:
+        steps: Steps of the whole run.
+        stream: Where to write, taken for a terminal.
+        width: Columns of the terminal; None means what the environment says, or 80.
+    """
+
+    def __init__(self, steps: int, stream: TextIO, width: int | None = None) -> None:
+        self._steps = steps
+        self._drawn = 0.0
+        self._bar = _make_bar(stream, width)
+        self._task = self._bar.add_task("", total=steps, text="starting")
+        self._bar.start()
+
+    def update(self, metrics: StepMetrics) -> None:
+        """Redraw, unless that was done a moment ago."""
+        now = time.monotonic()
+        due = now - self._drawn > _REDRAW_SECONDS or metrics.step == self._steps
+        if due:
+            self._drawn = now
+            text = "  ".join(_texts(metrics, self._steps))
+            self._bar.update(self._task, completed=metrics.step, text=text, refresh=True)
+
+    def note(self, text: str) -> None:
+        """Print above the line."""
+        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Draw the line for the last time and leave it standing."""
+        self._bar.stop()
+
+
+def _make_bar(stream: TextIO, width: int | None) -> rich.progress.Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(file=stream, force_terminal=True, width=width)
+    columns = (BarColumn(bar_width=None), TextColumn("{task.fields[text]}", markup=False), TimeElapsedColumn())
+    return Progress(*columns, console=console, auto_refresh=False, expand=True)
+
+
+def _texts(metrics: StepMetrics, steps: int) -> tuple[str, ...]:
+    return (
+        f"step {metrics.step:{len(str(steps))}}/{steps}",
+        f"loss {metrics.loss:.4f}",
+        f"{metrics.tokens_per_second:,.0f} tokens/s",
+        f"communication {100 * metrics.communication:2.0f} %",
+    )

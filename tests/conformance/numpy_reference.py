@@ -1,0 +1,128 @@
+"""What collectives have to give: known values of every dtype, and their reduction by numpy.
+
+Any rank can make the values of all others, so that each rank compares its result with numpy by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from axonmpi import ReduceOp
+from axonmpi.backends.reduction import DTYPES
+
+Shape = tuple[int, ...]
+
+WIDE_SUM = {
+    dtype
+    for dtype in DTYPES
+    if dtype.itemsize <= 2 * (1 + dtype.is_complex) and (dtype.is_floating_point or dtype.is_complex)
+}
+"""Dtypes whose reductions are made in a wider one and rounded once: 8 and 16 bits for each real number."""
+
+_UFUNCS = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.AVERAGE: np.add,
+    ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+}
+
+
+def reductions(dtype: torch.dtype) -> list[ReduceOp]:
+    """The reductions that a dtype allows."""
+    if dtype.is_complex:
+        return [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.AVERAGE]
+    averages = [ReduceOp.AVERAGE] if dtype.is_floating_point else []
+    return [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, *averages]
+
+
+@functools.lru_cache(maxsize=512)
+def values(dtype: torch.dtype, shape: Shape, owner: int, seed: int) -> Tensor:
+    """What world rank `owner` contributes; integers over their whole range. Shared: copy before changing it."""
+    generator = np.random.default_rng([seed, owner, DTYPES.index(dtype), *shape])
+    if dtype is torch.bool:
+        return torch.from_numpy(np.asarray(generator.random(shape) < 0.5))
+    if not (dtype.is_floating_point or dtype.is_complex):
+        limits = torch.iinfo(dtype)
+        kind = str(dtype).removeprefix("torch.")
+        return torch.from_numpy(np.asarray(generator.integers(limits.min, limits.max, shape, kind, endpoint=True)))
+    numbers = generator.standard_normal(shape)
+    if dtype.is_complex:
+        numbers = numbers + 1j * generator.standard_normal(shape)
+    return torch.from_numpy(np.asarray(numbers)).to(dtype)
+
+
+def to_numpy(tensor: Tensor) -> np.ndarray:
+    """The values without rounding: integers as they are, the others in 64 bits for each real number."""
+    if tensor.dtype.is_complex:
+        return tensor.to(torch.complex128).resolve_conj().numpy()
+    return (tensor.double() if tensor.dtype.is_floating_point else tensor).resolve_neg().numpy()
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A result and how far from it rounding may lead."""
+
+    value: np.ndarray
+    tolerance: np.ndarray
+
+    def difference(self, got: Tensor) -> str | None:
+        """Say what is wrong with a result, if anything."""
+        if tuple(got.shape) != self.value.shape:
+            return f"shape {tuple(got.shape)}, expected {self.value.shape}"
+        away = np.asarray(to_numpy(got) != self.value)
+        if self.tolerance.any():
+            away = np.asarray(~(np.abs(to_numpy(got) - self.value) <= self.tolerance))
+        if not away.any():
+            return None
+        where = tuple(int(index[0]) for index in np.nonzero(away)) if away.ndim else ()
+        return f"at {where}: got {to_numpy(got)[where]}, expected {self.value[where]} ({away.sum()} are wrong)"
+
+    def slice(self, parts: int, dim: int, index: int) -> Expected:
+        """One of the parts that `torch.tensor_split` makes."""
+        value, tolerance = (np.array_split(array, parts, dim)[index] for array in (self.value, self.tolerance))
+        return Expected(value, tolerance)
+
+
+@functools.lru_cache(maxsize=512)
+def reduced(dtype: torch.dtype, shape: Shape, owners: tuple[int, ...], seed: int, op: ReduceOp) -> Expected:
+    """The reduction of what the owners contribute: exact for integers and choices, else in a wider type."""
+    parts = [to_numpy(values(dtype, shape, owner, seed)) for owner in owners]
+    if dtype is torch.bool:
+        combine = np.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else np.logical_and
+        return _exactly(functools.reduce(combine, parts))
+    if not (dtype.is_floating_point or dtype.is_complex) or op in (ReduceOp.MIN, ReduceOp.MAX):
+        return _exactly(functools.reduce(_UFUNCS[op], parts))
+    widest = {torch.float64: np.longdouble, torch.complex128: np.clongdouble}
+    wide = [part.astype(widest.get(dtype, part.dtype)) for part in parts]
+    value = functools.reduce(_UFUNCS[op], wide)
+    magnitude = functools.reduce(_UFUNCS[op], [np.abs(part) for part in wide])
+    if op is ReduceOp.AVERAGE:
+        value, magnitude = value / len(parts), magnitude / len(parts)
+    return Expected(np.asarray(value), np.asarray(_rounding(dtype, len(parts), np.abs(value), magnitude)))
+
+
+def _exactly(value: np.ndarray) -> Expected:
+    return Expected(np.asarray(value), np.zeros((1,) * np.ndim(value)))
+
+
+def _rounding(dtype: torch.dtype, count: int, size: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
+    """How far rounding may lead: one unit in the last place for each step, or for the last step only."""
+    info = torch.finfo(torch.float16 if dtype is torch.complex32 else dtype)
+    steps = (2 * count + 1) * (2 if dtype.is_complex else 1)
+    if dtype in WIDE_SUM:
+        return info.eps * size + info.smallest_normal * info.eps + steps * 2.0**-23 * magnitude
+    return steps * info.eps * magnitude
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape and bits, not-a-numbers included."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    first, second = (torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1)) for t in (a, b))
+    return not len(first) or torch.equal(first.view(torch.uint8), second.view(torch.uint8))

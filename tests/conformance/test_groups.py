@@ -1,0 +1,175 @@
+"""Groups: the whole world, parts of it, one rank, other orders, overlapping ones used in turn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from collective_checks import CollectiveChecks
+
+import axonmpi as ax
+from axonmpi import ProcessGroup, World
+
+pytestmark = pytest.mark.ranks(1, 2, 3, 4)
+BOTH_WAYS = pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "async"])
+DTYPES = (torch.float32, torch.int16, torch.bfloat16)
+
+
+def sets_of_ranks(size: int) -> list[tuple[int, ...]]:
+    """Whole, reversed, rotated, each rank alone, each neighbouring pair, every other rank."""
+    ranks = tuple(range(size))
+    pairs = [(rank, (rank + 1) % size) for rank in ranks if size > 1]
+    chosen = [ranks, ranks[::-1], (*ranks[1:], 0), *((rank,) for rank in ranks), *pairs, ranks[::2], ranks[1::2]]
+    return list(dict.fromkeys(filter(None, chosen)))
+
+
+@BOTH_WAYS
+def test_every_operation_in_every_group(world: World, asynchronous: bool) -> None:
+    problems = []
+    for ranks in sets_of_ranks(world.size):
+        group = world.new_group(ranks)
+        assert group.contains(world.rank) == (world.rank in ranks)
+        if group.contains(world.rank):
+            checks = CollectiveChecks(group, asynchronous=asynchronous, label=f"in {ranks}")
+            for dtype in DTYPES:
+                checks.every_operation(dtype, (5, 3))
+                checks.every_operation(dtype, (40, 7))
+            checks.settle()
+            problems += checks.problems
+        group.close()
+    assert not problems, "\n".join(problems[:10])
+
+
+@BOTH_WAYS
+def test_overlapping_groups_in_turn(world: World, asynchronous: bool) -> None:
+    groups = [world.new_group(ranks) for ranks in sets_of_ranks(world.size)]
+    all_checks = [
+        CollectiveChecks(group, asynchronous=asynchronous, label=f"in {group.ranks}")
+        for group in groups
+        if group.contains(world.rank)
+    ]
+    for number in range(12):
+        for checks in all_checks:
+            checks.all_reduce(DTYPES[number % 3], (3 + 20 * (number % 4),))
+            checks.broadcast(torch.int64, (number,), src=number % checks.group.size)
+            checks.all_gather(torch.float64, (number % 5, 2))
+    for checks in all_checks:
+        checks.settle()
+    problems = [problem for checks in all_checks for problem in checks.problems]
+    assert not problems, "\n".join(problems[:10])
+
+
+def test_numbers_inside_a_group(world: World) -> None:
+    ranks = tuple(reversed(range(world.size)))
+    group = world.new_group(ranks)
+    assert group.ranks == ranks
+    assert group.size == ax.world_size(group) == world.size
+    assert group.rank == ax.rank(group) == ranks.index(world.rank)
+    assert ax.is_main_process(group) == (world.rank == ranks[0])
+    assert group.all_gather_object(world.rank) == list(ranks)
+    assert group.broadcast_object(world.rank, 0) == ranks[0]
+
+
+def test_groups_of_groups(world: World) -> None:
+    whole = world.default_group.backend
+    half = whole.split(range((world.size + 1) // 2))
+    if half is None:
+        assert world.rank >= (world.size + 1) // 2
+        return
+    last = half.split([half.size - 1])
+    assert (last is not None) == (half.rank == half.size - 1)
+    checks = CollectiveChecks(ProcessGroup(half))
+    checks.every_operation(torch.float32, (6, 2))
+    checks.finish()
+
+
+def test_operations_outside_a_group_name_it(world: World) -> None:
+    group = world.new_group([0])
+    if world.rank == 0:
+        assert group.all_gather_object("here") == ["here"]
+        return
+    assert group.rank == -1
+    assert not group.contains(world.rank)
+    tensor = torch.ones(2)
+    for operation in (
+        lambda: group.all_reduce(tensor),
+        lambda: group.reduce(tensor, 0),
+        lambda: group.broadcast(tensor),
+        lambda: group.all_gather(tensor),
+        lambda: group.reduce_scatter(tensor),
+        lambda: group.gather(tensor),
+        lambda: group.scatter(tensor),
+        lambda: group.all_to_all([tensor]),
+        lambda: group.send(tensor, 0),
+        lambda: group.recv(tensor, 0),
+        lambda: group.isend(tensor, 0),
+        lambda: group.irecv(tensor, 0),
+        lambda: group.barrier(),
+        lambda: group.broadcast_object(1),
+        lambda: group.all_gather_object(1),
+        lambda: group.backend,
+        lambda: ax.all_reduce_mean(tensor, group),
+        lambda: ax.sync_gradients([tensor], group),
+    ):
+        with pytest.raises(ValueError, match=rf"rank {world.rank} is not in this group of ranks \[0\]; check"):
+            operation()
+    assert tensor.tolist() == [1, 1]
+
+
+def test_a_closed_group_leaves_the_others_alone(world: World) -> None:
+    first, second = world.new_group(range(world.size)), world.new_group(range(world.size))
+    first.close()
+    first.close()
+    checks = CollectiveChecks(second)
+    checks.every_operation(torch.float32, (4, 4))
+    checks.finish()
+    with pytest.raises(ax.CommunicatorError, match="all_reduce: this group cannot be used: it was closed"):
+        first.all_reduce(torch.ones(2))
+
+
+def test_functions_are_the_methods(world: World) -> None:
+    """The free functions, once each, on the default group and on one that is named."""
+    size, rank = world.size, world.rank
+    average, root = (size - 1) / 2, size - 1
+    for group in (None, world.new_group(range(size))):
+        for function, expected in (
+            (ax.all_reduce, sum(range(size))),
+            (ax.all_reduce_sum, sum(range(size))),
+            (ax.all_reduce_mean, average),
+            (ax.all_reduce_min, 0),
+            (ax.all_reduce_max, root),
+            (ax.all_reduce_product, 0),
+            (ax.sync_gradient, average),
+            (ax.broadcast, 0),
+        ):
+            tensor = torch.full((3,), float(rank))
+            function(tensor, group=group)
+            assert tensor.tolist() == [expected] * 3, function.__name__
+        tensor = torch.full((2,), float(rank))
+        ax.broadcast_from(tensor, root, group)
+        assert tensor.tolist() == [root] * 2
+        ax.reduce(tensor, root, ax.ReduceOp.SUM, group)
+        assert tensor.tolist() == [root * (size if rank == root else 1)] * 2
+        own = torch.tensor([[rank]])
+        assert ax.all_gather(own, group).tolist() == [[other] for other in range(size)]
+        assert ax.all_gather(own, group, dim=1).tolist() == [list(range(size))]
+        ranks = torch.arange(float(size))
+        assert ax.reduce_scatter_sum(ranks, group).tolist() == [size * rank]
+        assert ax.reduce_scatter_mean(ranks, group).tolist() == [rank]
+        gathered = ax.gather_tensor(own, root, group)
+        assert gathered == [torch.tensor([[other]]) for other in range(size)] if rank == root else gathered is None
+        assert ax.scatter_tensor(ranks if rank == root else None, root, group).tolist() == [rank]
+        received = ax.all_to_all([torch.tensor(10 * rank + other) for other in range(size)], group)
+        assert torch.stack(received).tolist() == [10 * other + rank for other in range(size)]
+        gradients = [torch.full((2,), float(rank)), torch.tensor(float(rank), dtype=torch.float64)]
+        ax.sync_gradients(gradients, group)
+        assert [gradient.tolist() for gradient in gradients] == [[average] * 2, average]
+        assert ax.broadcast_object({"rank": rank}, root, group) == {"rank": root}
+        assert ax.all_gather_object(rank, group) == list(range(size))
+        message = torch.zeros(1)
+        work = ax.isend(torch.tensor([float(rank)]), (rank + 1) % size, group, 5)
+        ax.irecv(message, (rank - 1) % size, group, 5).wait()
+        work.wait()
+        assert message.item() == (rank - 1) % size
+        ax.barrier(group)
+        assert ax.rank(group) == ax.get_rank() == rank
+        assert ax.world_size(group) == ax.get_world_size() == size

@@ -1,0 +1,3 @@
+"""Settings of all tests."""
+
+pytest_plugins = ["pytester"]

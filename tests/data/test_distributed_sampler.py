@@ -1,0 +1,402 @@
+"""DistributedSampler against torch's own, and resumed in the middle of an epoch at other world sizes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DistributedSampler as TorchSampler
+
+import axonmpi as ax
+from axonmpi.data import DistributedSampler
+
+lengths = st.integers(1, 60)
+replicas = st.integers(1, 12)
+
+
+def samplers(length: int, size: int, **options) -> list[DistributedSampler]:
+    return [DistributedSampler(length, size, rank, **options) for rank in range(size)]
+
+
+def take(sampler: DistributedSampler, count: int) -> list[int]:
+    indices = iter(sampler)
+    return [next(indices) for _ in range(count)]
+
+
+def in_epoch_order(per_rank: list[list[int]]) -> list[int]:
+    """Undo the dealing: what the ranks took, round by round."""
+    return [index for one_round in zip(*per_rank, strict=True) for index in one_round]
+
+
+# ---- the same as torch ------------------------------------------------------------------------------------
+
+
+@given(
+    length=lengths,
+    size=replicas,
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    seed=st.integers(-5, 2**62),
+    epochs=st.lists(st.integers(0, 1000), max_size=3),
+)
+def test_indices_are_those_of_torch(length, size, shuffle, drop_last, seed, epochs) -> None:
+    options = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+    for rank in range(size):
+        ours = DistributedSampler(length, size, rank, **options)
+        theirs = TorchSampler(range(length), size, rank, **options)
+        assert list(ours) == list(theirs)
+        for epoch in epochs:
+            ours.set_epoch(epoch)
+            theirs.set_epoch(epoch)
+            assert list(ours) == list(theirs)
+            assert len(ours) == len(theirs)
+
+
+def test_fewer_samples_than_ranks_are_repeated_until_all_have_one() -> None:
+    assert [list(s) for s in samplers(2, 5, shuffle=False)] == [[0], [1], [0], [1], [0]]
+    assert [list(s) for s in samplers(2, 5, shuffle=False, drop_last=True)] == [[]] * 5
+
+
+def test_without_set_epoch_the_order_repeats() -> None:
+    sampler = DistributedSampler(11, 3, 1)
+    assert list(sampler) == list(sampler)
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    before = torch.get_rng_state()
+    list(DistributedSampler(50, 2, 0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_default_device_does_not_matter() -> None:
+    expected = list(DistributedSampler(50, 2, 0))
+    with torch.device("meta"):
+        assert list(DistributedSampler(50, 2, 0)) == expected
+
+
+@pytest.mark.parametrize("dataset", [7, np.int64(7), range(7), "letters", torch.zeros(7, 2)])
+def test_takes_a_dataset_or_its_length(dataset) -> None:
+    assert DistributedSampler(dataset, 2, 0).length == 7
+
+
+def test_a_tensor_of_one_element_is_a_dataset() -> None:
+    assert DistributedSampler(torch.tensor([9]), 1, 0).length == 1
+
+
+def test_is_a_torch_sampler_of_plain_ints() -> None:
+    sampler = DistributedSampler(7, 2, 0)
+    assert isinstance(sampler, Sampler)
+    assert {type(index) for index in sampler} == {int}
+
+
+# ---- default rank and number of ranks ---------------------------------------------------------------------
+
+
+def test_alone_before_initialisation() -> None:
+    sampler = DistributedSampler(5, shuffle=False)
+    assert (sampler.num_replicas, sampler.rank, list(sampler)) == (1, 0, [0, 1, 2, 3, 4])
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_default_group_gives_rank_and_size(world) -> None:
+    assert list(ax.DistributedSampler(10)) == list(TorchSampler(range(10), world.size, world.rank))
+    assert ax.DistributedSampler(10, world.size + 2).num_replicas == world.size + 2
+    assert ax.DistributedSampler(10, rank=0).rank == 0
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_ranks_together_see_every_sample_and_agree_on_the_state(world) -> None:
+    sampler = ax.DistributedSampler(23, seed=3)
+    seen = [index for part in ax.all_gather_object(list(sampler)) for index in part]
+    assert set(seen) == set(range(23))
+    assert len(seen) == -(-23 // world.size) * world.size
+    sampler.set_epoch(2)
+    take(sampler, 3)
+    states = ax.all_gather_object(sampler.state_dict())
+    assert states == [states[0]] * world.size
+
+
+# ---- resuming ---------------------------------------------------------------------------------------------
+
+
+@given(
+    length=lengths,
+    sizes=st.lists(st.tuples(replicas, st.integers(0, 20)), max_size=4),
+    last_size=replicas,
+    shuffle=st.booleans(),
+    epoch=st.integers(0, 5),
+)
+def test_every_sample_comes_once_over_any_chain_of_world_sizes(length, sizes, last_size, shuffle, epoch) -> None:
+    options = {"shuffle": shuffle, "seed": 17}
+    reference = TorchSampler(range(length), 1, 0, **options)
+    reference.set_epoch(epoch)
+    order = list(reference)
+
+    seen: list[int] = []
+    state = DistributedSampler(length, 1, 0, **options).state_dict() | {"epoch": epoch}
+    for size, wanted in [*sizes, (last_size, length)]:
+        ranks = samplers(length, size, **options)
+        for sampler in ranks:
+            sampler.load_state_dict(json.loads(json.dumps(state)))
+        count = min(wanted, len(ranks[0]))
+        seen += in_epoch_order([take(sampler, count) for sampler in ranks])
+        states = [sampler.state_dict() for sampler in ranks]
+        assert states == [states[0]] * size
+        state = states[0]
+
+    # The epoch in order, then, to fill the last round only, its first samples again.
+    assert seen[:length] == order
+    padding = seen[length:]
+    assert padding == (order * (len(padding) // length + 1))[: len(padding)]
+    assert len(padding) < max(size for size, _ in [*sizes, (last_size, 0)])
+
+
+@given(
+    length=lengths,
+    before=replicas,
+    after=replicas,
+    consumed=st.integers(0, 20),
+    shuffle=st.booleans(),
+)
+def test_drop_last_leaves_out_less_than_one_round(length, before, after, consumed, shuffle) -> None:
+    options = {"shuffle": shuffle, "drop_last": True}
+    first = samplers(length, before, **options)
+    consumed = min(consumed, len(first[0]))
+    seen = in_epoch_order([take(sampler, consumed) for sampler in first])
+    second = samplers(length, after, **options)
+    for sampler in second:
+        sampler.load_state_dict(first[0].state_dict())
+    seen += in_epoch_order([list(sampler) for sampler in second])
+    assert max(Counter(seen).values(), default=1) == 1
+    assert 0 <= length - len(seen) < after
+
+
+@given(length=lengths, size=replicas, consumed=st.integers(0, 20), drop_last=st.booleans())
+def test_at_the_same_world_size_the_pass_is_the_uninterrupted_one(length, size, consumed, drop_last) -> None:
+    for rank in range(size):
+        whole = list(TorchSampler(range(length), size, rank, drop_last=drop_last))
+        first = DistributedSampler(length, size, rank, drop_last=drop_last)
+        head = take(first, min(consumed, len(first)))
+        second = DistributedSampler(length, size, rank, drop_last=drop_last)
+        second.load_state_dict(first.state_dict())
+        assert len(second) == len(whole) - len(head)
+        assert head + list(second) == whole
+
+
+def test_state_is_plain_and_survives_json() -> None:
+    sampler = DistributedSampler(torch.zeros(10), np.int64(2), np.int64(0), seed=np.int64(4))
+    take(sampler, np.int64(3))
+    state = sampler.state_dict()
+    assert state == {"epoch": 0, "length": 10, "position": 6, "seed": 4, "shuffle": True}
+    assert {name: type(value) for name, value in state.items()} == {
+        name: bool if name == "shuffle" else int for name in state
+    }
+    assert json.loads(json.dumps(state)) == state
+
+
+def test_position_stops_at_the_length_when_the_epoch_was_filled_up() -> None:
+    sampler = DistributedSampler(10, 4, 0)
+    list(sampler)
+    assert sampler.state_dict()["position"] == 10
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_consumed_counts_training_rather_than_prefetching(workers: int) -> None:
+    dataset = TensorDataset(torch.arange(40))
+    sampler = DistributedSampler(dataset, 2, 1)
+    seen: list[int] = []
+    batches = iter(DataLoader(dataset, batch_size=4, sampler=sampler, num_workers=workers))
+    for _ in range(2):
+        seen += next(batches)[0].tolist()
+    handed_out = sampler.state_dict()["position"]
+    assert handed_out > 16 if workers else handed_out == 16
+    state = sampler.state_dict(samples_consumed=len(seen))
+    assert state["position"] == 16
+
+    resumed = DistributedSampler(dataset, 2, 1)
+    resumed.load_state_dict(state)
+    seen += [index for (batch,) in DataLoader(dataset, 4, sampler=resumed) for index in batch.tolist()]
+    assert seen == list(TorchSampler(dataset, 2, 1))
+
+
+def test_samples_consumed_counts_from_the_place_of_resumption() -> None:
+    sampler = DistributedSampler(20, 2, 0, shuffle=False)
+    sampler.load_state_dict(sampler.state_dict() | {"position": 8})
+    assert take(sampler, 3) == [8, 10, 12]
+    assert sampler.state_dict(2)["position"] == 12
+    assert sampler.state_dict(0)["position"] == 8
+
+
+def resumed(position: int, epoch: int = 3) -> DistributedSampler:
+    sampler = DistributedSampler(10, 2, 0, shuffle=False)
+    sampler.load_state_dict(sampler.state_dict() | {"epoch": epoch, "position": position})
+    return sampler
+
+
+def test_epochs_after_the_resumed_one_are_whole() -> None:
+    sampler = resumed(6)
+    passes = []
+    for epoch in range(3, 6):
+        sampler.set_epoch(epoch)
+        passes.append(list(sampler))
+    assert passes == [[6, 8], [0, 2, 4, 6, 8], [0, 2, 4, 6, 8]]
+
+
+def test_a_loop_without_set_epoch_has_whole_epochs_after_the_resumed_one() -> None:
+    sampler = resumed(6)
+    assert [list(sampler) for _ in range(3)] == [[6, 8], [0, 2, 4, 6, 8], [0, 2, 4, 6, 8]]
+
+
+def test_an_epoch_that_was_finished_has_nothing_left() -> None:
+    sampler = resumed(10)
+    sampler.set_epoch(3)
+    assert len(sampler) == 0
+    assert list(sampler) == []
+    assert list(sampler) == [0, 2, 4, 6, 8]
+
+
+def test_going_to_another_epoch_and_back_forgets_the_position() -> None:
+    sampler = resumed(6)
+    sampler.set_epoch(4)
+    sampler.set_epoch(3)
+    assert list(sampler) == [0, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("peeked", [1, 2])
+def test_peeking_at_the_data_does_not_lose_the_position(peeked: int) -> None:
+    sampler = resumed(6)
+    take(sampler, peeked)
+    sampler.set_epoch(3)
+    assert sampler.state_dict()["position"] == 6
+    assert list(sampler) == [6, 8]
+
+
+def test_a_loop_left_early_begins_again_where_it_began() -> None:
+    sampler = resumed(4)
+    take(sampler, 1)
+    assert list(sampler) == [4, 6, 8]
+
+
+def test_length_stays_the_same_while_a_pass_goes_on() -> None:
+    sampler = resumed(4)
+    assert [len(sampler) for _ in sampler] == [3, 3, 3]
+    assert len(sampler) == 3
+    next(iter(sampler))
+    assert len(sampler) == 5
+
+
+def test_an_old_iterator_does_not_count_into_a_new_epoch() -> None:
+    sampler = DistributedSampler(10, 2, 0)
+    old = iter(sampler)
+    next(old)
+    sampler.set_epoch(1)
+    next(old)
+    assert sampler.state_dict()["position"] == 0
+
+
+# ---- bad input --------------------------------------------------------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from range(3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((10, 4, 4), {}, ValueError, r"rank: expected 0 to 3 for num_replicas=4, got 4"),
+        ((10, 4, -1), {}, ValueError, "rank: expected 0 to 3 .* got -1"),
+        ((10, None, 1), {}, ValueError, r"rank: .*init_process_group\(\)"),
+        ((10, 0, 0), {}, ValueError, "num_replicas: expected at least 1, got 0"),
+        ((10, -2, 0), {}, ValueError, "num_replicas: expected at least 1, got -2"),
+        ((10, 2.0, 0), {}, TypeError, "num_replicas: expected an integer, got 2.0"),
+        ((10, 2, "0"), {}, TypeError, "rank: expected an integer, got '0'"),
+        ((10, 2, True), {}, TypeError, "rank: expected an integer, got True"),
+        ((0, 1, 0), {}, ValueError, "dataset_or_length: expected at least 1 sample, got 0"),
+        (([], 1, 0), {}, ValueError, "dataset_or_length: expected at least 1 sample, got 0"),
+        ((-3, 1, 0), {}, ValueError, "dataset_or_length: expected at least 1 sample, got -3"),
+        ((2.5, 1, 0), {}, TypeError, r"dataset_or_length: expected a dataset with len\(\)"),
+        ((Stream(), 1, 0), {}, TypeError, "got Stream; give the number of samples"),
+        ((10, 1, 0), {"seed": 0.5}, TypeError, "seed: expected an integer, got 0.5"),
+        ((10, 1, 0), {"seed": 2**64}, ValueError, "seed: expected seed"),
+        ((10, 1, 0), {"seed": -(2**63) - 1}, ValueError, "seed: expected seed"),
+    ],
+)
+def test_construction_refuses(arguments, options, error, message) -> None:
+    with pytest.raises(error, match=message):
+        DistributedSampler(*arguments, **options)
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_a_rank_outside_the_default_group_is_refused_on_every_rank(world) -> None:
+    with pytest.raises(ValueError, match=f"rank: expected 0 to {world.size - 1} .* got {world.size}"):
+        ax.DistributedSampler(10, rank=world.size)
+
+
+@pytest.mark.parametrize(
+    ("epoch", "error", "message"),
+    [
+        (-1, ValueError, "epoch: expected at least 0, got -1"),
+        (1.0, TypeError, "epoch: expected an integer, got 1.0"),
+        (2**63, ValueError, "seed: expected seed"),
+    ],
+)
+def test_set_epoch_refuses(epoch, error, message) -> None:
+    sampler = DistributedSampler(10, 1, 0, seed=2**63)
+    with pytest.raises(error, match=message):
+        sampler.set_epoch(epoch)
+    assert sampler.epoch == 0
+
+
+@pytest.mark.parametrize(
+    ("consumed", "error", "message"),
+    [
+        (4, ValueError, "samples_consumed: expected at most 3, .* got 4"),
+        (-1, ValueError, "samples_consumed: expected at least 0, got -1"),
+        (1.5, TypeError, "samples_consumed: expected an integer, got 1.5"),
+    ],
+)
+def test_state_dict_refuses_a_wrong_count(consumed, error, message) -> None:
+    sampler = DistributedSampler(10, 2, 0)
+    take(sampler, 3)
+    with pytest.raises(error, match=message):
+        sampler.state_dict(consumed)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"length": 9}, ValueError, "state: expected length=10 as in this sampler, got length=9"),
+        ({"seed": 5}, ValueError, "state: expected seed=0 as in this sampler, got seed=5"),
+        ({"shuffle": False}, ValueError, "state: expected shuffle=True as in this sampler, got shuffle=False"),
+        ({"position": 11}, ValueError, "position: expected at most 10"),
+        ({"position": -1}, ValueError, "position: expected at least 0, got -1"),
+        ({"position": 2.0}, TypeError, "position: expected an integer, got 2.0"),
+        ({"epoch": -1}, ValueError, "epoch: expected at least 0, got -1"),
+        ({"epoch": None}, TypeError, "epoch: expected an integer, got None"),
+        ({"rank": 0}, ValueError, "state: expected the entries epoch, length, position, seed, shuffle"),
+    ],
+)
+def test_load_state_dict_refuses_and_changes_nothing(change, error, message) -> None:
+    sampler = DistributedSampler(10, 2, 0)
+    sampler.set_epoch(1)
+    take(sampler, 2)
+    before = sampler.state_dict()
+    with pytest.raises(error, match=message):
+        sampler.load_state_dict(before | change)
+    assert sampler.state_dict() == before
+
+
+def test_load_state_dict_refuses_what_is_no_state() -> None:
+    sampler = DistributedSampler(10, 2, 0)
+    with pytest.raises(ValueError, match="got none"):
+        sampler.load_state_dict({})
+    with pytest.raises(TypeError, match="got list"):
+        sampler.load_state_dict([1, 2])

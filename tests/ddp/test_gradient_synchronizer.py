@@ -1,0 +1,399 @@
+"""GradientSynchronizer: the average in float64 for every strategy, bucket size, order of adding and dtype."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import axonmpi as ax
+from axonmpi import CollectiveMismatchError, GradSyncStrategy
+from axonmpi.ddp.gradient import GradientSynchronizer
+
+SYNCHRONOUS, OVERLAPPED, NO_SYNC = GradSyncStrategy
+REDUCING = pytest.mark.parametrize("strategy", [SYNCHRONOUS, OVERLAPPED])
+ON_RANKS = pytest.mark.ranks(1, 2, 3, 4)
+
+SHAPES = [(3, 4), (), (0, 2), (7,), (40,), (2, 2, 2), (1,)]
+DTYPES = {
+    "float32": [torch.float32],
+    "float64": [torch.float64],
+    "bfloat16": [torch.bfloat16],
+    "float16": [torch.float16],
+    "complex64": [torch.complex64],
+    "mixed": [torch.float32, torch.bfloat16, torch.float64],
+}
+
+
+def gradients_of(rank: int, dtypes: list[torch.dtype], shapes=SHAPES, seed: int = 0) -> list[torch.Tensor]:
+    """What a rank has before; any rank can compute those of all others."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    wide = [torch.randn(shape, generator=generator, dtype=torch.complex128) for shape in shapes]
+    kinds = [dtypes[index % len(dtypes)] for index in range(len(shapes))]
+    return [(t if kind.is_complex else t.real).to(kind) for t, kind in zip(wide, kinds, strict=True)]
+
+
+def exact(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).numpy()
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    # Partial sums of four normal numbers stay below 16; each is rounded once, and the mean once more.
+    return 16 * torch.finfo(dtype).eps
+
+
+def assert_average(found: list[torch.Tensor], size: int, dtypes, shapes=SHAPES, seed: int = 0) -> None:
+    per_rank = [gradients_of(rank, dtypes, shapes, seed) for rank in range(size)]
+    assert len(found) == len(shapes)
+    for index, tensor in enumerate(found):
+        assert tensor.shape == shapes[index]
+        assert tensor.dtype == per_rank[0][index].dtype
+        expected = np.mean([exact(gradients[index]) for gradients in per_rank], axis=0)
+        np.testing.assert_allclose(exact(tensor), expected, rtol=0, atol=tolerance(tensor.dtype))
+
+
+def add_all(synchronizer: GradientSynchronizer, gradients: list[torch.Tensor], order=None) -> None:
+    for index in order if order is not None else range(len(gradients)):
+        synchronizer.add_gradient(int(index), gradients[index])
+
+
+def prepared(count: int = 2, *arguments, **options) -> GradientSynchronizer:
+    synchronizer = GradientSynchronizer(*arguments, **options)
+    synchronizer.prepare(count)
+    return synchronizer
+
+
+# ---- the average ------------------------------------------------------------------------------------------
+
+
+@ON_RANKS
+@REDUCING
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+def test_averages_over_the_group(world, strategy, dtypes) -> None:
+    synchronizer = prepared(len(SHAPES), strategy, bucket_size=16)
+    add_all(synchronizer, gradients_of(world.rank, dtypes))
+    synchronizer.sync_all(world.default_group)
+    assert_average(synchronizer.gradients(), world.size, dtypes)
+
+
+@ON_RANKS
+@REDUCING
+@pytest.mark.parametrize("bucket_size", [1, 5, 12, 20, 1000])
+def test_bucket_size_changes_nothing_but_the_number_of_reductions(world, strategy, bucket_size) -> None:
+    synchronizer = prepared(len(SHAPES), strategy, bucket_size=bucket_size)
+    add_all(synchronizer, gradients_of(world.rank, [torch.float64]))
+    synchronizer.sync_all(world.default_group)
+    assert_average(synchronizer.gradients(), world.size, [torch.float64])
+
+
+@ON_RANKS
+@REDUCING
+def test_every_rank_may_add_in_an_order_of_its_own(world, strategy) -> None:
+    synchronizer = prepared(len(SHAPES), strategy, bucket_size=16)
+    for seed in range(4):
+        order = np.random.default_rng([seed, world.rank]).permutation(len(SHAPES))
+        add_all(synchronizer, gradients_of(world.rank, DTYPES["mixed"], seed=seed), order)
+        synchronizer.sync_all()
+        assert_average(synchronizer.gradients(), world.size, DTYPES["mixed"], seed=seed)
+        synchronizer.clear()
+
+
+@ON_RANKS
+def test_strategies_give_the_same_bits(world) -> None:
+    found = []
+    for strategy in (SYNCHRONOUS, OVERLAPPED):
+        synchronizer = prepared(len(SHAPES), strategy, bucket_size=9)
+        add_all(synchronizer, gradients_of(world.rank, DTYPES["mixed"]))
+        synchronizer.sync_all()
+        found.append(synchronizer.gradients())
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+@ON_RANKS
+def test_no_sync_leaves_gradients_as_they_are(world) -> None:
+    gradients = gradients_of(world.rank, DTYPES["mixed"])
+    synchronizer = prepared(len(SHAPES), NO_SYNC, bucket_size=3)
+    add_all(synchronizer, gradients)
+    if world.rank == 0:  # local: the others need not come
+        synchronizer.sync_all(world.default_group)
+        assert all(torch.equal(*pair) for pair in zip(synchronizer.gradients(), gradients, strict=True))
+
+
+@pytest.mark.ranks(3, 4)
+@REDUCING
+def test_averages_over_a_subgroup_only(world, strategy) -> None:
+    group = world.new_group([2, 0])
+    if group.contains(world.rank):
+        synchronizer = prepared(1, strategy)
+        synchronizer.add_gradient(0, torch.full((3,), float(world.rank)))
+        synchronizer.sync_all(group)
+        assert synchronizer.gradients()[0].tolist() == [1, 1, 1]
+
+
+@pytest.mark.ranks(2)
+@REDUCING
+def test_strided_gradients(world, strategy) -> None:
+    base = torch.arange(12.0).view(3, 4) + 12 * world.rank
+    complex_base = torch.view_as_complex(base.view(3, 2, 2)).conj()
+    given = [base.t(), base[:, ::2], base[:1].expand(3, 4), complex_base]
+    for bucket_size in (1, 1000):
+        synchronizer = prepared(4, strategy, bucket_size=bucket_size)
+        add_all(synchronizer, given)
+        synchronizer.sync_all()
+        for found, tensor in zip(synchronizer.gradients(), given, strict=True):
+            shift = 6 - 6j if tensor.is_complex() else 6
+            assert torch.equal(found, tensor - (2 * world.rank - 1) * shift)
+
+
+@ON_RANKS
+@REDUCING
+def test_nothing_to_average(world, strategy) -> None:
+    synchronizer = prepared(0, strategy)
+    synchronizer.sync_all()
+    assert synchronizer.gradients() == []
+
+
+# ---- how many reductions ----------------------------------------------------------------------------------
+
+
+def reductions(world: ax.World, strategy: GradSyncStrategy, shapes, bucket_size: int, dtypes) -> list[int]:
+    """Return the sizes of the tensors that a mock rank reduced, in elements."""
+    backend = world.default_group.backend
+    before = len(backend.log)
+    synchronizer = prepared(len(shapes), strategy, bucket_size=bucket_size)
+    add_all(synchronizer, gradients_of(world.rank, dtypes, shapes))
+    synchronizer.sync_all()
+    return [call.shape[0] for call in backend.log[before:] if call.operation == "all_reduce"]
+
+
+@REDUCING
+@pytest.mark.parametrize(
+    ("sizes", "bucket_size", "dtypes", "expected"),
+    [
+        ([3, 4, 5, 6], 100, [torch.float32], [18]),
+        ([3, 4, 5, 6], 7, [torch.float32], [7, 5, 6]),
+        ([3, 40, 4, 3], 7, [torch.float32], [3, 40, 7]),
+        ([3, 4, 5, 6], 100, [torch.float32, torch.float64], [8, 10]),
+        ([40], 7, [torch.float32], [40]),
+    ],
+)
+def test_one_reduction_for_each_bucket(strategy, sizes, bucket_size, dtypes, expected) -> None:
+    shapes = [(size,) for size in sizes]
+    per_rank = ax.testing.run_ranks(2, reductions, strategy, shapes, bucket_size, dtypes)
+    assert per_rank == [expected, expected]
+
+
+def test_overlapped_reductions_are_all_started_before_any_is_waited_for() -> None:
+    events: list[str] = []
+
+    class Pending(ax.Work):
+        def wait(self, timeout=None) -> None:
+            events.append("wait")
+
+        def done(self) -> bool:
+            return False
+
+        def result(self) -> None:
+            self.wait()
+
+    class Group(ax.ProcessGroup):
+        def all_reduce(self, tensor, op=ax.ReduceOp.SUM, async_op=False):
+            assert op is ax.ReduceOp.AVERAGE
+            assert async_op
+            events.append("start")
+            return Pending()
+
+    synchronizer = prepared(3, OVERLAPPED, bucket_size=2)
+    add_all(synchronizer, [torch.ones(2)] * 3)
+    synchronizer.sync_all(Group(ax.MockBackend.create_world(1)[0]))
+    assert events == ["start"] * 3 + ["wait"] * 3
+
+
+# ---- rounds and copies ------------------------------------------------------------------------------------
+
+
+@ON_RANKS
+@REDUCING
+def test_rounds_do_not_disturb_each_other(world, strategy) -> None:
+    synchronizer = prepared(len(SHAPES), strategy, bucket_size=16)
+    rounds = []
+    for seed in range(3):
+        add_all(synchronizer, gradients_of(world.rank, [torch.float32], seed=seed))
+        synchronizer.sync_all()
+        rounds.append(synchronizer.gradients())
+        synchronizer.clear()
+    for seed, found in enumerate(rounds):
+        assert_average(found, world.size, [torch.float32], seed=seed)
+
+
+@pytest.mark.parametrize("strategy", GradSyncStrategy)
+def test_gradients_are_copied_when_they_are_added(strategy) -> None:
+    reused = torch.zeros(3, requires_grad=True)
+    synchronizer = prepared(2, strategy)
+    for index in range(2):
+        with torch.no_grad():
+            reused.fill_(index + 1)
+        synchronizer.add_gradient(index, reused)
+    synchronizer.sync_all(ax.ProcessGroup.mock())
+    found = synchronizer.gradients()
+    assert [t.tolist() for t in found] == [[1, 1, 1], [2, 2, 2]]
+    assert not any(t.requires_grad for t in found)
+    found[0].zero_()
+    assert reused.tolist() == [2, 2, 2]
+
+
+def test_prepare_begins_a_round_of_another_size() -> None:
+    synchronizer = prepared(2)
+    synchronizer.add_gradient(0, torch.ones(1))
+    synchronizer.prepare(1)
+    synchronizer.add_gradient(0, torch.ones(1))
+    synchronizer.sync_all(ax.ProcessGroup.mock())
+    assert len(synchronizer.gradients()) == 1
+
+
+# ---- ranks that differ ------------------------------------------------------------------------------------
+
+
+DIFFERENCES = {
+    "dtype": (
+        [(2,), (3,)],
+        torch.float64,
+        100,
+        "gradient 0 is float32 [2] on rank 0; gradient 0 is float64 [2] on",
+    ),
+    "shape": (
+        [(2,), (3, 1)],
+        torch.float32,
+        100,
+        "gradient 1 is float32 [3] on rank 0; gradient 1 is float32 [3, 1]",
+    ),
+    "size": ([(2,), (4,)], torch.float32, 100, "gradient 1 is float32 [3] on rank 0; gradient 1 is float32 [4] on"),
+    "missing": ([(2,)], torch.float32, 100, "gradient 1 is float32 [3] on rank 0; gradient 1 is missing on rank"),
+    "bucket": ([(2,), (3,)], torch.float32, 9, "bucket_size is 100 on rank 0; bucket_size is 9 on rank"),
+}
+
+
+@pytest.mark.ranks(2, 4)
+@REDUCING
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_ranks_that_differ_all_learn_it_before_anything_is_reduced(world, strategy, difference) -> None:
+    shapes, dtype, bucket_size, message = DIFFERENCES[difference]
+    if world.rank == 0:
+        shapes, dtype, bucket_size = [(2,), (3,)], torch.float32, 100
+    synchronizer = prepared(2, strategy, bucket_size=bucket_size)
+    add_all(synchronizer, [torch.ones(shape, dtype=dtype) for shape in shapes])
+    with pytest.raises(CollectiveMismatchError) as raised:
+        synchronizer.sync_all()
+    others = ", ".join(map(str, range(1, world.size)))
+    assert message in str(raised.value)
+    assert f"on rank {others}; add the same" in str(raised.value)
+
+    synchronizer = prepared(1, strategy)  # and the group can still be used
+    synchronizer.add_gradient(0, torch.tensor([2.0 * world.rank]))
+    synchronizer.sync_all()
+    assert synchronizer.gradients()[0].item() == world.size - 1
+
+
+@pytest.mark.ranks(2, 4)
+def test_ranks_that_differ_in_the_number_of_gradients(world) -> None:
+    synchronizer = prepared(world.rank)
+    add_all(synchronizer, [torch.ones(1)] * world.rank)
+    with pytest.raises(CollectiveMismatchError, match="num_params is 0 on rank 0; num_params is 1 on rank 1"):
+        synchronizer.sync_all()
+
+
+# ---- bad input --------------------------------------------------------------------------------------------
+
+
+@ON_RANKS
+@pytest.mark.parametrize("strategy", GradSyncStrategy)
+def test_missing_gradients_are_named_and_may_still_be_added(world, strategy) -> None:
+    synchronizer = prepared(3, strategy)
+    synchronizer.add_gradient(1, torch.ones(1))
+    with pytest.raises(ValueError, match=r"gradients that were not added: 0, 2$"):
+        synchronizer.sync_all()
+    synchronizer.add_gradient(0, torch.ones(1))
+    synchronizer.add_gradient(2, torch.ones(1))
+    synchronizer.sync_all()
+    assert len(synchronizer.gradients()) == 3
+
+
+def test_a_long_list_of_missing_gradients_is_cut() -> None:
+    with pytest.raises(ValueError, match=r"not added: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9 and 90 more$"):
+        prepared(100).sync_all(ax.ProcessGroup.mock())
+
+
+@pytest.mark.parametrize("index", [-1, 2, 99])
+def test_index_out_of_range(index: int) -> None:
+    with pytest.raises(ValueError, match=rf"index: expected 0 to 1, as prepare\(2\) said, got {index}"):
+        prepared(2).add_gradient(index, torch.ones(1))
+
+
+def test_index_added_twice() -> None:
+    synchronizer = prepared(2)
+    synchronizer.add_gradient(1, torch.ones(1))
+    with pytest.raises(ValueError, match="index: gradient 1 was added before"):
+        synchronizer.add_gradient(1, torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("t", "error", "message"),
+    [
+        (torch.ones(2, dtype=torch.int64), TypeError, "t: expected a floating-point or complex .* torch.int64"),
+        (torch.ones(2, dtype=torch.bool), ValueError, "t: expected a floating-point or complex .* torch.bool"),
+        (torch.eye(2).to_sparse(), ValueError, "t: expected a dense tensor"),
+        (None, TypeError, "t: expected a torch.Tensor, got NoneType"),
+    ],
+)
+def test_add_gradient_refuses(t, error, message) -> None:
+    synchronizer = prepared(2)
+    with pytest.raises(error, match=message):
+        synchronizer.add_gradient(0, t)
+    synchronizer.add_gradient(0, torch.ones(1))  # nothing was taken
+
+
+@pytest.mark.parametrize("index", [0.0, "0", None, True])
+def test_index_must_be_an_int(index) -> None:
+    with pytest.raises(TypeError, match="index: expected an int"):
+        prepared(2).add_gradient(index, torch.ones(1))
+
+
+def test_prepare_comes_first() -> None:
+    for call in (lambda s: s.add_gradient(0, torch.ones(1)), lambda s: s.sync_all(ax.ProcessGroup.mock())):
+        with pytest.raises(ValueError, match=r"prepare\(\) was not called"):
+            call(GradientSynchronizer())
+
+
+def test_sync_all_comes_once_a_round_and_before_gradients() -> None:
+    synchronizer = prepared(1)
+    synchronizer.add_gradient(0, torch.ones(1))
+    with pytest.raises(ValueError, match=r"gradients\(\) before sync_all\(\)"):
+        synchronizer.gradients()
+    synchronizer.sync_all(ax.ProcessGroup.mock())
+    with pytest.raises(ValueError, match=r"sync_all\(\) twice"):
+        synchronizer.sync_all(ax.ProcessGroup.mock())
+    with pytest.raises(ValueError, match=r"add_gradient\(\) after sync_all\(\)"):
+        synchronizer.add_gradient(0, torch.ones(1))
+    synchronizer.clear()
+    with pytest.raises(ValueError, match=r"gradients\(\) before sync_all\(\)"):
+        synchronizer.gradients()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"bucket_size": 0}, ValueError, "bucket_size: expected at least 1, got 0"),
+        ({"bucket_size": -4}, ValueError, "bucket_size: expected at least 1, got -4"),
+        ({"bucket_size": 1e6}, TypeError, "bucket_size: expected an int, got 1000000.0"),
+        ({"strategy": "overlapped"}, TypeError, "strategy: expected an axonmpi.GradSyncStrategy, got 'overlapped'"),
+    ],
+)
+def test_construction_refuses(options, error, message) -> None:
+    with pytest.raises(error, match=message):
+        GradientSynchronizer(**options)
+
+
+@pytest.mark.parametrize(("count", "error"), [(-1, ValueError), (2.0, TypeError), (None, TypeError)])
+def test_prepare_refuses(count, error) -> None:
+    with pytest.raises(error, match="num_params: expected"):
+        GradientSynchronizer().prepare(count)

@@ -1,0 +1,34 @@
+"""Fixtures for tests of the test harness: sessions of pytest inside a test, alone and under mpirun."""
+
+import os
+
+import hypothesis
+import pytest
+
+from axonmpi import environment
+from axonmpi.testing import LaunchResult, launch
+
+# A session inside a test forgets what it has imported itself; what this one has imported stays.
+IMPORTED_ONCE = (hypothesis,)
+
+
+@pytest.fixture(autouse=True)
+def _not_launched(monkeypatch):
+    """Let sessions that start inside a test see no launcher, whatever has started this one."""
+    kept = environment.without_launcher_variables(os.environ)
+    for name in set(os.environ) - set(kept):
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def mpirun_pytest(tmp_path):
+    """Return a function that runs pytest under mpirun on the source of a test file."""
+
+    def run(n: int, source: str, *args: str, ini: str = "") -> LaunchResult:
+        (tmp_path / "test_it.py").write_text("import pytest\nimport axonmpi as ax\n" + source)
+        (tmp_path / "pytest.ini").write_text("[pytest]\n" + ini)
+        threads = {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        unused = () if "hypothesis" in source else ("-p", "no:hypothesispytest")  # it takes long to import
+        return launch(n, "-m", "pytest", "test_it.py", *unused, *args, cwd=tmp_path, timeout=240, env=threads)
+
+    return run

@@ -1,0 +1,288 @@
+"""The plugin in sessions under mpirun: tests on ranks run on real ranks, and all ranks agree."""
+
+import re
+
+import pytest
+
+# Each test starts an mpirun of its own, so nothing is won by doing it again in an mpirun.
+pytestmark = pytest.mark.mpi_skip
+
+PASSING = """
+import torch
+from hypothesis import given, settings, strategies as st
+
+@pytest.mark.ranks(1, 2, 4, 8)
+def test_sizes(world, group):
+    tensor = torch.ones(2)
+    ax.all_reduce(tensor)
+    assert tensor.tolist() == [group.size] * 2
+
+@pytest.mark.ranks(2)
+@settings(max_examples=5, database=None)
+@given(number=st.integers())
+def test_examples(world, number):
+    assert ax.all_gather_object(number) == [number] * 2
+
+@pytest.mark.mpi
+def test_on_all():
+    assert ax.get_world_size() == 4
+    ax.barrier()
+
+@pytest.mark.mpi(min_size=9)
+def test_on_more():
+    assert False
+
+@pytest.mark.mpi_skip
+def test_not_under_mpi():
+    assert False
+
+def test_on_each_rank(tmp_path):
+    assert ax.get_world_size() == 4
+
+@pytest.mark.ranks(2)
+def test_skipped_on_one(world):
+    if world.rank == 1:
+        pytest.skip("not here")
+
+@pytest.mark.ranks(2)
+def test_skipped(world):
+    pytest.skip(f"nowhere, not on {world.rank}")
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(strict=True)
+def test_expected(world):
+    assert world.rank == 0
+
+@pytest.fixture(scope="module")
+def number():
+    return ax.get_rank()
+
+@pytest.mark.ranks(1, 4)
+def test_fixture(number, world, shared_tmp_path):
+    assert ax.all_gather_object(number) == list(range(world.size))
+    assert len(set(ax.all_gather_object(shared_tmp_path))) == 1
+"""
+
+
+def test_a_session_that_passes(mpirun_pytest):
+    result = mpirun_pytest(4, PASSING, "-v", "-rs", "-p", "no:cacheprovider", "--junitxml=results.xml")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "= 9 passed, 3 skipped, 1 deselected, 1 xfailed" in result.stdout
+    assert "axonmpi: 4 ranks under MPI; all ranks run tests without a rank marker" in result.stdout
+    assert "axonmpi: tests for more than 4 ranks were left out: 1" in result.stdout
+    assert "rank 0: Skipped: nowhere, not on 0; rank 1: Skipped: nowhere, not on 1" in result.stdout
+    assert result.stdout.count("test session starts") == 1
+    assert result.stdout.count("test_on_all PASSED") == 1
+    assert result.leftover == ()
+
+
+FAILING = """
+import sys, warnings
+
+@pytest.mark.ranks(4)
+def test_two_kinds(world):
+    print("said by", world.rank)
+    if world.rank == 2:
+        raise ValueError("two")
+    if world.rank % 2:
+        assert world.size == 99
+
+@pytest.mark.ranks(2)
+def test_exit(world):
+    if world.rank == 1:
+        sys.exit(3)
+
+@pytest.mark.ranks(2)
+@pytest.mark.xfail(strict=True)
+def test_unexpected_pass(world):
+    pass
+
+@pytest.fixture
+def broken_setup(world):
+    assert world.rank != 1, "in setup"
+
+@pytest.fixture
+def broken_teardown(world):
+    yield
+    assert world.rank != 1, "in teardown"
+
+@pytest.mark.ranks(2)
+def test_setup(broken_setup):
+    assert False, "must not run"
+
+@pytest.mark.ranks(2)
+def test_teardown(broken_teardown):
+    pass
+
+from hypothesis import given, settings, strategies as st
+
+@pytest.mark.ranks(2)
+@settings(database=None, max_examples=50)
+@given(number=st.integers(0, 1000))
+def test_example(world, number):
+    assert world.rank == 0 or number < 17
+
+@pytest.mark.ranks(4)
+def test_after_all_that(world):
+    ax.barrier()
+"""
+
+
+def test_a_session_that_fails(mpirun_pytest):
+    result = mpirun_pytest(4, FAILING, "-p", "no:cacheprovider")
+    out = result.stdout
+    assert result.returncode == 1, out + result.stderr
+    assert re.search(r"= 4 failed, 2 passed, .*2 errors in", out)
+    assert "\nranks 1, 3: assert 4 == 99\nrank 2: ValueError: two\n" in out
+    assert out.count("E           assert 4 == 99") == 1
+    assert out.count('>           raise ValueError("two")') == 1
+    for rank in range(4):
+        assert re.search(rf"Captured stdout call \(rank {rank}\) -+\nsaid by {rank}\n", out)
+    assert "rank 1: SystemExit: 3" in out
+    assert "rank 1: AssertionError: in setup" in out
+    assert "rank 1: AssertionError: in teardown" in out
+    assert "must not run" not in out
+    assert "rank 0: axonmpi.errors.RankFailedError: rank 1 failed with this example" in out
+    assert "number=17," in out
+    assert out.count("short test summary info") == 1
+    assert result.leftover == ()
+
+
+HANGING = """
+import time
+
+@pytest.mark.ranks(2)
+@pytest.mark.rank_timeout(1.5)
+def test_hang(world):
+    print("said by", world.rank)
+    if world.rank == 0:
+        wait_in_vain(world)
+    go_round_and_round()
+
+def wait_in_vain(world):
+    world.default_group.barrier()
+
+def go_round_and_round():
+    while True:
+        time.sleep(0.01)
+"""
+
+
+def test_a_test_that_hangs_ends_the_job_with_the_stacks_of_all_ranks(mpirun_pytest):
+    result = mpirun_pytest(3, HANGING, "-p", "no:cacheprovider")
+    err = result.stderr
+    assert result.returncode not in (0, None)
+    assert not result.timed_out
+    assert "axonmpi: test_it.py::test_hang[2ranks] did not end within 1.5 s; the job is ended" in err
+    stacks = dict(re.findall(r"---- stack of rank (\d) ----\n((?:(?!----).*\n)*)", err))
+    assert "in wait_in_vain" in stacks["0"]
+    assert "in go_round_and_round" in stacks["1"]
+    assert "in the test runner" in stacks["2"]
+    for rank in range(2):
+        assert f"---- output of rank {rank} ----\nsaid by {rank}\n" in err
+    assert result.leftover == ()
+
+
+STUCK = """
+@pytest.mark.ranks(2)
+def test_stuck(world):
+    if world.rank == 1:
+        raise ValueError("the cause")
+    world.default_group.barrier()
+"""
+
+
+def test_a_failure_that_leaves_the_others_stuck_ends_the_job_and_is_printed(mpirun_pytest):
+    result = mpirun_pytest(2, STUCK, "-p", "no:cacheprovider", ini="axonmpi_grace = 1")
+    assert result.returncode not in (0, None)
+    assert not result.timed_out
+    assert "test_stuck[2ranks]: rank 1 failed, and other ranks did not come to the end within 1 s" in result.stderr
+    assert "---- failure of rank 1 ----\n" in result.stderr
+    assert "E           ValueError: the cause" in result.stderr
+    assert re.search(r"---- stack of rank 0 ----\n(.*\n)*.*world.default_group.barrier\(\)", result.stderr)
+    assert result.leftover == ()
+
+
+FIRST_ONLY = """
+import os
+
+@pytest.mark.ranks(2)
+def test_one(world):
+    assert world.rank == 0 or os.path.exists("mended")
+
+def test_two():
+    assert not ax.is_initialized()
+    with open("runs", "a") as file:
+        file.write("x")
+"""
+
+
+def test_x_lf_and_tests_for_the_first_rank_only(mpirun_pytest, tmp_path):
+    ini = "axonmpi_unmarked = first"
+    result = mpirun_pytest(2, FIRST_ONLY, "-x", ini=ini)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "rank 1: AssertionError: assert (1 == 0" in result.stdout or "rank 1: assert" in result.stdout
+    assert "= 1 failed" in result.stdout
+    assert "stopping after 1 failures" in result.stdout
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "mended").touch()
+    result = mpirun_pytest(2, FIRST_ONLY, "--lf", ini=ini)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "= 1 passed, 1 deselected" in result.stdout
+    result = mpirun_pytest(2, FIRST_ONLY, "-k", "two", ini=ini)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (tmp_path / "runs").read_text() == "x"
+
+
+MISMATCH = """
+@pytest.mark.parametrize("rank", [ax.environment.detect_launchers()[0].rank])
+def test_it(rank):
+    pass
+"""
+
+
+def test_different_collections_are_refused(mpirun_pytest):
+    result = mpirun_pytest(2, MISMATCH, "-p", "no:cacheprovider")
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR, result.stdout + result.stderr
+    assert result.stderr.count("ERROR: the ranks did not collect the same tests") == 1
+    assert "---- rank 1 ----" in result.stderr
+    assert "number 1: test_it.py::test_it[1], where rank 0 has test_it.py::test_it[0]" in result.stderr
+
+
+ONE_LEAVES = """
+@pytest.mark.ranks(2)
+def test_it(world):
+    if world.rank == 1:
+        pytest.exit("had enough", returncode=7)
+
+def test_never():
+    assert False
+"""
+
+
+def test_a_rank_that_ends_its_session_ends_it_for_all(mpirun_pytest):
+    result = mpirun_pytest(2, ONE_LEAVES, "-p", "no:cacheprovider")
+    assert result.returncode == 7, result.stdout + result.stderr
+    assert "---- rank 0 ----\ncall of test_it.py::test_it[2ranks]" in result.stdout
+    assert "---- rank 1 ----\nend of the session: _pytest.outcomes.Exit: had enough" in result.stdout
+    assert "test_never" not in result.stdout
+
+
+WARNING = """
+import warnings
+
+@pytest.mark.ranks(2)
+def test_it(world):
+    warnings.warn("seen by all")
+    if world.rank == 1:
+        warnings.warn("seen by one")
+"""
+
+
+def test_warnings_of_other_ranks_are_printed(mpirun_pytest):
+    result = mpirun_pytest(2, WARNING, "-p", "no:cacheprovider")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("UserWarning: seen by all") == 1
+    assert re.search(
+        r"warnings on other ranks only =+\n---- rank 1 ----\n.*UserWarning: seen by one", result.stdout
+    )

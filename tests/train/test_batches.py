@@ -1,0 +1,87 @@
+"""Which sequences a step trains on, and who takes which."""
+
+import pytest
+import torch
+
+from axonmpi.train.batches import BatchPlan, HeldOutPlan, Stream, seeded_generator
+
+TEXT = (torch.arange(5000) * 7 % 256).to(torch.uint8)
+
+
+def plan(rank=0, ranks=1, accumulation=1, seed=3):
+    return BatchPlan(
+        global_batch=12, sequence_length=9, accumulation=accumulation, rank=rank, ranks=ranks, seed=seed
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_ranks_divide_the_same_global_batch(ranks, accumulation):
+    whole = torch.cat([inputs for inputs, _ in plan().micro_batches(5, TEXT)])
+    parts = []
+    for rank in range(ranks):
+        mine = list(plan(rank, ranks, accumulation).micro_batches(5, TEXT))
+        assert len(mine) == accumulation
+        parts += [inputs for inputs, _ in mine]
+    assert torch.equal(torch.cat(parts), whole)
+    assert whole.shape == (12, 9)
+
+
+def test_targets_are_the_following_bytes():
+    ((inputs, targets),) = plan().micro_batches(1, TEXT)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert inputs.dtype == torch.int64
+    starts = plan().starts(1, len(TEXT))
+    assert torch.equal(targets[:, -1], TEXT[starts + 9].long())
+
+
+def test_batches_depend_on_seed_and_step_only():
+    starts = plan().starts(4, 5000)
+    assert torch.equal(plan(rank=1, ranks=2, accumulation=2).starts(4, 5000), starts)
+    assert not torch.equal(plan().starts(5, 5000), starts)
+    assert not torch.equal(plan(seed=4).starts(4, 5000), starts)
+
+
+def test_the_last_sequence_of_the_text_can_be_drawn_and_none_beyond():
+    starts = torch.cat([plan().starts(step, 12) for step in range(50)])
+    assert starts.unique().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), [(5, 1), (2, 4), (24, 1)])
+def test_a_batch_that_does_not_divide_is_refused(ranks, accumulation):
+    with pytest.raises(ValueError, match=rf"ranks x accumulation = {ranks} x {accumulation} .*got 12.*take"):
+        plan(0, ranks, accumulation)
+
+
+def test_streams_and_steps_are_unrelated_and_reproducible():
+    draws = {
+        (stream, step): torch.rand(4, generator=seeded_generator(0, stream, step))
+        for stream in Stream
+        for step in range(3)
+    }
+    assert len({tuple(draw.tolist()) for draw in draws.values()}) == len(draws)
+    again = torch.rand(4, generator=seeded_generator(0, Stream.DATA, 2))
+    assert torch.equal(again, draws[Stream.DATA, 2])
+
+
+def test_seeds_may_be_large():
+    seeded_generator(2**100, Stream.DATA, 1)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("sequences", [0, 1, 7, 40, 10_000])
+def test_held_out_sequences_are_divided_and_do_not_overlap(ranks, sequences):
+    text = torch.arange(101)  # 12 sequences of 8 and their targets
+    scored = []
+    for rank in range(ranks):
+        for inputs, targets in HeldOutPlan(sequences, 8, 3, rank, ranks).batches(text):
+            assert 1 <= len(inputs) <= 3
+            assert torch.equal(targets, inputs + 1)
+            scored += targets.flatten().tolist()
+    assert len(scored) == 8 * min(sequences or 12, 12)
+    assert len(set(scored)) == len(scored)
+
+
+def test_few_held_out_sequences_are_spread_over_the_text():
+    ((inputs, _),) = HeldOutPlan(3, 8, 3, 0, 1).batches(torch.arange(97))
+    assert inputs[:, 0].tolist() == [0, 32, 64]

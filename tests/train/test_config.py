@@ -1,0 +1,169 @@
+"""Settings: what they accept, what they refuse, and the files they come from."""
+
+import ast
+import inspect
+import math
+from pathlib import Path
+
+import pytest
+
+from axonmpi.train import Config, ModelConfig, OptimizerConfig, RunConfig, TextConfig, config, load_config
+
+
+def test_names_lead_to_values_whatever_their_group():
+    changed = Config().replace(lr=0.5, layers=2, name="other", data="text.txt")
+    assert (changed.optimizer.lr, changed.model.layers, changed.run.name) == (0.5, 2, "other")
+    assert changed.text.data == Path("text.txt")
+    assert changed.run.folder == Path("axonmpi-runs/other")
+    assert Config().replace(out="elsewhere").run.folder == Path("elsewhere")
+
+
+def test_flat_settings_make_the_same_configuration_again():
+    original = Config().replace(data="a/b", lr=1e-4, positions="learned", plot=False)
+    assert Config.from_mapping(original.flat()) == original
+
+
+def test_names_are_unique_over_the_groups():
+    groups = (ModelConfig, TextConfig, OptimizerConfig, RunConfig)
+    names = [name for group in groups for name in inspect.signature(group).parameters]
+    assert len(names) == len(set(names)) == len(Config().flat())
+
+
+def test_every_setting_is_documented():
+    tree = ast.parse(inspect.getsource(config))
+    undocumented = []
+    for group in (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name != "Config"):
+        for line, following in zip(group.body, [*group.body[1:], None], strict=True):
+            if isinstance(line, ast.AnnAssign) and not isinstance(following, ast.Expr):
+                undocumented.append(ast.unparse(line.target))
+    assert undocumented == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("layers", 0, "at least 1"),
+        ("width", -4, "at least 1"),
+        ("heads", 3, "multiple of heads = 3"),
+        ("mlp_ratio", 0, "at least 1"),
+        ("sequence_length", 0, "at least 1"),
+        ("positions", "absolute", "'rotary', 'learned'"),
+        ("norm", "batchnorm", "'rmsnorm', 'layernorm'"),
+        ("data_limit", 0, "more than 0"),
+        ("held_out_fraction", 0, "more than 0"),
+        ("held_out_fraction", 0.6, "at most 0.5"),
+        ("lr", 0, "more than 0"),
+        ("lr", math.nan, "finite"),
+        ("lr", math.inf, "finite"),
+        ("lr_final", 1.5, "0 to 1"),
+        ("warmup_steps", -1, "at least 0"),
+        ("weight_decay", -0.1, "at least 0"),
+        ("beta1", -0.1, "0 to 1"),
+        ("beta2", 1.0, "less than 1"),
+        ("gradient_clip", -1, "at least 0"),
+        ("name", "", "without slashes"),
+        ("name", "..", "without slashes"),
+        ("name", "a/b", "without slashes"),
+        ("seed", -1, "at least 0"),
+        ("steps", 0, "at least 1"),
+        ("global_batch", 0, "at least 1"),
+        ("accumulation", 0, "at least 1"),
+        ("strategy", "eager", "'overlapped', 'synchronous', 'no_sync'"),
+        ("evaluate_every", -1, "at least 0"),
+        ("held_out_sequences", -1, "at least 0"),
+        ("sample_length", -1, "at least 0"),
+        ("temperature", -0.5, "at least 0"),
+        ("prompt", "", "at least one character"),
+        ("progress", "loud", "'auto', 'live', 'plain', 'off'"),
+    ],
+)
+def test_values_out_of_range_are_refused(name, value, expected):
+    with pytest.raises(ValueError, match=expected) as caught:
+        Config().replace(**{name: value})
+    assert name in str(caught.value) or name == "heads"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("layers", 2.5), ("layers", True), ("layers", "2"), ("lr", "fast"), ("lr", True), ("plot", 1), ("data", 3)],
+)
+def test_values_of_a_wrong_type_are_refused(name, value):
+    with pytest.raises((TypeError, ValueError), match=f"{name}: expected"):
+        Config().replace(**{name: value})
+
+
+def test_rotary_positions_need_an_even_head():
+    with pytest.raises(ValueError, match="learned positions"):
+        ModelConfig(width=12, heads=4)
+    assert ModelConfig(width=12, heads=4, positions="learned").width == 12
+
+
+def test_a_group_must_be_of_its_class():
+    with pytest.raises(TypeError, match="optimizer: expected OptimizerConfig, got dict"):
+        Config(optimizer={"lr": 1.0})
+
+
+def test_an_unknown_name_is_answered_with_similar_ones():
+    with pytest.raises(ValueError, match="'warmup_step': did you mean warmup_steps"):
+        Config().replace(warmup_step=3)
+    with pytest.raises(ValueError, match="'zzz': expected one of accumulation, beta1"):
+        Config().replace(zzz=3)
+
+
+FLAT_TOML = 'lr = 0.002\nglobal-batch = 32\ndata = "text.txt"\nplot = false\n'
+GROUPED_TOML = '[optimizer]\nlr = 2e-3\n[run]\nglobal_batch = 32\nplot = false\n[text]\ndata = "text.txt"\n'
+FLAT_YAML = "lr: 2e-3\nglobal_batch: 32\ndata: text.txt\nplot: false\n"  # YAML takes 2e-3 for text
+GROUPED_YAML = "run:\n  global-batch: 32\n  plot: false\ntext:\n  data: text.txt\nlr: 0.002\n"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "content"),
+    [("toml", FLAT_TOML), ("toml", GROUPED_TOML), ("yaml", FLAT_YAML), ("yml", GROUPED_YAML)],
+)
+def test_files_of_both_kinds_flat_or_in_tables(tmp_path, suffix, content):
+    file = tmp_path / f"settings.{suffix}"
+    file.write_text(content)
+    assert load_config(file) == Config().replace(lr=0.002, global_batch=32, data="text.txt", plot=False)
+
+
+@pytest.mark.parametrize("suffix", ["toml", "yaml"])
+def test_an_empty_file_leaves_the_defaults(tmp_path, suffix):
+    file = tmp_path / f"settings.{suffix}"
+    file.write_text("")
+    assert load_config(file) == Config()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.json", "{}", "ending in .toml, .yaml or .yml"),
+        ("a.toml", "lr = ", "a.toml"),
+        ("a.yaml", "lr: [", "not valid YAML"),
+        ("a.yaml", "- lr\n- steps\n", "NAME: VALUE, got list"),
+        ("a.toml", "learning_rate = 1", "unknown setting 'learning_rate'"),
+        ("a.toml", "warmup = 1", "did you mean warmup_steps"),
+        ("a.yaml", "2: 3", "unknown setting '2'"),
+        ("a.toml", "[run]\nlr = 1.0", "belongs to the table optimizer, got it in run"),
+        ("a.toml", "[run]\nstep = 1", "did you mean steps"),
+        ("a.toml", "lr = 1.0\n[optimizer]\nlr = 1.0", "lr is given twice"),
+        ("a.toml", "run = 3", "unknown setting 'run'"),
+        ("a.toml", "steps = 1.5", "steps: expected a value of type int"),
+        ("a.toml", "steps = 0", "steps: expected at least 1"),
+    ],
+)
+def test_bad_files_are_named_with_what_is_wrong(tmp_path, name, content, expected):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=expected) as caught:
+        load_config(tmp_path / name)
+    assert name in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_config(tmp_path / "missing.toml")
+    (tmp_path / "folder.toml").mkdir()
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_config(tmp_path / "folder.toml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_config(tmp_path / "binary.yaml")

@@ -1,0 +1,101 @@
+"""The text: where it comes from, how it is split, what it costs a model without context."""
+
+import math
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from axonmpi.train import TextConfig, load_corpus
+from axonmpi.train.corpus import split_blocks, unigram_entropy
+
+
+def numbered(length):
+    return (torch.arange(length) % 251).to(torch.uint8)
+
+
+def test_default_text_is_python_and_the_same_each_time():
+    config = TextConfig(data_limit=0.5)
+    first, second = load_corpus(config, 128), load_corpus(config, 128)
+    assert len(first.train) + len(first.held_out) == 500_000
+    assert first.digest == second.digest
+    assert b"import" in bytes(first.train.numpy())
+    assert b"import" in bytes(first.held_out.numpy())
+
+
+def test_a_folder_is_read_in_sorted_order(tmp_path):
+    for name in ("b", "c", "a"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text").write_bytes(name.encode() * 400)
+    corpus = load_corpus(TextConfig(data=tmp_path, held_out_fraction=0.5), 99)
+    assert set(bytes(corpus.train[:200].numpy())) == {ord("a")}
+    assert set(bytes(corpus.held_out[-200:].numpy())) == {ord("c")}
+    assert len(corpus.train) + len(corpus.held_out) == 1200
+
+
+def test_the_limit_cuts_what_comes_later(tmp_path):
+    (tmp_path / "1").write_bytes(b"x" * 1500)
+    (tmp_path / "2").write_bytes(b"y" * 1500)
+    corpus = load_corpus(TextConfig(data=tmp_path, data_limit=0.002), 10)
+    both = bytes(corpus.train.numpy()) + bytes(corpus.held_out.numpy())
+    assert (both.count(b"x"), both.count(b"y")) == (1500, 500)
+
+
+def test_missing_empty_and_small_texts_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"--data .*nowhere.*No such file"):
+        load_corpus(TextConfig(data=tmp_path / "nowhere"), 8)
+    with pytest.raises(ValueError, match=r"--data .*expected text, found none"):
+        load_corpus(TextConfig(data=tmp_path), 8)
+    (tmp_path / "empty").touch()
+    with pytest.raises(ValueError, match=r"--data .*expected text, found none"):
+        load_corpus(TextConfig(data=tmp_path / "empty"), 8)
+    (tmp_path / "small").write_bytes(b"a" * 17)
+    with pytest.raises(ValueError, match=r"at least 18 bytes.*got 17.*smaller sequence_length"):
+        load_corpus(TextConfig(data=tmp_path / "small"), 8)
+    (tmp_path / "small").write_bytes(b"a" * 18)
+    assert len(load_corpus(TextConfig(data=tmp_path / "small"), 8).held_out) == 9
+
+
+def test_what_cannot_be_read_is_refused(tmp_path):
+    unreadable = Path("/proc/self/mem")  # permissions do not stop root, this does
+    if unreadable.exists():
+        with pytest.raises(ValueError, match=r"--data .*cannot read /proc/self/mem"):
+            load_corpus(TextConfig(data=unreadable), 8)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"--data .*expected a file or a folder"):
+        load_corpus(TextConfig(data=tmp_path / "pipe"), 8)
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.05, 0.1, 0.3, 0.5])
+@pytest.mark.parametrize("length", [20, 21, 59, 1000, 10_007, 300_000])
+def test_blocks_are_whole_disjoint_and_complete(length, fraction):
+    text = torch.arange(length)
+    train, held_out = split_blocks(text, fraction, 10)
+    assert torch.equal(torch.cat((train, held_out)).sort().values, text)
+    for part in (train, held_out):
+        cuts = (part.diff() != 1).nonzero().flatten() + 1
+        assert min(map(len, torch.tensor_split(part, cuts))) >= 10
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.1, 0.25, 0.5])
+@pytest.mark.parametrize("length", [10_000, 1_000_000, 3_000_001])
+def test_held_out_part_is_about_as_large_as_asked(length, fraction):
+    _, held_out = split_blocks(numbered(length), fraction, 10)
+    assert len(held_out) / length == pytest.approx(fraction, rel=0.15)
+
+
+def test_unigram_entropy_of_equal_frequencies():
+    text = torch.arange(256, dtype=torch.uint8).repeat(4)
+    assert unigram_entropy(text, text) == pytest.approx(math.log(256))
+
+
+def test_unigram_entropy_is_the_cross_entropy_of_counts_with_one_added():
+    draw = random.Random(5)
+    train = [draw.choice(b"aab") for _ in range(1000)]
+    held_out = [draw.choice(b"abc") for _ in range(300)]
+    chances = [(train.count(byte) + 1) / (1000 + 256) for byte in range(256)]
+    expected = -sum(math.log(chances[byte]) for byte in held_out) / 300
+    as_tensors = (torch.tensor(part, dtype=torch.uint8) for part in (train, held_out))
+    assert unigram_entropy(*as_tensors) == pytest.approx(expected, rel=1e-12)

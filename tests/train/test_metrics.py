@@ -1,0 +1,107 @@
+"""What is measured: time in communication, speed, and the file of both."""
+
+import json
+import threading
+import time
+
+import pytest
+import torch
+
+import axonmpi as ax
+from axonmpi.train.metrics import CommunicationClock, HeldOutMetrics, MetricsFile, Speedometer, StepMetrics
+
+STEP = StepMetrics(1, 2.5, 1e-3, 0.5, 1000.0, 0.25, 0.1)
+
+
+class Listener:
+    def __init__(self):
+        self.heard = []
+
+    def enter(self, operation, nbytes):
+        self.heard.append(("enter", operation))
+
+    def leave(self, operation):
+        self.heard.append(("leave", operation))
+
+
+def test_waiting_for_another_rank_counts_as_communication():
+    late = threading.Event()
+
+    def rank(world):
+        with CommunicationClock(world.default_group.backend) as clock:
+            if world.rank == 0:
+                threading.Timer(0.2, late.set).start()
+                begin = time.perf_counter()
+                world.default_group.barrier()
+                return clock.seconds, time.perf_counter() - begin
+            late.wait(30)
+            world.default_group.barrier()
+        return None
+
+    seconds, elapsed = ax.testing.run_ranks(2, rank)[0]
+    assert 0.15 < seconds <= elapsed
+
+
+def test_computing_does_not_count():
+    group = ax.ProcessGroup.mock()
+    with CommunicationClock(group.backend) as clock:
+        group.all_reduce(torch.ones(3))
+        before = clock.seconds
+        sum(range(10_000))
+        assert clock.seconds == before > 0
+
+
+def test_operations_of_other_threads_do_not_count():
+    clock = CommunicationClock(ax.ProcessGroup.mock().backend)
+    with clock:
+        other = threading.Thread(target=lambda: (clock.enter("all_reduce", 8), clock.leave("all_reduce")))
+        clock.enter("wait", 0)
+        other.start()
+        other.join()
+        assert clock.seconds == 0.0
+        clock.leave("wait")
+    assert clock.seconds > 0.0
+
+
+def test_an_operation_inside_another_counts_once():
+    clock = CommunicationClock(ax.ProcessGroup.mock().backend)
+    with clock:
+        begin = time.perf_counter()
+        clock.enter("outer", 0)
+        clock.enter("inner", 0)
+        clock.leave("inner")
+        assert clock.seconds == 0.0
+        clock.leave("outer")
+        assert 0 < clock.seconds <= time.perf_counter() - begin
+
+
+def test_an_observer_that_was_there_before_hears_everything_and_comes_back():
+    group, listener = ax.ProcessGroup.mock(), Listener()
+    group.backend.observer = listener
+    with CommunicationClock(group.backend):
+        group.barrier()
+    assert listener.heard == [("enter", "barrier"), ("leave", "barrier")]
+    assert group.backend.observer is listener
+
+
+def test_metrics_are_lines_of_json(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("an earlier run\n")
+    file = MetricsFile(path)
+    file.write(STEP)
+    assert json.loads(path.read_text())["loss"] == 2.5  # before the file is closed
+    file.write(HeldOutMetrics(1, 2.0, 0.2))
+    file.close()
+    file.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[1] == {"step": 1, "held_out_loss": 2.0, "seconds": 0.2}
+
+
+def test_speed_is_averaged_over_the_last_steps_and_over_all():
+    speed = Speedometer(tokens=100)
+    for _ in range(10):
+        speed.add(1.0, 0.5)
+    for _ in range(20):
+        speed.add(0.5, 0.1)
+    assert speed.recent() == pytest.approx((200.0, 0.2))
+    assert speed.overall() == pytest.approx((30 * 100 / 20, 7 / 20))

@@ -1,0 +1,141 @@
+"""The network: shapes, what sees what, initial weights, sampling."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from axonmpi.train import GPT, ModelConfig, generate
+from axonmpi.train.model import rotate, rotation_table
+
+VARIANTS = [
+    {"positions": positions, "norm": norm, "tied_embeddings": tied}
+    for positions in ("rotary", "learned")
+    for norm in ("rmsnorm", "layernorm")
+    for tied in (True, False)
+]
+
+
+def small(seed=0, **settings):
+    config = ModelConfig(layers=2, width=16, heads=2, sequence_length=12, **settings)
+    return GPT(config, generator=torch.Generator().manual_seed(seed))
+
+
+def some_bytes(batch, length):
+    return torch.randint(256, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("settings", VARIANTS)
+def test_a_byte_changes_its_own_and_later_predictions_only(settings):
+    model = small(**settings)
+    tokens = some_bytes(3, 12)
+    before = model(tokens)
+    assert before.shape == (3, 12, 256)
+    changed = tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % 256
+    after = model(changed)
+    assert torch.equal(after[:, :7], before[:, :7])
+    assert (after[:, 7:] - before[:, 7:]).abs().amax(dim=(0, 2)).min() > 1e-6
+
+
+@pytest.mark.parametrize("settings", VARIANTS)
+def test_every_parameter_gets_a_gradient(settings):
+    model = small(**settings)
+    tokens = some_bytes(2, 12)
+    F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+def test_number_of_parameters():
+    width, positions = 16, 12
+    blocks = 2 * (12 * width**2 + 2 * width)
+    rotary, learned, untied = small(), small(positions="learned"), small(tied_embeddings=False)
+    assert rotary.num_parameters() == blocks + 256 * width + width
+    assert learned.num_parameters() == rotary.num_parameters() + positions * width
+    assert untied.num_parameters() == rotary.num_parameters() + 256 * width
+    assert list(rotary.buffers()) == []
+
+
+def test_equal_seeds_make_equal_models_and_leave_the_global_generator_alone():
+    state = torch.get_rng_state()
+    first, second, other = (small(seed, norm="layernorm") for seed in (5, 5, 6))
+    assert torch.equal(torch.get_rng_state(), state)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(first.embedding.weight, other.embedding.weight)
+
+
+def test_initial_weights_are_those_of_gpt2():
+    model = GPT(ModelConfig(layers=8, width=64, heads=4, positions="learned"))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            assert torch.equal(parameter, torch.ones_like(parameter))
+            continue
+        residual = name.endswith(("attention.output.weight", "contract.weight"))
+        std = 0.02 / math.sqrt(2 * 8) if residual else 0.02
+        assert parameter.std().item() == pytest.approx(std, rel=0.05), name
+        assert parameter.mean().item() == pytest.approx(0, abs=0.1 * std), name
+
+
+def test_the_untrained_model_knows_nothing():
+    tokens = some_bytes(8, 12)
+    loss = F.cross_entropy(small()(tokens).flatten(0, 1), some_bytes(8, 12).roll(1, 0).flatten())
+    assert loss.item() == pytest.approx(math.log(256), abs=0.2)
+
+
+def test_attention_through_rotation_depends_on_distance_only():
+    generator = torch.Generator().manual_seed(2)
+    query, key = torch.randn(2, 1, 1, 1, 8, generator=generator)
+    table = rotation_table(32, 8)
+    queries, keys = (rotate(x.expand(1, 1, 32, 8), table)[0, 0] for x in (query, key))
+    scores = queries @ keys.T
+    for distance in (0, 1, 9):
+        diagonal = scores.diagonal(-distance)
+        assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-5)
+    assert (scores[9, 0] - scores[1, 0]).abs() > 1e-3
+    assert torch.allclose(queries.norm(dim=-1), query.norm().expand(32), atol=1e-5)
+
+
+def test_order_matters_with_either_kind_of_positions():
+    for positions in ("rotary", "learned"):
+        model = small(positions=positions)
+        tokens = torch.tensor([[1, 2, 3, 9]])
+        swapped = torch.tensor([[2, 1, 3, 9]])
+        assert (model(tokens)[0, -1] - model(swapped)[0, -1]).abs().max() > 1e-6
+
+
+def test_a_sequence_that_is_too_long_is_refused():
+    assert small()(some_bytes(1, 12)).shape == (1, 12, 256)
+    with pytest.raises(ValueError, match="at most sequence_length = 12 bytes, got 13"):
+        small()(some_bytes(1, 13))
+
+
+def sampled(model, seed, temperature=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return generate(model, b"abc", 30, generator=generator, temperature=temperature)
+
+
+def test_sampling_follows_its_seed():
+    model = small()
+    state = torch.get_rng_state()
+    assert len(sampled(model, 1)) == 30
+    assert sampled(model, 1) == sampled(model, 1) != sampled(model, 2)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_at_temperature_zero_the_likeliest_byte_is_taken():
+    model = small()
+    assert sampled(model, 1, 0.0) == sampled(model, 2, 0.0)
+    first = model(torch.tensor([list(b"abc")]))[0, -1].argmax().item()
+    assert sampled(model, 1, 0.0)[0] == first
+
+
+def test_sampling_refuses_what_it_cannot_do():
+    generator = torch.Generator()
+    with pytest.raises(ValueError, match="prompt of at least one byte"):
+        generate(small(), b"", 3, generator=generator)
+    with pytest.raises(ValueError, match="must not be negative"):
+        generate(small(), b"a", -1, generator=generator)
+    with pytest.raises(ValueError, match="must not be negative"):
+        generate(small(), b"a", 1, generator=generator, temperature=-1.0)

@@ -1,0 +1,135 @@
+"""What a run shows, and whether anybody sees it."""
+
+import fcntl
+import io
+import os
+import struct
+import termios
+
+import pytest
+
+from axonmpi.train.metrics import StepMetrics
+from axonmpi.train.progress import LiveProgress, PlainProgress, SilentProgress, make_progress
+from axonmpi.train.terminal import terminal_width
+
+
+def metrics(step, loss=2.5):
+    return StepMetrics(step, loss, 1e-3, 0.5, 12345.6, 0.256, 1.0)
+
+
+class Flushed(io.StringIO):
+    """Keeps what has been flushed, which is what a pipe has passed on."""
+
+    shown = ""
+
+    def flush(self):
+        self.shown = self.getvalue()
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(300, [1, *range(30, 301, 30)]), (3, [1, 2, 3]), (1, [1])])
+def test_plain_lines_come_each_tenth_and_are_flushed(steps, expected):
+    stream = Flushed()
+    progress = PlainProgress(steps, stream)
+    shown = []
+    for step in range(1, steps + 1):
+        progress.update(metrics(step))
+        if len(stream.shown.splitlines()) > len(shown):
+            shown.append(step)
+    assert shown == expected
+    last = f"step {steps}/{steps}  loss 2.5000  12,346 tokens/s  communication 26 %"
+    assert stream.shown.splitlines()[-1] == last
+
+
+def test_plain_lines_survive_a_stream_that_cannot_show_everything():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    PlainProgress(1, stream).note("caf\u00e9 \u2502")
+    stream.seek(0)
+    assert stream.read() == "caf? ?\n"
+
+
+def test_the_live_line_is_redrawn_in_place():
+    stream = io.StringIO()
+    progress = LiveProgress(2, stream, width=100)
+    progress.update(metrics(1))
+    progress.note("a note [not markup]")
+    progress.update(metrics(2, loss=1.25))
+    progress.close()
+    progress.close()
+    text = stream.getvalue()
+    assert "step 1/2  loss 2.5000  12,346 tokens/s  communication 26 %" in text
+    assert "step 2/2  loss 1.2500" in text
+    assert "a note [not markup]" in text
+    assert "\x1b[2K" in text  # a line is wiped
+
+
+def test_modes_choose_the_progress():
+    pipe = io.StringIO()
+    assert isinstance(make_progress("auto", 3, pipe), PlainProgress)
+    assert isinstance(make_progress("plain", 3, pipe), PlainProgress)
+    assert isinstance(make_progress("off", 3, pipe), SilentProgress)
+    live = make_progress("live", 3, pipe)
+    live.close()
+    assert isinstance(live, LiveProgress)
+
+
+@pytest.fixture
+def terminal():
+    """Yield the name of a terminal of 77 columns and a stream that writes to it."""
+    main, own = os.openpty()
+    fcntl.ioctl(own, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 77, 0, 0))
+    with os.fdopen(own, "w") as stream:
+        yield os.ttyname(own), stream
+    os.close(main)
+
+
+@pytest.fixture
+def pipe():
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream:
+        yield stream
+    os.close(reading)
+
+
+def describe(folder, chain, own_output, stream):
+    """Write what the system would say of this process and its ancestors: (name, output) from the parent up."""
+    own = folder / "self" / "fd"
+    own.mkdir(parents=True)
+    os.symlink(own_output, own / str(stream.fileno()))
+    os.symlink(own_output, own / "1")
+    pids = [os.getppid(), *range(10_000_001, 10_000_000 + len(chain)), 1]
+    for (name, output), pid, parent in zip(chain, pids, pids[1:], strict=False):
+        (folder / str(pid) / "fd").mkdir(parents=True)
+        (folder / str(pid) / "comm").write_text(name + "\n")
+        (folder / str(pid) / "stat").write_text(f"{pid} ({name}) S {parent} 0 0\n")
+        os.symlink(output, folder / str(pid) / "fd" / "1")
+    return folder
+
+
+def test_a_terminal_and_a_pipe_of_our_own(tmp_path, terminal, pipe):
+    nothing = tmp_path / "none"
+    assert terminal_width(terminal[1], nothing) == 77
+    assert terminal_width(pipe, nothing) is None
+    assert terminal_width(io.StringIO(), nothing) is None
+
+
+def test_behind_a_launcher_its_terminal_counts(tmp_path, terminal, pipe):
+    chain = [("hydra_pmi_proxy", "pipe:[5]"), ("mpirun", terminal[0]), ("bash", terminal[0])]
+    assert terminal_width(pipe, describe(tmp_path, chain, "pipe:[9]", pipe)) == 77
+
+
+def test_a_launcher_that_writes_to_a_file_has_no_terminal_whatever_it_gives_its_ranks(tmp_path, terminal):
+    name, stream = terminal
+    chain = [("prterun", "/home/user/log"), ("bash", name)]
+    assert terminal_width(stream, describe(tmp_path, chain, name, stream)) is None
+
+
+def test_a_launcher_on_another_node_shows_nothing_that_we_know_of(tmp_path, terminal):
+    name, stream = terminal
+    chain = [("prted", name), ("sshd", "pipe:[3]")]
+    assert terminal_width(stream, describe(tmp_path, chain, name, stream)) is None
+
+
+def test_a_script_between_launcher_and_us_may_collect_our_output(tmp_path, terminal, pipe):
+    chain = [("bash", "pipe:[8]"), ("prterun", terminal[0])]
+    assert terminal_width(pipe, describe(tmp_path / "collected", chain, "pipe:[9]", pipe)) is None
+    assert terminal_width(pipe, describe(tmp_path / "passed on", chain, "pipe:[8]", pipe)) == 77
