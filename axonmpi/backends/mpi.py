@@ -393,7 +393,7 @@ class MpiBackend(Backend):
 
 def _flat(tensor: Tensor) -> Tensor:
     """Return the elements in order in contiguous memory: the tensor's own where it is that already."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    return _line(tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
 def _write_back(flat: Tensor, tensor: Tensor) -> None:
@@ -406,7 +406,12 @@ def _write_back(flat: Tensor, tensor: Tensor) -> None:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """View contiguous memory as bytes."""
-    return tensor.view(-1).view(torch.uint8) if tensor.numel() else _empty([0], torch.uint8)
+    return _line(tensor).view(torch.uint8) if tensor.numel() else _empty([0], torch.uint8)
+
+
+def _line(tensor: Tensor) -> Tensor:
+    """View contiguous memory as one dimension of stride 1: a single element may have any other stride."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

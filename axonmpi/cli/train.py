@@ -54,18 +54,17 @@ def main(argv: Sequence[str]) -> int:
         0; 2 where the text or the settings cannot be used; 1 where training diverged.
 
     Raises:
-        SystemExit: A flag or a setting in the file is unknown or bad (code 2), or help was asked for (code 0).
+        SystemExit: A flag or a setting in the file is unknown or bad (code 2), or help was asked for (code 0), or
+            the text is missing on this node only (code 2).
     """
     config = parse(argv)
     try:
         corpus = load_corpus(config.text, config.model.sequence_length)
     except ValueError as error:
         return _refuse_file(str(error))
-    world = init_process_group()
-    try:
-        return _train(config, world, corpus)
-    finally:
-        destroy_process_group()
+    code = _train(config, init_process_group(), corpus)
+    destroy_process_group()  # not after an exception: it waits for the other ranks, who may wait for this one
+    return code
 
 
 def _refuse_file(message: str) -> int:
@@ -73,6 +72,7 @@ def _refuse_file(message: str) -> int:
     code = refuse(_PROGRAM, message)
     if _on_several_nodes():
         init_process_group()  # or ranks of other nodes would wait in MPI_Init for this one, for ever
+        raise SystemExit(code)  # this ends the job, while a returned code would not be seen before Python 3.12
     return code
 
 

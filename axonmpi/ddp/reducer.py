@@ -256,7 +256,11 @@ class Reducer:
             self._learn()
 
     def _exchange(self, state: int, own: list[bool], async_op: bool) -> tuple[int, list[bool]]:
-        """Send what has not gone yet and how backward ended here; return how it ended at worst, and what is used."""
+        """Send what has not gone yet, and how backward ended here.
+
+        Returns:
+            How it ended at worst, and which parameters are used on any rank.
+        """
         for bucket in self._buckets:
             if not bucket.launched:
                 self._launch(bucket, async_op=async_op)

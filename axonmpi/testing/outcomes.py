@@ -139,6 +139,8 @@ def merge_outcomes(given: Mapping[int, RankOutcome | None]) -> Verdict:
 def apply_verdict(report: pytest.TestReport, verdict: Verdict, rank: int) -> None:
     """Make this rank's report say what all ranks agreed on, in place; local."""
     own = verdict.outcomes.get(rank)
+    if own is not None and len(verdict.outcomes) == 1:
+        return  # the only rank of the test: its report says it all
     pictures = {rank: report.longrepr} if own is not None and own.kind == FAILED else {}
     decisive = verdict.decisive
     reasons = {number: outcome.headline for number, outcome in decisive.items()}
@@ -159,8 +161,7 @@ def apply_verdict(report: pytest.TestReport, verdict: Verdict, rank: int) -> Non
         report.wasxfail = _one_reason(reasons)
     else:
         report.longrepr = None
-    if len(verdict.outcomes) > 1:
-        report.sections = _merge_sections(verdict.outcomes)
+    report.sections = _merge_sections(verdict.outcomes)
 
 
 def _one_reason(reasons: Mapping[int, str]) -> str:

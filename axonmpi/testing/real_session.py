@@ -50,7 +50,7 @@ class RealSession:
         assert isinstance(backend, MpiBackend)
         self._backend = backend
         self._meeting = Meeting(backend.mpi_comm.Dup())
-        self._monitor = Monitor(backend.mpi_comm.Dup(), stream, self._abort, self._captured)
+        self._monitor = Monitor(backend.mpi_comm.Dup(), stream, self._abort, self._captured, self._earlier_failures)
 
     def subworld(self, count: int) -> World | None:
         """Return a world of the first `count` ranks, None on the others; collective."""
@@ -129,6 +129,16 @@ class RealSession:
         if self._config.pluginmanager.has_plugin("terminalreporter"):
             self._config.get_terminal_writer().flush()
         self._backend.abort(1)
+
+    def _earlier_failures(self) -> str:
+        """Return the failures that pytest would print at the end of the session."""
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        stats = {} if reporter is None else reporter.stats
+        reports = [*stats.get("error", ()), *stats.get("failed", ())]
+        return "\n".join(
+            f"\n==== earlier: {report.when} of {report.nodeid} ====\n{report.longreprtext.rstrip()}"
+            for report in reports
+        )
 
     def _captured(self) -> str:
         """Return what this rank has printed in the current test."""

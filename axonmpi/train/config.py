@@ -149,7 +149,7 @@ class RunConfig(_Settings):
     """Folder for everything the run writes, default axonmpi-runs/NAME; an earlier run's files are replaced."""
     seed: int = 0
     """Decides the initial weights, the order of the data and the sample."""
-    steps: int = 300
+    steps: int = 250
     """Updates of the weights."""
     global_batch: int = 16
     """Sequences of each step over all ranks together, so results do not depend on the number of ranks."""
@@ -157,7 +157,7 @@ class RunConfig(_Settings):
     """Parts in which each rank goes through its sequences of a step; more need less memory."""
     strategy: Literal["overlapped", "synchronous", "no_sync"] = "overlapped"
     """When gradients are averaged: while backward runs, at its end, or by one call after it."""
-    evaluate_every: int = 100
+    evaluate_every: int = 50
     """Steps between two held-out losses; 0 means only at the beginning and the end."""
     held_out_sequences: int = 128
     """Held-out sequences in each of them, spread evenly; 0 means all there are."""

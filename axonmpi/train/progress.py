@@ -1,6 +1,6 @@
 """What a run shows on rank 0 while it goes on: a line that is redrawn on a terminal, else a line now and then.
 
-━━━━━━━━━━━━━╸━━━━━━━━━━  step 180/300  loss 2.0312  17,512 tokens/s  communication  9 %  0:00:22
+━━━━━━━━━━━━━╸━━━━━━━━━━  step 180/250  loss 2.0312  17,512 tokens/s  communication  9 %  0:00:22
 """
 
 from __future__ import annotations

@@ -109,14 +109,13 @@ def test_messages(group, asynchronous) -> None:
     checks.finish()
 
 
+@pytest.mark.ranks(2, 3)
 @BOTH_WAYS
 def test_memory_layouts(group, asynchronous) -> None:
     checks = CollectiveChecks(group, asynchronous=asynchronous)
     for dtype in DTYPES:
-        for shape in (
-            (3, 5),
-            (2, 40, 3),
-        ):  # for most dtypes one that fits into the first message, one that does not
+        # One element, what fits into the first message for most dtypes, and what does not.
+        for shape in ((1,), (3, 5), (2, 40, 3)):
             for layout in LAYOUTS:
                 if allows(dtype, shape, layout):
                     checks.every_operation(dtype, shape, layout)

@@ -80,6 +80,16 @@ def test_every_rank_takes_the_verdict_over():
     assert absent.longrepr is None
 
 
+def test_a_test_of_one_rank_keeps_its_own_report():
+    report = _report("failed", "boom", sections=[("Captured stdout call", "hello")])
+    apply_verdict(report, merge_outcomes({0: FAILED, 1: None}), 0)
+    assert (report.outcome, report.longrepr) == ("failed", "boom")
+    assert report.sections == [("Captured stdout call", "hello")]
+    elsewhere = _report("passed")
+    apply_verdict(elsewhere, merge_outcomes({0: FAILED, 1: None}), 1)
+    assert elsewhere.failed
+
+
 def test_skips_and_expected_failures_keep_their_reasons():
     report = _report("skipped", ("test_a.py", 3, "Skipped: no"))
     apply_verdict(report, merge_outcomes({0: SKIPPED, 1: RankOutcome("skipped", "Skipped: never")}), 0)

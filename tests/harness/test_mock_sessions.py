@@ -320,11 +320,12 @@ def test_the_library_is_imported_without_pytest_and_starts_no_mpi(pytester):
     assert result.stdout.lines == ["[False, False]"]
 
 
-def test_a_plain_session_starts_no_mpi(run):
-    run("""
-    import sys
+def test_a_plain_session_starts_no_mpi(pytester):
+    pytester.makepyfile("""
+    import sys, pytest
 
     @pytest.mark.ranks(2)
     def test_it(world):
         assert "mpi4py.MPI" not in sys.modules
-    """).assert_outcomes(passed=1)
+    """)
+    pytester.runpytest_subprocess().assert_outcomes(passed=1)

@@ -185,6 +185,10 @@ def test_a_test_that_hangs_ends_the_job_with_the_stacks_of_all_ranks(mpirun_pyte
 
 STUCK = """
 @pytest.mark.ranks(2)
+def test_before(world):
+    assert world.rank == 1, "another matter"
+
+@pytest.mark.ranks(2)
 def test_stuck(world):
     if world.rank == 1:
         raise ValueError("the cause")
@@ -199,6 +203,10 @@ def test_a_failure_that_leaves_the_others_stuck_ends_the_job_and_is_printed(mpir
     assert "test_stuck[2ranks]: rank 1 failed, and other ranks did not come to the end within 1 s" in result.stderr
     assert "---- failure of rank 1 ----\n" in result.stderr
     assert "E           ValueError: the cause" in result.stderr
+    assert (
+        "==== earlier: call of test_it.py::test_before[2ranks] ====\nrank 0: AssertionError: another"
+        in result.stderr
+    )
     assert re.search(r"---- stack of rank 0 ----\n(.*\n)*.*world.default_group.barrier\(\)", result.stderr)
     assert result.leftover == ()
 

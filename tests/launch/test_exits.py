@@ -1,5 +1,8 @@
 """However a rank ends, the job ends with it: soon, with a code that says so, and with nothing left behind."""
 
+import re
+import signal
+
 import pytest
 
 
@@ -62,27 +65,7 @@ def test_an_exception_in_backward_ends_the_job(job):
     assert ended.lines_of(1)[-1] == "RuntimeError: in the hook"
 
 
-@pytest.mark.parametrize(
-    "statement",
-    ["sys.exit(3)", "raise SystemExit(3)", "exit(3)", "__import__('argparse').ArgumentParser().exit(3)"],
-)
-def test_an_exit_code_becomes_that_of_the_job(job, statement):
-    ended = job(
-        2,
-        f"""
-        if world.rank == 1:
-            fail_now()
-            {statement}
-        ax.barrier()
-        """,
-    )
-    assert ended.code == 3
-    ended.assert_ended_soon()
-    assert ended.lines_of(1) == ["has ended with exit code 3 while other ranks go on, and ends the job"]
-    assert "Traceback" not in ended.err
-
-
-def test_an_exit_in_a_function_of_four_ranks(job):
+def test_sys_exit_on_one_of_four_ranks_gives_the_job_its_code(job):
     ended = job(
         4,
         """
@@ -94,12 +77,28 @@ def test_an_exit_in_a_function_of_four_ranks(job):
                     sys.exit(3)
                 ax.all_reduce(torch.ones(1000))
             finally:
-                print("leaving", flush=True)
+                time.sleep(0)
 
         main()
         """,
     )
     assert ended.code == 3
+    ended.assert_ended_soon()
+    assert ended.lines_of(2) == ["has ended with exit code 3 while other ranks go on, and ends the job"]
+    assert "Traceback" not in ended.err
+
+
+def test_raising_system_exit_is_the_same(job):
+    ended = job(
+        2,
+        """
+        if world.rank == 1:
+            fail_now()
+            raise SystemExit(4)
+        ax.barrier()
+        """,
+    )
+    assert ended.code == 4
     ended.assert_ended_soon()
 
 
@@ -202,42 +201,39 @@ def test_a_waiting_rank_says_so(job):
     assert ended.err == "[rank 0] has come to the end of its program and waits for the other ranks\n"
 
 
-@pytest.mark.parametrize(
-    ("deed", "causes"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", ("signal 9", "EXIT CODE: 9")),
-        ("os.kill(os.getpid(), signal.SIGTERM)", ("signal 15", "EXIT CODE: 15")),
-        ("os._exit(7)", ("Exit code:    7", "EXIT CODE: 7", "")),
-    ],
-    ids=["SIGKILL", "SIGTERM", "_exit"],
-)
-def test_a_rank_that_vanishes_in_an_all_reduce(job, deed, causes):
-    ended = job(
-        4 if "KILL" in deed else 2,
-        f"""
-        import signal
+VANISHING = """
+import signal
 
-        rounds = 0
+rounds = 0
 
-        def vanish():
-            while rounds < 2:
-                time.sleep(0.001)
-            fail_now()
-            {deed}
+def vanish():
+    while rounds < 2:
+        time.sleep(0.001)
+    fail_now()
+    {deed}
 
-        if world.rank == 1:
-            threading.Thread(target=vanish).start()
-        data = torch.ones(1 << 22)
-        while True:
-            ax.all_reduce(data, ax.ReduceOp.MAX)
-            rounds += 1
-        """,
-    )
+if world.rank == 1:
+    threading.Thread(target=vanish).start()
+data = torch.ones(1 << 22)
+while True:
+    ax.all_reduce(data, ax.ReduceOp.MAX)
+    rounds += 1
+"""
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("SIGKILL", 4), ("SIGTERM", 2)])
+def test_a_rank_killed_in_an_all_reduce(job, name, ranks):
+    number = int(signal.Signals[name])
+    ended = job(ranks, VANISHING.format(deed=f"os.kill(os.getpid(), {number})"))
     assert ended.code not in (0, None)
     ended.assert_ended_soon()
-    assert any(cause in ended.out + ended.err for cause in causes), ended.out + ended.err
-    if "_exit" in deed:
-        assert ended.code == 7
+    assert re.search(rf"(signal|EXIT CODE:) {number}\b", ended.out + ended.err), ended.out + ended.err
+
+
+def test_a_rank_that_exits_at_once_in_an_all_reduce(job):
+    ended = job(2, VANISHING.format(deed="os._exit(7)"))
+    assert ended.code == 7
+    ended.assert_ended_soon()
 
 
 def test_an_interrupt_ends_the_job_with_its_own_code(job):

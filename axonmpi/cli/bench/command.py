@@ -17,7 +17,7 @@ from . import ddp, overhead
 
 __all__ = ["main"]
 
-Measure = Callable[[World], dict[str, Any]]
+Measure = Callable[[World, int], dict[str, Any]]
 
 BENCHMARKS: dict[str, tuple[Measure, Callable[[list[dict[str, Any]]], str], tuple[int, ...]]] = {
     "ddp": (ddp.measure, ddp.table, (2, 4)),
@@ -32,9 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     measure, table, ranks = BENCHMARKS[options.benchmark]
     if launched_ranks() > 1 or options.here:
-        results = [_measure_here(measure)]
+        results = [_measure_here(measure, options.blocks)]
     else:
-        results = [_measure_on(options.benchmark, n) for n in options.ranks or ranks]
+        results = [_measure_on(options.benchmark, n, options.blocks) for n in options.ranks or ranks]
     shown = [result for result in results if result]
     if not shown:
         return 0
@@ -52,23 +52,32 @@ def _parser() -> argparse.ArgumentParser:
         prog="axonmpi bench", description="Measured comparisons, interleaved in one run."
     )
     parser.add_argument("benchmark", choices=sorted(BENCHMARKS))
-    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks to start mpirun with")
+    parser.add_argument("--ranks", type=_positive, nargs="+", help="numbers of ranks to start mpirun with")
+    parser.add_argument(
+        "--blocks", type=_positive, default=15, help="how often each variant takes its turn (default: 15)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE as well")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
-def _measure_here(measure: Measure) -> dict[str, Any] | None:
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+    return int(text)
+
+
+def _measure_here(measure: Measure, blocks: int) -> dict[str, Any] | None:
     """Measure on the ranks of this job; the result is rank 0's to show."""
     world = init_process_group()
     try:
-        result = measure(world)
+        result = measure(world, blocks)
         return result if world.rank == 0 else None
     finally:
         destroy_process_group()
 
 
-def _measure_on(benchmark: str, ranks: int) -> dict[str, Any]:
+def _measure_on(benchmark: str, ranks: int, blocks: int) -> dict[str, Any]:
     print(f"running on {ranks} ranks ...", file=sys.stderr, flush=True)
     job = launch(
         ranks,
@@ -77,6 +86,8 @@ def _measure_on(benchmark: str, ranks: int) -> dict[str, Any]:
         "bench",
         benchmark,
         "--here",
+        "--blocks",
+        blocks,
         timeout=_TIMEOUT_SECONDS,
         env={"GLOO_SOCKET_IFNAME": "lo"},
     )

@@ -26,12 +26,11 @@ __all__ = ["measure", "table"]
 
 WIDTHS = (1024, 2048, 2048, 2048, 1024)
 BATCH = 64
-BLOCKS = 9
 STEPS_PER_BLOCK = 3
 
 
-def measure(world: World) -> dict[str, Any]:
-    """Measure on the ranks of `world`; collective; the figures are in milliseconds."""
+def measure(world: World, blocks: int) -> dict[str, Any]:
+    """Measure `blocks` blocks on the ranks of `world`; collective; the figures are in milliseconds."""
     _start_gloo(world)
     generator = torch.Generator().manual_seed(world.rank)
     batch = torch.randn(BATCH, WIDTHS[0], generator=generator)
@@ -42,7 +41,7 @@ def measure(world: World) -> dict[str, Any]:
             "axonmpi": _step(DistributedDataParallel(_model()), batch),
             "torch on gloo": _step(stock, batch),
         },
-        blocks=BLOCKS,
+        blocks=blocks,
         calls=STEPS_PER_BLOCK,
     )
     dist.destroy_process_group()

@@ -20,12 +20,11 @@ from .timing import interleave
 
 __all__ = ["measure", "table"]
 
-BLOCKS = 25
 CALLS = 400
 
 
-def measure(world: World) -> dict[str, Any]:
-    """Measure on the ranks of `world`; collective; the figures are in microseconds."""
+def measure(world: World, blocks: int) -> dict[str, Any]:
+    """Measure `blocks` blocks on the ranks of `world`; collective; the figures are in microseconds."""
     mpi = runtime.start_mpi()
     array = np.zeros(1, dtype=np.float32)
     tensor = torch.zeros(1)
@@ -34,7 +33,7 @@ def measure(world: World) -> dict[str, Any]:
             "mpi4py": lambda: mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, array),
             "axonmpi": lambda: all_reduce(tensor),
         },
-        blocks=BLOCKS,
+        blocks=blocks,
         calls=CALLS,
     )
     microseconds = {name: sample.median * 1e6 for name, sample in samples.items()}

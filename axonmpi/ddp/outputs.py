@@ -1,0 +1,64 @@
+"""What a model's output says about the backward that will start from it (layer 5)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+__all__ = ["accumulates_into", "leaf_below", "tensors_in"]
+
+
+_LEAF = "torch::autograd::AccumulateGrad"
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a model's output: nested tuples, lists, mappings and dataclasses."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_in(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from tensors_in(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from tensors_in(getattr(output, field.name, None))
+
+
+def leaf_below(tensor: Tensor) -> Node | None:
+    """Find the node of one leaf into which a backward through this tensor accumulates a gradient.
+
+    Args:
+        tensor: One that requires grad.
+    """
+    nodes = [get_gradient_edge(tensor).node]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node.name() == _LEAF:
+            return node
+        if node not in seen:
+            seen.add(node)
+            nodes += [child for child, _ in node.next_functions if child is not None]
+    return None
+
+
+def accumulates_into(leaf: Node | None) -> bool:
+    """Say whether what runs now is a backward, and no `torch.autograd.grad`, which leaves gradients alone.
+
+    Args:
+        leaf: The node of a leaf of the graph that runs.
+    """
+    if leaf is None:
+        return True
+    try:
+        runs: bool = torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # torch.autograd.grad, asked for this very leaf
+        return False
+    return runs

@@ -1,0 +1,65 @@
+"""State dicts of a wrapped module, under the names of the module itself (layer 5).
+
+    wrapper.state_dict()        {"0.weight": ...}           and not "module.0.weight"
+    wrapper.load_state_dict()   takes these names, those with "module." before them, and reports errors without it
+
+So a checkpoint does not show whether the module was wrapped when it was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+__all__ = ["hide_wrapper"]
+
+_PREFIX = "module."
+
+
+def hide_wrapper(wrapper: nn.Module) -> None:
+    """Hide the name under which `wrapper.module` is registered from the wrapper's state dicts; local."""
+    wrapper.register_state_dict_post_hook(_strip_prefix)
+    wrapper.register_load_state_dict_pre_hook(_add_prefix)
+    wrapper.register_load_state_dict_post_hook(_tidy_report)
+
+
+def _strip_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, _local: object) -> None:
+    inner = prefix + _PREFIX
+    _rename(state, {key: prefix + key[len(inner) :] for key in state if key.startswith(inner)})
+    # The versions of modules are kept under both names, for the plain module and for a wrapped one.
+    versions = getattr(state, "_metadata", {})
+    for key in [key for key in versions if f"{key}.".startswith(inner)]:
+        versions[(prefix + key[len(inner) :]).removesuffix(".")] = versions[key]
+
+
+def _add_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    own_keys = [key[len(prefix) :] for key in state if key.startswith(prefix)]
+    if not _has_prefix(wrapper, own_keys):
+        _rename(state, {prefix + key: prefix + _PREFIX + key for key in own_keys})
+    versions = getattr(state, "_metadata", {})
+    for key in [key for key in versions if not f"{key}.".startswith(_PREFIX)]:
+        versions.setdefault((_PREFIX + key).removesuffix("."), versions[key])
+    wrapper.__dict__["_load_report"] = prefix, rest[-1]
+
+
+def _has_prefix(wrapper: nn.Module, keys: Sequence[str]) -> bool:
+    """Say under which names more of the keys are known; a module may have a submodule called "module" itself."""
+    names = {name for name, _ in [*wrapper.named_parameters(), *wrapper.named_buffers()]}
+    return sum(key in names for key in keys) > sum(_PREFIX + key in names for key in keys)
+
+
+def _tidy_report(wrapper: nn.Module, incompatible: Any) -> None:
+    prefix, errors = wrapper.__dict__.pop("_load_report")
+    inner = prefix + _PREFIX
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        keys[:] = [prefix + key[len(inner) :] if key.startswith(inner) else key for key in keys]
+    errors[:] = [error.replace(f" {inner}", f" {prefix}") for error in errors]
+
+
+def _rename(state: dict[str, Any], new_names: Mapping[str, str]) -> None:
+    """Rename entries in place, in their order; an old name may be the new name of another entry."""
+    values = {old: state.pop(old) for old in new_names}
+    for old, new in new_names.items():
+        state[new] = values[old]

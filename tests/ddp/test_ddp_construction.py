@@ -1,0 +1,379 @@
+"""What wrapping a model checks, copies and leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import pickle
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import (
+    BatchNormalised,
+    assert_close,
+    batch_of,
+    built,
+    gradients_alone,
+    gradients_of,
+    logged,
+    loss_of,
+    mlp,
+    part_of,
+    wrapped,
+)
+from torch import nn
+
+import axonmpi as ax
+from axonmpi import GradSyncStrategy
+
+
+def backward(model: nn.Module, world: ax.World) -> None:
+    inputs, targets = part_of(batch_of(model, 0), world.rank, world.size)
+    loss_of(model(inputs), targets).backward()
+
+
+def joined_gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    inputs, targets = batch_of(module, 0)
+    return gradients_alone(module, lambda model: loss_of(model(inputs), targets))
+
+
+# ---- the same model everywhere ----------------------------------------------------------------------------------
+
+
+def with_buffer(dtype: torch.dtype) -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.register_buffer("table", torch.zeros(3, dtype=dtype))
+    return module
+
+
+def frozen_bias() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.bias.requires_grad_(False)
+    return module
+
+
+def tied() -> nn.Module:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+    return module
+
+
+def transposed() -> nn.Module:
+    module = nn.Linear(2, 3)
+    module.weight = nn.Parameter(module.weight.detach().t().contiguous().t())
+    return module
+
+
+DIFFERENCES: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str, str]] = {
+    "shape": (
+        lambda: nn.Linear(2, 2),
+        lambda: nn.Linear(3, 2),
+        "parameter 'weight' float32 [2, 2]",
+        "parameter 'weight' float32 [2, 3]",
+    ),
+    "dtype": (
+        lambda: nn.Linear(2, 2),
+        lambda: nn.Linear(2, 2).double(),
+        "parameter 'weight' float32 [2, 2]",
+        "parameter 'weight' float64 [2, 2]",
+    ),
+    "name": (
+        lambda: nn.Sequential(nn.Linear(2, 2)),
+        lambda: nn.ModuleDict({"one": nn.Linear(2, 2)}),
+        "parameter '0.weight' float32",
+        "parameter 'one.weight' float32",
+    ),
+    "number": (
+        lambda: nn.Linear(2, 2),
+        lambda: nn.Linear(2, 2, bias=False),
+        "parameter 'bias' float32 [2]",
+        "no further parameter or buffer",
+    ),
+    "frozen": (
+        lambda: nn.Linear(2, 2),
+        frozen_bias,
+        "parameter 'bias' float32 [2]",
+        "parameter 'bias' float32 [2], frozen",
+    ),
+    "tied": (
+        lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+        tied,
+        "parameter '1.weight' float32 [2, 2]",
+        "parameter '1.bias' float32 [2]",
+    ),
+    "strides": (
+        lambda: nn.Linear(2, 3),
+        transposed,
+        "parameter 'weight' float32 [3, 2]",
+        "parameter 'weight' float32 [3, 2], strides [1, 3]",
+    ),
+    "buffer": (
+        lambda: with_buffer(torch.float32),
+        lambda: with_buffer(torch.int64),
+        "buffer 'table' float32 [3]",
+        "buffer 'table' int64 [3]",
+    ),
+    "uninitialised": (
+        lambda: nn.Linear(2, 2),
+        lambda: nn.LazyLinear(2),
+        "parameter 'weight' float32 [2, 2]",
+        "parameter 'weight' float32 without a shape yet",
+    ),
+    "nothing_to_train": (
+        lambda: nn.Linear(2, 2),
+        lambda: nn.Linear(2, 2).requires_grad_(False),
+        "parameter 'weight' float32 [2, 2]",
+        "parameter 'weight' float32 [2, 2], frozen",
+    ),
+}
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize("kind", DIFFERENCES)
+def test_models_that_differ_are_refused_on_every_rank(world, kind):
+    usual, other, text_of_usual, text_of_other = DIFFERENCES[kind]
+    with pytest.raises(ValueError, match="the model is not the same on all ranks") as error:
+        ax.DistributedDataParallel((other if world.rank == 1 else usual)())
+    usual_ranks = {2: "rank 0", 4: "ranks 0, 2, 3"}[world.size]
+    assert f"{usual_ranks}: {text_of_usual}" in str(error.value)
+    assert f"rank 1: {text_of_other}" in str(error.value)
+    assert ax.all_gather_object(str(error.value)) == [str(error.value)] * world.size
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("usual", "other"),
+    [
+        ({}, {"bucket_cap_mb": 1}),
+        ({}, {"sync_strategy": GradSyncStrategy.NO_SYNC}),
+        ({}, {"reduce_dtype": torch.bfloat16}),
+        ({"find_unused_parameters": True}, {}),
+        ({}, {"broadcast_buffers": False}),
+    ],
+)
+def test_arguments_that_differ_are_refused_on_every_rank(world, usual, other):
+    name = next(iter({**usual, **other}))
+    with pytest.raises(ValueError, match=rf"rank 0: argument '{name}' .*\n  rank 1: argument '{name}' "):
+        ax.DistributedDataParallel(nn.Linear(2, 2), **(usual if world.rank == 0 else other))
+
+
+@pytest.mark.ranks(1, 3)
+def test_values_become_those_of_rank_0(world):
+    module = built(BatchNormalised, seed=world.rank)
+    module.norm.running_var.fill_(world.rank)
+    ax.DistributedDataParallel(module)
+    expected = built(BatchNormalised, seed=0)
+    expected.norm.running_var.fill_(0)
+    assert_close(module.state_dict(), expected.state_dict(), tolerance=0)
+
+
+@pytest.mark.ranks(2)
+def test_sync_parameters_copies_again(world):
+    model = wrapped(world, built(mlp))
+    expected = copy.deepcopy(model.state_dict())
+    if world.rank == 1:
+        for tensor in model.parameters():
+            tensor.data.fill_(5.0)
+    model.sync_parameters()
+    assert_close(model.state_dict(), expected, tolerance=0)
+
+
+# ---- bad input --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "message", "options"),
+    [
+        (TypeError, "module: expected a torch.nn.Module, got list", {"module": []}),
+        (TypeError, "process_group: expected an axonmpi.ProcessGroup or None, got int", {"process_group": 0}),
+        (TypeError, "sync_strategy: expected an axonmpi.GradSyncStrategy, got 'no'", {"sync_strategy": "no"}),
+        (TypeError, "bucket_cap_mb: expected a number of MiB, got '25'", {"bucket_cap_mb": "25"}),
+        (TypeError, "bucket_cap_mb: expected a number of MiB, got True", {"bucket_cap_mb": True}),
+        (ValueError, "bucket_cap_mb: expected a positive, finite number of MiB, got 0", {"bucket_cap_mb": 0}),
+        (ValueError, "bucket_cap_mb: expected a positive, finite number of MiB, got -1.5", {"bucket_cap_mb": -1.5}),
+        (ValueError, "bucket_cap_mb: expected a positive, finite", {"bucket_cap_mb": math.inf}),
+        (ValueError, "bucket_cap_mb: expected a positive, finite", {"bucket_cap_mb": math.nan}),
+        (TypeError, "broadcast_buffers: expected True or False, got None", {"broadcast_buffers": None}),
+        (TypeError, "gradient_as_bucket_view: expected True or False, got 1", {"gradient_as_bucket_view": 1}),
+        (TypeError, "find_unused_parameters: expected True or False, got 'yes'", {"find_unused_parameters": "yes"}),
+        (TypeError, "reduce_dtype: expected a torch.dtype or None, got 'bfloat16'", {"reduce_dtype": "bfloat16"}),
+        (TypeError, "reduce_dtype: expected torch.bfloat16, .* got torch.int8", {"reduce_dtype": torch.int8}),
+        (ValueError, "reduce_dtype: expected .* got torch.complex64", {"reduce_dtype": torch.complex64}),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_sent(world, kind, message, options):
+    arguments = {"module": nn.Linear(2, 2), **options}
+    with logged(world) as log, pytest.raises(kind, match=message):
+        ax.DistributedDataParallel(**arguments)
+    assert log.calls == []
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("module", [nn.Identity(), nn.Linear(2, 2).requires_grad_(False)], ids=["none", "frozen"])
+def test_nothing_to_train(world, module):
+    with pytest.raises(ValueError, match="no parameter of it requires grad, so there is nothing to average"):
+        ax.DistributedDataParallel(module)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_a_lazy_module_has_to_be_run_first(world):
+    module = nn.LazyLinear(3)
+    with pytest.raises(ValueError, match="parameter 'weight' has no shape yet: run one forward before wrapping"):
+        ax.DistributedDataParallel(module)
+    with torch.random.fork_rng(devices=[]):
+        module(torch.zeros(1, 5))
+    model = wrapped(world, module)
+    backward(model, world)
+    assert_close(gradients_of(model.module), joined_gradients(model.module))
+
+
+@pytest.mark.ranks(2)
+def test_a_group_that_this_rank_is_not_in(world):
+    group = world.new_group([0])
+    if world.rank == 0:
+        ax.DistributedDataParallel(nn.Linear(2, 2), group)
+    else:
+        with pytest.raises(ValueError, match=r"rank 1 is not in this group of ranks \[0\]"):
+            ax.DistributedDataParallel(nn.Linear(2, 2), group)
+
+
+@pytest.mark.ranks(2)
+def test_a_module_cannot_be_wrapped_twice_at_once(world):
+    model = ax.DDP(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"module: it is wrapped in DistributedDataParallel already"):
+        ax.DDP(model)
+    with pytest.raises(ValueError, match=r"module: 0.inner is wrapped in DistributedDataParallel already"):
+        ax.DDP(nn.Sequential(nn.ModuleDict({"inner": model})))
+
+
+# ---- attributes, copies, life -----------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_attributes(world):
+    module = nn.Linear(2, 2)
+    model = ax.DDP(module, sync_strategy=GradSyncStrategy.SYNCHRONOUS)
+    assert model.module is module
+    assert model.process_group is world.default_group
+    assert model.sync_strategy is GradSyncStrategy.SYNCHRONOUS
+    assert ax.DDP is ax.DistributedDataParallel
+    assert not model.eval().training
+    assert not module.training
+
+
+@pytest.mark.ranks(2)
+def test_a_dropped_wrapper_leaves_nothing_behind(world):
+    module = built(mlp)
+    model = wrapped(world, module)
+    backward(model, world)
+    gone = weakref.ref(model), weakref.ref(model.current_reducer)
+    del model
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+    module.zero_grad()
+    with logged(world) as log:
+        backward(module, world)
+    assert log.calls == []
+
+
+@pytest.mark.ranks(2)
+def test_a_module_can_be_wrapped_again(world):
+    module = built(mlp)
+    for _ in range(3):
+        model = wrapped(world, module)
+        module.zero_grad()
+    with logged(world) as log:
+        backward(model, world)
+    assert len(log.calls) == len(model.bucket_sizes) + 1 + 1  # and once to learn the order
+    assert_close(gradients_of(module), joined_gradients(module))
+
+
+@pytest.mark.ranks(2)
+def test_a_deep_copy_trains_by_itself(world):
+    model = wrapped(world, built(mlp))
+    backward(model, world)
+    twin = copy.deepcopy(model)
+    assert twin.process_group is model.process_group
+    assert twin.module[0].weight is not model.module[0].weight
+    before = gradients_of(model.module)
+    twin.zero_grad()
+    backward(twin, world)
+    assert_close(gradients_of(twin.module), joined_gradients(twin.module))
+    assert_close(gradients_of(model.module), before, tolerance=0)
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged.update_parameters(model)
+    assert averaged.module is not model
+
+
+@pytest.mark.ranks(1)
+def test_pickling_says_what_to_do_instead(world):
+    model = ax.DDP(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="cannot be pickled, .* save its .state_dict"):
+        pickle.dumps(model)
+    assert isinstance(pickle.loads(pickle.dumps(model.module)), nn.Linear)
+
+
+# ---- a model that changes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("as_view", [True, False])
+def test_freezing_and_unfreezing(world, as_view):
+    model = wrapped(world, built(mlp), gradient_as_bucket_view=as_view, bucket_cap_mb=1e-4)
+    for frozen in ([0], [0, 3], [], [5], [0, 1, 3, 5], []):
+        for position, layer in enumerate(model.module):
+            layer.requires_grad_(position not in frozen)
+        model.zero_grad()
+        if frozen == [0, 1, 3, 5]:
+            assert not model(batch_of(model, 0)[0]).requires_grad
+            continue
+        backward(model, world)
+        assert_close(gradients_of(model.module), joined_gradients(model.module))
+        assert sum(model.bucket_sizes) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.ranks(2)
+def test_accumulated_gradients_are_kept_when_others_are_frozen(world):
+    model = wrapped(world, built(mlp))
+    with model.no_sync():
+        backward(model, world)
+    model.module[5].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"'5.weight' was frozen while its gradient was not averaged"):
+        backward(model, world)
+    model.module[5].zero_grad()
+    with torch.no_grad():
+        expected = {name: None if g is None else 2 * g for name, g in joined_gradients(model.module).items()}
+    model(batch_of(model, 0)[0])  # a forward without a backward
+    with model.no_sync():
+        backward(model, world)
+    model.sync_gradients()
+    assert_close(gradients_of(model.module), expected)
+
+
+@pytest.mark.ranks(2)
+def test_conversion_to_another_dtype(world):
+    model = wrapped(world, built(mlp))
+    backward(model, world)
+    model.double()
+    model.zero_grad()
+    inputs, targets = (tensor.double() for tensor in batch_of(model, 0))
+    mine, wanted = part_of((inputs, targets), world.rank, world.size)
+    loss_of(model(mine), wanted).backward()
+    expected = gradients_alone(model.module, lambda alone: loss_of(alone(inputs), targets))
+    assert_close(gradients_of(model.module), expected, tolerance=1e-12)
+
+
+@pytest.mark.ranks(2)
+def test_a_parameter_that_was_replaced(world):
+    model = wrapped(world, built(mlp))
+    backward(model, world)
+    model.module[5] = built(lambda: nn.Linear(16, 3), seed=4)
+    model.zero_grad()
+    backward(model, world)
+    assert_close(gradients_of(model.module), joined_gradients(model.module))

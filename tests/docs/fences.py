@@ -1,0 +1,60 @@
+"""The fenced blocks of the README and of the pages, and what a block's first line says about how it is run."""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGES = tuple([REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))])
+FRESH_MACHINE = "<!-- fresh machine -->"
+
+_FILE_NAME = re.compile(r"# (\w[\w.-]*\.(?:py|toml|yaml))\n")
+_RANKS = re.compile(r"# ranks: (\d+)\n")
+
+
+@dataclass(frozen=True)
+class Fence:
+    """One block.
+
+    Attributes:
+        line: Number of the line that opens it, from 1.
+        language: What stands behind the three marks.
+        code: Its text.
+        fresh_machine: Whether it is a long set-up, run on a fresh machine only.
+    """
+
+    line: int
+    language: str
+    code: str
+    fresh_machine: bool
+
+    @property
+    def file_name(self) -> str | None:
+        """The name of the file that the block is, as its first line says: `# train.py`."""
+        found = _FILE_NAME.match(self.code)
+        return found[1] if found else None
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that run it, as its first line says: `# ranks: 4`; else 0."""
+        found = _RANKS.match(self.code)
+        return int(found[1]) if found else 0
+
+    @property
+    def takes_minutes(self) -> bool:
+        """Whether its first line says that it takes too long to be run in a test."""
+        return self.code.startswith("# takes minutes\n")
+
+
+@lru_cache
+def fences_of(page: Path) -> tuple[Fence, ...]:
+    """Return the blocks of a page, in order."""
+    found, marked = [], False
+    for token in MarkdownIt().parse(page.read_text()):
+        if token.type == "fence":
+            found.append(Fence(token.map[0] + 1, token.info.strip(), token.content, marked))
+        marked = token.type == "html_block" and token.content.strip() == FRESH_MACHINE
+    return tuple(found)

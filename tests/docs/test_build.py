@@ -1,0 +1,18 @@
+"""The pages become a site without a single warning."""
+
+import subprocess
+import sys
+
+import pytest
+from fences import REPOSITORY
+
+
+@pytest.mark.rank_timeout(200)
+def test_sphinx_builds_the_site_without_warnings(tmp_path):
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees")]
+    build = subprocess.run([*command, str(REPOSITORY / "docs"), str(site)], capture_output=True, text=True, timeout=180)
+    assert build.returncode == 0, build.stdout + build.stderr
+    api = (site / "api.html").read_text()
+    assert 'id="axonmpi.DistributedDataParallel.no_sync"' in api
+    assert "Let gradients of backwards in this context accumulate" in api  # the method's docstring

@@ -1,0 +1,94 @@
+"""Every command and every example in the README and in the pages runs."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from fences import PAGES, REPOSITORY, Fence, fences_of
+from shell_commands import Ended, command_environment, run
+
+from axonmpi import cli
+from axonmpi.cli import train
+from axonmpi.testing import launch
+
+LANGUAGES = {"python", "sh", "text", "toml", "yaml", "{eval-rst}"}  # the last one is a directive for Sphinx
+RUN_FENCES = Path(__file__).with_name("run_fences.py")
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@pages
+def test_blocks_have_a_language_that_is_run_or_only_shown(page):
+    wrong = [(fence.line, fence.language) for fence in fences_of(page) if fence.language not in LANGUAGES]
+    assert not wrong, f"expected a language of {sorted(LANGUAGES)}"
+
+
+@pages
+def test_a_file_that_a_page_shows_is_used_by_one_of_its_commands(page):
+    commands = "".join(fence.code for fence in fences_of(page) if fence.language == "sh")
+    unused = [fence.file_name for fence in fences_of(page) if fence.file_name and fence.file_name not in commands]
+    assert not unused
+
+
+@pytest.mark.rank_timeout(400)
+@pages
+def test_page_runs(page, tmp_path):
+    """Commands first, as examples may look at what they have written; then examples, here and on ranks."""
+    folder, programs = tmp_path / "here", tmp_path / "programs"
+    programs.mkdir()
+    furnish(folder, fences_of(page))
+    env = command_environment(programs)
+    for fence in fences_of(page):
+        if fence.language == "sh" and not fence.fresh_machine:
+            check_command(page, fence, folder, env)
+    examples = [fence for fence in fences_of(page) if fence.language == "python" and not fence.file_name]
+    for ranks in sorted({fence.ranks for fence in examples}):
+        given = tmp_path / f"on_{ranks}.json"
+        blocks = [[fence.line, fence.code] for fence in examples if fence.ranks == ranks]
+        given.write_text(json.dumps({"page": str(page), "fences": blocks}))
+        check_examples(ranks, given, folder, env)
+
+
+def furnish(folder: Path, fences: tuple[Fence, ...]) -> None:
+    """Make a folder with what is seen at the top of the repository, and the files that a page shows."""
+    folder.mkdir()
+    for entry in REPOSITORY.iterdir():
+        if not entry.name.startswith("."):
+            (folder / entry.name).symlink_to(entry)
+    for fence in fences:
+        if fence.file_name:
+            with (folder / fence.file_name).open("x") as file:
+                file.write(fence.code)
+
+
+def check_command(page: Path, fence: Fence, folder: Path, env: dict[str, str]) -> None:
+    options = ["-n"] if fence.takes_minutes else ["-e", "-x", "-o", "pipefail"]
+    ended = run(["bash", *options, "-c", fence.code], folder, env)
+    assert ended.code == 0, f"{page.name}, line {fence.line}:\n{ended.output}"
+    if fence.takes_minutes:
+        check_arguments(fence)
+
+
+def check_arguments(fence: Fence) -> None:
+    """Check the arguments of commands that take too long to be run."""
+    lines = [shlex.split(line, comments=True) for line in fence.code.splitlines()]
+    commands = [line[line.index("axonmpi") + 1 :] for line in lines if "axonmpi" in line]
+    assert commands, "expected a command of axonmpi in a block that takes minutes"
+    for name, *arguments in commands:
+        if name == "train":
+            train.parse(arguments)
+            continue
+        with pytest.raises(SystemExit) as end:
+            cli.main([name, *arguments, "--help"])  # what stands before --help is checked first
+        assert end.value.code == 0, shlex.join(arguments)
+
+
+def check_examples(ranks: int, given: Path, folder: Path, env: dict[str, str]) -> None:
+    if ranks:
+        job = launch(ranks, RUN_FENCES, given, cwd=folder, timeout=120, env={"OMP_NUM_THREADS": "1"})
+        ended = Ended(job.returncode, job.stdout + job.stderr)
+    else:
+        ended = run([sys.executable, str(RUN_FENCES), str(given)], folder, env)
+    assert ended.code == 0, ended.output
