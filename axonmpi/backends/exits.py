@@ -95,6 +95,7 @@ class _Job:
         self._rank: int = mpi.COMM_WORLD.Get_rank()
         self._pid = os.getpid()
         self._code: int | None = None
+        self._meeting_of_failed: threading.Thread | None = None
         self._exception_hook = sys.excepthook
         self._thread_hook = threading.excepthook
 
@@ -126,13 +127,17 @@ class _Job:
 
     def on_system_exit(self, code: object) -> object:
         """Remember the exit code when the interpreter asks for it; return what it should use."""
-        if self._is_forked():
+        if self._is_forked() or self._mpi.Is_finalized():
             return code
-        if code is None or isinstance(code, int):
-            self._code = (code or 0) & 0xFF
-            return code
-        self._code = 1
-        return self._prefixed(str(code)).rstrip("\n")
+        if code is not None and not isinstance(code, int):
+            self._print(str(code))
+            code = 1
+        self._code = (code or 0) & 0xFF
+        if self._code:
+            # Python now waits for the program's other threads, and they may be waiting for other ranks.
+            self._meeting_of_failed = threading.Thread(target=self._meet_or_abort, args=(self._code,), daemon=True)
+            self._meeting_of_failed.start()
+        return code
 
     def end(self) -> None:
         """End this rank in order, or abort the job; called when the interpreter ends."""
@@ -140,9 +145,10 @@ class _Job:
             return
         code = self._exit_code()
         try:
-            if not self._all_ranks_end(code):
-                self._print(f"has ended with exit code {code} while other ranks go on, and ends the job")
-                self._abort(code or 1)
+            if self._meeting_of_failed is not None:
+                self._meeting_of_failed.join()
+            else:
+                self._meet_or_abort(code)
             self._close(code)
             if self._finalize:
                 self._mpi.Finalize()
@@ -156,6 +162,11 @@ class _Job:
             return self._code
         hook_was_replaced = self.size > 1 and sys.excepthook != self.on_exception
         return int(hook_was_replaced and getattr(sys, "last_value", None) is not None)
+
+    def _meet_or_abort(self, code: int) -> None:
+        if not self._all_ranks_end(code):
+            self._print(f"has ended with exit code {code} while other ranks go on, and ends the job")
+            self._abort(code or 1)
 
     def _all_ranks_end(self, code: int) -> bool:
         """Wait until all ranks have come to their ends, with an error only a moment; say whether they have."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CommunicatorError
+from ..memory import flat_zeros
 from ..partition import split_sizes
 from ..types import ReduceOp, Work
 from . import children, exits, runtime
@@ -42,6 +43,7 @@ PIECE_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 1 << 30
 """The most that goes into one MPI call, whose counts and offsets may be 32-bit integers."""
 _MAX_PLANS = 256
+_HUGE_FROM = 4 << 20  # numpy asks for huge pages from this size on
 
 _live: weakref.WeakSet[MpiBackend] = weakref.WeakSet()
 
@@ -382,7 +384,7 @@ class MpiBackend(Backend):
         scratch = self._scratch.get(purpose)
         if scratch is None or scratch.numel() < nbytes:
             with torch.inference_mode(False):  # what is made in that mode could not be reused outside of it
-                scratch = _empty([max(nbytes, self.piece_bytes)], torch.uint8)
+                scratch = flat_zeros(max(nbytes, self.piece_bytes, _HUGE_FROM), torch.uint8)
             self._scratch[purpose] = scratch
         return scratch[:nbytes].view(dtype)
 

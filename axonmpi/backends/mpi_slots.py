@@ -35,7 +35,7 @@ HEADER_BYTES = 16
 PAYLOAD_BYTES = SLOT_BYTES - HEADER_BYTES
 _TEXT_BYTES = 512
 _MAX_CACHED = 1024
-_YIELDS = 100
+_YIELDS = 1000
 _NAP_SECONDS = 1e-4
 
 
@@ -143,10 +143,11 @@ class SlotExchange:
 class SmallPlan:
     """Everything about an all-reduce of one dtype, shape and reduction that does not depend on the values."""
 
-    __slots__ = ("_address", "_binary", "_call", "_nbytes", "_op", "_out", "_parts", "_slot", "_slots")
+    __slots__ = ("_add", "_address", "_call", "_nbytes", "_op", "_out", "_parts", "_slot", "_slots")
 
     def __init__(self, slots: SlotExchange, call: Call) -> None:
         assert call.op is not None
+        assert call.dtype is not None
         self._slots = slots
         self._call = call
         self._op: ReduceOp = call.op
@@ -154,21 +155,18 @@ class SmallPlan:
         self._slot, self._out = slots.filled_slot(call)
         self._address = self._slot.data_ptr() + HEADER_BYTES
         self._parts = slots.views(call)[1]
-        assert call.dtype is not None
-        self._binary = plain_binary(call.dtype, call.op) if slots.size > 1 else None
+        self._add = slots.size > 1 and plain_binary(call.dtype, call.op) is torch.add
 
     def run(self, tensor: Tensor) -> None:
         """Reduce a contiguous tensor, in place; collective."""
         ctypes.memmove(self._address, tensor.data_ptr(), self._nbytes)
         self._slots.swap(self._call, self._out)
-        binary = self._binary
-        if binary is None:
+        if not self._add:
             reduce_in_rank_order(self._parts, self._op, tensor)
             return
-        parts = self._parts
-        binary(parts[0], parts[1], out=tensor)
-        for part in parts[2:]:
-            binary(tensor, part, out=tensor)
+        tensor.copy_(self._parts[0])
+        for part in self._parts[1:]:
+            tensor.add_(part)
 
 
 def _payload(slot: Tensor, call: Call) -> Tensor:

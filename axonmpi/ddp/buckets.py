@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..bucketing import by_dtype
+from ..memory import flat_zeros
 from ..partition import bucket_by_size
 
 __all__ = ["Bucket", "gradient_strides", "make_buckets"]
@@ -42,11 +43,12 @@ class Bucket:
         self._parameters = [parameters[member] for member in members]
         first = self._parameters[0]
         sizes = [parameter.numel() for parameter in self._parameters]
-        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self.flat = flat_zeros(sum(sizes), first.dtype, first.device)
         parts = torch.split(self.flat, sizes)
         self._views = [_shaped_like(part, p) for part, p in zip(parts, self._parameters, strict=True)]
-        same = reduce_dtype is None or reduce_dtype == first.dtype or first.dtype.is_complex
-        self.wire = self.flat if same else torch.empty_like(self.flat, dtype=reduce_dtype)
+        self.wire = self.flat
+        if reduce_dtype is not None and reduce_dtype != first.dtype and not first.dtype.is_complex:
+            self.wire = flat_zeros(self.flat.numel(), reduce_dtype, first.device)
         self._slot = {member: position for position, member in enumerate(self.members)}
         self.pending: set[int] = set()
         self.launched = False

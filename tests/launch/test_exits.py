@@ -102,6 +102,21 @@ def test_raising_system_exit_is_the_same(job):
     ended.assert_ended_soon()
 
 
+def test_an_exit_does_not_wait_for_other_threads(job):
+    ended = job(
+        2,
+        """
+        if world.rank == 1:
+            threading.Thread(target=ax.recv, args=(torch.zeros(1), 0)).start()
+            fail_now()
+            sys.exit(3)
+        ax.barrier()
+        """,
+    )
+    assert ended.code == 3
+    ended.assert_ended_soon()
+
+
 def test_an_exit_message_is_printed_and_the_code_is_one(job):
     ended = job(
         2,

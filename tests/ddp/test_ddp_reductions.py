@@ -1,0 +1,288 @@
+"""What is sent, when, in which order and dtype, and where gradients lie in memory."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from models import (
+    Convolutions,
+    assert_close,
+    assert_same_on_all_ranks,
+    batch_of,
+    built,
+    gradients_alone,
+    gradients_of,
+    logged,
+    loss_of,
+    mlp,
+    part_of,
+    strided_weight,
+    wrapped,
+)
+from torch import Tensor, nn
+
+import axonmpi as ax
+from axonmpi import GradSyncStrategy, MockBackend, ReduceOp
+
+SYNCHRONOUS, OVERLAPPED, NO_SYNC = GradSyncStrategy
+
+
+def backward(model: nn.Module, world: ax.World, step: int = 0) -> None:
+    inputs, targets = part_of(batch_of(model, step), world.rank, world.size)
+    loss_of(model(inputs), targets).backward()
+
+
+# ---- when and what ----------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """An observer that lets another thread wait for a number of reductions to be complete."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.entered = 0
+        self.left = 0
+
+    def enter(self, operation: str, nbytes: int) -> None:
+        with self._changed:
+            self.entered += operation == "all_reduce"
+
+    def leave(self, operation: str) -> None:
+        with self._changed:
+            self.left += operation == "all_reduce"
+            self._changed.notify_all()
+
+    def wait_until_left(self, count: int, timeout: float = 30.0) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self.left >= count, timeout)
+
+
+@pytest.mark.ranks(2, 4)
+def test_reductions_are_complete_before_backward_ends(world):
+    """A hook on the first layer, the last one in backward, waits for the reductions of all layers above."""
+    model = wrapped(world, built(mlp), bucket_cap_mb=1e-6)
+    backward(model, world)
+    watch, seen = Watch(), []
+    hidden = model.module[0].register_forward_hook(
+        lambda layer, inputs, output: output.register_hook(lambda gradient: seen.append(watch.wait_until_left(5)))
+        and None
+    )
+    world.default_group.backend.observer = watch
+    try:
+        backward(model, world)
+    finally:
+        world.default_group.backend.observer = None
+        hidden.remove()
+    assert seen == [True]
+    assert watch.entered == 7 + 1  # seven gradients, of which the first layer's two came later
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [SYNCHRONOUS, NO_SYNC])
+def test_other_strategies_reduce_nothing_during_backward(world, strategy):
+    model = wrapped(world, built(mlp), sync_strategy=strategy)
+    inputs, targets = part_of(batch_of(model, 0), world.rank, world.size)
+    inputs.requires_grad_()
+    during = []
+    with logged(world) as log:
+        inputs.register_hook(lambda gradient: during.append(len(log.calls)))
+        loss_of(model(inputs), targets).backward()
+        after = len(log.calls)
+        model.sync_gradients()
+    assert during == [0]
+    asked = 1  # whether there is something to reduce
+    buckets_and_status = len(model.bucket_sizes) + 1
+    assert after == (buckets_and_status if strategy is SYNCHRONOUS else 0)
+    assert len(log.calls) == asked + buckets_and_status
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("cap", [1e-6, 0.001, 25])
+def test_one_reduction_a_bucket_and_one_status(world, cap, overlaps):
+    model = wrapped(world, built(mlp), overlaps=overlaps, bucket_cap_mb=cap)
+    backward(model, world)
+    for step in range(2):
+        with logged(world) as log:
+            backward(model, world, step)
+        assert log.calls == [("all_reduce", 4 * size) for size in model.bucket_sizes] + [("all_reduce", 1)]
+    assert len(model.bucket_sizes) == {1e-6: 7, 0.001: 3, 25: 1}[cap]
+    assert sum(model.bucket_sizes) == sum(p.numel() for p in model.parameters())
+
+
+class OtherOrder(nn.Module):
+    """Uses its layers in another order than the one in which they are registered; sizes 2, 4, 6 and 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(size)) for size in (2, 4, 6, 8))
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        for position in order:
+            x = x * self.weights[position].mean()
+        return x
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("as_view", [True, False])
+def test_buckets_follow_the_order_of_gradients_on_rank_0(world, as_view):
+    model = wrapped(world, OtherOrder(), bucket_cap_mb=1e-6, gradient_as_bucket_view=as_view)
+    assert model.bucket_sizes == [8, 6, 4, 2]
+    x = torch.tensor(1.0 + world.rank)
+    model(x, (0, 2, 1, 3) if world.rank == 0 else (3, 2, 1, 0)).backward()
+    assert model.bucket_sizes == [8, 4, 6, 2]
+    model.zero_grad()
+    model(x, (3, 2, 1, 0)).backward()  # any other order still works, and is not learned again
+    assert model.bucket_sizes == [8, 4, 6, 2]
+    mean = sum(1.0 + rank for rank in range(world.size)) / world.size
+    for weight in model.module.weights:
+        torch.testing.assert_close(weight.grad, torch.full_like(weight, mean / weight.numel()))
+
+
+@pytest.mark.ranks(2)
+def test_nothing_is_learned_from_a_backward_that_one_rank_did_not_complete(world):
+    model = wrapped(world, OtherOrder(), bucket_cap_mb=1e-6, find_unused_parameters=True)
+    x = torch.tensor(1.0)
+    model(x, (0, 1, 2, 3) if world.rank == 0 else (0, 1)).backward()
+    assert model.bucket_sizes == [8, 6, 4, 2]
+    model(x, (1, 0, 2, 3)).backward()
+    assert model.bucket_sizes == [8, 6, 2, 4]
+
+
+@pytest.mark.ranks(2)
+def test_a_bucket_holds_one_dtype_and_a_large_gradient_gets_its_own(world):
+    kinds = [(10, torch.float32), (5, torch.float64), (1000, torch.float32), (20, torch.float32)]
+    module = nn.ParameterList(nn.Parameter(torch.ones(size, dtype=dtype)) for size, dtype in kinds)
+    model = wrapped(world, module, bucket_cap_mb=400 / (1 << 20))
+    assert model.bucket_sizes == [20, 1000, 5, 10]
+
+
+@pytest.mark.ranks(2)
+def test_the_first_bucket_is_small(world):
+    module = nn.ParameterList(nn.Parameter(torch.ones(200_000)) for _ in range(6))
+    assert wrapped(world, module).bucket_sizes == [200_000, 1_000_000]
+    assert wrapped(world, module, sync_strategy=SYNCHRONOUS).bucket_sizes == [1_200_000]
+
+
+# ---- in which dtype ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("as_view", [True, False])
+@pytest.mark.parametrize("strategy", GradSyncStrategy)
+def test_gradients_travel_in_bfloat16(world, strategy, as_view):
+    model = wrapped(
+        world, built(mlp), sync_strategy=strategy, reduce_dtype=torch.bfloat16, gradient_as_bucket_view=as_view
+    )
+    with logged(world) as log:
+        backward(model, world)
+        if strategy is NO_SYNC:
+            model.sync_gradients()
+    assert [size for operation, size in log.calls if operation == "all_reduce" and size > 1] == [2 * size for size in model.bucket_sizes]
+    backend = world.default_group.backend
+    if isinstance(backend, MockBackend):
+        sent = [call.dtype for call in backend.log if call.op is ReduceOp.AVERAGE]
+        assert sent == [torch.bfloat16] * len(model.bucket_sizes)
+
+    def loss(rank: int):
+        inputs, targets = part_of(batch_of(model, 0), rank, world.size)
+        return lambda alone: loss_of(alone(inputs), targets)
+
+    each = [gradients_alone(model.module, loss(rank)) for rank in range(world.size)]
+    rounding = 2.0**-8  # of a bfloat16, which has eight significant bits
+    for name, parameter in model.module.named_parameters():
+        gradients = torch.stack([own[name] for own in each])
+        bound = 1.01 * rounding * (gradients.abs().mean(0) + gradients.mean(0).abs()) + 1e-6
+        assert parameter.grad.dtype == torch.float32
+        assert ((parameter.grad - gradients.mean(0)).abs() <= bound).all(), name
+        assert (parameter.grad != gradients.mean(0)).any(), name
+    assert_same_on_all_ranks(world, gradients_of(model.module))
+
+
+@pytest.mark.ranks(2)
+def test_a_wider_dtype_than_the_gradients_own(world):
+    model = wrapped(world, built(mlp).bfloat16(), reduce_dtype=torch.float32)
+    with logged(world) as log:
+        model(batch_of(model, world.rank)[0].bfloat16()).sum().backward()
+    assert log.calls[0] == ("all_reduce", 4 * model.bucket_sizes[0])
+    assert model.module[0].weight.grad.dtype == torch.bfloat16
+    assert_same_on_all_ranks(world, gradients_of(model.module))
+
+
+@pytest.mark.ranks(2)
+def test_complex_gradients_keep_their_imaginary_part(world):
+    module = nn.ParameterList([nn.Parameter(torch.ones(3, dtype=torch.complex64)), nn.Parameter(torch.ones(3))])
+    model = wrapped(world, built(lambda: ComplexProduct(module)), reduce_dtype=torch.bfloat16)
+    model(torch.tensor(1.0 + world.rank)).backward()
+    torch.testing.assert_close(module[0].grad, torch.full((3,), -1.5j))
+    torch.testing.assert_close(module[1].grad, torch.full((3,), 1.5))
+
+
+class ComplexProduct(nn.Module):
+    def __init__(self, weights: nn.ParameterList) -> None:
+        super().__init__()
+        self.weights = weights
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * ((self.weights[0] * 1j).real.sum() + self.weights[1].sum())
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------
+
+
+def storages(model: nn.Module) -> list[int]:
+    return [parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()]
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("strategy", GradSyncStrategy)
+def test_gradients_are_views_of_their_bucket(world, strategy):
+    model = wrapped(world, built(mlp), sync_strategy=strategy, bucket_cap_mb=0.001)
+    for step in range(3):  # the second time in the buckets that were learned
+        model.zero_grad(set_to_none=step != 2)
+        backward(model, world, step)
+        model.sync_gradients()
+        assert len(set(storages(model))) == len(model.bucket_sizes)
+        in_buckets = sum({p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes() for p in model.parameters()}.values())
+        assert in_buckets == sum(p.nbytes for p in model.parameters())
+    before = storages(model)
+    model.zero_grad(set_to_none=False)
+    backward(model, world)
+    assert storages(model) == before
+
+
+@pytest.mark.ranks(2)
+def test_gradients_have_memory_of_their_own_without_views(world):
+    model = wrapped(world, built(mlp), gradient_as_bucket_view=False)
+    backward(model, world)
+    assert len(set(storages(model))) == len(list(model.parameters()))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("as_view", [True, False])
+def test_gradients_have_the_strides_of_their_parameters(world, as_view):
+    convolutions = built(lambda: Convolutions().to(memory_format=torch.channels_last))
+    model = wrapped(world, convolutions, gradient_as_bucket_view=as_view)
+    backward(model, world)
+    assert model.module.first.weight.stride() == (18, 1, 6, 2)
+    assert [p.grad.stride() for p in model.parameters()] == [p.stride() for p in model.parameters()]
+    model = wrapped(world, built(strided_weight), gradient_as_bucket_view=as_view)
+    backward(model, world)
+    assert model.module[0].weight.grad.stride() == (1, 16)
+    assert model.module[5].weight.grad.stride() == (16, 1)
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_that_the_user_replaced_is_averaged(world):
+    model = wrapped(world, built(mlp))
+    backward(model, world)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, float(world.rank))
+    with model.no_sync():
+        backward(model, world)
+    model.sync_gradients()
+    inputs, targets = batch_of(model, 0)
+    expected = gradients_alone(model.module, lambda alone: loss_of(alone(inputs), targets))
+    assert_close(gradients_of(model.module), {name: gradient + 0.5 for name, gradient in expected.items()})
