@@ -1,17 +1,23 @@
-"""What a model's output says about the backward that will start from it (layer 5)."""
+"""How the wrapper of data parallelism meets autograd and the compiler (layer 5).
+
+What a model's output says about the backward that will start from it, and what torch.compile must not look into.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-__all__ = ["accumulates_into", "leaf_below", "tensors_in"]
+__all__ = ["accumulates_into", "leaf_below", "outside_compile", "tensors_in"]
 
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 _LEAF = "torch::autograd::AccumulateGrad"
 
@@ -62,3 +68,10 @@ def accumulates_into(leaf: Node | None) -> bool:
     except RuntimeError:  # torch.autograd.grad, asked for this very leaf
         return False
     return runs
+
+
+def outside_compile(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Decorate a function that communicates, so that torch.compile does not trace it into a model's graph."""
+    # torch.compiler.disable is the public form, which imports the whole compiler at once and not at the first call.
+    outside: Callable[_Arguments, _Result] = torch._disable_dynamo(function)
+    return outside

@@ -26,6 +26,7 @@ from ..errors import CollectiveTimeoutError, RankFailedError, UnusedParameterErr
 from ..group import ProcessGroup
 from ..types import GradSyncStrategy, ReduceOp, Work
 from .buckets import Bucket, make_buckets
+from .outputs import outside_compile
 
 __all__ = ["Reducer"]
 
@@ -137,6 +138,7 @@ class Reducer:
 
     # ---- during backward ----------------------------------------------------------------------------------
 
+    @outside_compile
     def on_gradient(self, position: int, parameter: Tensor) -> None:
         """Take note of a gradient that is complete; called by autograd."""
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
@@ -200,6 +202,7 @@ class Reducer:
                 raise
         self._announced = True
 
+    @outside_compile
     def _finish(self) -> None:
         try:
             self._announce_once()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,22 +17,13 @@ from ..group import ProcessGroup, default_group
 from ..types import GradSyncStrategy
 from .agreement import check_same_model
 from .join import Join
-from .outputs import accumulates_into, leaf_below, tensors_in
+from .outputs import accumulates_into, leaf_below, outside_compile, tensors_in
 from .reducer import Reducer
 from .state_names import hide_wrapper
 
 __all__ = ["DistributedDataParallel"]
 
 _REDUCE_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _left_as_it_is(method: _Method) -> _Method:
-    """Keep torch.compile from tracing communication into a model's graph, without importing the compiler."""
-    method.__dict__["_torchdynamo_disable"] = True
-    return method
-
 
 class DistributedDataParallel(nn.Module):
     """Trains one model on all ranks of a group: each rank computes a part of the batch, gradients are averaged.
@@ -137,6 +128,7 @@ class DistributedDataParallel(nn.Module):
         finally:
             self._reducer.enabled = before
 
+    @outside_compile
     def sync_gradients(self) -> None:
         """Average the gradients that have changed since they were last averaged, in place; collective.
 
@@ -148,6 +140,7 @@ class DistributedDataParallel(nn.Module):
         """
         self._reducer.sync()
 
+    @outside_compile
     def sync_parameters(self) -> None:
         """Copy rank 0's parameters and buffers to all ranks, in place; collective."""
         self.broadcast_state(0)
@@ -218,7 +211,7 @@ class DistributedDataParallel(nn.Module):
         trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
         return Reducer(trained, self._group, **self._options)
 
-    @_left_as_it_is
+    @outside_compile
     def _before_forward(self) -> None:
         if not torch.is_grad_enabled():
             return
@@ -240,7 +233,7 @@ class DistributedDataParallel(nn.Module):
             self._reducer.detach()
             self._reducer = reducer
 
-    @_left_as_it_is
+    @outside_compile
     def _after_forward(self, output: Any) -> Any:
         """See to it that the end of the outermost backward is noticed, also when checkpointing nests others."""
         if torch.is_grad_enabled():
@@ -256,7 +249,7 @@ class DistributedDataParallel(nn.Module):
             if accumulates_into(leaf):
                 self._reducer.open_backward()
 
-        tensor.register_hook(_left_as_it_is(open_backward))
+        tensor.register_hook(outside_compile(open_backward))
 
 
 def _check_module(module: object) -> None:

@@ -134,9 +134,7 @@ def test_memory_layouts(group, asynchronous) -> None:
 
 @pytest.mark.ranks(2, 3)
 @BOTH_WAYS
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint16, torch.bfloat16, torch.float32, torch.complex128], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex128], ids=str)
 def test_more_than_two_pieces(group, asynchronous, dtype) -> None:
     checks = CollectiveChecks(group, asynchronous=asynchronous)
     rows = 2 * 2**20 // (7 * dtype.itemsize) + 5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -115,9 +114,6 @@ def test_training_in_bfloat16(world):
 
 # ---- torch.compile ----------------------------------------------------------------------------------------------
 
-_compiling = threading.Lock()
-
-
 def compiled(function, **options):
     return torch.compile(function, backend="aot_eager", **options)
 
@@ -125,9 +121,7 @@ def compiled(function, **options):
 @pytest.mark.ranks(1, 2)
 @AUTOMATIC
 def test_compiled_inside(world, strategy):
-    with _compiling:
-        model = wrapped(world, compiled(built(mlp)), sync_strategy=strategy, bucket_cap_mb=0.001)
-        model.module(batch_of(model, 0)[0][: 12 // world.size])
+    model = wrapped(world, compiled(built(mlp)), sync_strategy=strategy, bucket_cap_mb=0.001)
     train(model, world, steps=5)
     names = [name.removeprefix("_orig_mod.") for name in model.state_dict()]
     expected = trained_alone(mlp, 1, 5)
@@ -149,8 +143,26 @@ def test_compiled_outside(world, strategy):
     assert_close(model.state_dict(), plain.state_dict())
 
 
+@pytest.mark.ranks(2)
+def test_compiled_training_step(world):
+    model = wrapped(world, built(mlp), bucket_cap_mb=0.001)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        own_loss(model, world, number).backward()
+        model.sync_gradients()
+        optimizer.step()
+
+    program = compiled(step)
+    for number in range(5):
+        program(number)
+    assert_close(model.state_dict(), trained_alone(mlp, 1, 5))
+
+
 @pytest.mark.slow
 @pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.rank_timeout(240)
 def test_compiled_by_inductor(world):
     model = wrapped(world, built(mlp))

@@ -8,7 +8,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = tuple([REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))])
+PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
 FRESH_MACHINE = "<!-- fresh machine -->"
 
 _FILE_NAME = re.compile(r"# (\w[\w.-]*\.(?:py|toml|yaml))\n")

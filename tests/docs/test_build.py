@@ -11,7 +11,9 @@ from fences import REPOSITORY
 def test_sphinx_builds_the_site_without_warnings(tmp_path):
     site = tmp_path / "site"
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees")]
-    build = subprocess.run([*command, str(REPOSITORY / "docs"), str(site)], capture_output=True, text=True, timeout=180)
+    build = subprocess.run(
+        [*command, str(REPOSITORY / "docs"), str(site)], capture_output=True, text=True, timeout=180
+    )
     assert build.returncode == 0, build.stdout + build.stderr
     api = (site / "api.html").read_text()
     assert 'id="axonmpi.DistributedDataParallel.no_sync"' in api

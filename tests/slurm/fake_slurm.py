@@ -24,8 +24,10 @@ OPTIONS = (
 )
 # Hydra and PRRTE would ask Slurm for the nodes of a job, and start their daemons with srun.
 NO_SLURM_FOR_MPIRUN = {
-    **{"HYDRA_BOOTSTRAP": "fork", "HYDRA_RMK": "user"},
-    **{"PRTE_MCA_ras": "^slurm", "PRTE_MCA_plm": "^slurm"},
+    "HYDRA_BOOTSTRAP": "fork",
+    "HYDRA_RMK": "user",
+    "PRTE_MCA_ras": "^slurm",
+    "PRTE_MCA_plm": "^slurm",
 }
 
 

@@ -185,7 +185,7 @@ def alone(tmp_path_factory):
     command = [sys.executable, "-m", "axonmpi", "train", *SMALL, "--name", "first"]
     environment = without_launcher_variables(process_environment())
     finished = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
     return finished, folder / "axonmpi-runs" / "first"
 
@@ -204,7 +204,7 @@ def test_the_command_without_a_launcher(alone):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_command_on_real_ranks_gives_the_same_losses(alone, tmp_path, ranks):
-    result = ax.testing.launch(ranks, "-m", "axonmpi", "train", *SMALL, "--out", tmp_path, timeout=120)
+    result = ax.testing.launch(ranks, "-m", "axonmpi", "train", *SMALL, "--out", tmp_path, timeout=240)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count(f"on {ranks} ranks") == 2  # the opening and the end, by rank 0 only
     assert losses(tmp_path) == pytest.approx(losses(alone[1]), abs=1e-4)
@@ -224,7 +224,7 @@ sys.exit(cli.main(["train", "--out", sys.argv[1], *lacking]))
 
 @pytest.mark.slow
 def test_a_text_missing_on_one_node_ends_the_job(tmp_path):
-    result = ax.testing.launch(2, ONE_NODE_LACKS_THE_TEXT, tmp_path, timeout=120)
+    result = ax.testing.launch(2, ONE_NODE_LACKS_THE_TEXT, tmp_path, timeout=240)
     assert (result.returncode, result.timed_out, result.leftover) == (2, False, ())
     assert "cannot read /nowhere: No such file" in result.stderr
 
@@ -239,7 +239,7 @@ def test_a_text_missing_on_one_node_ends_the_job(tmp_path):
     ],
 )
 def test_real_ranks_refuse_together_with_code_2(flags, message):
-    result = ax.testing.launch(2, "-m", "axonmpi", "train", *flags, timeout=120)
+    result = ax.testing.launch(2, "-m", "axonmpi", "train", *flags, timeout=240)
     assert result.returncode == 2
     assert message in result.stderr
     assert result.leftover == ()

@@ -1,0 +1,153 @@
+"""Collectives under torch's modes: no_grad, inference_mode, another default device or dtype; subclasses of Tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from collective_checks import CollectiveChecks
+
+import axonmpi as ax
+
+pytestmark = pytest.mark.ranks(1, 2, 4)
+BOTH_WAYS = pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "async"])
+
+
+def run_everything(group, asynchronous: bool, label: str) -> None:
+    checks = CollectiveChecks(group, asynchronous=asynchronous, label=label)
+    for shape in ((3, 2), (400, 300)):  # 60 pieces of the second one's size would be more than the scratch memory
+        checks.every_operation(torch.float32, shape)
+        checks.every_operation(torch.bfloat16, shape, "transposed")
+    checks.finish()
+
+
+class _NoVersions(CollectiveChecks):
+    """Tensors made in inference mode have no versions."""
+
+    def _written(self, case, laid, value, expected) -> None:
+        self._close(case, laid.tensor, laid.tensor.dtype, expected)
+
+
+@BOTH_WAYS
+def test_inference_mode(world, asynchronous) -> None:
+    """What the group makes for itself in inference mode must be usable outside of it, and the reverse."""
+    group = world.new_group(range(world.size))
+    for number in range(2):
+        with torch.inference_mode():
+            for count in (5, 1000 + number, 300_000 + number):
+                tensor = torch.ones(count)
+                work = group.all_reduce(tensor, async_op=asynchronous)
+                if work is not None:
+                    work.wait()
+                assert tensor[-1].item() == group.size
+                group.broadcast(tensor, group.size - 1)
+                assert group.all_gather(tensor[:2]).tolist() == [group.size] * (2 * group.size)
+                assert group.reduce_scatter(tensor).sum() <= group.size**2 * count
+                assert group.all_gather_object(number) == [number] * group.size
+            inner = world.new_group(range(world.size))
+        run_everything(group, asynchronous, "after inference mode")
+        run_everything(inner, asynchronous, "in a group made in inference mode")
+
+
+def test_a_tensor_of_inference_mode_outside_of_it(group) -> None:
+    with torch.inference_mode():
+        tensor = torch.ones(3)
+    for operation in (group.all_reduce, group.broadcast):
+        with pytest.raises(ValueError, match="made in torch.inference_mode.*clone"):
+            operation(tensor)
+    assert group.all_gather(tensor).tolist() == [1] * (3 * group.size)
+    group.all_reduce(ones := tensor.clone())
+    assert ones.tolist() == [group.size] * 3
+    with pytest.raises(ValueError, match="made in torch.inference_mode"):
+        group.all_reduce(tensor)
+
+
+@BOTH_WAYS
+def test_another_default_device(world, asynchronous) -> None:
+    with torch.device("meta"):
+        group = world.new_group(range(world.size))
+        for count in (3, 1000):
+            tensor = torch.ones(count, device="cpu")
+            assert group.all_gather(tensor).device.type == "cpu"
+            assert group.reduce_scatter(tensor).device.type == "cpu"
+            assert group.scatter(tensor).device.type == "cpu"
+            assert {part.device.type for part in group.gather(tensor) or [tensor]} == {"cpu"}
+            assert {part.device.type for part in group.all_to_all([tensor] * group.size)} == {"cpu"}
+            work = group.all_reduce(tensor, async_op=asynchronous)
+            if work is not None:
+                work.wait()
+            assert tensor.tolist() == [group.size] * count
+            assert group.broadcast_object("here") == "here"
+            assert group.all_gather_object(group.rank) == list(range(group.size))
+            ax.sync_gradients([tensor, tensor.double()], group)
+            ax.sync_gradients([], group)
+    run_everything(group, asynchronous, "after torch.device")
+
+
+def test_another_default_dtype(world) -> None:
+    before = torch.get_default_dtype()
+    world.default_group.barrier()
+    torch.set_default_dtype(torch.float64)
+    try:
+        checks = CollectiveChecks(world.default_group)
+        checks.every_operation(torch.float32, (3, 2))
+        checks.every_operation(torch.int64, (100, 2))
+        ax.sync_gradients([], world.default_group)
+        world.default_group.barrier()
+    finally:
+        torch.set_default_dtype(before)
+    checks.finish()
+
+
+def test_parameters_under_no_grad(group) -> None:
+    parameter = torch.nn.Parameter(torch.full((3,), float(group.rank)))
+    with torch.no_grad():
+        group.all_reduce(parameter)
+        group.broadcast(parameter)
+    assert parameter.tolist() == [sum(range(group.size))] * 3
+    assert isinstance(parameter, torch.nn.Parameter)
+    assert parameter.is_leaf
+    gathered = group.all_gather(parameter)
+    assert not gathered.requires_grad
+
+
+def test_a_change_that_autograd_must_not_miss(group) -> None:
+    """A tensor that backward needs is reduced in place: backward has to refuse, on every path."""
+    for count in (3, 3, 1000, 300_000):
+        weight = torch.ones(count, requires_grad=True)
+        factor = torch.ones(count)
+        loss = (weight * factor).sum()
+        group.all_reduce(factor)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_results_take_part_in_autograd_as_constants(group) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    for result in (
+        group.all_gather(weight),
+        group.reduce_scatter(weight),
+        group.all_to_all([weight] * group.size)[0],
+        group.scatter(weight),
+        *(group.gather(weight) or []),
+    ):
+        assert not result.requires_grad
+
+
+class Named(torch.Tensor):
+    """A subclass that does nothing."""
+
+
+def test_subclasses_of_tensor(group) -> None:
+    for count in (3, 3, 1000):
+        tensor = torch.ones(count).as_subclass(Named)
+        group.all_reduce(tensor)
+        assert tensor.tolist() == [group.size] * count
+        assert group.all_gather(tensor).tolist() == [group.size] * (count * group.size)
+
+
+def test_autocast_changes_nothing(group) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        tensor = torch.full((3,), 1.0 + 2**-20)
+        group.all_reduce(tensor)
+        assert tensor.dtype is torch.float32
+        assert tensor.tolist() == [(1.0 + 2**-20) * group.size] * 3

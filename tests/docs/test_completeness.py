@@ -1,0 +1,54 @@
+"""The pages speak of everything there is: public names, errors, settings, modules."""
+
+import re
+
+import pytest
+from fences import PAGES, REPOSITORY
+
+import axonmpi
+from axonmpi import errors
+from axonmpi.cli.bench.command import BENCHMARKS
+from axonmpi.train.config import Config
+
+DOCS = REPOSITORY / "docs"
+
+
+def missing(page: str, names, pattern: str = "{}"):
+    """Return the names that do not stand on a page as whole words."""
+    text = (DOCS / page).read_text()
+    return [name for name in names if not re.search(rf"(?<!\w){re.escape(pattern.format(name))}(?!\w)", text)]
+
+
+def test_every_public_name_is_looked_up_in_the_api_page():
+    modules = {"autograd", "comm", "errors", "testing"}
+    entries = re.findall(r"(?:function|class|exception|module):: (?:[\w.]+\.)?(\w+)", (DOCS / "api.md").read_text())
+    assert set(axonmpi.__all__) - set(entries) - modules == set()
+    assert set(axonmpi.testing.__all__) | set(axonmpi.autograd.__all__) <= set(entries)
+
+
+def test_every_error_is_explained():
+    assert missing("errors.md", errors.__all__, "| `{}` |") == []
+
+
+def test_every_setting_of_the_trainer_is_a_flag_on_its_page():
+    page = (DOCS / "trainer.md").read_text()
+    flags = [name.replace("_", "-") for name in Config().flat()]
+    assert [flag for flag in flags if f"`--{flag}`" not in page and f"`--no-{flag}`" not in page] == []
+
+
+def test_every_benchmark_is_shown():
+    assert missing("benchmarks.md", BENCHMARKS, "axonmpi bench {}") == []
+
+
+def test_every_module_has_its_layer():
+    package = REPOSITORY / "axonmpi"
+    files = {str(path.relative_to(package)) for path in [*package.glob("*.py"), *package.glob("backends/*.py")]}
+    folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    listed = (files | folders) - {"backends/", "backends/__init__.py"}
+    assert missing("architecture.md", sorted(listed), "`{}`") == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page):
+    targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
