@@ -176,7 +176,9 @@ def all_reduce(
     t: Tensor, op: ReduceOp = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
     """Reduce over all ranks, in place; collective; a `Work` when asynchronous. See `Backend.all_reduce`."""
-    return (default_group() if group is None else _resolve(group)).all_reduce(t, op, async_op)
+    operations = (default_group() if group is None else _resolve(group)).operations
+    work: Work | None = operations.all_reduce(t, op, async_op=async_op)
+    return work
 
 
 def all_reduce_sum(t: Tensor, group: ProcessGroup | None = None) -> None:

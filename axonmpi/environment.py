@@ -145,6 +145,9 @@ _OWN_PREFIXES = (
 _KEPT_PREFIXES = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "OMPI_ALLOW_RUN_AS_ROOT")
 
 
+_unbound: frozenset[int] | None = None
+
+
 def process_environment() -> dict[str, str]:
     """Return a copy of this process's environment variables; local."""
     return dict(os.environ)
@@ -328,6 +331,35 @@ def share_of_cores(own: Iterable[int], masks: Sequence[frozenset[int]]) -> int:
     # In units of the ranks' common multiple the sum would be exact; a small allowance does as well.
     share = sum(1.0 / sum(cpu in mask for mask in masks) for cpu in own)
     return max(1, int(share + 1e-9))
+
+
+def core_to_keep_to(own_rank: int, masks: Sequence[frozenset[int]]) -> int | None:
+    """Return the core for a rank to stay on, where ranks outnumber the cores and nobody has bound them; local.
+
+    Ranks that wait for each other and outnumber the cores are moved about by the system, often two waiting ones to
+    one core and two computing ones to the other. Dealt out evenly, none is moved.
+
+    Args:
+        own_rank: This rank's number on its node.
+        masks: The logical CPUs that each rank of the node may run on.
+    """
+    own = masks[own_rank]
+    shared_by_all = len(own) > 1 and all(mask == own for mask in masks)
+    if not shared_by_all or len(masks) <= len(own) or os.environ.get("AXONMPI_BIND") == "none":
+        return None
+    return sorted(own)[own_rank % len(own)]
+
+
+def keep_to_core(core: int) -> None:
+    """Stay on one core from now on; what this process starts with `unbound_cores` need not."""
+    global _unbound
+    _unbound = usable_cores()
+    os.sched_setaffinity(0, {core})
+
+
+def unbound_cores() -> frozenset[int] | None:
+    """Return the cores that this process could use before `keep_to_core`; None if it was not called; local."""
+    return _unbound
 
 
 def user_threads(env: Mapping[str, str] | None = None) -> str | None:

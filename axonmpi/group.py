@@ -52,6 +52,9 @@ class ProcessGroup:
         backend: The communicator. On ranks outside the group, None.
         ranks: The members' numbers in the world, in order; by default 0 to the backend's size.
         own_rank: This rank's number in the world, needed on ranks outside.
+
+    Attributes:
+        operations: The backend; on ranks outside, something whose every attribute is an error.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class ProcessGroup:
             ranks = range(backend.size)
         self._ranks = tuple(ranks)
         self._members = frozenset(self._ranks)
-        self._ops: Any = backend if backend is not None else _Outside(self._ranks, own_rank or 0)
+        self.operations: Any = backend if backend is not None else _Outside(self._ranks, own_rank or 0)
 
     @classmethod
     def mock(cls) -> ProcessGroup:
@@ -76,7 +79,7 @@ class ProcessGroup:
     @property
     def rank(self) -> int:
         """This rank's number in the group; -1 outside it."""
-        rank: int = self._ops.rank
+        rank: int = self.operations.rank
         return rank
 
     @property
@@ -92,9 +95,9 @@ class ProcessGroup:
     @property
     def backend(self) -> Backend:
         """The communicator; ValueError on ranks outside the group."""
-        if isinstance(self._ops, _Outside):
-            _ = self._ops.backend
-        backend: Backend = self._ops
+        if isinstance(self.operations, _Outside):
+            _ = self.operations.backend
+        backend: Backend = self.operations
         return backend
 
     def contains(self, global_rank: int) -> bool:
@@ -108,76 +111,76 @@ class ProcessGroup:
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Work | None:
         """Reduce over all ranks, in place; collective. See `Backend.all_reduce`."""
-        work: Work | None = self._ops.all_reduce(tensor, op, async_op=async_op)
+        work: Work | None = self.operations.all_reduce(tensor, op, async_op=async_op)
         return work
 
     def reduce(self, tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Work | None:
         """Reduce onto rank `dst`, in place there; collective. See `Backend.reduce`."""
-        work: Work | None = self._ops.reduce(tensor, dst, op, async_op=async_op)
+        work: Work | None = self.operations.reduce(tensor, dst, op, async_op=async_op)
         return work
 
     def broadcast(self, tensor: Tensor, src: int = 0, async_op: bool = False) -> Work | None:
         """Copy rank `src`'s tensor to all ranks, in place; collective. See `Backend.broadcast`."""
-        work: Work | None = self._ops.broadcast(tensor, src, async_op=async_op)
+        work: Work | None = self.operations.broadcast(tensor, src, async_op=async_op)
         return work
 
     def all_gather(self, tensor: Tensor, dim: int = 0, async_op: bool = False) -> Any:
         """Return all ranks' tensors concatenated along `dim`; collective. See `Backend.all_gather`."""
-        return self._ops.all_gather(tensor, dim, async_op=async_op)
+        return self.operations.all_gather(tensor, dim, async_op=async_op)
 
     def reduce_scatter(
         self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, dim: int = 0, async_op: bool = False
     ) -> Any:
         """Return this rank's slice of the reduced tensor; collective. See `Backend.reduce_scatter`."""
-        return self._ops.reduce_scatter(tensor, op, dim, async_op=async_op)
+        return self.operations.reduce_scatter(tensor, op, dim, async_op=async_op)
 
     def gather(self, tensor: Tensor, dst: int = 0, async_op: bool = False) -> Any:
         """Return the list of all ranks' tensors on rank `dst`; collective. See `Backend.gather`."""
-        return self._ops.gather(tensor, dst, async_op=async_op)
+        return self.operations.gather(tensor, dst, async_op=async_op)
 
     def scatter(self, tensor: Tensor | None, src: int = 0, async_op: bool = False) -> Any:
         """Return this rank's part of rank `src`'s tensor; collective. See `Backend.scatter`."""
-        return self._ops.scatter(tensor, src, async_op=async_op)
+        return self.operations.scatter(tensor, src, async_op=async_op)
 
     def all_to_all(self, tensors: Sequence[Tensor], async_op: bool = False) -> Any:
         """Send one tensor to each rank, return those received; collective. See `Backend.all_to_all`."""
-        return self._ops.all_to_all(tensors, async_op=async_op)
+        return self.operations.all_to_all(tensors, async_op=async_op)
 
     def barrier(self, async_op: bool = False) -> Work | None:
         """Wait for all ranks; collective. See `Backend.barrier`."""
-        work: Work | None = self._ops.barrier(async_op=async_op)
+        work: Work | None = self.operations.barrier(async_op=async_op)
         return work
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send to rank `dst`. See `Backend.send`."""
-        self._ops.send(tensor, dst, tag)
+        self.operations.send(tensor, dst, tag)
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0) -> None:
         """Receive from rank `src`, in place. See `Backend.recv`."""
-        self._ops.recv(tensor, src, tag)
+        self.operations.recv(tensor, src, tag)
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         """Begin to send to rank `dst`. See `Backend.isend`."""
-        work: Work = self._ops.isend(tensor, dst, tag)
+        work: Work = self.operations.isend(tensor, dst, tag)
         return work
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
         """Begin to receive from rank `src`. See `Backend.irecv`."""
-        work: Work = self._ops.irecv(tensor, src, tag)
+        work: Work = self.operations.irecv(tensor, src, tag)
         return work
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s picklable object on all ranks; collective."""
-        return objects.broadcast_object(self._ops, obj, src)
+        return objects.broadcast_object(self.operations, obj, src)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return the picklable objects of all ranks, in rank order; collective."""
-        return objects.all_gather_object(self._ops, obj)
+        return objects.all_gather_object(self.operations, obj)
 
     def close(self) -> None:
         """Release the group's communicator; collective in effect, may be called twice; nothing outside."""
-        if not isinstance(self._ops, _Outside):
-            self._ops.close()
+        if not isinstance(self.operations, _Outside):
+            self.operations.close()
 
 
 class World:

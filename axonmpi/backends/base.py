@@ -30,6 +30,7 @@ from .checks import (
     check_readable,
     check_tag,
     check_tensor_list,
+    check_timeout,
     check_writable,
     wrap_dim,
 )
@@ -75,8 +76,7 @@ class Backend(ABC):
     overlaps: bool = True
 
     def __init__(self, rank: int, size: int, worker: TaskQueue, *, timeout: float | None = None) -> None:
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout: expected a positive number of seconds or None, got {timeout!r}")
+        check_timeout(timeout)
         self.rank = rank
         self.size = size
         self.timeout = timeout

@@ -99,7 +99,8 @@ class Call:
         shown = [_tensor_text(dtype, shape) for dtype, shape in self.layout[:_MAX_SHOWN]]
         if len(self.layout) > _MAX_SHOWN:  # the fingerprint stands for what is not shown
             shown.append(f"... #{self.key:x}")
-        return f"{len(self.layout)} tensors: {', '.join(shown)}" if shown else "no tensors"
+        count = f"{len(self.layout)} tensor{'s' if len(self.layout) > 1 else ''}"
+        return f"{count}: {', '.join(shown)}" if shown else "no tensors"
 
 
 def _tensor_text(dtype: torch.dtype, shape: Sequence[int]) -> str:

@@ -20,6 +20,7 @@ __all__ = [
     "check_tag",
     "check_tensor",
     "check_tensor_list",
+    "check_timeout",
     "check_writable",
     "wrap_dim",
 ]
@@ -39,7 +40,9 @@ def check_tensor(tensor: object, backend: str, device_types: tuple[str, ...]) ->
             f"the {backend} backend takes tensors on {' or '.join(device_types)}, "
             f"got one on {tensor.device}; move it with .{device_types[0]}()"
         )
-    if tensor.layout is not torch.strided or tensor.is_nested:
+    if tensor.is_nested:
+        raise ValueError("expected a dense tensor, got a nested one; use .to_padded_tensor(), or send its parts")
+    if tensor.layout is not torch.strided:
         raise ValueError(f"expected a dense tensor, got layout {tensor.layout}; use .to_dense()")
     if tensor.dtype not in _DTYPES:
         raise DtypeError(f"tensors of dtype {tensor.dtype} cannot be sent; convert them first")
@@ -102,6 +105,14 @@ def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
     if len(set(chosen)) != len(chosen):
         raise ValueError(f"ranks: expected different ranks, got {list(chosen)}")
     return chosen
+
+
+def check_timeout(timeout: object) -> None:
+    """Raise unless `timeout` is a positive number of seconds or None."""
+    if timeout is None:
+        return
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0:
+        raise ValueError(f"timeout: expected a positive number of seconds or None, got {timeout!r}")
 
 
 def check_tag(tag: object) -> None:

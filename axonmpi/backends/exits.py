@@ -103,7 +103,7 @@ class _Job:
 
     def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Stand in for `sys.excepthook`: print the traceback and end the job."""
-        if self._is_forked():
+        if self._is_out():
             self._exception_hook(kind, error, trace)
             return
         text = ""
@@ -114,7 +114,7 @@ class _Job:
 
     def on_thread_exception(self, args: threading.ExceptHookArgs, /) -> None:
         """Stand in for `threading.excepthook`: the same, except that SystemExit ends the thread only."""
-        if self._is_forked() or issubclass(args.exc_type, SystemExit):
+        if self._is_out() or issubclass(args.exc_type, SystemExit):
             self._thread_hook(args)
             return
         text = ""
@@ -127,7 +127,7 @@ class _Job:
 
     def on_system_exit(self, code: object) -> object:
         """Remember the exit code when the interpreter asks for it; return what it should use."""
-        if self._is_forked() or self._mpi.Is_finalized():
+        if self._is_out():
             return code
         if code is not None and not isinstance(code, int):
             self._print(str(code))
@@ -141,7 +141,7 @@ class _Job:
 
     def end(self) -> None:
         """End this rank in order, or abort the job; called when the interpreter ends."""
-        if self._is_forked() or self._mpi.Is_finalized():
+        if self._is_out():
             return
         code = self._exit_code()
         try:
@@ -215,8 +215,9 @@ class _Job:
         self._mpi.COMM_WORLD.Abort(code)
         os._exit(code)
 
-    def _is_forked(self) -> bool:
-        return os.getpid() != self._pid
+    def _is_out(self) -> bool:
+        """Say whether MPI is not this process's to use: it is a fork, or MPI has been finalised."""
+        return os.getpid() != self._pid or self._mpi.Is_finalized()
 
     def _prefixed(self, text: str) -> str:
         prefix = f"[rank {self._rank}] " if self.size > 1 else ""

@@ -28,6 +28,7 @@ from ..errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailed
 from ..types import CompletedWork, ReduceOp, Work
 from .base import Backend
 from .call import Call, mismatch_error
+from .checks import check_timeout
 from .reduction import reduce_in_rank_order
 from .worker import Worker
 
@@ -232,8 +233,7 @@ class MockBackend(Backend):
         """
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"size: expected a positive number of ranks, got {size!r}")
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout: expected a positive number of seconds or None, got {timeout!r}")
+        check_timeout(timeout)
         house = _House(DEFAULT_TIMEOUT if timeout is None else timeout)
         room = house.room("world", tuple(range(size)))
         return [cls(room, rank, timeout=timeout) for rank in range(size)]

@@ -28,6 +28,7 @@ from . import children, exits, runtime
 from .base import Backend
 from .call import Call, Layout
 from .cores import CoreShare, core_share
+from .mpi_memory import as_bytes, empty, flat_elements, write_back
 from .mpi_messages import MessagePort, buffer_of
 from .mpi_slots import PAYLOAD_BYTES, SlotExchange, SmallPlan, describe, described
 from .reduction import reduce_in_rank_order
@@ -159,10 +160,10 @@ class MpiBackend(Backend):
             self._remember(call)
             return
         self._agree(call)
-        flat = _flat(tensor)
+        flat = flat_elements(tensor)
         for piece, slice_ in self._reduced_pieces(call, flat, in_place=True):
             self.mpi_comm.Allgather(self._mpi.IN_PLACE, self._spec(piece, slice_.nbytes))
-        _write_back(flat, tensor)
+        write_back(flat, tensor)
 
     def _remember(self, call: Call) -> None:
         is_plain = call.layout is None and call.dtype is not None and not call.dtype.is_complex
@@ -173,14 +174,14 @@ class MpiBackend(Backend):
         assert call.root is not None
         self._agree(call)
         is_root = self.rank == call.root
-        flat = _flat(tensor)
+        flat = flat_elements(tensor)
         for piece, slice_ in self._reduced_pieces(call, flat, in_place=is_root):
             if is_root:
                 self.mpi_comm.Gather(self._mpi.IN_PLACE, self._spec(piece, slice_.nbytes), call.root)
             else:
                 self.mpi_comm.Gather(self._spec(slice_), None, call.root)
         if is_root:
-            _write_back(flat, tensor)
+            write_back(flat, tensor)
 
     def _reduced_pieces(self, call: Call, flat: Tensor, *, in_place: bool) -> Iterator[tuple[Tensor, Tensor]]:
         """Reduce `flat` piece by piece; yields (piece of W slices, own slice of it, reduced).
@@ -216,10 +217,10 @@ class MpiBackend(Backend):
 
     def _reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
         self._agree(call)
-        slices = [_flat(part) for part in tensor.tensor_split(self.size, dim)]
+        slices = [flat_elements(part) for part in tensor.tensor_split(self.size, dim)]
         shape = list(tensor.shape)
         shape[dim] = split_sizes(shape[dim], self.size)[self.rank]
-        result = _empty(shape, tensor.dtype)
+        result = empty(shape, tensor.dtype)
         flat = result.view(-1)
         longest = slices[0].numel()  # tensor_split puts the larger slices first
         step = max(1, self.piece_bytes // (self.size * tensor.element_size()))
@@ -246,29 +247,29 @@ class MpiBackend(Backend):
                 tensor.copy_(parts[call.root])
             return
         self._agree(call)
-        flat = _flat(tensor)
+        flat = flat_elements(tensor)
         self._broadcast_flat(flat, call.root)
         if self.rank != call.root:
-            _write_back(flat, tensor)
+            write_back(flat, tensor)
 
     def _broadcast_flat(self, flat: Tensor, root: int) -> None:
-        for piece in _bytes(flat).split(self.max_message_bytes):
+        for piece in as_bytes(flat).split(self.max_message_bytes):
             self.mpi_comm.Bcast(self._spec(piece), root)
 
     def _all_gather(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
         # What a rank sends is laid out with `dim` first, so that the blocks of all ranks follow each other.
         moved = tensor.movedim(dim, 0).contiguous()
         if moved.nbytes <= PAYLOAD_BYTES:
-            self._slots.own_payload[: moved.nbytes].copy_(_bytes(moved))
+            self._slots.own_payload[: moved.nbytes].copy_(as_bytes(moved))
         sizes = self._agree(call, moved.shape[0])
-        result = _empty((sum(sizes), *moved.shape[1:]), tensor.dtype)
+        result = empty((sum(sizes), *moved.shape[1:]), tensor.dtype)
         row_bytes = result[:1].nbytes
         counts = [size * row_bytes for size in sizes]
         if max(counts) <= PAYLOAD_BYTES:
-            for payload, block in zip(self._slots.payloads, _bytes(result).split(counts), strict=True):
+            for payload, block in zip(self._slots.payloads, as_bytes(result).split(counts), strict=True):
                 block.copy_(payload[: block.numel()])
         else:
-            self._gather_blocks(_bytes(moved), _bytes(result), counts)
+            self._gather_blocks(as_bytes(moved), as_bytes(result), counts)
         return result.movedim(0, dim).contiguous()
 
     def _gather_blocks(self, own: Tensor, result: Tensor, counts: list[int]) -> None:
@@ -294,7 +295,7 @@ class MpiBackend(Backend):
             sends[call.root] = own
             self._exchange(sends, [None] * self.size)
             return None
-        parts = [_empty((size, *tensor.shape[1:]) if tensor.dim() else (), tensor.dtype) for size in sizes]
+        parts = [empty((size, *tensor.shape[1:]) if tensor.dim() else (), tensor.dtype) for size in sizes]
         sends[self.rank] = own
         self._exchange(sends, parts)
         return parts
@@ -306,7 +307,7 @@ class MpiBackend(Backend):
         self._agree(call)
         dtype, shape = described(self._slots.payloads[call.root])
         rows = split_sizes(shape[0], self.size)[self.rank]
-        part = _empty((rows, *shape[1:]), dtype)
+        part = empty((rows, *shape[1:]), dtype)
         sends: list[Tensor | None] = [None] * self.size
         if tensor is not None:
             sends = [piece.contiguous() for piece in tensor.tensor_split(self.size)]
@@ -320,7 +321,7 @@ class MpiBackend(Backend):
         questions = torch.stack([describe(tensor) for tensor in tensors])
         answers = torch.empty_like(questions)
         self.mpi_comm.Alltoall(self._spec(questions, PAYLOAD_BYTES), self._spec(answers, PAYLOAD_BYTES))
-        received = [_empty(shape, dtype) for dtype, shape in (described(answer) for answer in answers)]
+        received = [empty(shape, dtype) for dtype, shape in (described(answer) for answer in answers)]
         self._exchange([tensor.contiguous() for tensor in tensors], received)
         return received
 
@@ -333,10 +334,10 @@ class MpiBackend(Backend):
         requests = []
         for peer in peers:
             if (incoming := receives[peer]) is not None:
-                requests += self._pairs.start_receive(_bytes(incoming), peer, 0, self.max_message_bytes)
+                requests += self._pairs.start_receive(as_bytes(incoming), peer, 0, self.max_message_bytes)
         for peer in peers:
             if (outgoing := sends[peer]) is not None:
-                requests += self._pairs.start_send(_bytes(outgoing), peer, 0, self.max_message_bytes)
+                requests += self._pairs.start_send(as_bytes(outgoing), peer, 0, self.max_message_bytes)
         self._mpi.Request.Waitall(requests)
 
     def _barrier(self, call: Call) -> None:
@@ -354,20 +355,20 @@ class MpiBackend(Backend):
     # ---- point to point -----------------------------------------------------------------------------------
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
-        self._messages.send(_bytes(tensor.contiguous()), dst, tag, self.max_message_bytes)
+        self._messages.send(as_bytes(tensor.contiguous()), dst, tag, self.max_message_bytes)
 
     def _recv(self, tensor: Tensor, src: int, tag: int) -> None:
-        flat = _flat(tensor)
-        self._messages.receive(_bytes(flat), src, tag, self.max_message_bytes)
-        _write_back(flat, tensor)
+        flat = flat_elements(tensor)
+        self._messages.receive(as_bytes(flat), src, tag, self.max_message_bytes)
+        write_back(flat, tensor)
 
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
-        return self._messages.send_work(_bytes(tensor.contiguous()), dst, tag, self.max_message_bytes)
+        return self._messages.send_work(as_bytes(tensor.contiguous()), dst, tag, self.max_message_bytes)
 
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
-        flat = _flat(tensor)
+        flat = flat_elements(tensor)
         return self._messages.receive_work(
-            _bytes(flat), src, tag, self.max_message_bytes, lambda: _write_back(flat, tensor)
+            as_bytes(flat), src, tag, self.max_message_bytes, lambda: write_back(flat, tensor)
         )
 
     # ---- memory -------------------------------------------------------------------------------------------
@@ -391,31 +392,3 @@ class MpiBackend(Backend):
     def _spec(self, tensor: Tensor, count: int | None = None) -> list[Any]:
         """Describe contiguous memory to MPI; `count` is the bytes per rank where an operation wants that."""
         return [buffer_of(self._mpi, tensor), tensor.nbytes if count is None else count, self._mpi.BYTE]
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements in order in contiguous memory: the tensor's own where it is that already."""
-    return _line(tensor.detach().resolve_conj().resolve_neg().contiguous())
-
-
-def _write_back(flat: Tensor, tensor: Tensor) -> None:
-    """Bring what MPI wrote into `flat` into the tensor, and tell autograd that the tensor has changed."""
-    if flat.data_ptr() != tensor.data_ptr() or tensor.is_neg() or tensor.is_conj():
-        tensor.copy_(flat.view(tensor.shape))
-    else:
-        torch.autograd.graph.increment_version(tensor)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """View contiguous memory as bytes."""
-    return _line(tensor).view(torch.uint8) if tensor.numel() else _empty([0], torch.uint8)
-
-
-def _line(tensor: Tensor) -> Tensor:
-    """View contiguous memory as one dimension of stride 1: a single element may have any other stride."""
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Make a tensor on the CPU, whatever torch's default device is at the moment."""
-    return torch.empty(shape, dtype=dtype, device="cpu")

@@ -11,7 +11,6 @@ the views already made, so that what Python adds to MPI's own all-reduce stays a
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 from typing import TYPE_CHECKING, Any
@@ -54,6 +53,7 @@ class SlotExchange:
         self._mpi = mpi
         self._crowded = crowded
         self._comm = comm
+        self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         with torch.inference_mode(False):  # what is made in that mode could not be written to outside of it
             self._own = torch.zeros(SLOT_BYTES, dtype=torch.uint8, device="cpu")
@@ -143,7 +143,7 @@ class SlotExchange:
 class SmallPlan:
     """Everything about an all-reduce of one dtype, shape and reduction that does not depend on the values."""
 
-    __slots__ = ("_add", "_address", "_call", "_nbytes", "_op", "_out", "_parts", "_slot", "_slots")
+    __slots__ = ("_call", "_op", "_others", "_out", "_own", "_parts", "_slots")
 
     def __init__(self, slots: SlotExchange, call: Call) -> None:
         assert call.op is not None
@@ -151,22 +151,21 @@ class SmallPlan:
         self._slots = slots
         self._call = call
         self._op: ReduceOp = call.op
-        self._nbytes = call.nbytes
-        self._slot, self._out = slots.filled_slot(call)
-        self._address = self._slot.data_ptr() + HEADER_BYTES
+        slot, self._out = slots.filled_slot(call)
+        self._own = _payload(slot, call)
         self._parts = slots.views(call)[1]
-        self._add = slots.size > 1 and plain_binary(call.dtype, call.op) is torch.add
+        adds = plain_binary(call.dtype, call.op) is torch.add
+        # Of two, the order does not matter: the own part is in the tensor already.
+        self._others = [self._parts[1 - slots.rank]] if adds and slots.size == 2 else []
 
     def run(self, tensor: Tensor) -> None:
-        """Reduce a contiguous tensor, in place; collective."""
-        ctypes.memmove(self._address, tensor.data_ptr(), self._nbytes)
+        """Reduce a tensor, in place; collective."""
+        self._own.copy_(tensor)
         self._slots.swap(self._call, self._out)
-        if not self._add:
+        if self._others:
+            tensor.add_(self._others[0])
+        else:
             reduce_in_rank_order(self._parts, self._op, tensor)
-            return
-        tensor.copy_(self._parts[0])
-        for part in self._parts[1:]:
-            tensor.add_(part)
 
 
 def _payload(slot: Tensor, call: Call) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import Node, get_gradient_edge
 
 __all__ = ["accumulates_into", "leaf_below", "outside_compile", "tensors_in"]
@@ -73,5 +74,5 @@ def accumulates_into(leaf: Node | None) -> bool:
 def outside_compile(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Decorate a function that communicates, so that torch.compile does not trace it into a model's graph."""
     # torch.compiler.disable is the public form, which imports the whole compiler at once and not at the first call.
-    outside: Callable[_Arguments, _Result] = torch._disable_dynamo(function)
+    outside: Callable[_Arguments, _Result] = _disable_dynamo(function)
     return outside

@@ -6,10 +6,12 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from ..bucketing import broadcast_coalesced
 from ..errors import DtypeError
@@ -24,6 +26,7 @@ from .state_names import hide_wrapper
 __all__ = ["DistributedDataParallel"]
 
 _REDUCE_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
 
 class DistributedDataParallel(nn.Module):
     """Trains one model on all ranks of a group: each rank computes a part of the batch, gradients are averaged.
@@ -239,17 +242,13 @@ class DistributedDataParallel(nn.Module):
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad and not tensor.is_leaf:  # a leaf would gather a hook in every forward
-                    self._watch(tensor)
+                    tensor.register_hook(partial(self._open_backward, leaf_below(tensor)))
         return output
 
-    def _watch(self, tensor: Tensor) -> None:
-        leaf = leaf_below(tensor)
-
-        def open_backward(grad: Tensor) -> None:
-            if accumulates_into(leaf):
-                self._reducer.open_backward()
-
-        tensor.register_hook(outside_compile(open_backward))
+    @outside_compile
+    def _open_backward(self, leaf: Node | None, _gradient: Tensor) -> None:
+        if accumulates_into(leaf):
+            self._reducer.open_backward()
 
 
 def _check_module(module: object) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["allow_rank_fixtures", "inner_test_of", "replaced_inner_test"]
+__all__ = ["adapt_to_ranks", "inner_test_of", "replaced_inner_test"]
 
 
 def inner_test_of(test: Any) -> Callable[..., Any] | None:
@@ -33,24 +33,26 @@ def replaced_inner_test(test: Any, body: Callable[..., Any]) -> Iterator[None]:
         test.hypothesis.inner_test = inner
 
 
-def allow_rank_fixtures(item: pytest.Item) -> None:
-    """Tell hypothesis that `world` and `group`, which no example changes, may be function-scoped fixtures."""
+def adapt_to_ranks(item: pytest.Item) -> None:
+    """Give a hypothesis test on ranks the settings that make sense there.
+
+    No deadline, unless the user has set one: an example takes as long as the slowest rank makes the others wait.
+    And `world` and `group`, which no example changes, may be function-scoped fixtures.
+    """
     test: Any = getattr(item, "obj", None)
-    if inner_test_of(test) is None or {*_fixtures_asked_for(item)} - {"world", "group", "rank_count"}:
+    if inner_test_of(test) is None:
         return
     from hypothesis import HealthCheck, settings
 
     function = getattr(test, "__func__", test)
     current: Any = getattr(function, "_hypothesis_internal_use_settings", settings.default)
-    function._hypothesis_internal_use_settings = settings(
-        current,
-        suppress_health_check={
-            *current.suppress_health_check,
-            HealthCheck.function_scoped_fixture,
-            # The check of this one would set up the fixtures, on ranks that take no part too.
-            HealthCheck.differing_executors,
-        },
-    )
+    deadline = None if current.deadline == settings.default.deadline else current.deadline
+    suppressed = set(current.suppress_health_check)
+    if not {*_fixtures_asked_for(item)} - {"world", "group", "rank_count"}:
+        # The check of the second one would set up the fixtures, on ranks that take no part too.
+        suppressed |= {HealthCheck.function_scoped_fixture, HealthCheck.differing_executors}
+    adapted = settings(current, deadline=deadline, suppress_health_check=suppressed)
+    function._hypothesis_internal_use_settings = adapted
 
 
 def _fixtures_asked_for(item: pytest.Item) -> Iterator[str]:

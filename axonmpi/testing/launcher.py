@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from ..environment import process_environment, without_launcher_variables
+from ..environment import process_environment, unbound_cores, without_launcher_variables
 from .mpirun import find_mpirun, mpirun_command
 
 __all__ = ["LaunchResult", "launch"]
@@ -102,11 +102,19 @@ def launch(
                 env=variables,
                 cwd=cwd,
                 start_new_session=True,
+                preexec_fn=_use_all_cores,
             )
-            timed_out = _wait(process, timeout)
+            timed_out = _wait(process, timeout, marker)
             seconds = time.monotonic() - started
             leftover = _end_leftover(marker)
             return LaunchResult(process.returncode, _text(out), _text(err), seconds, timed_out, leftover)
+
+
+def _use_all_cores() -> None:
+    """Undo, for the new job, that this rank keeps to one core."""
+    cores = unbound_cores()
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 def _python_arguments(script_or_code: str | Path, folder: Path) -> list[str]:
@@ -123,14 +131,17 @@ def _python_arguments(script_or_code: str | Path, folder: Path) -> list[str]:
     return [str(script)]
 
 
-def _wait(process: subprocess.Popen[bytes], timeout: float) -> bool:
-    """Wait for `mpirun`; end it with its process group if the time is up or the caller is interrupted."""
+def _wait(process: subprocess.Popen[bytes], timeout: float, marker: str) -> bool:
+    """Wait for `mpirun`; end it with its process group if the time is up, and all if the caller is interrupted."""
     try:
         process.wait(timeout)
     except subprocess.TimeoutExpired:
-        return True
-    finally:
         _end_group(process)
+        return True
+    except BaseException:
+        _end_group(process)
+        _end_leftover(marker)
+        raise
     return False
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ..environment import launched_ranks
-from .examples import allow_rank_fixtures
+from .examples import adapt_to_ranks
 from .marked import (
     RANK_COUNT,
     parametrize_by_ranks,
@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         timeout_of(item)  # a wrong one is refused before anything runs
         if uses_ranks(item):
-            allow_rank_fixtures(item)
+            adapt_to_ranks(item)
 
 
 @pytest.fixture(name=RANK_COUNT)

@@ -95,15 +95,17 @@ def follow_examples(item: pytest.Function, inner: Body, session: RealSession) ->
     """Run the examples that rank 0 sends, until there are no more; on the other ranks."""
     __tracebackhide__ = True
     fixtures = _fixture_values(item)
-    error: Exception | None = None
+    error: BaseException | None = None
     while isinstance(message := session.receive(0), _Example):
         own = {} if message.instance_name is None else {message.instance_name: item.instance}
         error = None
         try:
             inner(**fixtures, **own, **message.drawn)
-        except Exception as raised:
+        except (KeyboardInterrupt, pytest.exit.Exception):
+            raise
+        except BaseException as raised:
             error = raised
-        session.send(error is not None, 0)
+        session.send(not (error is None or isinstance(error, pytest.skip.Exception)), 0)
     if error is not None and message.failed:
         raise error
 

@@ -8,6 +8,7 @@ come.
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
 from collections.abc import Generator, Iterator
@@ -106,7 +107,7 @@ class RealRanks:
         """Leave the terminal, the cache and result files to rank 0."""
         manager = self._config.pluginmanager
         if manager.has_plugin("terminalreporter"):
-            self._config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+            self._config.get_terminal_writer()._file = _Nowhere()
         if (cache := getattr(self._config, "cache", None)) is not None:
             vars(cache)["set"] = lambda key, value: None
         for plugin in manager.get_plugins():
@@ -242,6 +243,14 @@ class RealRanks:
         if verdict.kind == FAILED:
             self.session.forget_subworlds()
         return report
+
+
+class _Nowhere(io.TextIOBase):
+    """Takes what the other ranks' pytest would print."""
+
+    def write(self, text: str, /) -> int:
+        """Forget the text."""
+        return len(text)
 
 
 def _nothing() -> None:

@@ -123,7 +123,7 @@ DIFFERENCES = {
         lambda g: ax.sync_gradients([ones(3)], g),
         (
             "all_reduce(float32 [7], AVERAGE, made of 2 tensors: float32 [3], float32 [4])",
-            "all_reduce(float32 [3], AVERAGE, made of 1 tensors: float32 [3])",
+            "all_reduce(float32 [3], AVERAGE, made of 1 tensor: float32 [3])",
         ),
     ),
     "gradients of as many elements": Difference(
@@ -134,17 +134,17 @@ DIFFERENCES = {
     "no gradients": Difference(
         lambda g: ax.sync_gradients([ones(0)], g),
         lambda g: ax.sync_gradients([], g),
-        ("made of 1 tensors: float32 [0])", "made of no tensors)"),
+        ("made of 1 tensor: float32 [0])", "made of no tensors)"),
     ),
     "gradients of another dtype at the end": Difference(
         lambda g: ax.sync_gradients([ones(3), ones(4, dtype=torch.float64)], g),
         lambda g: ax.sync_gradients([ones(3)], g),
-        ("made of 2 tensors: float32 [3], float64 [4])", "made of 1 tensors: float32 [3])"),
+        ("made of 2 tensors: float32 [3], float64 [4])", "made of 1 tensor: float32 [3])"),
     ),
     "a list of gradients and a tensor": Difference(
         lambda g: ax.sync_gradients([ones(3)], g),
         lambda g: ax.sync_gradient(ones(3), g),
-        ("all_reduce(float32 [3], AVERAGE, made of 1 tensors: float32 [3])", "all_reduce(float32 [3], AVERAGE)"),
+        ("all_reduce(float32 [3], AVERAGE, made of 1 tensor: float32 [3])", "all_reduce(float32 [3], AVERAGE)"),
     ),
 }
 

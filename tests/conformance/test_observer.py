@@ -86,9 +86,6 @@ def test_messages(world, observed) -> None:
 def test_asynchronous_operations_and_waiting(world, observed) -> None:
     """The operation is observed on the thread that runs it, waiting on the thread that waits."""
     group, recorder = observed(world)
-    held = world.new_group(range(world.size))
-    first = held.backend.all_reduce(torch.ones(1), async_op=True)
-    first.wait()
     work = group.all_reduce(torch.ones(4), async_op=True)
     while not work.done():
         pass
@@ -126,7 +123,7 @@ def test_an_operation_that_fails_is_left(world, observed) -> None:
 
 def test_wrong_arguments_are_no_operation(world, observed) -> None:
     group, recorder = observed(world)
-    with pytest.raises(ValueError, match="root|rank"):
+    with pytest.raises(ValueError, match="src: expected a rank of the group"):
         group.broadcast(torch.ones(2), group.size)
     assert recorder.take() == []
 

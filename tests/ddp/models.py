@@ -254,7 +254,9 @@ def assert_close(
         other = got[name]
         assert (other is None) == (value is None), f"{name}: {other} instead of {value}"
         if value is not None and other is not None:
-            torch.testing.assert_close(other, value, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                other, value, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 def assert_same_on_all_ranks(world: ax.World, values: dict[str, Tensor | None]) -> None:

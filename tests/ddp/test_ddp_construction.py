@@ -314,7 +314,7 @@ def test_a_deep_copy_trains_by_itself(world):
 @pytest.mark.ranks(1)
 def test_pickling_says_what_to_do_instead(world):
     model = ax.DDP(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="cannot be pickled, .* save its .state_dict"):
+    with pytest.raises(TypeError, match=r"cannot be pickled, .* save its .state_dict"):
         pickle.dumps(model)
     assert isinstance(pickle.loads(pickle.dumps(model.module)), nn.Linear)
 

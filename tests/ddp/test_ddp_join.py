@@ -34,7 +34,9 @@ def batch(module: nn.Module, rank: int, number: int) -> tuple[Tensor, Tensor]:
     return batch_of(module, 100 * rank + number, size=4)
 
 
-def train(model: ax.DDP, world: ax.World, count: int, *, accumulation: int = 1, by_hand: bool = False, **options) -> None:
+def train(
+    model: ax.DDP, world: ax.World, count: int, *, accumulation: int = 1, by_hand: bool = False, **options
+) -> None:
     optimizer = adamw(model)
     with model.join(**options):
         for step in range(count):
@@ -51,7 +53,7 @@ def train(model: ax.DDP, world: ax.World, count: int, *, accumulation: int = 1, 
 def trained_by_hand(
     make, counts: list[int], *, accumulation: int = 1, initial_size: bool = True
 ) -> dict[str, Tensor]:
-    """Sum the gradients of the ranks that have a batch; each normalises with the first of these ranks' statistics."""
+    """Sum the gradients of the ranks that have a batch; batch norm begins with the first of their buffers."""
     model = built(make)
     optimizer = adamw(model)
     buffers = [{name: value.clone() for name, value in model.named_buffers()} for _ in counts]
@@ -119,9 +121,7 @@ def test_averages_over_the_ranks_that_still_train(world, strategy):
 def test_accumulation_inside(world, initial_size):
     counts = COUNTS[world.size]
     model = wrapped(world, built(mlp))
-    train(
-        model, world, counts[world.rank], accumulation=3, divide_by_initial_world_size=initial_size
-    )
+    train(model, world, counts[world.rank], accumulation=3, divide_by_initial_world_size=initial_size)
     check(world, model, trained_by_hand(mlp, counts, accumulation=3, initial_size=initial_size))
 
 
@@ -179,9 +179,14 @@ def test_what_no_rank_uses_has_no_gradient(world):
 @pytest.mark.ranks(2, 3)
 def test_unused_parameters_are_an_error_on_ranks_that_have_left_too(world):
     model = wrapped(world, built(Head))
-    with pytest.raises(UnusedParameterError, match=r"unused.weight \(rank 1\)"), model.join():
-        for _ in range(int(world.rank == 1)):
-            model(torch.ones(1, 2)).sum().backward()
+
+    def train_on_rank_1() -> None:
+        with model.join():
+            for _ in range(int(world.rank == 1)):
+                model(torch.ones(1, 2)).sum().backward()
+
+    with pytest.raises(UnusedParameterError, match=r"unused.weight \(rank 1\)"):
+        train_on_rank_1()
     model.zero_grad()
     model.module.unused.requires_grad_(False)
     model(torch.ones(1, 2)).sum().backward()
@@ -214,9 +219,14 @@ def test_throwing_nothing_if_all_leave_together(world):
 @pytest.mark.ranks(2)
 def test_an_exception_inside_is_not_held_up(world):
     model = wrapped(world, built(mlp))
-    with pytest.raises(KeyError, match="mine"), model.join():
-        loss_of(model(batch(model, 0, 0)[0]), batch(model, 0, 0)[1]).backward()
-        raise KeyError("mine")
+
+    def fail() -> None:
+        with model.join():
+            loss_of(model(batch(model, 0, 0)[0]), batch(model, 0, 0)[1]).backward()
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fail()
     with logged(world) as log:
         model.zero_grad()
         inputs, targets = batch(model, world.rank, 1)
@@ -228,9 +238,14 @@ def test_an_exception_inside_is_not_held_up(world):
 @pytest.mark.ranks(3)
 def test_ranks_that_are_not_at_the_same_step(world):
     model = wrapped(world, built(mlp), sync_strategy=SYNCHRONOUS)
+
+    def train_differently() -> None:
+        with model.join():
+            if world.rank == 0:
+                loss_of(model(batch(model, 0, 0)[0]), batch(model, 0, 0)[1]).backward()
+            elif world.rank == 2:
+                model.sync_gradients()
+
     message = "the ranks that still train are not at the same step: rank 0: gradients, rank 2: by hand"
-    with pytest.raises(CollectiveMismatchError, match=message), model.join():
-        if world.rank == 0:
-            loss_of(model(batch(model, 0, 0)[0]), batch(model, 0, 0)[1]).backward()
-        elif world.rank == 2:
-            model.sync_gradients()
+    with pytest.raises(CollectiveMismatchError, match=message):
+        train_differently()

@@ -66,8 +66,9 @@ def test_reductions_are_complete_before_backward_ends(world):
     backward(model, world)
     watch, seen = Watch(), []
     hidden = model.module[0].register_forward_hook(
-        lambda layer, inputs, output: output.register_hook(lambda gradient: seen.append(watch.wait_until_left(5)))
-        and None
+        lambda layer, inputs, output: (
+            output.register_hook(lambda gradient: seen.append(watch.wait_until_left(5))) and None
+        )
     )
     world.default_group.backend.observer = watch
     try:
@@ -180,7 +181,9 @@ def test_gradients_travel_in_bfloat16(world, strategy, as_view):
         backward(model, world)
         if strategy is NO_SYNC:
             model.sync_gradients()
-    assert [size for operation, size in log.calls if operation == "all_reduce" and size > 1] == [2 * size for size in model.bucket_sizes]
+    assert [size for operation, size in log.calls if operation == "all_reduce" and size > 1] == [
+        2 * size for size in model.bucket_sizes
+    ]
     backend = world.default_group.backend
     if isinstance(backend, MockBackend):
         sent = [call.dtype for call in backend.log if call.op is ReduceOp.AVERAGE]
@@ -245,7 +248,11 @@ def test_gradients_are_views_of_their_bucket(world, strategy):
         backward(model, world, step)
         model.sync_gradients()
         assert len(set(storages(model))) == len(model.bucket_sizes)
-        in_buckets = sum({p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes() for p in model.parameters()}.values())
+        in_buckets = sum(
+            {
+                p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes() for p in model.parameters()
+            }.values()
+        )
         assert in_buckets == sum(p.nbytes for p in model.parameters())
     before = storages(model)
     model.zero_grad(set_to_none=False)

@@ -97,7 +97,11 @@ def test_loads_with_and_without_the_wrapper(world, kind, source, target, nested)
     def make(how: str, seed: int) -> nn.Module:
         module = built(KINDS[kind], seed)
         inner = wrapped(world, module) if how == "wrapped" else module
-        return nn.ModuleDict({"before": nn.Linear(1, 1), "inner": inner, "module": nn.Linear(1, 1)}) if nested else inner
+        return (
+            nn.ModuleDict({"before": nn.Linear(1, 1), "inner": inner, "module": nn.Linear(1, 1)})
+            if nested
+            else inner
+        )
 
     saved, loaded = make(source, 1), make(target, 2)
     if kind == "extra_state":
@@ -174,5 +178,7 @@ def test_training_goes_on_from_a_checkpoint(world):
 @pytest.mark.ranks(2)
 def test_names_of_parameters_match_the_optimizer(world):
     model = ax.DDP(built(mlp))
-    assert [name for name, _ in model.named_parameters()] == [f"module.{n}" for n, _ in model.module.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == [
+        f"module.{n}" for n, _ in model.module.named_parameters()
+    ]
     assert [id(p) for p in adamw(model).param_groups[0]["params"]] == [id(p) for p in model.module.parameters()]

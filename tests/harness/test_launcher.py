@@ -72,13 +72,14 @@ def test_a_job_that_does_not_end_is_ended():
     assert result.leftover == ()
 
 
-def test_a_process_left_behind_is_named_and_killed():
-    code = """
+@pytest.mark.parametrize("own_session", [True, False])
+def test_a_process_left_behind_is_named_and_killed(own_session):
+    code = f"""
         import subprocess, sys
         from mpi4py import MPI
         nowhere = subprocess.DEVNULL
-        code = "import time; time.sleep(1000)"
-        subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=nowhere, stderr=nowhere)
+        command = [sys.executable, "-c", "import time; time.sleep(1000)"]
+        subprocess.Popen(command, start_new_session={own_session}, stdout=nowhere, stderr=nowhere)
     """
     result = launch(1, code)
     assert result.returncode == 0

@@ -227,6 +227,27 @@ def test_property_based_tests_find_the_smallest_failing_example(run):
     result.stdout.fnmatch_lines(["rank 1: *", "*number=17,*"])
 
 
+def test_property_based_tests_have_no_deadline_but_their_own(run):
+    result = run("""
+    import time
+    from hypothesis import given, settings, strategies as st
+
+    @pytest.mark.ranks(1)
+    @settings(database=None, max_examples=1)
+    @given(number=st.integers())
+    def test_slow(world, number):
+        time.sleep(0.25)
+
+    @pytest.mark.ranks(1)
+    @settings(database=None, max_examples=1, deadline=50)
+    @given(number=st.integers())
+    def test_too_slow(world, number):
+        time.sleep(0.25)
+    """)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*DeadlineExceeded*"])
+
+
 def test_asynchronous_tests_are_refused_as_by_pytest_itself(run):
     result = run("""
     @pytest.mark.ranks(2)

@@ -310,3 +310,23 @@ def test_a_childs_environment_names_its_rank(monkeypatch):
     assert environment.detect_launchers(child) == []
     assert os.environ["PMI_RANK"] == "2"
     assert environment.parent_rank() is None
+
+
+ALL = frozenset({0, 1})
+
+
+@pytest.mark.parametrize(
+    ("masks", "expected"),
+    [
+        ([ALL] * 4, [0, 1, 0, 1]),
+        ([frozenset({4, 2, 9})] * 5, [2, 4, 9, 2, 4]),
+        ([ALL] * 2, [None, None]),  # a core for each
+        ([frozenset({3})] * 4, [None] * 4),  # bound by the launcher
+        ([frozenset({0}), frozenset({1}), ALL, ALL], [None] * 4),  # some are
+    ],
+)
+def test_ranks_that_outnumber_the_cores_are_dealt_out(masks, expected, monkeypatch):
+    monkeypatch.delenv("AXONMPI_BIND", raising=False)
+    assert [environment.core_to_keep_to(rank, masks) for rank in range(len(masks))] == expected
+    monkeypatch.setenv("AXONMPI_BIND", "none")
+    assert environment.core_to_keep_to(0, masks) is None
