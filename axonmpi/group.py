@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import objects
 from .backends.base import Backend
-from .backends.checks import check_ranks
+from .backends.checks import check_ranks, check_timeout
 from .backends.mock import MockBackend
 from .errors import CommunicatorError
 from .topology import Topology
@@ -219,10 +219,11 @@ class World:
 
         Raises:
             LaunchError: The processes were not started as one MPI job.
-            ValueError: `backend` or `init_method` is unknown.
+            ValueError: `backend` or `init_method` is unknown, or `timeout` is not positive.
         """
         if backend not in BACKENDS:
             raise ValueError(f"backend: expected one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+        check_timeout(timeout)
         if backend == "mock":
             return cls.mock(1, timeout=timeout)
         from .backends import runtime
