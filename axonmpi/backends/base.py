@@ -333,7 +333,11 @@ class Backend(ABC):
         return work
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
-        """Begin to receive from rank `src` into `tensor`, which is complete when the Work is. See `recv`."""
+        """Begin to receive from rank `src` into `tensor`, which is complete when the Work is. See `recv`.
+
+        A message of another size raises `CollectiveMismatchError` from the Work. Some MPI libraries (Open MPI 5.0)
+        crash instead if it is large and larger than `tensor`; `recv` looks at the size first and has no such limit.
+        """
         check_rank(src, "src", self.size)
         check_tag(tag)
         tensor = check_writable(tensor, self.name, self.device_types)

