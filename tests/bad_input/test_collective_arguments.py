@@ -1,0 +1,348 @@
+"""Wrong arguments of the collectives: a clear error on every rank, nothing sent, the group usable afterwards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import axonmpi as ax
+from axonmpi import ProcessGroup, ReduceOp
+from axonmpi.errors import DtypeError
+
+pytestmark = pytest.mark.ranks(1, 2, 4)
+
+Operation = Callable[[ProcessGroup, Tensor], object]
+
+WRITING: dict[str, Operation] = {
+    "all_reduce": lambda g, t: g.all_reduce(t),
+    "all_reduce async": lambda g, t: g.all_reduce(t, async_op=True),
+    "reduce": lambda g, t: g.reduce(t, 0),
+    "broadcast": lambda g, t: g.broadcast(t),
+    "recv": lambda g, t: g.recv(t, 0),
+    "irecv": lambda g, t: g.irecv(t, 0),
+    "sync_gradient": lambda g, t: ax.sync_gradient(t, g),
+    "sync_gradients": lambda g, t: ax.sync_gradients([torch.ones(2), t], g),
+    "all_reduce_sum": lambda g, t: ax.all_reduce_sum(t, g),
+    "all_reduce_mean": lambda g, t: ax.all_reduce_mean(t, g),
+    "broadcast_from": lambda g, t: ax.broadcast_from(t, 0, g),
+}
+READING: dict[str, Operation] = {
+    "all_gather": lambda g, t: g.all_gather(t),
+    "reduce_scatter": lambda g, t: g.reduce_scatter(t),
+    "gather": lambda g, t: g.gather(t),
+    "scatter": lambda g, t: g.scatter(t, g.rank),  # each rank as its own source: others' tensors are not looked at
+    "all_to_all": lambda g, t: g.all_to_all([torch.ones(2)] * (g.size - 1) + [t]),
+    "isend": lambda g, t: g.isend(t, 0),
+    "send": lambda g, t: g.send(t, (g.rank + 1) % g.size) if g.size > 1 else g.isend(t, 0),
+}
+WITH_ROOT: dict[str, Callable[[ProcessGroup, object], object]] = {
+    "reduce": lambda g, root: g.reduce(torch.ones(2), root),
+    "broadcast": lambda g, root: g.broadcast(torch.ones(2), root),
+    "gather": lambda g, root: g.gather(torch.ones(2), root),
+    "scatter": lambda g, root: g.scatter(torch.ones(2), root),
+    "send": lambda g, root: g.send(torch.ones(2), root),
+    "recv": lambda g, root: g.recv(torch.ones(2), root),
+    "isend": lambda g, root: g.isend(torch.ones(2), root),
+    "irecv": lambda g, root: g.irecv(torch.ones(2), root),
+    "broadcast_object": lambda g, root: g.broadcast_object("x", root),
+    "ax.reduce": lambda g, root: ax.reduce(torch.ones(2), root, group=g),
+    "ax.gather_tensor": lambda g, root: ax.gather_tensor(torch.ones(2), root, g),
+    "ax.scatter_tensor": lambda g, root: ax.scatter_tensor(torch.ones(2), root, g),
+}
+WITH_TAG: dict[str, Callable[[ProcessGroup, object], object]] = {
+    "send": lambda g, tag: g.send(torch.ones(2), 0, tag),
+    "recv": lambda g, tag: g.recv(torch.ones(2), 0, tag),
+    "isend": lambda g, tag: g.isend(torch.ones(2), 0, tag),
+    "irecv": lambda g, tag: g.irecv(torch.ones(2), 0, tag),
+}
+
+
+class Listener:
+    """An observer that keeps what was begun."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+
+    def enter(self, operation: str, nbytes: int) -> None:
+        self.begun.append(operation)
+
+    def leave(self, operation: str) -> None:
+        pass
+
+
+@dataclass
+class Refusals:
+    """A group of which wrong calls are made."""
+
+    group: ProcessGroup
+
+    def __post_init__(self) -> None:
+        self.listener = Listener()
+        self.group.backend.observer = self.listener
+
+    def expect(self, error: type[Exception], words: Iterable[str], call: Callable[..., object], *args: Any) -> None:
+        """The call raises, with all of these words, and nothing is sent."""
+        log = getattr(self.group.backend, "log", [])
+        log.clear()
+        self.listener.begun.clear()
+        with pytest.raises(error) as caught:
+            call(*args)
+        for word in words:
+            assert word in str(caught.value), f"{call}{args}"
+        assert log == [], f"{call}{args}"
+        assert self.listener.begun == [], f"{call}{args}"
+
+    def finish(self) -> None:
+        """The group works as if nothing had been called."""
+        self.group.backend.observer = None
+        tensor = torch.full((3,), float(self.group.rank))
+        self.group.all_reduce(tensor)
+        assert tensor.tolist() == [sum(range(self.group.size))] * 3
+        assert self.group.all_gather_object(self.group.rank) == list(range(self.group.size))
+
+
+@pytest.fixture
+def refusals():
+    """Makes a group of all ranks for one rank's wrong calls."""
+    return lambda world: Refusals(world.new_group(range(world.size)))
+
+
+def test_something_else_than_a_tensor(world, refusals) -> None:
+    refused = refusals(world)
+    for operation in (*WRITING.values(), *READING.values()):
+        for thing in ([1.0, 2.0], np.ones(2), 1.0, None):
+            words = ("expected a", "tensor", f"got {type(thing).__name__}")
+            refused.expect(TypeError, words, operation, refused.group, thing)
+    refused.expect(TypeError, ("wrap it in torch.as_tensor()",), refused.group.all_reduce, np.ones(2))
+    refused.finish()
+
+
+def test_a_tensor_on_another_device(world, refusals) -> None:
+    refused = refusals(world)
+    tensor = torch.ones(3, device="meta")
+    words = (f"the {refused.group.backend.name} backend takes tensors on cpu", "got one on meta", ".cpu()")
+    for operation in (*WRITING.values(), *READING.values()):
+        refused.expect(ValueError, words, operation, refused.group, tensor)
+    refused.finish()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_tensor_that_is_not_dense(world, refusals) -> None:
+    refused = refusals(world)
+    sparse = torch.eye(3).to_sparse()
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for operation in (*WRITING.values(), *READING.values()):
+        words = ("expected a dense tensor", "got layout torch.sparse_coo", "use .to_dense()")
+        refused.expect(ValueError, words, operation, refused.group, sparse)
+        words = ("expected a dense tensor", "got a nested one", "use .to_padded_tensor()")
+        refused.expect(ValueError, words, operation, refused.group, nested)
+    refused.finish()
+
+
+@pytest.mark.filterwarnings("ignore:.*quant")
+def test_a_dtype_that_nobody_can_send(world, refusals) -> None:
+    refused = refusals(world)
+    tensor = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    words = ("tensors of dtype torch.qint8 cannot be sent", "convert them")
+    for operation in (*WRITING.values(), *READING.values()):
+        for kind in (DtypeError, TypeError, ValueError):
+            refused.expect(kind, words, operation, refused.group, tensor)
+    refused.finish()
+
+
+def test_a_tensor_that_requires_grad(world, refusals) -> None:
+    refused = refusals(world)
+    leaf = torch.ones(3, requires_grad=True)
+    words = ("writes into a tensor that requires grad", "axonmpi.autograd", "torch.no_grad()")
+    for operation in WRITING.values():
+        for tensor in (leaf, 2 * leaf, torch.nn.Parameter(torch.ones(2))):
+            refused.expect(ValueError, words, operation, refused.group, tensor)
+    refused.finish()
+
+
+def test_an_expanded_tensor_to_write_into(world, refusals) -> None:
+    refused = refusals(world)
+    words = ("writes into an expanded tensor", "share memory", ".clone() it")
+    for tensor in (torch.ones(1).expand(3), torch.ones(2, 1, 3).expand(2, 4, 3)):
+        for operation in WRITING.values():
+            refused.expect(ValueError, words, operation, refused.group, tensor)
+        # What is only read may be expanded.
+        gathered = refused.group.all_gather(tensor)
+        assert gathered.tolist() == torch.cat([tensor] * world.size).tolist()
+    refused.finish()
+
+
+def test_a_root_that_is_no_rank(world, refusals) -> None:
+    refused = refusals(world)
+    size = world.size
+    for operation in WITH_ROOT.values():
+        for root in (-1, size, size + 100):
+            words = ("expected a rank of the group", f"0 to {size - 1}, got {root}")
+            refused.expect(ValueError, words, operation, refused.group, root)
+        for thing in ("0", 0.0, True, None, torch.tensor(0)):
+            words = ("expected a rank of the group as an int", f"got {thing!r}")
+            refused.expect(TypeError, words, operation, refused.group, thing)
+    refused.finish()
+
+
+def test_a_dimension_that_there_is_not(world, refusals) -> None:
+    refused = refusals(world)
+    group = refused.group
+    for operation in (group.all_gather, lambda t, dim: group.reduce_scatter(t, dim=dim)):
+        for dim in (2, -3):
+            words = ("dim: expected -2 to 1 for a tensor of 2 dimensions", f"got {dim}")
+            refused.expect(IndexError, words, operation, torch.ones(2, 2), dim)
+        for thing in ("0", 0.0, True, None):
+            words = ("dim: expected an int", f"got {thing!r}")
+            refused.expect(TypeError, words, operation, torch.ones(2, 2), thing)
+    words = ("expected a tensor of at least 1 dimension, got a 0-d one", "use .reshape(1)")
+    refused.expect(IndexError, words, group.reduce_scatter, torch.tensor(1.0))
+    words = ("scatter: expected a tensor of 1 to 12 dimensions", "got 0")
+    refused.expect(ValueError, words, group.scatter, torch.tensor(1.0), group.rank)
+    refused.finish()
+
+
+REDUCING: tuple[Callable[[ProcessGroup, Tensor, object], object], ...] = (
+    lambda g, t, op: g.all_reduce(t, op),
+    lambda g, t, op: g.all_reduce(t, op, async_op=True),
+    lambda g, t, op: g.reduce(t, 0, op),
+    lambda g, t, op: g.reduce_scatter(t, op),
+    lambda g, t, op: ax.all_reduce(t, op, g),
+    lambda g, t, op: ax.reduce(t, 0, op, g),
+)
+
+
+def test_something_else_than_a_reduction(world, refusals) -> None:
+    refused = refusals(world)
+    tensor = torch.ones(3)
+    for op in (ReduceOp.SUM, ReduceOp.PRODUCT):  # equal to 0 and 1 as numbers, and remembered from now on
+        for operation in REDUCING[:4]:
+            if (work := operation(refused.group, tensor, op)) is not None and not isinstance(work, Tensor):
+                work.wait()
+    for op in (0, 1, True, "sum", None, torch.add, torch.distributed.ReduceOp.SUM, [ReduceOp.SUM]):
+        words = ("op: expected an axonmpi.ReduceOp", f"got {op!r}")
+        for operation in REDUCING:
+            refused.expect(TypeError, words, operation, refused.group, tensor, op)
+    refused.finish()
+
+
+def test_reductions_that_a_dtype_does_not_allow(world, refusals) -> None:
+    refused = refusals(world)
+    integers = (torch.bool, torch.uint8, torch.int32, torch.int64, torch.uint16)
+    wrong = [(ReduceOp.AVERAGE, dtype, ".float() or use ReduceOp.SUM") for dtype in integers]
+    for op in (ReduceOp.MIN, ReduceOp.MAX):
+        wrong += [(op, dtype, "reduce .abs() or .real") for dtype in (torch.complex64, torch.complex128)]
+    for op, dtype, advice in wrong:
+        tensor = torch.ones(3).to(dtype)
+        words = (f"ReduceOp.{op.name} needs", f"got {dtype}", advice)
+        for operation in REDUCING:
+            for kind in (DtypeError, TypeError, ValueError):
+                refused.expect(kind, words, operation, refused.group, tensor, op)
+    integer = torch.ones(3, dtype=torch.int64)
+    words = ("ReduceOp.AVERAGE needs a floating-point or complex tensor, got torch.int64",)
+    for function in (ax.all_reduce_mean, ax.reduce_scatter_mean, ax.sync_gradient):
+        refused.expect(DtypeError, words, function, integer, refused.group)
+    refused.expect(DtypeError, words, ax.sync_gradients, [torch.ones(3), integer], refused.group)
+    refused.expect(
+        DtypeError, ("MAX needs an ordered dtype",), ax.all_reduce_max, torch.ones(2) * 1j, refused.group
+    )
+    refused.finish()
+
+
+def test_tags_that_there_are_not(world, refusals) -> None:
+    refused = refusals(world)
+    for operation in WITH_TAG.values():
+        for tag in (-1, 32768, 2**40, 1.0, "1", True, None):
+            words = ("tag: expected an int from 0 to 32767", f"got {tag!r}")
+            refused.expect(ValueError, words, operation, refused.group, tag)
+    refused.finish()
+
+
+def test_a_blocking_message_to_oneself(world, refusals) -> None:
+    refused = refusals(world)
+    own = refused.group.rank
+    words = (f"send: rank {own} would wait for itself", "use isend")
+    refused.expect(ValueError, words, refused.group.send, torch.ones(2), own)
+    refused.finish()
+
+
+def test_all_to_all_needs_one_tensor_for_each_rank(world, refusals) -> None:
+    refused = refusals(world)
+    group, size = refused.group, world.size
+    for count in (0, size - 1, size + 1):
+        words = (f"all_to_all: expected {size} tensors, one for each rank of the group", f"got {count}")
+        refused.expect(ValueError, words, group.all_to_all, [torch.ones(1)] * count)
+    for thing in (torch.ones(size), (torch.ones(1) for _ in range(size)), 3):
+        words = ("all_to_all: expected a list of tensors, one a rank", f"got {type(thing).__name__}")
+        refused.expect(TypeError, words, group.all_to_all, thing)
+    deep = torch.ones((1,) * 13)
+    refused.expect(ValueError, ("at most 12 dimensions",), group.all_to_all, [deep] * size)
+    refused.expect(ValueError, ("1 to 12 dimensions", "got 13"), group.scatter, deep, group.rank)
+    refused.finish()
+
+
+def test_sync_gradients_needs_a_list_of_tensors(world, refusals) -> None:
+    refused = refusals(world)
+    group = refused.group
+    for things, words in (
+        (torch.ones(3), ("expected a list of tensors, got one tensor", "put it into a list")),
+        ((torch.ones(2) for _ in range(2)), ("expected a list of tensors, got generator", "list(...)")),
+        ([torch.ones(2), 1.0], ("expected a list of tensors", "got float at position 1")),
+        ([None, torch.ones(2)], ("expected a list of tensors", "got NoneType at position 0")),
+    ):
+        refused.expect(TypeError, words, ax.sync_gradients, things, group)
+    refused.finish()
+
+
+def test_ranks_of_a_new_group(world, refusals) -> None:
+    refused = refusals(world)
+    size = world.size
+    log = getattr(world.default_group.backend, "log", [])
+    log.clear()
+    for ranks, error, words in (
+        ([], ValueError, ("ranks: expected at least one rank, got none",)),
+        ([0, 0], ValueError, ("ranks: expected different ranks, got [0, 0]",)),
+        ([size], ValueError, (f"ranks: expected a rank of the group, 0 to {size - 1}", f"got {size}")),
+        ([-1], ValueError, ("ranks: expected a rank of the group", "got -1")),
+        (["0"], TypeError, ("ranks: expected a rank of the group as an int, got '0'",)),
+        ([0.0], TypeError, ("ranks: expected a rank of the group as an int, got 0.0",)),
+        ([False], TypeError, ("ranks: expected a rank of the group as an int, got False",)),
+        (0, TypeError, ("ranks: expected a list of ranks, got 0",)),
+        (None, TypeError, ("ranks: expected a list of ranks, got None",)),
+    ):
+        for function in (world.new_group, ax.new_group):
+            refused.expect(error, words, function, ranks)
+    assert log == []
+    refused.finish()
+
+
+def test_something_else_than_a_group(world, refusals) -> None:
+    refused = refusals(world)
+    functions: tuple[Callable[[Any], object], ...] = (
+        lambda group: ax.all_reduce(torch.ones(2), group=group),
+        lambda group: ax.sync_gradients([torch.ones(2)], group),
+        lambda group: ax.all_gather_object(1, group),
+        ax.barrier,
+        ax.rank,
+        ax.world_size,
+    )
+    for thing in (world, "world", 0, refused.group.backend):
+        words = ("group: expected an axonmpi.ProcessGroup or None", f"got {type(thing).__name__}")
+        for function in functions:
+            refused.expect(TypeError, words, function, thing)
+    refused.finish()
+
+
+def test_objects_that_cannot_be_pickled(world, refusals) -> None:
+    refused = refusals(world)
+    with pytest.raises((TypeError, AttributeError, ValueError), match=re.compile("pickle", re.IGNORECASE)):
+        refused.group.all_gather_object(lambda: None)
+    assert refused.listener.begun == []
+    refused.finish()

@@ -1,0 +1,174 @@
+"""The life cycle: use before it begins and after it has ended, beginning twice, arguments that there are not."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import axonmpi as ax
+from axonmpi import CommunicatorError, ProcessGroup, World
+from axonmpi.environment import launched_ranks
+
+QUESTIONS: tuple[Callable[[], object], ...] = (
+    ax.get_rank,
+    ax.get_world_size,
+    ax.get_local_rank,
+    ax.get_local_world_size,
+    ax.get_node_rank,
+    ax.get_num_nodes,
+    ax.rank,
+    ax.world_size,
+    ax.is_main_process,
+)
+OPERATIONS: tuple[Callable[[ProcessGroup | None], object], ...] = (
+    lambda g: ax.all_reduce(torch.ones(2), group=g),
+    lambda g: ax.all_reduce(torch.ones(2), group=g, async_op=True),
+    lambda g: ax.all_reduce_mean(torch.ones(2), g),
+    lambda g: ax.broadcast(torch.ones(2), g),
+    lambda g: ax.all_gather(torch.ones(2), g),
+    lambda g: ax.reduce_scatter_sum(torch.ones(2), g),
+    lambda g: ax.reduce(torch.ones(2), 0, group=g),
+    lambda g: ax.gather_tensor(torch.ones(2), group=g),
+    lambda g: ax.scatter_tensor(torch.ones(2), group=g),
+    lambda g: ax.all_to_all([torch.ones(2)], g),
+    lambda g: ax.recv(torch.ones(2), 0, g),
+    lambda g: ax.isend(torch.ones(2), 0, g),
+    lambda g: ax.irecv(torch.ones(2), 0, g),
+    lambda g: ax.barrier(g),
+    lambda g: ax.sync_gradient(torch.ones(2), g),
+    lambda g: ax.sync_gradients([torch.ones(2)], g),
+    lambda g: ax.sync_gradients([], g),
+    lambda g: ax.broadcast_object(1, group=g),
+    lambda g: ax.all_gather_object(1, g),
+)
+
+
+@pytest.fixture
+def _no_world() -> Iterator[None]:
+    """Begins without a world and ends without one."""
+    assert not ax.is_initialized()
+    yield
+    ax.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_no_world")
+def test_before_the_beginning() -> None:
+    for question in (*QUESTIONS, lambda: ax.new_group([0]), *(lambda op=op: op(None) for op in OPERATIONS)):
+        with pytest.raises(CommunicatorError, match=r"no process group yet: call axonmpi\.init_process_group\(\)"):
+            question()
+    ax.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_no_world")
+def test_beginning_twice() -> None:
+    world = ax.init_process_group("mock")
+    assert ax.is_initialized()
+    for _ in range(2):
+        with pytest.raises(CommunicatorError, match=r"initialised already; call axonmpi\.destroy_process_g"):
+            ax.init_process_group("mock")
+    assert ax.get_world_size() == world.size == 1
+    tensor = torch.ones(2)
+    ax.all_reduce(tensor)
+    ax.destroy_process_group()
+    assert not ax.is_initialized()
+
+
+@pytest.mark.usefixtures("_no_world")
+def test_beginning_again_after_the_end() -> None:
+    for _ in range(3):
+        first = ax.init_process_group("mock")
+        assert ax.all_gather_object("x") == ["x"]
+        ax.destroy_process_group()
+        ax.destroy_process_group()
+        with pytest.raises(CommunicatorError, match="closed"):
+            first.default_group.barrier()
+
+
+@pytest.mark.usefixtures("_no_world")
+def test_after_the_end() -> None:
+    world = ax.init_process_group("mock")
+    part = world.new_group([0])
+    ax.all_reduce(torch.ones(2), group=part)
+    ax.destroy_process_group()
+    for group in (world.default_group, part):
+        for operation in OPERATIONS:
+            with pytest.raises(CommunicatorError, match=r"it was closed by destroy_process_group\(\)"):
+                operation(group)
+    with pytest.raises(CommunicatorError, match="it was closed"):
+        world.new_group([0])
+    for question in QUESTIONS:
+        with pytest.raises(CommunicatorError, match="no process group yet"):
+            question()
+    world.close()
+
+
+@pytest.mark.usefixtures("_no_world")
+def test_arguments_of_the_beginning() -> None:
+    with pytest.raises(ValueError, match=r"backend: expected one of .*'mpi'.*'mock'.* got 'gloo'"):
+        ax.init_process_group("gloo")
+    for method in ("tcp://localhost:1234", "file:///tmp/x", ""):
+        with pytest.raises(ValueError, match=f"init_method: expected .*mpi://.*env://.*got '{method}'"):
+            ax.init_process_group("mpi", method)
+    for timeout in (0, -1, float("nan"), "5"):
+        for backend in ("mpi", "mock"):
+            with pytest.raises(ValueError, match="timeout: expected a positive number of seconds or None, got"):
+                ax.init_process_group(backend, timeout=timeout)
+    assert "mpi4py.MPI" not in sys.modules or launched_ranks() > 1
+    assert not ax.is_initialized()
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, "2", True, None])
+def test_sizes_of_a_mock_world(size) -> None:
+    for make in (World.mock, ax.MockBackend.create_world):
+        with pytest.raises(ValueError, match="size: expected a positive number of ranks, got"):
+            make(size)
+
+
+def test_parts_of_a_group() -> None:
+    with pytest.raises(TypeError, match=r"backend: expected an axonmpi\.Backend, got str"):
+        ProcessGroup("mpi")
+    with pytest.raises(ValueError, match="a group without a backend needs its ranks and the own rank"):
+        ProcessGroup(None)
+
+
+@pytest.mark.ranks(1, 2)
+def test_failing_is_for_mock_ranks(world) -> None:
+    if world.default_group.backend.name == "mock":
+        pytest.skip("about real ranks: needs an mpirun")
+    with pytest.raises(TypeError, match=r"fail\(\) is for mock ranks; a rank that raises under MPI ends the job"):
+        world.fail(RuntimeError("broken"))
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_a_second_world_beside_the_first(world) -> None:
+    """In a job that runs already, on mock and on real ranks."""
+    with pytest.raises(CommunicatorError, match="initialised already"):
+        ax.init_process_group("mock")
+    assert ax.get_world_size() == world.size
+    ax.barrier()
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_a_group_that_was_closed(world) -> None:
+    part = world.new_group(range(world.size))
+    part.close()
+    for operation in OPERATIONS:
+        if world.size > 1 and operation is OPERATIONS[9]:  # all_to_all with one tensor
+            continue
+        with pytest.raises(CommunicatorError, match="this group cannot be used: it was closed"):
+            operation(part)
+    assert world.default_group.all_gather_object(1) == [1] * world.size
+
+
+@pytest.mark.usefixtures("_no_world")
+def test_a_thread_sees_the_world_of_the_process() -> None:
+    ax.init_process_group("mock")
+    seen: list[object] = []
+    thread = threading.Thread(target=lambda: seen.append(ax.get_world_size()))
+    thread.start()
+    thread.join()
+    assert seen == [1]
