@@ -129,7 +129,8 @@ class MpiBackend(Backend):
 
         A small tensor of a kind that was reduced before skips what need not be done twice.
         """
-        if tensor.__class__ is Tensor and op.__class__ is ReduceOp and not async_op and layout is None:
+        is_usual = tensor.__class__ is Tensor and not tensor.is_nested and op.__class__ is ReduceOp
+        if is_usual and not async_op and layout is None:
             plan = self._plans.get((tensor.dtype, tensor.shape, op))
             if plan is not None and self._is_plain(tensor):
                 plan.run(tensor)
@@ -139,7 +140,8 @@ class MpiBackend(Backend):
     def _is_plain(self, tensor: Tensor) -> bool:
         """Say whether the checks of the general path have nothing to object to, and nothing else is going on."""
         return (
-            tensor.is_cpu
+            tensor.layout is torch.strided
+            and tensor.is_cpu
             and tensor.is_contiguous()
             and not tensor.requires_grad
             and not tensor.is_neg()
