@@ -45,8 +45,9 @@ def adapt_to_ranks(item: pytest.Item) -> None:
     from hypothesis import HealthCheck, settings
 
     function = getattr(test, "__func__", test)
-    current: Any = getattr(function, "_hypothesis_internal_use_settings", settings.default)
-    deadline = None if current.deadline == settings.default.deadline else current.deadline
+    default: Any = settings.default
+    current: Any = getattr(function, "_hypothesis_internal_use_settings", default)
+    deadline = None if current.deadline == default.deadline else current.deadline
     suppressed = set(current.suppress_health_check)
     if not {*_fixtures_asked_for(item)} - {"world", "group", "rank_count"}:
         # The check of the second one would set up the fixtures, on ranks that take no part too.
