@@ -116,7 +116,8 @@ class _Room:
                 self.house.changed.notify_all()
 
             def missing() -> str:
-                return "ranks " + ", ".join(str(self.ranks[i]) for i in range(size) if i not in given)
+                names = [str(self.ranks[i]) for i in range(size) if i not in given]
+                return f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
             self.house.wait_until(lambda: len(given) == size, what, missing, timeout)
             self._taken[number] += 1

@@ -43,3 +43,10 @@ def test_more_than_two_to_the_31_elements(group) -> None:
     expected = [mark + (10 if place % 2 else 0) for mark, place in enumerate(places, start=1)]
     assert [tensor[place].item() for place in places] == expected
     assert tensor.count_nonzero().item() == len(places)
+    # The same as one message, which goes in several pieces.
+    if group.rank == 0:
+        group.send(tensor, 1)
+    else:
+        group.recv(tensor.zero_(), 0)
+    assert [tensor[place].item() for place in places] == expected
+    assert tensor.count_nonzero().item() == len(places)

@@ -230,16 +230,18 @@ def test_property_based_tests_find_the_smallest_failing_example(run):
 def test_property_based_tests_have_no_deadline_but_their_own(run):
     result = run("""
     import time
-    from hypothesis import given, settings, strategies as st
+    from hypothesis import Phase, given, settings, strategies as st
+
+    once = {"database": None, "max_examples": 1, "phases": [Phase.generate]}
 
     @pytest.mark.ranks(1)
-    @settings(database=None, max_examples=1)
+    @settings(**once)
     @given(number=st.integers())
     def test_slow(world, number):
         time.sleep(0.25)
 
     @pytest.mark.ranks(1)
-    @settings(database=None, max_examples=1, deadline=50)
+    @settings(**once, deadline=50)
     @given(number=st.integers())
     def test_too_slow(world, number):
         time.sleep(0.25)

@@ -1,0 +1,125 @@
+"""Fingerprints of calls: different for whatever the ranks have to agree on, the same in every process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axonmpi import ReduceOp
+from axonmpi.backends.call import Call, mismatch_error
+from axonmpi.backends.mpi_slots import PAYLOAD_BYTES, describe, described
+from axonmpi.backends.reduction import DTYPES
+
+FLOAT, SHAPE = torch.float32, (3, 4)
+CALLS = {
+    "all_reduce(float32 [3, 4], SUM)": Call("all_reduce", FLOAT, SHAPE, ReduceOp.SUM),
+    "all_reduce(float32 [4, 3], SUM)": Call("all_reduce", FLOAT, (4, 3), ReduceOp.SUM),
+    "all_reduce(float32 [12], SUM)": Call("all_reduce", FLOAT, (12,), ReduceOp.SUM),
+    "all_reduce(float32 [], SUM)": Call("all_reduce", FLOAT, (), ReduceOp.SUM),
+    "all_reduce(float32 [0], SUM)": Call("all_reduce", FLOAT, (0,), ReduceOp.SUM),
+    "all_reduce(float64 [3, 4], SUM)": Call("all_reduce", torch.float64, SHAPE, ReduceOp.SUM),
+    "all_reduce(int32 [3, 4], SUM)": Call("all_reduce", torch.int32, SHAPE, ReduceOp.SUM),
+    "all_reduce(float32 [3, 4], MAX)": Call("all_reduce", FLOAT, SHAPE, ReduceOp.MAX),
+    "reduce(float32 [3, 4], SUM, root=0)": Call("reduce", FLOAT, SHAPE, ReduceOp.SUM, 0),
+    "reduce(float32 [3, 4], SUM, root=1)": Call("reduce", FLOAT, SHAPE, ReduceOp.SUM, 1),
+    "broadcast(float32 [3, 4], root=0)": Call("broadcast", FLOAT, SHAPE, None, 0),
+    "all_gather(float32 [*, 4], dim=0)": Call("all_gather", FLOAT, (-1, 4), None, 0),
+    "all_gather(float32 [3, *], dim=1)": Call("all_gather", FLOAT, (3, -1), None, 1),
+    "reduce_scatter(float32 [3, 4], SUM, dim=1)": Call("reduce_scatter", FLOAT, SHAPE, ReduceOp.SUM, 1),
+    "gather(float32 [*, 4], root=0)": Call("gather", FLOAT, (-1, 4), None, 0),
+    "scatter(root=0)": Call("scatter", None, (), None, 0),
+    "all_to_all()": Call("all_to_all"),
+    "barrier()": Call("barrier"),
+    "split(ranks=[0, 1])": Call("split", shape=(0, 1)),
+    "split(ranks=[1, 0])": Call("split", shape=(1, 0)),
+    "all_reduce(float32 [12], SUM, made of 1 tensor: float32 [12])": Call(
+        "all_reduce", FLOAT, (12,), ReduceOp.SUM, layout=((FLOAT, (12,)),)
+    ),
+    "all_reduce(float32 [12], SUM, made of 2 tensors: float32 [5], float32 [7])": Call(
+        "all_reduce", FLOAT, (12,), ReduceOp.SUM, layout=((FLOAT, (5,)), (FLOAT, (7,)))
+    ),
+    "all_reduce(float32 [12], SUM, made of 2 tensors: float32 [7], float32 [5])": Call(
+        "all_reduce", FLOAT, (12,), ReduceOp.SUM, layout=((FLOAT, (7,)), (FLOAT, (5,)))
+    ),
+    "all_reduce(float32 [0], SUM, made of no tensors)": Call("all_reduce", FLOAT, (0,), ReduceOp.SUM, layout=()),
+}
+
+
+def test_every_difference_shows_in_the_fingerprint() -> None:
+    for (first, one), (second, other) in combinations(CALLS.items(), 2):
+        assert one.key != other.key, (first, second)
+        assert one != other
+
+
+def test_the_same_call_has_the_same_fingerprint() -> None:
+    for text, call in CALLS.items():
+        again = Call(call.operation, call.dtype, tuple(call.shape), call.op, call.root, call.layout)
+        assert again.key == call.key, text
+        assert again == call
+        assert 0 <= call.key < 2**62
+
+
+def test_calls_are_named_as_they_were_made() -> None:
+    for text, call in CALLS.items():
+        assert str(call) == text
+
+
+def test_sizes() -> None:
+    call = Call("all_reduce", torch.complex128, (3, 4), ReduceOp.SUM)
+    assert (call.numel, call.nbytes) == (12, 192)
+    assert Call("all_gather", FLOAT, (-1, 4), None, 0).nbytes == 0
+    assert Call("barrier").nbytes == 0
+
+
+def test_fingerprints_do_not_depend_on_the_process() -> None:
+    """Python seeds its hashes of texts anew in each process; these must not depend on it."""
+    code = (
+        "import torch; from axonmpi import ReduceOp; from axonmpi.backends.call import Call\n"
+        "f = torch.float32\n"
+        "print(Call('all_reduce', f, (12,), ReduceOp.SUM, layout=((f, (5,)), (f, (7,)))).key)"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "4321"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    wanted = CALLS["all_reduce(float32 [12], SUM, made of 2 tensors: float32 [5], float32 [7])"]
+    assert int(done.stdout) == wanted.key
+
+
+def test_long_layouts_are_cut_short_and_still_told_apart() -> None:
+    layouts = [tuple((FLOAT, (size,)) for size in [1] * 100 + tail) for tail in ([1, 2], [2, 1])]
+    texts = [str(Call("all_reduce", FLOAT, (103,), ReduceOp.SUM, layout=layout)) for layout in layouts]
+    assert texts[0] != texts[1]
+    for text in texts:
+        assert "made of 102 tensors: float32 [1], " in text
+        assert len(text) < 300
+
+
+def test_the_error_names_the_ranks_of_each_call() -> None:
+    message = str(mismatch_error(["barrier()", "all_to_all()", "barrier()", "barrier()"]))
+    assert message.splitlines() == [
+        "the ranks of this group made different calls, so no data was moved:",
+        "  ranks 0, 2, 3: barrier()",
+        "  rank 1: all_to_all()",
+        "All ranks of a group have to make the same calls in the same order.",
+    ]
+
+
+@given(dtype=st.sampled_from(DTYPES), shape=st.lists(st.integers(0, 2), max_size=12).map(tuple))
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_descriptions_of_tensors_travel(dtype, shape) -> None:
+    packed = describe(torch.empty(shape, dtype=dtype))
+    assert packed.numel() == PAYLOAD_BYTES
+    assert described(packed) == (dtype, shape)
+
+
+def test_descriptions_hold_any_size() -> None:
+    tensor = torch.empty(2**33 + 1, dtype=torch.int8, device="meta").expand(2, -1)
+    assert described(describe(tensor)) == (torch.int8, (2, 2**33 + 1))

@@ -1,0 +1,290 @@
+"""The mock's own features: its log, ranks that fail, time limits, and being used by plain threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import axonmpi as ax
+from axonmpi import CollectiveTimeoutError, MockBackend, ProcessGroup, RankFailedError, ReduceOp, World
+from axonmpi.backends.mock import LoggedCall
+from axonmpi.testing import run_ranks
+
+# ---- the log ----------------------------------------------------------------------------------------------
+
+
+def alone() -> tuple[ProcessGroup, list[LoggedCall]]:
+    group = ProcessGroup.mock()
+    return group, group.backend.log
+
+
+def test_each_operation_is_one_entry() -> None:
+    group, log = alone()
+    tensor = torch.ones(2, 3)
+    group.all_reduce(tensor, ReduceOp.MAX)
+    group.broadcast(tensor, 0)
+    group.all_gather(tensor, 1)
+    group.barrier()
+    assert log == [
+        LoggedCall("all_reduce", torch.float32, (2, 3), ReduceOp.MAX, None, 24, (0,)),
+        LoggedCall("broadcast", torch.float32, (2, 3), None, 0, 24, (0,)),
+        LoggedCall("all_gather", torch.float32, (2, -1), None, 1, 24, (0,)),
+        LoggedCall("barrier", None, (), None, None, 0, (0,)),
+    ]
+    log.clear()
+    group.all_reduce(tensor, async_op=True).wait()
+    assert [entry.operation for entry in log] == ["all_reduce"]
+
+
+def test_messages_are_entries() -> None:
+    group, log = alone()
+    work = group.irecv(torch.zeros(4), 0)
+    group.isend(torch.ones(4), 0, tag=3).wait()
+    group.isend(torch.ones(4), 0).wait()
+    work.wait()
+    assert [(entry.operation, entry.root, entry.nbytes) for entry in log] == [
+        ("recv", 0, 16),
+        ("send", 0, 16),
+        ("send", 0, 16),
+    ]
+
+
+def test_a_hundred_small_gradients_are_one_reduction() -> None:
+    def body(world: World) -> list[LoggedCall]:
+        log = world.default_group.backend.log
+        log.clear()
+        ax.sync_gradients([torch.full((number,), float(world.rank)) for number in range(1, 101)])
+        return log
+
+    for log in run_ranks(3, body):
+        assert [(entry.operation, entry.shape, entry.op) for entry in log] == [
+            ("all_reduce", (5050,), ReduceOp.AVERAGE)
+        ]
+
+
+def test_gradients_are_reduced_by_dtype_and_in_buckets_of_25_mebibytes() -> None:
+    group, log = alone()
+    large = 20 * 2**20 // 4
+    tensors = [torch.ones(large), torch.ones(3).double(), torch.ones(large), torch.ones(5).double(), torch.ones(1)]
+    ax.sync_gradients(tensors, group)
+    assert [(entry.dtype, entry.shape) for entry in log] == [
+        (torch.float32, (large,)),
+        (torch.float32, (large + 1,)),
+        (torch.float64, (8,)),
+    ]
+
+
+def test_a_single_gradient_is_not_copied_into_a_bucket() -> None:
+    group, log = alone()
+    ax.sync_gradients([torch.ones(2, 3)], group)
+    assert [entry.shape for entry in log] == [(2, 3)]
+
+
+def test_no_gradients_are_one_empty_reduction() -> None:
+    group, log = alone()
+    ax.sync_gradients([], group)
+    assert [(entry.operation, entry.nbytes) for entry in log] == [("all_reduce", 0)]
+
+
+def test_small_objects_are_two_operations() -> None:
+    group, log = alone()
+    group.all_gather_object({"a": 1})
+    assert [entry.operation for entry in log] == ["all_gather"] * 2
+    log.clear()
+    group.broadcast_object({"a": 1})
+    assert [entry.operation for entry in log] == ["broadcast"] * 2
+
+
+def test_entries_name_the_ranks_of_the_group() -> None:
+    def body(world: World) -> list[tuple[int, ...]]:
+        part = world.new_group([2, 0])
+        if part.contains(world.rank):
+            part.barrier()
+            return [entry.ranks for entry in part.backend.log]
+        return []
+
+    assert run_ranks(3, body) == [[(2, 0)], [], [(2, 0)]]
+
+
+# ---- ranks that fail --------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_fails_releases_those_that_wait() -> None:
+    backends = MockBackend.create_world(3)
+    caught: dict[int, BaseException] = {}
+    waiting = threading.Barrier(3)
+
+    def rank(backend: MockBackend) -> None:
+        waiting.wait()
+        try:
+            if backend.rank == 1:
+                backend.recv(torch.zeros(1), 2, tag=5)
+            else:
+                backend.all_reduce(torch.ones(2))
+        except RankFailedError as error:
+            caught[backend.rank] = error
+
+    threads = [threading.Thread(target=rank, args=(backend,)) for backend in backends[:2]]
+    for thread in threads:
+        thread.start()
+    waiting.wait()
+    problem = ValueError("no more memory")
+    backends[2].fail(problem)
+    for thread in threads:
+        thread.join()
+    assert sorted(caught) == [0, 1]
+    for error in caught.values():
+        assert "rank 2 failed while" in str(error)
+        assert "ValueError: no more memory" in str(error)
+        assert error.__cause__ is problem
+    assert "all_reduce(float32 [2], SUM)" in str(caught[0])
+    assert "recv(tag=5)" in str(caught[1])
+
+
+def test_ranks_that_wait_later_are_released_too() -> None:
+    backends = MockBackend.create_world(2)
+    backends[0].fail(KeyError("gone"))
+    for operation in (
+        lambda: backends[1].barrier(),
+        lambda: backends[1].recv(torch.zeros(1), 0),
+        lambda: backends[1].barrier(async_op=True).wait(),
+        lambda: backends[1].irecv(torch.zeros(1), 0).wait(),
+    ):
+        with pytest.raises(RankFailedError, match=r"rank 0 failed while .* KeyError: 'gone'"):
+            operation()
+
+
+def test_what_has_come_already_is_delivered_after_a_failure() -> None:
+    backends = MockBackend.create_world(2)
+    backends[0].send(torch.ones(1), 1)
+    backends[0].fail(KeyError("gone"))
+    tensor = torch.zeros(1)
+    backends[1].recv(tensor, 0)
+    assert tensor.item() == 1
+
+
+def test_a_failure_is_known_in_all_groups_and_by_the_number_in_the_world() -> None:
+    def body(world: World) -> str:
+        part = world.new_group([2, 1])
+        if world.rank == 1:
+            raise OSError("disk full")
+        if world.rank == 0:
+            return "outside"
+        part.barrier()
+        return "met"
+
+    with pytest.raises(OSError, match="disk full"):
+        run_ranks(3, body)
+
+
+def test_a_mistake_on_one_rank_releases_the_others() -> None:
+    caught: dict[int, RankFailedError] = {}
+
+    def body(world: World) -> None:
+        tensor = torch.ones(2, device="meta") if world.rank == 1 else torch.ones(2)
+        try:
+            ax.all_reduce(tensor)
+        except RankFailedError as error:
+            caught[world.rank] = error
+            raise
+
+    with pytest.raises(ValueError, match="got one on meta"):
+        run_ranks(3, body)
+    assert sorted(caught) == [0, 2]
+    assert all("rank 1 failed while all_reduce(float32 [2], SUM) waited" in str(error) for error in caught.values())
+
+
+def test_the_first_failure_is_the_one_that_is_named() -> None:
+    backends = MockBackend.create_world(3)
+    backends[1].fail(KeyError("first"))
+    backends[1].fail(KeyError("second"))
+    backends[0].abort(3)
+    with pytest.raises(RankFailedError, match=r"rank 1 failed while .*first"):
+        backends[2].barrier()
+
+
+# ---- time limits ------------------------------------------------------------------------------------------
+
+
+def test_a_rank_gives_up_after_the_time_limit_of_its_world() -> None:
+    backends = MockBackend.create_world(3, timeout=0.05)
+    for operation, missing in (
+        (lambda: backends[1].all_reduce(torch.ones(2)), r"all_reduce\(float32 \[2\], SUM\) waited .* ranks 0, 2"),
+        (lambda: backends[1].recv(torch.ones(2), 2, 7), r"recv\(tag=7\) waited 0\.05 s for rank 2"),
+        (lambda: backends[1].barrier(async_op=True).wait(), r"barrier\(\) waited 0\.05 s for ranks 0, 2"),
+    ):
+        with pytest.raises(CollectiveTimeoutError, match=missing):
+            operation()
+    backends[1].close()
+
+
+def test_the_limit_is_that_of_the_groups_too() -> None:
+    def body(world: World) -> str:
+        group = world.new_group([1, 0])
+        if world.rank == 0:
+            with pytest.raises(CollectiveTimeoutError, match=r"waited 0\.05 s for rank 1"):
+                group.barrier()
+        return "done"
+
+    worlds = World.mock(2, timeout=0.05).peers
+    threads = [threading.Thread(target=body, args=(world,)) for world in worlds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+# ---- worlds -----------------------------------------------------------------------------------------------
+
+
+def test_backends_are_for_plain_threads() -> None:
+    backends = MockBackend.create_world(4)
+    assert [backend.rank for backend in backends] == [0, 1, 2, 3]
+    assert {backend.size for backend in backends} == {4}
+    tensors = [torch.full((3,), float(rank)) for rank in range(4)]
+    threads = [
+        threading.Thread(target=backend.all_reduce, args=(tensor,))
+        for backend, tensor in zip(backends, tensors, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(tensor.tolist() == [6, 6, 6] for tensor in tensors)
+
+
+def test_worlds_do_not_meet() -> None:
+    first, second = World.mock(1), World.mock(1)
+    assert first.default_group.all_gather_object("first") == ["first"]
+    assert second.default_group.all_gather_object("second") == ["second"]
+    first.close()
+    assert second.default_group.all_gather_object("second") == ["second"]
+
+
+def test_what_ranks_exchange_is_copied() -> None:
+    """A rank that changes its tensor afterwards changes nobody else's."""
+
+    def body(world: World) -> list[float]:
+        own = torch.full((2,), float(world.rank))
+        gathered = ax.all_gather(own)
+        received = ax.all_to_all([own] * world.size)
+        own.fill_(99)
+        gathered_again = ax.all_gather(own)
+        gathered_again.fill_(-1)
+        ax.barrier()
+        return [*gathered.tolist(), *(part[0].item() for part in received)]
+
+    assert run_ranks(2, body) == [[0, 0, 1, 1, 0, 1]] * 2
+
+
+def test_threads_end_with_their_group() -> None:
+    before = threading.active_count()
+    world = World.mock(1)
+    part = world.new_group([0])
+    for group in (world.default_group, part):
+        group.all_reduce(torch.ones(1), async_op=True).wait()
+    assert threading.active_count() == before + 2
+    world.close()
+    assert threading.active_count() == before

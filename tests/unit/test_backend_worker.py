@@ -1,0 +1,147 @@
+"""The worker thread: order, values, errors, waiting, and how it ends."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+
+from axonmpi import CollectiveTimeoutError
+from axonmpi.backends.worker import Worker
+
+
+@pytest.fixture
+def worker():
+    made = Worker("under test")
+    yield made
+    assert made.close(10.0)
+
+
+def test_tasks_run_one_after_the_other_in_order(worker) -> None:
+    seen: list[int] = []
+    running = threading.Lock()
+
+    def task(number: int) -> int:
+        assert running.acquire(blocking=False)
+        seen.append(number)
+        running.release()
+        return number
+
+    works = [worker.submit("task", lambda number=number: task(number)) for number in range(50)]
+    assert [work.result() for work in works] == list(range(50)) == seen
+
+
+def test_the_thread_starts_with_the_first_task() -> None:
+    before = threading.active_count()
+    worker = Worker("lazy")
+    assert threading.active_count() == before
+    assert worker.close(1.0)
+    worker = Worker("lazy")
+    assert worker.submit("task", threading.current_thread).result().name == "lazy"
+    assert worker.close(10.0)
+    assert threading.active_count() == before
+
+
+def test_errors_are_raised_by_whoever_waits(worker) -> None:
+    def fail() -> None:
+        raise KeyError("lost")
+
+    work = worker.submit("task", fail)
+    after = worker.submit("task", lambda: "fine")
+    assert after.result() == "fine"
+    assert work.done()
+    for ask in (work.wait, work.result, work.wait):
+        with pytest.raises(KeyError, match="lost"):
+            ask()
+
+
+def test_waiting_has_a_limit_and_can_be_repeated(worker) -> None:
+    gate = threading.Event()
+    work = worker.submit("all_reduce(float32 [3], SUM)", gate.wait)
+    for limit in (0.01, 0, -1.0):
+        with pytest.raises(
+            CollectiveTimeoutError, match=r"all_reduce\(float32 \[3\], SUM\) was not complete after"
+        ):
+            work.wait(limit)
+    assert not work.done()
+    gate.set()
+    work.wait(1e12)
+    work.wait(float("inf"))
+    assert work.done()
+    work.wait(0)
+
+
+def test_busy_until_the_last_task_has_ended(worker) -> None:
+    gate = threading.Event()
+    assert not worker.busy
+    works = [worker.submit("task", gate.wait) for _ in range(2)]
+    assert worker.busy
+    gate.set()
+    for work in works:
+        work.wait()
+    assert not worker.busy
+
+
+def test_closing_runs_what_is_queued(worker) -> None:
+    gate = threading.Event()
+    seen: list[int] = []
+    worker.submit("task", gate.wait)
+    works = [worker.submit("task", lambda number=number: seen.append(number)) for number in range(3)]
+    assert not worker.close(0.01)
+    gate.set()
+    assert worker.close(10.0)
+    assert seen == [0, 1, 2]
+    assert all(work.done() for work in works)
+    assert worker.close(1.0)
+
+
+def test_what_a_task_holds_is_freed_when_it_has_ended(worker) -> None:
+    class Large:
+        pass
+
+    held = Large()
+    watched = weakref.ref(held)
+    work = worker.submit("task", lambda held=held: None)
+    del held
+    work.wait()
+    gc.collect()
+    assert watched() is None
+
+
+@pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning")
+def test_an_error_that_nobody_waits_for_is_not_silent(worker, monkeypatch) -> None:
+    import sys
+
+    def fail() -> None:
+        raise KeyError("nobody asked")
+
+    reported: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda event: reported.append(event.exc_value))
+    worker.submit("task", fail)
+    worker.submit("task", int).wait()
+    gc.collect()
+    assert [str(error) for error in reported] == ["'nobody asked'"]
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.events: list[tuple[object, ...]] = []
+
+    def enter(self, operation: str, nbytes: int) -> None:
+        self.events.append(("enter", operation, nbytes))
+
+    def leave(self, operation: str) -> None:
+        self.events.append(("leave", operation))
+
+
+def test_waiting_is_observed_and_being_there_already_is_not(worker) -> None:
+    gate, recorder = threading.Event(), Recorder()
+    work = worker.submit("task", gate.wait, recorder)
+    with pytest.raises(CollectiveTimeoutError):
+        work.wait(0.01)
+    gate.set()
+    worker.submit("task", int).wait()
+    work.wait()
+    assert recorder.events == [("enter", "wait", 0), ("leave", "wait")]
