@@ -154,8 +154,9 @@ class MpiBackend(Backend):
 
     def _all_reduce(self, call: Call, tensor: Tensor) -> None:
         assert call.op is not None
-        if self.size == 1:
-            return  # whatever the reduction, that of one tensor is the tensor
+        if self.size == 1:  # whatever the reduction, that of one tensor is the tensor
+            write_back(tensor, tensor)
+            return
         if call.nbytes <= PAYLOAD_BYTES:
             own, parts = self._slots.views(call)
             own.copy_(tensor)
