@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .bucketing import all_reduce_coalesced
@@ -51,6 +52,7 @@ __all__ = [
     "reduce_scatter_sum",
     "scatter_tensor",
     "send",
+    "symmetric_empty",
     "sync_gradient",
     "sync_gradients",
     "world_size",
@@ -221,6 +223,11 @@ def reduce_scatter_sum(t: Tensor, group: ProcessGroup | None = None, dim: int = 
 def reduce_scatter_mean(t: Tensor, group: ProcessGroup | None = None, dim: int = 0, async_op: bool = False) -> Any:
     """Return this rank's slice of the average over all ranks; collective. See `Backend.reduce_scatter`."""
     return _resolve(group).reduce_scatter(t, ReduceOp.AVERAGE, dim, async_op)
+
+
+def symmetric_empty(shape: Sequence[int], dtype: torch.dtype, group: ProcessGroup | None = None) -> Tensor:
+    """Allocate a tensor that all ranks of the node can read and write; collective. See `Backend.symmetric_empty`."""
+    return _resolve(group).symmetric_empty(shape, dtype)
 
 
 def sync_gradient(t: Tensor, group: ProcessGroup | None = None) -> None:

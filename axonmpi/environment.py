@@ -6,6 +6,8 @@ and every process would train alone.
 
     mpirun / srun / torchrun ──variables──> detect_launchers ─┐
     mpi4py ──rank, size, library───────────────────────────────┴─> check_launch ──> None, or what to type instead
+
+The file is long because every variable that matters is read here and nowhere else.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ __all__ = [
     "launched_ranks",
     "parent_rank",
     "prepare_for_mpi",
+    "pretended_node",
     "process_environment",
     "settings_for_mpi",
     "share_of_cores",
     "turn_into_child",
     "usable_cores",
     "user_threads",
+    "wants_shared_memory",
     "without_launcher_variables",
 ]
 
@@ -392,3 +396,31 @@ def prepare_for_mpi() -> None:
     # A rank may be bound to one core; its launcher's daemon has all that the ranks share.
     cores = max(len(usable_cores()), len(usable_cores(os.getppid())))
     os.environ.update(settings_for_mpi(os.environ, cores))
+
+
+def wants_shared_memory() -> bool:
+    """Say whether ranks of a node may communicate through shared memory; `AXONMPI_COLLECTIVES=plain` forbids it; local.
+
+    Raises:
+        ValueError: The variable has another value than `auto` or `plain`.
+    """
+    setting = os.environ.get("AXONMPI_COLLECTIVES", "auto")
+    if setting not in ("auto", "plain"):
+        raise ValueError(f"AXONMPI_COLLECTIVES: expected 'auto' or 'plain', got {setting!r}")
+    return setting == "auto"
+
+
+def pretended_node(world_rank: int) -> int:
+    """Return the number of the node that a rank is to believe it is on, 0 unless `AXONMPI_RANKS_PER_NODE` is set; local.
+
+    With it, what several nodes do can be tried on one: each so many consecutive ranks take themselves for a node.
+
+    Raises:
+        ValueError: The variable is no positive number.
+    """
+    setting = os.environ.get("AXONMPI_RANKS_PER_NODE", "")
+    if not setting:
+        return 0
+    if not setting.isdecimal() or int(setting) < 1:
+        raise ValueError(f"AXONMPI_RANKS_PER_NODE: expected a positive number, got {setting!r}")
+    return world_rank // int(setting)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from . import objects
@@ -150,6 +151,11 @@ class ProcessGroup:
         """Wait for all ranks; collective. See `Backend.barrier`."""
         work: Work | None = self.operations.barrier(async_op=async_op)
         return work
+
+    def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Allocate a tensor that all ranks of the node can read and write; collective. See `Backend`."""
+        tensor: Tensor = self.operations.symmetric_empty(shape, dtype)
+        return tensor
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send to rank `dst`. See `Backend.send`."""

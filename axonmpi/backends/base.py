@@ -25,9 +25,11 @@ from ..errors import CommunicatorError
 from ..types import Observer, ReduceOp, Work
 from .call import Call, Layout
 from .checks import (
+    check_dtype,
     check_rank,
     check_ranks,
     check_readable,
+    check_shape,
     check_tag,
     check_tensor_list,
     check_timeout,
@@ -281,6 +283,30 @@ class Backend(ABC):
         backend: Backend | None = self._run(False, Call("split", shape=chosen), self._split, chosen)
         return backend
 
+    def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Allocate a tensor that the other ranks of the node can read and write too; collective.
+
+        Collectives on such tensors need no copies. Where memory cannot be shared the tensor is an ordinary one, which
+        works the same but slower. Each rank has memory of its own; it is freed when the last tensor on it is gone.
+
+        Args:
+            shape: The same on all ranks.
+            dtype: The same on all ranks.
+
+        Returns:
+            A contiguous tensor on the CPU, its values undefined.
+
+        Raises:
+            TypeError: `shape` is no sequence of integers, or `dtype` no dtype.
+            ValueError: A size is negative.
+            DtypeError: Tensors of this dtype cannot be sent.
+            CollectiveMismatchError: The ranks' calls differ.
+        """
+        sizes = check_shape(shape)
+        check_dtype(dtype)
+        tensor: Tensor = self._run(False, Call("symmetric_empty", dtype, sizes), self._symmetric_empty)
+        return tensor
+
     # ---- point to point ----------------------------------------------------------------------------------
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
@@ -461,6 +487,9 @@ class Backend(ABC):
 
     @abstractmethod
     def _barrier(self, call: Call) -> None: ...
+
+    @abstractmethod
+    def _symmetric_empty(self, call: Call) -> Tensor: ...
 
     @abstractmethod
     def _split(self, call: Call, ranks: tuple[int, ...]) -> Backend | None: ...

@@ -28,6 +28,7 @@ _OPERATIONS = (
     "all_to_all",
     "barrier",
     "split",
+    "symmetric_empty",
 )
 _CODE = {name: code for code, name in enumerate(_OPERATIONS)}
 _DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}

@@ -14,9 +14,11 @@ from ..errors import DtypeError
 from .reduction import DTYPES
 
 __all__ = [
+    "check_dtype",
     "check_rank",
     "check_ranks",
     "check_readable",
+    "check_shape",
     "check_tag",
     "check_tensor",
     "check_tensor_list",
@@ -113,6 +115,28 @@ def check_timeout(timeout: object) -> None:
         return
     if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0:
         raise ValueError(f"timeout: expected a positive number of seconds or None, got {timeout!r}")
+
+
+def check_dtype(dtype: object) -> None:
+    """Raise unless `dtype` is one that can be sent."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
+    if dtype not in _DTYPES:
+        raise DtypeError(f"dtype: tensors of dtype {dtype} cannot be sent; use another one")
+
+
+def check_shape(shape: object) -> tuple[int, ...]:
+    """Check the shape of a new tensor and return it as a tuple; an integer is a shape of one dimension."""
+    sizes = (shape,) if isinstance(shape, int) else shape
+    if isinstance(sizes, str) or not isinstance(sizes, Iterable):
+        raise TypeError(f"shape: expected a sequence of integers, got {shape!r}")
+    checked = tuple(sizes)
+    for size in checked:
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise TypeError(f"shape: expected integers, got {checked!r}")
+        if size < 0:
+            raise ValueError(f"shape: expected sizes of at least 0, got {checked!r}")
+    return checked
 
 
 def check_tag(tag: object) -> None:

@@ -312,6 +312,10 @@ class MockBackend(Backend):
     def _barrier(self, call: Call) -> None:
         self._agree(call)
 
+    def _symmetric_empty(self, call: Call) -> Tensor:
+        self._agree(call)
+        return torch.empty(call.shape, dtype=call.dtype, device="cpu")
+
     def _split(self, call: Call, ranks: tuple[int, ...]) -> MockBackend | None:
         number = self._round
         self._agree(call)

@@ -2,35 +2,35 @@
 
 Every collective begins with one all-gather of a 128-byte slot a rank (`mpi_slots`): mismatched calls are
 noticed on every rank before anything else is sent, and a small operation (a loss, a counter, a flag) is
-complete after this one message. Larger data goes in pieces of about 1 MiB that stay in the cache:
+complete after this one message. Larger data takes one of these ways, which `connect` chooses when a group is made:
 
-    all_reduce, for each piece:   all-to-all of slices → local sum in rank order → all-gather of the sums
+    node_paths        all ranks on one node: through memory that they share
+    plain_paths       everything else: MPI calls
 
-(reduce-scatter and all-gather, Thakur, Rabenseifner and Gropp 2005). That works for every dtype, gives the same
-bits on every rank and from run to run, and needs no `MPI.Op`.
+Operations that send something else to each rank (gather, scatter, all-to-all, messages) are MPI messages always.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..errors import CommunicatorError
-from ..memory import flat_zeros
 from ..partition import split_sizes
 from ..types import ReduceOp, Work
 from . import children, exits, runtime
 from .base import Backend
 from .call import Call, Layout
+from .connect import connect
 from .cores import CoreShare, core_share
 from .mpi_memory import as_bytes, empty, flat_elements, write_back
 from .mpi_messages import MessagePort, buffer_of
-from .mpi_slots import PAYLOAD_BYTES, SlotExchange, SmallPlan, describe, described
+from .mpi_slots import PAYLOAD_BYTES, SmallPlan, describe, described
 from .reduction import reduce_in_rank_order
 from .worker import Worker
 
@@ -44,7 +44,6 @@ PIECE_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 1 << 30
 """The most that goes into one MPI call, whose counts and offsets may be 32-bit integers."""
 _MAX_PLANS = 256
-_HUGE_FROM = 4 << 20  # numpy asks for huge pages from this size on
 
 _live: weakref.WeakSet[MpiBackend] = weakref.WeakSet()
 
@@ -79,6 +78,7 @@ class MpiBackend(Backend):
     Attributes:
         mpi_comm: The mpi4py communicator that carries this group's collectives.
         cores: How many cores the ranks have.
+        path: Which way large data takes: `"node"` or `"plain"`.
         piece_bytes: How much of a large tensor is reduced at a time.
         max_message_bytes: The most that goes into one MPI call.
     """
@@ -100,8 +100,9 @@ class MpiBackend(Backend):
         self.max_message_bytes = MAX_MESSAGE_BYTES
         self._messages = MessagePort(self._mpi, comm.Dup())
         self._pairs = MessagePort(self._mpi, self.mpi_comm)
-        self._scratch: dict[str, Tensor] = {}
-        self._slots = SlotExchange(self._mpi, self.mpi_comm, crowded=self.cores.crowded)
+        connection = connect(self._mpi, self.mpi_comm, self, crowded=self.cores.crowded, timeout=timeout)
+        self._slots, self._paths = connection.slots, connection.paths
+        self.path = connection.name
         self._agree = self._slots.agree
         self._plans: dict[Any, SmallPlan] = {}
         _live.add(self)
@@ -109,6 +110,7 @@ class MpiBackend(Backend):
 
     def abort(self, code: int = 1) -> None:
         """End the whole job now, with exit code `code`; local."""
+        self._paths.break_down(f"rank {self.rank} has aborted the job")
         self.mpi_comm.Abort(code)
 
     def stop_worker(self, timeout: float) -> bool:
@@ -164,10 +166,8 @@ class MpiBackend(Backend):
             reduce_in_rank_order(parts, call.op, tensor)
             self._remember(call)
             return
-        self._agree(call)
         flat = flat_elements(tensor)
-        for piece, slice_ in self._reduced_pieces(call, flat, in_place=True):
-            self.mpi_comm.Allgather(self._mpi.IN_PLACE, self._spec(piece, slice_.nbytes))
+        self._paths.all_reduce(call, flat)
         write_back(flat, tensor)
 
     def _remember(self, call: Call) -> None:
@@ -176,69 +176,17 @@ class MpiBackend(Backend):
             self._plans.setdefault((call.dtype, call.shape, call.op), self._slots.plan(call))
 
     def _reduce(self, call: Call, tensor: Tensor) -> None:
-        assert call.root is not None
-        self._agree(call)
-        is_root = self.rank == call.root
+        if call.nbytes == 0 or self.size == 1:
+            self._agree(call)
+            write_back(tensor, tensor)
+            return
         flat = flat_elements(tensor)
-        for piece, slice_ in self._reduced_pieces(call, flat, in_place=is_root):
-            if is_root:
-                self.mpi_comm.Gather(self._mpi.IN_PLACE, self._spec(piece, slice_.nbytes), call.root)
-            else:
-                self.mpi_comm.Gather(self._spec(slice_), None, call.root)
-        if is_root:
+        self._paths.reduce(call, flat)
+        if self.rank == call.root:
             write_back(flat, tensor)
 
-    def _reduced_pieces(self, call: Call, flat: Tensor, *, in_place: bool) -> Iterator[tuple[Tensor, Tensor]]:
-        """Reduce `flat` piece by piece; yields (piece of W slices, own slice of it, reduced).
-
-        With `in_place`, the own slice lies in the piece, and what the caller then writes into the piece lands in
-        `flat`. The last piece is padded in scratch memory where the ranks do not divide it.
-        """
-        per_slice = max(1, self.piece_bytes // (self.size * flat.element_size()))
-        step = per_slice * self.size
-        whole = flat.numel() // step * step
-        for start in range(0, whole, step):
-            piece = flat[start : start + step]
-            yield piece, self._reduce_slice(call, piece, in_place)
-        rest = flat.numel() - whole
-        if rest:
-            padded = self._buffer("rest", -(-rest // self.size) * self.size, flat.dtype)
-            padded[:rest].copy_(flat[whole:])
-            yield padded, self._reduce_slice(call, padded, True)
-            if in_place:
-                flat[whole:].copy_(padded[:rest])
-
-    def _reduce_slice(self, call: Call, piece: Tensor, in_place: bool) -> Tensor:
-        """Exchange the slices of `piece` and reduce the own one."""
-        count = piece.numel() // self.size
-        received = self._buffer("received", piece.numel(), piece.dtype)
-        nbytes = count * piece.element_size()
-        self.mpi_comm.Alltoall(self._spec(piece, nbytes), self._spec(received, nbytes))
-        own = piece[self.rank * count : (self.rank + 1) * count]
-        target = own if in_place else self._buffer("slice", count, piece.dtype)
-        assert call.op is not None
-        reduce_in_rank_order(received.view(self.size, count).unbind(0), call.op, target)
-        return target
-
     def _reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
-        self._agree(call)
-        slices = [flat_elements(part) for part in tensor.tensor_split(self.size, dim)]
-        shape = list(tensor.shape)
-        shape[dim] = split_sizes(shape[dim], self.size)[self.rank]
-        result = empty(shape, tensor.dtype)
-        flat = result.view(-1)
-        longest = slices[0].numel()  # tensor_split puts the larger slices first
-        step = max(1, self.piece_bytes // (self.size * tensor.element_size()))
-        for start in range(0, longest, step):
-            count = min(step, longest - start)
-            piece = self._buffer("rest", count * self.size, tensor.dtype)
-            for row, source in zip(piece.view(self.size, count), slices, strict=True):
-                part = source[start : start + count]
-                row[: part.numel()].copy_(part)
-            reduced = self._reduce_slice(call, piece, True)
-            target = flat[start : start + count]
-            target.copy_(reduced[: target.numel()])
-        return result
+        return self._paths.reduce_scatter(call, tensor, dim)
 
     # ---- copies -------------------------------------------------------------------------------------------
 
@@ -251,45 +199,27 @@ class MpiBackend(Backend):
             if self.rank != call.root:
                 tensor.copy_(parts[call.root])
             return
-        self._agree(call)
         flat = flat_elements(tensor)
-        self._broadcast_flat(flat, call.root)
+        self._paths.broadcast(call, flat)
         if self.rank != call.root:
             write_back(flat, tensor)
-
-    def _broadcast_flat(self, flat: Tensor, root: int) -> None:
-        for piece in as_bytes(flat).split(self.max_message_bytes):
-            self.mpi_comm.Bcast(self._spec(piece), root)
 
     def _all_gather(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
         # What a rank sends is laid out with `dim` first, so that the blocks of all ranks follow each other.
         moved = tensor.movedim(dim, 0).contiguous()
         if moved.nbytes <= PAYLOAD_BYTES:
             self._slots.own_payload[: moved.nbytes].copy_(as_bytes(moved))
-        sizes = self._agree(call, moved.shape[0])
-        result = empty((sum(sizes), *moved.shape[1:]), tensor.dtype)
-        row_bytes = result[:1].nbytes
-        counts = [size * row_bytes for size in sizes]
+        else:
+            self._paths.note_address(moved)
+        rows = self._agree(call, moved.shape[0])
+        result = empty((sum(rows), *moved.shape[1:]), tensor.dtype)
+        counts = [count * result[:1].nbytes for count in rows]
         if max(counts) <= PAYLOAD_BYTES:
             for payload, block in zip(self._slots.payloads, as_bytes(result).split(counts), strict=True):
                 block.copy_(payload[: block.numel()])
         else:
-            self._gather_blocks(as_bytes(moved), as_bytes(result), counts)
+            self._paths.all_gather(call, moved, rows, result)
         return result.movedim(0, dim).contiguous()
-
-    def _gather_blocks(self, own: Tensor, result: Tensor, counts: list[int]) -> None:
-        if sum(counts) <= self.max_message_bytes:
-            if min(counts) == max(counts):
-                self.mpi_comm.Allgather(self._spec(own), self._spec(result, counts[0]))
-            else:
-                self.mpi_comm.Allgatherv(
-                    self._spec(own), [buffer_of(self._mpi, result), counts, None, self._mpi.BYTE]
-                )
-            return
-        for root, block in enumerate(result.split(counts)):
-            if root == self.rank:
-                block.copy_(own)
-            self._broadcast_flat(block, root)
 
     def _gather(self, call: Call, tensor: Tensor) -> list[Tensor] | None:
         sizes = self._agree(call, tensor.shape[0] if tensor.dim() else 0)
@@ -378,21 +308,16 @@ class MpiBackend(Backend):
 
     # ---- memory -------------------------------------------------------------------------------------------
 
+    def _symmetric_empty(self, call: Call) -> Tensor:
+        self._agree(call)
+        assert call.dtype is not None
+        return self._paths.symmetric_empty(call.nbytes).view(call.dtype).view(call.shape)
+
     def _release(self) -> None:
         _live.discard(self)
-        self._scratch.clear()
+        self._paths.free()
         self._messages.comm.Free()
         self.mpi_comm.Free()
-
-    def _buffer(self, purpose: str, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return scratch memory, reused from call to call."""
-        nbytes = numel * dtype.itemsize
-        scratch = self._scratch.get(purpose)
-        if scratch is None or scratch.numel() < nbytes:
-            with torch.inference_mode(False):  # what is made in that mode could not be reused outside of it
-                scratch = flat_zeros(max(nbytes, self.piece_bytes, _HUGE_FROM), torch.uint8)
-            self._scratch[purpose] = scratch
-        return scratch[:nbytes].view(dtype)
 
     def _spec(self, tensor: Tensor, count: int | None = None) -> list[Any]:
         """Describe contiguous memory to MPI; `count` is the bytes per rank where an operation wants that."""

@@ -47,6 +47,10 @@ class SlotExchange:
         crowded: Whether ranks outnumber the cores anywhere in it, the same on all ranks. MPI libraries poll while
             they block, which then takes the core from the very ranks that are waited for: so this waits
             with a non-blocking exchange, yielding first and napping when it takes long.
+
+    Attributes:
+        own_words: The payload of the own slot as 14 integers.
+        words: [ranks, 14] the payloads that came with the last exchange, as integers.
     """
 
     def __init__(self, mpi: Any, comm: MPI.Intracomm, *, crowded: bool) -> None:
@@ -61,6 +65,8 @@ class SlotExchange:
         self._header = self._own.numpy().view(np.int64)
         words = self._all.numpy().view(np.int64)
         self._keys, self._extras = words[:, 0], words[:, 1]
+        self.own_words = self._own[HEADER_BYTES:].numpy().view(np.int64)
+        self.words = words[:, HEADER_BYTES // 8 :]
         self._out = self._spec(self._own)
         self._in = self._spec(self._all)
         self._views: dict[Any, tuple[Tensor, list[Tensor]]] = {}
@@ -89,12 +95,15 @@ class SlotExchange:
 
     def swap(self, call: Call, out: list[Any]) -> None:
         """Exchange a slot whose header is written already."""
+        self._exchange(call, out)
+        if self._keys.tolist().count(call.key) != self.size:
+            raise self._mismatch(call)
+
+    def _exchange(self, call: Call, out: list[Any]) -> None:
         if self._crowded:
             self._wait_gently(self._comm.Iallgather(out, self._in))
         else:
             self._comm.Allgather(out, self._in)
-        if self._keys.tolist().count(call.key) != self.size:
-            raise self._mismatch(call)
 
     def _wait_gently(self, request: Any) -> None:
         """Wait without keeping a core from the ranks that have not come yet."""

@@ -22,6 +22,8 @@ LAYERS = (
     (
         *("objects", "bucketing", "backends.worker", "backends.children", "backends.cores", "backends.exits"),
         *("backends.runtime", "backends.mpi_memory", "backends.mpi_messages", "backends.mpi_slots"),
+        *("backends.shared_memory", "backends.node_barrier", "backends.node_slots", "backends.plain_paths"),
+        *("backends.node_paths", "backends.connect"),
     ),
     ("backends.mock", "backends.mpi"),
     ("group",),

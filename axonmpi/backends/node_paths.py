@@ -1,0 +1,442 @@
+"""Collectives through memory that the ranks of one node share (layer 2).
+
+A symmetric tensor lies at the same place in each rank's region, so nothing is copied. Each rank reduces its own slice
+over the memory of all ranks, piece by piece, and writes the result where it is wanted:
+
+    rank 0's memory  | a0 | b0 |      rank 0: a0 + a1 → both a      rank 1: b0 + b1 → both b
+    rank 1's memory  | a1 | b1 |      two barriers, the first with the fingerprint of the call
+
+An ordinary tensor goes through scratch memory, in chunks that stay in the cache. The three steps of a chunk are one
+barrier apart, and different chunks are at different steps at the same time:
+
+    turn 0   copy in chunk 0                                                            agree on the call
+    turn 1   copy in chunk 1    reduce own slice of chunk 0                              barrier
+    turn 2   copy in chunk 2    reduce own slice of chunk 1    copy out chunk 0          barrier ...
+
+What one turn writes the next one reads, so there are two of each scratch buffer, used in turn. A rank's own slice
+never leaves its tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..memory import flat_zeros
+from ..partition import split_sizes
+from ..types import ReduceOp
+from .call import Call
+from .mpi_memory import as_bytes, empty, flat_elements
+from .mpi_slots import PAYLOAD_BYTES, SlotExchange
+from .node_barrier import NodeBarrier
+from .plain_paths import Limits
+from .reduction import reduce_in_rank_order
+from .shared_memory import Arena, Block, warn_no_shared_memory
+
+__all__ = ["NodePaths", "Scratch"]
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+PIECE_BYTES = 256 << 10
+"""How much of its slice a rank reduces at a time: the pieces of all ranks should fit into its core's cache."""
+CHUNK_BYTES = 1 << 20
+"""How much of an ordinary tensor goes through the scratch memory at a time; chunks of all ranks should fit the cache."""
+ALIGNMENT = 64
+_MAX_PLANS = 64
+_MAX_PIECES = 1024
+_MAX_VIEWS = 512
+
+
+class Scratch:
+    """Two buffers for what ranks put in and two for results, in each rank's region, used in turn.
+
+    Args:
+        arena: Where they are allocated; collective.
+        chunk_bytes: Size of each buffer.
+
+    Attributes:
+        chunk_bytes: Size of each buffer.
+        inputs: [2][local ranks] buffers that hold what each rank put in.
+        outputs: [2][local ranks] buffers that hold what each rank has reduced.
+    """
+
+    def __init__(self, arena: Arena, chunk_bytes: int) -> None:
+        block = arena.allocate(4 * chunk_bytes)
+        if isinstance(block, str):
+            raise MemoryError(block)
+        regions = arena.segments[block.segment].regions
+        rows = [region[block.start : block.start + 4 * chunk_bytes].reshape(4, chunk_bytes) for region in regions]
+        self.chunk_bytes = chunk_bytes
+        self.inputs = [[row[place] for row in rows] for place in (0, 1)]
+        self.outputs = [[row[place] for row in rows] for place in (2, 3)]
+        self._views: dict[Any, list[Tensor]] = {}
+
+    def input_views(self, place: int, start: int, stop: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return bytes `start` to `stop` of all ranks' input buffers as tensors; local."""
+        return self._typed("in", self.inputs[place], place, start, stop, dtype)
+
+    def output_view(self, place: int, rank: int, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Return bytes `start` to `stop` of one rank's output buffer as a tensor; local."""
+        return self._typed(rank, [self.outputs[place][rank]], place, start, stop, dtype)[0]
+
+    def _typed(self, kind: object, buffers: list[Bytes], place: int, start: int, stop: int, dtype: torch.dtype) -> Any:
+        key = (kind, place, start, stop, dtype)
+        views = self._views.get(key)
+        if views is None:
+            with torch.inference_mode(False):
+                views = [torch.from_numpy(buffer[start:stop]).view(dtype) for buffer in buffers]
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            self._views[key] = views
+        return views
+
+
+class NodePaths:
+    """Moves large data between the ranks of a group that lies on one node.
+
+    Every method agrees on the call first.
+
+    Args:
+        slots: Exchanges fingerprints.
+        barrier: The barrier that they travel with.
+        arena: Where symmetric tensors and the scratch memory lie.
+        limits: How much of an ordinary tensor goes at a time.
+        release: Called by `free`, in order.
+    """
+
+    def __init__(
+        self,
+        slots: SlotExchange,
+        barrier: NodeBarrier,
+        arena: Arena,
+        limits: Limits,
+        *,
+        release: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self.rank = slots.rank
+        self.size = slots.size
+        self._slots = slots
+        self._barrier = barrier
+        self._arena = arena
+        self._limits = limits
+        self._release = release
+        self._scratch: Scratch | None = None
+        self._plans: dict[Any, list[list[Tensor]]] = {}
+
+    # ---- reductions ---------------------------------------------------------------------------------------
+
+    def all_reduce(self, call: Call, flat: Tensor) -> None:
+        """Reduce flat contiguous data over all ranks, in place; collective."""
+        assert call.op is not None
+        agreed, address = self._begin(call, flat)
+        if address:
+            for parts in self._pieces(call, flat, address):
+                reduce_in_rank_order(parts, call.op, parts[0])
+                for part in parts[1:]:
+                    part.copy_(parts[0])
+            self._barrier.wait(call)
+            return
+        self._reduce_chunks(call, flat, agreed, in_place=True, copies_out=True)
+
+    def reduce(self, call: Call, flat: Tensor) -> None:
+        """Reduce flat contiguous data onto the call's root, in place there, untouched elsewhere; collective."""
+        assert call.op is not None
+        assert call.root is not None
+        agreed, address = self._begin(call, flat)
+        is_root = self.rank == call.root
+        if address:
+            for parts in self._pieces(call, flat, address):
+                # The first two are read before anything is written; a later one would be overwritten too early.
+                target = parts[call.root] if call.root < 2 else torch.empty_like(parts[0])
+                reduce_in_rank_order(parts, call.op, target)
+                if call.root >= 2:
+                    parts[call.root].copy_(target)
+            self._barrier.wait(call)
+            return
+        self._reduce_chunks(call, flat, agreed, in_place=is_root, copies_out=is_root)
+
+    def _reduce_chunks(self, call: Call, flat: Tensor, agreed: bool, *, in_place: bool, copies_out: bool) -> None:
+        op, scratch = call.op, self._scratch_memory()
+        assert op is not None
+        data = as_bytes(flat).numpy()
+        itemsize = flat.element_size()
+        chunks = self._chunks(data.nbytes, itemsize)
+
+        def copy_in(chunk: int, place: int) -> None:
+            start, stop, bounds = chunks[chunk]
+            low, high = bounds[self.rank]
+            target = scratch.inputs[place][self.rank]
+            target[:low] = data[start : start + low]
+            target[high : stop - start] = data[start + high : stop]
+
+        def reduce(chunk: int, place: int) -> None:
+            start, _, bounds = chunks[chunk]
+            low, high = bounds[self.rank]
+            if low == high:
+                return
+            parts = list(scratch.input_views(1 - place, low, high, flat.dtype))
+            own = flat[(start + low) // itemsize : (start + high) // itemsize]
+            parts[self.rank] = own
+            result = scratch.output_view(place, self.rank, low, high, flat.dtype)
+            reduce_in_rank_order(parts, op, result)
+            if in_place:
+                own.copy_(result)
+
+        def copy_out(chunk: int, place: int) -> None:
+            start, _, bounds = chunks[chunk]
+            for rank, (low, high) in enumerate(bounds):
+                if rank != self.rank and copies_out:
+                    data[start + low : start + high] = scratch.outputs[1 - place][rank][low:high]
+
+        self._pipeline(call, len(chunks), (copy_in, reduce, copy_out), agreed)
+
+    def reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
+        """Reduce a tensor and return the own slice along `dim`; collective."""
+        op = call.op
+        assert op is not None
+        agreed, address = self._begin(call, tensor)
+        shape = list(tensor.shape)
+        shape[dim] = split_sizes(shape[dim], self.size)[self.rank]
+        result = empty(shape, tensor.dtype)
+        if address:
+            slices = [part.tensor_split(self.size, dim)[self.rank] for part in self._peers_of(tensor, address)]
+            _reduce_in_pieces(slices, op, result)
+            self._barrier.wait(call)
+        else:
+            self._reduce_scatter_chunks(call, tensor, dim, result.view(-1), agreed)
+        return result
+
+    def _reduce_scatter_chunks(self, call: Call, tensor: Tensor, dim: int, flat: Tensor, agreed: bool) -> None:
+        op, scratch = call.op, self._scratch_memory()
+        assert op is not None
+        slices = [flat_elements(part) for part in tensor.tensor_split(self.size, dim)]
+        sources = [as_bytes(part).numpy() for part in slices]
+        itemsize = tensor.element_size()
+        step = _round_down(self._chunk_bytes() // self.size, max(ALIGNMENT, itemsize))
+        longest = sources[0].nbytes if slices[0].numel() else 0  # tensor_split puts the larger slices first
+        count = -(-longest // step)
+
+        def copy_in(chunk: int, place: int) -> None:
+            for rank, source in enumerate(sources):
+                part = source[chunk * step : (chunk + 1) * step]
+                if rank != self.rank:
+                    scratch.inputs[place][self.rank][rank * step : rank * step + part.nbytes] = part
+
+        def reduce(chunk: int, place: int) -> None:
+            target = flat[chunk * step // itemsize : (chunk + 1) * step // itemsize]
+            if not target.numel():
+                return
+            low = self.rank * step
+            parts = list(scratch.input_views(1 - place, low, low + target.nbytes, tensor.dtype))
+            parts[self.rank] = slices[self.rank][chunk * step // itemsize :][: target.numel()]
+            reduce_in_rank_order(parts, op, target)
+
+        self._pipeline(call, count, (copy_in, reduce), agreed)
+
+    # ---- copies -------------------------------------------------------------------------------------------
+
+    def broadcast(self, call: Call, flat: Tensor) -> None:
+        """Copy the root's flat contiguous data to all ranks; collective."""
+        assert call.root is not None
+        root, is_root = call.root, self.rank == call.root
+        agreed, address = self._begin(call, flat)
+        data = as_bytes(flat).numpy()
+        if address:
+            if not is_root:
+                data[...] = self._arena.parts(address, data.nbytes)[root]
+            self._barrier.wait(call)
+            return
+        scratch = self._scratch_memory()
+        size = self._chunk_bytes()
+
+        def copy_in(chunk: int, place: int) -> None:
+            if is_root:
+                part = data[chunk * size : (chunk + 1) * size]
+                scratch.inputs[place][root][: part.nbytes] = part
+
+        def copy_out(chunk: int, place: int) -> None:
+            if not is_root:
+                part = data[chunk * size : (chunk + 1) * size]
+                part[...] = scratch.inputs[1 - place][root][: part.nbytes]
+
+        self._pipeline(call, -(-data.nbytes // size), (copy_in, copy_out), agreed)
+
+    def all_gather(self, call: Call, own: Tensor, rows: list[int], result: Tensor) -> None:
+        """Put the blocks of all ranks one after the other into `result`; collective, after agreeing on the call.
+
+        Args:
+            call: The call that was agreed on.
+            own: This rank's block, contiguous.
+            rows: Size of each rank's block along dim 0.
+            result: Contiguous, as large as all blocks together.
+        """
+        target = as_bytes(result).numpy()
+        row_bytes = result.nbytes // sum(rows)
+        bounds = _bounds([count * row_bytes for count in rows])
+        source = as_bytes(own).numpy() if own.numel() else target[:0]
+        low, high = bounds[self.rank]
+        target[low:high] = source
+        address = self._common_address(own, [count * row_bytes for count in rows])
+        if address:
+            for rank, (low, high) in enumerate(bounds):
+                if rank != self.rank:
+                    target[low:high] = self._arena.parts(address, high - low)[rank]
+            self._barrier.wait(call)
+            return
+        scratch = self._scratch_memory()
+        size = self._chunk_bytes()
+
+        def copy_in(chunk: int, place: int) -> None:
+            part = source[chunk * size : (chunk + 1) * size]
+            scratch.inputs[place][self.rank][: part.nbytes] = part
+
+        def copy_out(chunk: int, place: int) -> None:
+            for rank, (low, high) in enumerate(bounds):
+                part = target[low:high][chunk * size : (chunk + 1) * size]
+                if rank != self.rank:
+                    part[...] = scratch.inputs[1 - place][rank][: part.nbytes]
+
+        self._pipeline(call, -(-max(rows) * row_bytes // size), (copy_in, copy_out), True)
+
+    # ---- meeting ------------------------------------------------------------------------------------------
+
+    def note_address(self, tensor: Tensor) -> int:
+        """Put the place of a tensor, if it is symmetric, into the own slot; local. Returns it, 0 for others."""
+        address = self._arena.address(tensor)
+        self._slots.own_words[0] = address
+        return address
+
+    def symmetric_empty(self, nbytes: int) -> Tensor:
+        """Return [nbytes] uint8 of shared memory, ordinary memory where there is not enough; collective."""
+        block = self._arena.allocate(nbytes)
+        if isinstance(block, Block):
+            return self._arena.tensor(block, nbytes)
+        warn_no_shared_memory(block)
+        return flat_zeros(nbytes, torch.uint8)
+
+    def break_down(self, reason: str) -> None:
+        """Let ranks that wait for this one know that it does not come any more; local."""
+        self._barrier.break_down(reason)
+
+    def free(self) -> None:
+        """Let go of the shared memory; tensors on it keep theirs; collective."""
+        self._plans.clear()
+        self._scratch = None
+        for release in self._release:
+            release()
+
+    def _begin(self, call: Call, tensor: Tensor) -> tuple[bool, int]:
+        """Agree on the call, unless the tensor's first chunk can be copied in before that.
+
+        Returns:
+            Whether the ranks have agreed, and where the tensor lies if it is symmetric on all of them, else 0.
+        """
+        address = self.note_address(tensor)
+        if self._scratch is not None and not address:
+            return False, 0
+        self._slots.agree(call)
+        return True, self._common([True] * self.size)
+
+    def _common(self, present: Sequence[bool]) -> int:
+        """Return the place that all ranks have named, 0 if they differ."""
+        named: list[int] = self._slots.words[:, 0].tolist()
+        return named[0] if all(present) and named.count(named[0]) == self.size else 0
+
+    def _common_address(self, own: Tensor, sizes: list[int]) -> int:
+        # A block that fits into the payload lies there in place of its address.
+        return self._common([size > PAYLOAD_BYTES for size in sizes])
+
+    def _pipeline(
+        self, call: Call, chunks: int, stages: Sequence[Callable[[int, int], None]], agreed: bool
+    ) -> None:
+        """Run each chunk through the stages, a barrier between them; the first barrier agrees on the call."""
+        for turn in range(chunks + len(stages) - 1):
+            place = self._barrier.count & 1
+            for stage in reversed(range(len(stages))):
+                if 0 <= turn - stage < chunks:
+                    stages[stage](turn - stage, place)
+            if turn == 0 and not agreed:
+                self._slots.agree(call)
+                if any(self._slots.words[:, 0].tolist()):
+                    # Some ranks have a symmetric tensor and have put nothing in yet: begin anew, with them.
+                    self._pipeline(call, chunks, stages, True)
+                    return
+            elif turn < chunks + len(stages) - 2:
+                self._barrier.wait(call)
+
+    # ---- cutting ------------------------------------------------------------------------------------------
+
+    def _scratch_memory(self) -> Scratch:
+        if self._scratch is None:
+            self._scratch = Scratch(self._arena, _round_down(CHUNK_BYTES, ALIGNMENT * self.size))
+        return self._scratch
+
+    def _chunk_bytes(self) -> int:
+        """How much of a rank's tensor goes through the scratch memory at a time; a slice for each rank."""
+        most = min(self._limits.piece_bytes, self._scratch_memory().chunk_bytes)
+        return _round_down(most, ALIGNMENT * self.size)
+
+    def _chunks(self, nbytes: int, itemsize: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
+        """Cut `nbytes` bytes into chunks of about equal size; for each: start, stop, and each rank's slice of it."""
+        unit = self.size * max(ALIGNMENT, itemsize)
+        count = -(-nbytes // self._chunk_bytes())
+        size = -(-nbytes // (count * unit)) * unit
+        cut = []
+        for start in range(0, nbytes, size):
+            stop = min(start + size, nbytes)
+            cut.append((start, stop, _slices(stop - start, self.size, unit // self.size)))
+        return cut
+
+    def _pieces(self, call: Call, flat: Tensor, address: int) -> list[list[Tensor]]:
+        """Return the pieces of this rank's slice of a symmetric tensor, each as one tensor a rank."""
+        key = (address, call.dtype, flat.numel())
+        pieces = self._plans.get(key)
+        if pieces is None:
+            pieces = self._cut(flat, address)
+            if sum(map(len, self._plans.values())) + len(pieces) > _MAX_PIECES or len(self._plans) >= _MAX_PLANS:
+                self._plans.clear()
+            self._plans[key] = pieces
+        return pieces
+
+    def _cut(self, flat: Tensor, address: int) -> list[list[Tensor]]:
+        itemsize = flat.element_size()
+        unit = max(ALIGNMENT, itemsize)
+        low, high = _slices(flat.nbytes, self.size, unit)[self.rank]
+        with torch.inference_mode(False):
+            peers = [part[low // itemsize : high // itemsize] for part in self._peers_of(flat, address)]
+            step = max(1, PIECE_BYTES // itemsize)
+            return [[peer[at : at + step] for peer in peers] for at in range(0, peers[0].numel(), step)]
+
+    def _peers_of(self, tensor: Tensor, address: int) -> list[Tensor]:
+        parts = self._arena.parts(address, tensor.nbytes)
+        return [torch.from_numpy(part).view(tensor.dtype).view(tensor.shape) for part in parts]
+
+
+def _reduce_in_pieces(parts: list[Tensor], op: ReduceOp, result: Tensor) -> None:
+    """Reduce tensors of any strides, a part that fits into the cache at a time."""
+    if not result.numel():
+        return
+    if result.is_contiguous() and all(part.is_contiguous() for part in parts):
+        parts, result = [part.view(-1) for part in parts], result.view(-1)
+    rows = max(1, PIECE_BYTES * result.shape[0] // result.nbytes)
+    for at in range(0, result.shape[0], rows):
+        reduce_in_rank_order([part[at : at + rows] for part in parts], op, result[at : at + rows])
+
+
+def _slices(nbytes: int, ranks: int, unit: int) -> list[tuple[int, int]]:
+    """Cut bytes into one slice a rank, of whole units but for the last one that is not empty."""
+    each = -(-nbytes // (ranks * unit)) * unit
+    return [(min(rank * each, nbytes), min((rank + 1) * each, nbytes)) for rank in range(ranks)]
+
+
+def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    stops = np.cumsum(sizes).tolist()
+    return [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+
+
+def _round_down(size: int, unit: int) -> int:
+    return max(size // unit * unit, unit)

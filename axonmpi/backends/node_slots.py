@@ -1,0 +1,50 @@
+"""The first message of every collective, through memory that the node's ranks share (layer 2).
+
+The same slots as in `mpi_slots`, written to shared memory instead of sent: a barrier brings the fingerprints along.
+There are two places for each slot, used in turn, since a quick rank writes its next one while a slow rank still reads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .call import Call
+from .mpi_slots import SLOT_BYTES, SlotExchange
+from .node_barrier import NodeBarrier
+from .shared_memory import PAGE, Segment
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["NodeSlots"]
+
+_PLACES = (256, 512)
+"""Where in each rank's page its slots lie: on cache lines that the barrier does not use."""
+
+
+class NodeSlots(SlotExchange):
+    """The slots of one rank in a group that lies on one node.
+
+    Args:
+        mpi: The module `mpi4py.MPI`.
+        comm: The group's communicator; the order of its ranks is that of the segment's regions.
+        segment: Shared memory with a page for each rank.
+        barrier: The barrier on that segment.
+    """
+
+    def __init__(self, mpi: Any, comm: MPI.Intracomm, segment: Segment, barrier: NodeBarrier) -> None:
+        super().__init__(mpi, comm, crowded=False)
+        self._barrier = barrier
+        pages = np.frombuffer(segment.memory, dtype=np.uint8).reshape(len(segment.regions), -1)[:, :PAGE]
+        self._theirs = [pages[:, place : place + SLOT_BYTES] for place in _PLACES]
+        own = segment.regions[segment.own]
+        self._mine = [own[place : place + SLOT_BYTES].data for place in _PLACES]
+        self._copy = self._all.numpy()
+
+    def _exchange(self, call: Call, out: list[Any]) -> None:
+        place = self._barrier.count & 1
+        self._mine[place][:] = out[0]
+        self._barrier.wait(call)
+        self._copy[...] = self._theirs[place]
