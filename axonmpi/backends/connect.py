@@ -7,6 +7,7 @@ leaves everything to MPI.
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,18 @@ from .. import environment
 from .mpi_slots import SlotExchange
 from .node_barrier import Fence, NodeBarrier
 from .node_paths import NodePaths
+from .node_plans import direct_bytes
 from .node_slots import NodeSlots
 from .plain_paths import Limits, Paths, PlainPaths
 from .shared_memory import PAGE, Arena, Segment
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+STRONGLY_ORDERED = frozenset({"x86_64", "AMD64", "i386", "i686"})
+"""Processors that keep a process's loads and stores in order for all others, but for a load that passes a store, which
+no rank relies on (Intel 64 manual, volume 3, section 9.2; AMD64 manual, volume 2, section 7.2): there a barrier needs
+no fence."""
 
 __all__ = ["Connection", "connect", "node_communicator"]
 
@@ -74,14 +81,15 @@ def connect(mpi: Any, comm: MPI.Intracomm, limits: Limits, *, crowded: bool, tim
 def _on_one_node(
     mpi: Any, comm: MPI.Intracomm, node: MPI.Intracomm, limits: Limits, timeout: float | None
 ) -> Connection | None:
-    control = Segment.create(node, PAGE)
-    if isinstance(control, str):
+    control, direct = Segment.create(node, PAGE), Segment.create(node, 2 * direct_bytes(node.size))
+    if isinstance(control, str) or isinstance(direct, str):
         return None
-    problem = control.populate(0, PAGE)
-    if any(node.allgather(problem)):
+    if any(node.allgather(control.populate(0, PAGE) or direct.populate(0, direct.region_bytes))):
         return None
-    fence = Fence(mpi, node)
+    fence = None if platform.machine() in STRONGLY_ORDERED else Fence(mpi, node)
     processes, names = zip(*node.allgather((os.getpid(), comm.rank)), strict=True)
-    barrier = NodeBarrier(control, fence.sync, list(processes), list(names), timeout)
+    barrier = NodeBarrier(control, fence.sync if fence else None, list(processes), list(names), timeout)
     slots = NodeSlots(mpi, comm, control, barrier)
-    return Connection("node", slots, NodePaths(slots, barrier, Arena(node), limits, release=[fence.free, node.Free]))
+    release = [node.Free] if fence is None else [fence.free, node.Free]
+    paths = NodePaths(slots, barrier, Arena(node), direct, limits, release=release)
+    return Connection("node", slots, paths)

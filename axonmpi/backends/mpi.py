@@ -30,7 +30,8 @@ from .connect import connect
 from .cores import CoreShare, core_share
 from .mpi_memory import as_bytes, empty, flat_elements, write_back
 from .mpi_messages import MessagePort, buffer_of
-from .mpi_slots import PAYLOAD_BYTES, SmallPlan, describe, described
+from .mpi_slots import PAYLOAD_BYTES, describe, described
+from .plain_paths import Plan
 from .reduction import reduce_in_rank_order
 from .worker import Worker
 
@@ -104,7 +105,8 @@ class MpiBackend(Backend):
         self._slots, self._paths = connection.slots, connection.paths
         self.path = connection.name
         self._agree = self._slots.agree
-        self._plans: dict[Any, SmallPlan] = {}
+        self._plans: dict[Any, Plan] = {}
+        self._all_plans: dict[int, Plan] = {}
         _live.add(self)
         _register_with_exits()
 
@@ -134,8 +136,7 @@ class MpiBackend(Backend):
         is_usual = tensor.__class__ is Tensor and not tensor.is_nested and op.__class__ is ReduceOp
         if is_usual and not async_op and layout is None:
             plan = self._plans.get((tensor.dtype, tensor.shape, op))
-            if plan is not None and self._is_plain(tensor):
-                plan.run(tensor)
+            if plan is not None and self._is_plain(tensor) and plan.run(tensor):
                 return None
         return super().all_reduce(tensor, op, async_op=async_op, layout=layout)
 
@@ -155,25 +156,28 @@ class MpiBackend(Backend):
         )
 
     def _all_reduce(self, call: Call, tensor: Tensor) -> None:
-        assert call.op is not None
         if self.size == 1:  # whatever the reduction, that of one tensor is the tensor
             write_back(tensor, tensor)
             return
-        if call.nbytes <= PAYLOAD_BYTES:
-            own, parts = self._slots.views(call)
-            own.copy_(tensor)
-            self._agree(call)
-            reduce_in_rank_order(parts, call.op, tensor)
-            self._remember(call)
+        plan = self._plan_for(call)
+        if self._paths.is_small(call):
+            plan.run(tensor)  # whatever rank uses a plan for this, all have to: it decides where the data lie
             return
         flat = flat_elements(tensor)
         self._paths.all_reduce(call, flat)
         write_back(flat, tensor)
 
-    def _remember(self, call: Call) -> None:
-        is_plain = call.layout is None and call.dtype is not None and not call.dtype.is_complex
-        if is_plain and len(self._plans) < _MAX_PLANS:
-            self._plans.setdefault((call.dtype, call.shape, call.op), self._slots.plan(call))
+    def _plan_for(self, call: Call) -> Plan:
+        """Find or make the plan for a kind of call; plain ones are found again before any check."""
+        plan = self._all_plans.get(call.key)
+        if plan is None:
+            if len(self._all_plans) >= _MAX_PLANS:
+                self._all_plans.clear()
+                self._plans.clear()
+            plan = self._all_plans[call.key] = self._paths.plan(call)
+            if call.layout is None and call.dtype is not None and not call.dtype.is_complex:
+                self._plans[call.dtype, call.shape, call.op] = plan
+        return plan
 
     def _reduce(self, call: Call, tensor: Tensor) -> None:
         if call.nbytes == 0 or self.size == 1:

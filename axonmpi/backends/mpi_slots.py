@@ -167,14 +167,15 @@ class SmallPlan:
         # Of two, the order does not matter: the own part is in the tensor already.
         self._others = [self._parts[1 - slots.rank]] if adds and slots.size == 2 else []
 
-    def run(self, tensor: Tensor) -> None:
-        """Reduce a tensor, in place; collective."""
+    def run(self, tensor: Tensor) -> bool:
+        """Reduce a tensor, in place; collective. Always applies."""
         self._own.copy_(tensor)
         self._slots.swap(self._call, self._out)
         if self._others:
             tensor.add_(self._others[0])
         else:
             reduce_in_rank_order(self._parts, self._op, tensor)
+        return True
 
 
 def _payload(slot: Tensor, call: Call) -> Tensor:

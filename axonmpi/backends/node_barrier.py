@@ -7,8 +7,9 @@ Each rank has a page with a counter of the barriers that it has come to, on a ca
     rank 2 | 7 |
 
 Whoever waits gives its core away at every look, and naps when it takes long, since ranks may outnumber the cores.
-Everything a rank wrote before a barrier is seen by all ranks after it: `MPI_Win_sync` on both sides is the memory
-barrier (MPI 4.1, section 12.4; 12.7 on shared windows), and the counters are 8 aligned bytes.
+Everything a rank wrote before a barrier is seen by all ranks after it. On processors that reorder loads and stores,
+`MPI_Win_sync` on both sides is the memory barrier (MPI 4.1, section 12.4; 12.7 on shared windows); the counters are 8
+aligned bytes, which are written and read whole.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class NodeBarrier:
     Args:
         segment: Shared memory with a page for each rank; the memory beyond the first 256 bytes of each page is free
             for others.
-        sync: A full memory barrier.
+        sync: A full memory barrier, None where the processor needs none.
         processes: Process number of each local rank.
         names: Number of each local rank in the group.
         timeout: Seconds after which a rank that waits gives up; None never does.
@@ -94,12 +95,14 @@ class NodeBarrier:
         if self._broken:
             raise CommunicatorError(f"{what}: this group cannot be used: {self._broken}")
         words, count = self._words, self.count + 1
-        self._sync()
+        if self._sync is not None:
+            self._sync()
         words[self._own] = count
         for word, peer in self._peers:
             if words[word] < count:
                 self._await(word, peer, count, what)
-        self._sync()
+        if self._sync is not None:
+            self._sync()
         self.count = count
 
     def _await(self, word: int, peer: int, count: int, what: object) -> None:

@@ -31,11 +31,13 @@ from ..partition import split_sizes
 from ..types import ReduceOp
 from .call import Call
 from .mpi_memory import as_bytes, empty, flat_elements
-from .mpi_slots import PAYLOAD_BYTES, SlotExchange
+from .mpi_slots import PAYLOAD_BYTES
 from .node_barrier import NodeBarrier
-from .plain_paths import Limits
+from .node_plans import DirectPlan, Piece, SymmetricPlan
+from .node_slots import NodeSlots
+from .plain_paths import Limits, Plan
 from .reduction import reduce_in_rank_order
-from .shared_memory import Arena, Block, warn_no_shared_memory
+from .shared_memory import Arena, Block, Segment, warn_no_shared_memory
 
 __all__ = ["NodePaths", "Scratch"]
 
@@ -46,8 +48,8 @@ PIECE_BYTES = 256 << 10
 CHUNK_BYTES = 1 << 20
 """How much of an ordinary tensor goes through the scratch memory at a time; chunks of all ranks should fit the cache."""
 ALIGNMENT = 64
-_MAX_PLANS = 64
-_MAX_PIECES = 1024
+_MAX_TENSORS = 64
+_MAX_PIECES = 4096
 _MAX_VIEWS = 512
 
 
@@ -104,15 +106,17 @@ class NodePaths:
         slots: Exchanges fingerprints.
         barrier: The barrier that they travel with.
         arena: Where symmetric tensors and the scratch memory lie.
+        direct: Shared memory for `DirectPlan`.
         limits: How much of an ordinary tensor goes at a time.
         release: Called by `free`, in order.
     """
 
     def __init__(
         self,
-        slots: SlotExchange,
+        slots: NodeSlots,
         barrier: NodeBarrier,
         arena: Arena,
+        direct: Segment,
         limits: Limits,
         *,
         release: Sequence[Callable[[], None]] = (),
@@ -122,10 +126,12 @@ class NodePaths:
         self._slots = slots
         self._barrier = barrier
         self._arena = arena
+        self._direct = direct
         self._limits = limits
         self._release = release
         self._scratch: Scratch | None = None
-        self._plans: dict[Any, list[list[Tensor]]] = {}
+        self._total = torch.zeros(PIECE_BYTES, dtype=torch.uint8, device="cpu")
+        self._cut_before: dict[Any, list[Piece]] = {}
 
     # ---- reductions ---------------------------------------------------------------------------------------
 
@@ -134,13 +140,32 @@ class NodePaths:
         assert call.op is not None
         agreed, address = self._begin(call, flat)
         if address:
-            for parts in self._pieces(call, flat, address):
-                reduce_in_rank_order(parts, call.op, parts[0])
-                for part in parts[1:]:
-                    part.copy_(parts[0])
-            self._barrier.wait(call)
-            return
-        self._reduce_chunks(call, flat, agreed, in_place=True, copies_out=True)
+            self.reduce_pieces(call, self.pieces(flat, address))
+        else:
+            self._reduce_chunks(call, flat, agreed, in_place=True, copies_out=True)
+
+    def reduce_pieces(self, call: Call, pieces: Sequence[Piece]) -> None:
+        """Reduce this rank's pieces of a symmetric tensor for all ranks; collective, agreed already."""
+        op = call.op
+        assert op is not None
+        for piece in pieces:
+            reduce_in_rank_order(piece.parts, op, piece.total)
+            piece.rows.copy_(piece.total)
+        self._barrier.wait(call)
+
+    def all_reduce_ordinary(self, call: Call, flat: Tensor) -> None:
+        """Reduce data that is not symmetric on all ranks; collective, agreed already."""
+        self._reduce_chunks(call, flat, True, in_place=True, copies_out=True)
+
+    def is_small(self, call: Call) -> bool:
+        """Say whether every rank reduces all of the data itself; local."""
+        return call.nbytes <= self._direct.region_bytes // 2
+
+    def plan(self, call: Call) -> Plan:
+        """Prepare all-reduces of tensors of this kind; local."""
+        if self.is_small(call):
+            return DirectPlan(self._slots, self._direct, call)
+        return SymmetricPlan(self._slots, self, call)
 
     def reduce(self, call: Call, flat: Tensor) -> None:
         """Reduce flat contiguous data onto the call's root, in place there, untouched elsewhere; collective."""
@@ -149,12 +174,9 @@ class NodePaths:
         agreed, address = self._begin(call, flat)
         is_root = self.rank == call.root
         if address:
-            for parts in self._pieces(call, flat, address):
-                # The first two are read before anything is written; a later one would be overwritten too early.
-                target = parts[call.root] if call.root < 2 else torch.empty_like(parts[0])
-                reduce_in_rank_order(parts, call.op, target)
-                if call.root >= 2:
-                    parts[call.root].copy_(target)
+            for piece in self.pieces(flat, address):
+                reduce_in_rank_order(piece.parts, call.op, piece.total)
+                piece.parts[call.root].copy_(piece.total)
             self._barrier.wait(call)
             return
         self._reduce_chunks(call, flat, agreed, in_place=is_root, copies_out=is_root)
@@ -310,6 +332,10 @@ class NodePaths:
         self._slots.own_words[0] = address
         return address
 
+    def address(self, tensor: Tensor) -> int:
+        """Say where a contiguous tensor lies if it is symmetric, 0 if it is not; local."""
+        return self._arena.address(tensor)
+
     def symmetric_empty(self, nbytes: int) -> Tensor:
         """Return [nbytes] uint8 of shared memory, ordinary memory where there is not enough; collective."""
         block = self._arena.allocate(nbytes)
@@ -324,7 +350,7 @@ class NodePaths:
 
     def free(self) -> None:
         """Let go of the shared memory; tensors on it keep theirs; collective."""
-        self._plans.clear()
+        self._cut_before.clear()
         self._scratch = None
         for release in self._release:
             release()
@@ -391,25 +417,26 @@ class NodePaths:
             cut.append((start, stop, _slices(stop - start, self.size, unit // self.size)))
         return cut
 
-    def _pieces(self, call: Call, flat: Tensor, address: int) -> list[list[Tensor]]:
-        """Return the pieces of this rank's slice of a symmetric tensor, each as one tensor a rank."""
-        key = (address, call.dtype, flat.numel())
-        pieces = self._plans.get(key)
+    def pieces(self, flat: Tensor, address: int) -> list[Piece]:
+        """Cut this rank's slice of a symmetric tensor into pieces; local."""
+        key = (address, flat.dtype, flat.numel())
+        pieces = self._cut_before.get(key)
         if pieces is None:
             pieces = self._cut(flat, address)
-            if sum(map(len, self._plans.values())) + len(pieces) > _MAX_PIECES or len(self._plans) >= _MAX_PLANS:
-                self._plans.clear()
-            self._plans[key] = pieces
+            held = sum(map(len, self._cut_before.values()))
+            if held + len(pieces) > _MAX_PIECES or len(self._cut_before) >= _MAX_TENSORS:
+                self._cut_before.clear()
+            self._cut_before[key] = pieces
         return pieces
 
-    def _cut(self, flat: Tensor, address: int) -> list[list[Tensor]]:
+    def _cut(self, flat: Tensor, address: int) -> list[Piece]:
         itemsize = flat.element_size()
-        unit = max(ALIGNMENT, itemsize)
-        low, high = _slices(flat.nbytes, self.size, unit)[self.rank]
+        low, high = _slices(flat.nbytes, self.size, max(ALIGNMENT, itemsize))[self.rank]
+        step = max(ALIGNMENT, min(PIECE_BYTES, self._limits.piece_bytes) // ALIGNMENT * ALIGNMENT)
         with torch.inference_mode(False):
-            peers = [part[low // itemsize : high // itemsize] for part in self._peers_of(flat, address)]
-            step = max(1, PIECE_BYTES // itemsize)
-            return [[peer[at : at + step] for peer in peers] for at in range(0, peers[0].numel(), step)]
+            total = self._total[: step].view(flat.dtype)
+            rows = self._arena.rows(address + low, high - low).view(flat.dtype)
+            return [Piece(part, total) for part in rows.split(step // itemsize, dim=1)] if low < high else []
 
     def _peers_of(self, tensor: Tensor, address: int) -> list[Tensor]:
         parts = self._arena.parts(address, tensor.nbytes)

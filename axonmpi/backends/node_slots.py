@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .call import Call
-from .mpi_slots import SLOT_BYTES, SlotExchange
+from .mpi_slots import HEADER_BYTES, SLOT_BYTES, SlotExchange
 from .node_barrier import NodeBarrier
 from .shared_memory import PAGE, Segment
 
@@ -22,6 +22,8 @@ __all__ = ["NodeSlots"]
 
 _PLACES = (256, 512)
 """Where in each rank's page its slots lie: on cache lines that the barrier does not use."""
+_ADDRESS = HEADER_BYTES // 8
+"""The word of a slot that says where a symmetric tensor lies: the first of the payload."""
 
 
 class NodeSlots(SlotExchange):
@@ -42,6 +44,37 @@ class NodeSlots(SlotExchange):
         own = segment.regions[segment.own]
         self._mine = [own[place : place + SLOT_BYTES].data for place in _PLACES]
         self._copy = self._all.numpy()
+        self._words = memoryview(segment.memory).cast("q")
+        starts = range(0, len(self._words), segment.region_bytes // 8)
+        self._heads = [[start + place // 8 for start in starts] for place in _PLACES]
+        self._own_head = [heads[segment.own] for heads in self._heads]
+
+    @property
+    def place(self) -> int:
+        """Which of the two places the next exchange uses, 0 or 1."""
+        return self._barrier.count & 1
+
+    def meet(self, call: Call, address: int) -> bool:
+        """Compare the call and the place of its tensor with the other ranks'; collective.
+
+        Returns:
+            Whether all ranks have named the same address.
+
+        Raises:
+            CollectiveMismatchError: The ranks made different calls.
+        """
+        words, place, key = self._words, self._barrier.count & 1, call.key
+        own = self._own_head[place]
+        words[own] = key
+        words[own + _ADDRESS] = address
+        self._barrier.wait(call)
+        same = True
+        for head in self._heads[place]:
+            if words[head] != key:
+                raise self._mismatch(call)
+            if words[head + _ADDRESS] != address:
+                same = False
+        return same
 
     def _exchange(self, call: Call, out: list[Any]) -> None:
         place = self._barrier.count & 1

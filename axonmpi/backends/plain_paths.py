@@ -21,10 +21,10 @@ from ..partition import split_sizes
 from .call import Call
 from .mpi_memory import as_bytes, empty, flat_elements
 from .mpi_messages import buffer_of
-from .mpi_slots import SlotExchange
+from .mpi_slots import PAYLOAD_BYTES, SlotExchange
 from .reduction import reduce_in_rank_order
 
-__all__ = ["Paths", "PlainPaths"]
+__all__ = ["Limits", "Paths", "PlainPaths", "Plan"]
 
 _HUGE_FROM = 4 << 20  # numpy asks for huge pages from this size on
 
@@ -39,6 +39,24 @@ class Limits(Protocol):
 
     piece_bytes: int
     max_message_bytes: int
+
+
+class Plan(Protocol):
+    """Reduces tensors of one dtype and shape that were reduced before."""
+
+    def run(self, tensor: Tensor) -> bool:
+        """Reduce a contiguous tensor, in place; collective. False, and nothing done, if the plan is not for it."""
+
+
+class _NoPlan:
+    """Stands for a plan where there is nothing to prepare."""
+
+    def run(self, tensor: Tensor) -> bool:
+        """Do nothing."""
+        return False
+
+
+_NO_PLAN = _NoPlan()
 
 
 class Paths(Protocol):
@@ -58,6 +76,12 @@ class Paths(Protocol):
 
     def all_gather(self, call: Call, own: Tensor, rows: list[int], result: Tensor) -> None:
         """Put the blocks of all ranks, `rows` long each, one after the other into `result`; agreed already."""
+
+    def is_small(self, call: Call) -> bool:
+        """Say whether the plan for this kind of all-reduce serves all tensors; local."""
+
+    def plan(self, call: Call) -> Plan:
+        """Prepare all-reduces of tensors of this kind; local."""
 
     def note_address(self, tensor: Tensor) -> int:
         """Before agreeing on an all_gather: let the others know if the own block is symmetric; local."""
@@ -87,6 +111,7 @@ class PlainPaths:
         self.size = slots.size
         self._mpi = mpi
         self._comm = comm
+        self._slots = slots
         self._agree = slots.agree
         self._limits = limits
         self._scratch: dict[str, Tensor] = {}
@@ -187,6 +212,14 @@ class PlainPaths:
             if root == self.rank:
                 block.copy_(data)
             self._broadcast_flat(block, root)
+
+    def is_small(self, call: Call) -> bool:
+        """Say whether the data fits into a slot; local."""
+        return call.nbytes <= PAYLOAD_BYTES
+
+    def plan(self, call: Call) -> Plan:
+        """Prepare all-reduces of data that fits into a slot; local."""
+        return self._slots.plan(call) if self.is_small(call) else _NO_PLAN
 
     def note_address(self, tensor: Tensor) -> int:
         """Nothing is symmetric here; local."""

@@ -9,7 +9,9 @@ float32 (complex32 in complex64) and are rounded once, at the end.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +37,12 @@ _ACCUMULATE_IN = {
     torch.complex32: torch.complex64,
     **{getattr(torch, name): torch.float32 for name in _FLOAT8 if hasattr(torch, name)},
 }
+_ROUNDED_ONCE = (torch.float16, torch.bfloat16)
+"""Torch computes a single operation on two of these in float32 and rounds the result: the same bits."""
+_WIDE_ELEMENTS = 1 << 17
+"""How many elements are converted at a time, so that their float32 values stay in the cache."""
+_MAX_VIEWS = 256
+_thread = threading.local()
 _SIGNED_TWIN = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _BINARY: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -76,6 +84,8 @@ def reduce_in_rank_order(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> 
     dtype = out.dtype
     if dtype is torch.bool:
         _fold(parts, torch.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else torch.logical_and, out)
+    elif len(parts) == 2 and dtype in _ROUNDED_ONCE and op is not ReduceOp.AVERAGE:
+        _fold(parts, _BINARY[op], out)
     elif dtype in _ACCUMULATE_IN:
         _reduce_wide(parts, op, out, _ACCUMULATE_IN[dtype])
     elif dtype in _SIGNED_TWIN:
@@ -102,13 +112,39 @@ def _fold(parts: Sequence[Tensor], binary: Callable[..., Tensor], out: Tensor) -
 
 
 def _reduce_wide(parts: Sequence[Tensor], op: ReduceOp, out: Tensor, wide: torch.dtype) -> None:
+    if out.numel() > _WIDE_ELEMENTS and out.dim() and out.shape[0] > 1:
+        rows = max(1, _WIDE_ELEMENTS * out.shape[0] // out.numel())
+        for at in range(0, out.shape[0], rows):
+            _reduce_wide([part[at : at + rows] for part in parts], op, out[at : at + rows], wide)
+        return
+    total, term = _workspace(out, wide)
     binary = _BINARY[op]
-    total = parts[0].to(wide)
+    total.copy_(parts[0])
     for part in parts[1:]:
-        binary(total, part.to(wide), out=total)
+        term.copy_(part)
+        binary(total, term, out=total)
     if op is ReduceOp.AVERAGE:
         total.div_(len(parts))
     out.copy_(total)
+
+
+def _workspace(out: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return two tensors of the shape of `out`, in memory that each thread keeps for this."""
+    if out.numel() > _WIDE_ELEMENTS or out.device.type != "cpu":
+        return torch.empty_like(out, dtype=wide), torch.empty_like(out, dtype=wide)
+    views: dict[Any, tuple[Tensor, Tensor]] | None = getattr(_thread, "views", None)
+    if views is None:
+        views = _thread.views = {}
+        with torch.inference_mode(False):
+            _thread.memory = torch.empty(2, _WIDE_ELEMENTS * 8, dtype=torch.uint8, device="cpu")
+    found = views.get((out.shape, wide))
+    if found is None:
+        if len(views) >= _MAX_VIEWS:
+            views.clear()
+        with torch.inference_mode(False):
+            first, second = _thread.memory[:, : out.numel() * wide.itemsize].view(wide).unbind(0)
+            found = views[out.shape, wide] = first.view(out.shape), second.view(out.shape)
+    return found
 
 
 def _reduce_unsigned(parts: Sequence[Tensor], op: ReduceOp, out: Tensor, signed: torch.dtype) -> None:

@@ -283,6 +283,12 @@ class Arena:
         segment, offset = self.segments[(address - 1) >> 48], (address - 1) & ((1 << 48) - 1)
         return [region[offset : offset + nbytes] for region in segment.regions]
 
+    def rows(self, address: int, nbytes: int) -> Tensor:
+        """Return the memory of all local ranks at an address, [ranks, nbytes] uint8; local."""
+        segment, offset = self.segments[(address - 1) >> 48], (address - 1) & ((1 << 48) - 1)
+        whole = np.frombuffer(segment.memory, dtype=np.uint8).reshape(len(segment.regions), segment.region_bytes)
+        return torch.from_numpy(whole[:, offset : offset + nbytes])
+
 
 _warned = False
 

@@ -1,0 +1,127 @@
+"""All-reduces that were made before, with everything prepared that does not depend on the values (layer 2).
+
+A `DirectPlan` is for data so small that each rank might as well reduce all of it: one barrier, which carries the call's
+fingerprint along.
+
+    put the own data into shared memory | barrier | reduce the data of all ranks into the own tensor
+
+A `SymmetricPlan` is for symmetric tensors: the pieces of the own slice, over all ranks' memory, are views made once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .call import Call
+from .reduction import plain_binary, reduce_in_rank_order
+from .shared_memory import Segment
+
+if TYPE_CHECKING:
+    from .node_paths import NodePaths
+    from .node_slots import NodeSlots
+
+__all__ = ["DIRECT_BYTES", "DirectPlan", "Piece", "SymmetricPlan", "direct_bytes"]
+
+DIRECT_BYTES = 512 << 10
+"""The most that all ranks together put into shared memory for each of them to reduce it all."""
+_MAX_TENSORS = 256
+
+
+def direct_bytes(ranks: int) -> int:
+    """Return the size up to which every rank of so many reduces all of the data itself; local."""
+    return max(DIRECT_BYTES // ranks // 4096 * 4096, 4096)
+
+
+class DirectPlan:
+    """An all-reduce of one dtype, shape and reduction, small enough for each rank to do it all.
+
+    Args:
+        slots: Carries the fingerprint.
+        memory: Shared memory with two places of `direct_bytes(ranks)` in each region.
+        call: The call.
+    """
+
+    def __init__(self, slots: NodeSlots, memory: Segment, call: Call) -> None:
+        assert call.op is not None
+        assert call.dtype is not None
+        self._slots = slots
+        self._call = call
+        self._op = call.op
+        self._parts = []
+        half = memory.region_bytes // 2
+        with torch.inference_mode(False):
+            for start in (0, half):
+                rows = [torch.from_numpy(region[start : start + call.nbytes]) for region in memory.regions]
+                self._parts.append([row.view(call.dtype).view(call.shape) for row in rows])
+        self._own = [parts[slots.rank] for parts in self._parts]
+        adds = plain_binary(call.dtype, call.op) is torch.add
+        # Of two, the order does not matter: the own part is in the tensor already.
+        self._other = [parts[1 - slots.rank] for parts in self._parts] if adds and slots.size == 2 else None
+
+    def run(self, tensor: Tensor) -> bool:
+        """Reduce a contiguous tensor, in place; collective. Always applies."""
+        place = self._slots.place
+        self._own[place].copy_(tensor)
+        self._slots.meet(self._call, 0)
+        if self._other is not None:
+            tensor.add_(self._other[place])
+        else:
+            reduce_in_rank_order(self._parts[place], self._op, tensor)
+        return True
+
+
+class Piece:
+    """Part of a symmetric tensor that fits into the cache.
+
+    Args:
+        rows: [ranks, elements] the part in the memory of each rank.
+        total: [elements] scratch memory for the sum.
+    """
+
+    __slots__ = ("parts", "rows", "total")
+
+    def __init__(self, rows: Tensor, total: Tensor) -> None:
+        self.rows = rows
+        self.parts = list(rows.unbind(0))
+        self.total = total[: rows.shape[1]]
+
+
+class SymmetricPlan:
+    """An all-reduce of symmetric tensors of one dtype and shape.
+
+    Args:
+        slots: Carries the fingerprint.
+        paths: Knows which tensors are symmetric, and serves if one is not.
+        call: The call.
+    """
+
+    def __init__(self, slots: NodeSlots, paths: NodePaths, call: Call) -> None:
+        assert call.op is not None
+        self._slots = slots
+        self._paths = paths
+        self._call = call
+        self._op = call.op
+        self._known: dict[int, tuple[int, list[Piece]]] = {}
+
+    def run(self, tensor: Tensor) -> bool:
+        """Reduce a contiguous tensor, in place; collective. False, and nothing done, if it is not symmetric."""
+        known = self._known.get(tensor.data_ptr())
+        if known is None:
+            address = self._paths.address(tensor)
+            if not address:
+                return False
+            if len(self._known) >= _MAX_TENSORS:
+                self._known.clear()
+            known = address, self._paths.pieces(tensor.view(-1), address)
+            self._known[tensor.data_ptr()] = known
+        address, pieces = known
+        if self._slots.meet(self._call, address):
+            self._paths.reduce_pieces(self._call, pieces)
+        else:
+            self._paths.all_reduce_ordinary(self._call, tensor.view(-1))
+        torch.autograd.graph.increment_version(tensor)
+        return True
+
