@@ -315,6 +315,8 @@ class MpiBackend(Backend):
     def _symmetric_empty(self, call: Call) -> Tensor:
         self._agree(call)
         assert call.dtype is not None
+        if not call.nbytes:
+            return empty(call.shape, call.dtype)
         return self._paths.symmetric_empty(call.nbytes).view(call.dtype).view(call.shape)
 
     def _release(self) -> None:

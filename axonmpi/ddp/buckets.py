@@ -6,6 +6,9 @@
 `param.grad` is a view of its bucket (with `gradient_as_bucket_view`), so nothing is copied on the way back. On the
 way in a gradient that autograd allocated itself is copied once; one that accumulates into the view is not copied.
 The views have the strides of their parameters, so that optimizers find both laid out alike.
+
+A large gradient is not copied at all: it is a `LargeGradient`, reduced where autograd has put it. Copying it into a
+bucket would cost as much as reducing it does.
 """
 
 from __future__ import annotations
@@ -16,13 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from ..bucketing import by_dtype
+from ..group import ProcessGroup
 from ..memory import flat_zeros
 from ..partition import bucket_by_size
 
-__all__ = ["Bucket", "gradient_strides", "make_buckets"]
+__all__ = ["Bucket", "LargeGradient", "gradient_strides", "make_buckets"]
 
 FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that its reduction begins early in backward (Li et al. 2020, section 3.2.3)."""
+LARGE_BYTES = 512 << 10
+"""From this size on a gradient is reduced by itself: the meeting of the ranks costs less than copying it."""
 
 
 class Bucket:
@@ -30,6 +36,8 @@ class Bucket:
 
     Attributes:
         members: Positions of the parameters in the reducer's list.
+        numel: Elements of all of them.
+        device: Where they are.
         flat: [numel] the gradients, end to end.
         wire: [numel] what is reduced: `flat` itself, or a copy in the dtype chosen for communication.
         pending: Members whose gradients are not in yet.
@@ -37,18 +45,25 @@ class Bucket:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], members: Sequence[int], reduce_dtype: torch.dtype | None
+        self,
+        parameters: Sequence[nn.Parameter],
+        members: Sequence[int],
+        reduce_dtype: torch.dtype | None,
+        group: ProcessGroup,
     ) -> None:
         self.members = list(members)
         self._parameters = [parameters[member] for member in members]
         first = self._parameters[0]
         sizes = [parameter.numel() for parameter in self._parameters]
-        self.flat = flat_zeros(sum(sizes), first.dtype, first.device)
+        converts = _converts(first, reduce_dtype)
+        self.numel, self.device = sum(sizes), first.device
+        self.flat = _zeros(self.numel, first.dtype, first.device, None if converts else group)
         parts = torch.split(self.flat, sizes)
         self._views = [_shaped_like(part, p) for part, p in zip(parts, self._parameters, strict=True)]
         self.wire = self.flat
-        if reduce_dtype is not None and reduce_dtype != first.dtype and not first.dtype.is_complex:
-            self.wire = flat_zeros(self.flat.numel(), reduce_dtype, first.device)
+        if converts:
+            assert reduce_dtype is not None
+            self.wire = _zeros(self.numel, reduce_dtype, first.device, group)
         self._slot = {member: position for position, member in enumerate(self.members)}
         self.pending: set[int] = set()
         self.launched = False
@@ -57,6 +72,10 @@ class Bucket:
         """Expect all gradients anew."""
         self.pending = set(self.members)
         self.launched = False
+
+    def clear(self) -> None:
+        """Take in zeros for all members."""
+        self.flat.zero_()
 
     def put(self, member: int, *, as_view: bool) -> None:
         """Take in the gradient of one member, zero if it has none."""
@@ -99,6 +118,71 @@ class Bucket:
                 parameter.grad.copy_(view)
 
 
+class LargeGradient:
+    """One parameter's gradient, reduced in its own memory.
+
+    Attributes:
+        members: The position of the parameter in the reducer's list.
+        numel: Its elements.
+        device: Where it is.
+        pending: The same position, until the gradient is in.
+        launched: Whether the reduction of this backward has begun.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], member: int) -> None:
+        self.members = [member]
+        self._parameter = parameters[member]
+        self.numel, self.device = self._parameter.numel(), self._parameter.device
+        self._gradient: Tensor | None = None
+        self.pending: set[int] = set()
+        self.launched = False
+
+    @property
+    def wire(self) -> Tensor:
+        """What is reduced: the gradient, zeros if there is none."""
+        if self._gradient is None:
+            self._gradient = torch.zeros_like(self._parameter, requires_grad=False)
+        return self._gradient
+
+    def reset(self) -> None:
+        """Expect the gradient anew."""
+        self.pending = set(self.members)
+        self.launched = False
+        self._gradient = None
+
+    def clear(self) -> None:
+        """Take in zeros."""
+        self._gradient = None
+
+    def put(self, member: int, *, as_view: bool) -> None:
+        """Take in the gradient, zero if there is none."""
+        grad = self._parameter.grad
+        if grad is not None and grad.requires_grad:  # it has a history after backward(create_graph=True)
+            grad = self._parameter.grad = grad.detach().clone()
+        self._gradient = grad
+        self.pending.discard(member)
+
+    def adopt(self) -> None:
+        """A gradient stays where it is."""
+
+    def pack(self) -> None:
+        """Nothing has to be converted."""
+
+    def unpack(self, used: Sequence[bool], *, as_view: bool, scale: float) -> None:
+        """Make what was reduced the parameter's gradient, if it is used on any rank."""
+        if scale != 1.0:
+            self.wire.mul_(scale)
+        if used[self.members[0]]:
+            self._parameter.grad = self.wire
+
+
+def _zeros(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup | None) -> Tensor:
+    """Make [numel] zeros, shared by the ranks of a node if they are to be reduced over `group`; collective then."""
+    if group is None or device.type != "cpu":
+        return flat_zeros(numel, dtype, device)
+    return group.symmetric_empty((numel,), dtype).zero_()
+
+
 def gradient_strides(parameter: Tensor) -> tuple[int, ...]:
     """Return the parameter's own strides where it fills its memory, else those of its shape and order of dims."""
     return torch.empty_like(parameter, device="meta").stride()
@@ -113,24 +197,41 @@ def make_buckets(
     order: Sequence[int],
     cap_bytes: int | None,
     reduce_dtype: torch.dtype | None,
-) -> list[Bucket]:
-    """Pack gradients into buckets, one dtype each, in the given order; local.
+    group: ProcessGroup,
+    *,
+    in_place: bool,
+) -> list[Bucket | LargeGradient]:
+    """Pack gradients into buckets, one dtype each, in the given order; collective.
 
     Args:
         parameters: All parameters.
         order: Their positions, in the order in which gradients are expected.
         cap_bytes: Largest bucket in bytes (a larger gradient gets one of its own); None: one bucket a dtype.
         reduce_dtype: Dtype of communication, None for the gradients' own.
+        group: The ranks to reduce over.
+        in_place: Whether large gradients are reduced in their own memory.
     """
+    large = [member for member in order if in_place and _is_large(parameters[member], reduce_dtype)]
     groups: list[list[int]] = []
-    ordered = [parameters[position] for position in order]
+    small = [member for member in order if member not in set(large)]
+    ordered = [parameters[position] for position in small]
     for positions in by_dtype(ordered).values():
-        members = [order[position] for position in positions]
+        members = [small[position] for position in positions]
         groups += [members] if cap_bytes is None else _cut(parameters, members, cap_bytes)
     # A bucket can go when its last gradient is ready: that, not the dtype, is the order of the buckets.
     rank_in_order = {member: place for place, member in enumerate(order)}
-    groups.sort(key=lambda members: rank_in_order[members[-1]])
-    return [Bucket(parameters, members, reduce_dtype) for members in groups]
+    buckets: list[Bucket | LargeGradient] = [Bucket(parameters, members, reduce_dtype, group) for members in groups]
+    buckets += [LargeGradient(parameters, member) for member in large]
+    return sorted(buckets, key=lambda bucket: rank_in_order[bucket.members[-1]])
+
+
+def _is_large(parameter: nn.Parameter, reduce_dtype: torch.dtype | None) -> bool:
+    return parameter.nbytes >= LARGE_BYTES and not _converts(parameter, reduce_dtype)
+
+
+def _converts(parameter: nn.Parameter, reduce_dtype: torch.dtype | None) -> bool:
+    """Say whether a gradient travels in another dtype than its own; complex ones never do."""
+    return reduce_dtype is not None and reduce_dtype != parameter.dtype and not parameter.dtype.is_complex
 
 
 def _cut(parameters: Sequence[nn.Parameter], members: list[int], cap_bytes: int) -> list[list[int]]:

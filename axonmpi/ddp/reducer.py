@@ -25,7 +25,7 @@ from torch.autograd import Variable
 from ..errors import CollectiveTimeoutError, RankFailedError, UnusedParameterError
 from ..group import ProcessGroup
 from ..types import GradSyncStrategy, ReduceOp, Work
-from .buckets import Bucket, make_buckets
+from .buckets import Bucket, LargeGradient, make_buckets
 from .outputs import outside_compile
 
 __all__ = ["Reducer"]
@@ -99,12 +99,12 @@ class Reducer:
     @property
     def bucket_sizes(self) -> list[int]:
         """Elements of each bucket, in the order in which they are reduced."""
-        return [bucket.flat.numel() for bucket in self._buckets]
+        return [bucket.numel for bucket in self._buckets]
 
     @property
     def device(self) -> torch.device:
         """Where small tensors have to be to travel with the gradients."""
-        return self._buckets[0].flat.device if self._buckets else torch.device("cpu")
+        return self._buckets[0].device if self._buckets else torch.device("cpu")
 
     def detach(self) -> None:
         """Take the hooks off the parameters; local."""
@@ -186,7 +186,7 @@ class Reducer:
             self._launch(self._buckets[self._next], async_op=True)
             self._next += 1
 
-    def _launch(self, bucket: Bucket, *, async_op: bool) -> None:
+    def _launch(self, bucket: Bucket | LargeGradient, *, async_op: bool) -> None:
         bucket.launched = True
         bucket.pack()
         work = self._group.all_reduce(bucket.wire, ReduceOp.AVERAGE, async_op)
@@ -229,7 +229,7 @@ class Reducer:
         if by_hand and not self._anything_changed():
             return
         for bucket in self._buckets:
-            bucket.flat.zero_()
+            bucket.clear()
         try:
             self._exchange(COMPLETE, [False] * len(self._parameters), async_op=self._overlaps and not by_hand)
         finally:
@@ -303,7 +303,9 @@ class Reducer:
                 bucket.adopt()
 
     def _lay_out(self, order: list[int]) -> None:
-        self._buckets = make_buckets(self._parameters, order, self._cap_bytes, self._reduce_dtype)
+        self._buckets = make_buckets(
+            self._parameters, order, self._cap_bytes, self._reduce_dtype, self._group, in_place=self._as_view
+        )
         self._bucket_of = {member: bucket for bucket in self._buckets for member in bucket.members}
         self._reset()
 

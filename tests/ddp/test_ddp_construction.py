@@ -290,7 +290,8 @@ def test_a_module_can_be_wrapped_again(world):
         module.zero_grad()
     with logged(world) as log:
         backward(model, world)
-    assert len(log.calls) == len(model.bucket_sizes) + 1 + 1  # and once to learn the order
+    reductions = [call for call in log.calls if call[0] != "symmetric_empty"]
+    assert len(reductions) == len(model.bucket_sizes) + 1 + 1  # and once to learn the order
     assert_close(gradients_of(module), joined_gradients(module))
 
 
