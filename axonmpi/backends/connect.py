@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import environment
 from .mpi_slots import SlotExchange
@@ -19,9 +20,7 @@ from .node_plans import direct_bytes
 from .node_slots import NodeSlots
 from .plain_paths import Limits, Paths, PlainPaths
 from .shared_memory import PAGE, Arena, Segment
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from .two_level_paths import Lane, Nodes, TwoLevelPaths
 
 STRONGLY_ORDERED = frozenset({"x86_64", "AMD64", "i386", "i686"})
 """Processors that keep a process's loads and stores in order for all others, but for a load that passes a store, which
@@ -36,7 +35,7 @@ class Connection:
     """How the ranks of a group reach each other.
 
     Attributes:
-        name: `"node"` or `"plain"`.
+        name: `"node"`, `"nodes"` or `"plain"`.
         slots: Exchanges fingerprints and small data.
         paths: Moves large data.
     """
@@ -46,18 +45,18 @@ class Connection:
     paths: Paths
 
 
-def node_communicator(mpi: Any, comm: MPI.Intracomm) -> MPI.Intracomm:
+def node_communicator(mpi: Any, comm: Any) -> Any:
     """Make a communicator of the ranks on this rank's node, in the order of `comm`; collective."""
-    node: MPI.Intracomm = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
+    node = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
     pretended = environment.pretended_node(mpi.COMM_WORLD.rank)
-    if not max(node.allgather(pretended)):
+    if not comm.allreduce(pretended, mpi.MAX):
         return node
-    part: MPI.Intracomm = node.Split(pretended, comm.rank)
+    part = node.Split(pretended, comm.rank)
     node.Free()
     return part
 
 
-def connect(mpi: Any, comm: MPI.Intracomm, limits: Limits, *, crowded: bool, timeout: float | None) -> Connection:
+def connect(mpi: Any, comm: Any, limits: Limits, *, crowded: bool, timeout: float | None) -> Connection:
     """Choose the way between the ranks of a communicator and set it up; collective.
 
     Args:
@@ -69,27 +68,52 @@ def connect(mpi: Any, comm: MPI.Intracomm, limits: Limits, *, crowded: bool, tim
     """
     if comm.size > 1 and environment.wants_shared_memory():
         node = node_communicator(mpi, comm)
-        if node.size == comm.size:
-            connection = _on_one_node(mpi, comm, node, limits, timeout)
-            if connection is not None:
-                return connection
+        connection = _through_shared_memory(mpi, comm, node, limits, timeout)
+        if connection is not None:
+            return connection
         node.Free()
     slots = SlotExchange(mpi, comm, crowded=crowded)
     return Connection("plain", slots, PlainPaths(mpi, comm, slots, limits))
 
 
-def _on_one_node(
-    mpi: Any, comm: MPI.Intracomm, node: MPI.Intracomm, limits: Limits, timeout: float | None
+def _through_shared_memory(
+    mpi: Any, comm: Any, node: Any, limits: Limits, timeout: float | None
 ) -> Connection | None:
+    """Connect ranks of which at least two share a node; None where that cannot be."""
+    sizes = comm.allgather(node.size)
+    if max(sizes) == 1:
+        return None
     control, direct = Segment.create(node, PAGE), Segment.create(node, 2 * direct_bytes(node.size))
-    if isinstance(control, str) or isinstance(direct, str):
+    problem: object = True
+    if isinstance(control, Segment) and isinstance(direct, Segment):
+        problem = control.populate(0, PAGE) or direct.populate(0, direct.region_bytes)
+    if any(comm.allgather(bool(problem))):
         return None
-    if any(node.allgather(control.populate(0, PAGE) or direct.populate(0, direct.region_bytes))):
-        return None
+    assert isinstance(control, Segment)
+    assert isinstance(direct, Segment)
     fence = None if platform.machine() in STRONGLY_ORDERED else Fence(mpi, node)
     processes, names = zip(*node.allgather((os.getpid(), comm.rank)), strict=True)
     barrier = NodeBarrier(control, fence.sync if fence else None, list(processes), list(names), timeout)
-    slots = NodeSlots(mpi, comm, control, barrier)
     release = [node.Free] if fence is None else [fence.free, node.Free]
-    paths = NodePaths(slots, barrier, Arena(node), direct, limits, release=release)
-    return Connection("node", slots, paths)
+    if node.size == comm.size:
+        slots = NodeSlots(mpi, comm, control, barrier)
+        return Connection("node", slots, NodePaths(slots, barrier, Arena(node), direct, limits, release=release))
+    return _between_nodes(mpi, comm, node, barrier, limits, release)
+
+
+def _between_nodes(
+    mpi: Any, comm: Any, node: Any, barrier: NodeBarrier, limits: Limits, release: list[Callable[[], None]]
+) -> Connection:
+    lowest = comm.allgather(node.bcast(comm.rank))
+    members = {low: tuple(r for r, other in enumerate(lowest) if other == low) for low in sorted(set(lowest))}
+    own = list(members).index(lowest[comm.rank])
+    nodes = Nodes(tuple(members.values()), own, node.rank)
+    has_lane = node.rank < nodes.lanes
+    lane_comm = comm.Split(node.rank if has_lane else mpi.UNDEFINED, own)
+    lane = Lane(mpi, lane_comm) if has_lane else None
+    # Ranks that wait for a network had better sleep, even with a core to themselves.
+    slots = SlotExchange(mpi, comm, crowded=True)
+    plain = PlainPaths(mpi, comm, slots, limits)
+    release = [*release, lane.free] if lane is not None else release
+    paths = TwoLevelPaths(slots, plain, nodes, barrier, Arena(node), lane, limits, release=release)
+    return Connection("nodes", slots, paths)

@@ -5,6 +5,7 @@ noticed on every rank before anything else is sent, and a small operation (a los
 complete after this one message. Larger data takes one of these ways, which `connect` chooses when a group is made:
 
     node_paths        all ranks on one node: through memory that they share
+    two_level_paths   several nodes: through shared memory on each, and in lanes between them
     plain_paths       everything else: MPI calls
 
 Operations that send something else to each rank (gather, scatter, all-to-all, messages) are MPI messages always.
@@ -79,7 +80,7 @@ class MpiBackend(Backend):
     Attributes:
         mpi_comm: The mpi4py communicator that carries this group's collectives.
         cores: How many cores the ranks have.
-        path: Which way large data takes: `"node"` or `"plain"`.
+        path: Which way large data takes: `"node"`, `"nodes"` or `"plain"`.
         piece_bytes: How much of a large tensor is reduced at a time.
         max_message_bytes: The most that goes into one MPI call.
     """
@@ -96,7 +97,6 @@ class MpiBackend(Backend):
         super().__init__(rank, comm.Get_size(), Worker(f"axonmpi-mpi-rank{rank}"), timeout=timeout)
         self.mpi_comm = comm.Dup() if parent is None else comm
         self.cores: CoreShare = core_share(self._mpi, self.mpi_comm) if parent is None else parent.cores
-        self.overlaps = self.cores.spare
         self.piece_bytes = PIECE_BYTES
         self.max_message_bytes = MAX_MESSAGE_BYTES
         self._messages = MessagePort(self._mpi, comm.Dup())
@@ -104,6 +104,8 @@ class MpiBackend(Backend):
         connection = connect(self._mpi, self.mpi_comm, self, crowded=self.cores.crowded, timeout=timeout)
         self._slots, self._paths = connection.slots, connection.paths
         self.path = connection.name
+        # Ranks wait for a network asleep, so the thread that communicates takes little from the one that computes.
+        self.overlaps = self.cores.spare or self.path == "nodes"
         self._agree = self._slots.agree
         self._plans: dict[Any, Plan] = {}
         self._all_plans: dict[int, Plan] = {}

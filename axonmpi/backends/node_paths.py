@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,67 +33,18 @@ from .mpi_memory import as_bytes, empty, flat_elements
 from .mpi_slots import PAYLOAD_BYTES
 from .node_barrier import NodeBarrier
 from .node_plans import DirectPlan, Piece, SymmetricPlan
+from .node_scratch import ALIGNMENT, CHUNK_BYTES, Scratch, bounds_of, round_down, run_turns, slices_of
 from .node_slots import NodeSlots
 from .plain_paths import Limits, Plan
 from .reduction import reduce_in_rank_order
 from .shared_memory import Arena, Block, Segment, warn_no_shared_memory
 
-__all__ = ["NodePaths", "Scratch"]
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+__all__ = ["NodePaths"]
 
 PIECE_BYTES = 256 << 10
 """How much of its slice a rank reduces at a time: the pieces of all ranks should fit into its core's cache."""
-CHUNK_BYTES = 1 << 20
-"""How much of an ordinary tensor goes through the scratch memory at a time; chunks of all ranks should fit the cache."""
-ALIGNMENT = 64
 _MAX_TENSORS = 64
 _MAX_PIECES = 4096
-_MAX_VIEWS = 512
-
-
-class Scratch:
-    """Two buffers for what ranks put in and two for results, in each rank's region, used in turn.
-
-    Args:
-        arena: Where they are allocated; collective.
-        chunk_bytes: Size of each buffer.
-
-    Attributes:
-        chunk_bytes: Size of each buffer.
-        inputs: [2][local ranks] buffers that hold what each rank put in.
-        outputs: [2][local ranks] buffers that hold what each rank has reduced.
-    """
-
-    def __init__(self, arena: Arena, chunk_bytes: int) -> None:
-        block = arena.allocate(4 * chunk_bytes)
-        if isinstance(block, str):
-            raise MemoryError(block)
-        regions = arena.segments[block.segment].regions
-        rows = [region[block.start : block.start + 4 * chunk_bytes].reshape(4, chunk_bytes) for region in regions]
-        self.chunk_bytes = chunk_bytes
-        self.inputs = [[row[place] for row in rows] for place in (0, 1)]
-        self.outputs = [[row[place] for row in rows] for place in (2, 3)]
-        self._views: dict[Any, list[Tensor]] = {}
-
-    def input_views(self, place: int, start: int, stop: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return bytes `start` to `stop` of all ranks' input buffers as tensors; local."""
-        return self._typed("in", self.inputs[place], place, start, stop, dtype)
-
-    def output_view(self, place: int, rank: int, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Return bytes `start` to `stop` of one rank's output buffer as a tensor; local."""
-        return self._typed(rank, [self.outputs[place][rank]], place, start, stop, dtype)[0]
-
-    def _typed(self, kind: object, buffers: list[Bytes], place: int, start: int, stop: int, dtype: torch.dtype) -> Any:
-        key = (kind, place, start, stop, dtype)
-        views = self._views.get(key)
-        if views is None:
-            with torch.inference_mode(False):
-                views = [torch.from_numpy(buffer[start:stop]).view(dtype) for buffer in buffers]
-            if len(self._views) >= _MAX_VIEWS:
-                self._views.clear()
-            self._views[key] = views
-        return views
 
 
 class NodePaths:
@@ -238,7 +188,7 @@ class NodePaths:
         slices = [flat_elements(part) for part in tensor.tensor_split(self.size, dim)]
         sources = [as_bytes(part).numpy() for part in slices]
         itemsize = tensor.element_size()
-        step = _round_down(self._chunk_bytes() // self.size, max(ALIGNMENT, itemsize))
+        step = round_down(self._chunk_bytes() // self.size, max(ALIGNMENT, itemsize))
         longest = sources[0].nbytes if slices[0].numel() else 0  # tensor_split puts the larger slices first
         count = -(-longest // step)
 
@@ -298,7 +248,7 @@ class NodePaths:
         """
         target = as_bytes(result).numpy()
         row_bytes = result.nbytes // sum(rows)
-        bounds = _bounds([count * row_bytes for count in rows])
+        bounds = bounds_of([count * row_bytes for count in rows])
         source = as_bytes(own).numpy() if own.numel() else target[:0]
         low, high = bounds[self.rank]
         target[low:high] = source
@@ -380,31 +330,27 @@ class NodePaths:
         self, call: Call, chunks: int, stages: Sequence[Callable[[int, int], None]], agreed: bool
     ) -> None:
         """Run each chunk through the stages, a barrier between them; the first barrier agrees on the call."""
-        for turn in range(chunks + len(stages) - 1):
-            place = self._barrier.count & 1
-            for stage in reversed(range(len(stages))):
-                if 0 <= turn - stage < chunks:
-                    stages[stage](turn - stage, place)
-            if turn == 0 and not agreed:
-                self._slots.agree(call)
-                if any(self._slots.words[:, 0].tolist()):
-                    # Some ranks have a symmetric tensor and have put nothing in yet: begin anew, with them.
-                    self._pipeline(call, chunks, stages, True)
-                    return
-            elif turn < chunks + len(stages) - 2:
-                self._barrier.wait(call)
+        if agreed:
+            run_turns(self._barrier, call, chunks, stages)
+            return
+        if chunks:
+            stages[0](0, self._barrier.count & 1)
+        self._slots.agree(call)
+        # If some ranks have a symmetric tensor, they have put nothing in yet: begin anew, with them.
+        anew = any(self._slots.words[:, 0].tolist())
+        run_turns(self._barrier, call, chunks, stages, first=0 if anew else 1)
 
     # ---- cutting ------------------------------------------------------------------------------------------
 
     def _scratch_memory(self) -> Scratch:
         if self._scratch is None:
-            self._scratch = Scratch(self._arena, _round_down(CHUNK_BYTES, ALIGNMENT * self.size))
+            self._scratch = Scratch(self._arena, round_down(CHUNK_BYTES, ALIGNMENT * self.size))
         return self._scratch
 
     def _chunk_bytes(self) -> int:
         """How much of a rank's tensor goes through the scratch memory at a time; a slice for each rank."""
         most = min(self._limits.piece_bytes, self._scratch_memory().chunk_bytes)
-        return _round_down(most, ALIGNMENT * self.size)
+        return round_down(most, ALIGNMENT * self.size)
 
     def _chunks(self, nbytes: int, itemsize: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
         """Cut `nbytes` bytes into chunks of about equal size; for each: start, stop, and each rank's slice of it."""
@@ -414,7 +360,7 @@ class NodePaths:
         cut = []
         for start in range(0, nbytes, size):
             stop = min(start + size, nbytes)
-            cut.append((start, stop, _slices(stop - start, self.size, unit // self.size)))
+            cut.append((start, stop, slices_of(stop - start, self.size, unit // self.size)))
         return cut
 
     def pieces(self, flat: Tensor, address: int) -> list[Piece]:
@@ -431,7 +377,7 @@ class NodePaths:
 
     def _cut(self, flat: Tensor, address: int) -> list[Piece]:
         itemsize = flat.element_size()
-        low, high = _slices(flat.nbytes, self.size, max(ALIGNMENT, itemsize))[self.rank]
+        low, high = slices_of(flat.nbytes, self.size, max(ALIGNMENT, itemsize))[self.rank]
         step = max(ALIGNMENT, min(PIECE_BYTES, self._limits.piece_bytes) // ALIGNMENT * ALIGNMENT)
         with torch.inference_mode(False):
             total = self._total[: step].view(flat.dtype)
@@ -452,18 +398,3 @@ def _reduce_in_pieces(parts: list[Tensor], op: ReduceOp, result: Tensor) -> None
     rows = max(1, PIECE_BYTES * result.shape[0] // result.nbytes)
     for at in range(0, result.shape[0], rows):
         reduce_in_rank_order([part[at : at + rows] for part in parts], op, result[at : at + rows])
-
-
-def _slices(nbytes: int, ranks: int, unit: int) -> list[tuple[int, int]]:
-    """Cut bytes into one slice a rank, of whole units but for the last one that is not empty."""
-    each = -(-nbytes // (ranks * unit)) * unit
-    return [(min(rank * each, nbytes), min((rank + 1) * each, nbytes)) for rank in range(ranks)]
-
-
-def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    stops = np.cumsum(sizes).tolist()
-    return [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
-
-
-def _round_down(size: int, unit: int) -> int:
-    return max(size // unit * unit, unit)

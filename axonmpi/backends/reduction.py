@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import DtypeError
 from ..types import ReduceOp
 
-__all__ = ["DTYPES", "check_reducible", "plain_binary", "reduce_in_rank_order"]
+__all__ = ["DTYPES", "check_reducible", "plain_binary", "reduce_in_rank_order", "wide_dtype"]
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 _NAMES = (
@@ -94,6 +94,11 @@ def reduce_in_rank_order(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> 
         _fold(parts, _BINARY[op], out)
         if op is ReduceOp.AVERAGE:
             out.div_(len(parts))
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that values of `dtype` are accumulated in."""
+    return _ACCUMULATE_IN.get(dtype, dtype)
 
 
 def plain_binary(dtype: torch.dtype, op: ReduceOp) -> Callable[..., Tensor] | None:

@@ -83,7 +83,7 @@ class Segment:
         if first is not None and not isinstance(first, str):
             os.close(first[0])
         if problems or isinstance(memory, str):
-            return problems[0]
+            return str(problems[0])
         if hasattr(mmap, "MADV_HUGEPAGE"):
             _attempt(lambda: memory.madvise(mmap.MADV_HUGEPAGE))
         return cls(memory, region_bytes, comm.rank, comm.size)
@@ -216,7 +216,7 @@ class Arena:
         problems = [text for text in self._comm.allgather(own) if text]
         if problems:
             self.release([block.number])
-            return problems[0]
+            return str(problems[0])
         return block
 
     def _collect(self) -> None:

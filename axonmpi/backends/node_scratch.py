@@ -1,0 +1,110 @@
+"""Scratch memory shared by the ranks of a node, and how data is cut to go through it (layer 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .node_barrier import NodeBarrier
+from .shared_memory import Arena
+
+__all__ = ["ALIGNMENT", "CHUNK_BYTES", "Bytes", "Scratch", "bounds_of", "round_down", "run_turns", "slices_of"]
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+CHUNK_BYTES = 1 << 20
+"""How much of an ordinary tensor goes through the scratch memory at a time; chunks of all ranks should fit the cache."""
+ALIGNMENT = 64
+_MAX_VIEWS = 512
+
+
+class Scratch:
+    """Two buffers for what ranks put in and two for results, in each rank's region, used in turn.
+
+    Args:
+        arena: Where they are allocated; collective.
+        chunk_bytes: Size of each buffer.
+
+    Attributes:
+        chunk_bytes: Size of each buffer.
+        inputs: [2][local ranks] buffers that hold what each rank put in.
+        outputs: [2][local ranks] buffers that hold what each rank has reduced.
+
+    Raises:
+        MemoryError: There is not enough memory.
+    """
+
+    def __init__(self, arena: Arena, chunk_bytes: int) -> None:
+        block = arena.allocate(4 * chunk_bytes)
+        if isinstance(block, str):
+            raise MemoryError(f"no scratch memory could be shared with the other ranks of this node: {block}")
+        regions = arena.segments[block.segment].regions
+        rows = [region[block.start : block.start + 4 * chunk_bytes].reshape(4, chunk_bytes) for region in regions]
+        self.chunk_bytes = chunk_bytes
+        self.inputs: list[list[Bytes]] = [[row[place] for row in rows] for place in (0, 1)]
+        self.outputs: list[list[Bytes]] = [[row[place] for row in rows] for place in (2, 3)]
+        self._views: dict[Any, list[Tensor]] = {}
+
+    def input_views(self, place: int, start: int, stop: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return bytes `start` to `stop` of all ranks' input buffers as tensors; local."""
+        return self._typed("in", self.inputs[place], place, start, stop, dtype)
+
+    def output_view(self, place: int, rank: int, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Return bytes `start` to `stop` of one rank's output buffer as a tensor; local."""
+        return self._typed(rank, [self.outputs[place][rank]], place, start, stop, dtype)[0]
+
+    def _typed(
+        self, kind: object, buffers: list[Bytes], place: int, start: int, stop: int, dtype: torch.dtype
+    ) -> list[Tensor]:
+        key = (kind, place, start, stop, dtype)
+        views = self._views.get(key)
+        if views is None:
+            with torch.inference_mode(False):
+                views = [torch.from_numpy(buffer[start:stop]).view(dtype) for buffer in buffers]
+            if len(self._views) >= _MAX_VIEWS:
+                self._views.clear()
+            self._views[key] = views
+        return views
+
+
+def run_turns(
+    barrier: NodeBarrier, what: object, chunks: int, stages: Sequence[Callable[[int, int], None]], first: int = 0
+) -> None:
+    """Run each chunk through the stages, one stage a turn, with a barrier between turns; collective on the node.
+
+    Args:
+        barrier: The barrier.
+        what: What waiting ranks name.
+        chunks: Number of chunks.
+        stages: Called with a chunk's number and the turn's place, 0 or 1: what one turn writes at its place, the next
+            turn reads at the other.
+        first: The turn to begin with.
+    """
+    for turn in range(first, chunks + len(stages) - 1):
+        place = barrier.count & 1
+        for stage in reversed(range(len(stages))):
+            if 0 <= turn - stage < chunks:
+                stages[stage](turn - stage, place)
+        if turn < chunks + len(stages) - 2:
+            barrier.wait(what)
+
+
+def slices_of(nbytes: int, ranks: int, unit: int) -> list[tuple[int, int]]:
+    """Cut bytes into one slice a rank, of whole units but for the last one that is not empty; local."""
+    each = -(-nbytes // (ranks * unit)) * unit
+    return [(min(rank * each, nbytes), min((rank + 1) * each, nbytes)) for rank in range(ranks)]
+
+
+def bounds_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Return where each of some blocks, end to end, begins and ends; local."""
+    stops = np.cumsum(sizes).tolist()
+    return [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+
+
+def round_down(size: int, unit: int) -> int:
+    """Return the largest multiple of `unit` up to `size`, but at least one unit; local."""
+    return max(size // unit * unit, unit)

@@ -1,0 +1,551 @@
+"""Collectives for ranks on several nodes (layer 2).
+
+The ranks of a node meet in shared memory; between nodes go only as many bytes as have to, however many ranks a node
+has. Ranks with the same place on their nodes form a lane, and each lane carries its slice of the data:
+
+    node 0: ranks 0 1         sum of 0 1 ──▶ + 2 3 ──▶ + 4 5       the sum grows from node to node ...
+    node 1: ranks 2 3
+    node 2: ranks 4 5         result ◀────── result ◀── result     ... and the result comes back the same way
+
+A chain of nodes keeps the sums in rank order, whatever the number of nodes, and in float32 for 16-bit types. Data flows
+in chunks, so that all nodes and both directions of the network work at the same time: with two nodes each direction
+carries the data once, which is the least possible (Patarasu and Yuan 2009); with many, twice, as in a ring.
+
+Waiting for the network is done by looking now and then, and sleeping in between: the cores are for computing.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..memory import flat_zeros
+from ..types import ReduceOp
+from .call import Call
+from .mpi_memory import as_bytes, empty, flat_elements
+from .mpi_slots import SlotExchange
+from .node_barrier import NodeBarrier
+from .node_scratch import ALIGNMENT, Bytes, Scratch, bounds_of, round_down, run_turns, slices_of
+from .plain_paths import Limits, Plan, PlainPaths
+from .reduction import reduce_in_rank_order, wide_dtype
+from .shared_memory import Arena, Block, warn_no_shared_memory
+
+__all__ = ["Lane", "Nodes", "TwoLevelPaths", "wait_gently"]
+
+CHUNK_BYTES = 4 << 20
+"""How much of a rank's tensor is under way at a time: enough to keep the network busy, little enough to begin soon."""
+_AHEAD = 2
+_YIELDS = 50
+_NAP_SECONDS = 1e-4
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Where the ranks of a group are.
+
+    Attributes:
+        of: [nodes] the group's ranks on each node, in order; nodes are ordered by their lowest rank.
+        own: This rank's node.
+        place: This rank's place on its node.
+    """
+
+    of: tuple[tuple[int, ...], ...]
+    own: int
+    place: int
+
+    @property
+    def lanes(self) -> int:
+        """How many lanes there are: as many as the smallest node has ranks."""
+        return min(map(len, self.of))
+
+    def find(self, rank: int) -> tuple[int, int]:
+        """Return the node of a rank and its place there."""
+        node = next(node for node, ranks in enumerate(self.of) if rank in ranks)
+        return node, self.of[node].index(rank)
+
+
+def wait_gently(request: Any) -> None:
+    """Wait for an MPI request, asleep most of the time."""
+    for _ in range(_YIELDS):
+        if request.Test():
+            return
+        os.sched_yield()
+    while not request.Test():
+        time.sleep(_NAP_SECONDS)
+
+
+class Lane:
+    """The ranks with the same place on all nodes, in the order of the nodes; messages between them.
+
+    Args:
+        mpi: The module `mpi4py.MPI`.
+        comm: Their communicator.
+    """
+
+    def __init__(self, mpi: Any, comm: Any) -> None:
+        self._mpi = mpi
+        self._comm = comm
+        self._free: dict[int, list[Tensor]] = {}
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Take [nbytes] uint8 of memory for a message."""
+        size = round_down(nbytes + 4095, 4096)
+        free = self._free.setdefault(size, [])
+        with torch.inference_mode(False):
+            return (free.pop() if free else torch.empty(size, dtype=torch.uint8, device="cpu"))[:nbytes]
+
+    def give_back(self, memory: Tensor) -> None:
+        """Return memory from `buffer` that nothing uses any more."""
+        whole = round_down(memory.numel() + 4095, 4096)
+        with torch.inference_mode(False):
+            self._free.setdefault(whole, []).append(memory.as_strided((whole,), (1,), 0))
+
+    def send(self, memory: Tensor, node: int, tag: int) -> None:
+        """Begin to send; the memory is given back when it is through."""
+        self._sent.append((self._comm.Isend(self._spec(memory), node, tag), memory))
+        while self._sent and self._sent[0][0].Test():
+            self._end_oldest()
+
+    def receive(self, nbytes: int, node: int, tag: int) -> tuple[Any, Tensor]:
+        """Begin to receive; returns the request and the memory."""
+        memory = self.buffer(nbytes)
+        return self._comm.Irecv(self._spec(memory), node, tag), memory
+
+    def flush(self) -> None:
+        """Wait until everything is sent."""
+        while self._sent:
+            wait_gently(self._sent[0][0])
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        self.give_back(self._sent.popleft()[1])
+
+    def _spec(self, memory: Tensor) -> list[Any]:
+        return [self._mpi.buffer.fromaddress(memory.data_ptr(), memory.nbytes), memory.nbytes, self._mpi.BYTE]
+
+    def free(self) -> None:
+        """Release the communicator; collective over the lane."""
+        self._comm.Free()
+
+
+class _Inbox:
+    """Messages of one kind from one neighbour, a chunk each, received ahead of their use."""
+
+    def __init__(self, lane: Lane, node: int, tag: int, sizes: Sequence[int]) -> None:
+        self._lane, self._node, self._tag = lane, node, tag
+        self._sizes = deque(sizes)
+        self._posted: deque[tuple[Any, Tensor]] = deque()
+        for _ in range(_AHEAD):
+            self._post()
+
+    def _post(self) -> None:
+        if self._sizes:
+            self._posted.append(self._lane.receive(self._sizes.popleft(), self._node, self._tag))
+
+    def take(self) -> Tensor:
+        """Wait for the next message; the memory is the lane's, to be given back."""
+        request, memory = self._posted.popleft()
+        wait_gently(request)
+        self._post()
+        return memory
+
+
+_SUMS, _RESULTS, _COPIES = range(3)
+
+
+class TwoLevelPaths:
+    """Moves large data between the ranks of a group that lies on several nodes.
+
+    Args:
+        slots: Exchanges fingerprints, over all ranks.
+        plain: Does what has no better way.
+        nodes: Where the ranks are.
+        barrier: The barrier of the own node's ranks.
+        arena: Memory that they share.
+        lane: The ranks at the same place on other nodes; None on ranks without a lane.
+        limits: Sizes of chunks.
+        release: Called by `free`, in order.
+    """
+
+    def __init__(
+        self,
+        slots: SlotExchange,
+        plain: PlainPaths,
+        nodes: Nodes,
+        barrier: NodeBarrier,
+        arena: Arena,
+        lane: Lane | None,
+        limits: Limits,
+        *,
+        release: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self.rank = slots.rank
+        self.size = slots.size
+        self._slots = slots
+        self._plain = plain
+        self._nodes = nodes
+        self._barrier = barrier
+        self._arena = arena
+        self._lane = lane
+        self._limits = limits
+        self._release = release
+        self._scratch: Scratch | None = None
+
+    # ---- reductions ---------------------------------------------------------------------------------------
+
+    def all_reduce(self, call: Call, flat: Tensor) -> None:
+        """Reduce flat contiguous data over all ranks, in place; collective."""
+        self._slots.agree(call)
+        data = as_bytes(flat).numpy()
+        self._reduce(call, flat, [(0, data.nbytes)], data)
+
+    def reduce(self, call: Call, flat: Tensor) -> None:
+        """Reduce flat contiguous data onto the call's root, in place there, untouched elsewhere; collective."""
+        self._slots.agree(call)
+        data = as_bytes(flat).numpy()
+        self._reduce(call, flat, [(0, data.nbytes)] if self.rank == call.root else [], data)
+
+    def reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
+        """Reduce a tensor and return the own slice along `dim`; collective."""
+        self._slots.agree(call)
+        parts = tensor.tensor_split(self.size, dim)
+        result = empty(parts[self.rank].shape, tensor.dtype)
+        bounds = bounds_of([part.nbytes for part in parts])
+        flat = torch.cat([flat_elements(part) for part in parts])
+        self._reduce(call, flat, [bounds[self.rank]], as_bytes(result).numpy())
+        return result
+
+    def _reduce(self, call: Call, flat: Tensor, wanted: list[tuple[int, int]], target: Bytes) -> None:
+        """Reduce `flat` over all ranks and copy the wanted ranges of the result into `target`, end to end."""
+        if not flat.numel():
+            return
+        scratch, op = self._scratch_memory(), call.op
+        assert op is not None
+        source, itemsize = as_bytes(flat).numpy(), flat.element_size()
+        chunks = self._chunks(source.nbytes, itemsize)
+        chain = _Chain(self, scratch, chunks, flat.dtype, op)
+
+        def copy_in(chunk: int, place: int) -> None:
+            start, stop, _ = chunks[chunk]
+            scratch.inputs[place][self._nodes.place][: stop - start] = source[start:stop]
+
+        def copy_out(chunk: int, place: int) -> None:
+            start, stop, slices = chunks[chunk]
+            at = 0
+            for low, high in wanted:
+                for lane, (first, last) in enumerate(slices):
+                    begin, end = max(low, start + first), min(high, start + last)
+                    if begin < end:
+                        piece = scratch.outputs[1 - place][lane][begin - start : end - start]
+                        target[at + begin - low : at + end - low] = piece
+                at += high - low
+
+        run_turns(self._barrier, call, len(chunks), [copy_in, chain.add, *chain.stages_after, copy_out])
+        chain.end()
+
+    # ---- copies -------------------------------------------------------------------------------------------
+
+    def broadcast(self, call: Call, flat: Tensor) -> None:
+        """Copy the root's flat contiguous data to all ranks; collective."""
+        assert call.root is not None
+        self._slots.agree(call)
+        scratch = self._scratch_memory()
+        data = as_bytes(flat).numpy()
+        chunks = self._chunks(data.nbytes, 1)
+        node, place_of_root = self._nodes.find(call.root)
+        relay = _Relay(self, node, [high - low for low, high in self._own_slices(chunks)])
+
+        def copy_in(chunk: int, place: int) -> None:
+            start, stop, _ = chunks[chunk]
+            if self.rank == call.root:
+                scratch.inputs[place][place_of_root][: stop - start] = data[start:stop]
+
+        def pass_on(chunk: int, place: int) -> None:
+            low, high = chunks[chunk][2][self._nodes.place] if self._lane is not None else (0, 0)
+            if low < high:
+                target = scratch.outputs[place][self._nodes.place][low:high]
+                is_here = self._nodes.own == node
+                relay.run(scratch.inputs[1 - place][place_of_root][low:high] if is_here else None, target)
+
+        def copy_out(chunk: int, place: int) -> None:
+            start, _, slices = chunks[chunk]
+            if self.rank != call.root:
+                for lane, (low, high) in enumerate(slices):
+                    data[start + low : start + high] = scratch.outputs[1 - place][lane][low:high]
+
+        run_turns(self._barrier, call, len(chunks), (copy_in, pass_on, copy_out))
+        relay.end()
+
+    def all_gather(self, call: Call, own: Tensor, rows: list[int], result: Tensor) -> None:
+        """Put the blocks of all ranks one after the other into `result`; collective, agreed already."""
+        scratch, nodes = self._scratch_memory(), self._nodes
+        target = as_bytes(result).numpy()
+        bounds = bounds_of([count * (result.nbytes // sum(rows)) for count in rows])
+        low, high = bounds[self.rank]
+        source = as_bytes(own).numpy()[: high - low]
+        target[low:high] = source
+        # Lane l carries the blocks of the ranks at places l, l + lanes, ... of each node, in slots of its buffer.
+        slots = [
+            [rank for node in nodes.of for rank in node[lane :: nodes.lanes]] for lane in range(nodes.lanes)
+        ]
+        size = round_down(self._chunk_bytes() // max(map(len, slots)), ALIGNMENT)
+        mine = slots[nodes.place] if self._lane is not None else []
+        exchange = _Exchange(self, mine, bounds, size)
+
+        def copy_in(chunk: int, place: int) -> None:
+            part = source[chunk * size : (chunk + 1) * size]
+            scratch.inputs[place][nodes.place][: part.nbytes] = part
+
+        def swap(chunk: int, place: int) -> None:
+            if mine:
+                exchange.run(chunk, scratch.inputs[1 - place], scratch.outputs[place][nodes.place])
+
+        def copy_out(chunk: int, place: int) -> None:
+            for lane, ranks in enumerate(slots):
+                for slot, rank in enumerate(ranks):
+                    first, last = bounds[rank]
+                    part = target[first:last][chunk * size : (chunk + 1) * size]
+                    if rank != self.rank:
+                        part[...] = scratch.outputs[1 - place][lane][slot * size : slot * size + part.nbytes]
+
+        longest = max(last - first for first, last in bounds)
+        run_turns(self._barrier, call, -(-longest // size), (copy_in, swap, copy_out))
+
+    # ---- the rest -----------------------------------------------------------------------------------------
+
+    def is_small(self, call: Call) -> bool:
+        """Say whether the data fits into a slot; local."""
+        return self._plain.is_small(call)
+
+    def plan(self, call: Call) -> Plan:
+        """Prepare all-reduces of data that fits into a slot; local."""
+        return self._plain.plan(call)
+
+    def note_address(self, tensor: Tensor) -> int:
+        """Symmetric tensors go the way of all others here; local."""
+        return 0
+
+    def symmetric_empty(self, nbytes: int) -> Tensor:
+        """Return [nbytes] uint8 shared by the ranks of each node, ordinary memory where there is not enough."""
+        block = self._arena.allocate(nbytes)
+        if isinstance(block, Block):
+            return self._arena.tensor(block, nbytes)
+        warn_no_shared_memory(block)
+        return flat_zeros(nbytes, torch.uint8)
+
+    def break_down(self, reason: str) -> None:
+        """Let ranks of this node that wait for this one know that it does not come any more; local."""
+        self._barrier.break_down(reason)
+
+    def free(self) -> None:
+        """Let go of the shared memory; collective."""
+        self._scratch = None
+        for release in self._release:
+            release()
+
+    @property
+    def nodes(self) -> Nodes:
+        """Where the ranks are."""
+        return self._nodes
+
+    @property
+    def lane(self) -> Lane | None:
+        """The ranks at the same place on other nodes."""
+        return self._lane
+
+    def _scratch_memory(self) -> Scratch:
+        if self._scratch is None:
+            self._scratch = Scratch(self._arena, round_down(CHUNK_BYTES, ALIGNMENT * self.size))
+        return self._scratch
+
+    def _chunk_bytes(self) -> int:
+        # The limit is that of pieces that fit into a cache; the network wants several of them at a time.
+        most = min(CHUNK_BYTES // (1 << 20) * self._limits.piece_bytes, self._scratch_memory().chunk_bytes)
+        return round_down(most, ALIGNMENT * self.size)
+
+    def _chunks(self, nbytes: int, itemsize: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
+        """Cut `nbytes` bytes into chunks of about equal size; for each: start, stop, and each lane's slice of it."""
+        unit = max(ALIGNMENT, itemsize)
+        count = -(-nbytes // self._chunk_bytes())
+        size = -(-nbytes // (count * unit)) * unit
+        cut = []
+        for start in range(0, nbytes, size):
+            stop = min(start + size, nbytes)
+            cut.append((start, stop, slices_of(stop - start, self._nodes.lanes, unit)))
+        return cut
+
+    def _own_slices(self, chunks: list[tuple[int, int, list[tuple[int, int]]]]) -> list[tuple[int, int]]:
+        return [slices[self._nodes.place] for _, _, slices in chunks] if self._lane is not None else []
+
+
+def _nothing(chunk: int, place: int) -> None:
+    """A turn in which a chunk is on its way."""
+
+
+class _Chain:
+    """One reduction along the chain of nodes, as one lane sees it; ranks without a lane do nothing."""
+
+    def __init__(
+        self,
+        paths: TwoLevelPaths,
+        scratch: Scratch,
+        chunks: list[tuple[int, int, list[tuple[int, int]]]],
+        dtype: torch.dtype,
+        op: ReduceOp,
+    ) -> None:
+        self._lane, nodes = paths.lane, paths.nodes
+        self._scratch, self._chunks, self._dtype, self._op = scratch, chunks, dtype, op
+        self._place, self._node, self._last = nodes.place, nodes.own, len(nodes.of) - 1
+        self._local_ranks, self._ranks = len(nodes.of[nodes.own]), paths.size
+        self._wide = wide_dtype(dtype)
+        # A sum takes a turn to the next node and a result one back; chunks in between are under way.
+        away = self._last - self._node
+        self.stages_after = [*([_nothing] * (2 * away)), self.finish] if away else []
+        self._sums = self._results = None
+        if self._lane is not None:
+            sizes = [high - low for low, high in (slices[self._place] for _, _, slices in chunks) if low < high]
+            scale = self._wide.itemsize // dtype.itemsize
+            if self._node:
+                self._sums = _Inbox(self._lane, self._node - 1, _SUMS, [size * scale for size in sizes])
+            if self._node < self._last:
+                self._results = _Inbox(self._lane, self._node + 1, _RESULTS, sizes)
+
+    def add(self, chunk: int, place: int) -> None:
+        """Add this node's part of a chunk to the sum, and send it on; the last node has the result."""
+        low, high = self._bounds(chunk)
+        if self._lane is None or low == high:
+            return
+        parts = self._scratch.input_views(1 - place, low, high, self._dtype)
+        before = self._sums.take() if self._sums is not None else None
+        count = (high - low) // self._dtype.itemsize
+        total = self._lane.buffer(count * self._wide.itemsize)
+        wide = total.view(self._wide)
+        terms = parts if before is None else [before.view(self._wide), *parts]
+        _reduce_terms(terms, self._op, wide)
+        if before is not None:
+            self._lane.give_back(before)
+        if self._node < self._last:
+            self._lane.send(total, self._node + 1, _SUMS)
+            return
+        if self._op is ReduceOp.AVERAGE:
+            wide.div_(self._ranks)
+        result = self._scratch.output_view(place, self._place, low, high, self._dtype)
+        result.copy_(wide)
+        self._lane.give_back(total)
+        self._pass_back(result)
+
+    def finish(self, chunk: int, place: int) -> None:
+        """Receive the result of a chunk, and send it on."""
+        low, high = self._bounds(chunk)
+        if self._results is None or self._lane is None or low == high:
+            return
+        memory = self._results.take()
+        result = self._scratch.output_view(place, self._place, low, high, self._dtype)
+        result.copy_(memory.view(self._dtype))
+        self._lane.give_back(memory)
+        self._pass_back(result)
+
+    def _pass_back(self, result: Tensor) -> None:
+        if self._node and self._lane is not None:
+            copy = self._lane.buffer(result.nbytes)
+            copy.view(result.dtype).copy_(result)
+            self._lane.send(copy, self._node - 1, _RESULTS)
+
+    def end(self) -> None:
+        """Wait until everything is sent."""
+        if self._lane is not None:
+            self._lane.flush()
+
+    def _bounds(self, chunk: int) -> tuple[int, int]:
+        return self._chunks[chunk][2][self._place] if self._lane is not None else (0, 0)
+
+
+def _reduce_terms(terms: Sequence[Tensor], op: ReduceOp, total: Tensor) -> None:
+    """Reduce terms, the first of which may be a sum in a wider dtype already, without dividing an average."""
+    op = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
+    wide = [term if term.dtype == total.dtype else term.to(total.dtype) for term in terms]
+    reduce_in_rank_order(wide, op, total)
+
+
+class _Relay:
+    """One broadcast along the chain of nodes, away from the root's, as one lane sees it."""
+
+    def __init__(self, paths: TwoLevelPaths, root_node: int, sizes: Sequence[int]) -> None:
+        self._lane = paths.lane
+        own, last = paths.nodes.own, len(paths.nodes.of) - 1
+        self._onward = [
+            *([own - 1] if own <= root_node and own > 0 else []),
+            *([own + 1] if own >= root_node and own < last else []),
+        ]
+        self._inbox = None
+        if self._lane is not None and own != root_node:
+            before = own + 1 if own < root_node else own - 1
+            self._inbox = _Inbox(self._lane, before, _COPIES, [size for size in sizes if size])
+
+    def run(self, source: Bytes | None, target: Bytes) -> None:
+        """Get a slice from the own node's memory, or from the node before, and send it on."""
+        assert self._lane is not None
+        if self._inbox is not None:
+            memory = self._inbox.take()
+            target[...] = memory.numpy()
+            self._lane.give_back(memory)
+        elif source is not None:
+            target[...] = source
+        for node in self._onward:
+            copy = self._lane.buffer(target.nbytes)
+            copy.numpy()[...] = target
+            self._lane.send(copy, node, _COPIES)
+
+    def end(self) -> None:
+        """Wait until everything is sent."""
+        if self._lane is not None:
+            self._lane.flush()
+
+
+class _Exchange:
+    """One all-gather between nodes, as one lane sees it: its node's blocks to all other nodes, theirs here."""
+
+    def __init__(
+        self, paths: TwoLevelPaths, slots: list[int], bounds: list[tuple[int, int]], size: int
+    ) -> None:
+        self._lane, self._nodes = paths.lane, paths.nodes
+        self._slots, self._bounds, self._size = slots, bounds, size
+        self._home = {rank: paths.nodes.find(rank) for rank in slots}
+
+    def run(self, chunk: int, inputs: list[Bytes], output: Bytes) -> None:
+        """Exchange one chunk of each block."""
+        assert self._lane is not None
+        arriving = []
+        for slot, rank in enumerate(self._slots):
+            node, place = self._home[rank]
+            count = self._count(rank, chunk)
+            low = slot * self._size
+            if not count:
+                continue
+            if node == self._nodes.own:
+                output[low : low + count] = inputs[place][:count]
+                for other in range(len(self._nodes.of)):
+                    if other != node:
+                        copy = self._lane.buffer(count)
+                        copy.numpy()[...] = inputs[place][:count]
+                        self._lane.send(copy, other, _COPIES + 1 + place)
+            else:
+                arriving.append((output[low : low + count], *self._lane.receive(count, node, _COPIES + 1 + place)))
+        for target, request, memory in arriving:
+            wait_gently(request)
+            target[...] = memory.numpy()
+            self._lane.give_back(memory)
+        self._lane.flush()
+
+    def _count(self, rank: int, chunk: int) -> int:
+        first, last = self._bounds[rank]
+        return int(np.clip(last - first - chunk * self._size, 0, self._size))
