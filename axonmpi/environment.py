@@ -383,7 +383,8 @@ def settings_for_mpi(env: Mapping[str, str], cores: int) -> dict[str, str]:
         cores: Number of logical CPUs that the ranks of this node share.
     """
     # The ucx component of Open MPI's one-sided communication complains where there is no such network.
-    settings = {"OMPI_MCA_osc": "^ucx"}
+    # Over TCP its put protocol leaves one direction of the network idle while the other one is busy.
+    settings = {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl_tcp_flags": "send"}
     local_sizes = [launcher.local_size or 1 for launcher in detect_launchers(env)]
     if max(local_sizes, default=1) > cores:
         # A waiting rank of Open MPI would else keep those it waits for from running.

@@ -76,6 +76,7 @@ class Backend(ABC):
     device_types: tuple[str, ...] = ("cpu",)
     failures: tuple[type[Exception], ...] = ()
     overlaps: bool = True
+    grace: float = 0.0
 
     def __init__(self, rank: int, size: int, worker: TaskQueue, *, timeout: float | None = None) -> None:
         check_timeout(timeout)
@@ -414,7 +415,7 @@ class Backend(ABC):
         work = self._worker.submit(str(call), task, self.observer)
         if async_op:
             return work
-        work.wait(self.timeout)
+        work.wait(None if self.timeout is None else self.timeout + self.grace)
         return work.result()
 
     def _execute(self, operation: str, nbytes: int, move: Callable[..., Any], *args: Any) -> Any:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,8 @@ class NodeBarrier:
 
     Attributes:
         count: How many barriers this rank has passed; the same on all ranks between two barriers.
+        while_waiting: Called again and again while this rank waits, if set.
+        yields: How often a rank that waits gives way before it naps.
     """
 
     def __init__(
@@ -83,6 +86,8 @@ class NodeBarrier:
         self._peers = [(peer * _WORDS, peer) for peer in peers]
         self._broken = ""
         self.count = 0
+        self.yields = _YIELDS
+        self.while_waiting: Callable[[], None] | None = None
 
     def wait(self, what: object = "a barrier") -> None:
         """Wait until all ranks of the node have come here; collective.
@@ -98,17 +103,25 @@ class NodeBarrier:
         if self._sync is not None:
             self._sync()
         words[self._own] = count
+        waited = False
         for word, peer in self._peers:
             if words[word] < count:
                 self._await(word, peer, count, what)
+                waited = True
+        if waited:  # a rank that had come may have given up while this one waited for another
+            for word, peer in self._peers:
+                if words[word] < count:
+                    self._await(word, peer, count, what)
         if self._sync is not None:
             self._sync()
         self.count = count
 
     def _await(self, word: int, peer: int, count: int, what: object) -> None:
-        words, give_way = self._words, os.sched_yield
-        for _ in range(_YIELDS):
+        words, give_way, meanwhile = self._words, os.sched_yield, self.while_waiting
+        for _ in range(self.yields):
             give_way()
+            if meanwhile is not None:
+                meanwhile()
             if words[word] >= count:
                 return
         began = checked = time.monotonic()
@@ -116,7 +129,9 @@ class NodeBarrier:
         while words[word] < count:
             time.sleep(nap)
             now = time.monotonic()
-            if now - began > 0.01:
+            if meanwhile is not None:
+                meanwhile()
+            elif now - began > 0.01:
                 nap = min(2 * nap, _LONGEST_NAP_SECONDS)
             if self._timeout is not None and now - began > self._timeout:
                 self._give_up(what)
@@ -153,6 +168,8 @@ class NodeBarrier:
         """Let the others know that this rank comes to no further barrier; local."""
         self._broken = self._broken or reason
         self._words[self._own + _MARK] = _GAVE_UP if gave_up else _FAILED
+        # Whoever comes late must not pass: what this rank put in may be overwritten from now on.
+        self._words[self._own] = self.count
 
 
 def _is_alive(process: int) -> bool:

@@ -344,7 +344,7 @@ class NodePaths:
 
     def _scratch_memory(self) -> Scratch:
         if self._scratch is None:
-            self._scratch = Scratch(self._arena, round_down(CHUNK_BYTES, ALIGNMENT * self.size))
+            self._scratch = Scratch(self._arena, round_down(CHUNK_BYTES, ALIGNMENT * self.size), self._direct)
         return self._scratch
 
     def _chunk_bytes(self) -> int:

@@ -38,15 +38,25 @@ class Scratch:
         MemoryError: There is not enough memory.
     """
 
-    def __init__(self, arena: Arena, chunk_bytes: int) -> None:
+    def __init__(self, arena: Arena, chunk_bytes: int, spare: Any = None) -> None:
         block = arena.allocate(4 * chunk_bytes)
-        if isinstance(block, str):
+        if not isinstance(block, str):
+            regions, start = arena.segments[block.segment].regions, block.start
+        elif spare is None:
             raise MemoryError(f"no scratch memory could be shared with the other ranks of this node: {block}")
-        regions = arena.segments[block.segment].regions
-        rows = [region[block.start : block.start + 4 * chunk_bytes].reshape(4, chunk_bytes) for region in regions]
+        else:
+            regions, start = spare.regions, 0
+            chunk_bytes = spare.region_bytes // 4 // (ALIGNMENT * len(regions)) * (ALIGNMENT * len(regions))
+        # Halves by turn: what is written in a turn lies in that turn's half, as it does for direct all-reduces.
+        half = 2 * chunk_bytes if not isinstance(block, str) else spare.region_bytes // 2
         self.chunk_bytes = chunk_bytes
-        self.inputs: list[list[Bytes]] = [[row[place] for row in rows] for place in (0, 1)]
-        self.outputs: list[list[Bytes]] = [[row[place] for row in rows] for place in (2, 3)]
+
+        def part(place: int, which: int) -> list[Bytes]:
+            at = start + place * half + which * chunk_bytes
+            return [region[at : at + chunk_bytes] for region in regions]
+
+        self.inputs: list[list[Bytes]] = [part(place, 0) for place in (0, 1)]
+        self.outputs: list[list[Bytes]] = [part(place, 1) for place in (0, 1)]
         self._views: dict[Any, list[Tensor]] = {}
 
     def input_views(self, place: int, start: int, stop: int, dtype: torch.dtype) -> list[Tensor]:

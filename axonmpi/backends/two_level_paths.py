@@ -40,10 +40,14 @@ from .shared_memory import Arena, Block, warn_no_shared_memory
 
 __all__ = ["Lane", "Nodes", "TwoLevelPaths", "wait_gently"]
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 2 << 20
 """How much of a rank's tensor is under way at a time: enough to keep the network busy, little enough to begin soon."""
-_AHEAD = 2
-_YIELDS = 50
+LEAST_CHUNK_BYTES = 256 << 10
+_CHUNKS = 16
+_NEVER_SENT, _SUMS, _RESULTS, _COPIES = range(4)
+_AHEAD = 8
+_TURNS_PER_NODE = 4
+_YIELDS = 10
 _NAP_SECONDS = 1e-4
 
 
@@ -120,6 +124,10 @@ class Lane:
         memory = self.buffer(nbytes)
         return self._comm.Irecv(self._spec(memory), node, tag), memory
 
+    def progress(self) -> None:
+        """Let MPI move what is under way: it does so only when it is called."""
+        self._comm.Iprobe(self._mpi.ANY_SOURCE, _NEVER_SENT)
+
     def flush(self) -> None:
         """Wait until everything is sent."""
         while self._sent:
@@ -159,7 +167,7 @@ class _Inbox:
         return memory
 
 
-_SUMS, _RESULTS, _COPIES = range(3)
+
 
 
 class TwoLevelPaths:
@@ -199,6 +207,10 @@ class TwoLevelPaths:
         self._limits = limits
         self._release = release
         self._scratch: Scratch | None = None
+        # The other nodes' messages have to move on while this rank waits for its neighbours.
+        # Beside a thread that computes, a nap is over sooner than the turn that giving way takes.
+        barrier.yields = _YIELDS
+        barrier.while_waiting = lane.progress if lane is not None else None
 
     # ---- reductions ---------------------------------------------------------------------------------------
 
@@ -375,7 +387,9 @@ class TwoLevelPaths:
     def _chunks(self, nbytes: int, itemsize: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
         """Cut `nbytes` bytes into chunks of about equal size; for each: start, stop, and each lane's slice of it."""
         unit = max(ALIGNMENT, itemsize)
-        count = -(-nbytes // self._chunk_bytes())
+        # Several chunks, so that the result of the first comes back while the last is still to be sent.
+        most = self._chunk_bytes()
+        count = -(-nbytes // min(most, max(nbytes // _CHUNKS, LEAST_CHUNK_BYTES)))
         size = -(-nbytes // (count * unit)) * unit
         cut = []
         for start in range(0, nbytes, size):
@@ -407,9 +421,9 @@ class _Chain:
         self._place, self._node, self._last = nodes.place, nodes.own, len(nodes.of) - 1
         self._local_ranks, self._ranks = len(nodes.of[nodes.own]), paths.size
         self._wide = wide_dtype(dtype)
-        # A sum takes a turn to the next node and a result one back; chunks in between are under way.
+        # Sums go on to be sent while the first results are on their way back.
         away = self._last - self._node
-        self.stages_after = [*([_nothing] * (2 * away)), self.finish] if away else []
+        self.stages_after = [*([_nothing] * (_TURNS_PER_NODE * away)), self.finish] if away else []
         self._sums = self._results = None
         if self._lane is not None:
             sizes = [high - low for low, high in (slices[self._place] for _, _, slices in chunks) if low < high]

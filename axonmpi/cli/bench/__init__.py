@@ -1,7 +1,8 @@
 """`axonmpi bench`: measured comparisons, each in one interleaved run (layer 7).
 
-    axonmpi bench ddp          step overhead of data parallelism, ours and torch's on gloo
-    axonmpi bench overhead     what Python adds to MPI's own all-reduce of 4 bytes
+    axonmpi bench collectives    collectives of many sizes: ours, MPI's own, gloo's, and a plain copy
+    axonmpi bench ddp            step overhead of data parallelism, ours and torch's on gloo
+    axonmpi bench overhead       what Python adds to MPI's own all-reduce of 4 bytes
 
 Started plainly, a benchmark runs itself under `mpirun` once for each number of ranks; under `mpirun` it measures
 the ranks it has. What is compared takes turns in short blocks, so that a busy machine slows all of it alike;

@@ -5,60 +5,78 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ...comm import destroy_process_group, init_process_group
 from ...environment import launched_ranks
-from ...group import World
 from ...testing.launcher import launch
-from . import ddp, overhead
+from .benchmarks import BENCHMARKS, Benchmark, Figures
 
 __all__ = ["main"]
 
-Measure = Callable[[World, int], dict[str, Any]]
-
-BENCHMARKS: dict[str, tuple[Measure, Callable[[list[dict[str, Any]]], str], tuple[int, ...]]] = {
-    "ddp": (ddp.measure, ddp.table, (2, 4)),
-    "overhead": (overhead.measure, overhead.table, (1, 2, 4)),
-}
-_TIMEOUT_SECONDS = 900.0
+_TIMEOUT_SECONDS = 3600.0
 _MARK = "axonmpi-bench-result "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a benchmark; returns the exit code."""
-    options = _parser().parse_args(argv)
-    measure, table, ranks = BENCHMARKS[options.benchmark]
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = _parser().parse_args(arguments)
+    benchmark = BENCHMARKS[options.benchmark]
     if launched_ranks() > 1 or options.here:
-        results = [_measure_here(measure, options.blocks)]
+        results = [_measure_here(benchmark, options)]
     else:
-        results = [_measure_on(options.benchmark, n, options.blocks) for n in options.ranks or ranks]
+        results = [_measure_on(ranks, arguments) for ranks in options.ranks or benchmark.ranks]
     shown = [result for result in results if result]
     if not shown:
         return 0
     if options.here:
         print(_MARK + json.dumps(shown[0]), flush=True)
         return 0
-    print(table(shown))
+    print(benchmark.table(shown))
     if options.json:
-        Path(options.json).write_text(json.dumps(shown, indent=2) + "\n")
+        options.json.write_text(json.dumps(shown, indent=2) + "\n")
+    if benchmark.plot and options.plot:
+        benchmark.plot(options.plot, shown)
     return 0
+
+
+# ---- options ----------------------------------------------------------------------------------------------------
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="axonmpi bench", description="Measured comparisons, interleaved in one run."
     )
-    parser.add_argument("benchmark", choices=sorted(BENCHMARKS))
-    parser.add_argument("--ranks", type=_positive, nargs="+", help="numbers of ranks to start mpirun with")
-    parser.add_argument(
-        "--blocks", type=_positive, default=15, help="how often each variant takes its turn (default: 15)"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE as well")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    choices = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    for name, benchmark in BENCHMARKS.items():
+        _add_options(choices.add_parser(name, help=benchmark.title, description=benchmark.title), benchmark)
     return parser
+
+
+def _add_options(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
+    ranks = " ".join(map(str, benchmark.ranks))
+    parser.add_argument(
+        "--ranks",
+        type=_positive,
+        nargs="+",
+        help=f"numbers of ranks to start mpirun with (default: {ranks})",
+        metavar="N",
+    )
+    parser.add_argument(
+        "--blocks",
+        type=_positive,
+        default=15,
+        help="how often each variant takes its turn (default: 15)",
+        metavar="N",
+    )
+    parser.add_argument("--json", type=_file, metavar="FILE", help="write the figures to FILE as well")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    if benchmark.plot:
+        parser.add_argument("--plot", type=_picture, metavar="FILE.png", help="draw the figures into FILE.png")
+    if benchmark.add_options:
+        benchmark.add_options(parser)
 
 
 def _positive(text: str) -> int:
@@ -67,33 +85,47 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _measure_here(measure: Measure, blocks: int) -> dict[str, Any] | None:
+def _file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text!r}")
+    return path
+
+
+def _picture(text: str) -> Path:
+    if not text.endswith(".png"):
+        raise argparse.ArgumentTypeError(f"expected a file name that ends in .png, got {text!r}")
+    return _file(text)
+
+
+# ---- running ----------------------------------------------------------------------------------------------------
+
+
+def _measure_here(benchmark: Benchmark, options: argparse.Namespace) -> Figures | None:
     """Measure on the ranks of this job; the result is rank 0's to show."""
     world = init_process_group()
-    try:
-        result = measure(world, blocks)
-        return result if world.rank == 0 else None
-    finally:
-        destroy_process_group()
+    result = benchmark.measure(world, options)
+    is_first = world.rank == 0
+    destroy_process_group()  # not after an exception: it waits for the other ranks, who may wait for this one
+    return result if is_first else None
 
 
-def _measure_on(benchmark: str, ranks: int, blocks: int) -> dict[str, Any]:
+def _measure_on(ranks: int, arguments: Sequence[str]) -> Figures:
+    """Run this command once more, under an `mpirun` of its own; the ranks find their options in the arguments."""
     print(f"running on {ranks} ranks ...", file=sys.stderr, flush=True)
     job = launch(
         ranks,
         "-m",
         "axonmpi",
         "bench",
-        benchmark,
+        *arguments,
         "--here",
-        "--blocks",
-        blocks,
         timeout=_TIMEOUT_SECONDS,
         env={"GLOO_SOCKET_IFNAME": "lo"},
     )
     for line in job.stdout.splitlines():
         if line.startswith(_MARK):
-            result: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+            result: Figures = json.loads(line.removeprefix(_MARK))
             return result
     raise SystemExit(
         f"the benchmark failed on {ranks} ranks (exit code {job.returncode}):\n{job.stderr}{job.stdout}"

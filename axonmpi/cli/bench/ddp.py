@@ -15,11 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import TCPStore
 
-from ...comm import broadcast_object
 from ...ddp import DistributedDataParallel
 from ...group import World
+from .gloo import start_gloo
 from .timing import interleave
 
 __all__ = ["measure", "table"]
@@ -31,7 +30,7 @@ STEPS_PER_BLOCK = 3
 
 def measure(world: World, blocks: int) -> dict[str, Any]:
     """Measure `blocks` blocks on the ranks of `world`; collective; the figures are in milliseconds."""
-    _start_gloo(world)
+    start_gloo(world)
     generator = torch.Generator().manual_seed(world.rank)
     batch = torch.randn(BATCH, WIDTHS[0], generator=generator)
     stock = nn.parallel.DistributedDataParallel(_model(), gradient_as_bucket_view=True)
@@ -85,14 +84,3 @@ def _step(model: nn.Module, batch: Tensor) -> Callable[[], None]:
         model(batch).square().mean().backward()
 
     return step
-
-
-def _start_gloo(world: World) -> None:
-    """Start torch.distributed beside MPI; the address of its store travels over MPI."""
-    store = None
-    if world.rank == 0:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = broadcast_object(store.port if store else None)
-    if store is None:
-        store = TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)

@@ -14,8 +14,8 @@ import torch
 
 from ...backends import runtime
 from ...comm import all_reduce
-from ...environment import usable_cores
 from ...group import World
+from .cores import count_cores
 from .timing import interleave
 
 __all__ = ["measure", "table"]
@@ -39,7 +39,7 @@ def measure(world: World, blocks: int) -> dict[str, Any]:
     microseconds = {name: sample.median * 1e6 for name, sample in samples.items()}
     return {
         "ranks": world.size,
-        "cores": len(usable_cores()),
+        "cores": count_cores(world),
         "library": mpi.Get_library_version().splitlines()[0].split(",")[0].replace("\t", " "),
         "microseconds": microseconds,
         "added": microseconds["axonmpi"] - microseconds["mpi4py"],

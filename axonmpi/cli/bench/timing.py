@@ -11,7 +11,9 @@ import torch
 
 from ...comm import all_reduce_max, barrier
 
-__all__ = ["Samples", "interleave"]
+__all__ = ["Samples", "calls_for", "interleave"]
+
+MOST_CALLS = 16384
 
 
 @dataclass(frozen=True)
@@ -30,20 +32,47 @@ class Samples:
         return statistics.median(self.seconds)
 
 
-def interleave(variants: Mapping[str, Callable[[], object]], *, blocks: int, calls: int) -> dict[str, Samples]:
-    """Time each variant in `blocks` short blocks of `calls` calls, taking turns; collective.
+def interleave(
+    variants: Mapping[str, Callable[[], object]], *, blocks: int, calls: int | Mapping[str, int]
+) -> dict[str, Samples]:
+    """Time each variant in `blocks` short blocks, taking turns; collective.
 
     The first block of each warms up and is not counted.
+
+    Args:
+        variants: What to call, in the same order on all ranks.
+        blocks: How often each takes its turn.
+        calls: Calls a block, of all variants or of each; the same on all ranks.
     """
+    numbers = calls if isinstance(calls, Mapping) else dict.fromkeys(variants, calls)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for block in range(blocks + 1):
         for name, call in variants.items():
-            barrier()
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            taken = torch.tensor((time.perf_counter() - start) / calls, dtype=torch.float64)
-            all_reduce_max(taken)
+            taken = _seconds_per_call(call, numbers[name])
             if block:
-                seconds[name].append(float(taken))
+                seconds[name].append(taken)
     return {name: Samples(tuple(values)) for name, values in seconds.items()}
+
+
+def calls_for(variants: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, int]:
+    """Find how many calls of each variant take about `seconds`; collective, the same on all ranks."""
+    return {name: _calls_for(call, seconds) for name, call in variants.items()}
+
+
+def _calls_for(call: Callable[[], object], seconds: float) -> int:
+    call()  # the first one may prepare what the others find
+    calls = 1
+    while (each := _seconds_per_call(call, calls)) * calls < seconds / 4 and calls < MOST_CALLS:
+        calls *= 4
+    return max(1, min(MOST_CALLS, round(seconds / each)))
+
+
+def _seconds_per_call(call: Callable[[], object], calls: int) -> float:
+    """Time `calls` calls, begun together; collective. Returns the slowest rank's time of one."""
+    barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    taken = torch.tensor((time.perf_counter() - start) / calls, dtype=torch.float64)
+    all_reduce_max(taken)
+    return float(taken)

@@ -1,0 +1,103 @@
+"""Which benchmarks there are, and the options that each has for itself (layer 7)."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...group import World
+from . import collectives, collectives_plot, collectives_table, ddp, overhead
+from .sizes import parse_size
+
+__all__ = ["BENCHMARKS", "Benchmark", "Figures"]
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One benchmark.
+
+    Attributes:
+        title: What it compares.
+        measure: Measures on the ranks of a world, as the options say; collective.
+        table: Formats the figures of several numbers of ranks.
+        ranks: The numbers of ranks where none are given.
+        add_options: Adds the options that it alone has.
+        plot: Draws the figures into a file, where there is something to draw.
+    """
+
+    title: str
+    measure: Callable[[World, argparse.Namespace], Figures]
+    table: Callable[[list[Figures]], str]
+    ranks: tuple[int, ...]
+    add_options: Callable[[argparse.ArgumentParser], None] | None = None
+    plot: Callable[[Path, list[Figures]], None] | None = None
+
+
+def _measure_collectives(world: World, options: argparse.Namespace) -> Figures:
+    return collectives.measure(world, options.blocks, options.operations, options.dtypes, options.sizes)
+
+
+def _add_collectives_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--operations",
+        nargs="+",
+        choices=collectives.OPERATIONS,
+        default=["all_reduce"],
+        help=f"some of {', '.join(collectives.OPERATIONS)} (default: all_reduce)",
+        metavar="NAME",
+    )
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=tuple(collectives.DTYPES),
+        default=list(collectives.DTYPES),
+        help=f"some of {', '.join(collectives.DTYPES)} (default: all)",
+        metavar="DTYPE",
+    )
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=_size,
+        default=[parse_size(size) for size in collectives.DEFAULT_SIZES],
+        help=f"bytes of a tensor (default: {' '.join(collectives.DEFAULT_SIZES)})",
+        metavar="SIZE",
+    )
+
+
+def _size(text: str) -> int:
+    try:
+        nbytes = parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if nbytes % 4:
+        raise argparse.ArgumentTypeError(f"expected a multiple of 4 bytes, got {text!r}")
+    return nbytes
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "collectives": Benchmark(
+        "collectives of many sizes: ours, MPI's own, gloo's, and a plain copy",
+        _measure_collectives,
+        collectives_table.table,
+        (2, 4),
+        _add_collectives_options,
+        collectives_plot.plot,
+    ),
+    "ddp": Benchmark(
+        "step overhead of data parallelism, ours and torch's on gloo",
+        lambda world, options: ddp.measure(world, options.blocks),
+        ddp.table,
+        (2, 4),
+    ),
+    "overhead": Benchmark(
+        "what Python adds to MPI's own all-reduce of 4 bytes",
+        lambda world, options: overhead.measure(world, options.blocks),
+        overhead.table,
+        (1, 2, 4),
+    ),
+}

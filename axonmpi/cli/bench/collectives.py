@@ -1,0 +1,101 @@
+"""Collectives of many sizes: ours, MPI's own and gloo's, above the time of a plain copy (layer 7).
+
+    symmetric   ours, on a tensor of `symmetric_empty`
+    ordinary    ours, on any other tensor
+    mpi         mpi4py on numpy arrays, in place where MPI can do that; float32 only, MPI has no bfloat16
+    gloo        torch.distributed
+    memcpy      each rank copies as many bytes within its own memory, all at once: the floor
+
+For each operation, dtype and size they take turns. Before, each does it once with values that are known, and the
+result is looked at: no wrong answer is timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...backends import runtime
+from ...comm import all_reduce_max
+from ...group import World
+from .collectives_cases import OPERATIONS, Case, Variant, variants_of
+from .cores import count_cores
+from .gloo import start_gloo
+from .sizes import format_size
+from .timing import calls_for, interleave
+
+__all__ = ["DEFAULT_SIZES", "DTYPES", "OPERATIONS", "check", "measure"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DEFAULT_SIZES = ("4B", "1KiB", "16KiB", "64KiB", "256KiB", "1MiB", "16MiB", "64MiB")
+BLOCK_SECONDS = 7e-3
+
+
+def measure(
+    world: World, blocks: int, operations: Sequence[str], dtypes: Sequence[str], sizes: Sequence[int]
+) -> dict[str, Any]:
+    """Measure every operation with every dtype at every size; collective.
+
+    Args:
+        world: All ranks of the job.
+        blocks: How often each variant takes its turn.
+        operations: Some of `OPERATIONS`.
+        dtypes: Some of `DTYPES`.
+        sizes: In bytes.
+
+    Returns:
+        The ranks, their cores, how they reach each other, the MPI library's name, and the cases, each with the
+        variants' times in microseconds.
+
+    Raises:
+        RuntimeError: A variant's result is wrong; raised on all ranks.
+    """
+    mpi = runtime.start_mpi()
+    start_gloo(world)
+    cases = [
+        Case(operation, DTYPES[dtype], nbytes, world.rank, world.size)
+        for operation in operations
+        for dtype in dtypes
+        for nbytes in sizes
+    ]
+    measured = [_measure_case(case, mpi, blocks) for case in cases]
+    dist.destroy_process_group()
+    return {
+        "ranks": world.size,
+        "cores": count_cores(world),
+        "path": getattr(world.default_group.backend, "path", "none"),
+        "mpi": _library_name(mpi),
+        "blocks": blocks,
+        "cases": measured,
+    }
+
+
+def _measure_case(case: Case, mpi: Any, blocks: int) -> dict[str, Any]:
+    variants = variants_of(case, mpi)
+    check(case, variants)
+    calls = {name: variant.call for name, variant in variants.items()}
+    samples = interleave(calls, blocks=blocks, calls=calls_for(calls, BLOCK_SECONDS))
+    return {
+        "operation": case.operation,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "bytes": case.nbytes,
+        "microseconds": {name: sample.median * 1e6 for name, sample in samples.items()},
+    }
+
+
+def check(case: Case, variants: Mapping[str, Variant]) -> None:
+    """Raise RuntimeError on all ranks if a variant's result is wrong on any; collective."""
+    wrong = torch.tensor([not variant.is_right() for variant in variants.values()], dtype=torch.int32)
+    all_reduce_max(wrong)
+    if wrong.any():
+        names = [name for name, is_wrong in zip(variants, wrong.tolist(), strict=True) if is_wrong]
+        what = f"{case.operation} of {format_size(case.nbytes)} of {case.dtype} on {case.ranks} ranks"
+        raise RuntimeError(f"{what}: wrong result of {', '.join(names)}")
+
+
+def _library_name(mpi: Any) -> str:
+    # An MPI library may stand in for another one of the same binary interface, which mpi4py was built for.
+    return "Intel MPI" if "Intel" in mpi.Get_library_version() else runtime.library_info().vendor

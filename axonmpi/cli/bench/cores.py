@@ -1,0 +1,15 @@
+"""How many cores the ranks of a job run on (layer 7)."""
+
+from __future__ import annotations
+
+from ...comm import all_gather_object
+from ...environment import usable_cores
+from ...group import World
+
+__all__ = ["count_cores"]
+
+
+def count_cores(world: World) -> int:
+    """Return how many logical CPUs all ranks may run on together, each counted once; collective."""
+    places = all_gather_object((world.node_rank, usable_cores()))
+    return len({(node, core) for node, cores in places for core in cores})

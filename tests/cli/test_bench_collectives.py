@@ -1,0 +1,217 @@
+"""The benchmark of collectives: figures hang together, options are checked, wrong results are noticed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import axonmpi as ax
+from axonmpi.cli.bench import main
+from axonmpi.cli.bench.collectives import check
+from axonmpi.cli.bench.collectives_cases import OPERATIONS, Case, Variant
+from axonmpi.cli.bench.collectives_plot import plot
+from axonmpi.cli.bench.collectives_table import VARIANTS, table
+from axonmpi.cli.bench.sizes import format_size, parse_size
+from axonmpi.cli.bench.timing import MOST_CALLS, calls_for, interleave
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def figures(ranks: int = 2) -> dict:
+    """Figures of one operation, of two sizes, made up."""
+    times = {"symmetric": 2.0, "ordinary": 4.0, "mpi": 8.0, "gloo": 3000.0, "memcpy": 1.0}
+    without_mpi = {name: value for name, value in times.items() if name != "mpi"}
+    kinds = [("float32", 4, times), ("float32", 65536, times), ("bfloat16", 4, without_mpi)]
+    cases = [
+        {"operation": "all_reduce", "dtype": dtype, "bytes": nbytes, "microseconds": microseconds}
+        for dtype, nbytes, microseconds in kinds
+    ]
+    return {"ranks": ranks, "cores": 2, "path": "node", "mpi": "Intel MPI", "blocks": 1, "cases": cases}
+
+
+def test_real_run(tmp_path):
+    arguments = ["--ranks", "2", "--blocks", "1", "--operations", *OPERATIONS, "--sizes", "4B", "12KiB"]
+    files = ["--json", str(tmp_path / "figures.json"), "--plot", str(tmp_path / "figures.png")]
+    job = subprocess.run(
+        [sys.executable, "-m", "axonmpi", "bench", "collectives", *arguments, *files],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert job.returncode == 0, job.stderr
+    (result,) = json.loads((tmp_path / "figures.json").read_text())
+    assert result["ranks"] == 2
+    assert result["mpi"] in job.stdout
+    assert result["path"] in job.stdout
+    asked = [(name, dtype, size) for name in OPERATIONS for dtype in ("float32", "bfloat16") for size in (4, 12288)]
+    assert [(case["operation"], case["dtype"], case["bytes"]) for case in result["cases"]] == asked
+    for case in result["cases"]:
+        expected = VARIANTS if case["dtype"] == "float32" else [name for name in VARIANTS if name != "mpi"]
+        assert sorted(case["microseconds"]) == sorted(expected)
+        assert min(case["microseconds"].values()) > 0
+        assert f"{case['operation']}, {case['dtype']}, 2 ranks" in job.stdout
+    assert (tmp_path / "figures.png").read_bytes().startswith(PNG)
+
+
+# ---- options ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--operations", "gather"], "'gather'"),
+        (["--dtypes", "float64"], "'float64'"),
+        (["--sizes", "64KB"], "expected a size such as 4B, 64KiB or 16MiB, got '64KB'"),
+        (["--sizes", "0B"], "got '0B'"),
+        (["--sizes", "6B"], "expected a multiple of 4 bytes, got '6B'"),
+        (["--sizes"], "expected at least one argument"),
+        (["--plot", "figures.pdf"], "ends in .png, got 'figures.pdf'"),
+        (["--plot", "no/such/folder.png"], "in a folder that exists, got 'no/such/folder.png'"),
+        (["--json", "no/such/folder"], "in a folder that exists, got 'no/such/folder'"),
+        (["--ranks", "0"], "expected a positive number, got '0'"),
+    ],
+)
+def test_wrong_options_are_named(arguments, complaint, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["collectives", *arguments])
+    assert caught.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_options_of_one_benchmark_are_not_for_another(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["overhead", "--plot", "figures.png"])
+    assert caught.value.code == 2
+    assert "--plot" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("4B", 4), ("64KiB", 65536), ("16MiB", 1 << 24), ("1GiB", 1 << 30), ("3 MiB", 3 << 20)]
+)
+def test_sizes_are_read_and_written(text, nbytes):
+    assert parse_size(text) == nbytes
+    assert parse_size(format_size(nbytes)) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "4", "KiB", "-4B", "1.5MiB", "4 b", "4B 8B", "²B"])
+def test_other_texts_are_no_sizes(text):
+    with pytest.raises(ValueError, match="expected a size such as"):
+        parse_size(text)
+
+
+# ---- figures ----------------------------------------------------------------------------------------------------
+
+
+def test_table_shows_times_and_ratios():
+    lines = table([figures()]).splitlines()
+    assert lines[0] == "2 ranks, 2 cores; path between the ranks: node, through memory that they share"
+    small, large = (next(line for line in lines if line.lstrip().startswith(start)) for start in ("4 B", "64 KiB"))
+    times, ratios = small.split("|")
+    for shown in ("2.00 µs", "4.00 µs", "8.00 µs", "3.00 ms", "1.00 µs"):
+        assert shown in times
+    assert ratios.split() == ["2.00", "4.00", "2.00", "1500.00"]
+    assert large.split("|")[1] == ratios
+    assert "Intel MPI" in lines[3]
+
+
+def test_table_without_mpi():
+    row = table([figures()]).splitlines()[-1]
+    assert row.split("|")[1].split() == ["2.00", "-", "-", "1500.00"]
+    assert len({len(line) for line in table([figures()]).splitlines() if "|" in line}) == 1
+
+
+def test_table_names_a_path_that_it_does_not_know():
+    assert "path between the ranks: other\n" in table([{**figures(), "path": "other"}])
+
+
+def test_plot_is_a_picture(tmp_path):
+    plot(tmp_path / "figures.png", [figures(2), figures(4)])
+    assert (tmp_path / "figures.png").read_bytes().startswith(PNG)
+
+
+# ---- measuring --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operation", "wanted"),
+    [
+        # rank 0 puts in 0 1 2 0 1 2, rank 1 puts in 1 2 3 1 2 3; of an all-gather, half of that
+        ("all_reduce", [1, 3, 5, 1, 3, 5]),
+        ("reduce", [1, 3, 5, 1, 3, 5]),
+        ("broadcast", [0, 1, 2, 0, 1, 2]),
+        ("all_gather", [0, 1, 2, 1, 2, 3]),
+        ("reduce_scatter", [1, 3, 5]),
+    ],
+)
+def test_expected_results(operation, wanted):
+    case = Case(operation, torch.float32, 24, rank=1, ranks=2)
+    assert [case.expected(position) for position in range(case.result_numel)] == wanted
+    assert case.source_numel == (3 if operation == "all_gather" else 6)
+
+
+def test_no_part_is_empty():
+    for operation in OPERATIONS:
+        case = Case(operation, torch.float32, 4, rank=0, ranks=4)
+        assert case.source_numel >= 1
+        assert case.result_numel >= 1
+
+
+@pytest.mark.parametrize("wrong", [0, 7, 21, 999])
+def test_a_wrong_element_is_noticed(wrong):
+    case = Case("all_reduce", torch.float32, 4000, rank=0, ranks=1)
+    source = torch.zeros(1000)
+    right = Variant(case, source, lambda: None, source)
+    assert right.is_right()
+    assert not source.any()
+    spoiled = Variant(case, source, lambda: source[wrong:].add_(1), source)
+    assert not spoiled.is_right()
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_ours_are_right(world, operation):
+    case = Case(operation, torch.bfloat16, 1200, world.rank, world.size)
+    source = torch.zeros(case.source_numel, dtype=case.dtype)
+    returned = {"all_gather": ax.all_gather, "reduce_scatter": ax.reduce_scatter_sum}
+    in_place = {"all_reduce": ax.all_reduce, "reduce": lambda t: ax.reduce(t, 0), "broadcast": ax.broadcast}
+    call = {**returned, **in_place}[operation]
+    check(case, {"ours": Variant(case, source, lambda: call(source), None if operation in returned else source)})
+
+
+@pytest.mark.ranks(2)
+def test_a_wrong_result_of_one_rank_is_raised_on_all(world):
+    case = Case("all_reduce", torch.float32, 64, world.rank, world.size)
+    source = torch.zeros(16)
+
+    def call() -> None:
+        ax.all_reduce(source)
+        source[3] += world.rank
+
+    with pytest.raises(RuntimeError, match=r"all_reduce of 64 B .* on 2 ranks: wrong result of spoiled"):
+        check(case, {"spoiled": Variant(case, source, call, source)})
+
+
+@pytest.mark.ranks(2)
+def test_ranks_make_the_same_number_of_calls(world):
+    counts = dict.fromkeys(("quick", "slow"), 0)
+
+    def count(name: str, seconds: float) -> None:
+        counts[name] += 1
+        time.sleep(seconds * world.rank)
+
+    variants = {"quick": lambda: count("quick", 0.0), "slow": lambda: count("slow", 0.02)}
+    calls = calls_for(variants, 0.01)
+    assert calls == ax.comm.broadcast_object(calls)
+    assert calls["slow"] == 1
+    assert 1 <= calls["quick"] <= MOST_CALLS
+    counts.update(quick=0, slow=0)
+    samples = interleave(variants, blocks=2, calls=calls)
+    assert counts == {name: 3 * number for name, number in calls.items()}
+    assert {name: len(sample.seconds) for name, sample in samples.items()} == {"quick": 2, "slow": 2}
+    assert samples["slow"].median >= 0.02

@@ -1,0 +1,95 @@
+"""What the network between two nodes costs; a script for `two_nodes.py --rate 1gbit tests/nodes/network.py`.
+
+Prints the time of an all_reduce of 64 MiB beside the time that its bytes take at the given bandwidth (`--gbit`), and how
+much of the communication of a data-parallel step is hidden behind the computation, beside torch on gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import TCPStore
+
+import axonmpi as ax
+
+MEBIBYTE = 1 << 20
+WIDTH, LAYERS = 1024, 6
+
+
+def median_seconds(variants: dict[str, Callable[[], object]], blocks: int) -> dict[str, float]:
+    """Let the variants take turns; the first turn warms up."""
+    taken: dict[str, list[float]] = {name: [] for name in variants}
+    for block in range(blocks + 1):
+        for name, call in variants.items():
+            ax.barrier()
+            begun = time.perf_counter()
+            call()
+            ax.barrier()
+            if block:
+                taken[name].append(time.perf_counter() - begun)
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gbit", type=float, default=1.0)
+    parser.add_argument("--blocks", type=int, default=7)
+    parser.add_argument("--batch", type=int, default=400)
+    options = parser.parse_args()
+    world = ax.init_process_group()
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    store = TCPStore("10.77.0.1", 0, is_master=True, wait_for_workers=False) if world.rank == 0 else None
+    port = ax.broadcast_object(store.port if store else None)
+    store = store or TCPStore("10.77.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    large = torch.zeros(64 * MEBIBYTE // 4)
+    bare = median_seconds({"ours": lambda: ax.all_reduce(large), "gloo": lambda: dist.all_reduce(large)}, options.blocks)
+    x = torch.randn(options.batch, WIDTH)
+
+    def step(wrapped: nn.Module) -> Callable[[], None]:
+        def run() -> None:
+            wrapped.zero_grad()
+            wrapped(x).square().mean().backward()
+
+        return run
+
+    ours, stock = ax.DDP(model()), nn.parallel.DistributedDataParallel(model(), gradient_as_bucket_view=True)
+    gradients = torch.zeros(sum(parameter.numel() for parameter in ours.parameters()))
+    steps = median_seconds(
+        {
+            "local": step(model()),
+            "ours": step(ours),
+            "gloo": step(stock),
+            "all_reduce": lambda: ax.all_reduce(gradients),
+        },
+        options.blocks,
+    )
+    if world.rank == 0:
+        ideal = 64 * MEBIBYTE * 8 / (options.gbit * 1e9)
+        print(f"{world.num_nodes} nodes, {world.size} ranks, path {world.default_group.backend.path}")
+        print(
+            f"all_reduce of 64 MiB: {bare['ours']:.3f} s, {bare['ours'] / ideal:.2f} of its bytes over the bandwidth; "
+            f"gloo {bare['gloo']:.3f} s"
+        )
+        print("step, s: " + ", ".join(f"{name} {seconds:.3f}" for name, seconds in steps.items()))
+        for name in ("ours", "gloo"):
+            hidden = 1 - (steps[name] - steps["local"]) / steps["all_reduce"]
+            print(f"hidden of {steps['all_reduce']:.3f} s of communication, {name}: {100 * hidden:.0f} %")
+    dist.destroy_process_group()
+    ax.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

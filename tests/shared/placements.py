@@ -1,0 +1,110 @@
+"""Where the tensors of a collective lie: in shared memory, beside it, or somewhere else on each rank.
+
+    whole          a symmetric tensor as it was made
+    view           inside a symmetric tensor, at the same place on all ranks
+    scattered      inside one, at another place on each rank
+    mixed          inside one on even ranks, in ordinary memory on odd ones
+    alone          inside one on the last rank only
+    foreign        inside a symmetric tensor of another group of the same ranks
+
+All of them but `whole` lie among other values, which nobody may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from numpy_reference import same_bits
+from torch import Tensor
+
+from axonmpi import ProcessGroup, World
+
+PLACEMENTS = ("whole", "view", "scattered", "mixed", "alone", "foreign")
+SYMMETRIC = ("whole", "view")
+_MARGIN = 64
+_TURNS = 4
+
+
+class Placed:
+    """A tensor with given values that lies in some place; bytes around it are watched."""
+
+    def __init__(self, tensor: Tensor, source: Tensor, around: list[Tensor]) -> None:
+        self.tensor = tensor
+        tensor.copy_(source)
+        self._around = around
+        for part in around:
+            part.fill_(0xA5)
+        self._version = tensor._version
+
+    def is_intact(self) -> bool:
+        """Whether what lies around the tensor is unchanged."""
+        return all(bool((part == 0xA5).all()) for part in self._around)
+
+    def autograd_knows(self) -> bool:
+        """Whether a write into the tensor is visible to autograd."""
+        return self.tensor._version > self._version or not self.tensor.numel()
+
+
+class Places:
+    """Puts tensors somewhere; every call is collective over the group, all ranks name sizes of the same bound.
+
+    Args:
+        group: Whose shared memory it is.
+        kind: One of `PLACEMENTS`.
+        nbytes: The largest tensor.
+        other: The group of kind `foreign`, of the same ranks.
+    """
+
+    def __init__(self, group: ProcessGroup, kind: str, nbytes: int, other: ProcessGroup | None = None) -> None:
+        self.group = group
+        self.kind = kind
+        self._room = _round_up(nbytes + (group.size + 4) * _MARGIN)
+        self._turn = 0
+        self._memory: Tensor | None = None
+        if kind != "whole":
+            owner = other if kind == "foreign" else group
+            assert owner is not None
+            self._memory = owner.symmetric_empty((_TURNS * self._room,), torch.uint8)
+            if (kind == "mixed" and group.rank % 2) or (kind == "alone" and group.rank != group.size - 1):
+                self._memory = torch.zeros(_TURNS * self._room, dtype=torch.uint8)
+
+    def put(self, source: Tensor) -> Placed:
+        """Copy a tensor to the next place; four at a time may be in use."""
+        if self._memory is None:
+            return Placed(self.group.symmetric_empty(source.shape, source.dtype), source, [])
+        room = self._memory[self._turn * self._room : (self._turn + 1) * self._room]
+        self._turn = (self._turn + 1) % _TURNS
+        # Not on a cache line of its own: an odd number of elements from the beginning.
+        start = _MARGIN + 3 * source.element_size()
+        if self.kind == "scattered":
+            start += self.group.rank * _MARGIN
+        stop = start + source.nbytes
+        tensor = room[start:stop].view(source.dtype).view(source.shape)
+        return Placed(tensor, source, [room[:start], room[stop : stop + _MARGIN]])
+
+
+@contextmanager
+def places_in(world: World, kind: str, nbytes: int, *, piece_bytes: int | None = None) -> Iterator[Places]:
+    """Make room for tensors of up to `nbytes` bytes in a new group of all ranks; collective.
+
+    `piece_bytes`: how much is reduced at a time, for real ranks; mock ranks show what is expected of them.
+    """
+    groups = [world.new_group(range(world.size)) for _ in range(2 if kind == "foreign" else 1)]
+    if piece_bytes is not None and groups[0].backend.name == "mpi":
+        groups[0].backend.piece_bytes = piece_bytes
+    yield Places(groups[0], kind, nbytes, groups[-1])
+    for group in groups:
+        group.close()
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // 4096) * 4096
+
+
+def agree_on_bits(group: ProcessGroup, tensor: Tensor) -> bool:
+    """Whether all ranks have the same bits; collective, by way of pickled bytes."""
+    own = tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    everyone = group.all_gather_object(own.clone())
+    return all(same_bits(everyone[0], other) for other in everyone)

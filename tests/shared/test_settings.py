@@ -1,0 +1,190 @@
+"""What decides whether memory is shared, what happens where it cannot be, and wrong arguments of allocations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import axonmpi as ax
+from axonmpi import CommunicatorError
+from axonmpi.backends.reduction import DTYPES
+from axonmpi.errors import DtypeError
+
+SUBSET = """
+    from axonmpi import ReduceOp
+
+    def check():
+        size, rank = world.size, world.rank
+        for count in (0, 1, 28, 29, 1000, 300_000):
+            for make in (torch.empty, lambda count, dtype: ax.symmetric_empty((count,), dtype)):
+                def filled(value, dtype=torch.float32):
+                    return make(count, dtype=dtype).fill_(value)
+
+                tensor = filled(rank + 1)
+                group.all_reduce(tensor)
+                assert torch.equal(tensor, torch.full((count,), float(sum(range(1, size + 1)))))
+                tensor = filled(rank, torch.bfloat16)
+                group.all_reduce(tensor, ReduceOp.MAX, async_op=True).wait()
+                assert torch.equal(tensor, torch.full((count,), size - 1, dtype=torch.bfloat16))
+                tensor = filled(rank, torch.int64)
+                group.reduce(tensor, size - 1)
+                assert torch.equal(tensor, torch.full((count,), sum(range(size)) if rank == size - 1 else rank))
+                tensor = filled(rank)
+                group.broadcast(tensor, size - 1)
+                assert torch.equal(tensor, torch.full((count,), size - 1.0))
+                gathered = group.all_gather(filled(rank))
+                assert torch.equal(gathered, torch.arange(float(size)).repeat_interleave(count))
+                part = group.reduce_scatter(filled(1.0))
+                assert torch.equal(part, torch.full((count,), float(size)).tensor_split(size)[rank])
+"""
+
+
+# ---- AXONMPI_COLLECTIVES --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("setting", "path"), [("plain", "plain"), ("auto", "node"), (None, "node")])
+def test_the_way_can_be_chosen(job, setting, path) -> None:
+    code = SUBSET + "\n    check()\n    print(group.backend.path, ax.new_group([1, 0]).backend.path)\n"
+    ended = job(2, code, **({"AXONMPI_COLLECTIVES": setting} if setting else {}))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count(path) == 4
+    assert ended.stderr == ""
+
+
+def test_a_setting_that_there_is_not(job) -> None:
+    ended = job(2, "print('made')", AXONMPI_COLLECTIVES="shared")
+    assert ended.returncode == 1
+    assert "ValueError: AXONMPI_COLLECTIVES: expected 'auto' or 'plain', got 'shared'" in ended.stderr
+    assert "made" not in ended.stdout
+
+
+# ---- no memory ------------------------------------------------------------------------------------------------
+
+LIMITED = """
+    def limit_files(nbytes):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+"""
+
+
+def test_symmetric_tensors_where_no_memory_can_be_shared(job) -> None:
+    """Ordinary memory, one warning, the same results."""
+    code = """
+    group.all_reduce(torch.ones(300_000))  # the group has what it needs
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        limit_files(4096)
+        big = [ax.symmetric_empty((1 << 24,), torch.float64) for _ in range(3)]
+        for tensor in big:
+            assert group.backend._paths.address(tensor) == 0
+            assert tensor.shape == (1 << 24,) and tensor.dtype is torch.float64
+        big[0].fill_(world.rank)
+        group.all_reduce(big[0])
+        assert bool((big[0] == sum(range(world.size))).all())
+    assert [warning.category for warning in seen] == [RuntimeWarning], seen
+    assert "no memory could be shared with the other ranks" in str(seen[0].message)
+    assert "ulimit -f unlimited" in str(seen[0].message)
+    check()
+    print("done")
+    """
+    ended = job(2, LIMITED + SUBSET + code)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("done") == 2
+    assert ended.stderr == ""
+
+
+def test_a_group_that_finds_no_memory_works(job) -> None:
+    """From its making on: the limit comes before it."""
+    code = """
+    limit_files(4096)
+    group = ax.new_group(range(world.size))
+    print(group.backend.path)
+    ax.symmetric_empty = group.symmetric_empty
+    check()
+    """
+    ended = job(2, LIMITED + SUBSET + code)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("plain") == 2
+
+
+def test_a_group_that_finds_no_memory_later_works(job) -> None:
+    """The first large collective asks for memory; without it, smaller pieces or another way have to do."""
+    code = """
+    warnings.simplefilter("ignore")
+    limit_files(4096)
+    check()
+    print(group.backend.path)
+    """
+    ended = job(2, LIMITED + SUBSET + code)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("node") == 2
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_shapes_that_there_are_not(world) -> None:
+    group = world.new_group(range(world.size))
+    log = getattr(group.backend, "log", [])
+    for allocate in (group.symmetric_empty, lambda shape, dtype: ax.symmetric_empty(shape, dtype, group)):
+        for shape, error, words in (
+            (None, TypeError, "shape: expected a sequence of integers, got None"),
+            ("34", TypeError, "shape: expected a sequence of integers, got '34'"),
+            (3.0, TypeError, "shape: expected a sequence of integers, got 3.0"),
+            ((3.0,), TypeError, r"shape: expected integers, got \(3.0,\)"),
+            ((3, True), TypeError, r"shape: expected integers, got \(3, True\)"),
+            ((3, None), TypeError, r"shape: expected integers, got \(3, None\)"),
+            (((3,), 4), TypeError, r"shape: expected integers, got \(\(3,\), 4\)"),
+            (-1, ValueError, r"shape: expected sizes of at least 0, got \(-1,\)"),
+            ((3, -2), ValueError, r"shape: expected sizes of at least 0, got \(3, -2\)"),
+        ):
+            with pytest.raises(error, match=words):
+                allocate(shape, torch.float32)
+    assert log == []
+    assert group.symmetric_empty((2,), torch.float32).shape == (2,)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_dtypes_that_there_are_not(world) -> None:
+    group = world.new_group(range(world.size))
+    for thing in ("float32", float, None, 3):
+        with pytest.raises(TypeError, match=rf"dtype: expected a torch\.dtype, got {thing!r}"):
+            group.symmetric_empty((2,), thing)
+    with pytest.raises(DtypeError, match=r"dtype: tensors of dtype torch\.qint8 cannot be sent; use another one"):
+        group.symmetric_empty((2,), torch.qint8)
+    with pytest.raises(TypeError, match=r"group: expected an axonmpi\.ProcessGroup or None, got int"):
+        ax.symmetric_empty((2,), torch.float32, 3)
+    group.barrier()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.ranks(1, 2, 4)
+def test_tensors_of_every_shape_and_dtype(world) -> None:
+    group = world.new_group(range(world.size))
+    for dtype in DTYPES:
+        for shape in ((), 5, (0,), [2, 3], torch.Size([4, 0, 2]), (1, 1000), range(2, 4)):
+            for tensor in (group.symmetric_empty(shape, dtype), ax.symmetric_empty(shape, dtype)):
+                assert tensor.shape == torch.empty((shape,) if isinstance(shape, int) else tuple(shape)).shape
+                assert tensor.dtype is dtype
+                assert tensor.is_contiguous()
+                assert tensor.device.type == "cpu"
+                assert not tensor.requires_grad
+                assert tensor.zero_().numel() == tensor.view(-1).shape[0]
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_closed_group_allocates_nothing(world) -> None:
+    group = world.new_group(range(world.size))
+    group.close()
+    with pytest.raises(CommunicatorError, match="symmetric_empty: this group cannot be used: it was closed"):
+        group.symmetric_empty((2,), torch.float32)
+
+
+@pytest.mark.ranks(3, 4)
+def test_outside_a_group_nothing_is_allocated(world) -> None:
+    group = world.new_group([0, 1])
+    if group.contains(world.rank):
+        assert group.symmetric_empty((2,), torch.float32).shape == (2,)
+    else:
+        with pytest.raises(ValueError, match=rf"rank {world.rank} is not in this group of ranks \[0, 1\]"):
+            group.symmetric_empty((2,), torch.float32)
