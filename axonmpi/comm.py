@@ -226,7 +226,7 @@ def reduce_scatter_mean(t: Tensor, group: ProcessGroup | None = None, dim: int =
 
 
 def symmetric_empty(shape: Sequence[int], dtype: torch.dtype, group: ProcessGroup | None = None) -> Tensor:
-    """Allocate a tensor that all ranks of the node can read and write; collective. See `Backend.symmetric_empty`."""
+    """Allocate a tensor that all ranks of a node can read and write; collective. See `Backend`."""
     return _resolve(group).symmetric_empty(shape, dtype)
 
 

@@ -400,7 +400,7 @@ def prepare_for_mpi() -> None:
 
 
 def wants_shared_memory() -> bool:
-    """Say whether ranks of a node may communicate through shared memory; `AXONMPI_COLLECTIVES=plain` forbids it; local.
+    """Say whether ranks may communicate through shared memory; `AXONMPI_COLLECTIVES=plain` forbids it; local.
 
     Raises:
         ValueError: The variable has another value than `auto` or `plain`.
@@ -412,7 +412,7 @@ def wants_shared_memory() -> bool:
 
 
 def pretended_node(world_rank: int) -> int:
-    """Return the number of the node that a rank is to believe it is on, 0 unless `AXONMPI_RANKS_PER_NODE` is set; local.
+    """Return the node that a rank is to believe it is on, 0 unless `AXONMPI_RANKS_PER_NODE` is set; local.
 
     With it, what several nodes do can be tried on one: each so many consecutive ranks take themselves for a node.
 

@@ -287,7 +287,8 @@ class Backend(ABC):
     def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate a tensor that the other ranks of the node can read and write too; collective.
 
-        Collectives on such tensors need no copies. Where memory cannot be shared the tensor is an ordinary one, which
+        Collectives on such tensors need no copies. Where memory cannot be shared the tensor is an ordinary
+        one, which
         works the same but slower. Each rank has memory of its own; it is freed when the last tensor on it is gone.
 
         Args:

@@ -1,7 +1,7 @@
 """Which way a group's data takes (layer 2).
 
-Ranks that share memory (MPI's `COMM_TYPE_SHARED`, not host names) communicate through it; `AXONMPI_COLLECTIVES=plain`
-leaves everything to MPI.
+Ranks that share memory (MPI's `COMM_TYPE_SHARED`, not host names) communicate through it;
+`AXONMPI_COLLECTIVES=plain` leaves everything to MPI.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import environment
+from .lanes import Lane, Nodes
 from .mpi_slots import SlotExchange
 from .node_barrier import Fence, NodeBarrier
 from .node_paths import NodePaths
@@ -20,12 +21,13 @@ from .node_plans import direct_bytes
 from .node_slots import NodeSlots
 from .plain_paths import Limits, Paths, PlainPaths
 from .shared_memory import PAGE, Arena, Segment
-from .two_level_paths import Lane, Nodes, TwoLevelPaths
+from .two_level_paths import TwoLevelPaths
 
 STRONGLY_ORDERED = frozenset({"x86_64", "AMD64", "i386", "i686"})
-"""Processors that keep a process's loads and stores in order for all others, but for a load that passes a store, which
-no rank relies on (Intel 64 manual, volume 3, section 9.2; AMD64 manual, volume 2, section 7.2): there a barrier needs
-no fence."""
+"""Processors that keep a process's loads and stores in order for all others, but for a load that passes a
+store, which
+no rank relies on (Intel 64 manual, volume 3, section 9.2; AMD64 manual, volume 2, section 7.2): there a
+barrier needs no fence."""
 
 __all__ = ["Connection", "connect", "node_communicator"]
 

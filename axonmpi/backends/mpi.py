@@ -33,7 +33,6 @@ from .mpi_memory import as_bytes, empty, flat_elements, write_back
 from .mpi_messages import MessagePort, buffer_of
 from .mpi_slots import PAYLOAD_BYTES, describe, described
 from .plain_paths import Plan
-from .reduction import reduce_in_rank_order
 from .worker import Worker
 
 if TYPE_CHECKING:

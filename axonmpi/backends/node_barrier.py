@@ -8,8 +8,8 @@ Each rank has a page with a counter of the barriers that it has come to, on a ca
 
 Whoever waits gives its core away at every look, and naps when it takes long, since ranks may outnumber the cores.
 Everything a rank wrote before a barrier is seen by all ranks after it. On processors that reorder loads and stores,
-`MPI_Win_sync` on both sides is the memory barrier (MPI 4.1, section 12.4; 12.7 on shared windows); the counters are 8
-aligned bytes, which are written and read whole.
+`MPI_Win_sync` on both sides is the memory barrier (MPI 4.1, section 12.4; 12.7 on shared windows); the
+counters are 8 aligned bytes, which are written and read whole.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Collectives through memory that the ranks of one node share (layer 2).
 
-A symmetric tensor lies at the same place in each rank's region, so nothing is copied. Each rank reduces its own slice
-over the memory of all ranks, piece by piece, and writes the result where it is wanted:
+A symmetric tensor lies at the same place in each rank's region, so nothing is copied. Each rank reduces its
+own slice over the memory of all ranks, piece by piece, and writes the result where it is wanted:
 
     rank 0's memory  | a0 | b0 |      rank 0: a0 + a1 → both a      rank 1: b0 + b1 → both b
     rank 1's memory  | a1 | b1 |      two barriers, the first with the fingerprint of the call
@@ -353,7 +353,7 @@ class NodePaths:
         return round_down(most, ALIGNMENT * self.size)
 
     def _chunks(self, nbytes: int, itemsize: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
-        """Cut `nbytes` bytes into chunks of about equal size; for each: start, stop, and each rank's slice of it."""
+        """Cut `nbytes` bytes into chunks of about equal size; return start, stop and each rank's slice of each."""
         unit = self.size * max(ALIGNMENT, itemsize)
         count = -(-nbytes // self._chunk_bytes())
         size = -(-nbytes // (count * unit)) * unit
@@ -380,7 +380,7 @@ class NodePaths:
         low, high = slices_of(flat.nbytes, self.size, max(ALIGNMENT, itemsize))[self.rank]
         step = max(ALIGNMENT, min(PIECE_BYTES, self._limits.piece_bytes) // ALIGNMENT * ALIGNMENT)
         with torch.inference_mode(False):
-            total = self._total[: step].view(flat.dtype)
+            total = self._total[:step].view(flat.dtype)
             rows = self._arena.rows(address + low, high - low).view(flat.dtype)
             return [Piece(part, total) for part in rows.split(step // itemsize, dim=1)] if low < high else []
 

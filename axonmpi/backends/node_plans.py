@@ -1,11 +1,12 @@
 """All-reduces that were made before, with everything prepared that does not depend on the values (layer 2).
 
-A `DirectPlan` is for data so small that each rank might as well reduce all of it: one barrier, which carries the call's
-fingerprint along.
+A `DirectPlan` is for data so small that each rank might as well reduce all of it: one barrier, which carries
+the call's fingerprint along.
 
     put the own data into shared memory | barrier | reduce the data of all ranks into the own tensor
 
-A `SymmetricPlan` is for symmetric tensors: the pieces of the own slice, over all ranks' memory, are views made once.
+A `SymmetricPlan` is for symmetric tensors: the pieces of the own slice, over all ranks' memory, are views made
+once.
 """
 
 from __future__ import annotations
@@ -124,4 +125,3 @@ class SymmetricPlan:
             self._paths.all_reduce_ordinary(self._call, tensor.view(-1))
         torch.autograd.graph.increment_version(tensor)
         return True
-

@@ -17,7 +17,8 @@ __all__ = ["ALIGNMENT", "CHUNK_BYTES", "Bytes", "Scratch", "bounds_of", "round_d
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 CHUNK_BYTES = 1 << 20
-"""How much of an ordinary tensor goes through the scratch memory at a time; chunks of all ranks should fit the cache."""
+"""How much of an ordinary tensor goes through scratch memory at a time: chunks of all ranks should fit the
+cache."""
 ALIGNMENT = 64
 _MAX_VIEWS = 512
 
@@ -90,8 +91,8 @@ def run_turns(
         barrier: The barrier.
         what: What waiting ranks name.
         chunks: Number of chunks.
-        stages: Called with a chunk's number and the turn's place, 0 or 1: what one turn writes at its place, the next
-            turn reads at the other.
+        stages: Called with a chunk's number and the turn's place, 0 or 1: what one turn writes at its place,
+            the next turn reads at the other.
         first: The turn to begin with.
     """
     for turn in range(first, chunks + len(stages) - 1):

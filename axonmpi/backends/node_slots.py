@@ -1,7 +1,8 @@
 """The first message of every collective, through memory that the node's ranks share (layer 2).
 
 The same slots as in `mpi_slots`, written to shared memory instead of sent: a barrier brings the fingerprints along.
-There are two places for each slot, used in turn, since a quick rank writes its next one while a slow rank still reads.
+There are two places for each slot, used in turn, since a quick rank writes its next one while a slow rank
+still reads.
 """
 
 from __future__ import annotations

@@ -66,7 +66,8 @@ class Segment:
             region_bytes: Bytes for each rank; rounded up to whole pages.
 
         Returns:
-            The segment, not backed by memory yet (see `populate`), or why there is none, the same kind on all ranks.
+            The segment, not backed by memory yet (see `populate`), or why there is none, the same kind on all
+            ranks.
         """
         region_bytes = _round_up(region_bytes, PAGE)
         total = region_bytes * comm.size
@@ -89,7 +90,7 @@ class Segment:
         return cls(memory, region_bytes, comm.rank, comm.size)
 
     def populate(self, start: int, stop: int) -> str | None:
-        """Back bytes `start` to `stop` of the own region with memory; local. Returns what went wrong, if anything."""
+        """Back bytes `start` to `stop` of the own region with memory; local. Returns what went wrong."""
         first = self.own * self.region_bytes + start // PAGE * PAGE
         length = _round_up(stop, PAGE) - start // PAGE * PAGE
         problem = _attempt(lambda: self.memory.madvise(_POPULATE_WRITE, first, length)) if length else None
@@ -98,7 +99,7 @@ class Segment:
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Return where in the own region `nbytes` bytes of memory at `address` lie, None if they do not; local."""
         offset = address - self._address
-        return offset if 0 <= offset and offset + nbytes <= self.region_bytes else None
+        return offset if offset >= 0 and offset + nbytes <= self.region_bytes else None
 
 
 def _offer(total: int) -> tuple[int, tuple[int, int, int, int]]:
@@ -260,7 +261,7 @@ class Arena:
         return sum(block.size for block in self._blocks.values())
 
     def tensor(self, block: Block, nbytes: int) -> Tensor:
-        """Return this rank's memory of a block, [nbytes] uint8; its number is noted once no tensor uses it; local."""
+        """Return this rank's memory of a block, [nbytes] uint8; noted as dropped once no tensor uses it; local."""
         memory = self.segments[block.segment].regions[self._comm.rank][block.start : block.start + nbytes]
         # A view has an owner of its own, whose end is the end of the last tensor on it.
         memory = np.frombuffer(memory.data, dtype=np.uint8) if nbytes else np.empty(0, np.uint8)
@@ -268,7 +269,7 @@ class Arena:
         return torch.from_numpy(memory)
 
     def address(self, tensor: Tensor) -> int:
-        """Say where in the arena a contiguous tensor lies: a number above 0, equal on ranks if in the same place."""
+        """Say where in the arena a tensor lies: a number above 0, equal on ranks if in the same place; local."""
         if not self.segments or not tensor.is_contiguous():
             return 0
         pointer, nbytes = tensor.data_ptr(), tensor.nbytes
@@ -299,9 +300,9 @@ def warn_no_shared_memory(reason: str) -> None:
     if not _warned:
         _warned = True
         warnings.warn(
-            f"no memory could be shared with the other ranks of this node ({reason}); ordinary memory is used, which "
-            "makes collectives slower. Give the job more memory (sbatch --mem, the container's or cgroup's limit), "
-            "or raise the limit on file sizes (ulimit -f unlimited)",
+            f"no memory could be shared with the other ranks of this node ({reason}); ordinary memory is used, "
+            "which makes collectives slower. Give the job more memory (sbatch --mem, the limit of the container or "
+            "cgroup), or raise the limit on file sizes (ulimit -f unlimited)",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -7,21 +7,19 @@ has. Ranks with the same place on their nodes form a lane, and each lane carries
     node 1: ranks 2 3
     node 2: ranks 4 5         result ◀────── result ◀── result     ... and the result comes back the same way
 
-A chain of nodes keeps the sums in rank order, whatever the number of nodes, and in float32 for 16-bit types. Data flows
+A chain of nodes keeps the sums in rank order, whatever the number of nodes, and in float32 for 16-bit types.
+Data flows
 in chunks, so that all nodes and both directions of the network work at the same time: with two nodes each direction
 carries the data once, which is the least possible (Patarasu and Yuan 2009); with many, twice, as in a ring.
 
 Waiting for the network is done by looking now and then, and sleeping in between: the cores are for computing.
+
+The file is long because one operation's turns are told in one place.
 """
 
 from __future__ import annotations
 
-import os
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,144 +28,23 @@ from torch import Tensor
 from ..memory import flat_zeros
 from ..types import ReduceOp
 from .call import Call
+from .lanes import COPIES, RESULTS, SUMS, YIELDS, Inbox, Lane, Nodes, wait_gently
 from .mpi_memory import as_bytes, empty, flat_elements
 from .mpi_slots import SlotExchange
 from .node_barrier import NodeBarrier
 from .node_scratch import ALIGNMENT, Bytes, Scratch, bounds_of, round_down, run_turns, slices_of
-from .plain_paths import Limits, Plan, PlainPaths
+from .plain_paths import Limits, PlainPaths, Plan
 from .reduction import reduce_in_rank_order, wide_dtype
 from .shared_memory import Arena, Block, warn_no_shared_memory
 
-__all__ = ["Lane", "Nodes", "TwoLevelPaths", "wait_gently"]
+__all__ = ["TwoLevelPaths"]
 
 CHUNK_BYTES = 2 << 20
-"""How much of a rank's tensor is under way at a time: enough to keep the network busy, little enough to begin soon."""
+"""How much of a rank's tensor is under way at a time: enough to keep the network busy, little enough to begin
+soon."""
 LEAST_CHUNK_BYTES = 256 << 10
 _CHUNKS = 16
-_NEVER_SENT, _SUMS, _RESULTS, _COPIES = range(4)
-_AHEAD = 8
 _TURNS_PER_NODE = 4
-_YIELDS = 10
-_NAP_SECONDS = 1e-4
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """Where the ranks of a group are.
-
-    Attributes:
-        of: [nodes] the group's ranks on each node, in order; nodes are ordered by their lowest rank.
-        own: This rank's node.
-        place: This rank's place on its node.
-    """
-
-    of: tuple[tuple[int, ...], ...]
-    own: int
-    place: int
-
-    @property
-    def lanes(self) -> int:
-        """How many lanes there are: as many as the smallest node has ranks."""
-        return min(map(len, self.of))
-
-    def find(self, rank: int) -> tuple[int, int]:
-        """Return the node of a rank and its place there."""
-        node = next(node for node, ranks in enumerate(self.of) if rank in ranks)
-        return node, self.of[node].index(rank)
-
-
-def wait_gently(request: Any) -> None:
-    """Wait for an MPI request, asleep most of the time."""
-    for _ in range(_YIELDS):
-        if request.Test():
-            return
-        os.sched_yield()
-    while not request.Test():
-        time.sleep(_NAP_SECONDS)
-
-
-class Lane:
-    """The ranks with the same place on all nodes, in the order of the nodes; messages between them.
-
-    Args:
-        mpi: The module `mpi4py.MPI`.
-        comm: Their communicator.
-    """
-
-    def __init__(self, mpi: Any, comm: Any) -> None:
-        self._mpi = mpi
-        self._comm = comm
-        self._free: dict[int, list[Tensor]] = {}
-        self._sent: deque[tuple[Any, Tensor]] = deque()
-
-    def buffer(self, nbytes: int) -> Tensor:
-        """Take [nbytes] uint8 of memory for a message."""
-        size = round_down(nbytes + 4095, 4096)
-        free = self._free.setdefault(size, [])
-        with torch.inference_mode(False):
-            return (free.pop() if free else torch.empty(size, dtype=torch.uint8, device="cpu"))[:nbytes]
-
-    def give_back(self, memory: Tensor) -> None:
-        """Return memory from `buffer` that nothing uses any more."""
-        whole = round_down(memory.numel() + 4095, 4096)
-        with torch.inference_mode(False):
-            self._free.setdefault(whole, []).append(memory.as_strided((whole,), (1,), 0))
-
-    def send(self, memory: Tensor, node: int, tag: int) -> None:
-        """Begin to send; the memory is given back when it is through."""
-        self._sent.append((self._comm.Isend(self._spec(memory), node, tag), memory))
-        while self._sent and self._sent[0][0].Test():
-            self._end_oldest()
-
-    def receive(self, nbytes: int, node: int, tag: int) -> tuple[Any, Tensor]:
-        """Begin to receive; returns the request and the memory."""
-        memory = self.buffer(nbytes)
-        return self._comm.Irecv(self._spec(memory), node, tag), memory
-
-    def progress(self) -> None:
-        """Let MPI move what is under way: it does so only when it is called."""
-        self._comm.Iprobe(self._mpi.ANY_SOURCE, _NEVER_SENT)
-
-    def flush(self) -> None:
-        """Wait until everything is sent."""
-        while self._sent:
-            wait_gently(self._sent[0][0])
-            self._end_oldest()
-
-    def _end_oldest(self) -> None:
-        self.give_back(self._sent.popleft()[1])
-
-    def _spec(self, memory: Tensor) -> list[Any]:
-        return [self._mpi.buffer.fromaddress(memory.data_ptr(), memory.nbytes), memory.nbytes, self._mpi.BYTE]
-
-    def free(self) -> None:
-        """Release the communicator; collective over the lane."""
-        self._comm.Free()
-
-
-class _Inbox:
-    """Messages of one kind from one neighbour, a chunk each, received ahead of their use."""
-
-    def __init__(self, lane: Lane, node: int, tag: int, sizes: Sequence[int]) -> None:
-        self._lane, self._node, self._tag = lane, node, tag
-        self._sizes = deque(sizes)
-        self._posted: deque[tuple[Any, Tensor]] = deque()
-        for _ in range(_AHEAD):
-            self._post()
-
-    def _post(self) -> None:
-        if self._sizes:
-            self._posted.append(self._lane.receive(self._sizes.popleft(), self._node, self._tag))
-
-    def take(self) -> Tensor:
-        """Wait for the next message; the memory is the lane's, to be given back."""
-        request, memory = self._posted.popleft()
-        wait_gently(request)
-        self._post()
-        return memory
-
-
-
 
 
 class TwoLevelPaths:
@@ -209,7 +86,7 @@ class TwoLevelPaths:
         self._scratch: Scratch | None = None
         # The other nodes' messages have to move on while this rank waits for its neighbours.
         # Beside a thread that computes, a nap is over sooner than the turn that giving way takes.
-        barrier.yields = _YIELDS
+        barrier.yields = YIELDS
         barrier.while_waiting = lane.progress if lane is not None else None
 
     # ---- reductions ---------------------------------------------------------------------------------------
@@ -251,7 +128,7 @@ class TwoLevelPaths:
             scratch.inputs[place][self._nodes.place][: stop - start] = source[start:stop]
 
         def copy_out(chunk: int, place: int) -> None:
-            start, stop, slices = chunks[chunk]
+            start, _, slices = chunks[chunk]
             at = 0
             for low, high in wanted:
                 for lane, (first, last) in enumerate(slices):
@@ -306,9 +183,7 @@ class TwoLevelPaths:
         source = as_bytes(own).numpy()[: high - low]
         target[low:high] = source
         # Lane l carries the blocks of the ranks at places l, l + lanes, ... of each node, in slots of its buffer.
-        slots = [
-            [rank for node in nodes.of for rank in node[lane :: nodes.lanes]] for lane in range(nodes.lanes)
-        ]
+        slots = [[rank for node in nodes.of for rank in node[lane :: nodes.lanes]] for lane in range(nodes.lanes)]
         size = round_down(self._chunk_bytes() // max(map(len, slots)), ALIGNMENT)
         mine = slots[nodes.place] if self._lane is not None else []
         exchange = _Exchange(self, mine, bounds, size)
@@ -385,7 +260,7 @@ class TwoLevelPaths:
         return round_down(most, ALIGNMENT * self.size)
 
     def _chunks(self, nbytes: int, itemsize: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
-        """Cut `nbytes` bytes into chunks of about equal size; for each: start, stop, and each lane's slice of it."""
+        """Cut `nbytes` bytes into chunks of about equal size; return start, stop and each lane's slice of each."""
         unit = max(ALIGNMENT, itemsize)
         # Several chunks, so that the result of the first comes back while the last is still to be sent.
         most = self._chunk_bytes()
@@ -429,9 +304,9 @@ class _Chain:
             sizes = [high - low for low, high in (slices[self._place] for _, _, slices in chunks) if low < high]
             scale = self._wide.itemsize // dtype.itemsize
             if self._node:
-                self._sums = _Inbox(self._lane, self._node - 1, _SUMS, [size * scale for size in sizes])
+                self._sums = Inbox(self._lane, self._node - 1, SUMS, [size * scale for size in sizes])
             if self._node < self._last:
-                self._results = _Inbox(self._lane, self._node + 1, _RESULTS, sizes)
+                self._results = Inbox(self._lane, self._node + 1, RESULTS, sizes)
 
     def add(self, chunk: int, place: int) -> None:
         """Add this node's part of a chunk to the sum, and send it on; the last node has the result."""
@@ -448,7 +323,7 @@ class _Chain:
         if before is not None:
             self._lane.give_back(before)
         if self._node < self._last:
-            self._lane.send(total, self._node + 1, _SUMS)
+            self._lane.send(total, self._node + 1, SUMS)
             return
         if self._op is ReduceOp.AVERAGE:
             wide.div_(self._ranks)
@@ -472,7 +347,7 @@ class _Chain:
         if self._node and self._lane is not None:
             copy = self._lane.buffer(result.nbytes)
             copy.view(result.dtype).copy_(result)
-            self._lane.send(copy, self._node - 1, _RESULTS)
+            self._lane.send(copy, self._node - 1, RESULTS)
 
     def end(self) -> None:
         """Wait until everything is sent."""
@@ -503,7 +378,7 @@ class _Relay:
         self._inbox = None
         if self._lane is not None and own != root_node:
             before = own + 1 if own < root_node else own - 1
-            self._inbox = _Inbox(self._lane, before, _COPIES, [size for size in sizes if size])
+            self._inbox = Inbox(self._lane, before, COPIES, [size for size in sizes if size])
 
     def run(self, source: Bytes | None, target: Bytes) -> None:
         """Get a slice from the own node's memory, or from the node before, and send it on."""
@@ -517,7 +392,7 @@ class _Relay:
         for node in self._onward:
             copy = self._lane.buffer(target.nbytes)
             copy.numpy()[...] = target
-            self._lane.send(copy, node, _COPIES)
+            self._lane.send(copy, node, COPIES)
 
     def end(self) -> None:
         """Wait until everything is sent."""
@@ -528,9 +403,7 @@ class _Relay:
 class _Exchange:
     """One all-gather between nodes, as one lane sees it: its node's blocks to all other nodes, theirs here."""
 
-    def __init__(
-        self, paths: TwoLevelPaths, slots: list[int], bounds: list[tuple[int, int]], size: int
-    ) -> None:
+    def __init__(self, paths: TwoLevelPaths, slots: list[int], bounds: list[tuple[int, int]], size: int) -> None:
         self._lane, self._nodes = paths.lane, paths.nodes
         self._slots, self._bounds, self._size = slots, bounds, size
         self._home = {rank: paths.nodes.find(rank) for rank in slots}
@@ -551,9 +424,9 @@ class _Exchange:
                     if other != node:
                         copy = self._lane.buffer(count)
                         copy.numpy()[...] = inputs[place][:count]
-                        self._lane.send(copy, other, _COPIES + 1 + place)
+                        self._lane.send(copy, other, COPIES + 1 + place)
             else:
-                arriving.append((output[low : low + count], *self._lane.receive(count, node, _COPIES + 1 + place)))
+                arriving.append((output[low : low + count], *self._lane.receive(count, node, COPIES + 1 + place)))
         for target, request, memory in arriving:
             wait_gently(request)
             target[...] = memory.numpy()

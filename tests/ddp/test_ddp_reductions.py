@@ -184,7 +184,7 @@ def test_a_large_gradient_is_reduced_where_it_is(world, strategy):
     model = wrapped(world, Sizes(), sync_strategy=strategy, find_unused_parameters=True)
     large = model.module.weights[1]
     assert 300_000 in model.bucket_sizes
-    for step in range(3):
+    for _step in range(3):
         model.zero_grad()
         model(torch.tensor(1.0 + world.rank), (0, 1, 2)).backward()
         for weight in model.module.weights:
@@ -219,7 +219,9 @@ def test_large_gradients_without_views_and_in_another_dtype_go_in_buckets(world)
         model = wrapped(world, Sizes(), sync_strategy=SYNCHRONOUS, **options)
         assert model.bucket_sizes == [300_030]
         model(torch.tensor(1.0), (0, 1, 2)).backward()
-        torch.testing.assert_close(model.module.weights[1].grad, model.module.weights[1].detach() * 2, atol=0.05, rtol=0)
+        torch.testing.assert_close(
+            model.module.weights[1].grad, model.module.weights[1].detach() * 2, atol=0.05, rtol=0
+        )
 
 
 # ---- in which dtype ---------------------------------------------------------------------------------------------

@@ -293,13 +293,13 @@ def test_threads_that_the_user_has_set(env, said):
 
 
 def test_settings_before_mpi_starts():
-    quiet = {"OMPI_MCA_osc": "^ucx"}
+    quiet = {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl_tcp_flags": "send"}
     yielding = {**quiet, "OMPI_MCA_mpi_yield_when_idle": "1"}
     assert environment.settings_for_mpi({}, cores=2) == quiet
     assert environment.settings_for_mpi(OPEN_MPI, cores=4) == quiet
     assert environment.settings_for_mpi(OPEN_MPI, cores=3) == yielding
     users = {**OPEN_MPI, "OMPI_MCA_mpi_yield_when_idle": "0", "OMPI_MCA_osc": "sm"}
-    assert environment.settings_for_mpi(users, cores=1) == {}
+    assert environment.settings_for_mpi(users, cores=1) == {"OMPI_MCA_btl_tcp_flags": "send"}
 
 
 def test_a_childs_environment_names_its_rank(monkeypatch):

@@ -1,6 +1,7 @@
 """What the network between two nodes costs; a script for `two_nodes.py --rate 1gbit tests/nodes/network.py`.
 
-Prints the time of an all_reduce of 64 MiB beside the time that its bytes take at the given bandwidth (`--gbit`), and how
+Prints the time of an all_reduce of 64 MiB beside the time that its bytes take at the given bandwidth
+(`--gbit`), and how
 much of the communication of a data-parallel step is hidden behind the computation, beside torch on gloo.
 """
 
@@ -55,7 +56,9 @@ def main() -> None:
     store = store or TCPStore("10.77.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
     large = torch.zeros(64 * MEBIBYTE // 4)
-    bare = median_seconds({"ours": lambda: ax.all_reduce(large), "gloo": lambda: dist.all_reduce(large)}, options.blocks)
+    bare = median_seconds(
+        {"ours": lambda: ax.all_reduce(large), "gloo": lambda: dist.all_reduce(large)}, options.blocks
+    )
     x = torch.randn(options.batch, WIDTH)
 
     def step(wrapped: nn.Module) -> Callable[[], None]:
@@ -80,8 +83,8 @@ def main() -> None:
         ideal = 64 * MEBIBYTE * 8 / (options.gbit * 1e9)
         print(f"{world.num_nodes} nodes, {world.size} ranks, path {world.default_group.backend.path}")
         print(
-            f"all_reduce of 64 MiB: {bare['ours']:.3f} s, {bare['ours'] / ideal:.2f} of its bytes over the bandwidth; "
-            f"gloo {bare['gloo']:.3f} s"
+            f"all_reduce of 64 MiB: {bare['ours']:.3f} s, {bare['ours'] / ideal:.2f} of the bytes over the "
+            f"bandwidth; gloo {bare['gloo']:.3f} s"
         )
         print("step, s: " + ", ".join(f"{name} {seconds:.3f}" for name, seconds in steps.items()))
         for name in ("ours", "gloo"):

@@ -46,7 +46,9 @@ class TwoNodes:
     def obstacle() -> str | None:
         """Say why there can be no such nodes here, if so."""
         try:
-            tried = subprocess.run(["unshare", *_NAMESPACES, "ip", "link"], capture_output=True, text=True, timeout=20)
+            tried = subprocess.run(
+                ["unshare", *_NAMESPACES, "ip", "link"], capture_output=True, text=True, timeout=20
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"network namespaces cannot be made: {error}"
         return None if tried.returncode == 0 else f"network namespaces are not permitted: {tried.stderr.strip()}"
@@ -54,7 +56,9 @@ class TwoNodes:
     def __enter__(self) -> TwoNodes:
         folder = Path(self._folder.name)
         hosts = folder / "hosts"
-        hosts.write_text("127.0.0.1 localhost\n" + "".join(f"{a} n{i}\n" for i, a in enumerate(_ADDRESSES, start=1)))
+        hosts.write_text(
+            "127.0.0.1 localhost\n" + "".join(f"{a} n{i}\n" for i, a in enumerate(_ADDRESSES, start=1))
+        )
         for number in (1, 2):
             setup = _SETUP.format(name=f"n{number}", hosts=hosts)
             # The namespaces last as long as a process in them, and that one until its input ends.
@@ -63,7 +67,7 @@ class TwoNodes:
             self._holders.append(holder)
             assert holder.stdout is not None
             assert holder.stdout.readline() == "ready\n", "a node could not be set up"
-        first, second = (holder.pid for holder in self._holders)
+        second = self._holders[1].pid
         self._inside(0, "ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(second))
         for node, address in enumerate(_ADDRESSES):
             self._inside(node, "ip", "addr", "add", f"{address}/24", "dev", "eth0")
@@ -72,7 +76,9 @@ class TwoNodes:
                 limit = ("rate", self._rate, "burst", "256k", "latency", "50ms")
                 self._inside(node, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
         agent = folder / "agent"
-        cases = " ".join(f"n{i}|{a}) process={h.pid};;" for i, (a, h) in enumerate(zip(_ADDRESSES, self._holders), 1))
+        cases = " ".join(
+            f"n{i + 1}|{address}) process={self._holders[i].pid};;" for i, address in enumerate(_ADDRESSES)
+        )
         agent.write_text(_AGENT.format(cases=cases))
         agent.chmod(0o755)
         return self
@@ -87,10 +93,22 @@ class TwoNodes:
         self._folder.cleanup()
 
     def _enter(self, node: int) -> list[str]:
-        return ["nsenter", "-t", str(self._holders[node].pid), "-n", "-u", "-m", "-i", f"--wdns={os.getcwd()}", "--"]
+        return [
+            "nsenter",
+            "-t",
+            str(self._holders[node].pid),
+            "-n",
+            "-u",
+            "-m",
+            "-i",
+            f"--wdns={os.getcwd()}",
+            "--",
+        ]
 
     def _inside(self, node: int, *command: str) -> str:
-        done = subprocess.run([*self._enter(node), *command], check=True, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            [*self._enter(node), *command], check=True, capture_output=True, text=True, timeout=20
+        )
         return done.stdout
 
     def traffic(self) -> tuple[int, int]:
@@ -102,7 +120,9 @@ class TwoNodes:
                 return counts[8], counts[0]
         raise AssertionError("the first node has no eth0")
 
-    def run(self, ranks: tuple[int, int], *arguments: str, timeout: float, env: dict[str, str] | None = None) -> str:
+    def run(
+        self, ranks: tuple[int, int], *arguments: str, timeout: float, env: dict[str, str] | None = None
+    ) -> str:
         """Run Python with `arguments` on so many ranks of each node; returns what they printed.
 
         Raises:
