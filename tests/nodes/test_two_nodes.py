@@ -65,7 +65,7 @@ def test_each_byte_crosses_the_network_once(nodes: TwoNodes) -> None:
 
 @pytest.mark.parametrize("ranks", [(2, 2), (1, 2)], ids=str)
 def test_the_conformance_suite_passes(nodes: TwoNodes, ranks: tuple[int, int]) -> None:
-    tests = [str(SUITE / name) for name in ("test_bits.py", "test_every_operation.py", "test_mismatch.py")]
+    tests = [str(SUITE / name) for name in ("test_bits.py", "test_mismatch.py")]
     printed = nodes.run(ranks, "-m", "pytest", "-q", "-m", "ranks", *tests, timeout=240)
     assert " passed" in printed, printed
     assert "failed" not in printed

@@ -18,7 +18,7 @@ from axonmpi.backends.node_plans import direct_bytes
 from axonmpi.backends.reduction import DTYPES
 
 pytestmark = [
-    pytest.mark.ranks(2, 3, 4),
+    pytest.mark.ranks(2, 3),
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
 ]
 BOTH_WAYS = pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "async"])
