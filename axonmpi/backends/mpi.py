@@ -103,7 +103,7 @@ class MpiBackend(Backend):
         connection = connect(self._mpi, self.mpi_comm, self, crowded=self.cores.crowded, timeout=timeout)
         self._slots, self._paths = connection.slots, connection.paths
         self.path = connection.name
-        self.grace = 0.0 if connection.name == "plain" else 1.0
+        self.grace = 1.0 if timeout is not None and self.path != "plain" else 0.0
         # Ranks wait for a network asleep, so the thread that communicates takes little from the one that computes.
         self.overlaps = self.cores.spare or self.path == "nodes"
         self._agree = self._slots.agree
