@@ -53,6 +53,7 @@ class Segment:
         self.memory = memory
         self.region_bytes = region_bytes
         self.own = own
+        self._descriptor: int | None = None
         whole = np.frombuffer(memory, dtype=np.uint8)
         self.regions = [whole[k * region_bytes : (k + 1) * region_bytes] for k in range(count)]
         self._address = self.regions[own].ctypes.data
@@ -81,20 +82,42 @@ class Segment:
         else:
             memory = _attempt(lambda: _accept(offered, total))
         problems = [text for text in comm.allgather(memory if isinstance(memory, str) else None) if text]
+        segment: Segment | None = None
+        if not problems and not isinstance(memory, str):
+            segment = cls(memory, region_bytes, comm.rank, comm.size)
+            segment.keep_open(offered[0], offered[1])
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                _attempt(lambda: memory.madvise(mmap.MADV_HUGEPAGE))
+        comm.Barrier()  # all have opened the file
         if first is not None and not isinstance(first, str):
             os.close(first[0])
-        if problems or isinstance(memory, str):
-            return str(problems[0])
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            _attempt(lambda: memory.madvise(mmap.MADV_HUGEPAGE))
-        return cls(memory, region_bytes, comm.rank, comm.size)
+        return str(problems[0]) if segment is None else segment
 
     def populate(self, start: int, stop: int) -> str | None:
         """Back bytes `start` to `stop` of the own region with memory; local. Returns what went wrong."""
         first = self.own * self.region_bytes + start // PAGE * PAGE
         length = _round_up(stop, PAGE) - start // PAGE * PAGE
-        problem = _attempt(lambda: self.memory.madvise(_POPULATE_WRITE, first, length)) if length else None
-        return problem if isinstance(problem, str) else None
+        try:
+            if length:
+                self._reserve(first, length)
+        except OSError as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _reserve(self, first: int, length: int) -> None:
+        try:
+            self.memory.madvise(_POPULATE_WRITE, first, length)
+        except OSError as error:
+            if error.errno != errno.EINVAL or self._descriptor is None:
+                raise
+            os.posix_fallocate(self._descriptor, first, length)  # a kernel before Linux 5.14
+
+    def keep_open(self, process: int, number: int) -> None:
+        """Keep a descriptor of the file, for kernels on which only that gets its pages; local."""
+        descriptor = _attempt(lambda: os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))
+        if isinstance(descriptor, int):
+            self._descriptor = descriptor
+            weakref.finalize(self, os.close, descriptor).atexit = False
 
     def offset_of(self, address: int, nbytes: int) -> int | None:
         """Return where in the own region `nbytes` bytes of memory at `address` lie, None if they do not; local."""

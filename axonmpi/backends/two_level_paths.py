@@ -7,10 +7,9 @@ has. Ranks with the same place on their nodes form a lane, and each lane carries
     node 1: ranks 2 3
     node 2: ranks 4 5         result ◀────── result ◀── result     ... and the result comes back the same way
 
-A chain of nodes keeps the sums in rank order, whatever the number of nodes, and in float32 for 16-bit types.
-Data flows
-in chunks, so that all nodes and both directions of the network work at the same time: with two nodes each direction
-carries the data once, which is the least possible (Patarasu and Yuan 2009); with many, twice, as in a ring.
+A chain of nodes keeps the sums in rank order, whatever the number of nodes, and in float32 for 16-bit types. Data
+flows in chunks, so that all nodes and both directions of the network work at the same time: with two nodes each
+direction carries the data once, which is the least possible (Patarasu and Yuan 2009); with many, twice.
 
 Waiting for the network is done by looking now and then, and sleeping in between: the cores are for computing.
 

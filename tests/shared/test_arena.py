@@ -10,6 +10,7 @@ import torch
 from placements import agree_on_bits
 
 from axonmpi import ProcessGroup
+from axonmpi.backends import shared_memory
 from axonmpi.backends.shared_memory import PAGE, Arena, Block, Segment
 
 pytestmark = pytest.mark.ranks(2, 4)
@@ -288,3 +289,15 @@ def test_symmetric_tensors_lie_in_the_arena_of_their_group(world, real_group) ->
         assert len(set(group.all_gather_object(address(tensor)))) == 1
     assert address(group.symmetric_empty((0, 4), torch.float32)) == 0
     assert address(torch.ones(3)) == 0
+
+
+def test_pages_can_be_had_on_kernels_that_do_not_populate(world, arena, monkeypatch) -> None:
+    """Such a kernel refuses the advice as invalid, as this one does with a number that means nothing."""
+    monkeypatch.setattr(shared_memory, "_POPULATE_WRITE", 10_000)
+    arena(world)  # skips on mock ranks
+    segment = Segment.create(world.default_group.backend.mpi_comm, 4 * PAGE)
+    assert isinstance(segment, Segment)
+    assert segment.populate(PAGE, 3 * PAGE) is None
+    segment.regions[segment.own][PAGE : 3 * PAGE] = 1 + world.rank
+    world.default_group.barrier()
+    assert [int(region[2 * PAGE]) for region in segment.regions] == [1 + rank for rank in range(world.size)]
