@@ -13,27 +13,25 @@ direction carries the data once, which is the least possible (Patarasu and Yuan 
 
 Waiting for the network is done by looking now and then, and sleeping in between: the cores are for computing.
 
-The file is long because one operation's turns are told in one place.
+This file cuts the data and orders the turns; `node_chain` is what a lane does in its turn, `lanes` its messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..memory import flat_zeros
-from ..types import ReduceOp
 from .call import Call
-from .lanes import COPIES, RESULTS, SUMS, YIELDS, Inbox, Lane, Nodes, wait_gently
+from .lanes import YIELDS, Lane, Nodes
 from .mpi_memory import as_bytes, empty, flat_elements
 from .mpi_slots import SlotExchange
 from .node_barrier import NodeBarrier
+from .node_chain import Chain, Exchange, Relay
 from .node_scratch import ALIGNMENT, Bytes, Scratch, bounds_of, round_down, run_turns, slices_of
 from .plain_paths import Limits, PlainPaths, Plan
-from .reduction import reduce_in_rank_order, wide_dtype
 from .shared_memory import Arena, Block, warn_no_shared_memory
 
 __all__ = ["TwoLevelPaths"]
@@ -43,7 +41,6 @@ CHUNK_BYTES = 2 << 20
 soon."""
 LEAST_CHUNK_BYTES = 256 << 10
 _CHUNKS = 16
-_TURNS_PER_NODE = 4
 
 
 class TwoLevelPaths:
@@ -120,7 +117,7 @@ class TwoLevelPaths:
         assert op is not None
         source, itemsize = as_bytes(flat).numpy(), flat.element_size()
         chunks = self._chunks(source.nbytes, itemsize)
-        chain = _Chain(self, scratch, chunks, flat.dtype, op)
+        chain = Chain(self._nodes, self._lane, scratch, chunks, flat.dtype, op)
 
         def copy_in(chunk: int, place: int) -> None:
             start, stop, _ = chunks[chunk]
@@ -150,7 +147,7 @@ class TwoLevelPaths:
         data = as_bytes(flat).numpy()
         chunks = self._chunks(data.nbytes, 1)
         node, place_of_root = self._nodes.find(call.root)
-        relay = _Relay(self, node, [high - low for low, high in self._own_slices(chunks)])
+        relay = Relay(self._nodes, self._lane, node, [high - low for low, high in self._own_slices(chunks)])
 
         def copy_in(chunk: int, place: int) -> None:
             start, stop, _ = chunks[chunk]
@@ -185,7 +182,7 @@ class TwoLevelPaths:
         slots = [[rank for node in nodes.of for rank in node[lane :: nodes.lanes]] for lane in range(nodes.lanes)]
         size = round_down(self._chunk_bytes() // max(map(len, slots)), ALIGNMENT)
         mine = slots[nodes.place] if self._lane is not None else []
-        exchange = _Exchange(self, mine, bounds, size)
+        exchange = Exchange(self._nodes, self._lane, mine, bounds, size)
 
         def copy_in(chunk: int, place: int) -> None:
             part = source[chunk * size : (chunk + 1) * size]
@@ -238,16 +235,6 @@ class TwoLevelPaths:
         for release in self._release:
             release()
 
-    @property
-    def nodes(self) -> Nodes:
-        """Where the ranks are."""
-        return self._nodes
-
-    @property
-    def lane(self) -> Lane | None:
-        """The ranks at the same place on other nodes."""
-        return self._lane
-
     def _scratch_memory(self) -> Scratch:
         if self._scratch is None:
             self._scratch = Scratch(self._arena, round_down(CHUNK_BYTES, ALIGNMENT * self.size))
@@ -273,165 +260,3 @@ class TwoLevelPaths:
 
     def _own_slices(self, chunks: list[tuple[int, int, list[tuple[int, int]]]]) -> list[tuple[int, int]]:
         return [slices[self._nodes.place] for _, _, slices in chunks] if self._lane is not None else []
-
-
-def _nothing(chunk: int, place: int) -> None:
-    """A turn in which a chunk is on its way."""
-
-
-class _Chain:
-    """One reduction along the chain of nodes, as one lane sees it; ranks without a lane do nothing."""
-
-    def __init__(
-        self,
-        paths: TwoLevelPaths,
-        scratch: Scratch,
-        chunks: list[tuple[int, int, list[tuple[int, int]]]],
-        dtype: torch.dtype,
-        op: ReduceOp,
-    ) -> None:
-        self._lane, nodes = paths.lane, paths.nodes
-        self._scratch, self._chunks, self._dtype, self._op = scratch, chunks, dtype, op
-        self._place, self._node, self._last = nodes.place, nodes.own, len(nodes.of) - 1
-        self._local_ranks, self._ranks = len(nodes.of[nodes.own]), paths.size
-        self._wide = wide_dtype(dtype)
-        # Sums go on to be sent while the first results are on their way back.
-        away = self._last - self._node
-        self.stages_after = [*([_nothing] * (_TURNS_PER_NODE * away)), self.finish] if away else []
-        self._sums = self._results = None
-        if self._lane is not None:
-            sizes = [high - low for low, high in (slices[self._place] for _, _, slices in chunks) if low < high]
-            scale = self._wide.itemsize // dtype.itemsize
-            if self._node:
-                self._sums = Inbox(self._lane, self._node - 1, SUMS, [size * scale for size in sizes])
-            if self._node < self._last:
-                self._results = Inbox(self._lane, self._node + 1, RESULTS, sizes)
-
-    def add(self, chunk: int, place: int) -> None:
-        """Add this node's part of a chunk to the sum, and send it on; the last node has the result."""
-        low, high = self._bounds(chunk)
-        if self._lane is None or low == high:
-            return
-        parts = self._scratch.input_views(1 - place, low, high, self._dtype)
-        before = self._sums.take() if self._sums is not None else None
-        count = (high - low) // self._dtype.itemsize
-        total = self._lane.buffer(count * self._wide.itemsize)
-        wide = total.view(self._wide)
-        terms = parts if before is None else [before.view(self._wide), *parts]
-        _reduce_terms(terms, self._op, wide)
-        if before is not None:
-            self._lane.give_back(before)
-        if self._node < self._last:
-            self._lane.send(total, self._node + 1, SUMS)
-            return
-        if self._op is ReduceOp.AVERAGE:
-            wide.div_(self._ranks)
-        result = self._scratch.output_view(place, self._place, low, high, self._dtype)
-        result.copy_(wide)
-        self._lane.give_back(total)
-        self._pass_back(result)
-
-    def finish(self, chunk: int, place: int) -> None:
-        """Receive the result of a chunk, and send it on."""
-        low, high = self._bounds(chunk)
-        if self._results is None or self._lane is None or low == high:
-            return
-        memory = self._results.take()
-        result = self._scratch.output_view(place, self._place, low, high, self._dtype)
-        result.copy_(memory.view(self._dtype))
-        self._lane.give_back(memory)
-        self._pass_back(result)
-
-    def _pass_back(self, result: Tensor) -> None:
-        if self._node and self._lane is not None:
-            copy = self._lane.buffer(result.nbytes)
-            copy.view(result.dtype).copy_(result)
-            self._lane.send(copy, self._node - 1, RESULTS)
-
-    def end(self) -> None:
-        """Wait until everything is sent."""
-        if self._lane is not None:
-            self._lane.flush()
-
-    def _bounds(self, chunk: int) -> tuple[int, int]:
-        return self._chunks[chunk][2][self._place] if self._lane is not None else (0, 0)
-
-
-def _reduce_terms(terms: Sequence[Tensor], op: ReduceOp, total: Tensor) -> None:
-    """Reduce terms, the first of which may be a sum in a wider dtype already, without dividing an average."""
-    op = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
-    wide = [term if term.dtype == total.dtype else term.to(total.dtype) for term in terms]
-    reduce_in_rank_order(wide, op, total)
-
-
-class _Relay:
-    """One broadcast along the chain of nodes, away from the root's, as one lane sees it."""
-
-    def __init__(self, paths: TwoLevelPaths, root_node: int, sizes: Sequence[int]) -> None:
-        self._lane = paths.lane
-        own, last = paths.nodes.own, len(paths.nodes.of) - 1
-        self._onward = [
-            *([own - 1] if own <= root_node and own > 0 else []),
-            *([own + 1] if own >= root_node and own < last else []),
-        ]
-        self._inbox = None
-        if self._lane is not None and own != root_node:
-            before = own + 1 if own < root_node else own - 1
-            self._inbox = Inbox(self._lane, before, COPIES, [size for size in sizes if size])
-
-    def run(self, source: Bytes | None, target: Bytes) -> None:
-        """Get a slice from the own node's memory, or from the node before, and send it on."""
-        assert self._lane is not None
-        if self._inbox is not None:
-            memory = self._inbox.take()
-            target[...] = memory.numpy()
-            self._lane.give_back(memory)
-        elif source is not None:
-            target[...] = source
-        for node in self._onward:
-            copy = self._lane.buffer(target.nbytes)
-            copy.numpy()[...] = target
-            self._lane.send(copy, node, COPIES)
-
-    def end(self) -> None:
-        """Wait until everything is sent."""
-        if self._lane is not None:
-            self._lane.flush()
-
-
-class _Exchange:
-    """One all-gather between nodes, as one lane sees it: its node's blocks to all other nodes, theirs here."""
-
-    def __init__(self, paths: TwoLevelPaths, slots: list[int], bounds: list[tuple[int, int]], size: int) -> None:
-        self._lane, self._nodes = paths.lane, paths.nodes
-        self._slots, self._bounds, self._size = slots, bounds, size
-        self._home = {rank: paths.nodes.find(rank) for rank in slots}
-
-    def run(self, chunk: int, inputs: list[Bytes], output: Bytes) -> None:
-        """Exchange one chunk of each block."""
-        assert self._lane is not None
-        arriving = []
-        for slot, rank in enumerate(self._slots):
-            node, place = self._home[rank]
-            count = self._count(rank, chunk)
-            low = slot * self._size
-            if not count:
-                continue
-            if node == self._nodes.own:
-                output[low : low + count] = inputs[place][:count]
-                for other in range(len(self._nodes.of)):
-                    if other != node:
-                        copy = self._lane.buffer(count)
-                        copy.numpy()[...] = inputs[place][:count]
-                        self._lane.send(copy, other, COPIES + 1 + place)
-            else:
-                arriving.append((output[low : low + count], *self._lane.receive(count, node, COPIES + 1 + place)))
-        for target, request, memory in arriving:
-            wait_gently(request)
-            target[...] = memory.numpy()
-            self._lane.give_back(memory)
-        self._lane.flush()
-
-    def _count(self, rank: int, chunk: int) -> int:
-        first, last = self._bounds[rank]
-        return int(np.clip(last - first - chunk * self._size, 0, self._size))

@@ -24,7 +24,7 @@ LAYERS = (
         *("backends.runtime", "backends.mpi_memory", "backends.mpi_messages", "backends.mpi_slots"),
         *("backends.shared_memory", "backends.node_barrier", "backends.node_slots", "backends.plain_paths"),
         *("backends.node_scratch", "backends.node_plans", "backends.node_paths", "backends.lanes"),
-        *("backends.two_level_paths", "backends.connect"),
+        *("backends.node_chain", "backends.two_level_paths", "backends.connect"),
     ),
     ("backends.mock", "backends.mpi"),
     ("group",),
