@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .node_barrier import NodeBarrier
-from .shared_memory import Arena
+from .shared_memory import Arena, Segment
 
 __all__ = ["ALIGNMENT", "CHUNK_BYTES", "Bytes", "Scratch", "bounds_of", "round_down", "run_turns", "slices_of"]
 
@@ -29,27 +29,27 @@ class Scratch:
     Args:
         arena: Where they are allocated; collective.
         chunk_bytes: Size of each buffer.
+        spare: Serves where the arena has no memory: the buffers are as large as fit into it.
 
     Attributes:
-        chunk_bytes: Size of each buffer.
+        chunk_bytes: Size of each buffer, as it has become.
         inputs: [2][local ranks] buffers that hold what each rank put in.
         outputs: [2][local ranks] buffers that hold what each rank has reduced.
 
     Raises:
-        MemoryError: There is not enough memory.
+        MemoryError: There is not enough memory, and nothing to spare.
     """
 
-    def __init__(self, arena: Arena, chunk_bytes: int, spare: Any = None) -> None:
+    def __init__(self, arena: Arena, chunk_bytes: int, spare: Segment | None = None) -> None:
+        # Halves by turn: what is written in a turn lies in that turn's half, as it does for direct all-reduces.
         block = arena.allocate(4 * chunk_bytes)
         if not isinstance(block, str):
-            regions, start = arena.segments[block.segment].regions, block.start
-        elif spare is None:
-            raise MemoryError(f"no scratch memory could be shared with the other ranks of this node: {block}")
+            regions, start, half = arena.segments[block.segment].regions, block.start, 2 * chunk_bytes
+        elif spare is not None:
+            regions, start, half = spare.regions, 0, spare.region_bytes // 2
+            chunk_bytes = half // 2 // (ALIGNMENT * len(regions)) * (ALIGNMENT * len(regions))
         else:
-            regions, start = spare.regions, 0
-            chunk_bytes = spare.region_bytes // 4 // (ALIGNMENT * len(regions)) * (ALIGNMENT * len(regions))
-        # Halves by turn: what is written in a turn lies in that turn's half, as it does for direct all-reduces.
-        half = 2 * chunk_bytes if not isinstance(block, str) else spare.region_bytes // 2
+            raise MemoryError(f"no scratch memory could be shared with the other ranks of this node: {block}")
         self.chunk_bytes = chunk_bytes
 
         def part(place: int, which: int) -> list[Bytes]:
