@@ -30,6 +30,12 @@ from .real_session import RealSession
 
 __all__ = ["RealRanks"]
 
+_ABOUT_OLD_FOLDERS = (
+    r"ignore:\(rm_rf\) error removing:pytest.PytestWarning",
+    "ignore:unclosed scandir iterator:ResourceWarning",
+)
+"""At its end every rank's pytest removes old temporary folders, the same ones, and warns if another was quicker."""
+
 
 class RealRanks:
     """Hooks that run tests on the ranks of an `mpirun`.
@@ -42,6 +48,8 @@ class RealRanks:
 
     def __init__(self, config: pytest.Config, unmarked: str, stream: int) -> None:
         self._config = config
+        for line in _ABOUT_OLD_FOLDERS:
+            config.addinivalue_line("filterwarnings", line)
         self._unmarked = unmarked
         self._stream = stream
         self._session: RealSession | None = None

@@ -294,3 +294,21 @@ def test_warnings_of_other_ranks_are_printed(mpirun_pytest):
     assert re.search(
         r"warnings on other ranks only =+\n---- rank 1 ----\n.*UserWarning: seen by one", result.stdout
     )
+
+
+QUICKER_RANK = """
+import warnings
+
+def pytest_sessionfinish():
+    warnings.warn(pytest.PytestWarning("(rm_rf) error removing garbage"))
+
+@pytest.mark.ranks(2)
+def test_it(world):
+    pass
+"""
+
+
+def test_ranks_that_tidy_up_the_same_folders_do_not_fail_for_it(mpirun_pytest, tmp_path):
+    (tmp_path / "conftest.py").write_text("import pytest\n" + QUICKER_RANK.split("@")[0])
+    result = mpirun_pytest(2, QUICKER_RANK, "-p", "no:cacheprovider", ini="filterwarnings = error\n")
+    assert result.returncode == 0, result.stdout + result.stderr
