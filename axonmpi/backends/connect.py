@@ -18,6 +18,7 @@ from .mpi_slots import SlotExchange
 from .node_barrier import Fence, NodeBarrier
 from .node_paths import NodePaths
 from .node_plans import direct_bytes
+from .node_scratch import ALIGNMENT
 from .node_slots import NodeSlots
 from .plain_paths import Limits, Paths, PlainPaths
 from .shared_memory import PAGE, Arena, Segment
@@ -82,10 +83,13 @@ def _through_shared_memory(
     mpi: Any, comm: Any, node: Any, limits: Limits, timeout: float | None
 ) -> Connection | None:
     """Connect ranks of which at least two share a node; None where that cannot be."""
-    sizes = comm.allgather(node.size)
-    if max(sizes) == 1:
+    nodes = _nodes(comm, node)
+    if max(map(len, nodes.of)) == 1:
         return None
-    control, direct = Segment.create(node, PAGE), Segment.create(node, 2 * direct_bytes(node.size))
+    # Where memory runs short later, it serves as the four scratch buffers: with a line for each part of a chunk.
+    parts = max(node.size, *map(len, nodes.carried))
+    control = Segment.create(node, PAGE)
+    direct = Segment.create(node, max(2 * direct_bytes(node.size), 4 * ALIGNMENT * parts))
     problem: object = True
     if isinstance(control, Segment) and isinstance(direct, Segment):
         problem = control.populate(0, PAGE) or direct.populate(0, direct.region_bytes)
@@ -100,22 +104,32 @@ def _through_shared_memory(
     if node.size == comm.size:
         slots = NodeSlots(mpi, comm, control, barrier)
         return Connection("node", slots, NodePaths(slots, barrier, Arena(node), direct, limits, release=release))
-    return _between_nodes(mpi, comm, node, barrier, limits, release)
+    return _between_nodes(mpi, comm, node, nodes, barrier, direct, limits, release)
 
 
 def _between_nodes(
-    mpi: Any, comm: Any, node: Any, barrier: NodeBarrier, limits: Limits, release: list[Callable[[], None]]
+    mpi: Any,
+    comm: Any,
+    node: Any,
+    nodes: Nodes,
+    barrier: NodeBarrier,
+    spare: Segment,
+    limits: Limits,
+    release: list[Callable[[], None]],
 ) -> Connection:
-    lowest = comm.allgather(node.bcast(comm.rank))
-    members = {low: tuple(r for r, other in enumerate(lowest) if other == low) for low in sorted(set(lowest))}
-    own = list(members).index(lowest[comm.rank])
-    nodes = Nodes(tuple(members.values()), own, node.rank)
     has_lane = node.rank < nodes.lanes
-    lane_comm = comm.Split(node.rank if has_lane else mpi.UNDEFINED, own)
+    lane_comm = comm.Split(node.rank if has_lane else mpi.UNDEFINED, nodes.own)
     lane = Lane(mpi, lane_comm) if has_lane else None
     # Ranks that wait for a network had better sleep, even with a core to themselves.
     slots = SlotExchange(mpi, comm, crowded=True)
     plain = PlainPaths(mpi, comm, slots, limits)
     release = [*release, lane.free] if lane is not None else release
-    paths = TwoLevelPaths(slots, plain, nodes, barrier, Arena(node), lane, limits, release=release)
+    paths = TwoLevelPaths(slots, plain, nodes, barrier, Arena(node), spare, lane, limits, release=release)
     return Connection("nodes", slots, paths)
+
+
+def _nodes(comm: Any, node: Any) -> Nodes:
+    """Find out where the ranks of a group are; collective."""
+    lowest = comm.allgather(node.bcast(comm.rank))
+    members = {low: tuple(r for r, other in enumerate(lowest) if other == low) for low in sorted(set(lowest))}
+    return Nodes(tuple(members.values()), list(members).index(lowest[comm.rank]), node.rank)

@@ -46,6 +46,11 @@ class Nodes:
         """How many lanes there are: as many as the smallest node has ranks."""
         return min(map(len, self.of))
 
+    @property
+    def carried(self) -> list[list[int]]:
+        """[lanes] the ranks whose blocks a lane carries: those at places l, l + lanes, ... of each node."""
+        return [[rank for node in self.of for rank in node[lane :: self.lanes]] for lane in range(self.lanes)]
+
     def find(self, rank: int) -> tuple[int, int]:
         """Return the node of a rank and its place there."""
         node = next(node for node, ranks in enumerate(self.of) if rank in ranks)

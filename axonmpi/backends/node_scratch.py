@@ -47,7 +47,7 @@ class Scratch:
             regions, start, half = arena.segments[block.segment].regions, block.start, 2 * chunk_bytes
         elif spare is not None:
             regions, start, half = spare.regions, 0, spare.region_bytes // 2
-            chunk_bytes = half // 2 // (ALIGNMENT * len(regions)) * (ALIGNMENT * len(regions))
+            chunk_bytes = half // 2
         else:
             raise MemoryError(f"no scratch memory could be shared with the other ranks of this node: {block}")
         self.chunk_bytes = chunk_bytes

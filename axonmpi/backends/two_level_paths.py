@@ -32,7 +32,7 @@ from .node_barrier import NodeBarrier
 from .node_chain import Chain, Exchange, Relay
 from .node_scratch import ALIGNMENT, Bytes, Scratch, bounds_of, round_down, run_turns, slices_of
 from .plain_paths import Limits, PlainPaths, Plan
-from .shared_memory import Arena, Block, warn_no_shared_memory
+from .shared_memory import Arena, Block, Segment, warn_no_shared_memory
 
 __all__ = ["TwoLevelPaths"]
 
@@ -52,6 +52,7 @@ class TwoLevelPaths:
         nodes: Where the ranks are.
         barrier: The barrier of the own node's ranks.
         arena: Memory that they share.
+        spare: Serves where there is no more: four lines of memory for each block that a lane carries, at least.
         lane: The ranks at the same place on other nodes; None on ranks without a lane.
         limits: Sizes of chunks.
         release: Called by `free`, in order.
@@ -64,6 +65,7 @@ class TwoLevelPaths:
         nodes: Nodes,
         barrier: NodeBarrier,
         arena: Arena,
+        spare: Segment,
         lane: Lane | None,
         limits: Limits,
         *,
@@ -76,10 +78,14 @@ class TwoLevelPaths:
         self._nodes = nodes
         self._barrier = barrier
         self._arena = arena
+        self._spare = spare
         self._lane = lane
         self._limits = limits
         self._release = release
         self._scratch: Scratch | None = None
+        self._carried = nodes.carried
+        self._unit = ALIGNMENT * max(map(len, self._carried))
+        self._most = 0
         # The other nodes' messages have to move on while this rank waits for its neighbours.
         # Beside a thread that computes, a nap is over sooner than the turn that giving way takes.
         barrier.yields = YIELDS
@@ -113,7 +119,7 @@ class TwoLevelPaths:
         """Reduce `flat` over all ranks and copy the wanted ranges of the result into `target`, end to end."""
         if not flat.numel():
             return
-        scratch, op = self._scratch_memory(), call.op
+        scratch, op = self._scratch_memory(call), call.op
         assert op is not None
         source, itemsize = as_bytes(flat).numpy(), flat.element_size()
         chunks = self._chunks(source.nbytes, itemsize)
@@ -143,7 +149,7 @@ class TwoLevelPaths:
         """Copy the root's flat contiguous data to all ranks; collective."""
         assert call.root is not None
         self._slots.agree(call)
-        scratch = self._scratch_memory()
+        scratch = self._scratch_memory(call)
         data = as_bytes(flat).numpy()
         chunks = self._chunks(data.nbytes, 1)
         node, place_of_root = self._nodes.find(call.root)
@@ -172,14 +178,13 @@ class TwoLevelPaths:
 
     def all_gather(self, call: Call, own: Tensor, rows: list[int], result: Tensor) -> None:
         """Put the blocks of all ranks one after the other into `result`; collective, agreed already."""
-        scratch, nodes = self._scratch_memory(), self._nodes
+        scratch, nodes, slots = self._scratch_memory(call), self._nodes, self._carried
         target = as_bytes(result).numpy()
         bounds = bounds_of([count * (result.nbytes // sum(rows)) for count in rows])
         low, high = bounds[self.rank]
         source = as_bytes(own).numpy()[: high - low]
         target[low:high] = source
-        # Lane l carries the blocks of the ranks at places l, l + lanes, ... of each node, in slots of its buffer.
-        slots = [[rank for node in nodes.of for rank in node[lane :: nodes.lanes]] for lane in range(nodes.lanes)]
+        # A lane's blocks lie in slots of its buffer.
         size = round_down(self._chunk_bytes() // max(map(len, slots)), ALIGNMENT)
         mine = slots[nodes.place] if self._lane is not None else []
         exchange = Exchange(self._nodes, self._lane, mine, bounds, size)
@@ -235,15 +240,17 @@ class TwoLevelPaths:
         for release in self._release:
             release()
 
-    def _scratch_memory(self) -> Scratch:
+    def _scratch_memory(self, call: Call) -> Scratch:
         if self._scratch is None:
-            self._scratch = Scratch(self._arena, round_down(CHUNK_BYTES, ALIGNMENT * self.size))
+            scratch = Scratch(self._arena, round_down(CHUNK_BYTES, self._unit), self._spare)
+            # A node that is short of memory has smaller buffers, and chunks are the same on all nodes.
+            self._most = min(self._slots.agree(call, scratch.chunk_bytes))
+            self._scratch = scratch
         return self._scratch
 
     def _chunk_bytes(self) -> int:
         # The limit is that of pieces that fit into a cache; the network wants several of them at a time.
-        most = min(CHUNK_BYTES // (1 << 20) * self._limits.piece_bytes, self._scratch_memory().chunk_bytes)
-        return round_down(most, ALIGNMENT * self.size)
+        return round_down(min(CHUNK_BYTES // (1 << 20) * self._limits.piece_bytes, self._most), self._unit)
 
     def _chunks(self, nbytes: int, itemsize: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
         """Cut `nbytes` bytes into chunks of about equal size; return start, stop and each lane's slice of each."""

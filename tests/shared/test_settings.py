@@ -119,6 +119,28 @@ def test_a_group_that_finds_no_memory_later_works(job) -> None:
     assert ended.stdout.count("node") == 2
 
 
+@pytest.mark.parametrize(("ranks", "short"), [(4, (0, 1, 2, 3)), (4, (2, 3)), (3, (0, 1)), (3, (2,))], ids=str)
+def test_a_group_on_several_nodes_finds_no_memory_later(job, ranks, short) -> None:
+    """A node that is short of memory has smaller buffers, and the others, which have theirs, go by these."""
+    code = f"""
+    warnings.simplefilter("ignore")
+    group.barrier()
+    if world.rank in {short}:
+        limit_files(4096)
+    check()
+    large = (torch.arange(1_000_003) % 1000).float()
+    tensor = large * (world.rank + 1)
+    group.all_reduce(tensor)
+    assert torch.equal(tensor, large * sum(range(1, world.size + 1)))
+    assert group.backend.path == "nodes"
+    assert (group.backend._paths._scratch.chunk_bytes < 1 << 20) == (world.rank in {short})
+    print("done")
+    """
+    ended = job(ranks, LIMITED + SUBSET + code, AXONMPI_RANKS_PER_NODE="2")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("done") == ranks
+
+
 # ---- arguments ------------------------------------------------------------------------------------------------
 
 
