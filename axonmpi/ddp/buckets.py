@@ -22,8 +22,9 @@ from ..bucketing import by_dtype
 from ..group import ProcessGroup
 from ..memory import flat_zeros
 from ..partition import bucket_by_size
+from ..wrapping.agreement import gradient_strides
 
-__all__ = ["Bucket", "LargeGradient", "gradient_strides", "make_buckets"]
+__all__ = ["Bucket", "LargeGradient", "make_buckets"]
 
 FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that its reduction begins early in backward (Li et al. 2020, section 3.2.3)."""
@@ -181,11 +182,6 @@ def _zeros(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessG
     if group is None or device.type != "cpu":
         return flat_zeros(numel, dtype, device)
     return group.symmetric_empty((numel,), dtype).zero_()
-
-
-def gradient_strides(parameter: Tensor) -> tuple[int, ...]:
-    """Return the parameter's own strides where it fills its memory, else those of its shape and order of dims."""
-    return torch.empty_like(parameter, device="meta").stride()
 
 
 def _shaped_like(part: Tensor, parameter: Tensor) -> Tensor:

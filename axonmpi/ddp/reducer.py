@@ -25,8 +25,8 @@ from torch.autograd import Variable
 from ..errors import CollectiveTimeoutError, RankFailedError, UnusedParameterError
 from ..group import ProcessGroup
 from ..types import GradSyncStrategy, ReduceOp, Work
+from ..wrapping.outputs import outside_compile
 from .buckets import Bucket, LargeGradient, make_buckets
-from .outputs import outside_compile
 
 __all__ = ["Reducer"]
 

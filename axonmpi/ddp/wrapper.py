@@ -17,11 +17,11 @@ from ..bucketing import broadcast_coalesced
 from ..errors import DtypeError
 from ..group import ProcessGroup, default_group
 from ..types import GradSyncStrategy
-from .agreement import check_same_model
+from ..wrapping.agreement import check_same_model
+from ..wrapping.outputs import accumulates_into, leaf_below, outside_compile, tensors_in
+from ..wrapping.state_names import hide_wrapper
 from .join import Join
-from .outputs import accumulates_into, leaf_below, outside_compile, tensors_in
 from .reducer import Reducer
-from .state_names import hide_wrapper
 
 __all__ = ["DistributedDataParallel"]
 

@@ -1,4 +1,4 @@
-"""Whether all ranks have the same model (layer 5).
+"""Whether all ranks have the same model (layer 4).
 
 Asked once, when a model is wrapped: ranks whose models differ would average gradients of different parameters, and
 ranks whose arguments differ would wait for reductions that the others do not make.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from ..group import ProcessGroup
-from .buckets import gradient_strides
 
-__all__ = ["check_same_model"]
+__all__ = ["check_same_model", "gradient_strides"]
 
 Entry = tuple[str, str]
 
@@ -74,3 +74,8 @@ def _first_difference(all_entries: Sequence[Sequence[Entry]]) -> str:
         + "\n  ".join(lines)
         + "\nBuild and wrap the model in the same way on every rank."
     )
+
+
+def gradient_strides(parameter: Tensor) -> tuple[int, ...]:
+    """Return the parameter's own strides where it fills its memory, else those of its shape and order of dims."""
+    return torch.empty_like(parameter, device="meta").stride()

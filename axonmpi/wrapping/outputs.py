@@ -1,4 +1,4 @@
-"""How the wrapper of data parallelism meets autograd and the compiler (layer 5).
+"""How wrappers of modules meet autograd and the compiler (layer 4).
 
 What a model's output says about the backward that will start from it, and what torch.compile must not look into.
 """

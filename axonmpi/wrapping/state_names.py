@@ -1,4 +1,4 @@
-"""State dicts of a wrapped module, under the names of the module itself (layer 5).
+"""State dicts of a wrapped module, under the names of the module itself (layer 4).
 
     wrapper.state_dict()        {"0.weight": ...}           and not "module.0.weight"
     wrapper.load_state_dict()   takes these names, those with "module." before them, and reports errors without it

@@ -29,6 +29,7 @@ LAYERS = (
     ("backends.mock", "backends.mpi"),
     ("group",),
     ("comm", "autograd"),
+    ("wrapping.*",),
     ("ddp.*", "data"),
     ("testing.*",),
     ("train.*",),
