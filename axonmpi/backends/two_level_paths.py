@@ -115,6 +115,11 @@ class TwoLevelPaths:
         self._reduce(call, flat, [bounds[self.rank]], as_bytes(result).numpy())
         return result
 
+    def reduce_slices(self, call: Call, flat: Tensor, sizes: list[int], result: Tensor) -> None:
+        """Reduce flat data and put this rank's slice into `result`; collective, agreed already."""
+        bounds = bounds_of([size * flat.element_size() for size in sizes])
+        self._reduce(call, flat, [bounds[self.rank]], as_bytes(result).numpy())
+
     def _reduce(self, call: Call, flat: Tensor, wanted: list[tuple[int, int]], target: Bytes) -> None:
         """Reduce `flat` over all ranks and copy the wanted ranges of the result into `target`, end to end."""
         if not flat.numel():
@@ -176,14 +181,20 @@ class TwoLevelPaths:
         run_turns(self._barrier, call, len(chunks), (copy_in, pass_on, copy_out))
         relay.end()
 
-    def all_gather(self, call: Call, own: Tensor, rows: list[int], result: Tensor) -> None:
-        """Put the blocks of all ranks one after the other into `result`; collective, agreed already."""
+    def all_gather(self, call: Call, own: Tensor, rows: list[int], result: Tensor, *, common: bool = False) -> None:
+        """Put the blocks of all ranks one after the other into `result`; collective, agreed already.
+
+        With `common`, `result` is the same memory for all ranks of the node, and has the own blocks already; they
+        fill in the rest together.
+        """
         scratch, nodes, slots = self._scratch_memory(call), self._nodes, self._carried
         target = as_bytes(result).numpy()
         bounds = bounds_of([count * (result.nbytes // sum(rows)) for count in rows])
         low, high = bounds[self.rank]
         source = as_bytes(own).numpy()[: high - low]
-        target[low:high] = source
+        if not common:
+            target[low:high] = source
+        here = nodes.of[nodes.own] if common else (self.rank,)
         # A lane's blocks lie in slots of its buffer.
         size = round_down(self._chunk_bytes() // max(map(len, slots)), ALIGNMENT)
         mine = slots[nodes.place] if self._lane is not None else []
@@ -202,7 +213,7 @@ class TwoLevelPaths:
                 for slot, rank in enumerate(ranks):
                     first, last = bounds[rank]
                     part = target[first:last][chunk * size : (chunk + 1) * size]
-                    if rank != self.rank:
+                    if rank not in here and (not common or rank % len(here) == nodes.place):
                         part[...] = scratch.outputs[1 - place][lane][slot * size : slot * size + part.nbytes]
 
         longest = max(last - first for first, last in bounds)
@@ -239,6 +250,11 @@ class TwoLevelPaths:
         self._scratch = None
         for release in self._release:
             release()
+
+    @property
+    def nodes(self) -> Nodes:
+        """Where the ranks are."""
+        return self._nodes
 
     def _scratch_memory(self, call: Call) -> Scratch:
         if self._scratch is None:
