@@ -16,6 +16,7 @@ from .. import environment
 from .lanes import Lane, Nodes
 from .mpi_slots import SlotExchange
 from .node_barrier import Fence, NodeBarrier
+from .node_memory import NodeMemory, OneNode, OwnMemory, SeveralNodes
 from .node_paths import NodePaths
 from .node_plans import direct_bytes
 from .node_scratch import ALIGNMENT
@@ -41,11 +42,15 @@ class Connection:
         name: `"node"`, `"nodes"` or `"plain"`.
         slots: Exchanges fingerprints and small data.
         paths: Moves large data.
+        memory: What ranks of a node have in common.
+        obstacle: Why memory cannot be shared, the same on all ranks; empty where it is, or need not be.
     """
 
     name: str
     slots: SlotExchange
     paths: Paths
+    memory: NodeMemory
+    obstacle: str = ""
 
 
 def node_communicator(mpi: Any, comm: Any) -> Any:
@@ -69,32 +74,36 @@ def connect(mpi: Any, comm: Any, limits: Limits, *, crowded: bool, timeout: floa
         crowded: Whether ranks outnumber the cores anywhere.
         timeout: Seconds after which a rank that waits in shared memory gives up; None never does.
     """
+    obstacle = ""
     if comm.size > 1 and environment.wants_shared_memory():
         node = node_communicator(mpi, comm)
         connection = _through_shared_memory(mpi, comm, node, limits, timeout)
-        if connection is not None:
+        if isinstance(connection, Connection):
             return connection
+        obstacle = connection
         node.Free()
     slots = SlotExchange(mpi, comm, crowded=crowded)
-    return Connection("plain", slots, PlainPaths(mpi, comm, slots, limits))
+    paths = PlainPaths(mpi, comm, slots, limits)
+    return Connection("plain", slots, paths, OwnMemory(slots, paths), obstacle)
 
 
 def _through_shared_memory(
     mpi: Any, comm: Any, node: Any, limits: Limits, timeout: float | None
-) -> Connection | None:
-    """Connect ranks of which at least two share a node; None where that cannot be."""
+) -> Connection | str:
+    """Connect ranks of which at least two share a node; else why that cannot be, empty if none do."""
     nodes = _nodes(comm, node)
     if max(map(len, nodes.of)) == 1:
-        return None
+        return ""
     # Where memory runs short later, it serves as the four scratch buffers: with a line for each part of a chunk.
     parts = max(node.size, *map(len, nodes.carried))
     control = Segment.create(node, PAGE)
     direct = Segment.create(node, max(2 * direct_bytes(node.size), 4 * ALIGNMENT * parts))
-    problem: object = True
+    problem = next((made for made in (control, direct) if isinstance(made, str)), None)
     if isinstance(control, Segment) and isinstance(direct, Segment):
         problem = control.populate(0, PAGE) or direct.populate(0, direct.region_bytes)
-    if any(comm.allgather(bool(problem))):
-        return None
+    problems = [text for text in comm.allgather(problem) if text]
+    if problems:
+        return str(problems[0])
     assert isinstance(control, Segment)
     assert isinstance(direct, Segment)
     fence = None if platform.machine() in STRONGLY_ORDERED else Fence(mpi, node)
@@ -103,7 +112,9 @@ def _through_shared_memory(
     release = [node.Free] if fence is None else [fence.free, node.Free]
     if node.size == comm.size:
         slots = NodeSlots(mpi, comm, control, barrier)
-        return Connection("node", slots, NodePaths(slots, barrier, Arena(node), direct, limits, release=release))
+        arena = Arena(node)
+        paths = NodePaths(slots, barrier, arena, direct, limits, release=release)
+        return Connection("node", slots, paths, OneNode(slots, barrier, arena, paths))
     return _between_nodes(mpi, comm, node, nodes, barrier, direct, limits, release)
 
 
@@ -124,8 +135,9 @@ def _between_nodes(
     slots = SlotExchange(mpi, comm, crowded=True)
     plain = PlainPaths(mpi, comm, slots, limits)
     release = [*release, lane.free] if lane is not None else release
-    paths = TwoLevelPaths(slots, plain, nodes, barrier, Arena(node), spare, lane, limits, release=release)
-    return Connection("nodes", slots, paths)
+    arena = Arena(node)
+    paths = TwoLevelPaths(slots, plain, nodes, barrier, arena, spare, lane, limits, release=release)
+    return Connection("nodes", slots, paths, SeveralNodes(slots, barrier, arena, paths))
 
 
 def _nodes(comm: Any, node: Any) -> Nodes:

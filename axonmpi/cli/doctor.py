@@ -1,7 +1,8 @@
 """`axonmpi doctor`: what a user needs to know when a launch goes wrong (layer 7).
 
     axonmpi doctor                     is everything installed, and which mpirun belongs to it?
-    mpirun -n 4 axonmpi doctor         does this launcher start one job of four ranks, and where are they?
+    mpirun -n 4 axonmpi doctor         does this launcher start one job of four ranks, where are they, and do they
+                                       share memory?
 
 Rank 0 prints one report for all ranks. Where every process is a world of its own, the one that its launcher
 calls rank 0 prints it.
@@ -15,11 +16,21 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib import metadata
+from typing import Any
 
 from ..backends import runtime
+from ..backends.connect import connect
 from ..backends.runtime import Started
-from ..environment import Launcher, MpiLibrary, detect_launchers, usable_cores
+from ..environment import (
+    Launcher,
+    MpiLibrary,
+    detect_launchers,
+    pretended_node,
+    usable_cores,
+    wants_shared_memory,
+)
 from ..errors import LaunchError
 
 __all__ = ["main"]
@@ -47,10 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         started, problem = None, str(error)
     library = _library()
     ranks = _rank_lines(started) if started is not None else []
+    path: list[str] = []
     if isinstance(library, str):
         problem = problem or f"only a single rank can run: {library}"
+    elif started is not None and started.comm is not None and started.size > 1:
+        problem = _wrong_settings(started.comm)
+        path = [] if problem else _path(started.comm)
     if _speaks(started, launchers):
-        sections = [*_installed(), *_mpi(library), *_launch(launchers, started, ranks), *_shared_memory()]
+        sections = [*_installed(), *_mpi(library), *_launch(launchers, started, ranks), *_shared_memory(), *path]
         verdict = f"PROBLEM: {problem}" if problem else "All is well."
         sys.stdout.write("\n".join([*sections, "", verdict, ""]))
         sys.stdout.flush()
@@ -159,6 +174,57 @@ def _shared_memory() -> list[str]:
     if total < _SMALL_SHARED_MEMORY:
         lines.append(_line("", "small: ranks share memory there; in a container enlarge it with --shm-size=8g"))
     return lines
+
+
+def _wrong_settings(comm: Any) -> str:
+    """Say what ranks could not agree on if they tried to share memory; collective."""
+    try:
+        pretended_node(comm.rank)
+        own = (wants_shared_memory(), "")
+    except ValueError as error:
+        own = (False, str(error))
+    wanted, problems = zip(*comm.allgather(own), strict=True)
+    uneven = (
+        f"AXONMPI_COLLECTIVES: expected the same on all ranks, got 'plain' on {wanted.count(False)} of them only"
+    )
+    return next(filter(None, problems), uneven if len(set(wanted)) > 1 else "")
+
+
+@dataclass
+class _Limits:
+    piece_bytes: int = 1 << 20
+    max_message_bytes: int = 1 << 20
+
+
+def _path(comm: Any) -> list[str]:
+    """Say which way a group of all ranks goes; collective."""
+    from mpi4py import MPI
+
+    connection = connect(MPI, comm, _Limits(), crowded=True, timeout=None)
+    connection.paths.free()
+    if connection.name == "node":
+        return [_line("path", "node: through memory that all ranks share")]
+    if connection.name == "nodes":
+        return [_line("path", "nodes: through memory that the ranks of a node share, by MPI between nodes")]
+    if not wants_shared_memory():
+        return [_line("path", "plain: by MPI alone, as AXONMPI_COLLECTIVES=plain wants it")]
+    if not connection.obstacle:
+        return [_line("path", "plain: by MPI alone, as no two ranks are on one node")]
+    return [
+        _line("path", "plain: by MPI alone, slower: the ranks of a node cannot share memory"),
+        _line("", f"because of {connection.obstacle}"),
+        _line("", _cure(connection.obstacle)),
+    ]
+
+
+def _cure(obstacle: str) -> str:
+    """Say what may help against what is in the way of sharing memory; local."""
+    if "/proc/" in obstacle:
+        return "ranks have to be processes of one user who see each other: start those of a node in one container"
+    return (
+        "give the job more memory (sbatch --mem, the limit of the container), or raise the limit on file sizes "
+        "(ulimit -f unlimited)"
+    )
 
 
 def _line(name: str, value: str) -> str:
