@@ -2,8 +2,6 @@
 
 import textwrap
 
-import pytest
-
 from axonmpi.backends import runtime
 from axonmpi.testing import launch
 
@@ -41,70 +39,79 @@ def test_two_ranks_give_one_report():
     assert "path          node: through memory that all ranks share" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("ranks", "settings", "words"),
-    [
-        (3, {"AXONMPI_RANKS_PER_NODE": "2"}, "nodes: through memory that the ranks of a node share, by MPI"),
-        (2, {"AXONMPI_RANKS_PER_NODE": "1"}, "plain: by MPI alone, as no two ranks are on one node"),
-        (2, {"AXONMPI_COLLECTIVES": "plain"}, "plain: by MPI alone, as AXONMPI_COLLECTIVES=plain wants it"),
-    ],
-    ids=["nodes", "a rank a node", "plain"],
-)
-def test_the_path_of_large_data(ranks, settings, words):
-    result = launch(ranks, DOCTOR, env={"OMP_NUM_THREADS": "1", **settings})
-    assert result.returncode == 0, result.stderr
-    assert f"path          {words}" in result.stdout
-    assert result.stdout.count("  path ") == 1
+def reports(n, code):
+    """Run code that calls `doctor()` any number of times; return the reports, each with its exit code."""
+    beginning = """
+        import errno, os, resource
+        from axonmpi.backends import runtime, shared_memory
+        from axonmpi.cli import main
 
+        rank = runtime.start_mpi().COMM_WORLD.rank
 
-NO_FILES = """
-    from axonmpi.backends import runtime
-    import resource
-    runtime.start_mpi()  # which has files of its own
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-"""
-NO_NEIGHBOURS = """
-    import errno
-    from axonmpi.backends import shared_memory
-    def refuse(offered, total):
-        raise PermissionError(errno.EACCES, "Permission denied", f"/proc/{offered[0]}/fd/{offered[1]}")
-    shared_memory._accept = refuse
-"""
-
-
-@pytest.mark.parametrize(
-    ("code", "reason", "cure"),
-    [
-        (NO_FILES, "because of OSError: [Errno 27] File too large", "ulimit -f unlimited"),
-        (NO_NEIGHBOURS, "because of PermissionError: [Errno 13] Permission denied: '/proc/", "in one container"),
-    ],
-    ids=["limit", "permission"],
-)
-def test_ranks_of_a_node_that_cannot_share_memory(code, reason, cure):
-    result = launch(2, textwrap.dedent(code) + DOCTOR, env={"OMP_NUM_THREADS": "1"})
-    assert result.returncode == 0, result.stderr
-    for words in ("plain: by MPI alone, slower: the ranks of a node cannot share memory", reason, cure):
-        assert words in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "problem"),
-    [
-        ("AXONMPI_COLLECTIVES", "shared", "expected 'auto' or 'plain', got 'shared'"),
-        ("AXONMPI_COLLECTIVES", "plain", "expected the same on all ranks, got 'plain' on 1 of them only"),
-    ],
-)
-def test_settings_that_ranks_cannot_follow(name, value, problem):
-    """Set on one rank only; the doctor does not wait for the others for ever."""
-    code = f"""
-    import os
-    from axonmpi.backends import runtime
-    if runtime.start_mpi().COMM_WORLD.rank == 1:
-        os.environ[{name!r}] = {value!r}
+        def doctor():
+            code = main(["doctor"])
+            if rank == 0:
+                print("code", code, "END")
     """
-    result = launch(2, textwrap.dedent(code) + DOCTOR, env={"OMP_NUM_THREADS": "1"})
-    assert result.returncode == 1, result.stderr
-    assert f"PROBLEM: {name}: {problem}" in result.stdout
+    result = launch(n, textwrap.dedent(beginning) + textwrap.dedent(code), env={"OMP_NUM_THREADS": "1"})
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split("END")[:-1]
+
+
+def test_the_path_of_large_data():
+    code = """
+        os.environ["AXONMPI_RANKS_PER_NODE"] = "2"
+        doctor()
+        os.environ["AXONMPI_RANKS_PER_NODE"] = "1"
+        doctor()
+        os.environ["AXONMPI_COLLECTIVES"] = "plain"
+        doctor()
+    """
+    nodes, alone, plain = reports(3, code)
+    assert "path          nodes: through memory that the ranks of a node share, by MPI between nodes" in nodes
+    assert "path          plain: by MPI alone, as no two ranks are on one node" in alone
+    assert "path          plain: by MPI alone, as AXONMPI_COLLECTIVES=plain wants it" in plain
+    for report in (nodes, alone, plain):
+        assert "All is well." in report
+        assert report.endswith("code 0 ")
+
+
+def test_ranks_of_a_node_that_cannot_share_memory():
+    code = """
+        def refuse(offered, total):
+            raise PermissionError(errno.EACCES, "Permission denied", f"/proc/{offered[0]}/fd/{offered[1]}")
+
+        accept, shared_memory._accept = shared_memory._accept, refuse
+        doctor()
+        shared_memory._accept = accept
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        doctor()
+    """
+    permission, limit = reports(2, code)
+    for report in (permission, limit):
+        assert "path          plain: by MPI alone, slower: the ranks of a node cannot share memory" in report
+        assert report.endswith("code 0 ")
+    assert "because of PermissionError: [Errno 13] Permission denied: '/proc/" in permission
+    assert "in one container" in permission
+    assert "because of OSError: [Errno 27] File too large" in limit
+    assert "ulimit -f unlimited" in limit
+
+
+def test_settings_that_ranks_cannot_follow():
+    """Set on one rank only: the doctor does not wait for the others for ever."""
+    code = """
+        for name, value in (("COLLECTIVES", "plain"), ("COLLECTIVES", "shared"), ("RANKS_PER_NODE", "x")):
+            if rank == 1:
+                os.environ["AXONMPI_" + name] = value
+            doctor()
+            os.environ.pop("AXONMPI_" + name, None)
+    """
+    problems = [report.partition("PROBLEM: ")[2].splitlines() for report in reports(2, code)]
+    assert problems == [
+        ["AXONMPI_COLLECTIVES: expected the same on all ranks, got 'plain' on 1 of them only", "code 1 "],
+        ["AXONMPI_COLLECTIVES: expected 'auto' or 'plain', got 'shared'", "code 1 "],
+        ["AXONMPI_RANKS_PER_NODE: expected a positive number, got 'x'", "code 1 "],
+    ]
 
 
 def test_a_launch_that_cannot_work(alone):
