@@ -6,6 +6,8 @@
 
 A process has one world, made by `init_process_group`; a thread can have another one for a while
 (`World.activate`), which is how mock ranks live side by side in one process.
+
+The file is long because a group has every collective as a method.
 """
 
 from __future__ import annotations
@@ -156,6 +158,34 @@ class ProcessGroup:
         """Allocate a tensor that all ranks of the node can read and write; collective. See `Backend`."""
         tensor: Tensor = self.operations.symmetric_empty(shape, dtype)
         return tensor
+
+    def node_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Allocate a tensor that the ranks of each node have in common; collective. See `Backend.node_empty`."""
+        tensor: Tensor = self.operations.node_empty(shape, dtype)
+        return tensor
+
+    def all_gather_into(
+        self, output: Tensor, tensor: Tensor | None, sizes: Sequence[int], async_op: bool = False
+    ) -> Work | None:
+        """Put the parts of all ranks into memory that each node has in common; collective. See `Backend`."""
+        work: Work | None = self.operations.all_gather_into(output, tensor, sizes, async_op=async_op)
+        return work
+
+    def reduce_scatter_into(
+        self,
+        output: Tensor,
+        tensors: Sequence[Tensor | int],
+        sizes: Sequence[int],
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        dtype: torch.dtype | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce tensors that lie end to end and put this rank's part into `output`; collective. See `Backend`."""
+        work: Work | None = self.operations.reduce_scatter_into(
+            output, tensors, sizes, op, dtype=dtype, async_op=async_op
+        )
+        return work
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send to rank `dst`. See `Backend.send`."""

@@ -21,22 +21,25 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import CommunicatorError
+from ..errors import CommunicatorError, DtypeError
 from ..types import Observer, ReduceOp, Work
 from .call import Call, Layout
 from .checks import (
     check_dtype,
+    check_flat,
     check_rank,
     check_ranks,
     check_readable,
     check_shape,
+    check_sizes,
     check_tag,
     check_tensor_list,
     check_timeout,
     check_writable,
     wrap_dim,
 )
-from .reduction import check_reducible
+from .flat_parts import FlatParts
+from .reduction import check_reducible, wide_dtype
 
 __all__ = ["Backend", "TaskQueue"]
 
@@ -309,6 +312,108 @@ class Backend(ABC):
         tensor: Tensor = self._run(False, Call("symmetric_empty", dtype, sizes), self._symmetric_empty)
         return tensor
 
+    # ---- memory of a node ----------------------------------------------------------------------------------
+
+    @property
+    def node_ranks(self) -> tuple[int, ...]:
+        """Ranks of this group that share what `node_empty` returns here, in order, this one among them; local."""
+        return (self.rank,)
+
+    def node_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Allocate a tensor that the ranks of each node have in common; collective.
+
+        All `node_ranks` get the same memory, so who writes where is up to them. It is freed when the last tensor
+        on it is gone on all of them.
+
+        Args:
+            shape: The same on all ranks.
+            dtype: The same on all ranks.
+
+        Returns:
+            A contiguous tensor on the CPU, its values undefined.
+
+        Raises:
+            TypeError: `shape` is no sequence of integers, or `dtype` no dtype.
+            ValueError: A size is negative.
+            DtypeError: Tensors of this dtype cannot be sent.
+            MemoryError: The node has not enough memory.
+            CollectiveMismatchError: The ranks' calls differ.
+        """
+        sizes = check_shape(shape)
+        check_dtype(dtype)
+        tensor: Tensor = self._run(False, Call("node_empty", dtype, sizes), self._node_empty)
+        return tensor
+
+    def all_gather_into(
+        self, output: Tensor, tensor: Tensor | None, sizes: Sequence[int], *, async_op: bool = False
+    ) -> Work | None:
+        """Put the parts of all ranks one after the other into the memory of each node; collective.
+
+        Nothing is written before all ranks have called, so the memory may be in use until then. On one node, with
+        all parts in their places, this is a barrier.
+
+        Args:
+            output: [sum(sizes)] contiguous, from `node_empty` of this group.
+            tensor: [sizes[rank]] this rank's part, converted to the dtype of `output`; None: it is there already.
+            sizes: Elements of each rank's part, the same on all ranks.
+            async_op: Return a `Work` at once.
+
+        Raises:
+            ValueError: A shape does not fit the sizes, or `output` is not of `node_empty`.
+            CollectiveMismatchError: The ranks' calls differ.
+        """
+        total = check_sizes(sizes, self.size)
+        output = check_flat(output, total, "output", self.name, self.device_types)
+        if tensor is not None:
+            tensor = check_flat(tensor, sizes[self.rank], "tensor", self.name, self.device_types)
+        layout = ((output.dtype, tuple(sizes)),)
+        call = self._call("all_gather_into", output.dtype, (total,), layout=layout)
+        work: Work | None = self._run(async_op, call, self._all_gather_into, tensor, output, list(sizes))
+        return work
+
+    def reduce_scatter_into(
+        self,
+        output: Tensor,
+        tensors: Sequence[Tensor | int],
+        sizes: Sequence[int],
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        dtype: torch.dtype | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce tensors as if they lay end to end; this rank's part of the result goes to `output`; collective.
+
+        Args:
+            output: [sizes[rank]] contiguous, of the tensors' dtype or the wider one that sums are taken in.
+            tensors: Of one dtype and any shapes, sum(sizes) elements in all; an integer stands for so many zeros,
+                which ranks may have in different places.
+            sizes: Elements of each rank's part of the result, the same on all ranks.
+            op: The reduction.
+            dtype: Dtype of the tensors, to be said where a rank may have zeros only.
+            async_op: Return a `Work` at once; leave the tensors alone until it is done.
+
+        Raises:
+            ValueError: A shape does not fit the sizes.
+            DtypeError: The dtype of `output` is neither of the two, or does not allow `op`.
+            CollectiveMismatchError: The ranks' calls differ.
+        """
+        total = check_sizes(sizes, self.size)
+        output = check_flat(output, sizes[self.rank], "output", self.name, self.device_types)
+        found = [part.dtype for part in tensors if not isinstance(part, int)]
+        dtype = dtype or (found or [output.dtype])[0]
+        if any(other is not dtype for other in found) or output.dtype not in (dtype, wide_dtype(dtype)):
+            raise DtypeError(
+                f"reduce_scatter_into: expected tensors of {dtype}, and output of that or of {wide_dtype(dtype)}, "
+                f"got {sorted(set(map(str, found)))} and {output.dtype}"
+            )
+        parts = FlatParts([part if isinstance(part, int) else part.detach() for part in tensors], dtype)
+        if parts.numel != total:
+            raise ValueError(f"tensors: expected {total} elements in all, the sum of sizes, got {parts.numel}")
+        layout = ((output.dtype, tuple(sizes)),)
+        call = self._call("reduce_scatter_into", dtype, (total,), op, layout=layout)
+        work: Work | None = self._run(async_op, call, self._reduce_scatter_into, parts, output, list(sizes))
+        return work
+
     # ---- point to point ----------------------------------------------------------------------------------
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
@@ -452,7 +557,7 @@ class Backend(ABC):
         index = (operation, dtype, shape, op, root, layout)
         call = self._calls.get(index)
         if call is None:
-            if operation in ("all_reduce", "reduce", "reduce_scatter"):
+            if operation in ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_into"):
                 assert dtype is not None
                 check_reducible(dtype, op)
             call = Call(operation, dtype, tuple(shape), op, root, layout)
@@ -492,6 +597,15 @@ class Backend(ABC):
 
     @abstractmethod
     def _symmetric_empty(self, call: Call) -> Tensor: ...
+
+    @abstractmethod
+    def _node_empty(self, call: Call) -> Tensor: ...
+
+    @abstractmethod
+    def _all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None: ...
+
+    @abstractmethod
+    def _reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None: ...
 
     @abstractmethod
     def _split(self, call: Call, ranks: tuple[int, ...]) -> Backend | None: ...

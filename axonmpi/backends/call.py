@@ -29,6 +29,9 @@ _OPERATIONS = (
     "barrier",
     "split",
     "symmetric_empty",
+    "node_empty",
+    "all_gather_into",
+    "reduce_scatter_into",
 )
 _CODE = {name: code for code, name in enumerate(_OPERATIONS)}
 _DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}

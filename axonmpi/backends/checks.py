@@ -15,10 +15,12 @@ from .reduction import DTYPES
 
 __all__ = [
     "check_dtype",
+    "check_flat",
     "check_rank",
     "check_ranks",
     "check_readable",
     "check_shape",
+    "check_sizes",
     "check_tag",
     "check_tensor",
     "check_tensor_list",
@@ -137,6 +139,22 @@ def check_shape(shape: object) -> tuple[int, ...]:
         if size < 0:
             raise ValueError(f"shape: expected sizes of at least 0, got {checked!r}")
     return checked
+
+
+def check_sizes(sizes: object, ranks: int) -> int:
+    """Raise unless `sizes` has one size for each of `ranks` ranks; return their sum."""
+    checked = check_shape(sizes)
+    if len(checked) != ranks:
+        raise ValueError(f"sizes: expected {ranks} sizes, one for each rank of the group, got {len(checked)}")
+    return sum(checked)
+
+
+def check_flat(tensor: Tensor, numel: int, what: str, backend: str, device_types: tuple[str, ...]) -> Tensor:
+    """Check a contiguous tensor of one dimension and return it without its autograd history."""
+    check_tensor(tensor, backend, device_types)
+    if tensor.shape != (numel,) or not tensor.is_contiguous():
+        raise ValueError(f"{what}: expected a contiguous tensor of shape [{numel}], got {list(tensor.shape)}")
+    return tensor.detach()
 
 
 def check_tag(tag: object) -> None:

@@ -1,22 +1,18 @@
 """Ranks as threads of one process, with the contract and the checks of a real backend (layer 2).
 
 For tests of distributed code without MPI. `MockBackend.create_world(n)` gives n backends, one for each of n
-threads. They meet in a `_Room`: each rank puts its part down, and when all are there each takes the whole list.
+threads. They meet in a `Room`: each rank puts its part down, and when all are there each takes the whole list.
 
     rank 0 ── put part 0 ─┐                 ┌─ [part 0, part 1, part 2]
     rank 1 ── put part 1 ─┼─ all are there ─┼─ [part 0, part 1, part 2]     then each reduces in rank order
     rank 2 ── put part 2 ─┘                 └─ [part 0, part 1, part 2]
 
-A rank that fails says so to the `_House` which all rooms of a world share, and every rank that waits, now or later,
+A rank that fails says so to the `House` which all rooms of a world share, and every rank that waits, now or later,
 raises `RankFailedError`. Results are the same bits as MPI's. Each backend keeps a log of its operations.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
-import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
+from .. import environment
+from ..errors import CollectiveMismatchError
 from ..types import CompletedWork, ReduceOp, Work
 from .base import Backend
 from .call import Call, mismatch_error
 from .checks import check_timeout
-from .reduction import reduce_in_rank_order
+from .flat_parts import FlatParts
+from .mock_room import House, Room
+from .reduction import reduce_in_rank_order, reduce_wide_into
 from .worker import Worker
 
 __all__ = ["LoggedCall", "MockBackend"]
@@ -59,98 +58,6 @@ class LoggedCall:
     root: int | None
     nbytes: int
     ranks: tuple[int, ...]
-
-
-class _House:
-    """What all groups of one mock world share: one lock, the failed ranks and the rooms."""
-
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
-        self.changed = threading.Condition()
-        self.failed: dict[int, BaseException] = {}
-        self._rooms: dict[Any, _Room] = {}
-
-    def room(self, key: Any, ranks: tuple[int, ...]) -> _Room:
-        with self.changed:
-            return self._rooms.setdefault(key, _Room(self, ranks))
-
-    def fail(self, rank: int, error: BaseException) -> None:
-        with self.changed:
-            self.failed.setdefault(rank, error)
-            self.changed.notify_all()
-
-    def wait_until(self, ready: Any, what: str, missing: Any, timeout: float | None) -> None:
-        """Wait for `ready()`; the lock is held. `missing()` names the ranks that have not come."""
-        limit = self.timeout if timeout is None else timeout
-        deadline = time.monotonic() + limit
-        while not ready():
-            if self.failed:
-                rank, error = next(iter(self.failed.items()))
-                raise RankFailedError(
-                    f"rank {rank} failed while {what} waited for it: {type(error).__name__}: {error}"
-                ) from error
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise CollectiveTimeoutError(f"{what} waited {limit:g} s for {missing()}")
-            self.changed.wait(remaining)
-
-
-class _Room:
-    """Where the ranks of one group meet."""
-
-    def __init__(self, house: _House, ranks: tuple[int, ...]) -> None:
-        self.house = house
-        self.ranks = ranks
-        self._rounds: dict[int, dict[int, Any]] = defaultdict(dict)
-        self._taken: dict[int, int] = defaultdict(int)
-        self._messages: dict[tuple[int, int, int], list[Tensor | None]] = defaultdict(list)
-        self._tickets: dict[tuple[int, int, int], itertools.count[int]] = defaultdict(itertools.count)
-
-    def swap(self, number: int, rank: int, item: Any, what: str, timeout: float | None) -> list[Any]:
-        """Give `item` in round `number`; return the items of all ranks."""
-        size = len(self.ranks)
-        with self.house.changed:
-            given = self._rounds[number]
-            given[rank] = item
-            if len(given) == size:
-                self.house.changed.notify_all()
-
-            def missing() -> str:
-                names = [str(self.ranks[i]) for i in range(size) if i not in given]
-                return f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}"
-
-            self.house.wait_until(lambda: len(given) == size, what, missing, timeout)
-            self._taken[number] += 1
-            if self._taken[number] == size:
-                del self._rounds[number], self._taken[number]
-        return [given[i] for i in range(size)]
-
-    def post(self, channel: tuple[int, int, int], message: Tensor) -> None:
-        """Leave a message for (source, destination, tag)."""
-        with self.house.changed:
-            self._messages[channel].append(message)
-            self.house.changed.notify_all()
-
-    def ticket(self, channel: tuple[int, int, int]) -> int:
-        """Say which message of the channel a receive, posted now, will get."""
-        with self.house.changed:
-            return next(self._tickets[channel])
-
-    def arrived(self, channel: tuple[int, int, int], ticket: int) -> bool:
-        return len(self._messages[channel]) > ticket
-
-    def take(self, channel: tuple[int, int, int], ticket: int, timeout: float | None) -> Tensor:
-        with self.house.changed:
-            self.house.wait_until(
-                lambda: self.arrived(channel, ticket),
-                f"recv(tag={channel[2]})",
-                lambda: f"rank {self.ranks[channel[0]]}",
-                timeout,
-            )
-            message = self._messages[channel][ticket]
-            self._messages[channel][ticket] = None
-        assert message is not None
-        return message
 
 
 class _ReceiveWork(Work):
@@ -211,7 +118,7 @@ class MockBackend(Backend):
     name = "mock"
     device_types = ("cpu", "cuda")
 
-    def __init__(self, room: _Room, rank: int, *, timeout: float | None = None) -> None:
+    def __init__(self, room: Room, rank: int, *, timeout: float | None = None) -> None:
         super().__init__(rank, len(room.ranks), Worker(f"axonmpi-mock-rank{room.ranks[rank]}"))
         self.room = room
         self.log: list[LoggedCall] = []
@@ -235,7 +142,7 @@ class MockBackend(Backend):
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"size: expected a positive number of ranks, got {size!r}")
         check_timeout(timeout)
-        house = _House(DEFAULT_TIMEOUT if timeout is None else timeout)
+        house = House(DEFAULT_TIMEOUT if timeout is None else timeout)
         room = house.room("world", tuple(range(size)))
         return [cls(room, rank, timeout=timeout) for rank in range(size)]
 
@@ -257,6 +164,11 @@ class MockBackend(Backend):
         if any(other.key != call.key for other, _ in given):
             raise mismatch_error([str(other) for other, _ in given])
         return [item for _, item in given]
+
+    def _meet(self, call: Call) -> None:
+        """Wait once more for the other ranks in a call that all have agreed on."""
+        number, self._round = self._round, self._round + 1
+        self.room.swap(number, self.rank, None, str(call), self._wait_limit)
 
     def _note(self, operation: str, call: Call | Tensor, root: int | None, nbytes: int) -> None:
         op = call.op if isinstance(call, Call) else None
@@ -315,6 +227,33 @@ class MockBackend(Backend):
     def _symmetric_empty(self, call: Call) -> Tensor:
         self._agree(call)
         return torch.empty(call.shape, dtype=call.dtype, device="cpu")
+
+    @property
+    def node_ranks(self) -> tuple[int, ...]:
+        """Ranks of this group that share what `node_empty` returns here; local. See `Backend.node_ranks`."""
+        nodes = [environment.pretended_node(rank) for rank in self.room.ranks]
+        return tuple(rank for rank, node in enumerate(nodes) if node == nodes[self.rank])
+
+    def _node_empty(self, call: Call) -> Tensor:
+        first = self.node_ranks[0]
+        made = torch.empty(call.shape, dtype=call.dtype, device="cpu") if self.rank == first else None
+        common: Tensor = self._agree(call, made)[first]
+        return common.data  # each rank counts its own changes
+
+    def _all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
+        places = output.split(sizes)
+        parts = self._agree(call, _copy(places[self.rank] if tensor is None else tensor))
+        here = self.node_ranks
+        for rank, (place, part) in enumerate(zip(places, parts, strict=True)):
+            writer = rank if rank in here else here[rank % len(here)]
+            if writer == self.rank:
+                place.data.copy_(part)
+        self._meet(call)
+
+    def _reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
+        given = self._agree(call, parts.flat())
+        assert call.op is not None
+        reduce_wide_into([flat.split(sizes)[self.rank] for flat in given], call.op, output)
 
     def _split(self, call: Call, ranks: tuple[int, ...]) -> MockBackend | None:
         number = self._round

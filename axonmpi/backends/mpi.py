@@ -29,6 +29,7 @@ from .base import Backend
 from .call import Call, Layout
 from .connect import connect
 from .cores import CoreShare, core_share
+from .flat_parts import FlatParts
 from .mpi_memory import as_bytes, empty, flat_elements, write_back
 from .mpi_messages import MessagePort, buffer_of
 from .mpi_slots import PAYLOAD_BYTES, describe, described
@@ -101,7 +102,7 @@ class MpiBackend(Backend):
         self._messages = MessagePort(self._mpi, comm.Dup())
         self._pairs = MessagePort(self._mpi, self.mpi_comm)
         connection = connect(self._mpi, self.mpi_comm, self, crowded=self.cores.crowded, timeout=timeout)
-        self._slots, self._paths = connection.slots, connection.paths
+        self._slots, self._paths, self._memory = connection.slots, connection.paths, connection.memory
         self.path = connection.name
         self.grace = 1.0 if timeout is not None and self.path != "plain" else 0.0
         # Ranks wait for a network asleep, so the thread that communicates takes little from the one that computes.
@@ -320,6 +321,26 @@ class MpiBackend(Backend):
         if not call.nbytes:
             return empty(call.shape, call.dtype)
         return self._paths.symmetric_empty(call.nbytes).view(call.dtype).view(call.shape)
+
+    @property
+    def node_ranks(self) -> tuple[int, ...]:
+        """Ranks of this group that share what `node_empty` returns here; local. See `Backend.node_ranks`."""
+        return self._memory.ranks
+
+    def _node_empty(self, call: Call) -> Tensor:
+        self._agree(call)
+        assert call.dtype is not None
+        if not call.nbytes:
+            return empty(call.shape, call.dtype)
+        return self._memory.empty(call.nbytes).view(call.dtype).view(call.shape)
+
+    def _all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
+        if output.numel() and not self._memory.is_common(output):
+            raise ValueError("output: expected memory from node_empty() of this group, got other memory")
+        self._memory.all_gather_into(call, tensor, output, sizes)
+
+    def _reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
+        self._memory.reduce_scatter_into(call, parts, output, sizes)
 
     def _release(self) -> None:
         _live.discard(self)

@@ -27,13 +27,22 @@ from torch import Tensor
 
 from ..memory import flat_zeros
 from ..partition import split_sizes
-from ..types import ReduceOp
 from .call import Call
 from .mpi_memory import as_bytes, empty, flat_elements
 from .mpi_slots import PAYLOAD_BYTES
 from .node_barrier import NodeBarrier
 from .node_plans import DirectPlan, Piece, SymmetricPlan
-from .node_scratch import ALIGNMENT, CHUNK_BYTES, Scratch, bounds_of, round_down, run_turns, slices_of
+from .node_scratch import (
+    ALIGNMENT,
+    CHUNK_BYTES,
+    PIECE_BYTES,
+    Scratch,
+    bounds_of,
+    reduce_in_pieces,
+    round_down,
+    run_turns,
+    slices_of,
+)
 from .node_slots import NodeSlots
 from .plain_paths import Limits, Plan
 from .reduction import reduce_in_rank_order
@@ -41,8 +50,6 @@ from .shared_memory import Arena, Block, Segment, warn_no_shared_memory
 
 __all__ = ["NodePaths"]
 
-PIECE_BYTES = 256 << 10
-"""How much of its slice a rank reduces at a time: the pieces of all ranks should fit into its core's cache."""
 _MAX_TENSORS = 64
 _MAX_PIECES = 4096
 
@@ -132,7 +139,7 @@ class NodePaths:
         self._reduce_chunks(call, flat, agreed, in_place=is_root, copies_out=is_root)
 
     def _reduce_chunks(self, call: Call, flat: Tensor, agreed: bool, *, in_place: bool, copies_out: bool) -> None:
-        op, scratch = call.op, self._scratch_memory()
+        op, scratch = call.op, self.scratch_memory()
         assert op is not None
         data = as_bytes(flat).numpy()
         itemsize = flat.element_size()
@@ -164,7 +171,7 @@ class NodePaths:
                 if rank != self.rank and copies_out:
                     data[start + low : start + high] = scratch.outputs[1 - place][rank][low:high]
 
-        self._pipeline(call, len(chunks), (copy_in, reduce, copy_out), agreed)
+        self.pipeline(call, len(chunks), (copy_in, reduce, copy_out), agreed)
 
     def reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
         """Reduce a tensor and return the own slice along `dim`; collective."""
@@ -176,19 +183,19 @@ class NodePaths:
         result = empty(shape, tensor.dtype)
         if address:
             slices = [part.tensor_split(self.size, dim)[self.rank] for part in self._peers_of(tensor, address)]
-            _reduce_in_pieces(slices, op, result)
+            reduce_in_pieces(slices, op, result)
             self._barrier.wait(call)
         else:
             self._reduce_scatter_chunks(call, tensor, dim, result.view(-1), agreed)
         return result
 
     def _reduce_scatter_chunks(self, call: Call, tensor: Tensor, dim: int, flat: Tensor, agreed: bool) -> None:
-        op, scratch = call.op, self._scratch_memory()
+        op, scratch = call.op, self.scratch_memory()
         assert op is not None
         slices = [flat_elements(part) for part in tensor.tensor_split(self.size, dim)]
         sources = [as_bytes(part).numpy() for part in slices]
         itemsize = tensor.element_size()
-        step = round_down(self._chunk_bytes() // self.size, max(ALIGNMENT, itemsize))
+        step = round_down(self.chunk_bytes() // self.size, max(ALIGNMENT, itemsize))
         longest = sources[0].nbytes if slices[0].numel() else 0  # tensor_split puts the larger slices first
         count = -(-longest // step)
 
@@ -207,7 +214,7 @@ class NodePaths:
             parts[self.rank] = slices[self.rank][chunk * step // itemsize :][: target.numel()]
             reduce_in_rank_order(parts, op, target)
 
-        self._pipeline(call, count, (copy_in, reduce), agreed)
+        self.pipeline(call, count, (copy_in, reduce), agreed)
 
     # ---- copies -------------------------------------------------------------------------------------------
 
@@ -222,8 +229,8 @@ class NodePaths:
                 data[...] = self._arena.parts(address, data.nbytes)[root]
             self._barrier.wait(call)
             return
-        scratch = self._scratch_memory()
-        size = self._chunk_bytes()
+        scratch = self.scratch_memory()
+        size = self.chunk_bytes()
 
         def copy_in(chunk: int, place: int) -> None:
             if is_root:
@@ -235,7 +242,7 @@ class NodePaths:
                 part = data[chunk * size : (chunk + 1) * size]
                 part[...] = scratch.inputs[1 - place][root][: part.nbytes]
 
-        self._pipeline(call, -(-data.nbytes // size), (copy_in, copy_out), agreed)
+        self.pipeline(call, -(-data.nbytes // size), (copy_in, copy_out), agreed)
 
     def all_gather(self, call: Call, own: Tensor, rows: list[int], result: Tensor) -> None:
         """Put the blocks of all ranks one after the other into `result`; collective, after agreeing on the call.
@@ -259,8 +266,8 @@ class NodePaths:
                     target[low:high] = self._arena.parts(address, high - low)[rank]
             self._barrier.wait(call)
             return
-        scratch = self._scratch_memory()
-        size = self._chunk_bytes()
+        scratch = self.scratch_memory()
+        size = self.chunk_bytes()
 
         def copy_in(chunk: int, place: int) -> None:
             part = source[chunk * size : (chunk + 1) * size]
@@ -272,9 +279,7 @@ class NodePaths:
                 if rank != self.rank:
                     part[...] = scratch.inputs[1 - place][rank][: part.nbytes]
 
-        self._pipeline(call, -(-max(rows) * row_bytes // size), (copy_in, copy_out), True)
-
-    # ---- meeting ------------------------------------------------------------------------------------------
+        self.pipeline(call, -(-max(rows) * row_bytes // size), (copy_in, copy_out), True)
 
     def note_address(self, tensor: Tensor) -> int:
         """Put the place of a tensor, if it is symmetric, into the own slot; local. Returns it, 0 for others."""
@@ -326,9 +331,15 @@ class NodePaths:
         # A block that fits into the payload lies there in place of its address.
         return self._common([size > PAYLOAD_BYTES for size in sizes])
 
-    def _pipeline(
-        self, call: Call, chunks: int, stages: Sequence[Callable[[int, int], None]], agreed: bool
-    ) -> None:
+    def begin_ordinary(self, call: Call) -> bool:
+        """Agree on a call without a symmetric tensor, unless its first chunk can be copied in before that."""
+        self._slots.own_words[0] = 0
+        if self._scratch is not None:
+            return False
+        self._slots.agree(call)
+        return True
+
+    def pipeline(self, call: Call, chunks: int, stages: Sequence[Callable[[int, int], None]], agreed: bool) -> None:
         """Run each chunk through the stages, a barrier between them; the first barrier agrees on the call."""
         if agreed:
             run_turns(self._barrier, call, chunks, stages)
@@ -340,22 +351,21 @@ class NodePaths:
         anew = any(self._slots.words[:, 0].tolist())
         run_turns(self._barrier, call, chunks, stages, first=0 if anew else 1)
 
-    # ---- cutting ------------------------------------------------------------------------------------------
-
-    def _scratch_memory(self) -> Scratch:
+    def scratch_memory(self) -> Scratch:
+        """Return the scratch memory; collective the first time."""
         if self._scratch is None:
             self._scratch = Scratch(self._arena, round_down(CHUNK_BYTES, ALIGNMENT * self.size), self._direct)
         return self._scratch
 
-    def _chunk_bytes(self) -> int:
+    def chunk_bytes(self) -> int:
         """How much of a rank's tensor goes through the scratch memory at a time; a slice for each rank."""
-        most = min(self._limits.piece_bytes, self._scratch_memory().chunk_bytes)
+        most = min(self._limits.piece_bytes, self.scratch_memory().chunk_bytes)
         return round_down(most, ALIGNMENT * self.size)
 
     def _chunks(self, nbytes: int, itemsize: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
         """Cut `nbytes` bytes into chunks of about equal size; return start, stop and each rank's slice of each."""
         unit = self.size * max(ALIGNMENT, itemsize)
-        count = -(-nbytes // self._chunk_bytes())
+        count = -(-nbytes // self.chunk_bytes())
         size = -(-nbytes // (count * unit)) * unit
         cut = []
         for start in range(0, nbytes, size):
@@ -387,14 +397,3 @@ class NodePaths:
     def _peers_of(self, tensor: Tensor, address: int) -> list[Tensor]:
         parts = self._arena.parts(address, tensor.nbytes)
         return [torch.from_numpy(part).view(tensor.dtype).view(tensor.shape) for part in parts]
-
-
-def _reduce_in_pieces(parts: list[Tensor], op: ReduceOp, result: Tensor) -> None:
-    """Reduce tensors of any strides, a part that fits into the cache at a time."""
-    if not result.numel():
-        return
-    if result.is_contiguous() and all(part.is_contiguous() for part in parts):
-        parts, result = [part.view(-1) for part in parts], result.view(-1)
-    rows = max(1, PIECE_BYTES * result.shape[0] // result.nbytes)
-    for at in range(0, result.shape[0], rows):
-        reduce_in_rank_order([part[at : at + rows] for part in parts], op, result[at : at + rows])

@@ -9,16 +9,31 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..types import ReduceOp
 from .node_barrier import NodeBarrier
+from .reduction import reduce_in_rank_order
 from .shared_memory import Arena, Segment
 
-__all__ = ["ALIGNMENT", "CHUNK_BYTES", "Bytes", "Scratch", "bounds_of", "round_down", "run_turns", "slices_of"]
+__all__ = [
+    "ALIGNMENT",
+    "CHUNK_BYTES",
+    "PIECE_BYTES",
+    "Bytes",
+    "Scratch",
+    "bounds_of",
+    "reduce_in_pieces",
+    "round_down",
+    "run_turns",
+    "slices_of",
+]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 CHUNK_BYTES = 1 << 20
 """How much of an ordinary tensor goes through scratch memory at a time: chunks of all ranks should fit the
 cache."""
+PIECE_BYTES = 256 << 10
+"""How much of its slice a rank reduces at a time: the pieces of all ranks should fit into its core's cache."""
 ALIGNMENT = 64
 _MAX_VIEWS = 512
 
@@ -119,3 +134,14 @@ def bounds_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
 def round_down(size: int, unit: int) -> int:
     """Return the largest multiple of `unit` up to `size`, but at least one unit; local."""
     return max(size // unit * unit, unit)
+
+
+def reduce_in_pieces(parts: list[Tensor], op: ReduceOp, result: Tensor) -> None:
+    """Reduce tensors of any strides, a part that fits into the cache at a time."""
+    if not result.numel():
+        return
+    if result.is_contiguous() and all(part.is_contiguous() for part in parts):
+        parts, result = [part.view(-1) for part in parts], result.view(-1)
+    rows = max(1, PIECE_BYTES * result.shape[0] // result.nbytes)
+    for at in range(0, result.shape[0], rows):
+        reduce_in_rank_order([part[at : at + rows] for part in parts], op, result[at : at + rows])

@@ -171,19 +171,22 @@ class PlainPaths:
         shape = list(tensor.shape)
         shape[dim] = split_sizes(shape[dim], self.size)[self.rank]
         result = empty(shape, tensor.dtype)
-        flat = result.view(-1)
-        longest = slices[0].numel()  # tensor_split puts the larger slices first
-        step = max(1, self._limits.piece_bytes // (self.size * tensor.element_size()))
+        self.reduce_slices(call, slices, result.view(-1))
+        return result
+
+    def reduce_slices(self, call: Call, slices: list[Tensor], flat: Tensor) -> None:
+        """Reduce slice i of all ranks on rank i, into `flat`; the slices may differ in size; agreed already."""
+        longest = max(part.numel() for part in slices)
+        step = max(1, self._limits.piece_bytes // (self.size * flat.element_size()))
         for start in range(0, longest, step):
             count = min(step, longest - start)
-            piece = self._buffer("rest", count * self.size, tensor.dtype)
+            piece = self._buffer("rest", count * self.size, flat.dtype)
             for row, source in zip(piece.view(self.size, count), slices, strict=True):
                 part = source[start : start + count]
                 row[: part.numel()].copy_(part)
             reduced = self._reduce_slice(call, piece, True)
             target = flat[start : start + count]
             target.copy_(reduced[: target.numel()])
-        return result
 
     def broadcast(self, call: Call, flat: Tensor) -> None:
         """Copy the root's flat contiguous data to all ranks; collective."""
@@ -200,6 +203,9 @@ class PlainPaths:
         row_bytes = result.nbytes // sum(rows)
         counts = [count * row_bytes for count in rows]
         data, target = as_bytes(own), as_bytes(result)
+        low = sum(counts[: self.rank])
+        if data.numel() and data.data_ptr() == target[low:].data_ptr():  # MPI does not take overlapping buffers
+            data = data.clone()
         if sum(counts) <= self._limits.max_message_bytes:
             if min(counts) == max(counts):
                 self._comm.Allgather(self._spec(data), self._spec(target, counts[0]))

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import DtypeError
 from ..types import ReduceOp
 
-__all__ = ["DTYPES", "check_reducible", "plain_binary", "reduce_in_rank_order", "wide_dtype"]
+__all__ = ["DTYPES", "check_reducible", "plain_binary", "reduce_in_rank_order", "reduce_wide_into", "wide_dtype"]
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 _NAMES = (
@@ -94,6 +94,27 @@ def reduce_in_rank_order(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> 
         _fold(parts, _BINARY[op], out)
         if op is ReduceOp.AVERAGE:
             out.div_(len(parts))
+
+
+def reduce_wide_into(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
+    """Reduce `parts` as `reduce_in_rank_order` does, but leave the result in the dtype of the sums; local.
+
+    Args:
+        parts: One tensor a rank, in rank order.
+        op: The reduction.
+        out: Overwritten with the result; of the parts' dtype, or of the wider one that sums are taken in.
+    """
+    if out.dtype == parts[0].dtype:
+        reduce_in_rank_order(parts, op, out)
+        return
+    binary = _BINARY[op]
+    out.copy_(parts[0])
+    term = _workspace(out, out.dtype)[1] if len(parts) > 1 else out
+    for part in parts[1:]:
+        term.copy_(part)
+        binary(out, term, out=out)
+    if op is ReduceOp.AVERAGE:
+        out.div_(len(parts))
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -93,9 +93,9 @@ class Segment:
             os.close(first[0])
         return str(problems[0]) if segment is None else segment
 
-    def populate(self, start: int, stop: int) -> str | None:
-        """Back bytes `start` to `stop` of the own region with memory; local. Returns what went wrong."""
-        first = self.own * self.region_bytes + start // PAGE * PAGE
+    def populate(self, start: int, stop: int, region: int | None = None) -> str | None:
+        """Back bytes of a region, by default the own, with memory; local. Returns what went wrong."""
+        first = (self.own if region is None else region) * self.region_bytes + start // PAGE * PAGE
         length = _round_up(stop, PAGE) - start // PAGE * PAGE
         try:
             if length:
@@ -119,9 +119,9 @@ class Segment:
             self._descriptor = descriptor
             weakref.finalize(self, os.close, descriptor).atexit = False
 
-    def offset_of(self, address: int, nbytes: int) -> int | None:
-        """Return where in the own region `nbytes` bytes of memory at `address` lie, None if they do not; local."""
-        offset = address - self._address
+    def offset_of(self, address: int, nbytes: int, region: int | None = None) -> int | None:
+        """Return where in a region, by default the own, `nbytes` bytes at `address` lie, None if not; local."""
+        offset = address - (self._address if region is None else self.regions[region].ctypes.data)
         return offset if offset >= 0 and offset + nbytes <= self.region_bytes else None
 
 
@@ -225,8 +225,13 @@ class Arena:
         self._droppers: Counter[int] = Counter()
         self._next_number = 0
 
-    def allocate(self, nbytes: int) -> Block | str:
-        """Find a block of `nbytes` bytes and back it with memory; collective. Returns what went wrong as a text."""
+    def allocate(self, nbytes: int, *, common: bool = False) -> Block | str:
+        """Find a block of `nbytes` bytes and back it with memory; collective. Returns what went wrong as a text.
+
+        Args:
+            nbytes: Its size.
+            common: Back the first rank's memory only, which all ranks use; each asks for the pages of its part.
+        """
         self._collect()
         size = _round_up(max(nbytes, 1), PAGE)
         alignment = HUGE_PAGE if size >= HUGE_PAGE else PAGE
@@ -236,12 +241,20 @@ class Arena:
             block = self._find(size, alignment)
             if block is None:
                 return problem or "no shared memory"
-        own = self.segments[block.segment].populate(block.start, block.start + nbytes)
+        own = self._populate(block, nbytes, common)
         problems = [text for text in self._comm.allgather(own) if text]
         if problems:
             self.release([block.number])
             return str(problems[0])
         return block
+
+    def _populate(self, block: Block, nbytes: int, common: bool) -> str | None:
+        segment = self.segments[block.segment]
+        if not common:
+            return segment.populate(block.start, block.start + nbytes)
+        rank, ranks = self._comm.rank, self._comm.size
+        low, high = (_round_up(nbytes * place // ranks, PAGE) for place in (rank, rank + 1))
+        return segment.populate(block.start + low, block.start + min(high, _round_up(nbytes, PAGE)), 0)
 
     def _collect(self) -> None:
         """Free what all ranks have dropped; collective."""
@@ -283,9 +296,13 @@ class Arena:
         """Size of the blocks in use, in each rank's region."""
         return sum(block.size for block in self._blocks.values())
 
-    def tensor(self, block: Block, nbytes: int) -> Tensor:
-        """Return this rank's memory of a block, [nbytes] uint8; noted as dropped once no tensor uses it; local."""
-        memory = self.segments[block.segment].regions[self._comm.rank][block.start : block.start + nbytes]
+    def tensor(self, block: Block, nbytes: int, *, common: bool = False) -> Tensor:
+        """Return a block's memory, this rank's or that in common, [nbytes] uint8; local.
+
+        The block is noted as dropped once no tensor uses it.
+        """
+        region = self.segments[block.segment].regions[0 if common else self._comm.rank]
+        memory = region[block.start : block.start + nbytes]
         # A view has an owner of its own, whose end is the end of the last tensor on it.
         memory = np.frombuffer(memory.data, dtype=np.uint8) if nbytes else np.empty(0, np.uint8)
         weakref.finalize(memory, self.dropped.append, block.number).atexit = False
@@ -301,6 +318,10 @@ class Arena:
             if offset is not None:
                 return (index << 48) + offset + 1
         return 0
+
+    def is_common(self, tensor: Tensor) -> bool:
+        """Say whether a tensor lies in the first rank's memory, which is what all may have in common; local."""
+        return any(segment.offset_of(tensor.data_ptr(), tensor.nbytes, 0) is not None for segment in self.segments)
 
     def parts(self, address: int, nbytes: int) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
         """Return the memory of all local ranks at an address; local."""

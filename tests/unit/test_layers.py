@@ -16,7 +16,7 @@ import axonmpi
 
 LAYERS = (
     ("errors", "types", "environment", "partition", "topology", "memory", "backends"),
-    ("backends.reduction",),
+    ("backends.reduction", "backends.flat_parts"),
     ("backends.call", "backends.checks"),
     ("backends.base",),
     (
@@ -24,8 +24,9 @@ LAYERS = (
         *("backends.runtime", "backends.mpi_memory", "backends.mpi_messages", "backends.mpi_slots"),
         *("backends.shared_memory", "backends.node_barrier", "backends.node_slots", "backends.plain_paths"),
         *("backends.node_scratch", "backends.node_plans", "backends.node_paths", "backends.lanes"),
-        *("backends.node_chain", "backends.two_level_paths", "backends.connect"),
+        *("backends.node_chain", "backends.two_level_paths", "backends.node_memory", "backends.connect"),
     ),
+    ("backends.mock_room",),
     ("backends.mock", "backends.mpi"),
     ("group",),
     ("comm", "autograd"),

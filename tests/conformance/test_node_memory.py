@@ -1,0 +1,140 @@
+"""Memory that the ranks of a node have in common, and the collectives on it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import axonmpi as ax
+from axonmpi.errors import CollectiveMismatchError, DtypeError
+
+SIZES = {"equal": [5, 5, 5, 5], "uneven": [7, 0, 1, 12], "large": [70_000, 30_000, 123_456, 1]}
+
+
+def part_of(rank: int, size: int) -> torch.Tensor:
+    return (torch.arange(size) % 251 + 1000 * rank).to(torch.float32)
+
+
+def joined(sizes: list[int]) -> torch.Tensor:
+    return torch.cat([part_of(rank, size) for rank, size in enumerate(sizes)])
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_the_ranks_of_a_node_share_the_memory(world):
+    group = world.default_group
+    common = group.node_empty([world.size], torch.int64)
+    group.barrier()
+    common[world.rank] = world.rank + 10
+    group.barrier()
+    here = group.backend.node_ranks
+    assert world.rank in here
+    assert here == tuple(sorted(here))
+    assert [int(common[rank]) for rank in here] == [rank + 10 for rank in here]
+    assert sorted({rank for ranks in group.all_gather_object(here) for rank in ranks}) == list(range(world.size))
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", SIZES)
+def test_all_gather_into(world, kind, dtype, in_place):
+    group, sizes = world.default_group, SIZES[kind][: world.size]
+    common = group.node_empty([sum(sizes)], dtype)
+    part = part_of(world.rank, sizes[world.rank])
+    if in_place:
+        common.split(sizes)[world.rank].copy_(part)
+    work = group.all_gather_into(common, None if in_place else part, sizes, async_op=kind == "uneven")
+    if work is not None:
+        work.wait(30)
+    assert torch.equal(common, joined(sizes).to(dtype))
+    group.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_nothing_is_overwritten_before_all_have_called(world):
+    group = world.default_group
+    common = group.node_empty([8], torch.float32)
+    for turn in range(200):
+        group.all_gather_into(common, torch.full((4,), float(turn)), [4, 4])
+        assert torch.equal(common, torch.full((8,), float(turn)))  # still so while the other rank calls again
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("op", [ax.ReduceOp.SUM, ax.ReduceOp.AVERAGE, ax.ReduceOp.MAX])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", SIZES)
+def test_reduce_scatter_into(world, kind, dtype, op):
+    group, sizes = world.default_group, SIZES[kind][: world.size]
+    total = sum(sizes)
+
+    def whole(rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        values = torch.randn(total, generator=generator).to(dtype)
+        values[total // 3 : total // 2] = 0
+        return values
+
+    values = whole(world.rank)
+    rest = values[total // 2 :]
+    halves = [rest[: rest.numel() // 2 * 2].view(-1, 2), rest[rest.numel() // 2 * 2 :]]
+    strided = values[: total // 3].repeat_interleave(2)[::2]  # [total // 3] every other element of its memory
+    tensors = [strided, total // 2 - total // 3, *halves]
+    output = torch.full((sizes[world.rank],), 7.0, dtype=dtype)
+    work = group.reduce_scatter_into(output, tensors, sizes, op, async_op=kind == "equal")
+    if work is not None:
+        work.wait(30)
+    stacked = torch.stack([whole(rank).double() for rank in range(world.size)])
+    reduced = {
+        ax.ReduceOp.SUM: stacked.sum(0),
+        ax.ReduceOp.AVERAGE: stacked.mean(0),
+        ax.ReduceOp.MAX: stacked.amax(0),
+    }[op]
+    torch.testing.assert_close(output, reduced.split(sizes)[world.rank].to(dtype))
+
+
+@pytest.mark.ranks(2, 4)
+def test_sums_of_16_bit_tensors_can_stay_in_float32(world):
+    group = world.default_group
+    mine = torch.full((1000 * world.size,), 1.0 + 2**-7 * world.rank, dtype=torch.bfloat16)
+    output = torch.empty(1000)
+    group.reduce_scatter_into(output, [mine], [1000] * world.size, ax.ReduceOp.AVERAGE)
+    expected = sum(1.0 + 2**-7 * rank for rank in range(world.size)) / world.size
+    assert torch.equal(output, torch.full((1000,), expected))
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_with_nothing_but_zeros(world):
+    group = world.default_group
+    tensors = [torch.ones(10, dtype=torch.bfloat16)] if world.rank else [10]
+    output = torch.empty(5)
+    group.reduce_scatter_into(output, tensors, [5, 5], dtype=torch.bfloat16)
+    assert torch.equal(output, torch.ones(5))
+
+
+@pytest.mark.ranks(2)
+def test_wrong_arguments_are_named(world):
+    group = world.default_group
+    common = group.node_empty([4], torch.float32)
+    with pytest.raises(ValueError, match="sizes: expected 2 sizes, one for each rank of the group, got 3"):
+        group.all_gather_into(common, None, [2, 1, 1])
+    with pytest.raises(ValueError, match=r"output: expected a contiguous tensor of shape \[5\], got \[4\]"):
+        group.all_gather_into(common, None, [2, 3])
+    with pytest.raises(ValueError, match=r"tensor: expected a contiguous tensor of shape \[2\], got \[4\]"):
+        group.all_gather_into(common, torch.ones(4), [2, 2])
+    with pytest.raises(ValueError, match="tensors: expected 4 elements in all, the sum of sizes, got 3"):
+        group.reduce_scatter_into(torch.empty(2), [torch.ones(3)], [2, 2])
+    with pytest.raises(DtypeError, match=r"expected tensors of torch.float32, and output of that"):
+        group.reduce_scatter_into(torch.empty(2, dtype=torch.float64), [torch.ones(4)], [2, 2])
+    with pytest.raises(ValueError, match="sizes of at least 0"):
+        group.node_empty([-1], torch.float32)
+    group.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_calls_that_differ_are_an_error_on_every_rank(world):
+    group = world.default_group
+    common = group.node_empty([4], torch.float32)
+    with pytest.raises(CollectiveMismatchError, match="all_gather_into"):
+        group.all_gather_into(common, None, [1, 3] if world.rank else [2, 2])
+    with pytest.raises(CollectiveMismatchError, match="reduce_scatter_into"):
+        group.reduce_scatter_into(torch.empty(2), [torch.ones(4)], [2, 2], ax.ReduceOp(int(world.rank)))
+    group.barrier()
