@@ -22,7 +22,6 @@ from axonmpi.backends.mpi_slots import PAYLOAD_BYTES
 
 LAYOUTS = ("contiguous", "transposed", "strided", "offset", "negated", "conjugated")
 SHAPES: tuple[Shape, ...] = ((), (0,), (1,), (7,), (3, 5), (2, 0, 3), (4, 1, 3))
-_UNDER_WAY = 3
 _SHOWN = 10
 
 
@@ -41,14 +40,14 @@ def allows(dtype: torch.dtype, shape: Shape, layout: str) -> bool:
     return len(shape) > {"transposed": 1, "strided": 0}.get(layout, -1)
 
 
-class Laid:
-    """A tensor with given values, laid out in memory in some way among other values, which nobody may change."""
+class Watched:
+    """A tensor that lies in memory among other values, which nobody may change."""
 
-    def __init__(self, source: Tensor, layout: str) -> None:
-        self._around: list[Tensor] = []
-        self.tensor = getattr(self, f"_{layout}")(source)
-        self._before = [tensor.clone() for tensor in self._around]
-        self._version = self.tensor._version
+    def __init__(self, tensor: Tensor, around: Sequence[Tensor]) -> None:
+        self.tensor = tensor
+        self._around = around
+        self._before = [part.clone() for part in around]
+        self._version = tensor._version
 
     def is_intact(self) -> bool:
         """Whether what lies around the tensor is unchanged."""
@@ -57,6 +56,14 @@ class Laid:
     def autograd_knows(self) -> bool:
         """Whether a write into the tensor is visible to autograd."""
         return self.tensor._version > self._version or not self.tensor.numel()
+
+
+class Laid(Watched):
+    """A tensor with given values, laid out in memory in some way."""
+
+    def __init__(self, source: Tensor, layout: str) -> None:
+        self._around = []
+        super().__init__(getattr(self, f"_{layout}")(source), self._around)
 
     def _contiguous(self, source: Tensor) -> Tensor:
         return source.clone()
@@ -94,6 +101,8 @@ class CollectiveChecks:
         label: Named with each problem.
     """
 
+    most_under_way = 3
+
     def __init__(
         self, group: ProcessGroup, *, asynchronous: bool = False, seed: int = 0, label: object = ""
     ) -> None:
@@ -114,7 +123,7 @@ class CollectiveChecks:
         layout: str = "contiguous",
     ) -> None:
         case = self._case("all_reduce", dtype, shape, op, layout)
-        laid = Laid(self._own(dtype, shape), layout)
+        laid = self._lay(self._own(dtype, shape), layout)
         expected = self._reduced(dtype, shape, op)
         returned = self.group.all_reduce(laid.tensor, op, async_op=self._asynchronous)
         self._later(returned, lambda value: self._written(case, laid, value, expected))
@@ -128,7 +137,7 @@ class CollectiveChecks:
         layout: str = "contiguous",
     ) -> None:
         case = self._case("reduce", dtype, shape, op, dst, layout)
-        laid = Laid(self._own(dtype, shape), layout)
+        laid = self._lay(self._own(dtype, shape), layout)
         own = self._own(dtype, shape)
         expected = self._reduced(dtype, shape, op)
         returned = self.group.reduce(laid.tensor, dst, op, async_op=self._asynchronous)
@@ -137,7 +146,7 @@ class CollectiveChecks:
             if self.group.rank == dst:
                 self._written(case, laid, value, expected)
             else:
-                self._expect(case, same_bits(laid.tensor, own), "changed on a rank that is not dst")
+                self._unchanged(case, laid, own)
 
         self._later(returned, compare)
 
@@ -150,7 +159,7 @@ class CollectiveChecks:
         layout: str = "contiguous",
     ) -> None:
         case = self._case("reduce_scatter", dtype, shape, op, dim, layout)
-        laid = Laid(self._own(dtype, shape), layout)
+        laid = self._lay(self._own(dtype, shape), layout)
         own = self._own(dtype, shape)
         expected = self._reduced(dtype, shape, op).slice(self.group.size, dim, self.group.rank)
         returned = self.group.reduce_scatter(laid.tensor, op, dim, async_op=self._asynchronous)
@@ -158,7 +167,7 @@ class CollectiveChecks:
         def compare(value: Tensor) -> None:
             self._is_new(case, value, laid.tensor)
             self._close(case, value, dtype, expected)
-            self._expect(case, same_bits(laid.tensor, own), "changed its input")
+            self._unchanged(case, laid, own)
 
         self._later(returned, compare)
 
@@ -166,7 +175,7 @@ class CollectiveChecks:
 
     def broadcast(self, dtype: torch.dtype, shape: Shape, src: int = 0, layout: str = "contiguous") -> None:
         case = self._case("broadcast", dtype, shape, src, layout)
-        laid = Laid(self._own(dtype, shape), layout)
+        laid = self._lay(self._own(dtype, shape), layout)
         wanted = self._of(src, dtype, shape)
         returned = self.group.broadcast(laid.tensor, src, async_op=self._asynchronous)
 
@@ -191,9 +200,14 @@ class CollectiveChecks:
         case = self._case("all_gather", dtype, shapes, dim, layout)
         parts = [self._of(rank, dtype, shape) for rank, shape in enumerate(shapes)]
         wanted = torch.cat([part.reshape(1) if part.dim() == 0 else part for part in parts], dim)
-        own = Laid(parts[self.group.rank], layout).tensor
-        returned = self.group.all_gather(own, dim, async_op=self._asynchronous)
-        self._later(returned, lambda value: self._copied(case, value, wanted, own))
+        laid = self._lay(parts[self.group.rank], layout)
+        returned = self.group.all_gather(laid.tensor, dim, async_op=self._asynchronous)
+
+        def compare(value: Tensor) -> None:
+            self._copied(case, value, wanted, laid.tensor)
+            self._unchanged(case, laid, parts[self.group.rank])
+
+        self._later(returned, compare)
 
     def gather(
         self,
@@ -308,6 +322,10 @@ class CollectiveChecks:
 
     # ---- steps --------------------------------------------------------------------------------------------
 
+    def _lay(self, source: Tensor, layout: str) -> Watched:
+        """Put into memory what this rank gives to an operation that all ranks call with a tensor."""
+        return Laid(source, layout)
+
     def _case(self, operation: str, *options: object) -> str:
         """Name the case; the values of the next one are different."""
         self._seed += 1
@@ -335,7 +353,7 @@ class CollectiveChecks:
             compare(returned)
             return
         self._under_way.append((returned, compare))
-        if len(self._under_way) > _UNDER_WAY:
+        if len(self._under_way) > self.most_under_way:
             self._settle_oldest()
 
     def _settle_oldest(self) -> None:
@@ -346,11 +364,15 @@ class CollectiveChecks:
         if not condition:
             self.problems.append(f"{case}: {problem}")
 
-    def _written(self, case: str, laid: Laid, value: Any, expected: Expected) -> None:
+    def _written(self, case: str, laid: Watched, value: Any, expected: Expected) -> None:
         self._expect(case, value is None, f"returned {value!r}")
         self._close(case, laid.tensor, laid.tensor.dtype, expected)
         self._expect(case, laid.is_intact(), "changed memory around the tensor")
         self._expect(case, laid.autograd_knows(), "unseen by autograd")
+
+    def _unchanged(self, case: str, laid: Watched, own: Tensor) -> None:
+        self._expect(case, same_bits(laid.tensor, own), "changed what it was given")
+        self._expect(case, laid.is_intact(), "changed memory around the tensor")
 
     def _copied(self, case: str, got: Tensor, wanted: Tensor, source: Tensor | None) -> None:
         self._equal(case, got, wanted)

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from collective_checks import Watched
 from numpy_reference import same_bits
 from torch import Tensor
 
@@ -25,26 +26,6 @@ PLACEMENTS = ("whole", "view", "scattered", "mixed", "alone", "foreign")
 SYMMETRIC = ("whole", "view")
 _MARGIN = 64
 _TURNS = 4
-
-
-class Placed:
-    """A tensor with given values that lies in some place; bytes around it are watched."""
-
-    def __init__(self, tensor: Tensor, source: Tensor, around: list[Tensor]) -> None:
-        self.tensor = tensor
-        tensor.copy_(source)
-        self._around = around
-        for part in around:
-            part.fill_(0xA5)
-        self._version = tensor._version
-
-    def is_intact(self) -> bool:
-        """Whether what lies around the tensor is unchanged."""
-        return all(bool((part == 0xA5).all()) for part in self._around)
-
-    def autograd_knows(self) -> bool:
-        """Whether a write into the tensor is visible to autograd."""
-        return self.tensor._version > self._version or not self.tensor.numel()
 
 
 class Places:
@@ -70,10 +51,10 @@ class Places:
             if (kind == "mixed" and group.rank % 2) or (kind == "alone" and group.rank != group.size - 1):
                 self._memory = torch.zeros(_TURNS * self._room, dtype=torch.uint8)
 
-    def put(self, source: Tensor) -> Placed:
+    def put(self, source: Tensor) -> Watched:
         """Copy a tensor to the next place; four at a time may be in use."""
         if self._memory is None:
-            return Placed(self.group.symmetric_empty(source.shape, source.dtype), source, [])
+            return Watched(self.group.symmetric_empty(source.shape, source.dtype).copy_(source), [])
         room = self._memory[self._turn * self._room : (self._turn + 1) * self._room]
         self._turn = (self._turn + 1) % _TURNS
         # Not on a cache line of its own: an odd number of elements from the beginning.
@@ -82,7 +63,8 @@ class Places:
             start += self.group.rank * _MARGIN
         stop = start + source.nbytes
         tensor = room[start:stop].view(source.dtype).view(source.shape)
-        return Placed(tensor, source, [room[:start], room[stop : stop + _MARGIN]])
+        tensor.copy_(source)
+        return Watched(tensor, [part.fill_(0xA5) for part in (room[:start], room[stop : stop + _MARGIN])])
 
 
 @contextmanager

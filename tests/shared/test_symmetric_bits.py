@@ -9,8 +9,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from collective_checks import Watched
 from numpy_reference import same_bits
-from placements import PLACEMENTS, Placed, Places, agree_on_bits, places_in
+from placements import PLACEMENTS, Places, agree_on_bits, places_in
 from torch import Tensor
 
 from axonmpi import ReduceOp
@@ -37,7 +38,7 @@ def every_reduction(places: Places, source: Tensor, op: ReduceOp) -> dict[str, T
     group.reduce(rooted.tensor, last, op)
     group.broadcast(rooted.tensor, last)
     gathered = group.all_gather(group.reduce_scatter(scattered.tensor, op))
-    assert all(map(Placed.is_intact, (blocking, asynchronous, rooted, scattered)))
+    assert all(map(Watched.is_intact, (blocking, asynchronous, rooted, scattered)))
     return {
         "all_reduce": blocking.tensor,
         "asynchronous all_reduce": asynchronous.tensor,

@@ -75,7 +75,7 @@ def test_every_operation_wherever_the_tensors_lie(world, kind, asynchronous) -> 
             large = most // dtype.itemsize + 1
             for shape in ((0,), (1,), (28,), (29,), (3, 0, 2), (5, 300), (8, 40, 3), (large,)):
                 choices = reductions(dtype)
-                checks.every_operation(dtype, shape, choices[next(turns) % len(choices)])
+                checks.every_symmetric_operation(dtype, shape, choices[next(turns) % len(choices)])
         checks.finish()
 
 
@@ -99,10 +99,10 @@ def test_blocks_of_unequal_sizes(world, kind) -> None:
         checks = SymmetricChecks(places.group, places)
         # What fits into the first message (28 elements), what does not, nothing; in every combination.
         for sizes in itertools.product((0, 3, 28, 29, 1500), repeat=min(world.size, 3)):
-            checks.all_gather(torch.float32, (1,), 0, sizes)
+            checks.all_gather(torch.float32, (1,), 0, sizes=sizes)
         for sizes in ((0, 100), (1, 400), (7, 8, 9, 10)):
-            checks.all_gather(torch.float32, (1, 13), 0, sizes)
-            checks.all_gather(torch.float32, (13, 1), 1, sizes)
+            checks.all_gather(torch.float32, (1, 13), 0, sizes=sizes)
+            checks.all_gather(torch.float32, (13, 1), 1, sizes=sizes)
         checks.finish()
 
 
@@ -123,7 +123,7 @@ def test_sizes_around_every_limit(world, kind) -> None:
         for dtype in (torch.uint8, torch.bfloat16, torch.float64):
             for limit in limits:
                 for count in around(limit, dtype.itemsize):
-                    checks.every_operation(dtype, (count,))
+                    checks.every_symmetric_operation(dtype, (count,))
         checks.finish()
 
 
@@ -136,8 +136,8 @@ def test_pieces_and_chunks_as_large_as_they_are(world, kind) -> None:
         for limit in limits:
             for count in around(limit, 4):
                 checks.all_reduce(torch.int32, (count,))
-        checks.every_operation(torch.int32, (2 * CHUNK_BYTES // 4 + 1,), ReduceOp.MIN)
-        checks.every_operation(torch.bfloat16, (3, CHUNK_BYTES // 4 + 1), ReduceOp.SUM)
+        checks.every_symmetric_operation(torch.int32, (2 * CHUNK_BYTES // 4 + 1,), ReduceOp.MIN)
+        checks.every_symmetric_operation(torch.bfloat16, (3, CHUNK_BYTES // 4 + 1), ReduceOp.SUM)
         checks.finish()
 
 
@@ -169,7 +169,7 @@ def test_any_cases_one_after_the_other(world, cases, piece_bytes) -> None:
     for dtype, nbytes, kind, which, way in cases:
         choices = reductions(dtype)
         shape = (nbytes // dtype.itemsize,) if which % 2 else (max(1, nbytes // dtype.itemsize // 7), 7)
-        checks[kind, way].every_operation(dtype, shape, choices[which % len(choices)])
+        checks[kind, way].every_symmetric_operation(dtype, shape, choices[which % len(choices)])
     for each in checks.values():
         each.finish()
     group.close()
