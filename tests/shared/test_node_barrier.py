@@ -80,19 +80,22 @@ def test_the_fence_is_used_on_both_sides(world, pages) -> None:
 
 @ON_RANKS
 def test_waiting_costs_little(world, pages) -> None:
-    """The last rank comes a second late; the others sleep meanwhile."""
+    """The last rank comes a second after the others, which sleep most of the time, however busy the machine is."""
     group = world.default_group
     segment = pages(group)
     barrier = barrier_of(group, segment)
     barrier.wait()
     late = world.rank == world.size - 1
     if late:
+        words = memoryview(segment.memory).cast("q")
+        while any(words[rank * PAGE // 8] <= barrier.count for rank in range(world.size - 1)):
+            time.sleep(0.001)
         time.sleep(1.0)
     began, burnt = time.monotonic(), time.thread_time()
     barrier.wait()
     burnt, waited = time.thread_time() - burnt, time.monotonic() - began
-    assert late or waited > 0.7
-    assert burnt < 0.3
+    assert late or waited > 0.9
+    assert late or burnt < 0.1 * waited
     group.barrier()
 
 
