@@ -133,7 +133,9 @@ def test_a_rank_that_says_it_has_failed_releases_the_others(world, pages) -> Non
         with pytest.raises(CommunicatorError, match="a step: this group cannot be used: out of data"):
             barrier.wait("a step")
     else:
-        with pytest.raises(RankFailedError, match="rank 0 has failed while a step waited for it on this node"):
+        # Of several, perhaps one that has given up for the same reason before.
+        failed = "0" if world.size == 2 else rf"[^{world.rank}]"
+        with pytest.raises(RankFailedError, match=f"rank {failed} has failed while a step waited for it on this"):
             barrier.wait("a step")
     group.barrier()
 
