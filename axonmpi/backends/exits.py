@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
+from ..errors import RankFailedError
 from .children import after_fork
 
 __all__ = ["after_fork", "before_finalize", "install", "meet_on"]
@@ -43,6 +44,8 @@ CLOSING_SECONDS = 5.0
 """How long the callables of `before_finalize` may take, all together."""
 ABORT_SECONDS = 3.0
 """How long MPI_Abort may take before the process ends without it, which the launcher notices."""
+CAUSE_SECONDS = 1.5
+"""How long a rank that failed because another one did gives that one to end the job, before it speaks."""
 READ_SECONDS = 0.5
 """How long an aborting rank waits for the launcher to read what it has printed."""
 
@@ -106,6 +109,8 @@ class _Job:
         if self._is_out():
             self._exception_hook(kind, error, trace)
             return
+        if isinstance(error, RankFailedError):
+            time.sleep(CAUSE_SECONDS)  # the launcher ends this process when the rank that failed ends the job
         text = ""
         if self._exception_hook is not sys.__excepthook__:
             text = _printed_by(lambda: self._exception_hook(kind, error, trace))
