@@ -67,6 +67,15 @@ from .errors import (
     NcclError,
     RankFailedError,
 )
+from .fsdp import (
+    CPUOffload,
+    FSDPMemoryStats,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ScatteredParameterError,
+    ShardedGradScaler,
+    ShardingStrategy,
+)
 from .group import ProcessGroup, World
 from .types import GradSyncStrategy, Observer, ReduceOp, Work
 
@@ -76,21 +85,27 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 DDP = DistributedDataParallel
+FSDP = FullyShardedDataParallel
 
 __all__ = [
     "DDP",
+    "FSDP",
     "AxonmpiError",
     "Backend",
+    "CPUOffload",
     "CheckpointError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "CommunicatorError",
     "DistributedDataParallel",
     "DistributedSampler",
+    "FSDPMemoryStats",
+    "FullyShardedDataParallel",
     "GradSyncStrategy",
     "GradientBucket",
     "GradientSynchronizer",
     "LaunchError",
+    "MixedPrecision",
     "MockBackend",
     "MpiBackend",
     "NcclError",
@@ -98,6 +113,9 @@ __all__ = [
     "ProcessGroup",
     "RankFailedError",
     "ReduceOp",
+    "ScatteredParameterError",
+    "ShardedGradScaler",
+    "ShardingStrategy",
     "Work",
     "World",
     "all_gather",

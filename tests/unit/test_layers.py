@@ -31,7 +31,7 @@ LAYERS = (
     ("group",),
     ("comm", "autograd"),
     ("wrapping.*",),
-    ("ddp.*", "data"),
+    ("ddp.*", "fsdp.*", "data"),
     ("testing.*",),
     ("train.*",),
     ("cli.*",),

@@ -1,0 +1,19 @@
+"""Fully sharded data parallelism: parameters, gradients and optimizer state divided among the ranks (layer 5)."""
+
+from __future__ import annotations
+
+from .guard import ScatteredParameterError
+from .memory import FSDPMemoryStats
+from .options import CPUOffload, MixedPrecision, ShardingStrategy
+from .scaler import ShardedGradScaler
+from .wrapper import FullyShardedDataParallel
+
+__all__ = [
+    "CPUOffload",
+    "FSDPMemoryStats",
+    "FullyShardedDataParallel",
+    "MixedPrecision",
+    "ScatteredParameterError",
+    "ShardedGradScaler",
+    "ShardingStrategy",
+]

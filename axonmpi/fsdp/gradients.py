@@ -1,0 +1,142 @@
+"""From whole gradients on every rank to the sum's shard on one (layer 5).
+
+fulls' .grad   | weight ........ | bias |     what autograd leaves, on each rank
+reduce-scatter
+parts' .grad       | weight |                 the average over all ranks: this rank's shard of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..backends.reduction import wide_dtype
+from ..group import ProcessGroup
+from ..types import ReduceOp, Work
+from .flat import FlatParameter
+from .offload import Files
+
+__all__ = ["FlatGradient"]
+
+
+class FlatGradient:
+    """The gradient of a flat parameter.
+
+    Args:
+        flat: The parameter.
+        sum_dtype: Dtype in which gradients are summed and rounded.
+        replicas: The ranks that hold the same shard; None if there are no others.
+        files: Where the gradient's shard lies instead of memory, if anywhere.
+
+    Attributes:
+        shard: [S] memory of the gradient's shard, once there is one.
+        launched: Whether the reduction of this backward has begun.
+    """
+
+    def __init__(
+        self, flat: FlatParameter, sum_dtype: torch.dtype, replicas: ProcessGroup | None, files: Files | None = None
+    ) -> None:
+        self.flat = flat
+        self.shard: Tensor | None = None
+        self.launched = False
+        self.arrived: set[int] = set()
+        self._sum_dtype = sum_dtype
+        computed = flat.compute_dtype
+        self._wire_dtype = computed if sum_dtype in (computed, wide_dtype(computed)) else sum_dtype
+        self._replicas = replicas
+        self._files = files
+        self._gaps = flat.layout.gaps()
+        self._order = sorted(
+            range(len(flat.members)), key=lambda i: (flat.layout.offsets[i], flat.layout.numels[i])
+        )
+        self._target: Tensor | None = None
+        self._work: Work | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all gradients of this backward are in."""
+        return all(index in self.arrived or not part.requires_grad for index, part in enumerate(self.flat.parts))
+
+    def holds(self) -> list[bool]:
+        """Say for each parameter whether there is a gradient that was not reduced yet."""
+        return [full.grad is not None for full in self.flat.fulls]
+
+    def launch(self, *, async_op: bool) -> None:
+        """Begin to reduce what gradients there are, zeros for the others; collective."""
+        self.launched = True
+        self._target = self._make_target()
+        self._work = self.flat.group.reduce_scatter_into(
+            self._target,
+            self._laid_out(),
+            self.flat.sizes,
+            ReduceOp.AVERAGE,
+            dtype=self._wire_dtype,
+            async_op=async_op,
+        )
+        for full in self.flat.fulls:
+            full.grad = None
+
+    def finish(self, used: Sequence[bool], timeout: float | None) -> None:
+        """Wait for the reduction and add its result to the parts' gradients; collective among replicas.
+
+        Args:
+            used: For each parameter, whether any rank has a gradient.
+            timeout: Seconds to wait.
+        """
+        if self._work is not None:
+            self._work.wait(timeout)
+        assert self._target is not None
+        if self._replicas is not None:
+            self._replicas.all_reduce(self._target, ReduceOp.AVERAGE)
+        for index, part in enumerate(self.flat.parts):
+            if used[index] and part.numel():
+                self._add(index, self.flat.part_of(self._target, index))
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what has arrived and what is under way; local."""
+        self.launched, self._work, self._target = False, None, None
+        self.arrived.clear()
+
+    def discard(self) -> None:
+        """Drop gradients that were not reduced; local."""
+        self.reset()
+        for full in self.flat.fulls:
+            full.grad = None
+
+    def _add(self, index: int, piece: Tensor) -> None:
+        part = self.flat.parts[index]
+        if part.grad is not None:
+            part.grad.add_(piece)
+            return
+        home = self.flat.part_of(self._shard_memory(), index)
+        if home.data_ptr() != piece.data_ptr():
+            home.copy_(piece)
+        part.grad = home
+
+    def _make_target(self) -> Tensor:
+        size = self.flat.sizes[self.flat.group.rank]
+        is_fresh = all(part.grad is None for part in self.flat.parts)
+        if is_fresh and self._sum_dtype == self.flat.dtype:
+            return self._shard_memory()
+        return torch.empty(size, dtype=self._sum_dtype)
+
+    def _shard_memory(self) -> Tensor:
+        if self.shard is None:
+            size = self.flat.sizes[self.flat.group.rank]
+            files, dtype = self._files, self.flat.dtype
+            self.shard = torch.empty(size, dtype=dtype) if files is None else files.own([size], dtype)
+        return self.shard
+
+    def _laid_out(self) -> list[Tensor | int]:
+        laid: list[Tensor | int] = []
+        for index in self._order:
+            laid += [self._gaps[index]] if self._gaps[index] else []
+            gradient = self.flat.fulls[index].grad
+            if gradient is None:
+                laid.append(self.flat.layout.numels[index])
+            else:
+                laid.append(gradient.detach().to(self._wire_dtype))
+        return [*laid, self._gaps[-1]] if self._gaps[-1] else laid

@@ -1,0 +1,57 @@
+"""Parameters of a unit that is not gathered: for optimizers, and not for layers (layer 5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+__all__ = ["GuardedParameters", "ScatteredParameterError", "guard"]
+
+
+class ScatteredParameterError(ValueError):
+    """A parameter was used for computing while its values were spread over the ranks."""
+
+
+class GuardedParameters(dict[str, Any]):
+    """The parameters of a module, of which a forward may read those that are gathered only.
+
+    Args:
+        parameters: The module's parameters.
+    """
+
+    def __init__(self, parameters: dict[str, Any]) -> None:
+        super().__init__(parameters)
+        self.unit_of: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        unit = self.unit_of.get(name)
+        if unit is not None and not unit.active and unit.run.depth:
+            raise ScatteredParameterError(_message(unit, name))
+        return super().__getitem__(name)
+
+
+def guard(module: nn.Module, attribute: str, unit: Any) -> None:
+    """Make reading a parameter in a forward an error while its unit is not gathered; local."""
+    if not isinstance(module._parameters, GuardedParameters):
+        object.__setattr__(module, "_parameters", GuardedParameters(module._parameters))
+        module.register_forward_pre_hook(_check_gathered)
+    parameters: Any = module._parameters
+    parameters.unit_of[attribute] = unit
+
+
+def _check_gathered(module: nn.Module, _args: object) -> None:
+    parameters: Any = module._parameters
+    for attribute, unit in parameters.unit_of.items():
+        if not unit.active and unit.module is not module and not unit.run.by_hand:
+            raise ScatteredParameterError(_message(unit, attribute))
+
+
+def _message(unit: Any, attribute: str) -> str:
+    name = unit.name_of(attribute)
+    where = f"unit {unit.name!r}" if unit.name else "the outermost unit"
+    return (
+        f"parameter {name!r} belongs to {where} and was used outside of that unit's forward, while its values are "
+        "spread over the ranks. Call the wrapped model (or the unit), put the modules that use the parameter into "
+        "one unit with units=..., or use it within `with fsdp.full_parameters():`"
+    )

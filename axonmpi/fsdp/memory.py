@@ -1,0 +1,158 @@
+"""How much memory parameters, gradients and optimizer state take (layer 5).
+
+A rank's bytes, for P parameter elements of b bytes, N nodes of L ranks, W = N·L, an optimizer with k numbers each:
+
+    strategy         parameters                        gradients   optimizer
+    FULL_SHARD       b·P/W (and what is gathered)      b·P/W       k·b·P/W
+    SHARD_GRAD_OP    the same, the whole model once    b·P/W       k·b·P/W
+                     a node where it is gathered
+    HYBRID_SHARD     b·P/L                             b·P/L       k·b·P/L
+    NO_SHARD         b·P                               b·P         k·b·P
+
+What the ranks of a node have in common counts in equal shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from .flat import FlatParameter, State
+from .groups import ShardingGroups
+from .layout import by_elements
+from .optimizers import StateOf
+from .options import MixedPrecision, ShardingStrategy
+from .run import Run
+
+__all__ = ["FSDPMemoryStats", "estimated", "measured"]
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class FSDPMemoryStats:
+    """Memory of one rank.
+
+    Attributes:
+        total_params: Parameters of the model, on all ranks together.
+        param_memory_bytes: The rank's shard, and its share of the buffers that parameters are gathered in.
+        grad_memory_bytes: The gradient's shard.
+        optim_memory_bytes: The optimizer's state for the shard.
+        world_size: Ranks that train the model together.
+        unsharded_bytes: What parameters, gradients and state take together without sharding.
+        resident_bytes: All memory of the process, what it has in common with others in equal shares (its
+            proportional set size); 0 in an estimate, and where the system does not tell.
+        peak_bytes: The most memory that the process has had by itself so far, its resident set's high-water
+            mark; 0 in an estimate, and where the system does not tell.
+    """
+
+    total_params: int
+    param_memory_bytes: int
+    grad_memory_bytes: int
+    optim_memory_bytes: int
+    world_size: int
+    unsharded_bytes: int
+    resident_bytes: int = 0
+    peak_bytes: int = 0
+
+    @property
+    def total_memory_bytes(self) -> int:
+        """Parameters, gradients and optimizer state."""
+        return self.param_memory_bytes + self.grad_memory_bytes + self.optim_memory_bytes
+
+    def total_memory_mb(self) -> float:
+        """Return parameters, gradients and optimizer state in MiB."""
+        return self.total_memory_bytes / _MIB
+
+    def memory_savings(self) -> float:
+        """Return the part of the memory that sharding saves, 0 to 1; 0.75 with everything on four ranks."""
+        return 1 - self.total_memory_bytes / self.unsharded_bytes if self.unsharded_bytes else 0.0
+
+
+def measured(run: Run, groups: ShardingGroups, strategy: ShardingStrategy) -> FSDPMemoryStats:
+    """Measure what there is; local."""
+    flats = [flat for unit in run.units for flat in unit.flats]
+    sharers = len(groups.shard.backend.node_ranks)
+    slots = {id(unit.slot): unit.slot for unit in run.units if unit.slot is not None}
+    lent = sum(slot.memory.nbytes for slot in slots.values())
+    kept = sum(flat.buffer_bytes for flat in flats if flat.state != State.LENT)
+    own = sum(flat.shard.nbytes for flat in flats if not flat.in_place)
+    gradients = sum(part.grad.nbytes for flat in flats for part in flat.parts if part.grad is not None)
+    state = sum(tensor.nbytes for tensor in StateOf(run).tensors())
+    resident, peak = process_memory()
+    return FSDPMemoryStats(
+        total_params=_count(flats),
+        param_memory_bytes=own + (lent + kept) // sharers,
+        grad_memory_bytes=gradients,
+        optim_memory_bytes=state,
+        world_size=groups.size,
+        unsharded_bytes=_unsharded(flats, 2 if state else 0),
+        resident_bytes=resident,
+        peak_bytes=peak,
+    )
+
+
+def estimated(
+    run: Run,
+    groups: ShardingGroups,
+    strategy: ShardingStrategy,
+    world_size: int | None,
+    ranks_per_node: int | None,
+    states: int,
+    precision: MixedPrecision,
+) -> FSDPMemoryStats:
+    """Compute what a strategy would take; local."""
+    world = groups.size if world_size is None else world_size
+    here = len(groups.shard.backend.node_ranks) if strategy is not ShardingStrategy.NO_SHARD else 1
+    local = ranks_per_node or (world if world_size is not None else max(here, 1))
+    if world < 1 or local < 1 or world % local:
+        raise ValueError(f"world_size: expected a multiple of ranks_per_node ({local}), got {world}")
+    shards = {ShardingStrategy.NO_SHARD: 1, ShardingStrategy.HYBRID_SHARD: local}.get(strategy, world)
+    sharers = min(local, shards)
+    parameters = gradients = state = 0
+    depths: dict[int, list[int]] = {}
+    for depth, unit in [(int(bool(unit.name)), unit) for unit in run.units]:
+        gathered = 0
+        for flat in unit.flats:
+            compute = precision.compute_dtype(flat.dtype)
+            layout = by_elements(flat.layout.numels, shards)
+            shard, buffer = layout.sizes[0] * flat.dtype.itemsize, layout.total * compute.itemsize
+            keeps = strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD) or not depth
+            same = compute == flat.dtype
+            if same and (sharers == shards or keeps):
+                parameters += buffer // sharers
+            else:
+                parameters += shard
+                parameters += buffer // sharers if keeps else 0
+                gathered += 0 if keeps else buffer
+            trained = sum(flat.layout.numels) * flat.dtype.itemsize // shards if flat.trains else 0
+            gradients, state = gradients + trained, state + states * trained
+        depths.setdefault(depth, []).append(gathered)
+    lent = sum(max(sizes) * min(2, sum(map(bool, sizes))) for sizes in depths.values())
+    flats = [flat for unit in run.units for flat in unit.flats]
+    return FSDPMemoryStats(
+        _count(flats), parameters + lent // sharers, gradients, state, world, _unsharded(flats, states)
+    )
+
+
+def _count(flats: Iterable[FlatParameter]) -> int:
+    return sum(sum(flat.layout.numels) for flat in flats)
+
+
+def _unsharded(flats: Iterable[FlatParameter], states: int) -> int:
+    copies = [(flat, 2 + states if flat.trains else 1) for flat in flats]
+    return sum(sum(flat.layout.numels) * flat.dtype.itemsize * count for flat, count in copies)
+
+
+def process_memory() -> tuple[int, int]:
+    """Return the process's proportional set size and the high-water mark of its resident set, in bytes; local."""
+    return _kib_of("/proc/self/smaps_rollup", "Pss:"), _kib_of("/proc/self/status", "VmHWM:")
+
+
+def _kib_of(path: str, key: str) -> int:
+    try:
+        lines = Path(path).read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), 0)

@@ -1,0 +1,105 @@
+"""Parameters, gradients and optimizer state in files that are mapped into memory (layer 5).
+
+The system keeps as much of them in memory as there is room for, and writes the rest to the files. The files have no
+names once they are mapped: nothing is left behind, however the job ends.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..group import ProcessGroup
+
+__all__ = ["Files", "OffloadedParameter"]
+
+
+class Files:
+    """Tensors in files of one folder.
+
+    Args:
+        folder: Where the files are made; on a disk with room for them. Made if it is missing.
+
+    Attributes:
+        bytes_mapped: Size of this rank's own files, and of its share of those in common.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.bytes_mapped = 0
+
+    def own(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor of zeros in a file of this rank; local."""
+        nbytes = prod(shape) * dtype.itemsize
+        if not nbytes:
+            return torch.zeros(tuple(shape), dtype=dtype)
+        path = self._make(nbytes)
+        try:
+            return _mapped(path, shape, dtype)
+        finally:
+            path.unlink()
+            self.bytes_mapped += nbytes
+
+    def common(self, shape: Sequence[int], dtype: torch.dtype, group: ProcessGroup) -> Tensor:
+        """Return a tensor of zeros in one file for all ranks of a group on one node; collective."""
+        nbytes = prod(shape) * dtype.itemsize
+        if not nbytes:
+            return torch.zeros(tuple(shape), dtype=dtype)
+        path = self._make(nbytes) if group.rank == 0 else None
+        shared: Path = group.broadcast_object(path)
+        tensor = _mapped(shared, shape, dtype)
+        group.barrier()
+        if path is not None:
+            path.unlink()
+        self.bytes_mapped += nbytes // group.size
+        return tensor
+
+    def _make(self, nbytes: int) -> Path:
+        descriptor, name = tempfile.mkstemp(prefix="axonmpi-", dir=self.folder)
+        try:
+            os.ftruncate(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+        return Path(name)
+
+
+def _mapped(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.from_file(str(path), shared=True, size=prod(shape), dtype=dtype).view(tuple(shape))
+
+
+_LIKE: tuple[Callable[..., Tensor], ...] = (torch.zeros_like, torch.empty_like, torch.ones_like, torch.full_like)
+
+
+class OffloadedParameter(nn.Parameter):
+    """A parameter whose optimizer state goes into files: what is made `like` it lies there.
+
+    Attributes:
+        files: Where.
+    """
+
+    files: Files
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Make tensors that are `like` this one in files; everything else is as usual."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if function in _LIKE and isinstance(args[0], OffloadedParameter) and kwargs.get("device") is None:
+                model = args[0]
+                made = model.files.own(model.shape, kwargs.get("dtype") or model.dtype)
+                if function is torch.ones_like:
+                    made.fill_(1)
+                elif function is torch.full_like:
+                    made.fill_(args[1] if len(args) > 1 else kwargs["fill_value"])
+                return made
+            return function(*args, **kwargs)

@@ -1,0 +1,87 @@
+"""What a user chooses: strategy, precision, offload (layer 5)."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import DtypeError
+
+__all__ = ["CPUOffload", "MixedPrecision", "ShardingStrategy"]
+
+_FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class ShardingStrategy(enum.Enum):
+    """What is divided among the ranks.
+
+    FULL_SHARD: parameters, gradients and optimizer state; a unit's parameters are gathered when it computes
+        (ZeRO-3).
+    SHARD_GRAD_OP: the same, but gathered parameters are kept until they change (ZeRO-2).
+    NO_SHARD: nothing, as in data parallelism.
+    HYBRID_SHARD: as FULL_SHARD among the ranks of a node, while nodes hold replicas.
+
+    Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020.
+    """
+
+    FULL_SHARD = "full"
+    SHARD_GRAD_OP = "grad"
+    NO_SHARD = "none"
+    HYBRID_SHARD = "hybrid"
+
+
+class CPUOffload(enum.Enum):
+    """What lies in files that are mapped into memory, so that it may be larger than memory.
+
+    NONE: nothing.
+    PARAMS: the parameters.
+    FULL: the parameters, their gradients and the optimizer's state.
+    """
+
+    NONE = "none"
+    PARAMS = "params"
+    FULL = "full"
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Dtypes of computation and communication; the sharded parameters keep their own.
+
+    Attributes:
+        param_dtype: Parameters are converted to it when they are gathered, and so are a unit's floating-point
+            inputs.
+            None: not at all.
+        reduce_dtype: Gradients are summed and rounded in it; None: in that of the gradients, or float32 if that
+            has 16 bits.
+        buffer_dtype: Floating-point buffers are converted to it once; None: not at all.
+
+    Raises:
+        DtypeError: One of them is no floating-point dtype.
+    """
+
+    param_dtype: torch.dtype | None = torch.bfloat16
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and dtype not in _FLOATING:
+                raise DtypeError(
+                    f"{name}: expected torch.bfloat16, torch.float16, torch.float32, torch.float64 or "
+                    f"None, got {dtype}"
+                )
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which parameters of `dtype` compute; local."""
+        return self.param_dtype if self.param_dtype is not None and dtype.is_floating_point else dtype
+
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which gradients of `dtype` are summed; local."""
+        if not dtype.is_floating_point:
+            return dtype
+        if self.reduce_dtype is not None:
+            return self.reduce_dtype
+        return torch.float32 if dtype.itemsize < 4 else dtype

@@ -1,0 +1,350 @@
+"""Running a model whose parameters are spread over the ranks (layer 5).
+
+    forward     unit 1 ─▶ unit 2 ─▶ unit 3          before a unit computes its parameters are gathered
+    backward    unit 1 ◀─ unit 2 ◀─ unit 3          again, and its gradients are reduced when the last one is there
+    end         did any rank have a gradient for each parameter? every rank is here: shards may change now
+
+Gradients are reduced in one order on all ranks, whatever order they come in. Ranks of a node read each other's
+shards while they compute, so nobody may change a shard before all have come to the end of backward. Where no
+backward follows a forward, the ranks meet when an optimizer is about to step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from ..group import ProcessGroup
+from ..types import ReduceOp
+from ..wrapping.outputs import accumulates_into, leaf_below, outside_compile, tensors_in
+from .flat import State
+from .gradients import FlatGradient
+from .unit import Unit
+
+__all__ = ["Run", "check_parts"]
+
+
+class Run:
+    """Gathers parameters and reduces gradients as a model computes.
+
+    Args:
+        group: The ranks that share the parameters out.
+        replicas: The ranks that hold the same shard as this one; None if there are no others.
+
+    Attributes:
+        units: The units; the model itself first.
+        gradients: The gradients, in the order in which they are reduced.
+        enabled: False while gradients only accumulate.
+        gathers_ahead: Whether the next unit is gathered while the present one computes.
+        by_hand: Whether parameters are gathered by hand.
+    """
+
+    def __init__(self, group: ProcessGroup, replicas: ProcessGroup | None) -> None:
+        backend = group.backend
+        self.group = group
+        self.replicas = replicas
+        self.units: list[Unit] = []
+        self.gradients: list[FlatGradient] = []
+        self.enabled = True
+        self.by_hand = False
+        self.gathers_ahead = backend.overlaps and len(backend.node_ranks) < group.size
+        self._reduces_ahead = backend.overlaps
+        self._stack: list[Unit] = []
+        self._order: list[Unit] = []
+        self._next_order: list[Unit] = []
+        self._reading = False
+        self._open = False
+        self._next = 0
+
+    def start(self, units: Sequence[Unit], gradients: Sequence[FlatGradient], cast: torch.dtype | None) -> None:
+        """Take over the units; local.
+
+        Args:
+            units: All of them.
+            gradients: Of all that is trained, in the order in which they are to be reduced.
+            cast: Dtype to convert floating-point inputs of units to, if any.
+        """
+        self.units, self.gradients = list(units), list(gradients)
+        unit_of = {id(flat): unit for unit in units for flat in unit.flats}
+        for unit in units:
+            unit.module.register_forward_pre_hook(partial(_before, weakref.ref(self), unit, cast), with_kwargs=True)
+            unit.module.register_forward_hook(partial(_after, weakref.ref(self), unit), always_call=True)
+        for gradient in gradients:
+            for index, full in enumerate(gradient.flat.fulls):
+                full.register_post_accumulate_grad_hook(
+                    partial(_on_gradient, weakref.ref(self), unit_of[id(gradient.flat)], gradient, index)
+                )
+
+    @property
+    def depth(self) -> int:
+        """How many forwards of units are going on, one within the other."""
+        return len(self._stack)
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds to wait for a collective."""
+        return self.group.backend.timeout
+
+    # ---- forward --------------------------------------------------------------------------------------------
+
+    @outside_compile
+    def before_forward(self, unit: Unit) -> None:
+        """Make a unit's parameters whole; collective."""
+        if self.by_hand:
+            if torch.is_grad_enabled():
+                raise ValueError(
+                    "parameters are gathered by hand, so no gradients can be computed: call reshard_parameters() "
+                    "first, leave `with full_parameters()`, or compute under torch.no_grad()"
+                )
+            return
+        if not self._stack and torch._C._current_graph_task_id() == -1:
+            self._begin_pass()
+        unit.begin_gather()
+        unit.finish_gather()
+        unit.version = unit.changes()
+        self._stack.append(unit)
+        unit.active += 1
+        if unit.active == 1:
+            unit.install_fulls()
+        if torch._C._current_graph_task_id() == -1:
+            self._next_order.append(unit)
+            self._gather_ahead(self._order, unit, 1)
+
+    @outside_compile
+    def after_forward(self, unit: Unit, output: Any) -> None:
+        """Let the unit's parameters go, and be there for its backward; local."""
+        if not self._stack or self._stack[-1] is not unit:  # the forward has not begun
+            return
+        if unit.active == 1:
+            unit.install_parts()
+        unit.active -= 1
+        self._stack.pop()
+        if torch.is_grad_enabled():
+            self._watch(unit, output)
+        if not self._stack:
+            self._reading = True
+
+    def _watch(self, unit: Unit, output: Any) -> None:
+        is_outermost = not self._stack
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                leaf = leaf_below(tensor) if is_outermost else None
+                tensor.register_hook(
+                    partial(_on_backward, weakref.ref(self), unit, unit.version, is_outermost, leaf)
+                )
+
+    def _begin_pass(self) -> None:
+        """See that the parameters are what they were, and that all ranks have made their changes; collective."""
+        if self._open:  # an earlier backward ended in an exception
+            self._abandon()
+        for unit in self.units:
+            check_parts(unit)
+        self._order, self._next_order = self._next_order or self._order, []
+        resident = False
+        for unit in self.units:
+            for flat in unit.flats:
+                resident |= flat.state == State.RESIDENT
+                flat.is_valid = flat.state == State.RESIDENT
+        if resident:
+            self.barrier()
+
+    def _gather_ahead(self, order: Sequence[Unit], unit: Unit, step: int) -> None:
+        """Begin to gather the unit that follows, if it does not need the same memory."""
+        if not self.gathers_ahead or unit not in order:
+            return
+        place = order.index(unit) + step
+        if not 0 <= place < len(order):
+            return
+        following = order[place]
+        slot = following.slot
+        is_free = slot is None or (slot is not unit.slot and (slot.holder is None or not slot.holder.active))
+        if following is not unit and is_free:
+            following.begin_gather()
+
+    # ---- backward -------------------------------------------------------------------------------------------
+
+    def before_backward(self, unit: Unit, version: int, is_outermost: bool, leaf: Any) -> None:
+        """Make a unit's parameters whole for its backward; collective."""
+        if is_outermost and accumulates_into(leaf):
+            self._open_backward()
+        if unit.is_resident:
+            return
+        if unit.changes() != version:
+            raise RuntimeError(
+                f"parameters of unit {unit.name!r} were changed between forward and backward: its "
+                "gradients would be "
+                "wrong; call backward before the optimizer's step, or forward again"
+            )
+        unit.begin_gather()
+        unit.finish_gather()
+        self._gather_ahead(self._next_order, unit, -1)
+
+    def on_gradient(self, unit: Unit, gradient: FlatGradient, index: int) -> None:
+        """Take notice of a gradient that is complete; collective if it is the last one of a flat parameter."""
+        if not unit.is_valid:
+            raise RuntimeError(
+                f"the gradient of {gradient.flat.members[index].name!r} was computed while unit "
+                f"{unit.name!r} was not "
+                "gathered, with wrong values: something that its forward computes reaches the loss "
+                "other than through "
+                "what it returns; return it, or put both into one unit with units=..."
+            )
+        self._open_backward()
+        gradient.arrived.add(index)
+        if self.enabled:  # whole gradients are large: they go as soon as they can, overlapped or not
+            self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        while self._next < len(self.gradients) and self.gradients[self._next].is_complete:
+            gradient = self.gradients[self._next]
+            self._next += 1
+            gradient.launch(async_op=self._reduces_ahead)
+
+    def _open_backward(self) -> None:
+        if not self._open:
+            self._open = True
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    @torch.no_grad()
+    def _end_backward(self) -> None:
+        self._open = False
+        if not self.enabled:
+            for gradient in self.gradients:
+                gradient.arrived.clear()
+            return
+        self._reduce_rest()
+
+    def _reduce_rest(self) -> None:
+        """Reduce what is left, compare notes, and hand the averages out; collective."""
+        held = [gradient.holds() for gradient in self.gradients]
+        used = [
+            held_now or index in gradient.arrived
+            for gradient, holds in zip(self.gradients, held, strict=True)
+            for index, held_now in enumerate(holds)
+        ]
+        for gradient in self.gradients:
+            if not gradient.launched:
+                gradient.launch(async_op=self._reduces_ahead)
+        flags = self._agree([True, *used])
+        at = 1
+        for gradient in self.gradients:
+            count = len(gradient.flat.members)
+            gradient.finish(flags[at : at + count], self.timeout)
+            at += count
+        self._next = 0
+        self._reading = False
+
+    def _agree(self, values: Sequence[bool]) -> list[bool]:
+        """Return which flags any rank has set; collective over shards and replicas, and a barrier."""
+        flags = torch.tensor(values, dtype=torch.uint8)
+        if self.group.size > 1:
+            self.group.all_reduce(flags, ReduceOp.MAX)
+        if self.replicas is not None:
+            self.replicas.all_reduce(flags, ReduceOp.MAX)
+        return [bool(flag) for flag in flags.tolist()]
+
+    def _abandon(self) -> None:
+        for gradient in self.gradients:
+            gradient.discard()
+        self._open, self._next = False, 0
+
+    # ---- by hand --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Let gradients accumulate on each rank; local."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    @torch.no_grad()
+    def reduce_accumulated(self) -> None:
+        """Reduce gradients that any rank holds; collective."""
+        holds = any(held for gradient in self.gradients for held in gradient.holds())
+        if self._agree([holds])[0]:
+            self._reduce_rest()
+
+    def barrier(self) -> None:
+        """Wait for the ranks that share the parameters out; collective."""
+        if self.group.size > 1:
+            self.group.barrier()
+
+    def fence(self) -> None:
+        """Before shards change: wait for ranks that still read them; collective if anybody may."""
+        if self._reading:
+            self._reading = False
+            self.barrier()
+
+
+# ---- hooks, which must not keep the model alive ------------------------------------------------------------
+
+
+def _before(
+    owner: weakref.ref[Run], unit: Unit, cast: torch.dtype | None, _module: Any, args: Any, kwargs: Any
+) -> Any:
+    run = owner()
+    if run is None:
+        return None
+    run.before_forward(unit)
+    if cast is None:
+        return None
+    return tuple(_converted(value, cast) for value in args), {k: _converted(v, cast) for k, v in kwargs.items()}
+
+
+def _converted(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    return value
+
+
+def _after(owner: weakref.ref[Run], unit: Unit, _module: Any, _args: Any, output: Any) -> None:
+    run = owner()
+    if run is not None:
+        run.after_forward(unit, output)
+
+
+def _on_backward(
+    owner: weakref.ref[Run], unit: Unit, version: int, is_outermost: bool, leaf: Any, _gradient: Tensor
+) -> None:
+    run = owner()
+    if run is not None:
+        run.before_backward(unit, version, is_outermost, leaf)
+
+
+def _on_gradient(owner: weakref.ref[Run], unit: Unit, gradient: FlatGradient, index: int, _full: Tensor) -> None:
+    run = owner()
+    if run is not None:
+        run.on_gradient(unit, gradient, index)
+
+
+def check_parts(unit: Unit) -> None:
+    """Raise if a parameter was replaced or changed in shape; take back values that were put elsewhere; local.
+
+    Raises:
+        ValueError: Naming the parameter.
+    """
+    for name, flat, index, shown in unit.installed():
+        part = flat.parts[index]
+        view = flat.part_of(flat.shard, index)
+        if shown is part and part.shape == view.shape and part.dtype == view.dtype:
+            if part.data_ptr() != view.data_ptr() and part.numel():
+                with torch.no_grad():
+                    view.copy_(part)
+                part.data = view
+            continue
+        got = "nothing" if shown is None else f"{shown.dtype} {list(shown.shape)}"
+        what = "was replaced or changed" if shown is not part else "was changed in shape or dtype"
+        raise ValueError(
+            f"parameter {name!r} {what} after wrapping: expected this rank's part, {view.dtype} "
+            f"{list(view.shape)}, got "
+            f"{got}. Change values in place under torch.no_grad(), or change the model before it is wrapped"
+        )

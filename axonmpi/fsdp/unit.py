@@ -1,0 +1,148 @@
+"""A unit: a module whose parameters are gathered together (layer 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from .flat import FlatParameter, State
+from .guard import guard
+
+if TYPE_CHECKING:
+    from .run import Run
+
+__all__ = ["Slot", "Unit"]
+
+
+class Slot:
+    """Memory that units take turns in.
+
+    Args:
+        memory: [bytes] uint8 that the ranks of a node have in common.
+
+    Attributes:
+        holder: The unit whose parameters it holds, if any.
+    """
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.holder: Unit | None = None
+
+
+class Unit:
+    """A module whose parameters are gathered together.
+
+    Args:
+        name: Its name in the model.
+        module: The module.
+        flats: Its parameters.
+        slot: Where those that have no buffer of their own are gathered.
+        run: Runs the model.
+
+    Attributes:
+        active: How many forwards of the module are going on; parameters are whole meanwhile.
+        version: Counts the changes of the shard, as of the last forward.
+        pending: The gathering that has begun and not ended.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, flats: Sequence[FlatParameter], slot: Slot | None, run: Run
+    ) -> None:
+        self.name = name
+        self.module = module
+        self.flats = list(flats)
+        self.slot = slot
+        self.run = run
+        self.active = 0
+        self.version = 0
+        self.pending: list[Any] = []
+        self._homes = [
+            (owner, attribute, flat, index)
+            for flat in flats
+            for index, member in enumerate(flat.members)
+            for owner, attribute in member.owners
+        ]
+        for owner, attribute, _, _ in self._homes:
+            guard(owner, attribute, self)
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether nothing of it is ever gathered."""
+        return all(flat.state == State.RESIDENT for flat in self.flats)
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether its parameters can be computed with."""
+        return all(flat.is_valid for flat in self.flats) and (self.slot is None or self.slot.holder is self)
+
+    def name_of(self, attribute: str) -> str:
+        """Return the full name of a parameter, for messages."""
+        names = [flat.members[index].name for _, own, flat, index in self._homes if own == attribute]
+        return str(names[0]) if names else attribute
+
+    def install_parts(self) -> None:
+        """Let the modules show this rank's parts of the parameters; local."""
+        for owner, attribute, flat, index in self._homes:
+            _put(owner, attribute, flat.parts[index])
+
+    def install_fulls(self) -> None:
+        """Let the modules show whole parameters; local."""
+        for owner, attribute, flat, index in self._homes:
+            full, part = flat.fulls[index], flat.parts[index]
+            if full.requires_grad is not part.requires_grad:
+                full.requires_grad_(part.requires_grad)
+            _put(owner, attribute, full)
+
+    def install(self, wholes: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Let the modules show parameters from elsewhere, in the order of the flat ones; local."""
+        of_flat = {id(flat): list(own) for flat, own in zip(self.flats, wholes, strict=True)}
+        for owner, attribute, flat, index in self._homes:
+            _put(owner, attribute, of_flat[id(flat)][index])
+
+    def installed(self) -> list[tuple[str, FlatParameter, int, Any]]:
+        """Return what the modules show now: name, flat parameter, index and parameter."""
+        return [
+            (flat.members[index].name, flat, index, dict.get(owner._parameters, attribute))
+            for owner, attribute, flat, index in self._homes
+        ]
+
+    def begin_gather(self) -> None:
+        """Begin to fill the buffers, where that is not done; collective."""
+        if self.is_valid or self.pending:
+            return
+        if self.slot is not None:
+            holder = self.slot.holder
+            if holder is not None and holder is not self:
+                if holder.active:
+                    raise ValueError(
+                        f"units {holder.name!r} and {self.name!r} are needed at the same time, the "
+                        "second within the "
+                        "forward of the first, though it is no submodule of it; put both into one "
+                        "unit with units=..."
+                    )
+                holder.finish_gather()
+            self.slot.holder = self
+        lent = [flat for flat in self.flats if flat.state == State.LENT]
+        stale = lent + [flat for flat in self.flats if flat.state == State.KEPT and not flat.is_valid]
+        self.pending = [flat.gather(async_op=self.run.gathers_ahead) for flat in stale]
+
+    def finish_gather(self) -> None:
+        """Wait until the buffers are filled; local."""
+        pending, self.pending = self.pending, []
+        for work in pending:
+            if work is not None:
+                work.wait(self.run.timeout)
+
+    def changes(self) -> int:
+        """Count the changes of the shards by this rank so far."""
+        return sum(int(flat.shard._version) for flat in self.flats if flat.state != State.RESIDENT)
+
+
+def _put(module: nn.Module, attribute: str, parameter: nn.Parameter) -> None:
+    """Set an attribute; modules that do more when it is set (recurrent ones keep lists) do so."""
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[attribute] = parameter
+    else:
+        setattr(module, attribute, parameter)

@@ -1,0 +1,382 @@
+"""The module wrapper of fully sharded data parallelism (layer 5)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..bucketing import broadcast_coalesced
+from ..group import ProcessGroup, default_group
+from ..wrapping.agreement import check_same_model
+from ..wrapping.outputs import outside_compile
+from ..wrapping.state_names import hide_wrapper
+from . import clipping, memory, state
+from .byhand import GatheredByHand
+from .construction import Choices, build_flats, initialise, make_slots
+from .gradients import FlatGradient
+from .groups import sharding_groups
+from .memory import FSDPMemoryStats
+from .offload import Files
+from .optimizers import watch_optimizers
+from .options import CPUOffload, MixedPrecision, ShardingStrategy
+from .run import Run
+from .unit import Unit
+from .units import find_units, plan_units
+
+__all__ = ["FullyShardedDataParallel"]
+
+_SHARD_BY = ("elements", "parameters")
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Trains one model whose parameters, gradients and optimizer state are divided among the ranks of a group.
+
+    The parameters become this rank's parts of them, under their names; any `torch.optim` optimizer on
+    `fsdp.parameters()` updates these. Whole parameters are there while a unit computes. On one node they are always
+    there, once for all its ranks, and nothing is gathered. Gradients are averaged over all ranks, as in data
+    parallelism: with equal parts of the batch, a step equals one of a single process on the joined batch.
+
+    Construction, forward, backward and the methods that say so are collective: all ranks of the group must do
+    them in the same order. Parameters and buffers begin with the values that rank 0 has.
+
+    Args:
+        module: The model, built in the same way on all ranks; on the meta device it is initialised unit by unit.
+        process_group: The ranks; None means all. For HYBRID_SHARD also a pair: the group that shares a replica out,
+            and the group of ranks with the same shard.
+        sharding_strategy: What is divided.
+        cpu_offload: What lies in files of `offload_folder` that are mapped into memory.
+        mixed_precision: True computes in bfloat16 and sums gradients in float32; or a `MixedPrecision`.
+        units: Which submodules are gathered as one: classes, names (with wildcards) or functions of a module; None
+            finds repeated blocks.
+        shard_by: `"elements"` cuts every unit into equal shards, and a parameter's part is 1-D; `"parameters"`
+            gives each rank whole parameters in their shapes, for optimizers that need matrices.
+        offload_folder: Where the files of `cpu_offload` are.
+        param_init_fn: Initialises a module of a model on the meta device, by default its `reset_parameters()`.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: The model has no parameters, differs between ranks, or an argument does not fit.
+
+    Source: Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None = None,
+        *,
+        sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+        cpu_offload: CPUOffload = CPUOffload.NONE,
+        mixed_precision: bool | MixedPrecision = False,
+        units: Any = None,
+        shard_by: str = "elements",
+        offload_folder: str | os.PathLike[str] | None = None,
+        param_init_fn: Callable[[nn.Module], object] | None = None,
+    ) -> None:
+        super().__init__()
+        _check_module(module)
+        precision = _checked_precision(mixed_precision)
+        _check_choices(sharding_strategy, cpu_offload, shard_by, offload_folder)
+        groups = default_group() if process_group is None else process_group
+        self._groups = sharding_groups(groups, sharding_strategy)
+        plans = plan_units(module, find_units(module, units))
+        self._check_agreement(module, plans, precision, sharding_strategy, cpu_offload, shard_by)
+        self._strategy, self._offload, self._precision = sharding_strategy, cpu_offload, precision
+        self.module = module
+        keeps = sharding_strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+        files = Files(offload_folder) if cpu_offload is not CPUOffload.NONE and offload_folder is not None else None
+        choices = Choices(
+            self._groups.shard, self._groups.replicas, keeps, precision, shard_by == "parameters", files
+        )
+        self._files = files
+        self._build(plans, choices, param_init_fn)
+        hide_wrapper(self)
+
+    def _build(self, plans: Any, choices: Choices, param_init_fn: Callable[[nn.Module], object] | None) -> None:
+        flats = build_flats(plans, choices)
+        slots = make_slots(plans, flats, choices.group)
+        self._run = Run(choices.group, choices.replicas)
+        units = []
+        for plan, own, slot in zip(plans, flats, slots, strict=True):
+            initialise(plan, own, choices, param_init_fn)
+            if choices.files is not None and self._offload is CPUOffload.FULL:
+                for flat in own:
+                    flat.offload_state(choices.files)
+            unit = Unit(plan.name, plan.module, own, slot, self._run)
+            unit.install_parts()
+            units.append(unit)
+        self._init_buffers()
+        make_memory = choices.files if self._offload is CPUOffload.FULL else None
+        # The outermost unit's last gradient is that of the first layer: it comes last.
+        gradients = [
+            FlatGradient(flat, self._precision.sum_dtype(flat.compute_dtype), choices.replicas, make_memory)
+            for unit in [*reversed(units[1:]), units[0]]
+            for flat in unit.flats
+            if flat.trains
+        ]
+        self._run.start(units, gradients, self._precision.param_dtype)
+        watch_optimizers(self._run)
+
+    def _init_buffers(self) -> None:
+        """Bring rank 0's buffers to all ranks, in the dtype that was chosen."""
+        for part in self.module.modules():
+            for name, buffer in list(part._buffers.items()):
+                if buffer is None:
+                    continue
+                real = torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer
+                dtype = self._precision.buffer_dtype
+                part._buffers[name] = real.to(dtype) if dtype is not None and real.is_floating_point() else real
+        buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
+        for group in self._groups.both:
+            broadcast_coalesced(group.backend, buffers, 0)
+
+    def _check_agreement(self, module: nn.Module, plans: Any, precision: Any, *arguments: Any) -> None:
+        named = {f"argument {place}": str(value) for place, value in enumerate(arguments)}
+        named |= {"mixed_precision": str(precision), "units": str([plan.name for plan in plans])}
+        for group in self._groups.both:
+            check_same_model(module, group, named)
+        if next(module.parameters(), None) is None:
+            raise ValueError("module: it has no parameters, so there is nothing to shard")
+
+    # ---- properties -----------------------------------------------------------------------------------------
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The ranks that share the parameters out."""
+        return self._groups.shard
+
+    @property
+    def replicate_group(self) -> ProcessGroup | None:
+        """The ranks that hold the same shard as this one; None if there are no others."""
+        return self._groups.replicas
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """What is divided among the ranks."""
+        return self._strategy
+
+    @property
+    def unit_names(self) -> list[str]:
+        """Names of the submodules that are gathered as one; the model itself, with the rest, is the empty name."""
+        return [unit.name for unit in self._run.units]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's part of each parameter, under the names of the wrapped module; local."""
+        yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers under the names of the wrapped module; local."""
+        yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    # ---- training -------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; collective."""
+        return self.module(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let gradients of backwards in this context accumulate on each rank, whole; local.
+
+        The next backward outside reduces what has accumulated, as does `sync_gradients()`.
+        """
+        return self._run.accumulating()
+
+    @outside_compile
+    def sync_gradients(self) -> None:
+        """Average gradients that were not averaged yet; collective. Does nothing if backward has done so."""
+        self._run.reduce_accumulated()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, also those that accumulate in `no_sync()`; local."""
+        super().zero_grad(set_to_none)
+        for gradient in self._run.gradients:
+            gradient.discard()
+
+    def clip_grad_norm(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale the gradients down so that the norm of the whole model's is at most `max_norm`; collective.
+
+        Args:
+            max_norm: The largest norm; infinity only measures.
+            norm_type: 1, 2, any other positive number, or infinity.
+            error_if_nonfinite: Raise if the norm is infinite or no number.
+
+        Returns:
+            [] the norm before, float32, the same on all ranks.
+
+        Raises:
+            ValueError: `max_norm` is negative or `norm_type` not positive.
+            RuntimeError: The norm is not finite, with `error_if_nonfinite`; on all ranks.
+        """
+        parts = [part for unit in self._run.units for flat in unit.flats for part in flat.parts]
+        return clipping.clip_grad_norm(
+            parts, self._groups.shard, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
+    # ---- whole parameters -----------------------------------------------------------------------------------
+
+    def gather_parameters(self) -> None:
+        """Give every rank a copy of all parameters, whole, until `reshard_parameters()`; collective."""
+        if self._by_hand is None:
+            self._by_hand = GatheredByHand(self._run)
+
+    def reshard_parameters(self) -> None:
+        """Take this rank's part of the parameters back from the whole ones, changes included; collective."""
+        gathered, self._by_hand = self._by_hand, None
+        if gathered is not None:
+            gathered.end(writeback=True)
+
+    _by_hand: GatheredByHand | None = None
+
+    @contextmanager
+    def full_parameters(self, *, writeback: bool = True) -> Iterator[None]:
+        """Give every rank a copy of all parameters, whole, for a `with` block; collective at both ends.
+
+        Args:
+            writeback: Take changes of the values over, each rank those of its part.
+        """
+        gathered = GatheredByHand(self._run)
+        try:
+            yield
+        finally:
+            gathered.end(writeback=writeback)
+
+    # ---- state ----------------------------------------------------------------------------------------------
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+        """Return the state dict of the module as it would be without sharding; collective, one unit at a time.
+
+        Args:
+            rank0_only: Only rank 0 gets it; the others get an empty dict.
+        """
+        return state.full_state_dict(self.module, self._run, self._groups, rank0_only=rank0_only)
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> None:
+        """Take the values of a state dict of the module without sharding; collective.
+
+        Args:
+            state_dict: On rank 0; ignored on other ranks, where it may be empty.
+            strict: Missing and unexpected names are an error.
+
+        Raises:
+            ValueError: Names or shapes do not fit; on all ranks, and nothing is changed.
+        """
+        state.load_full_state_dict(self.module, self._run, self._groups, state_dict, strict=strict)
+
+    def full_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False
+    ) -> dict[str, Any]:
+        """Return an optimizer's state as it would be without sharding, by parameter name; collective.
+
+        Args:
+            optimizer: One on parameters of this model.
+            rank0_only: Only rank 0 gets it; the others get an empty dict.
+
+        Returns:
+            `"state"`: for each parameter's name its state, whole; `"param_groups"`: the options, with names.
+        """
+        return state.full_optimizer_state_dict(self._run, self._groups, optimizer, rank0_only=rank0_only)
+
+    def load_full_optimizer_state_dict(
+        self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+    ) -> None:
+        """Give an optimizer of this model the state in a dict of `full_optimizer_state_dict`; collective.
+
+        Args:
+            optimizer: Its groups have the same parameters as those in the dict.
+            state_dict: On rank 0; ignored on other ranks.
+
+        Raises:
+            ValueError: The parameters do not fit; on all ranks.
+        """
+        state.load_full_optimizer_state_dict(self._run, self._groups, optimizer, state_dict)
+
+    # ---- memory ---------------------------------------------------------------------------------------------
+
+    def memory_stats(self) -> FSDPMemoryStats:
+        """Measure the memory of this rank's parameters, gradients and optimizer state; local.
+
+        What the ranks of a node have in common counts in equal shares.
+        """
+        return memory.measured(self._run, self._groups, self._strategy)
+
+    def memory_estimate(
+        self,
+        sharding_strategy: ShardingStrategy | None = None,
+        world_size: int | None = None,
+        *,
+        ranks_per_node: int | None = None,
+        optimizer_states: int = 2,
+        mixed_precision: bool | MixedPrecision | None = None,
+    ) -> FSDPMemoryStats:
+        """Compute the memory of a rank's parameters, gradients and optimizer state; local.
+
+        Args:
+            sharding_strategy: None: the one in use.
+            world_size: Number of ranks; None: those there are.
+            ranks_per_node: Ranks with memory in common; None: as now, or all if `world_size` is given.
+            optimizer_states: Numbers that the optimizer keeps for each parameter: 2 for Adam, 1 for momentum, 0
+                for SGD.
+            mixed_precision: None: as now.
+        """
+        precision = self._precision if mixed_precision is None else _checked_precision(mixed_precision)
+        return memory.estimated(
+            self._run,
+            self._groups,
+            sharding_strategy or self._strategy,
+            world_size,
+            ranks_per_node,
+            optimizer_states,
+            precision,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
+        raise TypeError("FullyShardedDataParallel cannot be copied: wrap a copy of the model instead")
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("FullyShardedDataParallel cannot be pickled: save its .full_state_dict() instead")
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    for name, part in module.named_modules():
+        if isinstance(part, FullyShardedDataParallel):
+            raise ValueError(
+                f"module: {name or 'it'} is wrapped in FullyShardedDataParallel already; wrap the "
+                "whole model once, and "
+                "say with units= what is gathered together"
+            )
+
+
+def _checked_precision(mixed_precision: object) -> MixedPrecision:
+    if mixed_precision is True:
+        return MixedPrecision()
+    if mixed_precision is False:
+        return MixedPrecision(param_dtype=None)
+    if not isinstance(mixed_precision, MixedPrecision):
+        raise TypeError(f"mixed_precision: expected True, False or a MixedPrecision, got {mixed_precision!r}")
+    return mixed_precision
+
+
+def _check_choices(strategy: object, offload: object, shard_by: object, folder: object) -> None:
+    if not isinstance(strategy, ShardingStrategy):
+        raise TypeError(f"sharding_strategy: expected an axonmpi.ShardingStrategy, got {strategy!r}")
+    if not isinstance(offload, CPUOffload):
+        raise TypeError(f"cpu_offload: expected an axonmpi.CPUOffload, got {offload!r}")
+    if shard_by not in _SHARD_BY:
+        raise ValueError(f"shard_by: expected 'elements' or 'parameters', got {shard_by!r}")
+    if offload is not CPUOffload.NONE and folder is None:
+        raise ValueError(
+            "cpu_offload: on the CPU it needs offload_folder=, a folder on a disk with room for what is offloaded"
+        )
