@@ -295,7 +295,7 @@ def _before(
     if run is None:
         return None
     run.before_forward(unit)
-    if cast is None:
+    if cast is None or run.by_hand:  # parameters that were gathered by hand have their own dtype
         return None
     return tuple(_converted(value, cast) for value in args), {k: _converted(v, cast) for k, v in kwargs.items()}
 

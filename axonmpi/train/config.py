@@ -157,6 +157,13 @@ class RunConfig(_Settings):
     """Parts in which each rank goes through its sequences of a step; more need less memory."""
     strategy: Literal["overlapped", "synchronous", "no_sync"] = "overlapped"
     """When gradients are averaged: while backward runs, at its end, or by one call after it."""
+    fsdp: Literal["none", "full", "grad", "hybrid"] = "none"
+    """What is divided among the ranks: nothing (data parallelism), or parameters, gradients and optimizer state;
+    parameters are gathered when needed (full), or kept until they change (grad); hybrid is full on each node."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the model computes in; parameters, their updates and the sums of gradients stay in float32."""
+    cpu_offload: Literal["none", "params", "full"] = "none"
+    """What lies in files in the run's folder instead of memory, with fsdp: parameters, or optimizer state too."""
     evaluate_every: int = 50
     """Steps between two held-out losses; 0 means only at the beginning and the end."""
     held_out_sequences: int = 128
@@ -184,6 +191,10 @@ class RunConfig(_Settings):
             _at_least(name, getattr(self, name), 0)
         if not self.name or self.name in (".", "..") or any(sign in self.name for sign in "/\\\0"):
             raise ValueError(f"name: expected the name of a folder without slashes, got {self.name!r}; see --out")
+        if self.cpu_offload != "none" and self.fsdp == "none":
+            raise ValueError(f"cpu_offload: {self.cpu_offload!r} needs fsdp to be full, grad or hybrid")
+        if self.fsdp != "none" and self.strategy != "overlapped":
+            raise ValueError(f"strategy: {self.strategy!r} is for data parallelism; leave it out with fsdp")
         if self.sample_length and not self.prompt:
             raise ValueError("prompt: expected at least one character, got none; or set sample_length to 0")
 

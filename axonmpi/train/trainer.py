@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Collection
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,7 +27,7 @@ from .config import Config, OptimizerConfig
 from .corpus import Corpus, load_corpus
 from .metrics import CommunicationClock, HeldOutMetrics, Speedometer, StepMetrics
 from .model import GPT, generate
-from .parallel import ParallelModel, clip_gradients, parallelize
+from .parallel import ParallelModel, parallelize
 from .recorder import SilentRecorder, Summary, count_of_ranks, open_recorder, printable
 from .schedule import learning_rate
 
@@ -65,8 +66,10 @@ class Trainer:
         self.corpus = load_corpus(config.text, length) if corpus is None else corpus
         self._check_same_on_all_ranks()
         self.model = GPT(config.model, generator=seeded_generator(run.seed, Stream.WEIGHTS))
+        self._parameters = self.model.num_parameters()
+        matrices = {name for name, parameter in self.model.named_parameters() if parameter.dim() >= 2}
         self._parallel = parallelize(self.model, run, self._group)
-        self.optimizer = _make_optimizer(self._parallel, config.optimizer)
+        self.optimizer = _make_optimizer(self._parallel, matrices, config.optimizer)
         self._speed = Speedometer(run.global_batch * length)
         self._recorder = SilentRecorder()
 
@@ -107,9 +110,10 @@ class Trainer:
             with CommunicationClock(self._group.backend) as clock:
                 self._recorder.note(self._opening())
                 seconds = self._train(clock)
-            if self._group.rank == 0:
-                summary = self._summarize(seconds)
-                self._recorder.finish(summary)
+            with self._parallel.whole():
+                if self._group.rank == 0:
+                    summary = self._summarize(seconds)
+                    self._recorder.finish(summary)
         finally:
             self._recorder.close()
         agreed: Summary = self._group.broadcast_object(summary)
@@ -147,7 +151,7 @@ class Trainer:
         """Update the weights; return the loss of the global batch and the norm of its gradient."""
         loss = self._backward(step)
         self._parallel.sync_gradients()
-        norm = clip_gradients(self._parallel, self._config.optimizer.gradient_clip)
+        norm = self._parallel.clip(self._config.optimizer.gradient_clip)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = rate
         self.optimizer.step()
@@ -188,7 +192,7 @@ class Trainer:
     def _opening(self) -> str:
         run, length = self._config.run, self._config.model.sequence_length
         return (
-            f"a byte-level GPT of {self.model.num_parameters():,} parameters on "
+            f"a byte-level GPT of {self._parameters:,} parameters on "
             f"{count_of_ranks(self._group.size)}, "
             f"{run.steps} steps of {run.global_batch} x {length} bytes\n"
             f"text: {len(self.corpus.train):,} bytes to train on, {len(self.corpus.held_out):,} held out, from "
@@ -201,7 +205,7 @@ class Trainer:
         return Summary(
             ranks=self._group.size,
             steps=run.steps,
-            parameters=self.model.num_parameters(),
+            parameters=self._parameters,
             tokens=run.steps * run.global_batch * self._config.model.sequence_length,
             first_loss=self.steps[0].loss,
             last_loss=self.steps[-1].loss,
@@ -220,11 +224,14 @@ def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
 
 
-def _make_optimizer(model: ParallelModel, config: OptimizerConfig) -> torch.optim.Optimizer:
+def _make_optimizer(
+    model: ParallelModel, matrices: Collection[str], config: OptimizerConfig
+) -> torch.optim.Optimizer:
     """Make AdamW, with weight decay for matrices only."""
-    parameters = list(model.parameters())
+    parameters = dict(model.named_parameters())
+    plain = {name.removeprefix("module."): parameter for name, parameter in parameters.items()}
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for name, p in plain.items() if name in matrices], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in plain.items() if name not in matrices], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)

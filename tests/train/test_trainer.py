@@ -44,6 +44,34 @@ def test_training_is_that_of_one_rank_on_the_joined_batch(
     assert together.held_out[-1].held_out_loss == pytest.approx(single.held_out[-1].held_out_loss, abs=1e-6)
 
 
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize(
+    "settings",
+    [{"fsdp": "full"}, {"fsdp": "grad"}, {"fsdp": "hybrid"}, {"fsdp": "full", "cpu_offload": "full"}],
+    ids=str,
+)
+def test_sharded_training_is_that_of_one_rank_on_the_joined_batch(
+    world, tiny, tmp_path, shared_tmp_path, settings
+):
+    together = trained(world, tiny.replace(accumulation=2, out=str(shared_tmp_path), **settings))
+    single = alone(tiny.replace(accumulation=2), tmp_path / f"alone{world.rank}")
+    assert (curve(together) - curve(single)).abs().max() < 1e-4
+    assert [step.gradient_norm for step in together.steps] == pytest.approx(
+        [step.gradient_norm for step in single.steps], rel=1e-4
+    )
+    assert together.held_out[-1].held_out_loss == pytest.approx(single.held_out[-1].held_out_loss, abs=1e-6)
+    held = sum(part.numel() for part in together.model.parameters())
+    assert held < single.model.num_parameters() / world.size + 200
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fsdp", ["none", "full"])
+def test_bfloat16_stays_near_float32(world, tiny, tmp_path, shared_tmp_path, fsdp):
+    rounded = trained(world, tiny.replace(fsdp=fsdp, dtype="bfloat16", out=str(shared_tmp_path)))
+    exact = alone(tiny, tmp_path / f"alone{world.rank}")
+    assert 0 < (curve(rounded) - curve(exact)).abs().max() < 0.05
+
+
 def test_the_same_seed_gives_the_same_curve_and_another_seed_another(tiny, tmp_path):
     config = tiny.replace(steps=3)
     first, again, other = (curve(alone(config.replace(seed=seed), tmp_path)) for seed in (1, 1, 2))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...group import World
-from . import collectives, collectives_plot, collectives_table, ddp, overhead
+from . import collectives, collectives_plot, collectives_table, ddp, fsdp, overhead
 from .sizes import parse_size
 
 __all__ = ["BENCHMARKS", "Benchmark", "Figures"]
@@ -92,6 +92,12 @@ BENCHMARKS: dict[str, Benchmark] = {
         "step overhead of data parallelism, ours and torch's on gloo",
         lambda world, options: ddp.measure(world, options.blocks),
         ddp.table,
+        (2, 4),
+    ),
+    "fsdp": Benchmark(
+        "a step of fully sharded training: ours, torch's on gloo, and data parallelism; time and memory",
+        lambda world, options: fsdp.measure(world, options.blocks),
+        fsdp.table,
         (2, 4),
     ),
     "overhead": Benchmark(

@@ -21,7 +21,7 @@ from ...group import World
 from .gloo import start_gloo
 from .timing import interleave
 
-__all__ = ["measure", "table"]
+__all__ = ["WIDTHS", "build_model", "measure", "table"]
 
 WIDTHS = (1024, 2048, 2048, 2048, 1024)
 BATCH = 64
@@ -33,11 +33,11 @@ def measure(world: World, blocks: int) -> dict[str, Any]:
     start_gloo(world)
     generator = torch.Generator().manual_seed(world.rank)
     batch = torch.randn(BATCH, WIDTHS[0], generator=generator)
-    stock = nn.parallel.DistributedDataParallel(_model(), gradient_as_bucket_view=True)
+    stock = nn.parallel.DistributedDataParallel(build_model(), gradient_as_bucket_view=True)
     samples = interleave(
         {
-            "local": _step(_model(), batch),
-            "axonmpi": _step(DistributedDataParallel(_model()), batch),
+            "local": _step(build_model(), batch),
+            "axonmpi": _step(DistributedDataParallel(build_model()), batch),
             "torch on gloo": _step(stock, batch),
         },
         blocks=blocks,
@@ -71,7 +71,8 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _model() -> nn.Sequential:
+def build_model() -> nn.Sequential:
+    """Return the model, the same on every rank but for its values; local."""
     layers: list[nn.Module] = []
     for before, after in pairwise(WIDTHS):
         layers += [nn.Linear(before, after), nn.ReLU()]

@@ -1,0 +1,159 @@
+"""A step of fully sharded training: ours, torch's on gloo, and our data parallelism (layer 7).
+
+The model is a multilayer perceptron of 12.6 million parameters, each layer a unit, with a batch of 256 a rank and
+AdamW. Time: all variants take turns in one job. Memory: each variant for itself, in the same job before that; the
+most that the node's processes have beyond what they had before it was built, memory in common in equal shares.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from ...comm import all_reduce_sum, barrier
+from ...ddp import DistributedDataParallel
+from ...fsdp import FullyShardedDataParallel, ShardingStrategy
+from ...fsdp.memory import process_memory
+from ...group import World
+from .ddp import WIDTHS, build_model
+from .gloo import start_gloo
+from .timing import interleave
+
+__all__ = ["measure", "table"]
+
+BATCH = 256
+STEPS_PER_BLOCK = 2
+_SAMPLE_SECONDS = 0.005
+_MEMORY_STEPS = 3
+
+Step = Callable[[], None]
+
+
+def measure(world: World, blocks: int) -> dict[str, Any]:
+    """Measure `blocks` blocks on the ranks of `world`; collective; times in milliseconds, memory in bytes."""
+    start_gloo(world)
+    batch = torch.randn(BATCH, WIDTHS[0], generator=torch.Generator().manual_seed(world.rank))
+    variants: dict[str, Callable[[nn.Sequential], Step]] = {
+        "local": lambda model: _step(model, batch),
+        "ddp": lambda model: _step(DistributedDataParallel(model), batch),
+        "fsdp": lambda model: _step(FullyShardedDataParallel(model, units=nn.Linear), batch),
+        "fsdp bfloat16": lambda model: _step(
+            FullyShardedDataParallel(model, units=nn.Linear, mixed_precision=True), batch
+        ),
+        "fsdp2": lambda model: _step(_torch_fsdp(model, world), batch),
+    }
+    memory = {name: _peak_memory(make) for name, make in variants.items()}
+    samples = interleave(
+        {name: make(build_model()) for name, make in variants.items()}, blocks=blocks, calls=STEPS_PER_BLOCK
+    )
+    parameters = sum(p.numel() for p in build_model().parameters())
+    theory = {
+        name: FullyShardedDataParallel(build_model(), units=nn.Linear, sharding_strategy=strategy)
+        .memory_estimate()
+        .total_memory_bytes
+        * world.size
+        for name, strategy in {"ddp": ShardingStrategy.NO_SHARD, "fsdp": ShardingStrategy.FULL_SHARD}.items()
+    }
+    dist.destroy_process_group()
+    return {
+        "ranks": world.size,
+        "parameters": parameters,
+        "milliseconds": {name: sample.median * 1e3 for name, sample in samples.items()},
+        "memory": memory,
+        "theory": theory,
+    }
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Format the figures of several numbers of ranks."""
+    names = list(results[0]["milliseconds"])
+    head = "".join(f"{name:>15}" for name in names)
+    lines = [
+        f"{results[0]['parameters'] / 1e6:.1f} M parameters, batch {BATCH} a rank, AdamW; fsdp2: torch on gloo",
+        f"{'ms a step':<12} ranks {head} | fsdp2 / fsdp   ddp / fsdp",
+    ]
+    for result in results:
+        times = result["milliseconds"]
+        row = "".join(f"{times[name]:15.1f}" for name in names)
+        ratios = f"{times['fsdp2'] / times['fsdp']:12.2f} {times['ddp'] / times['fsdp']:12.2f}"
+        lines.append(f"{'':<12} {result['ranks']:>5} {row} | {ratios}")
+    lines.append("MiB of a node at most; theory: parameters, gradients and AdamW's state alone")
+    for result in results:
+        memory, theory = result["memory"], result["theory"]
+        row = "".join(f"{memory[name] / 2**20:15.0f}" for name in names)
+        shown = ", ".join(f"{name} {value / 2**20:.0f}" for name, value in theory.items())
+        lines.append(f"{'':<12} {result['ranks']:>5} {row} | theory: {shown}")
+    return "\n".join(lines)
+
+
+def _torch_fsdp(model: nn.Sequential, world: World) -> nn.Module:
+    mesh = init_device_mesh("cpu", (world.size,))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _step(model: nn.Module, batch: Tensor) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).float().square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def _peak_memory(make: Callable[[nn.Sequential], Step]) -> int:
+    """Return what building a variant and a few of its steps take at most, on all ranks of the node together."""
+    _give_back()
+    before = process_memory()[0]
+    peak = _Peak()
+    step = make(build_model())
+    with peak:
+        for _ in range(_MEMORY_STEPS):
+            step()
+    most = torch.tensor([peak.most - before])
+    all_reduce_sum(most)
+    del step
+    _give_back()
+    return int(most)
+
+
+def _give_back() -> None:
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+    barrier()
+
+
+class _Peak:
+    """The most memory that the process has during a `with` block, looked at again and again."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_SAMPLE_SECONDS):
+            self.most = max(self.most, process_memory()[0])
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_error: object) -> None:
+        self._ended.set()
+        self._thread.join()
