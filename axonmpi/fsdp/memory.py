@@ -14,6 +14,8 @@ What the ranks of a node have in common counts in equal shares.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +27,10 @@ from .optimizers import StateOf
 from .options import MixedPrecision, ShardingStrategy
 from .run import Run
 
-__all__ = ["FSDPMemoryStats", "estimated", "measured"]
+__all__ = ["FSDPMemoryStats", "PeakMemory", "estimated", "measured", "process_memory"]
 
 _MIB = 1 << 20
+_SAMPLE_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,36 @@ def _unsharded(flats: Iterable[FlatParameter], states: int) -> int:
 def process_memory() -> tuple[int, int]:
     """Return the process's proportional set size and the high-water mark of its resident set, in bytes; local."""
     return _kib_of("/proc/self/smaps_rollup", "Pss:"), _kib_of("/proc/self/status", "VmHWM:")
+
+
+class PeakMemory:
+    """The most memory that this process has during a `with` block, looked at again and again by a thread.
+
+    Attributes:
+        most: Its largest proportional set size so far, in bytes.
+    """
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        pause = _SAMPLE_SECONDS
+        while not self._ended.wait(pause):
+            begun = time.perf_counter()
+            self.most = max(self.most, process_memory()[0])
+            # The system counts page by page, and keeps the process from getting more meanwhile.
+            pause = max(_SAMPLE_SECONDS, 20 * (time.perf_counter() - begun))
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.most = max(self.most, process_memory()[0])
 
 
 def _kib_of(path: str, key: str) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from ...comm import all_reduce_sum, barrier
 from ...ddp import DistributedDataParallel
 from ...fsdp import FullyShardedDataParallel, ShardingStrategy
-from ...fsdp.memory import process_memory
+from ...fsdp.memory import PeakMemory, process_memory
 from ...group import World
 from .ddp import WIDTHS, build_model
 from .gloo import start_gloo
@@ -32,7 +31,6 @@ __all__ = ["measure", "table"]
 
 BATCH = 256
 STEPS_PER_BLOCK = 2
-_SAMPLE_SECONDS = 0.005
 _MEMORY_STEPS = 3
 
 Step = Callable[[], None]
@@ -119,9 +117,8 @@ def _peak_memory(make: Callable[[nn.Sequential], Step]) -> int:
     """Return what building a variant and a few of its steps take at most, on all ranks of the node together."""
     _give_back()
     before = process_memory()[0]
-    peak = _Peak()
     step = make(build_model())
-    with peak:
+    with PeakMemory() as peak:
         for _ in range(_MEMORY_STEPS):
             step()
     most = torch.tensor([peak.most - before])
@@ -137,23 +134,3 @@ def _give_back() -> None:
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
     barrier()
-
-
-class _Peak:
-    """The most memory that the process has during a `with` block, looked at again and again."""
-
-    def __init__(self) -> None:
-        self.most = 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def _watch(self) -> None:
-        while not self._ended.wait(_SAMPLE_SECONDS):
-            self.most = max(self.most, process_memory()[0])
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_error: object) -> None:
-        self._ended.set()
-        self._thread.join()

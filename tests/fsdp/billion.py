@@ -1,0 +1,85 @@
+"""One step of a model of a billion parameters that no rank ever holds: `mpirun -n 4 python tests/fsdp/billion.py`.
+
+The model is built on the meta device, initialised unit by unit in memory that the ranks have in common, and makes
+one step of AdamW on a small batch. Prints the parameters, the time of each part, and the most memory that all ranks
+of the node had together, beside what parameters, gradients and AdamW's state take in theory. Fails above `--limit`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import axonmpi as ax
+from axonmpi.fsdp.memory import PeakMemory
+
+GIB = 1 << 30
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, 4 * width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        return x + self.down(F.silu(self.mix(normed)) * self.up(normed))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--limit", type=float, default=22.0)
+    options = parser.parse_args()
+    world = ax.init_process_group()
+    with torch.device("meta"):
+        model = Model(options.width, options.layers)
+    with PeakMemory() as peak:
+        begun = time.perf_counter()
+        fsdp = ax.FSDP(model, units=Block)
+        optimizer = torch.optim.AdamW(fsdp.parameters(), fused=True)
+        built = time.perf_counter()
+        tokens = torch.randint(0, 256, (2, 8), generator=torch.Generator().manual_seed(world.rank))
+        loss = F.cross_entropy(fsdp(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        ended = time.perf_counter()
+    most = torch.tensor(peak.most)
+    ax.all_reduce_sum(most)
+    stats = fsdp.memory_stats()
+    theory = stats.total_memory_bytes * world.size / GIB
+    if world.rank == 0:
+        print(
+            f"{stats.total_params:,} parameters on {world.size} ranks: built in {built - begun:.1f} s, one step in "
+            f"{ended - built:.1f} s; at most {most / GIB:.2f} GiB on the node, {theory:.2f} in theory; "
+            f"loss {loss.item():.3f}",
+            flush=True,
+        )
+    ax.destroy_process_group()
+    if most > options.limit * GIB:
+        raise SystemExit(f"expected at most {options.limit} GiB, took {most / GIB:.2f}")
+
+
+main()
