@@ -139,8 +139,8 @@ class FlatParameter:
         """Return this rank's part of a parameter, a view of [S] elements laid out as the shard is; local."""
         first, last = self.layout.part(index, self.group.rank)
         start = self.layout.offsets[index] + first - self.layout.bounds(self.group.rank)[0]
-        if first == last:
-            return shard[:0]
+        if first == last:  # optimizers of matrices look at the number of dims
+            return shard[:0].view(0, *self.shapes[index][1:]) if self._shapes_kept else shard[:0]
         part = shard[start : start + last - first]
         return part.view(self.shapes[index]) if self._shapes_kept else part
 

@@ -26,8 +26,10 @@ class GuardedParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         unit = self.unit_of.get(name)
-        if unit is not None and not unit.active and unit.run.depth:
-            raise ScatteredParameterError(_message(unit, name))
+        if unit is not None and not unit.active and not unit.shown:
+            is_whole = unit.run.shows_in_backward(unit)
+            if not is_whole and unit.run.depth:
+                raise ScatteredParameterError(_message(unit, name))
         return super().__getitem__(name)
 
 
@@ -43,7 +45,9 @@ def guard(module: nn.Module, attribute: str, unit: Any) -> None:
 def _check_gathered(module: nn.Module, _args: object) -> None:
     parameters: Any = module._parameters
     for attribute, unit in parameters.unit_of.items():
-        if not unit.active and unit.module is not module and not unit.run.by_hand:
+        if unit.active or unit.shown or unit.module is module or unit.run.by_hand:
+            continue
+        if not unit.run.shows_in_backward(unit):
             raise ScatteredParameterError(_message(unit, attribute))
 
 

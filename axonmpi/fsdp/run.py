@@ -57,6 +57,8 @@ class Run:
         self.gathers_ahead = backend.overlaps and len(backend.node_ranks) < group.size
         self._reduces_ahead = backend.overlaps
         self._stack: list[Unit] = []
+        self._starts: list[int] = []
+        self._shown: list[Unit] = []
         self._order: list[Unit] = []
         self._next_order: list[Unit] = []
         self._reading = False
@@ -110,6 +112,7 @@ class Run:
         unit.finish_gather()
         unit.version = unit.changes()
         self._stack.append(unit)
+        self._starts.append(torch._C._autograd._get_sequence_nr())
         unit.active += 1
         if unit.active == 1:
             unit.install_fulls()
@@ -126,15 +129,17 @@ class Run:
             unit.install_parts()
         unit.active -= 1
         self._stack.pop()
+        start = self._starts.pop()
         if torch.is_grad_enabled():
-            self._watch(unit, output)
+            self._watch(unit, output, start)
         if not self._stack:
             self._reading = True
 
-    def _watch(self, unit: Unit, output: Any) -> None:
+    def _watch(self, unit: Unit, output: Any, start: int) -> None:
         is_outermost = not self._stack
         for tensor in tensors_in(output):
-            if tensor.requires_grad and not tensor.is_leaf:
+            node = tensor.grad_fn
+            if node is not None and node._sequence_nr() >= start:  # not one that the unit was given
                 leaf = leaf_below(tensor) if is_outermost else None
                 tensor.register_hook(
                     partial(_on_backward, weakref.ref(self), unit, unit.version, is_outermost, leaf)
@@ -144,6 +149,7 @@ class Run:
         """See that the parameters are what they were, and that all ranks have made their changes; collective."""
         if self._open:  # an earlier backward ended in an exception
             self._abandon()
+        self._hide()
         for unit in self.units:
             check_parts(unit)
         self._order, self._next_order = self._next_order or self._order, []
@@ -185,6 +191,26 @@ class Run:
         unit.begin_gather()
         unit.finish_gather()
         self._gather_ahead(self._next_order, unit, -1)
+
+    @outside_compile
+    def shows_in_backward(self, unit: Unit) -> bool:
+        """Make a unit's parameters whole for what is computed once more in backward, if that is now; collective."""
+        if torch._C._current_graph_task_id() == -1:
+            return False
+        unit.begin_gather()
+        unit.finish_gather()
+        unit.install_fulls()
+        unit.shown = True
+        if not self._shown:
+            Variable._execution_engine.queue_callback(self._hide)
+        self._shown.append(unit)
+        return True
+
+    def _hide(self) -> None:
+        shown, self._shown = self._shown, []
+        for unit in shown:
+            if unit.shown and not unit.active:
+                unit.install_parts()
 
     def on_gradient(self, unit: Unit, gradient: FlatGradient, index: int) -> None:
         """Take notice of a gradient that is complete; collective if it is the last one of a flat parameter."""
@@ -229,10 +255,12 @@ class Run:
             for gradient, holds in zip(self.gradients, held, strict=True)
             for index, held_now in enumerate(holds)
         ]
+        # Reentrant checkpointing hands out the gradients of a parameter that it meets twice one by one.
+        late = any(g.launched and any(holds) for g, holds in zip(self.gradients, held, strict=True))
         for gradient in self.gradients:
             if not gradient.launched:
                 gradient.launch(async_op=self._reduces_ahead)
-        flags = self._agree([True, *used])
+        flags = self._agree([late, *used])
         at = 1
         for gradient in self.gradients:
             count = len(gradient.flat.members)
@@ -240,6 +268,8 @@ class Run:
             at += count
         self._next = 0
         self._reading = False
+        if flags[0]:
+            self._reduce_rest()
 
     def _agree(self, values: Sequence[bool]) -> list[bool]:
         """Return which flags any rank has set; collective over shards and replicas, and a barrier."""

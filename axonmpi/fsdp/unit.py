@@ -43,6 +43,7 @@ class Unit:
 
     Attributes:
         active: How many forwards of the module are going on; parameters are whole meanwhile.
+        shown: Whether parameters are whole because backward computes something once more.
         version: Counts the changes of the shard, as of the last forward.
         pending: The gathering that has begun and not ended.
     """
@@ -56,6 +57,7 @@ class Unit:
         self.slot = slot
         self.run = run
         self.active = 0
+        self.shown = False
         self.version = 0
         self.pending: list[Any] = []
         self._homes = [
@@ -84,6 +86,7 @@ class Unit:
 
     def install_parts(self) -> None:
         """Let the modules show this rank's parts of the parameters; local."""
+        self.shown = False
         for owner, attribute, flat, index in self._homes:
             _put(owner, attribute, flat.parts[index])
 
@@ -123,6 +126,8 @@ class Unit:
                         "unit with units=..."
                     )
                 holder.finish_gather()
+                if holder.shown:
+                    holder.install_parts()
             self.slot.holder = self
         lent = [flat for flat in self.flats if flat.state == State.LENT]
         stale = lent + [flat for flat in self.flats if flat.state == State.KEPT and not flat.is_valid]

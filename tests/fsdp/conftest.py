@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from axonmpi import ShardingStrategy
+
 sys.path.append(str(Path(__file__).resolve().parents[1] / "ddp"))
 
 PLACEMENTS = {"one_node": "", "pairs": "2", "apart": "1"}
@@ -16,3 +18,26 @@ def placement(request, monkeypatch):
     """Let groups made in the test believe that their ranks are on so many nodes."""
     monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", PLACEMENTS[request.param])
     return request.param
+
+
+SETTINGS = {
+    "one_node": ("", ShardingStrategy.FULL_SHARD),
+    "apart": ("1", ShardingStrategy.FULL_SHARD),
+    "kept": ("1", ShardingStrategy.SHARD_GRAD_OP),
+    "replicas": ("1", ShardingStrategy.HYBRID_SHARD),
+}
+"""For two ranks: ranks a node and a strategy. Parameters are never gathered, for each unit, once a step, or whole."""
+
+
+@pytest.fixture(params=SETTINGS)
+def setting(request, monkeypatch):
+    """Place the ranks, and return the strategy."""
+    ranks_per_node, strategy = SETTINGS[request.param]
+    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", ranks_per_node)
+    return strategy
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """Let every rank believe that it is alone on its node: units take turns in the same memory."""
+    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", "1")
