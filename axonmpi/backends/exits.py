@@ -21,6 +21,7 @@ import fcntl
 import gc
 import io
 import os
+import signal
 import stat
 import sys
 import termios
@@ -200,7 +201,7 @@ class _Job:
 
     def _close(self, code: int) -> None:
         """Run the callables of `before_finalize`; abort if they fail, end the process if they block."""
-        faulthandler.dump_traceback_later(CLOSING_SECONDS, exit=True, file=2)
+        _end_after(CLOSING_SECONDS)
         try:
             for callback in reversed(_before_finalize):
                 callback()
@@ -216,7 +217,7 @@ class _Job:
                 stream.flush()
         _wait_until_read((1, 2))  # the launcher may drop what it has not read when the job is aborted
         # MPI_Abort can hang while other threads are inside MPI, and it keeps Python's lock.
-        faulthandler.dump_traceback_later(ABORT_SECONDS, exit=True, file=2)
+        _end_after(ABORT_SECONDS)
         self._mpi.COMM_WORLD.Abort(code)
         os._exit(code)
 
@@ -234,6 +235,14 @@ class _Job:
             sys.stdout.flush()
         with contextlib.suppress(OSError):
             os.write(2, self._prefixed(text).encode(errors="backslashreplace"))
+
+
+def _end_after(seconds: float) -> None:
+    """End the process if it is still there then, with a traceback if there is memory for what writes it."""
+    try:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    except RuntimeError:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _wait_until_read(descriptors: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ from .options import MixedPrecision
 from .unit import Slot
 from .units import Member, UnitPlan
 
-__all__ = ["Choices", "build_flats", "initialise", "make_slots"]
+__all__ = ["Choices", "build_flats", "initialise", "initialise_buffers", "make_slots"]
 
 REPLACED = "_axonmpi_replaced"
 """Attribute of a parameter that was taken apart: its name. An optimizer that still has it was built too early."""
@@ -35,7 +35,7 @@ class Choices:
     Attributes:
         group: The ranks that share the parameters out.
         replicas: The ranks that hold the same shard; None if there are no others.
-        keeps: Whether gathered parameters are kept until they change.
+        keeps: Whether what is gathered in forward is kept for backward.
         precision: Dtypes.
         by_parameters: Whether every parameter is whole on one rank.
         files: Where parameters lie instead of memory, if anywhere.
@@ -72,7 +72,16 @@ def _flats_of(plan: UnitPlan, choices: Choices, loads: list[int]) -> list[FlatPa
         compute = choices.precision.compute_dtype(dtype)
         state = _state(choices, plan.depth, same_dtype=compute == dtype)
         flats.append(
-            FlatParameter(members, layout, choices.group, dtype, compute, state, shapes_kept=choices.by_parameters)
+            FlatParameter(
+                members,
+                layout,
+                choices.group,
+                dtype,
+                compute,
+                state,
+                shapes_kept=choices.by_parameters,
+                in_file=choices.files is not None,
+            )
         )
     return flats
 
@@ -138,6 +147,8 @@ def initialise(
     """Give a unit's flat parameters memory and rank 0's values, and take the parameters' memory; collective."""
     for flat in flats:
         allocate(flat, choices)
+    if choices.group.size > 1:
+        choices.group.barrier()  # all have cleared their shards
     if choices.group.rank == 0:
         _materialise(plan, flats, param_init_fn)
     for flat in flats:
@@ -187,7 +198,21 @@ def _materialise(
                     replacement = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
                 module._parameters[attribute] = replacement
         _make_buffers_real(module)
-        _initialise_module(module, plan, param_init_fn)
+        _initialise_module(module, plan.name, param_init_fn)
+
+
+def initialise_buffers(model: nn.Module, param_init_fn: Callable[[nn.Module], object] | None) -> None:
+    """Initialise modules that have buffers on the meta device and no parameters there; local.
+
+    Raises:
+        ValueError: A module cannot be initialised.
+    """
+    for name, module in model.named_modules():
+        if not any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+            continue
+        _make_buffers_real(module)
+        if next(module.parameters(recurse=False), None) is None:
+            _initialise_module(module, name, param_init_fn)
 
 
 def _make_buffers_real(module: nn.Module) -> None:
@@ -196,9 +221,7 @@ def _make_buffers_real(module: nn.Module) -> None:
             module._buffers[attribute] = torch.zeros_like(buffer, device="cpu")
 
 
-def _initialise_module(
-    module: nn.Module, plan: UnitPlan, param_init_fn: Callable[[nn.Module], object] | None
-) -> None:
+def _initialise_module(module: nn.Module, where: str, param_init_fn: Callable[[nn.Module], object] | None) -> None:
     with torch.no_grad():
         if param_init_fn is not None:
             param_init_fn(module)
@@ -206,7 +229,7 @@ def _initialise_module(
         reset = getattr(module, "reset_parameters", None)
         if not callable(reset):
             raise ValueError(
-                f"a {type(module).__name__} in unit {plan.name!r} is on the meta device and has no "
+                f"a {type(module).__name__} in {where!r} is on the meta device and has no "
                 "reset_parameters(): "
                 "give param_init_fn=, a function that initialises a module's own parameters and buffers"
             )

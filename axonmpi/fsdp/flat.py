@@ -48,6 +48,7 @@ class FlatParameter:
         compute_dtype: Dtype of the buffer.
         state: Where its values are.
         shapes_kept: Whether a part that is a whole parameter has its shape.
+        in_file: Whether the shard lies in a file.
 
     Attributes:
         sizes: Elements of each rank's shard.
@@ -69,6 +70,7 @@ class FlatParameter:
         state: int,
         *,
         shapes_kept: bool,
+        in_file: bool = False,
     ) -> None:
         self.members = list(members)
         self.layout = layout
@@ -85,11 +87,14 @@ class FlatParameter:
         self.parts: list[nn.Parameter] = []
         self.fulls: list[nn.Parameter] = []
         self._shapes_kept = shapes_kept
+        self._in_file = in_file
         self._marks = [dict(member.parameter.__dict__) for member in members]
 
     @property
     def in_place(self) -> bool:
         """Whether the shard lies in the buffer."""
+        if self._in_file:
+            return self.state == State.RESIDENT
         return self.state != State.LENT and self.dtype == self.compute_dtype
 
     @property

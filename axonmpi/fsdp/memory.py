@@ -81,7 +81,7 @@ def measured(run: Run, groups: ShardingGroups, strategy: ShardingStrategy) -> FS
     lent = sum(slot.memory.nbytes for slot in slots.values())
     kept = sum(flat.buffer_bytes for flat in flats if flat.state != State.LENT)
     own = sum(flat.shard.nbytes for flat in flats if not flat.in_place)
-    gradients = sum(part.grad.nbytes for flat in flats for part in flat.parts if part.grad is not None)
+    gradients = sum(gradient.shard.nbytes for gradient in run.gradients if gradient.shard is not None)
     state = sum(tensor.nbytes for tensor in StateOf(run).tensors())
     resident, peak = process_memory()
     return FSDPMemoryStats(

@@ -17,11 +17,11 @@ _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class ShardingStrategy(enum.Enum):
     """What is divided among the ranks.
 
-    FULL_SHARD: parameters, gradients and optimizer state; a unit's parameters are gathered when it computes
-        (ZeRO-3).
-    SHARD_GRAD_OP: the same, but gathered parameters are kept until they change (ZeRO-2).
-    NO_SHARD: nothing, as in data parallelism.
-    HYBRID_SHARD: as FULL_SHARD among the ranks of a node, while nodes hold replicas.
+    Attributes:
+        FULL_SHARD: Parameters, gradients and optimizer state; a unit is gathered when it computes (ZeRO-3).
+        SHARD_GRAD_OP: The same, but what was gathered in forward is kept for backward (ZeRO-2).
+        NO_SHARD: Nothing, as in data parallelism.
+        HYBRID_SHARD: As FULL_SHARD among the ranks of a node, while nodes hold replicas.
 
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020.
     """
@@ -35,9 +35,10 @@ class ShardingStrategy(enum.Enum):
 class CPUOffload(enum.Enum):
     """What lies in files that are mapped into memory, so that it may be larger than memory.
 
-    NONE: nothing.
-    PARAMS: the parameters.
-    FULL: the parameters, their gradients and the optimizer's state.
+    Attributes:
+        NONE: Nothing.
+        PARAMS: The parameters.
+        FULL: The parameters, their gradients and the optimizer's state.
     """
 
     NONE = "none"

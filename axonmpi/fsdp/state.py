@@ -134,13 +134,10 @@ def full_optimizer_state_dict(
     places = {id(flat.parts[index]): (name, flat, index) for name, flat, index in _named(run)}
     options, states = [], {}
     wants = not rank0_only or _is_first(groups)
+    _check_same_groups(groups, _names(optimizer, places))
     for group in optimizer.param_groups:
         names = []
         for part in group["params"]:
-            if id(part) not in places:
-                raise ValueError(
-                    "optimizer: it has parameters that are not of this model; build it on fsdp.parameters()"
-                )
             name, flat, index = places[id(part)]
             names.append(name)
             whole = _whole_state(flat, index, optimizer.state.get(part, {}), rank0_only=rank0_only)
@@ -148,6 +145,27 @@ def full_optimizer_state_dict(
                 states[name] = whole
         options.append({**{key: value for key, value in group.items() if key != "params"}, "params": names})
     return {"state": states, "param_groups": options} if wants else {}
+
+
+def _names(optimizer: torch.optim.Optimizer, places: Mapping[int, tuple[str, Any, int]]) -> list[list[str]]:
+    """Return the names of the parameters in each group of an optimizer; local."""
+    for group in optimizer.param_groups:
+        if any(id(part) not in places for part in group["params"]):
+            raise ValueError(
+                "optimizer: it has parameters that are not of this model; build it on fsdp.parameters()"
+            )
+    return [[places[id(part)][0] for part in group["params"]] for group in optimizer.param_groups]
+
+
+def _check_same_groups(groups: ShardingGroups, names: list[list[str]]) -> None:
+    """Raise on all ranks unless their optimizers have the same parameters; collective."""
+    for group in groups.both:
+        for rank, other in enumerate(group.all_gather_object(names)):
+            if other != names:
+                raise ValueError(
+                    f"optimizer: ranks {group.rank} and {rank} have other parameters in its groups; choose them by "
+                    "name, and not by what a rank's part looks like"
+                )
 
 
 def _whole_state(flat: FlatParameter, index: int, state: Mapping[str, Any], *, rank0_only: bool) -> dict[str, Any]:
@@ -183,7 +201,8 @@ def load_full_optimizer_state_dict(
 ) -> None:
     """Give an optimizer the state in a dict of `full_optimizer_state_dict`, from rank 0; collective."""
     places = {id(flat.parts[index]): (name, flat, index) for name, flat, index in _named(run)}
-    names = [[places[id(part)][0] for part in group["params"]] for group in optimizer.param_groups]
+    names = _names(optimizer, places)
+    _check_same_groups(groups, names)
     given = _agreed(groups, _without_tensors(state_dict) if _is_first(groups) else None)
     if [group["params"] for group in given["param_groups"]] != names:
         raise ValueError(

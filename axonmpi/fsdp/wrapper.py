@@ -17,7 +17,7 @@ from ..wrapping.outputs import outside_compile
 from ..wrapping.state_names import hide_wrapper
 from . import clipping, memory, state
 from .byhand import GatheredByHand
-from .construction import Choices, build_flats, initialise, make_slots
+from .construction import Choices, build_flats, initialise, initialise_buffers, make_slots
 from .gradients import FlatGradient
 from .groups import sharding_groups
 from .memory import FSDPMemoryStats
@@ -110,6 +110,7 @@ class FullyShardedDataParallel(nn.Module):
             unit = Unit(plan.name, plan.module, own, slot, self._run)
             unit.install_parts()
             units.append(unit)
+        initialise_buffers(self.module, param_init_fn)
         self._init_buffers()
         make_memory = choices.files if self._offload is CPUOffload.FULL else None
         # The outermost unit's last gradient is that of the first layer: it comes last.
@@ -128,9 +129,9 @@ class FullyShardedDataParallel(nn.Module):
             for name, buffer in list(part._buffers.items()):
                 if buffer is None:
                     continue
-                real = torch.zeros_like(buffer, device="cpu") if buffer.is_meta else buffer
                 dtype = self._precision.buffer_dtype
-                part._buffers[name] = real.to(dtype) if dtype is not None and real.is_floating_point() else real
+                if dtype is not None and buffer.is_floating_point():
+                    part._buffers[name] = buffer.to(dtype)
         buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
         for group in self._groups.both:
             broadcast_coalesced(group.backend, buffers, 0)

@@ -159,7 +159,7 @@ class RunConfig(_Settings):
     """When gradients are averaged: while backward runs, at its end, or by one call after it."""
     fsdp: Literal["none", "full", "grad", "hybrid"] = "none"
     """What is divided among the ranks: nothing (data parallelism), or parameters, gradients and optimizer state;
-    parameters are gathered when needed (full), or kept until they change (grad); hybrid is full on each node."""
+    parameters are gathered when needed (full), or kept for backward (grad); hybrid is full on each node."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What the model computes in; parameters, their updates and the sums of gradients stay in float32."""
     cpu_offload: Literal["none", "params", "full"] = "none"

@@ -46,7 +46,9 @@ def _add_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, *rest: A
 
 def _has_prefix(wrapper: nn.Module, keys: Sequence[str]) -> bool:
     """Say under which names more of the keys are known; a module may have a submodule called "module" itself."""
-    names = {name for name, _ in [*wrapper.named_parameters(), *wrapper.named_buffers()]}
+    # Not the wrapper's own methods, which may have left out the prefix already.
+    parameters, buffers = nn.Module.named_parameters(wrapper), nn.Module.named_buffers(wrapper)
+    names = {name for name, _ in [*parameters, *buffers]}
     return sum(key in names for key in keys) > sum(_PREFIX + key in names for key in keys)
 
 

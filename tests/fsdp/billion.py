@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import axonmpi as ax
-from axonmpi.fsdp.memory import PeakMemory
+from axonmpi.fsdp.memory import PeakMemory, process_memory
 
 GIB = 1 << 30
 
@@ -56,6 +56,7 @@ def main() -> None:
     world = ax.init_process_group()
     with torch.device("meta"):
         model = Model(options.width, options.layers)
+    before = process_memory()[0]
     with PeakMemory() as peak:
         begun = time.perf_counter()
         fsdp = ax.FSDP(model, units=Block)
@@ -66,15 +67,16 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         ended = time.perf_counter()
-    most = torch.tensor(peak.most)
-    ax.all_reduce_sum(most)
+    memory = torch.tensor([peak.most, before])
+    ax.all_reduce_sum(memory)
+    most, empty = memory.tolist()
     stats = fsdp.memory_stats()
     theory = stats.total_memory_bytes * world.size / GIB
     if world.rank == 0:
         print(
             f"{stats.total_params:,} parameters on {world.size} ranks: built in {built - begun:.1f} s, one step in "
-            f"{ended - built:.1f} s; at most {most / GIB:.2f} GiB on the node, {theory:.2f} in theory; "
-            f"loss {loss.item():.3f}",
+            f"{ended - built:.1f} s; at most {most / GIB:.2f} GiB on the node, {empty / GIB:.2f} of them before; "
+            f"{theory:.2f} in theory; loss {loss.item():.3f}",
             flush=True,
         )
     ax.destroy_process_group()

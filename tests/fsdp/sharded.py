@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import torch
-from models import BATCH, STEPS, batch_of, built, loss_of, mlp, part_of
+from models import BATCH, STEPS, batch_of, built, loss_of, part_of
 from torch import Tensor, nn
 
 import axonmpi as ax
@@ -141,17 +141,3 @@ def train(
         optimizer.step()
     return optimizer
 
-
-__all__ = [
-    "KINDS",
-    "STRATEGIES",
-    "Blocks",
-    "Residual",
-    "TiedBlocks",
-    "adamw",
-    "alone",
-    "data_for",
-    "mlp",
-    "new_group",
-    "train",
-]

@@ -13,8 +13,7 @@ from axonmpi import ShardingStrategy
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (3, 0.05)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_strategy_equals_one_process(world, strategy, kind, accumulation, clip):
@@ -27,8 +26,9 @@ def test_each_strategy_equals_one_process(world, strategy, kind, accumulation, c
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("shard_by", ["elements", "parameters"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "shard_by"), [("blocks", "elements"), ("tied", "elements"), ("frozen", "parameters")]
+)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_placement_equals_one_process(world, placement, strategy, kind, shard_by):
     with new_group(world) as group:
@@ -90,7 +90,7 @@ def rounded_alone(steps: int) -> dict[str, torch.Tensor]:
     return master.state_dict()
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bfloat16_equals_one_process_that_rounds_alike(world, placement, strategy):
     with new_group(world) as group:
@@ -107,7 +107,7 @@ def test_bfloat16_equals_one_process_that_rounds_alike(world, placement, strateg
         state = model.full_state_dict()
         exact, rounded = alone(Blocks, steps=10), rounded_alone(10)
         for name, value in state.items():
-            # AdamW turns a gradient near zero into a whole step of either sign: the mean says what the largest hides.
+            # AdamW makes a whole step of a gradient near zero, of either sign: the mean shows what that hides.
             assert (value - rounded[name]).abs().mean() <= 0.004, name
         far = sum(float((rounded[name] - exact[name]).abs().sum()) for name in exact)
         near = sum(float((value - rounded[name]).abs().sum()) for name, value in state.items())

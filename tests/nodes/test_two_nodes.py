@@ -71,6 +71,15 @@ def test_the_conformance_suite_passes(nodes: TwoNodes, ranks: tuple[int, int]) -
     assert "failed" not in printed
 
 
+def test_sharded_training_equals_one_process(nodes: TwoNodes) -> None:
+    """Each strategy, also HYBRID_SHARD with replicas on the nodes, with accumulation and clipping."""
+    tests = str(SUITE.parent / "fsdp" / "test_fsdp_training.py")
+    chosen = "each_strategy and 4ranks and 0.05"
+    printed = nodes.run((2, 2), "-m", "pytest", "-q", "-m", "ranks", tests, "-k", chosen, timeout=240)
+    assert "12 passed" in printed, printed
+    assert "failed" not in printed
+
+
 def test_a_job_that_fails_is_an_error_with_its_output(nodes: TwoNodes) -> None:
     with pytest.raises(AssertionError, match=r"(?s)exit code .*no such file"):
         nodes.run(

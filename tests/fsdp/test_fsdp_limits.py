@@ -1,0 +1,83 @@
+"""Models that are larger than the memory a process may have, and models that no rank ever holds."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from axonmpi.testing import launch
+
+ONE_STEP = """
+import resource, sys
+from pathlib import Path
+import torch
+from torch import nn
+import axonmpi as ax
+
+MIB = 1 << 20
+world = ax.init_process_group()
+with torch.device("meta"):
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(12)])  # 12 units of 4 MiB
+    warm = nn.Linear(8, 8)
+warm = ax.FSDP(warm)  # what torch and MPI allocate once is there before the limit is set
+warm(torch.randn(1, 8)).sum().backward()
+torch.optim.AdamW(warm.parameters()).step()
+
+data = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
+limit = int(data.split()[1]) * 1024 + int(sys.argv[2]) * MIB
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+offload = ax.CPUOffload(sys.argv[1])
+fsdp = ax.FSDP(model, cpu_offload=offload, offload_folder=sys.argv[3])
+optimizer = torch.optim.AdamW(fsdp.parameters(), lr=1e-5)
+inputs = torch.randn(2, 1024, generator=torch.Generator().manual_seed(world.rank))
+losses = []
+for _ in range(2):
+    optimizer.zero_grad()
+    loss = fsdp(inputs).square().mean()
+    loss.backward()
+    optimizer.step()
+    ax.all_reduce_mean(loss := loss.detach())
+    losses.append(loss.item())
+stats = fsdp.memory_stats()
+assert stats.total_memory_bytes > 2 * int(sys.argv[2]) * MIB, stats
+assert losses[1] < losses[0], losses
+print(f"rank {world.rank}: trained {stats.total_memory_bytes // MIB} MiB")
+ax.destroy_process_group()
+"""
+
+
+def one_step(offload: str, mebibytes: int, folder: Path):
+    program = folder / "one_step.py"
+    program.write_text(ONE_STEP)
+    environment = {"OMP_NUM_THREADS": "1"}
+    return launch(2, str(program), offload, str(mebibytes), str(folder / "files"), timeout=40, env=environment)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits what Linux counts as data")
+def test_a_model_larger_than_the_memory_trains_from_files(tmp_path: Path) -> None:
+    """Each of 2 ranks has 96 MiB of parameters, gradients and state, and may have 32 that are not in files."""
+    job = one_step("full", 32, tmp_path)
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert re.findall(r"rank \d: trained 9\d MiB", job.stdout) != []
+    assert list((tmp_path / "files").iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits what Linux counts as data")
+def test_the_same_model_does_not_fit_into_memory(tmp_path: Path) -> None:
+    job = one_step("none", 32, tmp_path)
+    assert job.returncode == 1, job.stderr  # and not that of a job that had to be ended
+    assert "allocate memory" in job.stderr or "MemoryError" in job.stderr, job.stderr
+
+
+def test_a_model_that_no_rank_ever_holds(tmp_path: Path) -> None:
+    """What four ranks need for 50 million parameters: 768 MiB, and a unit's gradients on each rank."""
+    script = Path(__file__).parent / "billion.py"
+    job = launch(4, str(script), "--width", "1024", "--layers", "4", timeout=120, env={"OMP_NUM_THREADS": "1"})
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert job.stdout.startswith("50,")
+    most, before, theory = map(float, re.findall(r"([\d.]+) (?:GiB|of them|in theory)", job.stdout))
+    assert most - before < theory + 4 * 2 * 0.05 + 0.1
