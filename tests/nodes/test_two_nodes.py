@@ -74,9 +74,9 @@ def test_the_conformance_suite_passes(nodes: TwoNodes, ranks: tuple[int, int]) -
 def test_sharded_training_equals_one_process(nodes: TwoNodes) -> None:
     """Each strategy, also HYBRID_SHARD with replicas on the nodes, with accumulation and clipping."""
     tests = str(SUITE.parent / "fsdp" / "test_fsdp_training.py")
-    chosen = "each_strategy and 4ranks and 0.05"
+    chosen = "each_strategy and 4ranks and 0.05 and not frozen"
     printed = nodes.run((2, 2), "-m", "pytest", "-q", "-m", "ranks", tests, "-k", chosen, timeout=240)
-    assert "12 passed" in printed, printed
+    assert "8 passed" in printed, printed
     assert "failed" not in printed
 
 
