@@ -7,7 +7,7 @@ import pytest
 pytest_plugins = ["pytester"]
 
 START_JOBS = ("cli", "docs", "harness", "launch", "nodes", "slurm")
-"""Folders whose tests start jobs, which have time limits of their own: the one around them is for what these miss."""
+"""Folders whose tests start jobs, which have time limits of their own; the one around them is longer."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
