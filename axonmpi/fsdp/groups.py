@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..group import ProcessGroup
 from .options import ShardingStrategy
 
-__all__ = ["ShardingGroups", "sharding_groups"]
+__all__ = ["ShardingGroups", "checked_groups", "sharding_groups"]
 
 
 @dataclass(frozen=True)
@@ -37,37 +37,44 @@ class ShardingGroups:
         return self.shard.size * (self.replicas.size if self.replicas is not None else 1)
 
 
-def sharding_groups(
-    groups: ProcessGroup | tuple[ProcessGroup, ProcessGroup], strategy: ShardingStrategy
-) -> ShardingGroups:
+def checked_groups(groups: object, strategy: ShardingStrategy) -> tuple[ProcessGroup, ...]:
+    """Check what a user gave as groups: one of all ranks, or a pair for HYBRID_SHARD; local.
+
+    Returns:
+        The group or the two groups.
+
+    Raises:
+        TypeError: It is no group, or a pair with another strategy.
+        ValueError: This rank is outside.
+    """
+    if isinstance(groups, tuple) and (strategy is not ShardingStrategy.HYBRID_SHARD or len(groups) != 2):
+        raise TypeError("process_group: a pair of groups is for ShardingStrategy.HYBRID_SHARD alone")
+    given = groups if isinstance(groups, tuple) else (groups,)
+    for group in given:
+        if not isinstance(group, ProcessGroup):
+            raise TypeError(f"process_group: expected an axonmpi.ProcessGroup or None, got {type(group).__name__}")
+        _ = group.backend  # ValueError on ranks outside it
+    return given
+
+
+def sharding_groups(given: tuple[ProcessGroup, ...], strategy: ShardingStrategy) -> ShardingGroups:
     """Derive the groups from the strategy; collective for HYBRID_SHARD.
 
     Args:
-        groups: All ranks; for HYBRID_SHARD also a pair of what shares out and what holds replicas.
-        strategy: What is divided.
+        given: All ranks; for HYBRID_SHARD also a pair of what shares out and what holds replicas.
+        strategy: What is divided, the same on all ranks.
 
     Raises:
-        TypeError: `groups` is no group, or a pair with another strategy.
         ValueError: Nodes have different numbers of ranks.
     """
-    if isinstance(groups, tuple):
-        if strategy is not ShardingStrategy.HYBRID_SHARD or len(groups) != 2:
-            raise TypeError("process_group: a pair of groups is for ShardingStrategy.HYBRID_SHARD alone")
-        for group in groups:
-            _check_group(group)
-        return ShardingGroups(groups[0], groups[1] if groups[1].size > 1 else None)
-    _check_group(groups)
+    groups = given[0]
+    if len(given) > 1:
+        return ShardingGroups(groups, given[1] if given[1].size > 1 else None)
     if strategy is ShardingStrategy.NO_SHARD:
         return ShardingGroups(ProcessGroup.mock(), groups if groups.size > 1 else None)
     if strategy is ShardingStrategy.HYBRID_SHARD:
         return _hybrid(groups)
     return ShardingGroups(groups, None)
-
-
-def _check_group(group: object) -> None:
-    if not isinstance(group, ProcessGroup):
-        raise TypeError(f"process_group: expected an axonmpi.ProcessGroup or None, got {type(group).__name__}")
-    _ = group.backend  # ValueError on ranks outside it
 
 
 def _hybrid(group: ProcessGroup) -> ShardingGroups:

@@ -23,23 +23,32 @@ class GuardedParameters(dict[str, Any]):
     def __init__(self, parameters: dict[str, Any]) -> None:
         super().__init__(parameters)
         self.unit_of: dict[str, Any] = {}
+        self.names: dict[str, str] = {}
 
     def __getitem__(self, name: str) -> Any:
         unit = self.unit_of.get(name)
         if unit is not None and not unit.active and not unit.shown:
             is_whole = unit.run.shows_in_backward(unit)
             if not is_whole and unit.run.depth:
-                raise ScatteredParameterError(_message(unit, name))
+                raise ScatteredParameterError(_message(unit, self.names[name]))
         return super().__getitem__(name)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: a copy would have this rank's parts, and no way to gather them."""
+        raise TypeError(
+            "a sharded module cannot be copied or pickled: load the wrapper's .full_state_dict() into a module "
+            "that is not wrapped, or save that"
+        )
 
-def guard(module: nn.Module, attribute: str, unit: Any) -> None:
+
+def guard(module: nn.Module, attribute: str, unit: Any, name: str) -> None:
     """Make reading a parameter in a forward an error while its unit is not gathered; local."""
     if not isinstance(module._parameters, GuardedParameters):
         object.__setattr__(module, "_parameters", GuardedParameters(module._parameters))
         module.register_forward_pre_hook(_check_gathered)
     parameters: Any = module._parameters
     parameters.unit_of[attribute] = unit
+    parameters.names[attribute] = name
 
 
 def _check_gathered(module: nn.Module, _args: object) -> None:
@@ -48,11 +57,10 @@ def _check_gathered(module: nn.Module, _args: object) -> None:
         if unit.active or unit.shown or unit.module is module or unit.run.by_hand:
             continue
         if not unit.run.shows_in_backward(unit):
-            raise ScatteredParameterError(_message(unit, attribute))
+            raise ScatteredParameterError(_message(unit, parameters.names[attribute]))
 
 
-def _message(unit: Any, attribute: str) -> str:
-    name = unit.name_of(attribute)
+def _message(unit: Any, name: str) -> str:
     where = f"unit {unit.name!r}" if unit.name else "the outermost unit"
     return (
         f"parameter {name!r} belongs to {where} and was used outside of that unit's forward, while its values are "

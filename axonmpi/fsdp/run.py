@@ -214,13 +214,19 @@ class Run:
 
     def on_gradient(self, unit: Unit, gradient: FlatGradient, index: int) -> None:
         """Take notice of a gradient that is complete; collective if it is the last one of a flat parameter."""
-        if not unit.is_valid:
+        if not unit.is_valid or unit.pending:
             raise RuntimeError(
                 f"the gradient of {gradient.flat.members[index].name!r} was computed while unit "
                 f"{unit.name!r} was not "
                 "gathered, with wrong values: something that its forward computes reaches the loss "
                 "other than through "
                 "what it returns; return it, or put both into one unit with units=..."
+            )
+        full = gradient.flat.fulls[index]
+        if full.grad is not None and full.grad.layout is not torch.strided:
+            raise ValueError(
+                f"the gradient of {gradient.flat.members[index].name!r} is sparse, which cannot be averaged over "
+                "ranks; build its module with sparse=False"
             )
         self._open_backward()
         gradient.arrived.add(index)
@@ -365,6 +371,11 @@ def check_parts(unit: Unit) -> None:
     for name, flat, index, shown in unit.installed():
         part = flat.parts[index]
         view = flat.part_of(flat.shard, index)
+        if part.requires_grad and not flat.trains:
+            raise ValueError(
+                f"parameter {name!r} was frozen when the model was wrapped, so there is no room for its gradient: "
+                "freeze it after wrapping instead"
+            )
         if shown is part and part.shape == view.shape and part.dtype == view.dtype:
             if part.data_ptr() != view.data_ptr() and part.numel():
                 with torch.no_grad():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from .flat import FlatParameter, State
@@ -24,11 +25,17 @@ class Slot:
 
     Attributes:
         holder: The unit whose parameters it holds, if any.
+        users: How many units it is lent to.
     """
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.holder: Unit | None = None
+        self.users = 0
+
+    def set_version(self, version: int) -> None:
+        """Tell autograd whose values these are: what it saved of another unit is not to be used; local."""
+        torch._C._autograd._unsafe_set_version_counter((self.memory,), (version,))
 
 
 class Unit:
@@ -60,14 +67,17 @@ class Unit:
         self.shown = False
         self.version = 0
         self.pending: list[Any] = []
+        if slot is not None:
+            slot.users += 1
+            self._turn = slot.users
         self._homes = [
             (owner, attribute, flat, index)
             for flat in flats
             for index, member in enumerate(flat.members)
             for owner, attribute in member.owners
         ]
-        for owner, attribute, _, _ in self._homes:
-            guard(owner, attribute, self)
+        for owner, attribute, flat, index in self._homes:
+            guard(owner, attribute, self, flat.members[index].name)
 
     @property
     def is_resident(self) -> bool:
@@ -78,11 +88,6 @@ class Unit:
     def is_valid(self) -> bool:
         """Whether its parameters can be computed with."""
         return all(flat.is_valid for flat in self.flats) and (self.slot is None or self.slot.holder is self)
-
-    def name_of(self, attribute: str) -> str:
-        """Return the full name of a parameter, for messages."""
-        names = [flat.members[index].name for _, own, flat, index in self._homes if own == attribute]
-        return str(names[0]) if names else attribute
 
     def install_parts(self) -> None:
         """Let the modules show this rank's parts of the parameters; local."""
@@ -129,6 +134,7 @@ class Unit:
                 if holder.shown:
                     holder.install_parts()
             self.slot.holder = self
+            self.slot.set_version(0)
         lent = [flat for flat in self.flats if flat.state == State.LENT]
         stale = lent + [flat for flat in self.flats if flat.state == State.KEPT and not flat.is_valid]
         self.pending = [flat.gather(async_op=self.run.gathers_ahead) for flat in stale]
@@ -139,6 +145,8 @@ class Unit:
         for work in pending:
             if work is not None:
                 work.wait(self.run.timeout)
+        if self.slot is not None and self.slot.holder is self:
+            self.slot.set_version(self._turn)
 
     def changes(self) -> int:
         """Count the changes of the shards by this rank so far."""

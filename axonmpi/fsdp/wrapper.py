@@ -19,7 +19,7 @@ from . import clipping, memory, state
 from .byhand import GatheredByHand
 from .construction import Choices, build_flats, initialise, initialise_buffers, make_slots
 from .gradients import FlatGradient
-from .groups import sharding_groups
+from .groups import checked_groups, sharding_groups
 from .memory import FSDPMemoryStats
 from .offload import Files
 from .optimizers import watch_optimizers
@@ -82,10 +82,20 @@ class FullyShardedDataParallel(nn.Module):
         _check_module(module)
         precision = _checked_precision(mixed_precision)
         _check_choices(sharding_strategy, cpu_offload, shard_by, offload_folder)
-        groups = default_group() if process_group is None else process_group
-        self._groups = sharding_groups(groups, sharding_strategy)
+        given = checked_groups(default_group() if process_group is None else process_group, sharding_strategy)
         plans = plan_units(module, find_units(module, units))
-        self._check_agreement(module, plans, precision, sharding_strategy, cpu_offload, shard_by)
+        arguments = {
+            "sharding_strategy": sharding_strategy,
+            "cpu_offload": cpu_offload,
+            "shard_by": shard_by,
+            "mixed_precision": precision,
+            "units": [plan.name for plan in plans],
+        }
+        for group in given:
+            check_same_model(module, group, arguments)
+        if next(module.parameters(), None) is None:
+            raise ValueError("module: it has no parameters, so there is nothing to shard")
+        self._groups = sharding_groups(given, sharding_strategy)
         self._strategy, self._offload, self._precision = sharding_strategy, cpu_offload, precision
         self.module = module
         keeps = sharding_strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
@@ -135,14 +145,6 @@ class FullyShardedDataParallel(nn.Module):
         buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
         for group in self._groups.both:
             broadcast_coalesced(group.backend, buffers, 0)
-
-    def _check_agreement(self, module: nn.Module, plans: Any, precision: Any, *arguments: Any) -> None:
-        named = {f"argument {place}": str(value) for place, value in enumerate(arguments)}
-        named |= {"mixed_precision": str(precision), "units": str([plan.name for plan in plans])}
-        for group in self._groups.both:
-            check_same_model(module, group, named)
-        if next(module.parameters(), None) is None:
-            raise ValueError("module: it has no parameters, so there is nothing to shard")
 
     # ---- properties -----------------------------------------------------------------------------------------
 

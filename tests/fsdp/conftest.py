@@ -26,7 +26,7 @@ SETTINGS = {
     "kept": ("1", ShardingStrategy.SHARD_GRAD_OP),
     "replicas": ("1", ShardingStrategy.HYBRID_SHARD),
 }
-"""For two ranks: ranks a node and a strategy. Parameters are never gathered, for each unit, once a step, or whole."""
+"""Ranks a node, a strategy: two ranks gather parameters never, for each unit, once a step; or have them whole."""
 
 
 @pytest.fixture(params=SETTINGS)
