@@ -6,7 +6,7 @@ One parameter after the other, so that a rank that does not want the whole never
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,10 @@ def full_state_dict(module: nn.Module, run: Run, groups: ShardingGroups, *, rank
     parts = {id(flat.parts[index]): name for name, flat, index in _named(run)}
     for key, value in module.state_dict(keep_vars=True).items():
         of_part = parts.get(id(value))
-        result[key] = value.detach().clone() if of_part is None else wholes[of_part]
+        if of_part is not None:
+            result[key] = wholes[of_part]
+        else:  # a buffer, or what a module adds by get_extra_state()
+            result[key] = value.detach().clone() if isinstance(value, Tensor) else value
     return result
 
 
@@ -67,8 +70,10 @@ def load_full_state_dict(
     shapes = {
         key: tuple(parts[id(value)][1].shapes[parts[id(value)][2]]) if id(value) in parts else tuple(value.shape)
         for key, value in shown.items()
+        if isinstance(value, Tensor)
     }
-    problem = _agreed(groups, _misfit(shapes, state_dict, strict=strict) if _is_first(groups) else None)
+    extra = [key for key in shown if key not in shapes]
+    problem = _agreed(groups, _misfit(shapes, extra, state_dict, strict=strict) if _is_first(groups) else None)
     if problem:
         raise ValueError(problem)
     values: dict[str, Tensor] = {}
@@ -78,11 +83,16 @@ def load_full_state_dict(
                 values.setdefault(parts[id(value)][0], state_dict[key])
     _load_parameters(run, groups, values)
     for key, value in shown.items():
-        if id(value) not in parts:
+        if key in shapes and id(value) not in parts:
             if _is_first(groups) and key in state_dict:
                 value.copy_(state_dict[key])
             for group in groups.both:
                 group.broadcast(value)
+    given = _agreed(
+        groups, {key: state_dict[key] for key in extra if key in state_dict} if _is_first(groups) else {}
+    )
+    for key, value in given.items():
+        module.get_submodule(key.rpartition(".")[0]).set_extra_state(value)
 
 
 def _load_parameters(run: Run, groups: ShardingGroups, values: Mapping[str, Tensor]) -> None:
@@ -91,6 +101,7 @@ def _load_parameters(run: Run, groups: ShardingGroups, values: Mapping[str, Tens
     def value_of(member: Member) -> Tensor | None:
         return values.get(member.name)
 
+    run.barrier()  # nobody reads the old values any more
     for unit in run.units:
         for flat in unit.flats:
             if first_replica:
@@ -101,9 +112,11 @@ def _load_parameters(run: Run, groups: ShardingGroups, values: Mapping[str, Tens
     run.barrier()
 
 
-def _misfit(shapes: Mapping[str, tuple[int, ...]], given: Mapping[str, Tensor], *, strict: bool) -> str | None:
-    missing = [key for key in shapes if key not in given]
-    unexpected = [key for key in given if key not in shapes]
+def _misfit(
+    shapes: Mapping[str, tuple[int, ...]], extra: Sequence[str], given: Mapping[str, Tensor], *, strict: bool
+) -> str | None:
+    missing = [key for key in (*shapes, *extra) if key not in given]
+    unexpected = [key for key in given if key not in shapes and key not in extra]
     wrong = [
         f"{key}: expected {list(shapes[key])}, got {list(given[key].shape)}"
         for key in shapes
@@ -217,6 +230,8 @@ def load_full_optimizer_state_dict(
             loaded = _part_of_state(flat, index, given["state"].get(name, {}), source, groups)
             if loaded and part.numel():
                 optimizer.state[part] = loaded
+            elif part.numel():
+                optimizer.state.pop(part, None)
 
 
 def _without_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,6 +266,8 @@ def _part_of_state(
     for key, kind in kinds.items():
         if not isinstance(kind, _Shape):
             loaded[key] = kind.clone() if isinstance(kind, Tensor) else kind
+            if isinstance(kind, Tensor) and not flat.shapes[index] and key != "step" and flat.parts[index].numel():
+                loaded[key] = loaded[key].view(flat.parts[index].shape)  # laid out as a parameter without dims
             continue
         shape, dtype = kind
         whole = source[key].contiguous() if source else torch.empty(shape, dtype=dtype)
@@ -258,5 +275,5 @@ def _part_of_state(
             group.broadcast(whole)
         is_divided = tuple(shape) == tuple(flat.shapes[index])
         part = flat.parts[index]
-        loaded[key] = whole.reshape(-1)[first:last].view(part.shape).clone() if is_divided else whole
+        loaded[key] = whole.reshape(-1)[first:last].view(part.shape).clone() if is_divided else whole.clone()
     return loaded
