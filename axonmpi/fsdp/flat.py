@@ -55,6 +55,7 @@ class FlatParameter:
         shard: [S] this rank's shard.
         buffer: [P] what the unit computes with, once there is one.
         parts: This rank's part of each parameter.
+        made: Address and shape that each part has.
         fulls: The whole parameters, views of the buffer, once there is one.
         is_valid: Whether the buffer holds the parameters' values.
         trains: Whether its parameters are trained.
@@ -86,6 +87,7 @@ class FlatParameter:
         self.buffer: Tensor | None = None
         self.parts: list[nn.Parameter] = []
         self.fulls: list[nn.Parameter] = []
+        self.made: list[tuple[int, torch.Size]] = []
         self._shapes_kept = shapes_kept
         self._in_file = in_file
         self._marks = [dict(member.parameter.__dict__) for member in members]
@@ -129,6 +131,7 @@ class FlatParameter:
             part = nn.Parameter(self.part_of(shard, index), requires_grad=member.parameter.requires_grad)
             part.__dict__.update(self._marks[index])
             self.parts.append(part)
+        self.made = [(part.data_ptr(), part.shape) for part in self.parts]
 
     def offload_state(self, files: Files) -> None:
         """Let optimizers put their state for these parameters into files; local."""
@@ -204,14 +207,16 @@ class FlatParameter:
             index: Which one.
             own: This rank's part; None: that of the parameter.
         """
+        if own is None and self.is_resident:  # what the others have changed is there: callers have met before
+            return self.fulls[index].detach().clone()
         part = (self.parts[index] if own is None else own).detach().reshape(-1)
         whole: Tensor = part.clone() if self.group.size == 1 else self.group.all_gather(part)
         return whole.reshape(self.shapes[index])
 
     def whole_on_first(self, index: int, own: Tensor | None = None) -> Tensor | None:
         """Return what `whole` does on rank 0, None elsewhere; collective."""
-        if self.group.size == 1:
-            return self.whole(index, own)
+        if self.group.size == 1 or (own is None and self.is_resident):
+            return self.whole(index, own) if self.group.rank == 0 else None
         part = (self.parts[index] if own is None else own).detach().reshape(-1)
         parts = self.group.gather(part, 0)
         return None if parts is None else torch.cat(parts).reshape(self.shapes[index])

@@ -17,6 +17,7 @@ from ..group import ProcessGroup
 from ..types import ReduceOp, Work
 from .flat import FlatParameter
 from .offload import Files
+from .unit import Unit
 
 __all__ = ["FlatGradient"]
 
@@ -25,6 +26,7 @@ class FlatGradient:
     """The gradient of a flat parameter.
 
     Args:
+        unit: The unit that it belongs to.
         flat: The parameter.
         sum_dtype: Dtype in which gradients are summed and rounded.
         replicas: The ranks that hold the same shard; None if there are no others.
@@ -36,8 +38,14 @@ class FlatGradient:
     """
 
     def __init__(
-        self, flat: FlatParameter, sum_dtype: torch.dtype, replicas: ProcessGroup | None, files: Files | None = None
+        self,
+        unit: Unit,
+        flat: FlatParameter,
+        sum_dtype: torch.dtype,
+        replicas: ProcessGroup | None,
+        files: Files | None = None,
     ) -> None:
+        self.unit = unit
         self.flat = flat
         self.shard: Tensor | None = None
         self.launched = False

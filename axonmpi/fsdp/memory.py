@@ -107,7 +107,7 @@ def estimated(
 ) -> FSDPMemoryStats:
     """Compute what a strategy would take; local."""
     world = groups.size if world_size is None else world_size
-    here = len(groups.shard.backend.node_ranks) if strategy is not ShardingStrategy.NO_SHARD else 1
+    here = max(len(group.backend.node_ranks) for group in (groups.shard, groups.replicas) if group is not None)
     local = ranks_per_node or (world if world_size is not None else max(here, 1))
     if world < 1 or local < 1 or world % local:
         raise ValueError(f"world_size: expected a multiple of ranks_per_node ({local}), got {world}")

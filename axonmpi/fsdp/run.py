@@ -11,6 +11,7 @@ backward follows a forward, the ranks meet when an optimizer is about to step.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -55,9 +56,12 @@ class Run:
         self.enabled = True
         self.by_hand = False
         self.gathers_ahead = backend.overlaps and len(backend.node_ranks) < group.size
-        self._reduces_ahead = backend.overlaps
+        self._reduces_ahead = backend.overlaps and group.size > 1
+        self._gathers = False
         self._stack: list[Unit] = []
         self._starts: list[int] = []
+        self._events = 0
+        self._records = False
         self._shown: list[Unit] = []
         self._order: list[Unit] = []
         self._next_order: list[Unit] = []
@@ -74,15 +78,13 @@ class Run:
             cast: Dtype to convert floating-point inputs of units to, if any.
         """
         self.units, self.gradients = list(units), list(gradients)
-        unit_of = {id(flat): unit for unit in units for flat in unit.flats}
+        self._gathers = not all(unit.is_resident for unit in units)
         for unit in units:
             unit.module.register_forward_pre_hook(partial(_before, weakref.ref(self), unit, cast), with_kwargs=True)
             unit.module.register_forward_hook(partial(_after, weakref.ref(self), unit), always_call=True)
         for gradient in gradients:
             for index, full in enumerate(gradient.flat.fulls):
-                full.register_post_accumulate_grad_hook(
-                    partial(_on_gradient, weakref.ref(self), unit_of[id(gradient.flat)], gradient, index)
-                )
+                full.register_post_accumulate_grad_hook(partial(_on_gradient, weakref.ref(self), gradient, index))
 
     @property
     def depth(self) -> int:
@@ -117,6 +119,9 @@ class Run:
         if unit.active == 1:
             unit.install_fulls()
         if torch._C._current_graph_task_id() == -1:
+            self._events += 1
+            if self._records:
+                unit.first_event = min(unit.first_event, self._events)
             self._next_order.append(unit)
             self._gather_ahead(self._order, unit, 1)
 
@@ -130,6 +135,8 @@ class Run:
         unit.active -= 1
         self._stack.pop()
         start = self._starts.pop()
+        if torch._C._current_graph_task_id() == -1:
+            self._events += 1
         if torch.is_grad_enabled():
             self._watch(unit, output, start)
         if not self._stack:
@@ -137,12 +144,13 @@ class Run:
 
     def _watch(self, unit: Unit, output: Any, start: int) -> None:
         is_outermost = not self._stack
+        event = self._events if torch._C._current_graph_task_id() == -1 else None
         for tensor in tensors_in(output):
             node = tensor.grad_fn
             if node is not None and node._sequence_nr() >= start:  # not one that the unit was given
                 leaf = leaf_below(tensor) if is_outermost else None
                 tensor.register_hook(
-                    partial(_on_backward, weakref.ref(self), unit, unit.version, is_outermost, leaf)
+                    partial(_on_backward, weakref.ref(self), unit, unit.version, event, is_outermost, leaf)
                 )
 
     def _begin_pass(self) -> None:
@@ -150,8 +158,10 @@ class Run:
         if self._open:  # an earlier backward ended in an exception
             self._abandon()
         self._hide()
+        self._records = torch.is_grad_enabled()
         for unit in self.units:
-            check_parts(unit)
+            if unit.has_changed():
+                check_parts(unit)
         self._order, self._next_order = self._next_order or self._order, []
         resident = False
         for unit in self.units:
@@ -176,7 +186,7 @@ class Run:
 
     # ---- backward -------------------------------------------------------------------------------------------
 
-    def before_backward(self, unit: Unit, version: int, is_outermost: bool, leaf: Any) -> None:
+    def before_backward(self, unit: Unit, version: int, event: int | None, is_outermost: bool, leaf: Any) -> None:
         """Make a unit's parameters whole for its backward; collective."""
         if is_outermost and accumulates_into(leaf):
             self._open_backward()
@@ -184,13 +194,22 @@ class Run:
             return
         if unit.changes() != version:
             raise RuntimeError(
-                f"parameters of unit {unit.name!r} were changed between forward and backward: its "
-                "gradients would be "
-                "wrong; call backward before the optimizer's step, or forward again"
+                f"parameters of unit {unit.name!r} were changed between forward and backward: its gradients would "
+                "be wrong; call backward before the optimizer's step, or forward again"
             )
+        if event is not None and self.enabled and self._open:
+            self._launch_after(event)
         unit.begin_gather()
         unit.finish_gather()
         self._gather_ahead(self._next_order, unit, -1)
+
+    def _launch_after(self, event: int) -> None:
+        """Reduce gradients of units whose forward came after an event: their backward is over; collective.
+
+        Every rank comes here at the same time, while some may have no gradient for a parameter that others have.
+        """
+        while self._next < len(self.gradients) and self.gradients[self._next].unit.first_event > event:
+            self._launch_next()
 
     @outside_compile
     def shows_in_backward(self, unit: Unit) -> bool:
@@ -212,15 +231,14 @@ class Run:
             if unit.shown and not unit.active:
                 unit.install_parts()
 
-    def on_gradient(self, unit: Unit, gradient: FlatGradient, index: int) -> None:
+    def on_gradient(self, gradient: FlatGradient, index: int) -> None:
         """Take notice of a gradient that is complete; collective if it is the last one of a flat parameter."""
+        unit = gradient.unit
         if not unit.is_valid or unit.pending:
             raise RuntimeError(
-                f"the gradient of {gradient.flat.members[index].name!r} was computed while unit "
-                f"{unit.name!r} was not "
-                "gathered, with wrong values: something that its forward computes reaches the loss "
-                "other than through "
-                "what it returns; return it, or put both into one unit with units=..."
+                f"the gradient of {gradient.flat.members[index].name!r} was computed while unit {unit.name!r} was "
+                "not gathered, with wrong values: something that its forward computes reaches the loss other than "
+                "through what it returns; return it, or put both into one unit with units=..."
             )
         full = gradient.flat.fulls[index]
         if full.grad is not None and full.grad.layout is not torch.strided:
@@ -230,14 +248,17 @@ class Run:
             )
         self._open_backward()
         gradient.arrived.add(index)
-        if self.enabled:  # whole gradients are large: they go as soon as they can, overlapped or not
-            self._launch_complete()
+        # Whole gradients are large: they go as soon as they can. Where units are gathered, all ranks have to gather
+        # and reduce in one order, see `_launch_after`.
+        while self.enabled and not self._gathers and self._next < len(self.gradients):
+            if not self.gradients[self._next].is_complete:
+                break
+            self._launch_next()
 
-    def _launch_complete(self) -> None:
-        while self._next < len(self.gradients) and self.gradients[self._next].is_complete:
-            gradient = self.gradients[self._next]
-            self._next += 1
-            gradient.launch(async_op=self._reduces_ahead)
+    def _launch_next(self) -> None:
+        gradient = self.gradients[self._next]
+        self._next += 1
+        gradient.launch(async_op=self._reduces_ahead)
 
     def _open_backward(self) -> None:
         if not self._open:
@@ -247,6 +268,8 @@ class Run:
     @torch.no_grad()
     def _end_backward(self) -> None:
         self._open = False
+        for unit in self.units:
+            unit.first_event = math.inf
         if not self.enabled:
             for gradient in self.gradients:
                 gradient.arrived.clear()
@@ -349,17 +372,17 @@ def _after(owner: weakref.ref[Run], unit: Unit, _module: Any, _args: Any, output
 
 
 def _on_backward(
-    owner: weakref.ref[Run], unit: Unit, version: int, is_outermost: bool, leaf: Any, _gradient: Tensor
+    owner: weakref.ref[Run], unit: Unit, version: int, event: int | None, is_outermost: bool, leaf: Any, _: Tensor
 ) -> None:
     run = owner()
     if run is not None:
-        run.before_backward(unit, version, is_outermost, leaf)
+        run.before_backward(unit, version, event, is_outermost, leaf)
 
 
-def _on_gradient(owner: weakref.ref[Run], unit: Unit, gradient: FlatGradient, index: int, _full: Tensor) -> None:
+def _on_gradient(owner: weakref.ref[Run], gradient: FlatGradient, index: int, _full: Tensor) -> None:
     run = owner()
     if run is not None:
-        run.on_gradient(unit, gradient, index)
+        run.on_gradient(gradient, index)
 
 
 def check_parts(unit: Unit) -> None:

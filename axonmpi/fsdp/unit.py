@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ class Unit:
     Attributes:
         active: How many forwards of the module are going on; parameters are whole meanwhile.
         shown: Whether parameters are whole because backward computes something once more.
+        first_event: When its first forward began that no backward has followed yet; infinite if there is none.
         version: Counts the changes of the shard, as of the last forward.
         pending: The gathering that has begun and not ended.
     """
@@ -65,6 +67,7 @@ class Unit:
         self.run = run
         self.active = 0
         self.shown = False
+        self.first_event: float = math.inf
         self.version = 0
         self.pending: list[Any] = []
         if slot is not None:
@@ -115,6 +118,15 @@ class Unit:
             (flat.members[index].name, flat, index, dict.get(owner._parameters, attribute))
             for owner, attribute, flat, index in self._homes
         ]
+
+    def has_changed(self) -> bool:
+        """Say whether the modules show anything else than the parts as they were made; local."""
+        return any(
+            dict.get(owner._parameters, attribute) is not flat.parts[index]
+            or (flat.parts[index].data_ptr(), flat.parts[index].shape) != flat.made[index]
+            or (flat.parts[index].requires_grad and not flat.trains)
+            for owner, attribute, flat, index in self._homes
+        )
 
     def begin_gather(self) -> None:
         """Begin to fill the buffers, where that is not done; collective."""

@@ -125,7 +125,7 @@ class FullyShardedDataParallel(nn.Module):
         make_memory = choices.files if self._offload is CPUOffload.FULL else None
         # The outermost unit's last gradient is that of the first layer: it comes last.
         gradients = [
-            FlatGradient(flat, self._precision.sum_dtype(flat.compute_dtype), choices.replicas, make_memory)
+            FlatGradient(unit, flat, self._precision.sum_dtype(flat.compute_dtype), choices.replicas, make_memory)
             for unit in [*reversed(units[1:]), units[0]]
             for flat in unit.flats
             if flat.trains

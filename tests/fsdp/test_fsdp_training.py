@@ -143,3 +143,40 @@ class BuffersToo(nn.Module):
     @staticmethod
     def value(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).float().square().mean()
+
+
+class Bonus(nn.Module):
+    """A block with a parameter that some ranks do not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.bonus = nn.Parameter(torch.ones(5))
+        self.uses = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x)) * (self.bonus if self.uses else 1.0)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_of_a_unit_that_some_ranks_do_not_use_count_as_zero(world, placement, strategy):
+    def make() -> nn.Module:
+        return nn.Sequential(Bonus(), Bonus(), Bonus(), nn.Linear(5, 3))
+
+    plain = built(make)
+    with new_group(world) as group:
+        model = ax.FSDP(built(make), group, sharding_strategy=strategy, units=Bonus)
+        for rank in range(world.size):
+            inputs, targets = part_of(data_for(plain, 0), rank, world.size)
+            for place in range(3):
+                plain[place].uses = (rank + place) % 2 == 0
+            (loss_of(plain(inputs), targets) / world.size).backward()
+            if rank == world.rank:
+                for place in range(3):
+                    model.module[place].uses = plain[place].uses
+                loss_of(model(inputs), targets).backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        torch.optim.SGD(plain.parameters(), lr=1.0).step()
+        optimizer.step()
+        assert_close(model.full_state_dict(), plain.state_dict())

@@ -69,6 +69,16 @@ def _add_collectives_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_fsdp_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=fsdp.BATCH,
+        help=f"samples of a step on each rank (default: {fsdp.BATCH})",
+        metavar="N",
+    )
+
+
 def _size(text: str) -> int:
     try:
         nbytes = parse_size(text)
@@ -96,9 +106,10 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "fsdp": Benchmark(
         "a step of fully sharded training: ours, torch's on gloo, and data parallelism; time and memory",
-        lambda world, options: fsdp.measure(world, options.blocks),
+        lambda world, options: fsdp.measure(world, options.blocks, options.batch),
         fsdp.table,
         (2, 4),
+        _add_fsdp_options,
     ),
     "overhead": Benchmark(
         "what Python adds to MPI's own all-reduce of 4 bytes",
