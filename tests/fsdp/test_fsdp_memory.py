@@ -1,0 +1,188 @@
+"""How much memory sharded training takes, counted by hand, and what lies in files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from alongside import adamw_of, usual_step
+from models import assert_close, built
+from sharded import STRATEGIES, Blocks, alone, data_for, new_group, train
+from torch import Tensor, nn
+
+import axonmpi as ax
+from axonmpi import CPUOffload, ShardingStrategy
+
+WIDTH = 256
+BLOCK, HEAD, COUNT = WIDTH * WIDTH + WIDTH, 3 * WIDTH + 3, 6
+TOTAL = COUNT * BLOCK + HEAD
+"""Parameter elements of a block, of the rest, number of blocks; and of all."""
+
+
+def blocks() -> nn.Module:
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(COUNT)]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, 3))
+
+
+def by_hand(strategy: ShardingStrategy, world: int, local: int, states: int = 2) -> tuple[float, float, float]:
+    """Bytes of a rank's parameters, gradients and optimizer state in float32, on nodes of `local` ranks."""
+    if strategy is ShardingStrategy.NO_SHARD:
+        return 4 * TOTAL, 4 * TOTAL, states * 4 * TOTAL
+    if strategy is ShardingStrategy.HYBRID_SHARD:
+        return 4 * TOTAL / local, 4 * TOTAL / local, states * 4 * TOTAL / local
+    divided = 4 * TOTAL / world
+    if local == world:  # once a node, and nothing else
+        return divided, divided, states * divided
+    if strategy is ShardingStrategy.SHARD_GRAD_OP:  # the whole model, once a node
+        return 4 * TOTAL / local, divided, states * divided
+    gathered = 4 * (2 * BLOCK + HEAD) / local  # two blocks in turn, and the rest
+    return 4 * COUNT * BLOCK / world + gathered, divided, states * divided
+
+
+LOCAL = {"one_node": 4, "pairs": 2, "apart": 1}
+
+
+def assert_near(
+    stats: ax.FSDPMemoryStats, expected: tuple[float, float, float], world: int, states: int = 2
+) -> None:
+    got = stats.param_memory_bytes, stats.grad_memory_bytes, stats.optim_memory_bytes
+    for measured, counted in zip(got, expected, strict=True):
+        assert abs(measured - counted) <= 0.1 * counted, (got, expected)
+    assert stats.total_params == TOTAL
+    assert stats.world_size == world
+    assert stats.unsharded_bytes == 4 * TOTAL * (2 + states)
+    assert stats.total_memory_bytes == sum(got)
+    assert stats.total_memory_mb() == sum(got) / 2**20
+    savings = 1 - sum(expected) / (4 * TOTAL * (2 + states))
+    assert abs(stats.memory_savings() - savings) < 0.03
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_memory_that_is_measured_and_computed_equals_what_is_counted_by_hand(world, placement, strategy):
+    local = LOCAL[placement]
+    with new_group(world) as group:
+        model = ax.FSDP(built(blocks), group, sharding_strategy=strategy)
+        before = model.memory_stats()
+        assert before.grad_memory_bytes == before.optim_memory_bytes == 0
+        optimizer = adamw_of(model)
+        usual_step(model, optimizer, (torch.ones(2, WIDTH), torch.zeros(2, 3)))
+        assert_near(model.memory_stats(), by_hand(strategy, 4, local), 4)
+        for other in STRATEGIES:
+            assert_near(model.memory_estimate(other), by_hand(other, 4, local), 4)
+        on_node = group.all_gather_object(model.memory_stats().param_memory_bytes)[:local]
+    if strategy is ShardingStrategy.HYBRID_SHARD or placement == "one_node":
+        copies = local if strategy is ShardingStrategy.NO_SHARD else 1  # what is in common counts once
+        assert abs(sum(on_node) - 4 * TOTAL * copies) < 0.01 * 4 * TOTAL
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("local", [1, 4, 16])
+@pytest.mark.parametrize("states", [0, 1, 2])
+def test_estimates_of_other_worlds(world, local, states):
+    model = ax.FSDP(built(blocks))
+    for strategy in STRATEGIES:
+        stats = model.memory_estimate(strategy, 16, ranks_per_node=local, optimizer_states=states)
+        assert_near(stats, by_hand(strategy, 16, local, states), 16, states)
+    on_one_node = model.memory_estimate(world_size=8, optimizer_states=states)
+    assert_near(on_one_node, by_hand(ShardingStrategy.FULL_SHARD, 8, 8, states), 8, states)
+
+
+@pytest.mark.ranks(4)
+def test_mixed_precision_adds_what_is_computed_with(world):
+    model = ax.FSDP(built(blocks), mixed_precision=True)
+    shard, computed = 4 * TOTAL / 4, 2 * (2 * BLOCK + HEAD) / 4
+    for stats in (model.memory_stats(), model.memory_estimate()):
+        assert abs(stats.param_memory_bytes / (shard + computed) - 1) < 0.05
+    plain = model.memory_estimate(mixed_precision=False)
+    assert abs(plain.param_memory_bytes / shard - 1) < 0.05
+
+
+@pytest.mark.ranks(2)
+def test_frozen_parameters_have_no_gradient_and_no_state(world):
+    model = built(blocks)
+    model[:3].requires_grad_(False)
+    stats = ax.FSDP(model).memory_estimate()
+    assert abs(stats.grad_memory_bytes / (4 * (TOTAL - 3 * BLOCK) / 2) - 1) < 0.05
+    assert stats.optim_memory_bytes == 2 * stats.grad_memory_bytes
+    assert stats.unsharded_bytes == 4 * (4 * TOTAL - 3 * 3 * BLOCK)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells")
+@pytest.mark.ranks(1)
+def test_memory_of_the_process(world):
+    model = ax.FSDP(built(blocks))
+    stats = model.memory_stats()
+    assert 0 < stats.resident_bytes <= stats.peak_bytes
+    assert model.memory_estimate().resident_bytes == model.memory_estimate().peak_bytes == 0
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+def ranges(folder: Path) -> list[tuple[int, int]]:
+    """Addresses of this process that are mapped to files of a folder, which have no names any more."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if str(folder) in line:
+            assert line.endswith("(deleted)")
+            low, high = line.split()[0].split("-")
+            found.append((int(low, 16), int(high, 16)))
+    return found
+
+
+def in_files(tensor: Tensor, folder: Path) -> bool:
+    return any(low <= tensor.data_ptr() < high for low, high in ranges(folder))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what is mapped")
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("shard_by", ["elements", "parameters"])
+@pytest.mark.parametrize("offload", [CPUOffload.PARAMS, CPUOffload.FULL])
+def test_training_from_files_equals_one_process(world, setting, shared_tmp_path, offload, shard_by):
+    folder = shared_tmp_path / "made" / "here"
+    options = {"cpu_offload": offload, "offload_folder": folder, "shard_by": shard_by}
+    with new_group(world) as group:
+        model = ax.FSDP(built(Blocks), group, sharding_strategy=setting, **options)
+        assert list(folder.iterdir()) == []
+        optimizer = train(model, group, steps=3)
+        assert_close(model.full_state_dict(), alone(Blocks, steps=3))
+        group.barrier()
+        assert list(folder.iterdir()) == []
+        parts = [p for name, p in model.named_parameters() if p.numel() and name.startswith("blocks.")]
+        assert all(in_files(part, folder) for part in parts)
+        for part in parts:
+            state = optimizer.state[part]
+            offloaded = [in_files(tensor, folder) for tensor in (part.grad, state["exp_avg"], state["exp_avg_sq"])]
+            assert offloaded == [offload is CPUOffload.FULL] * 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what is mapped")
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
+        lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True, foreach=True),
+    ],
+    ids=["adagrad", "foreach"],
+)
+def test_state_of_other_optimizers_in_files(world, shared_tmp_path, make):
+    model = ax.FSDP(built(Blocks), cpu_offload=CPUOffload.FULL, offload_folder=str(shared_tmp_path))
+    plain = built(Blocks)
+    optimizer, of_plain = make(model.parameters()), make(plain.parameters())
+    train(model, world.default_group, optimizer=optimizer, steps=2)
+    for number in range(2):
+        usual_step(plain, of_plain, data_for(plain, number))
+    assert_close(model.full_state_dict(), plain.state_dict())
+    tensors = [
+        value
+        for part, state in optimizer.state.items()
+        if part.numel()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim()
+    ]
+    assert tensors
+    assert all(in_files(tensor, shared_tmp_path) for tensor in tensors)
