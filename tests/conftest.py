@@ -1,8 +1,11 @@
 """Settings of all tests."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+from axonmpi import environment
 
 pytest_plugins = ["pytester"]
 
@@ -10,13 +13,23 @@ START_JOBS = ("cli", "docs", "harness", "launch", "nodes", "slurm")
 """Folders whose tests start jobs, which have time limits of their own; the one around them is longer."""
 
 
+FILES_THAT_START_JOBS = ("test_settings.py", "test_command.py", "test_fsdp_limits.py")
+
+
+def starts_jobs(item: pytest.Item) -> bool:
+    path = Path(item.path).relative_to(Path(__file__).parent)
+    return path.parts[0] in START_JOBS or path.name in FILES_THAT_START_JOBS
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        path = Path(item.path).relative_to(Path(__file__).parent)
-        starts_jobs = path.parts[0] in START_JOBS or path.name in (
-            "test_settings.py",
-            "test_command.py",
-            "test_fsdp_limits.py",
-        )
-        if starts_jobs and item.get_closest_marker("rank_timeout") is None:
+        if starts_jobs(item) and item.get_closest_marker("rank_timeout") is None:
             item.add_marker(pytest.mark.rank_timeout(300))
+
+
+@pytest.fixture(autouse=True)
+def _not_launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what starts inside a test see no launcher, whatever has started this session."""
+    if starts_jobs(request.node) and request.node.get_closest_marker("ranks") is None:
+        for name in set(os.environ) - set(environment.without_launcher_variables(os.environ)):
+            monkeypatch.delenv(name)

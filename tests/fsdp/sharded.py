@@ -140,4 +140,3 @@ def train(
             model.clip_grad_norm(clip)
         optimizer.step()
     return optimizer
-

@@ -1,23 +1,12 @@
 """Fixtures for tests of the test harness: sessions of pytest inside a test, alone and under mpirun."""
 
-import os
-
 import hypothesis
 import pytest
 
-from axonmpi import environment
 from axonmpi.testing import LaunchResult, launch
 
 # A session inside a test forgets what it has imported itself; what this one has imported stays.
 IMPORTED_ONCE = (hypothesis,)
-
-
-@pytest.fixture(autouse=True)
-def _not_launched(monkeypatch):
-    """Let sessions that start inside a test see no launcher, whatever has started this one."""
-    kept = environment.without_launcher_variables(os.environ)
-    for name in set(os.environ) - set(kept):
-        monkeypatch.delenv(name)
 
 
 @pytest.fixture
