@@ -27,9 +27,9 @@ from ..types import ReduceOp
 from ..wrapping.outputs import accumulates_into, leaf_below, outside_compile, tensors_in
 from .flat import State
 from .gradients import FlatGradient
-from .unit import Unit
+from .unit import Unit, check_parts
 
-__all__ = ["Run", "check_parts"]
+__all__ = ["Run"]
 
 
 class Run:
@@ -383,32 +383,3 @@ def _on_gradient(owner: weakref.ref[Run], gradient: FlatGradient, index: int, _f
     run = owner()
     if run is not None:
         run.on_gradient(gradient, index)
-
-
-def check_parts(unit: Unit) -> None:
-    """Raise if a parameter was replaced or changed in shape; take back values that were put elsewhere; local.
-
-    Raises:
-        ValueError: Naming the parameter.
-    """
-    for name, flat, index, shown in unit.installed():
-        part = flat.parts[index]
-        view = flat.part_of(flat.shard, index)
-        if part.requires_grad and not flat.trains:
-            raise ValueError(
-                f"parameter {name!r} was frozen when the model was wrapped, so there is no room for its gradient: "
-                "freeze it after wrapping instead"
-            )
-        if shown is part and part.shape == view.shape and part.dtype == view.dtype:
-            if part.data_ptr() != view.data_ptr() and part.numel():
-                with torch.no_grad():
-                    view.copy_(part)
-                part.data = view
-            continue
-        got = "nothing" if shown is None else f"{shown.dtype} {list(shown.shape)}"
-        what = "was replaced or changed" if shown is not part else "was changed in shape or dtype"
-        raise ValueError(
-            f"parameter {name!r} {what} after wrapping: expected this rank's part, {view.dtype} "
-            f"{list(view.shape)}, got "
-            f"{got}. Change values in place under torch.no_grad(), or change the model before it is wrapped"
-        )

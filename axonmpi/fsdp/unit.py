@@ -15,7 +15,7 @@ from .guard import guard
 if TYPE_CHECKING:
     from .run import Run
 
-__all__ = ["Slot", "Unit"]
+__all__ = ["Slot", "Unit", "check_parts"]
 
 
 class Slot:
@@ -171,3 +171,32 @@ def _put(module: nn.Module, attribute: str, parameter: nn.Parameter) -> None:
         module._parameters[attribute] = parameter
     else:
         setattr(module, attribute, parameter)
+
+
+def check_parts(unit: Unit) -> None:
+    """Raise if a parameter was replaced or changed in shape; take back values that were put elsewhere; local.
+
+    Raises:
+        ValueError: Naming the parameter.
+    """
+    for name, flat, index, shown in unit.installed():
+        part = flat.parts[index]
+        view = flat.part_of(flat.shard, index)
+        if part.requires_grad and not flat.trains:
+            raise ValueError(
+                f"parameter {name!r} was frozen when the model was wrapped, so there is no room for its gradient: "
+                "freeze it after wrapping instead"
+            )
+        if shown is part and part.shape == view.shape and part.dtype == view.dtype:
+            if part.data_ptr() != view.data_ptr() and part.numel():
+                with torch.no_grad():
+                    view.copy_(part)
+                part.data = view
+            continue
+        got = "nothing" if shown is None else f"{shown.dtype} {list(shown.shape)}"
+        what = "was replaced or changed" if shown is not part else "was changed in shape or dtype"
+        raise ValueError(
+            f"parameter {name!r} {what} after wrapping: expected this rank's part, {view.dtype} "
+            f"{list(view.shape)}, got "
+            f"{got}. Change values in place under torch.no_grad(), or change the model before it is wrapped"
+        )

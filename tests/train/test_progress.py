@@ -105,6 +105,12 @@ def describe(folder, chain, own_output, stream):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _parent(monkeypatch):
+    """Have a parent, also as the first process of a container."""
+    monkeypatch.setattr(os, "getppid", lambda: 10_000_000)
+
+
 def test_a_terminal_and_a_pipe_of_our_own(tmp_path, terminal, pipe):
     nothing = tmp_path / "none"
     assert terminal_width(terminal[1], nothing) == 77

@@ -50,9 +50,7 @@ def test_training_is_that_of_one_rank_on_the_joined_batch(
     [{"fsdp": "full"}, {"fsdp": "grad"}, {"fsdp": "hybrid"}, {"fsdp": "full", "cpu_offload": "full"}],
     ids=str,
 )
-def test_sharded_training_is_that_of_one_rank_on_the_joined_batch(
-    world, tiny, tmp_path, shared_tmp_path, settings
-):
+def test_sharded_training_is_that_of_one_rank_on_the_joined_batch(world, tiny, tmp_path, shared_tmp_path, settings):
     together = trained(world, tiny.replace(accumulation=2, out=str(shared_tmp_path), **settings))
     single = alone(tiny.replace(accumulation=2), tmp_path / f"alone{world.rank}")
     assert (curve(together) - curve(single)).abs().max() < 1e-4
