@@ -86,7 +86,7 @@ def _flats_of(plan: UnitPlan, choices: Choices, loads: list[int]) -> list[FlatPa
     return flats
 
 
-def _state(choices: Choices, depth: int, *, same_dtype: bool) -> int:
+def _state(choices: Choices, depth: int, *, same_dtype: bool) -> State:
     if choices.on_one_node and same_dtype:
         return State.RESIDENT
     return State.KEPT if choices.keeps or depth == 0 else State.LENT
@@ -229,8 +229,7 @@ def _initialise_module(module: nn.Module, where: str, param_init_fn: Callable[[n
         reset = getattr(module, "reset_parameters", None)
         if not callable(reset):
             raise ValueError(
-                f"a {type(module).__name__} in {where!r} is on the meta device and has no "
-                "reset_parameters(): "
+                f"a {type(module).__name__} in {where!r} is on the meta device and has no reset_parameters(): "
                 "give param_init_fn=, a function that initialises a module's own parameters and buffers"
             )
         reset()

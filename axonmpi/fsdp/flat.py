@@ -12,6 +12,7 @@ when it is needed.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,15 +27,18 @@ from .units import Member
 __all__ = ["FlatParameter", "State"]
 
 
-class State:
-    """Where the values of a flat parameter are, as an enumeration of three.
+class State(enum.Enum):
+    """Where the values of a flat parameter are.
 
-    RESIDENT: the shard lies in the buffer, which all ranks have in common; nothing is ever gathered.
-    KEPT: the buffer is this flat parameter's own, filled when the parameters have changed.
-    LENT: the buffer is lent for a unit's computation, and another unit's after that.
+    Attributes:
+        RESIDENT: The shard lies in the buffer, which all ranks have in common; nothing is ever gathered.
+        KEPT: The buffer is this flat parameter's own, filled anew for each forward.
+        LENT: The buffer is lent for a unit's computation, and another unit's after that.
     """
 
-    RESIDENT, KEPT, LENT = range(3)
+    RESIDENT = "resident"
+    KEPT = "kept"
+    LENT = "lent"
 
 
 class FlatParameter:
@@ -68,7 +72,7 @@ class FlatParameter:
         group: ProcessGroup,
         dtype: torch.dtype,
         compute_dtype: torch.dtype,
-        state: int,
+        state: State,
         *,
         shapes_kept: bool,
         in_file: bool = False,

@@ -84,9 +84,8 @@ def _hybrid(group: ProcessGroup) -> ShardingGroups:
     sizes = [len(node) for node in nodes]
     if len(set(sizes)) > 1:
         raise ValueError(
-            f"HYBRID_SHARD needs as many ranks on each node, got {sizes}: start the job with the same "
-            "number on each "
-            "(mpirun --map-by ppr:N:node, srun --ntasks-per-node), or give a pair of groups"
+            f"HYBRID_SHARD needs as many ranks on each node, got {sizes}: start the job with the same number "
+            "on each (mpirun --map-by ppr:N:node, srun --ntasks-per-node), or give a pair of groups"
         )
     own = next(node for node in nodes if group.rank in node)
     shard = replicas = None

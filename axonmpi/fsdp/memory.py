@@ -73,7 +73,7 @@ class FSDPMemoryStats:
         return 1 - self.total_memory_bytes / self.unsharded_bytes if self.unsharded_bytes else 0.0
 
 
-def measured(run: Run, groups: ShardingGroups, strategy: ShardingStrategy) -> FSDPMemoryStats:
+def measured(run: Run, groups: ShardingGroups) -> FSDPMemoryStats:
     """Measure what there is; local."""
     flats = [flat for unit in run.units for flat in unit.flats]
     sharers = len(groups.shard.backend.node_ranks)
@@ -83,6 +83,7 @@ def measured(run: Run, groups: ShardingGroups, strategy: ShardingStrategy) -> FS
     own = sum(flat.shard.nbytes for flat in flats if not flat.in_place)
     gradients = sum(gradient.shard.nbytes for gradient in run.gradients if gradient.shard is not None)
     state = sum(tensor.nbytes for tensor in StateOf(run).tensors())
+    trained = sum(part.nbytes for flat in flats if flat.trains for part in flat.parts)
     resident, peak = process_memory()
     return FSDPMemoryStats(
         total_params=_count(flats),
@@ -90,7 +91,7 @@ def measured(run: Run, groups: ShardingGroups, strategy: ShardingStrategy) -> FS
         grad_memory_bytes=gradients,
         optim_memory_bytes=state,
         world_size=groups.size,
-        unsharded_bytes=_unsharded(flats, 2 if state else 0),
+        unsharded_bytes=_unsharded(flats, round(state / trained) if trained else 0),
         resident_bytes=resident,
         peak_bytes=peak,
     )

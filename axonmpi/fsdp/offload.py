@@ -26,15 +26,11 @@ class Files:
 
     Args:
         folder: Where the files are made; on a disk with room for them. Made if it is missing.
-
-    Attributes:
-        bytes_mapped: Size of this rank's own files, and of its share of those in common.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.bytes_mapped = 0
 
     def own(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor of zeros in a file of this rank; local."""
@@ -46,7 +42,6 @@ class Files:
             return _mapped(path, shape, dtype)
         finally:
             path.unlink()
-            self.bytes_mapped += nbytes
 
     def common(self, shape: Sequence[int], dtype: torch.dtype, group: ProcessGroup) -> Tensor:
         """Return a tensor of zeros in one file for all ranks of a group on one node; collective."""
@@ -59,7 +54,6 @@ class Files:
         group.barrier()
         if path is not None:
             path.unlink()
-        self.bytes_mapped += nbytes // group.size
         return tensor
 
     def _make(self, nbytes: int) -> Path:

@@ -86,7 +86,6 @@ def _check_current(parameter: nn.Parameter | torch.Tensor) -> None:
     name = getattr(parameter, REPLACED, None)
     if name is not None:
         raise ValueError(
-            f"this optimizer has parameter {name!r} as it was before the model was wrapped, and would "
-            "change nothing: "
-            "build the optimizer after wrapping, on fsdp.parameters()"
+            f"this optimizer has parameter {name!r} as it was before the model was wrapped, and would change "
+            "nothing: build the optimizer after wrapping, on fsdp.parameters()"
         )

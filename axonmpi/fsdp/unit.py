@@ -137,10 +137,9 @@ class Unit:
             if holder is not None and holder is not self:
                 if holder.active:
                     raise ValueError(
-                        f"units {holder.name!r} and {self.name!r} are needed at the same time, the "
-                        "second within the "
-                        "forward of the first, though it is no submodule of it; put both into one "
-                        "unit with units=..."
+                        f"units {holder.name!r} and {self.name!r} are needed at the same time, the second within "
+                        "the forward of the first, though it is no submodule of it; put both into one unit with "
+                        "units=..."
                     )
                 holder.finish_gather()
                 if holder.shown:
@@ -197,6 +196,6 @@ def check_parts(unit: Unit) -> None:
         what = "was replaced or changed" if shown is not part else "was changed in shape or dtype"
         raise ValueError(
             f"parameter {name!r} {what} after wrapping: expected this rank's part, {view.dtype} "
-            f"{list(view.shape)}, got "
-            f"{got}. Change values in place under torch.no_grad(), or change the model before it is wrapped"
+            f"{list(view.shape)}, got {got}. Change values in place under torch.no_grad(), or change the model "
+            "before it is wrapped"
         )

@@ -103,7 +103,6 @@ class FullyShardedDataParallel(nn.Module):
         choices = Choices(
             self._groups.shard, self._groups.replicas, keeps, precision, shard_by == "parameters", files
         )
-        self._files = files
         self._build(plans, choices, param_init_fn)
         hide_wrapper(self)
 
@@ -122,10 +121,12 @@ class FullyShardedDataParallel(nn.Module):
             units.append(unit)
         initialise_buffers(self.module, param_init_fn)
         self._init_buffers()
-        make_memory = choices.files if self._offload is CPUOffload.FULL else None
+        gradient_files = choices.files if self._offload is CPUOffload.FULL else None
         # The outermost unit's last gradient is that of the first layer: it comes last.
         gradients = [
-            FlatGradient(unit, flat, self._precision.sum_dtype(flat.compute_dtype), choices.replicas, make_memory)
+            FlatGradient(
+                unit, flat, self._precision.sum_dtype(flat.compute_dtype), choices.replicas, gradient_files
+            )
             for unit in [*reversed(units[1:]), units[0]]
             for flat in unit.flats
             if flat.trains
@@ -311,7 +312,7 @@ class FullyShardedDataParallel(nn.Module):
 
         What the ranks of a node have in common counts in equal shares.
         """
-        return memory.measured(self._run, self._groups, self._strategy)
+        return memory.measured(self._run, self._groups)
 
     def memory_estimate(
         self,
@@ -356,9 +357,8 @@ def _check_module(module: object) -> None:
     for name, part in module.named_modules():
         if isinstance(part, FullyShardedDataParallel):
             raise ValueError(
-                f"module: {name or 'it'} is wrapped in FullyShardedDataParallel already; wrap the "
-                "whole model once, and "
-                "say with units= what is gathered together"
+                f"module: {name or 'it'} is wrapped in FullyShardedDataParallel already; wrap the whole model "
+                "once, and say with units= what is gathered together"
             )
 
 

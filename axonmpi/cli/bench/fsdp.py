@@ -116,7 +116,7 @@ def _step(model: nn.Module, batch: Tensor) -> Step:
 
 
 def _peak_memory(make: Callable[[nn.Sequential], Step]) -> int:
-    """Return what building a variant and a few of its steps take at most, on all ranks of the node together."""
+    """Return what a variant takes at most in a few steps, once it is built, on all ranks of the node together."""
     _give_back()
     before = process_memory()[0]
     step = make(build_model())
