@@ -31,7 +31,7 @@ LAYERS = (
     ("group",),
     ("comm", "autograd"),
     ("wrapping.*",),
-    ("ddp.*", "fsdp.*", "data"),
+    ("ddp.*", "fsdp.*", "pipeline.*", "data"),
     ("testing.*",),
     ("train.*",),
     ("cli.*",),
