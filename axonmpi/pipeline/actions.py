@@ -26,7 +26,13 @@ Datum = tuple[bool, int, int]
 
 
 class ActionKind(Enum):
-    """What an action does; the value is how its short form begins."""
+    """What an action does; the value is how its short form begins.
+
+    Attributes:
+        is_compute: Whether it computes; the others are transfers.
+        is_send: Whether it sends.
+        is_receive: Whether it posts a receive.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -37,20 +43,12 @@ class ActionKind(Enum):
     SEND_BACKWARD = "SB"
     RECV_BACKWARD = "RB"
 
-    @property
-    def is_compute(self) -> bool:
-        """Whether it computes; the others are transfers."""
-        return len(self.value) == 1
+    def __init__(self, letters: str) -> None:
+        self.is_compute = len(letters) == 1
+        self.is_send = letters[0] == "S"
+        self.is_receive = letters[0] == "R"
 
-    @property
-    def is_send(self) -> bool:
-        """Whether it sends."""
-        return self.value[0] == "S"
-
-    @property
-    def is_receive(self) -> bool:
-        """Whether it posts a receive."""
-        return self.value[0] == "R"
+    __hash__ = object.__hash__  # each member exists once, and hashing its name takes longer
 
 
 _COUNTERPARTS = {
