@@ -21,6 +21,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "train": "train a small GPT on text, on any number of ranks",
     "bench": "measure collectives and data parallelism on this machine",
+    "chart": "draw a pipeline schedule: which rank does what, and when it waits",
     "doctor": "say what is wrong with the installation or the launch",
 }
 _BAD_USAGE = 2
@@ -62,10 +63,15 @@ def refuse(program: str, message: str) -> int:
 
 
 def print_on_first_rank(text: str) -> None:
-    """Print help on rank 0 only, as the launcher numbers the ranks: MPI has not started."""
-    launchers = detect_launchers()
-    if not launchers or not launchers[0].rank:
+    """Print on rank 0 only."""
+    if is_first_rank():
         print(text, flush=True)
+
+
+def is_first_rank() -> bool:
+    """Say whether this is rank 0, as the launcher numbers the ranks: MPI has not started."""
+    launchers = detect_launchers()
+    return not launchers or not launchers[0].rank
 
 
 def _usage() -> str:

@@ -11,13 +11,14 @@ A `Timeline` is the same for a real run: its times are measured then.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from .actions import Action, ActionKind, Schedule
 from .execution import Span, execute
 
-__all__ = ["Costs", "Span", "Timeline", "simulate"]
+__all__ = ["Costs", "Span", "Timeline", "measured_costs", "simulate"]
 
 Cost = float | Sequence[float]
 """One time for all stages, or one for each."""
@@ -120,6 +121,27 @@ class Timeline:
         apart.
         """
         return tuple(_peak(spans) for spans in self.spans)
+
+
+def measured_costs(timeline: Timeline) -> Costs:
+    """Return how long things took in a real run: for each stage the median over its micro-batches. Local.
+
+    Simulated with them, a schedule shows what the run would have been if no rank had waited for messages.
+    """
+    times: dict[tuple[ActionKind, int], list[float]] = {}
+    for span in (span for spans in timeline.spans for span in spans):
+        times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
+    stages = range(1 + max((stage for _, stage in times), default=0))
+
+    def of(kind: ActionKind) -> tuple[float, ...]:
+        return tuple(statistics.median(times.get((kind, stage), [0.0])) for stage in stages)
+
+    return Costs(
+        forward=of(ActionKind.FORWARD),
+        backward=of(ActionKind.BACKWARD),
+        backward_input=of(ActionKind.BACKWARD_INPUT),
+        backward_weight=of(ActionKind.BACKWARD_WEIGHT),
+    )
 
 
 def _peak(spans: Sequence[Span]) -> int:
