@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -27,9 +28,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.rank_timeout(300))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _short_collections() -> None:
+    """Spare the garbage collector, which some tests call often, what tests before have left for good."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _not_launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let what starts inside a test see no launcher, whatever has started this session."""
     if starts_jobs(request.node) and request.node.get_closest_marker("ranks") is None:
         for name in set(os.environ) - set(environment.without_launcher_variables(os.environ)):
             monkeypatch.delenv(name)
+        monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # lines of several ranks would mix

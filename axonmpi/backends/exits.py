@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 from ..errors import RankFailedError
 from .children import after_fork
 
-__all__ = ["after_fork", "before_finalize", "install", "meet_on"]
+__all__ = ["after_fork", "before_finalize", "end_together", "install", "meet_on"]
 
 FAILED_MEETING_SECONDS = 1.0
 """How long a rank that ends with an error gives the others to end as well, before it aborts the job."""
@@ -88,12 +88,19 @@ def meet_on(comm: Any) -> None:
         _job.meeting = comm.Dup()
 
 
+def end_together() -> None:
+    """Say that all ranks are at their ends: one with an error gives the others all the time they need; local."""
+    assert _job is not None
+    _job.patient = True
+
+
 class _Job:
     """What one rank has to know when it ends."""
 
     def __init__(self, mpi: Any, finalize: bool) -> None:
         self.size: int = mpi.COMM_WORLD.Get_size()
         self.meeting: Any = None
+        self.patient = False
         self._mpi = mpi
         self._finalize = finalize
         self._rank: int = mpi.COMM_WORLD.Get_rank()
@@ -158,6 +165,7 @@ class _Job:
             self._close(code)
             if self._finalize:
                 self._mpi.Finalize()
+            gc.freeze()  # the interpreter would look for garbage among all that torch has made, in vain and at length
         except KeyboardInterrupt:
             self._abort(130)
 
@@ -181,7 +189,8 @@ class _Job:
         if self.meeting is None:
             return code == 0  # MPI_Finalize waits as well, if less gently
         try:
-            return self._wait_for(self.meeting.Ibarrier(), FAILED_MEETING_SECONDS if code else None)
+            limit = FAILED_MEETING_SECONDS if code and not self.patient else None
+            return self._wait_for(self.meeting.Ibarrier(), limit)
         except self._mpi.Exception as error:
             self._print(f"could not wait for the other ranks' ends: {error}")
             return False

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from .. import comm
+from ..backends.exits import end_together
 from ..backends.mpi import MpiBackend
 from ..errors import CommunicatorError, LaunchError
 from ..group import World, forget_world
@@ -117,17 +118,22 @@ class RealSession:
             except CommunicatorError as error:  # what a failed test left under way will never end
                 os.write(self._stream, f"axonmpi: {error}; the job is ended\n".encode())
                 self._abort()
+            self._flush()  # whatever happens from now on, the report is out
             if not self.stopped:  # ranks that end at different times look like failed ones to a launcher
                 self._meeting.agree("end of MPI", None, lambda given: None)
+                end_together()
         self._monitor.stop()
         if not self.stopped:
             self._meeting.comm.Free()
             self._monitor.comm.Free()
         os.close(self._stream)
 
-    def _abort(self) -> None:
+    def _flush(self) -> None:
         if self._config.pluginmanager.has_plugin("terminalreporter"):
             self._config.get_terminal_writer().flush()
+
+    def _abort(self) -> None:
+        self._flush()
         self._backend.abort(1)
 
     def _earlier_failures(self) -> str:

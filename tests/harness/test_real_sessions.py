@@ -77,11 +77,13 @@ def test_a_session_that_passes(mpirun_pytest):
 
 
 FAILING = """
-import sys, warnings
+import sys, time, warnings
 
 @pytest.mark.ranks(4)
-def test_two_kinds(world):
+def test_two_kinds(world, request):
     print("said by", world.rank)
+    if world.rank == 0:
+        request.config.add_cleanup(lambda: time.sleep(1.5))  # much to tidy up, while the others end with an error
     if world.rank == 2:
         raise ValueError("two")
     if world.rank % 2:
@@ -145,6 +147,7 @@ def test_a_session_that_fails(mpirun_pytest):
     assert "rank 0: axonmpi.errors.RankFailedError: rank 1 failed with this example" in out
     assert "number=17," in out
     assert out.count("short test summary info") == 1
+    assert "ends the job" not in result.stderr
     assert result.leftover == ()
 
 
