@@ -12,8 +12,9 @@ micro-batches.
     zero-bubble       1                   (p-1) / (3 M + p-1)         p
     zero-bubble       2, as a V           (p-1) / (6 M + p-1)         2 p
 
-This is for p ranks and enough micro-batches M, if messages take no time, F, I and W equally long, and B as I and W.
-The last column is for the rank that holds most; with more stages on a rank each of them is smaller.
+This is for p ranks and M micro-batches, no fewer than p (for the V, 2 p - 1), if messages take no time, F, I and W
+equally long, and B as I and W. The last column is for the rank that holds most, with M a multiple of p; with more
+stages on a rank each of them is smaller.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from itertools import count
 
+from ..partition import split_bounds
 from .actions import Action, ActionKind, ComputeLists, Schedule, chain
 from .transfers import with_transfers
 
@@ -128,10 +130,9 @@ def interleaved_one_f_one_b(num_ranks: int, num_microbatches: int, chunks: int =
         rank 0  F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1      B2.2      B2.3 B0.2 B0.3
         rank 1       F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3
 
-    Micro-batches go through in groups of num_ranks: each rank does the first of its stages for the whole group,
-    then the second, and so on. If they cannot be divided into such groups, the order is that of the next number
-    that can, without the micro-batches that do not exist; what can run with them can run without them. With one
-    stage on each rank this is 1F1B.
+    Micro-batches go through in groups of num_ranks, or of some more where they cannot be divided so: each rank does
+    the first of its stages for the whole group, then the second, and so on. With no fewer micro-batches than ranks
+    it waits as long as 1F1B would with one such small stage on each rank. With one stage on each rank it is 1F1B.
 
     Args:
         num_ranks: Ranks; stage s lives on rank s % num_ranks.
@@ -144,19 +145,20 @@ def interleaved_one_f_one_b(num_ranks: int, num_microbatches: int, chunks: int =
     if chunks == 1:
         return one_f_one_b(num_ranks, num_microbatches)
     _check(num_ranks, num_microbatches, chunks)
-    rounds = [range(at, at + num_ranks) for at in range(0, num_microbatches, num_ranks)]
+    bounds = split_bounds(num_microbatches, max(1, num_microbatches // num_ranks))
+    groups = [range(*bound) for bound in bounds]
 
     def on_rank(rank: int) -> Iterator[Action]:
         stages = range(rank, num_ranks * chunks, num_ranks)
-        forwards = [Action(_F, stage, m) for group in rounds for stage in stages for m in group]
-        backwards = [Action(_B, stage, m) for group in rounds for stage in reversed(stages) for m in group]
-        ahead = (chunks - 1) * num_ranks + 2 * (num_ranks - 1 - rank)
+        forwards = [Action(_F, stage, m) for group in groups for stage in stages for m in group]
+        backwards = [Action(_B, stage, m) for group in groups for stage in reversed(stages) for m in group]
+        ahead = (chunks - 1) * len(groups[0]) + 2 * (num_ranks - 1 - rank)
         yield from forwards[:ahead]
         for number, backward in enumerate(backwards):
             yield from forwards[ahead + number : ahead + number + 1]
             yield backward
 
-    return _existing(_each_rank(on_rank, num_ranks, num_microbatches, chunks), num_microbatches)
+    return _each_rank(on_rank, num_ranks, num_microbatches, chunks)
 
 
 def zero_bubble(num_ranks: int, num_microbatches: int) -> ComputeLists:
@@ -229,9 +231,11 @@ def zero_bubble_v(num_ranks: int, num_microbatches: int) -> ComputeLists:
         yield from go(total - num_ranks, down, (_I, first), (_W, first), up, (_I, second), (_W, second))
         yield from go(rank, (_I, first), (_I, second))
         yield from go(num_ranks - rank, (_I, first), (_W, first))
-        yield from go(rank, (_W, second), (_W, first))
+        yield from go(rank, (_W, second))
+        yield from go(rank, (_W, first))
 
-    return _existing(_each_rank(on_rank, num_ranks, num_microbatches), num_microbatches)
+    lists = _each_rank(on_rank, num_ranks, num_microbatches)
+    return tuple(tuple(action for action in actions if action.micro_batch < num_microbatches) for actions in lists)
 
 
 def _each_rank(
@@ -246,11 +250,6 @@ def _check(num_ranks: int, num_microbatches: int, chunks: int) -> None:
     for name, number in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches), ("chunks", chunks)):
         if number < 1:
             raise ValueError(f"{name}: expected at least 1, got {number}")
-
-
-def _existing(lists: ComputeLists, num_microbatches: int) -> ComputeLists:
-    """Leave out the micro-batches that do not exist."""
-    return tuple(tuple(action for action in actions if action.micro_batch < num_microbatches) for actions in lists)
 
 
 def make_schedule(

@@ -13,9 +13,9 @@ its rank
 
 whichever comes first. By the first rule no schedule can deadlock, even if every send blocks until its receive is
 posted: taking all actions in the order of ideal steps, each rank has posted what a send needs before it goes on to
-its own next action. By the second one a message that comes early finds its receive. So about two receives are
-posted and not yet used for each edge and direction; a skip connection has more, one for each micro-batch on its
-way.
+its own next action. By the second one a message that comes early finds its receive. So at most two receives are
+posted and not yet used for each edge and direction, or one more than there are messages that have been made and are
+not used yet: over a skip connection, and where a rank does one of its stages for many micro-batches in a row.
 """
 
 from __future__ import annotations

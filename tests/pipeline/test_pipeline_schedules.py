@@ -1,0 +1,313 @@
+"""Schedules against the pictures in their docstrings, and against torch's tables."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from schedule_cases import (
+    GPIPE,
+    INTERLEAVED,
+    ONE_F_ONE_B,
+    ZERO_BUBBLE,
+    backward_of,
+    computed,
+    every_schedule,
+    last_of_backward,
+    schedule_of,
+)
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch_tables import torch_actions, torch_lists
+
+import axonmpi.pipeline
+from axonmpi.pipeline import (
+    Action,
+    ActionKind,
+    Costs,
+    PipelineSchedule,
+    Schedule,
+    make_schedule,
+    parse_action,
+    schedules,
+    simulate,
+)
+from axonmpi.pipeline.actions import chain
+from axonmpi.pipeline.chart import text_chart
+from axonmpi.pipeline.transfers import with_transfers
+
+GENERATORS = ("gpipe", "one_f_one_b", "interleaved_one_f_one_b", "zero_bubble", "zero_bubble_v")
+FORWARD = ActionKind.FORWARD
+ONE_COLUMN_EACH = Costs(forward=1, backward=1, backward_input=1, backward_weight=1)
+NAMES = r"(\w+)\((\d+), (\d+)(?:, chunks=(\d+))?\)"
+
+
+# ---- pictures ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_the_picture_in_the_docstring(name):
+    text = inspect.getdoc(getattr(schedules, name))
+    call, *numbers = re.search(rf"^ +{NAMES}$", text, re.MULTILINE).groups()
+    ranks, micro_batches, chunks = (int(number or 1) for number in numbers)
+    picture = [line.strip() for line in text.splitlines() if re.match(r" +rank \d", line)]
+    lists = getattr(schedules, call)(ranks, micro_batches, *([chunks] if numbers[2] else []))
+    v_shaped = name == "zero_bubble_v"
+    placement = schedules.v_placement(ranks) if v_shaped else schedules.loop_placement(ranks, chunks)
+
+    assert call == name
+    assert len(picture) == ranks
+    for rank, line in enumerate(picture):
+        drawn = [cell if "." in cell else f"{cell[0]}{rank}.{cell[1:]}" for cell in line.split()[2:]]
+        assert drawn == [str(action) for action in lists[rank]]
+    timeline = simulate(schedule_of(lists, placement, micro_batches), ONE_COLUMN_EACH)
+    assert text_chart(timeline).splitlines() == picture
+
+
+def test_the_short_form_of_actions():
+    for text in ("F2.3", "B0.0", "I12.7", "W1.10", "SF2.3>4", "RF4.3<2", "SB4.3>2", "RB2.3<4"):
+        assert str(parse_action(text)) == text
+    send = Action(ActionKind.SEND_FORWARD, 2, 3, peer=4)
+    assert parse_action("SF2.3>4") == send
+    assert parse_action("RF4.3<2") == send.counterpart()
+    assert parse_action("SB4.3>2") == parse_action("RB2.3<4").counterpart()
+    assert parse_action("RB2.3<4") == parse_action("SB4.3>2").counterpart()
+    for text in ("", "X1.2", "F1", "F1.2 ", "F1.2>3", "SF1.2", "SF1.2<3", "RB1.2>3", "F01.2", "f1.2"):
+        with pytest.raises(ValueError, match="expected an action such as"):
+            parse_action(text)
+    with pytest.raises(ValueError, match=r"expected a transfer with a peer, got F0\.0"):
+        parse_action("F0.0").counterpart()
+
+
+# ---- what all schedules have in common --------------------------------------------------------------------------
+
+
+def test_gradients_are_added_up_in_the_order_of_micro_batches():
+    for schedule, _ in every_schedule(range(1, 6), range(1, 12, 3)):
+        for stage, rank in enumerate(schedule.placement):
+            for kind in (ActionKind.FORWARD, last_of_backward(schedule)):
+                done = [a.micro_batch for a in computed(schedule, rank) if (a.kind, a.stage) == (kind, stage)]
+                assert done == list(range(schedule.num_microbatches)), schedule.name
+
+
+def test_names_of_schedules():
+    assert [kind.value for kind in PipelineSchedule] == ["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"]
+    assert make_schedule(ONE_F_ONE_B, 3, 5, 2) == make_schedule(INTERLEAVED, 3, 5, 2)
+    assert make_schedule(INTERLEAVED, 3, 5) == make_schedule(ONE_F_ONE_B, 3, 5)
+    assert make_schedule(ZERO_BUBBLE, 3, 5, 2).placement == (0, 1, 2, 2, 1, 0)
+    assert make_schedule(GPIPE, 3, 5, 2).placement == (0, 1, 2, 0, 1, 2)
+    assert schedules.interleaved_one_f_one_b(3, 5, 1) == schedules.one_f_one_b(3, 5)
+
+
+def test_what_a_schedule_knows():
+    schedule = make_schedule(ZERO_BUBBLE, 3, 5, 2)
+    assert (schedule.num_stages, schedule.num_ranks, schedule.num_microbatches) == (6, 3, 5)
+    assert [schedule.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert schedule.edges == ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
+    assert schedule.splits_backward
+    assert not make_schedule(GPIPE, 3, 5).splits_backward
+    assert Schedule("by hand", (0, 1, 2), 1, ((), (), ())).edges == ((0, 1), (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((GPIPE, 0, 1), "num_ranks: expected at least 1, got 0"),
+        ((ONE_F_ONE_B, 1, 0), "num_microbatches: expected at least 1, got 0"),
+        ((ZERO_BUBBLE, 1, 1, 0), "chunks: expected at least 1, got 0"),
+        ((ZERO_BUBBLE, 2, 1, 3), "expected 1 or 2 stages on each rank for the zero-bubble schedule, got 3"),
+        ((GPIPE, 2, 1, 1, [(0, 2)]), r"edges: expected pairs of stages from 0 to 1, .* got \(0, 2\)"),
+        ((GPIPE, 2, 1, 1, [(1, 0)]), r"the lower one first, got \(1, 0\)"),
+        (("gpipes", 2, 1), "'gpipes' is not a valid PipelineSchedule"),
+    ],
+)
+def test_numbers_that_make_no_schedule(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_schedule(*arguments)
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_generators_refuse_nothing_to_do(name):
+    for numbers in ((0, 3), (3, 0), (-1, -1)):
+        with pytest.raises(ValueError, match=r"num_\w+: expected at least 1, got"):
+            getattr(schedules, name)(*numbers)
+
+
+def test_schedules_need_no_torch():
+    modules = set()
+    for path in Path(axonmpi.pipeline.__file__).parent.glob("*.py"):
+        if path.stem in (
+            "actions",
+            "schedules",
+            "transfers",
+            "grid",
+            "execution",
+            "validator",
+            "simulator",
+            "trace",
+        ):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    modules |= {alias.name for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and not node.level:
+                    modules.add(node.module)
+    assert "dataclasses" in modules
+    assert not {module for module in modules if module.partition(".")[0] in ("torch", "numpy")}
+
+
+# ---- transfers --------------------------------------------------------------------------------------------------
+
+
+def test_where_messages_go():
+    schedule = make_schedule(ONE_F_ONE_B, 2, 2)
+    assert [" ".join(map(str, actions)) for actions in schedule.actions] == [
+        "F0.0 SF0.0>1 F0.1 SF0.1>1 RB0.0<1 RB0.1<1 B0.0 B0.1",
+        "RF1.0<0 RF1.1<0 F1.0 B1.0 SB1.0>0 F1.1 B1.1 SB1.1>0",
+    ]
+
+
+def test_the_first_half_of_backward_is_sent():
+    actions = list(map(str, make_schedule(ZERO_BUBBLE, 2, 2).actions[1]))
+    assert actions[actions.index("I1.0") + 1] == "SB1.0>0"
+    assert actions[actions.index("W1.0") + 1] != "SB1.0>0"
+
+
+def test_stages_of_one_rank_need_no_message():
+    for kind in PipelineSchedule:
+        assert all(action.kind.is_compute for action in make_schedule(kind, 1, 3, 2).actions[0])
+    turning = make_schedule(ZERO_BUBBLE, 2, 2, 2).actions[1]
+    assert not [a for a in turning if {a.stage, a.peer} == {1, 2}]
+
+
+def test_sends_follow_what_they_send_and_few_receives_are_open():
+    for schedule, chunks in every_schedule(range(2, 7), range(1, 14, 3)):
+        assert most_open_receives(schedule) <= max(2, 1 + most_on_their_way(schedule))
+        if chunks == 1 or schedule.splits_backward:
+            assert most_open_receives(schedule) <= 2
+        for actions in schedule.actions:
+            for before, action in pairwise(actions):
+                if action.kind.is_send and not before.kind.is_send:
+                    assert before.makes == action.carries
+
+
+def most_on_their_way(schedule: Schedule) -> int:
+    """The most messages of one edge in one direction that are made and not used yet, if all takes one step."""
+    ends = {span.action: span.end for spans in simulate(schedule, ONE_COLUMN_EACH).spans for span in spans}
+    most = 0
+    for source, target in schedule.edges:
+        for kind, maker, user in ((FORWARD, source, target), (backward_of(schedule), target, source)):
+            times = [
+                (ends[Action(kind, maker, m)], ends[Action(kind, user, m)])
+                for m in range(schedule.num_microbatches)
+            ]
+            most = max(most, *(sum(made <= end < used for made, used in times) for end, _ in times))
+    return most
+
+
+def most_open_receives(schedule: Schedule) -> int:
+    """The most receives that are posted and not used yet, of one edge in one direction."""
+    most = 0
+    for actions in schedule.actions:
+        unused: Counter = Counter()
+        for action in actions:
+            if action.kind.is_receive:
+                key = action.kind, action.stage, action.peer
+                unused[key] += 1
+                most = max(most, unused[key])
+            elif action.kind is not ActionKind.BACKWARD_WEIGHT:
+                forward = action.kind is ActionKind.FORWARD
+                kind = ActionKind.RECV_FORWARD if forward else ActionKind.RECV_BACKWARD
+                for key in list(unused):
+                    unused[key] -= key[:2] == (kind, action.stage) and action.kind.is_compute
+        assert not +unused
+    return most
+
+
+def test_skip_connections_have_messages_of_their_own():
+    schedule = make_schedule(ONE_F_ONE_B, 4, 6, edges=[(0, 3), (0, 1)])
+    assert schedule.edges == ((0, 1), (0, 3), (1, 2), (2, 3))
+    sent = Counter((a.stage, a.peer) for actions in schedule.actions for a in actions if a.kind.is_send)
+    assert sent == {edge: 6 for source, target in schedule.edges for edge in ((source, target), (target, source))}
+    assert most_open_receives(schedule) <= 4  # as many as there are ranks on the way
+
+
+def test_actions_that_can_never_begin_have_no_place_for_messages():
+    lists = [[parse_action("B0.0"), parse_action("F0.0")], [parse_action("F1.0"), parse_action("B1.0")]]
+    with pytest.raises(ValueError, match=r"every action can begin at some time, got stuck at B0\.0, F1\.0"):
+        with_transfers((0, 1), lists, chain(2))
+
+
+# ---- torch's tables ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "generator", "chunks"),
+    [
+        ("ScheduleGPipe", schedules.gpipe, 1),
+        ("ScheduleInterleaved1F1B", schedules.interleaved_one_f_one_b, 2),
+        ("ScheduleInterleaved1F1B", schedules.interleaved_one_f_one_b, 3),
+        ("ScheduleInterleavedZeroBubble", schedules.zero_bubble, 1),
+        ("ScheduleZBVZeroBubble", schedules.zero_bubble_v, 2),
+    ],
+)
+def test_the_order_is_that_of_torch(name, generator, chunks):
+    for ranks in range(1, 6):
+        for micro_batches in (ranks, 2 * ranks, 3 * ranks):
+            given = [chunks] if generator is schedules.interleaved_one_f_one_b else []
+            expected = torch_lists(name, ranks, micro_batches, chunks)
+            assert generator(ranks, micro_batches, *given) == expected, (ranks, micro_batches)
+
+
+def test_1f1b_is_that_of_torch():
+    """Torch's table of it counts the last rank's forwards from 1, so these are compared by kind."""
+    for ranks in range(1, 6):
+        for micro_batches in (ranks, ranks + 1, 3 * ranks):
+            ours = schedules.one_f_one_b(ranks, micro_batches)
+            theirs = torch_lists("Schedule1F1B", ranks, micro_batches, 1)
+            assert [[a.kind for a in own] for own in ours] == [[a.kind for a in own] for own in theirs]
+            assert ours[:-1] == theirs[:-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ScheduleLoopedBFS", GPIPE),
+        ("ScheduleInterleaved1F1B", INTERLEAVED),
+        ("ScheduleInterleavedZeroBubble", ZERO_BUBBLE),
+    ],
+)
+def test_no_more_time_and_memory_than_torch_where_the_order_differs(name, kind):
+    compared = 0
+    for ranks, micro_batches in ((2, 3), (2, 8), (3, 5), (3, 6), (4, 6), (4, 8), (4, 10), (5, 12)):
+        try:
+            lists = torch_lists(name, ranks, micro_batches, 2)
+        except ValueError:
+            continue
+        theirs = simulate(schedule_of(lists, schedules.loop_placement(ranks, 2), micro_batches))
+        ours = simulate(make_schedule(kind, ranks, micro_batches, 2))
+        assert (ours.makespan, ours.bubble) <= (theirs.makespan, theirs.bubble + 1e-9), (ranks, micro_batches)
+        assert max(ours.peak_activations) <= max(theirs.peak_activations), (ranks, micro_batches)
+        compared += 1
+    assert compared > 3
+
+
+def test_torch_finds_our_schedules_valid_and_makes_the_same_messages():
+    kinds = {"SEND_F": "SF", "RECV_F": "RF", "SEND_B": "SB", "RECV_B": "RB"}
+    for schedule, _ in every_schedule(range(1, 6), range(1, 10, 4)):
+        lists = {rank: torch_actions(computed(schedule, rank)) for rank in range(schedule.num_ranks)}
+        placement = torch_schedules._validate_schedule(
+            lists, schedule.num_ranks, schedule.num_stages, schedule.num_microbatches
+        )
+        assert placement == dict(enumerate(schedule.placement))
+        made = torch_schedules._add_send_recv(lists, schedule.placement.__getitem__, schedule.num_stages)
+        for rank, actions in enumerate(schedule.actions):
+            theirs = {
+                (kinds[a.computation_type.value], a.stage_index, a.microbatch_index)
+                for a in made[rank][:]
+                if a.computation_type.value in kinds
+            }
+            assert theirs == {(a.kind.value, a.stage, a.micro_batch) for a in actions if not a.kind.is_compute}
