@@ -79,8 +79,11 @@ def read_trace(path: Path) -> Timeline:
     computed = [(rank, span) for rank, span in spans if span.action.kind.is_compute]
     if not any(span.end > span.start for _, span in computed):
         raise ValueError(f"expected a trace of a pipeline in {str(path)!r}, got one in which nothing is computed")
+    numbers = sorted({rank for rank, _ in computed})
+    if numbers != list(range(len(numbers))):
+        raise ValueError(f"expected a trace of a pipeline in {str(path)!r}, got one of the ranks {numbers}")
     first = min(span.start for _, span in computed)
-    ranks: list[list[Span]] = [[] for _ in range(1 + max(rank for rank, _ in computed))]
+    ranks: list[list[Span]] = [[] for _ in numbers]
     for rank, span in sorted(computed, key=lambda entry: entry[1].start):
         ranks[rank].append(Span(span.action, span.start - first, span.end - first))
     return Timeline(name, tuple(map(tuple, ranks)))
@@ -102,7 +105,7 @@ def last_step(timeline: Timeline, schedule: Schedule) -> Timeline:
             raise ValueError(
                 f"expected a run of {schedule.name} with {schedule.num_stages} stages on {len(plans)} ranks and "
                 f"{schedule.num_microbatches} micro-batches, got one where rank {rank} ends with "
-                f" {' '.join(str(span.action) for span in last[-4:])}"
+                f"{' '.join(str(span.action) for span in last[-4:])}"
             )
         ranks.append(last)
     first = min(spans[0].start for spans in ranks)
