@@ -1,7 +1,7 @@
 """A timeline as a Gantt chart, for the terminal or as a picture (layer 5, without torch).
 
-    rank 0  F0 F1 F2       B0--- F3 B1---    B2---    B3---
-    rank 1     F0 F1    B0--- F2 B1--- F3 B2---    B3---
+    rank 0  F0 F1 F2             B0--- F3 B1---    B2---    B3---
+    rank 1     F0 F1       B0--- F2 B1--- F3 B2---    B3---
     rank 2        F0 B0--- F1 B1--- F2 B2--- F3 B3---
 
 A box begins with what is done, and is as long as that takes. `F2` is the forward of micro-batch 2; where a rank has

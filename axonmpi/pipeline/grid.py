@@ -1,10 +1,11 @@
 """What is wrong with a schedule, and where: an error that shows the place (layer 5, without torch).
 
-1F1B, rank 1, step 3, stage 1, micro-batch 0: B1.0 needs RB1.0<2, which is not posted before it
-         1        2        3        4        5
-rank 0 … SF0.0>1  F0.1     SF0.1>1  RB0.0<1  B0.0 …
-rank 1 … F1.0     SF1.0>2  [B1.0]   SB1.0>0  F1.1 …
-rank 2   F2.0     B2.0     SB2.0>1  F2.1     B2.1 …
+    1F1B, rank 1, step 3, stage 1, micro-batch 0: F1.0 is there twice, at step 0 already
+             0     1        2        3        4        5        6     7
+    rank 0   F0.0  SF0.0>1  F0.1     SF0.1>1  RB0.0<1  RB0.1<1  B0.0  B0.1
+    rank 1   F1.0  RF1.0<0  RF1.1<0  [F1.0]   B1.0     SB1.0>0  F1.1  B1.1 …
+
+What is wrong stands in brackets, with a few steps around it; … means that there are more.
 """
 
 from __future__ import annotations

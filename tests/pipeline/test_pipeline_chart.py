@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -11,6 +12,7 @@ from schedule_cases import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE
 from axonmpi import cli
 from axonmpi.cli import chart as chart_command
 from axonmpi.pipeline import Costs, Span, Timeline, make_schedule, parse_action, simulate
+from axonmpi.pipeline import chart as module
 from axonmpi.pipeline.chart import describe, draw_chart, text_chart
 from axonmpi.pipeline.trace import last_step, read_trace, write_trace
 
@@ -41,6 +43,13 @@ def test_a_chart_in_the_terminal(timeline):
     assert text_chart(timeline) == ONE_F_ONE_B_CHART
     assert describe(timeline) == "1F1B on 3 ranks: bubble 33.3%, peak activations 3, 2, 1"
     assert describe(simulate(make_schedule(GPIPE, 1, 2))) == "GPipe on 1 rank: bubble 0.0%, peak activations 2"
+
+
+def test_the_chart_in_the_docstring_and_on_the_page():
+    assert ONE_F_ONE_B_CHART in module.__doc__.replace("\n    ", "\n")
+    longer = simulate(make_schedule(ONE_F_ONE_B, 4, 8))
+    page = Path(__file__).resolve().parents[2] / "docs" / "schedules.md"
+    assert f"```text\n{describe(longer)}\n\n{text_chart(longer)}\n```" in page.read_text(encoding="utf-8")
 
 
 def test_stages_are_named_where_a_rank_has_several():

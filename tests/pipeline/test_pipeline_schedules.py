@@ -35,6 +35,7 @@ from axonmpi.pipeline import (
     parse_action,
     schedules,
     simulate,
+    transfers,
 )
 from axonmpi.pipeline.actions import chain
 from axonmpi.pipeline.chart import text_chart
@@ -168,6 +169,12 @@ def test_where_messages_go():
         "F0.0 SF0.0>1 F0.1 SF0.1>1 RB0.0<1 RB0.1<1 B0.0 B0.1",
         "RF1.0<0 RF1.1<0 F1.0 B1.0 SB1.0>0 F1.1 B1.1 SB1.1>0",
     ]
+
+
+def test_the_messages_in_the_docstring():
+    shown = re.findall(r"^    rank \d +(.+) \.\.\.$", transfers.__doc__, re.MULTILINE)
+    lists = make_schedule(ONE_F_ONE_B, 2, 4).actions
+    assert [line.split() for line in shown] == [[str(action) for action in own[:11]] for own in lists]
 
 
 def test_the_first_half_of_backward_is_sent():

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from axonmpi.pipeline import (
     ActionKind,
     Schedule,
     ScheduleError,
+    grid,
     make_schedule,
     parse_action,
     simulate,
@@ -24,6 +26,7 @@ from axonmpi.pipeline import (
 )
 from axonmpi.pipeline.actions import Links
 
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 FORWARD, BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD
 INPUT, WEIGHT = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 
@@ -179,6 +182,15 @@ def test_the_place_is_shown():
     column = heads.index(f" {step} ") + 1
     assert rows[1][column:].startswith("[B1.0]")
     assert rows[2][column:].startswith(str(schedule.actions[2][step]))
+
+
+def test_the_error_in_the_docstring_and_on_the_page():
+    schedule = make_schedule(ONE_F_ONE_B, 2, 2)
+    first, second = schedule.actions
+    with pytest.raises(ScheduleError) as caught:
+        validate(replace(schedule, actions=(first, (second[2], *second))))
+    assert str(caught.value) in grid.__doc__.replace("\n    ", "\n")
+    assert f"```text\n{caught.value}\n```" in (DOCS / "schedules.md").read_text(encoding="utf-8")
 
 
 def test_what_is_missing_is_shown_after_the_end():
