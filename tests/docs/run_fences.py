@@ -1,13 +1,25 @@
-"""Runs blocks of a page one after the other in this interpreter: `run_fences.py FILE` with {page, fences} as JSON.
+"""Runs the examples of pages one after the other in this interpreter: `run_fences.py FILE`.
 
-A traceback shows the page and its line.
+The file is JSON: a list of {page, folder, fences}; fences are pairs of a line and code. A traceback shows the page
+and its line. Each page starts afresh, in its own folder.
 """
 
 import json
+import os
+import random
 import sys
 from pathlib import Path
 
-given = json.loads(Path(sys.argv[1]).read_text())
-namespace = {"__name__": "__main__"}
-for line, code in given["fences"]:
-    exec(compile("\n" * line + code, given["page"], "exec"), namespace)
+import torch
+
+import axonmpi as ax
+
+for given in json.loads(Path(sys.argv[1]).read_text()):
+    os.chdir(given["folder"])
+    torch.manual_seed(0)
+    random.seed(0)
+    namespace = {"__name__": "__main__"}
+    for line, code in given["fences"]:
+        exec(compile("\n" * line + code, given["page"], "exec"), namespace)
+    namespace.clear()
+    ax.destroy_process_group()

@@ -16,6 +16,10 @@ from axonmpi.testing import launch
 LANGUAGES = {"python", "sh", "text", "toml", "yaml", "{eval-rst}"}  # the last one is a directive for Sphinx
 RUN_FENCES = Path(__file__).with_name("run_fences.py")
 
+def examples_of(page: Path) -> list[Fence]:
+    return [fence for fence in fences_of(page) if fence.language == "python" and not fence.file_name]
+
+
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
@@ -32,23 +36,55 @@ def test_a_file_that_a_page_shows_is_used_by_one_of_its_commands(page):
     assert not unused
 
 
+class Site:
+    """A folder for each page, with what its commands and examples write.
+
+    Examples may look at what the commands of their page have written. All examples for the same number of ranks
+    run in one job, page after page, since a job takes longer to start than its examples to run.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        programs = root / "programs"
+        programs.mkdir()
+        self.env = command_environment(programs)
+        self._ended: set[Path] = set()
+
+    def folder(self, page: Path) -> Path:
+        """Return the page's folder, once its commands have run there."""
+        folder = self._root / page.name
+        if page not in self._ended:
+            furnish(folder, fences_of(page))
+            self._ended.add(page)
+            for fence in fences_of(page):
+                if fence.language == "sh" and not fence.fresh_machine:
+                    check_command(page, fence, folder, self.env)
+        return folder
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """Return where each page's commands and examples run."""
+    return Site(tmp_path_factory.mktemp("site"))
+
+
 @pytest.mark.rank_timeout(400)
 @pages
-def test_page_runs(page, tmp_path):
-    """Commands first, as examples may look at what they have written; then examples, here and on ranks."""
-    folder, programs = tmp_path / "here", tmp_path / "programs"
-    programs.mkdir()
-    furnish(folder, fences_of(page))
-    env = command_environment(programs)
-    for fence in fences_of(page):
-        if fence.language == "sh" and not fence.fresh_machine:
-            check_command(page, fence, folder, env)
-    examples = [fence for fence in fences_of(page) if fence.language == "python" and not fence.file_name]
-    for ranks in sorted({fence.ranks for fence in examples}):
-        given = tmp_path / f"on_{ranks}.json"
-        blocks = [[fence.line, fence.code] for fence in examples if fence.ranks == ranks]
-        given.write_text(json.dumps({"page": str(page), "fences": blocks}))
-        check_examples(ranks, given, folder, env)
+def test_commands_of_a_page_run(page, site):
+    assert site.folder(page).is_dir()
+
+
+@pytest.mark.rank_timeout(900)
+@pytest.mark.parametrize("ranks", sorted({fence.ranks for page in PAGES for fence in examples_of(page)}))
+def test_examples_run(ranks, site, tmp_path):
+    given = [
+        {"page": str(page), "folder": str(site.folder(page)), "fences": blocks}
+        for page in PAGES
+        if (blocks := [[fence.line, fence.code] for fence in examples_of(page) if fence.ranks == ranks])
+    ]
+    file = tmp_path / "pages.json"
+    file.write_text(json.dumps(given))
+    check_examples(ranks, file, tmp_path, site.env)
 
 
 def furnish(folder: Path, fences: tuple[Fence, ...]) -> None:
@@ -87,7 +123,7 @@ def check_arguments(fence: Fence) -> None:
 
 def check_examples(ranks: int, given: Path, folder: Path, env: dict[str, str]) -> None:
     if ranks:
-        job = launch(ranks, RUN_FENCES, given, cwd=folder, timeout=120, env={"OMP_NUM_THREADS": "1"})
+        job = launch(ranks, RUN_FENCES, given, cwd=folder, timeout=300, env={"OMP_NUM_THREADS": "1"})
         ended = Ended(job.returncode, job.stdout + job.stderr)
     else:
         ended = run([sys.executable, str(RUN_FENCES), str(given)], folder, env)

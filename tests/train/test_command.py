@@ -150,7 +150,7 @@ def test_unknown_commands_are_refused(capsys):
     assert cli.main(["tran"]) == 2
     assert "unknown command 'tran': did you mean train" in capsys.readouterr().err
     assert cli.main(["fly"]) == 2
-    assert "expected one of train, bench, doctor" in capsys.readouterr().err
+    assert "expected one of train, bench, chart, doctor" in capsys.readouterr().err
     assert cli.main([]) == 2
     assert "no command given" in capsys.readouterr().err
 
