@@ -1,0 +1,370 @@
+"""Cutting a model into stages of like weight (layer 5).
+
+    model     [ embedding, [ block, block, block, block ], norm, head ]
+    pieces        0          1.0    1.1    1.2    1.3       2     3
+    stages    { 0, 1.0 }   { 1.1, 1.2, 1.3 }   { 2, 3 }
+
+A piece is what is never cut, a stage is a row of pieces. Every piece has a cost, which is its number of parameters
+or the time of its forward; the cut is the one whose most expensive stage is cheapest. Stages keep the names that
+pieces have in the model, so the state dicts of all stages together are that of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from statistics import median_low
+from time import perf_counter_ns
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ..group import ProcessGroup, current_world
+from .payload import pack, unpack
+from .skips import skip_scope
+
+__all__ = ["balanced_bounds", "split_module"]
+
+
+class _Piece(NamedTuple):
+    """What is not cut: a module, and the names on the way to it in the model."""
+
+    path: tuple[str, ...]
+    module: nn.Module
+
+    def __str__(self) -> str:
+        return f"{'.'.join(self.path)!r}, a {type(self.module).__name__}"
+
+
+def split_module(
+    module: nn.Sequential | nn.ModuleList | Sequence[nn.Module],
+    num_stages: int,
+    *,
+    balance: str = "parameters",
+    sample: Any = None,
+    process_group: ProcessGroup | None = None,
+    repeats: int = 5,
+) -> list[nn.Sequential]:
+    """Cut a model into stages which, one after the other, compute what the model computes.
+
+    The cut is the best there is: no other one has a cheaper most expensive stage. Among equally good ones, that
+    with the most even numbers of pieces is taken. Local with `balance="parameters"`; with `balance="time"` it is
+    collective where there is a group, and the times of its rank 0 decide, so that all ranks cut alike.
+
+    Args:
+        module: A `Sequential`, or a sequence of modules each of which takes what the one before returns, such as
+            head, repeated blocks and tail; a `ModuleList` in it stands for its modules. A nested `Sequential` is
+            one piece, unless more pieces are needed: then all of them are opened, one level after another. The
+            modules are reused, not copied, so parameters that are tied stay tied.
+        num_stages: How many stages, at least 1.
+        balance: What is balanced. `"parameters"`: the number of parameter elements, frozen ones included; a
+            parameter that several pieces share counts once in each stage. `"time"`: how long a forward takes in
+            the mode, training or evaluation, that each module is in.
+        sample: The input of the first stage, a tensor or nested tuples, lists and dicts of tensors, not changed.
+            Needed to measure times, on rank 0 of the group only.
+        process_group: The ranks that have to cut alike; None means all ranks, or this process alone where no
+            process group is initialised.
+        repeats: How often times are measured after a first run that does not count; the median is taken. Buffers,
+            torch's random numbers and generators that modules hold are afterwards as they were.
+
+    Returns:
+        The stages. Parameters and buffers have the names that they have in the model, or in
+        `nn.ModuleList(module)` for a sequence.
+
+    Raises:
+        TypeError: The model is no sequence of modules, or an argument is of the wrong type.
+        ValueError: There are fewer pieces than stages; the model has something of its own that no stage would
+            have, such as hooks; a parameter has no shape yet; the sample is missing or does not fit, or a piece
+            fails on it; the ranks have different numbers of pieces or stages.
+    """
+    _check_options(num_stages, balance, process_group, repeats)
+    pieces = _pieces(module, num_stages)
+    if balance == "parameters":
+        costs = _parameter_costs(pieces)
+    else:
+        times = _times(pieces, num_stages, sample, process_group, repeats)
+        costs = [{position: time} for position, time in enumerate(times)]
+    modes = [module] if isinstance(module, nn.Module) else [piece.module for piece in pieces]
+    training = any(part.training for part in modes)
+    return [_stage(pieces[start:stop], training) for start, stop in balanced_bounds(costs, num_stages)]
+
+
+def _check_options(num_stages: object, balance: object, process_group: object, repeats: object) -> None:
+    for name, number in (("num_stages", num_stages), ("repeats", repeats)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"{name}: expected an integer of at least 1, got {number!r}")
+        if number < 1:
+            raise ValueError(f"{name}: expected at least 1, got {number}")
+    if balance not in ("parameters", "time"):
+        raise ValueError(f"balance: expected 'parameters' or 'time', got {balance!r}")
+    if process_group is not None and not isinstance(process_group, ProcessGroup):
+        raise TypeError(
+            f"process_group: expected an axonmpi.ProcessGroup or None, got {type(process_group).__name__}"
+        )
+
+
+# ---- pieces -----------------------------------------------------------------------------------------------------
+
+
+def _pieces(model: Any, wanted: int) -> list[_Piece]:
+    """Take a model apart, as far as `wanted` pieces need it."""
+    _check_model(model)
+    pieces = list(_inside(model))
+    if not pieces:
+        raise ValueError("module: expected at least one module to run, got none")
+    while len(pieces) < wanted and any(_opens(piece) for piece in pieces):
+        levels = [_inside(piece.module, piece.path) if _opens(piece) else [piece] for piece in pieces]
+        pieces = [piece for level in levels for piece in level]
+    if len(pieces) < wanted:
+        raise ValueError(
+            f"num_stages: expected 1 to {len(pieces)}, as many as the model has pieces, got {wanted}: "
+            "use fewer stages, or give the model in smaller pieces"
+        )
+    for piece in pieces:
+        _check_piece(piece)
+    return pieces
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, nn.Sequential | nn.ModuleList):
+        if not _is_plain(model):
+            raise ValueError(
+                f"module: a {type(model).__name__} with a forward, hooks, parameters or buffers of its own cannot "
+                "be cut, as no stage would have them: give the modules that it runs as a list"
+            )
+    elif isinstance(model, nn.Module) or not isinstance(model, Sequence):
+        raise TypeError(
+            "module: expected a torch.nn.Sequential or a sequence of modules, "
+            f"got {type(model).__name__}: give its head, blocks and tail as a list"
+        )
+
+
+def _check_piece(piece: _Piece) -> None:
+    if getattr(piece.module.forward, "__func__", None) is nn.Module.forward:
+        raise TypeError(f"module: {piece}, has no forward: give the modules in it, in the order in which they run")
+    if any(is_lazy(tensor) for tensor in (*piece.module.parameters(), *piece.module.buffers())):
+        raise ValueError(
+            f"module: {piece}, has a parameter or buffer without a shape yet: run one forward before cutting"
+        )
+
+
+def _inside(container: Any, path: tuple[str, ...] = ()) -> Iterator[_Piece]:
+    """Yield the modules of a container; those of a list in place of the list, which cannot be called."""
+    # Not named_children(), which leaves out a module that comes a second time.
+    is_module = isinstance(container, nn.Module)
+    named = container._modules.items() if is_module else ((str(i), entry) for i, entry in enumerate(container))
+    for name, entry in named:
+        piece = _Piece((*path, name), entry)
+        if not isinstance(entry, nn.Module):
+            raise TypeError(f"module: expected modules, got {piece}: call it in the forward of a torch.nn.Module")
+        if isinstance(entry, nn.ModuleList) and _is_plain(entry):
+            yield from _inside(entry, piece.path)
+        else:
+            yield piece
+
+
+def _opens(piece: _Piece) -> bool:
+    return isinstance(piece.module, nn.Sequential) and len(piece.module) > 0 and _is_plain(piece.module)
+
+
+def _is_plain(container: nn.Module) -> bool:
+    """Say whether a container does nothing but hold its modules, or call one after the other."""
+    if type(container).forward not in (nn.Sequential.forward, nn.ModuleList.forward):
+        return False
+    own = vars(container)
+    kept = [own["_parameters"], own["_buffers"], *(own[name] for name in own if name.endswith("_hooks"))]
+    return "forward" not in own and not any(kept)
+
+
+def _stage(pieces: Sequence[_Piece], training: bool) -> nn.Sequential:
+    """Join pieces; a container that was opened is there again, with those of its modules that are in the stage."""
+    stage = nn.Sequential()
+    stage.training = training
+    for piece in pieces:
+        holder = stage
+        for name in piece.path[:-1]:
+            if name not in holder._modules:
+                holder.add_module(name, nn.Sequential())
+            inner = holder.get_submodule(name)
+            assert isinstance(inner, nn.Sequential)
+            inner.training = training
+            holder = inner
+        holder.add_module(piece.path[-1], piece.module)
+    return stage
+
+
+# ---- costs ------------------------------------------------------------------------------------------------------
+
+
+def _parameter_costs(pieces: Sequence[_Piece]) -> list[Mapping[Hashable, int]]:
+    return [{id(tensor): tensor.numel() for tensor in piece.module.parameters()} for piece in pieces]
+
+
+def _times(
+    pieces: Sequence[_Piece], num_stages: int, sample: Any, group: ProcessGroup | None, repeats: int
+) -> list[int]:
+    """Return the nanoseconds of each piece's forward, those of rank 0 on all ranks; collective in a group."""
+    world = current_world()
+    if group is None and world is not None:
+        group = world.default_group
+    if group is None:
+        return _measured(pieces, sample, repeats)
+    times, failure = None, None
+    if group.rank == 0:
+        try:
+            times = _measured(pieces, sample, repeats)
+        except ValueError as error:
+            failure = error
+    # One exchange tells every rank the times, or why there are none, and whether all cut the same thing.
+    reports = group.all_gather_object((num_stages, len(pieces), times, failure and str(failure)))
+    if failure is not None:
+        raise failure
+    _check_reports(reports)
+    agreed: list[int] = reports[0][2]
+    return agreed
+
+
+def _check_reports(reports: Sequence[tuple[int, int, list[int] | None, str | None]]) -> None:
+    """Raise what rank 0 has raised, or unless all ranks have as many stages and pieces."""
+    reason = reports[0][3]
+    if reason is not None:
+        raise ValueError(reason)
+    if len({report[:2] for report in reports}) > 1:
+        plans = [f"rank {rank}: {report[0]} of {report[1]}" for rank, report in enumerate(reports)]
+        raise ValueError(
+            f"the ranks cut different numbers of stages from different numbers of pieces ({', '.join(plans)}): "
+            "give all of them the same model and num_stages"
+        )
+
+
+def _measured(pieces: Sequence[_Piece], sample: Any, repeats: int) -> list[int]:
+    if sample is None:
+        raise ValueError("sample: balance='time' needs the input of the first stage to measure with, got None")
+    modules = nn.ModuleList(piece.module for piece in pieces)
+    skeleton, given = pack(sample)
+    devices = {tensor.device for tensor in (*modules.parameters(), *modules.buffers(), *given)}
+    with torch.no_grad(), skip_scope({}), _unchanged(modules, devices):
+        # A copy of the sample for each run, as pieces may work in place.
+        samples = (unpack(skeleton, [tensor.clone() for tensor in given]) for _ in range(repeats + 1))
+        runs = [_timed_run(pieces, value) for value in samples]
+    return [median_low(times) for times in zip(*runs[1:], strict=True)]
+
+
+def _timed_run(pieces: Sequence[_Piece], value: Any) -> list[int]:
+    """Run all pieces one after the other, so that a disturbance meets each of them in few of the runs."""
+    times = []
+    for number, piece in enumerate(pieces, 1):
+        start = _now(value)
+        try:
+            result = piece.module(value)
+        except Exception as error:
+            raise ValueError(
+                f"sample: piece {number} of {len(pieces)}, {piece}, failed on {_described(value)}: "
+                f"{type(error).__name__}: {error}\n"
+                "Give the input of the first stage; each piece takes what the one before returns."
+            ) from error
+        times.append(_now(result) - start)
+        value = result
+    return times
+
+
+def _now(value: Any) -> int:
+    """Return the nanoseconds at which `value` is there, also where a device computes it meanwhile."""
+    for device in {tensor.device for tensor in pack(value)[1]}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return perf_counter_ns()
+
+
+@contextmanager
+def _unchanged(model: nn.Module, devices: set[torch.device]) -> Iterator[None]:
+    """Let modules compute on copies of their buffers, and put back what they have drawn of random numbers."""
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    attributes = [value for module in model.modules() for value in vars(module).values()]
+    states = [(value, value.get_state()) for value in attributes if isinstance(value, torch.Generator)]
+    copies: dict[int, Tensor] = {}
+    cuda = [device.index for device in devices if device.type == "cuda"]
+    try:
+        for module, before in buffers:
+            for name, buffer in before.items():
+                if buffer is not None:
+                    setattr(module, name, copies.setdefault(id(buffer), buffer.clone()))
+        with torch.random.fork_rng(devices=cuda):
+            yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+        for module, before in buffers:
+            for name in set(dict(module._buffers)).difference(before):
+                delattr(module, name)
+            for name, buffer in before.items():
+                setattr(module, name, buffer)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor {list(value.shape)}".replace("torch.", "")
+    return f"a {type(value).__name__}"
+
+
+# ---- balance ----------------------------------------------------------------------------------------------------
+
+
+def balanced_bounds(costs: Sequence[Mapping[Hashable, int]], parts: int) -> list[tuple[int, int]]:
+    """Cut a row of pieces so that the most expensive part is as cheap as can be; exact, and no part is empty.
+
+    Among the cuts that reach it, that with the least sum of squares of the numbers of pieces is taken, and among
+    those the one whose first parts have more.
+
+    Args:
+        costs: What each piece consists of, and what that costs, at least 0; what several pieces of a part consist
+            of counts once in it.
+        parts: How many parts, from 1 to the number of pieces.
+
+    Returns:
+        For each part the first piece, and the one after its last.
+    """
+    total = sum(cost for piece in costs for cost in piece.values())
+    limit = bisect_left(range(total), True, key=lambda cost: _fills(costs, cost, parts))
+    reach = [_reach(costs, start, limit) for start in range(len(costs))]
+    # squares[start]: the least sum for the pieces from `start` on, in as many parts as there are rows in `stops`
+    squares: list[float] = [math.inf] * len(costs) + [0]
+    stops: list[list[int]] = []
+    for _ in range(parts):
+        choices = [
+            min(((stop - start) ** 2 + squares[stop], -stop) for stop in range(start + 1, reach[start] + 1))
+            for start in range(len(costs))
+        ]
+        squares = [square for square, _ in choices] + [math.inf]
+        stops.append([-stop for _, stop in choices])
+    bounds, start = [], 0
+    for row in reversed(stops):
+        bounds.append((start, row[start]))
+        start = row[start]
+    return bounds
+
+
+def _fills(costs: Sequence[Mapping[Hashable, int]], limit: int, parts: int) -> bool:
+    """Say whether parts that cost up to `limit`, each filled as far as possible, hold all pieces."""
+    start = 0
+    for _ in range(parts):
+        stop = _reach(costs, start, limit)
+        if stop in (start, len(costs)):
+            return stop > start
+        start = stop
+    return False
+
+
+def _reach(costs: Sequence[Mapping[Hashable, int]], start: int, limit: int) -> int:
+    """Return where a part that begins with piece `start` and costs up to `limit` has to end."""
+    load, held = 0, set[Hashable]()
+    for stop in range(start, len(costs)):
+        load += sum(cost for key, cost in costs[stop].items() if key not in held)
+        if load > limit:
+            return stop
+        held.update(costs[stop])
+    return len(costs)
