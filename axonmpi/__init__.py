@@ -77,6 +77,7 @@ from .fsdp import (
     ShardingStrategy,
 )
 from .group import ProcessGroup, World
+from .pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
 from .types import GradSyncStrategy, Observer, ReduceOp, Work
 
 if TYPE_CHECKING:
@@ -110,6 +111,10 @@ __all__ = [
     "MpiBackend",
     "NcclError",
     "Observer",
+    "Pipeline",
+    "PipelineMemoryStats",
+    "PipelineSchedule",
+    "PipelineStage",
     "ProcessGroup",
     "RankFailedError",
     "ReduceOp",

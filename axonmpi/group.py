@@ -72,6 +72,7 @@ class ProcessGroup:
             ranks = range(backend.size)
         self._ranks = tuple(ranks)
         self._members = frozenset(self._ranks)
+        self._private: dict[tuple[int, ...], Backend | None] = {}
         self.operations: Any = backend if backend is not None else _Outside(self._ranks, own_rank or 0)
 
     @classmethod
@@ -213,8 +214,26 @@ class ProcessGroup:
         """Return the picklable objects of all ranks, in rank order; collective."""
         return objects.all_gather_object(self.operations, obj)
 
+    def private(self, ranks: Sequence[int] | None = None) -> Backend | None:
+        """Return a communicator for messages that must not meet the user's; collective the first time.
+
+        Args:
+            ranks: Some ranks of this group, the same on all; None means all.
+
+        Returns:
+            The communicator, the same one whenever it is asked for; None on ranks outside.
+        """
+        chosen = tuple(range(self.size)) if ranks is None else check_ranks(ranks, self.size)
+        if chosen not in self._private:
+            self._private[chosen] = self.backend.split(chosen)
+        return self._private[chosen]
+
     def close(self) -> None:
-        """Release the group's communicator; collective in effect, may be called twice; nothing outside."""
+        """Release the group's communicators; collective in effect, may be called twice; nothing outside."""
+        while self._private:
+            _, private = self._private.popitem()
+            if private is not None:
+                private.close()
         if not isinstance(self.operations, _Outside):
             self.operations.close()
 

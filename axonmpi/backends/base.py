@@ -39,6 +39,7 @@ from .checks import (
     wrap_dim,
 )
 from .flat_parts import FlatParts
+from .node_counters import WORDS_PER_COUNTER, NodeCounters
 from .reduction import check_reducible, wide_dtype
 
 __all__ = ["Backend", "TaskQueue"]
@@ -344,6 +345,24 @@ class Backend(ABC):
         tensor: Tensor = self._run(False, Call("node_empty", dtype, sizes), self._node_empty)
         return tensor
 
+    def node_counters(self, count: int) -> NodeCounters:
+        """Make counters that the ranks of each node have in common, all zero; collective.
+
+        Args:
+            count: How many, the same on all ranks.
+
+        Raises:
+            TypeError: `count` is no integer.
+            ValueError: `count` is negative.
+            MemoryError: The node has not enough memory.
+            CollectiveMismatchError: The ranks' calls differ.
+        """
+        memory = self.node_empty((count, WORDS_PER_COUNTER), torch.int64)
+        if self.rank == self.node_ranks[0]:
+            memory.zero_()
+        self.barrier()
+        return NodeCounters(memory.view(-1), self._fence(), self._patience, self.check_peers)
+
     def all_gather_into(
         self, output: Tensor, tensor: Tensor | None, sizes: Sequence[int], *, async_op: bool = False
     ) -> Work | None:
@@ -565,6 +584,22 @@ class Backend(ABC):
                 self._calls.clear()
             self._calls[index] = call
         return call
+
+    def _fence(self) -> Callable[[], None] | None:
+        """Return a full memory barrier for what ranks have in common, None where none is needed; local."""
+        return None
+
+    @property
+    def _patience(self) -> float | None:
+        """Seconds after which a rank gives up waiting for another."""
+        return self.timeout
+
+    def check_peers(self, what: str) -> None:
+        """Raise if a rank has failed, where nothing else ends the waiting for it; local.
+
+        Under MPI a rank that fails ends the job.
+        """
+        return None
 
     # ---- what a backend provides: arguments are checked; tensors may have any strides -----------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .. import environment
@@ -44,6 +44,7 @@ class Connection:
         paths: Moves large data.
         memory: What ranks of a node have in common.
         obstacle: Why memory cannot be shared, the same on all ranks; empty where it is, or need not be.
+        fence: A full memory barrier for memory in common, None where the processor needs none.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Connection:
     paths: Paths
     memory: NodeMemory
     obstacle: str = ""
+    fence: Callable[[], None] | None = None
 
 
 def node_communicator(mpi: Any, comm: Any) -> Any:
@@ -108,14 +110,15 @@ def _through_shared_memory(
     assert isinstance(direct, Segment)
     fence = None if platform.machine() in STRONGLY_ORDERED else Fence(mpi, node)
     processes, names = zip(*node.allgather((os.getpid(), comm.rank)), strict=True)
-    barrier = NodeBarrier(control, fence.sync if fence else None, list(processes), list(names), timeout)
+    sync = fence.sync if fence else None
+    barrier = NodeBarrier(control, sync, list(processes), list(names), timeout)
     release = [node.Free] if fence is None else [fence.free, node.Free]
     if node.size == comm.size:
         slots = NodeSlots(mpi, comm, control, barrier)
         arena = Arena(node)
         paths = NodePaths(slots, barrier, arena, direct, limits, release=release)
-        return Connection("node", slots, paths, OneNode(slots, barrier, arena, paths))
-    return _between_nodes(mpi, comm, node, nodes, barrier, direct, limits, release)
+        return Connection("node", slots, paths, OneNode(slots, barrier, arena, paths), fence=sync)
+    return replace(_between_nodes(mpi, comm, node, nodes, barrier, direct, limits, release), fence=sync)
 
 
 def _between_nodes(

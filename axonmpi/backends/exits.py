@@ -165,7 +165,7 @@ class _Job:
             self._close(code)
             if self._finalize:
                 self._mpi.Finalize()
-            gc.freeze()  # the interpreter would look for garbage among all that torch has made, in vain and at length
+            gc.freeze()  # the interpreter would look for garbage among all that torch has made, at length
         except KeyboardInterrupt:
             self._abort(130)
 

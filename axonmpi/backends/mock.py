@@ -240,6 +240,14 @@ class MockBackend(Backend):
         common: Tensor = self._agree(call, made)[first]
         return common.data  # each rank counts its own changes
 
+    @property
+    def _patience(self) -> float | None:
+        return self.room.house.timeout if self.timeout is None else self.timeout
+
+    def check_peers(self, what: str) -> None:
+        """Raise `RankFailedError` if a mock rank has failed; local."""
+        self.room.house.check(what)
+
     def _all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
         places = output.split(sizes)
         parts = self._agree(call, _copy(places[self.rank] if tensor is None else tensor))

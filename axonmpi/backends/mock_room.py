@@ -39,16 +39,20 @@ class House:
             self.failed.setdefault(rank, error)
             self.changed.notify_all()
 
+    def check(self, what: str) -> None:
+        """Raise if a rank has failed; local."""
+        if self.failed:
+            rank, error = next(iter(self.failed.items()))
+            raise RankFailedError(
+                f"rank {rank} failed while {what} waited for it: {type(error).__name__}: {error}"
+            ) from error
+
     def wait_until(self, ready: Any, what: str, missing: Any, timeout: float | None) -> None:
         """Wait for `ready()`; the lock is held. `missing()` names the ranks that have not come."""
         limit = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
         while not ready():
-            if self.failed:
-                rank, error = next(iter(self.failed.items()))
-                raise RankFailedError(
-                    f"rank {rank} failed while {what} waited for it: {type(error).__name__}: {error}"
-                ) from error
+            self.check(what)
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise CollectiveTimeoutError(f"{what} waited {limit:g} s for {missing()}")

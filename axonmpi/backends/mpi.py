@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,6 +103,7 @@ class MpiBackend(Backend):
         self._pairs = MessagePort(self._mpi, self.mpi_comm)
         connection = connect(self._mpi, self.mpi_comm, self, crowded=self.cores.crowded, timeout=timeout)
         self._slots, self._paths, self._memory = connection.slots, connection.paths, connection.memory
+        self._fence_of_node = connection.fence
         self.path = connection.name
         self.grace = 1.0 if timeout is not None and self.path != "plain" else 0.0
         # Ranks wait for a network asleep, so the thread that communicates takes little from the one that computes.
@@ -333,6 +334,9 @@ class MpiBackend(Backend):
         if not call.nbytes:
             return empty(call.shape, call.dtype)
         return self._memory.empty(call.nbytes).view(call.dtype).view(call.shape)
+
+    def _fence(self) -> Callable[[], None] | None:
+        return self._fence_of_node
 
     def _all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
         if output.numel() and not self._memory.is_common(output):

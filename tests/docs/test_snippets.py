@@ -16,6 +16,7 @@ from axonmpi.testing import launch
 LANGUAGES = {"python", "sh", "text", "toml", "yaml", "{eval-rst}"}  # the last one is a directive for Sphinx
 RUN_FENCES = Path(__file__).with_name("run_fences.py")
 
+
 def examples_of(page: Path) -> list[Fence]:
     return [fence for fence in fences_of(page) if fence.language == "python" and not fence.file_name]
 

@@ -17,7 +17,7 @@ import axonmpi
 LAYERS = (
     ("errors", "types", "environment", "partition", "topology", "memory", "backends"),
     ("backends.reduction", "backends.flat_parts"),
-    ("backends.call", "backends.checks"),
+    ("backends.call", "backends.checks", "backends.node_counters"),
     ("backends.base",),
     (
         *("objects", "bucketing", "backends.worker", "backends.children", "backends.cores", "backends.exits"),

@@ -1,0 +1,98 @@
+"""Counters in memory that the ranks of a node share: one rank writes, another waits (layer 1).
+
+What a rank wrote to shared memory before it counted up is seen by whoever has waited for the count. It is how data
+is handed over without a message: the receiver needs no copy, and the sender can compute on at once, since nothing
+has to progress.
+
+    rank 0: writes its data, post(5, 1)            rank 1: wait(5, 1), reads the data, post(6, 1)
+    rank 0: wait(6, 1), writes the next ...
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ..errors import CollectiveTimeoutError
+
+__all__ = ["WORDS_PER_COUNTER", "NodeCounters"]
+
+WORDS_PER_COUNTER = 16
+"""Counters are two cache lines apart, so that a rank that waits for one does not slow down who writes another."""
+_YIELDS = 400
+_NAP_SECONDS = 5e-5
+_LONGEST_NAP_SECONDS = 1e-3
+
+
+def _nothing() -> None:
+    """Do nothing while waiting."""
+
+
+class NodeCounters:
+    """Numbers that only grow; made by `Backend.node_counters`.
+
+    Args:
+        memory: [count * WORDS_PER_COUNTER] int64, common to the ranks and zero.
+        fence: A full memory barrier, None where the processor needs none.
+        timeout: Seconds after which a rank gives up waiting; None never does.
+        check: Called now and then while waiting; raises if the rank that is waited for has failed.
+    """
+
+    def __init__(
+        self,
+        memory: Tensor,
+        fence: Callable[[], None] | None,
+        timeout: float | None,
+        check: Callable[[str], None] | None,
+    ) -> None:
+        self._memory = memory  # whose storage the words are
+        self._words = memory.numpy().data.cast("B").cast("q")
+        self._fence = fence
+        self._timeout = timeout
+        self._check = check
+
+    def post(self, index: int, value: int) -> None:
+        """Set a counter; what this rank has written before is there for whoever sees it; local."""
+        if self._fence is not None:
+            self._fence()
+        self._words[index * WORDS_PER_COUNTER] = value
+
+    def reached(self, index: int, value: int) -> bool:
+        """Say whether a counter has come to a value; if so, what was written before can be read; local."""
+        if self._words[index * WORDS_PER_COUNTER] < value:
+            return False
+        if self._fence is not None:
+            self._fence()
+        return True
+
+    def wait(self, index: int, value: int, what: str, meanwhile: Callable[[], None] = _nothing) -> None:
+        """Wait until a counter has come to a value, giving the core away; local.
+
+        Args:
+            index: Which counter.
+            value: What it has to come to.
+            what: What is waited for, for messages.
+            meanwhile: Called again and again while waiting.
+
+        Raises:
+            CollectiveTimeoutError: It has not come within the time-out.
+            RankFailedError: A mock rank has failed.
+        """
+        for _ in range(_YIELDS):
+            if self.reached(index, value):
+                return
+            os.sched_yield()
+            meanwhile()
+        began, nap = time.monotonic(), _NAP_SECONDS
+        while not self.reached(index, value):
+            time.sleep(nap)
+            meanwhile()
+            if self._check is not None:
+                self._check(what)
+            waited = time.monotonic() - began
+            nap = min(max(waited / 20, _NAP_SECONDS), _LONGEST_NAP_SECONDS)
+            if self._timeout is not None and waited > self._timeout:
+                raise CollectiveTimeoutError(f"{what} waited {self._timeout:g} s")

@@ -1,0 +1,189 @@
+"""Memory of a node that stages hand their tensors over in (layer 5).
+
+Each direction of each edge between two ranks of a node has a ring of slots, in memory that both have in common. The
+sender copies a payload into a slot and counts up; the receiver computes with the slot itself, so nothing is copied
+again, and no message has to progress while the sender computes.
+
+    slot 0 | micro-batch 0, being computed with |     filled 1   freed 0
+    slot 1 | micro-batch 1, has arrived         |     filled 2   freed 0
+    slot 2 | free                               |     filled 0   freed 0
+
+A slot is free again after the action that needed it last: the sender of number n waits until number n - slots has
+been freed. There are as many slots as the receiver has receives posted and not freed at once, and one more; so a
+sender never waits longer than until its receive is posted, which the validator has proved to come.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..backends.base import Backend
+from ..backends.node_counters import NodeCounters
+from .actions import Action, ActionKind
+from .payload import TensorForm
+
+__all__ = ["Line", "Mailbox", "Ring", "allocate_rings", "slots_needed"]
+
+Line = tuple[int, int]
+"""A direction of an edge: the stage that sends and the stage that receives."""
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Ring:
+    """How large the ring of one line is.
+
+    Attributes:
+        slots: Number of slots.
+        slot_bytes: Bytes of each.
+    """
+
+    slots: int
+    slot_bytes: int
+
+    def covers(self, other: Ring) -> bool:
+        """Say whether another ring's payloads fit into this one."""
+        return self.slots >= other.slots and self.slot_bytes >= other.slot_bytes
+
+    def joined(self, other: Ring) -> Ring:
+        """Return a ring that covers both."""
+        return Ring(max(self.slots, other.slots), max(self.slot_bytes, other.slot_bytes))
+
+
+def payload_bytes(forms: Iterable[TensorForm]) -> int:
+    """Return the bytes that tensors take in a slot."""
+    return sum(_aligned(form.nbytes) for form in forms)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def slots_needed(actions: Sequence[Action], *, trains: bool) -> dict[Line, int]:
+    """Count the slots of each line into a rank: receives posted and not freed at once, and one more.
+
+    Args:
+        actions: What the rank does.
+        trains: Whether payloads are needed until backward.
+    """
+    held: Counter[Line] = Counter()
+    most: Counter[Line] = Counter()
+    waiting: dict[tuple[int, int], list[Line]] = {}
+    for action in actions:
+        own = action.stage, action.micro_batch
+        if action.kind.is_receive:
+            assert action.peer is not None
+            line = action.peer, action.stage
+            held[line] += 1
+            most[line] = max(most[line], held[line])
+            waiting.setdefault(own, []).append(line)
+        elif action.kind in last_uses(actions, trains=trains):
+            for line in waiting.pop(own, []):
+                held[line] -= 1
+    return {line: count + 1 for line, count in most.items()}
+
+
+def last_uses(actions: Sequence[Action], *, trains: bool) -> tuple[ActionKind, ...]:
+    """Return the kinds of actions after which what a stage has received for a micro-batch is not needed."""
+    if not trains:
+        return (ActionKind.FORWARD,)
+    if any(action.kind is ActionKind.BACKWARD_WEIGHT for action in actions):
+        return (ActionKind.BACKWARD_WEIGHT,)
+    return (ActionKind.BACKWARD,)
+
+
+class Mailbox:
+    """One end of a ring.
+
+    Args:
+        memory: [slots * slot_bytes] uint8, common to both ends.
+        ring: Its size.
+        counters: Of all rings of the node.
+        first: Number of the first of this ring's counters: for each slot filled, then for each slot freed.
+        name: For messages.
+    """
+
+    def __init__(self, memory: Tensor, ring: Ring, counters: NodeCounters, first: int, name: str) -> None:
+        self._memory = memory
+        self._ring = ring
+        self._counters = counters
+        self._filled = first
+        self._freed = first + ring.slots
+        self._name = name
+
+    @property
+    def storage(self) -> int:
+        """Address of the memory that all rings of the node lie in."""
+        return self._memory.untyped_storage().data_ptr()
+
+    def put(self, number: int, tensors: Sequence[Tensor], meanwhile: Callable[[], None]) -> None:
+        """Hand over payload `number`, counted from 0 over all steps."""
+        slot = number % self._ring.slots
+        free = number + 1 - self._ring.slots
+        if free > 0:
+            self._counters.wait(self._freed + slot, free, f"sending {self._name}", meanwhile)
+        offset = slot * self._ring.slot_bytes
+        for tensor in tensors:
+            if tensor.numel():
+                self._view(offset, tensor.shape, tensor.dtype).copy_(tensor)
+            offset += _aligned(tensor.nbytes)
+        self._counters.post(self._filled + slot, number + 1)
+
+    def take(self, number: int, forms: Sequence[TensorForm], meanwhile: Callable[[], None]) -> list[Tensor]:
+        """Wait for payload `number`; return its tensors, which are the slot itself."""
+        slot = number % self._ring.slots
+        self._counters.wait(self._filled + slot, number + 1, f"receiving {self._name}", meanwhile)
+        offset, tensors = slot * self._ring.slot_bytes, []
+        for form in forms:
+            # Slots lie in one memory, but what is written to one of them is no change of the others.
+            tensors.append(self._view(offset, form.shape, form.dtype).data)
+            offset += _aligned(form.nbytes)
+        return tensors
+
+    def free(self, number: int) -> None:
+        """Say that payload `number` is not needed any more."""
+        self._counters.post(self._freed + number % self._ring.slots, number + 1)
+
+    def _view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if not nbytes:
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        return self._memory[offset : offset + nbytes].view(dtype).view(shape)
+
+
+def allocate_rings(backend: Backend, rings: Mapping[Line, Ring], ranks: Mapping[Line, int]) -> dict[Line, Mailbox]:
+    """Allocate the rings of this node; collective.
+
+    Args:
+        backend: Of the pipeline's ranks.
+        rings: The size of the ring of each line between two ranks of one node, on all nodes; the same on all ranks.
+        ranks: The rank that each line leads to.
+
+    Returns:
+        The ends of the rings of this rank's node.
+    """
+    places: dict[Line, tuple[int, int]] = {}
+    nbytes: Counter[int] = Counter()
+    counters: Counter[int] = Counter()
+    nodes = backend.all_gather(torch.tensor([backend.node_ranks[0]])).tolist()
+    for line in sorted(rings):
+        node = nodes[ranks[line]]
+        places[line] = nbytes[node], counters[node]
+        nbytes[node] += rings[line].slots * rings[line].slot_bytes
+        counters[node] += 2 * rings[line].slots
+    memory = backend.node_empty((max(nbytes.values(), default=0),), torch.uint8)
+    words = backend.node_counters(max(counters.values(), default=0))
+    own = nodes[backend.rank]
+    made = {}
+    for line, (start, first) in places.items():
+        if nodes[ranks[line]] == own:
+            ring = rings[line]
+            part = memory[start : start + ring.slots * ring.slot_bytes]
+            made[line] = Mailbox(part, ring, words, first, f"from stage {line[0]} at stage {line[1]}")
+    return made

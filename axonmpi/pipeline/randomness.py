@@ -1,0 +1,68 @@
+"""Random numbers that do not depend on how a model is cut (layer 5).
+
+Each micro-batch has a stream of random numbers of its own, which goes through the stages with it: what a stage
+draws for micro-batch m follows what the stages before have drawn for it, as if one process had computed
+
+    torch.manual_seed(microbatch_seed(seed, step, m))
+    loss = loss_fn(model(inputs[m]), targets[m])
+
+So dropout is the same for any number of stages, ranks and chunks, and for any schedule.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+__all__ = ["RandomStream", "microbatch_seed"]
+
+_lock = threading.Lock()  # torch's random state is the process's, and mock ranks are threads
+
+
+def microbatch_seed(seed: int, step: int, micro_batch: int) -> int:
+    """Return the seed of the stream of a micro-batch, from 0 to 2^63 - 1; local.
+
+    Args:
+        seed: The pipeline's.
+        step: How many training steps were before.
+        micro_batch: Its number in the step.
+    """
+    digest = hashlib.sha256(f"{seed}/{step}/{micro_batch}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+class RandomStream:
+    """Where the stream of a micro-batch is.
+
+    Attributes:
+        state: [bytes] uint8, the state of torch's CPU generator.
+    """
+
+    def __init__(self, state: Tensor) -> None:
+        self.state = state
+
+    @classmethod
+    def begin(cls, seed: int, step: int, micro_batch: int) -> RandomStream:
+        """Make the stream of a micro-batch."""
+        return cls(torch.Generator().manual_seed(microbatch_seed(seed, step, micro_batch)).get_state())
+
+    @contextmanager
+    def drawn_from(self, *, alone: bool) -> Iterator[None]:
+        """Have what is drawn within the block come from this stream; the process's own goes on afterwards.
+
+        Args:
+            alone: Whether other threads that draw have to wait meanwhile; not where the block waits for them.
+        """
+        with _lock if alone else nullcontext():
+            before = torch.get_rng_state()
+            torch.set_rng_state(self.state.clone())
+            try:
+                yield
+            finally:
+                self.state = torch.get_rng_state()
+                torch.set_rng_state(before)
