@@ -594,12 +594,16 @@ class Backend(ABC):
         """Seconds after which a rank gives up waiting for another."""
         return self.timeout
 
+    @abstractmethod
     def check_peers(self, what: str) -> None:
         """Raise if a rank has failed, where nothing else ends the waiting for it; local.
 
-        Under MPI a rank that fails ends the job.
+        Args:
+            what: What waits.
+
+        Raises:
+            RankFailedError: A rank has failed.
         """
-        return None
 
     # ---- what a backend provides: arguments are checked; tensors may have any strides -----------------------
 

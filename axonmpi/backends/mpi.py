@@ -335,6 +335,9 @@ class MpiBackend(Backend):
             return empty(call.shape, call.dtype)
         return self._memory.empty(call.nbytes).view(call.dtype).view(call.shape)
 
+    def check_peers(self, what: str) -> None:
+        """Return: a rank that fails ends the job, and with it whoever waits."""
+
     def _fence(self) -> Callable[[], None] | None:
         return self._fence_of_node
 

@@ -251,7 +251,8 @@ class Executor:
         if set(left) != expected:
             raise ValueError(
                 f"stage {stage} left {sorted(left) or 'nothing'} stashed, expected "
-                f"{sorted(expected) or 'nothing'}: `skips` says which stage stashes and which pops each name, once in a forward"
+                f"{sorted(expected) or 'nothing'}: `skips` says which stage stashes and which pops each name, "
+                "once in a forward"
             )
 
     # ---- backward ---------------------------------------------------------------------------------------------

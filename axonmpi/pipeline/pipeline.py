@@ -18,7 +18,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..group import ProcessGroup
@@ -26,7 +25,7 @@ from ..group import default_group as find_default_group
 from ..objects import all_gather_object, broadcast_object
 from .actions import Schedule
 from .agreement import Header, Mode, agree
-from .batches import as_scalar, batch_size, digest_of, joined, loss_weights, split_batch
+from .batches import batch_size, digest_of, joined, loss_weights, split_batch
 from .chart import text_chart
 from .construction import (
     Plan,
@@ -42,11 +41,10 @@ from .construction import (
 from .execution import Span
 from .executor import Executor, Routes
 from .norms import clip_grad_norm
-from .payload import pack, unpack
-from .randomness import RandomStream
 from .schedules import PipelineSchedule
 from .simulator import Costs, simulate
 from .stage import PipelineStage, StageRun
+from .step import Step
 from .ties import Ties, shared_parameters
 from .trace import write_trace
 from .transport import Transport
@@ -287,7 +285,7 @@ class Pipeline(nn.Module):
 
     # ---- inside -----------------------------------------------------------------------------------------------
 
-    def _run(self, mode: Mode, input: Any, target: Any) -> _Step:
+    def _run(self, mode: Mode, input: Any, target: Any) -> Step:
         trains = mode is Mode.TRAIN
         header, problem = self._header(mode, input, target)
         headers = agree(self._backend, header, problem)
@@ -295,7 +293,7 @@ class Pipeline(nn.Module):
         count = min(self.num_microbatches, samples)
         key = tuple(headers)
         schedule = self._schedule(count, trains=trains)
-        step = _Step(self, mode, input, target, count)
+        step = self._step(mode, input, target, count)
         learning = key not in self._known
         forms = {} if learning else self._known[key]
         wires = self._transport.wires(count, trains=trains, learning=learning)
@@ -324,75 +322,25 @@ class Pipeline(nn.Module):
         shares = int(self._shares)
         return Header(mode, int(self.num_microbatches), samples, shapes, targets, trained, shares), problem
 
-    def kept(self, output: Any) -> Any:
-        """Return an output that stays as it is when the stages go on: copies of what lies in a mailbox; local."""
-        skeleton, tensors = pack(output)
-        return unpack(skeleton, [t.clone() if self._transport.holds(t) else t for t in tensors])
-
     def _schedule(self, num_microbatches: int, *, trains: bool) -> Schedule:
         key = num_microbatches, trains
         if key not in self._schedules:
             self._schedules[key] = schedule_for(self._plan, num_microbatches, trains=trains)
         return self._schedules[key]
 
-    @property
-    def seed(self) -> int | None:
-        """The seed of the random numbers."""
-        return self._plan.seed
-
-
-class _Step:
-    """What goes into a step and comes out of it, on one rank.
-
-    Args:
-        pipeline: Whose step it is.
-        mode: What it does.
-        input: The batch, on the first stage's rank.
-        target: The targets, on the last stage's rank.
-        count: Number of micro-batches.
-
-    Attributes:
-        outputs: The last stage's outputs, if they are wanted.
-        loss: The mean loss so far, on the last stage's rank.
-    """
-
-    def __init__(self, pipeline: Pipeline, mode: Mode, input: Any, target: Any, count: int) -> None:
-        self._pipeline = pipeline
-        self._mode = mode
-        self._inputs = split_batch(input, count) if pipeline.has_first_stage else []
-        wants_loss = pipeline.has_last_stage and mode is not Mode.PREDICT
-        self._targets = split_batch(target, count) if wants_loss else []
-        self._weights = loss_weights(self._targets, pipeline.loss_weight) if wants_loss else []
-        self._losses: dict[int, Tensor] = {}
-        self.outputs: list[Any] = [None] * count
-        self.loss: Tensor | None = None
-
-    def input(self, micro_batch: int) -> Any:
-        """Return the first stage's input."""
-        return self._inputs[micro_batch]
-
-    def begin_random(self, micro_batch: int) -> RandomStream | None:
-        """Return the micro-batch's random numbers, None without a seed or without training."""
-        seed = self._pipeline.seed
-        if seed is None or self._mode is not Mode.TRAIN:
-            return None
-        return RandomStream.begin(seed, self._pipeline.steps, micro_batch)
-
-    def finish(self, micro_batch: int, output: Any) -> Tensor | None:
-        """Take the last stage's output; return its loss, if it is wanted."""
-        if self._mode is Mode.PREDICT:
-            self.outputs[micro_batch] = self._pipeline.kept(output)
-            return None
-        assert self._pipeline.loss_fn is not None
-        loss = as_scalar(self._pipeline.loss_fn(output, self._targets[micro_batch]))
-        share = loss.detach() * self._weights[micro_batch]
-        self.loss = share if self.loss is None else self.loss + share
-        self._losses[micro_batch] = torch.full_like(share, self._weights[micro_batch])
-        return loss
-
-    def loss_gradient(self, micro_batch: int) -> Tensor:
-        """Return the share of a micro-batch in the loss."""
-        return self._losses.pop(micro_batch)
+    def _step(self, mode: Mode, input: Any, target: Any, count: int) -> Step:
+        """Cut the batch into `count` micro-batches."""
+        wants_loss = self.has_last_stage and mode is not Mode.PREDICT
+        targets = split_batch(target, count) if wants_loss else []
+        return Step(
+            mode,
+            split_batch(input, count) if self.has_first_stage else [],
+            targets,
+            loss_weights(targets, self.loss_weight) if wants_loss else [],
+            loss_fn=self.loss_fn,
+            random=None if self._plan.seed is None else (self._plan.seed, self.steps),
+            is_lent=self._transport.holds,
+        )
 
 
 def _check_count(num_microbatches: object) -> None:
