@@ -20,7 +20,7 @@ from .actions import Action, ActionKind, Links, Schedule
 from .execution import Span
 from .mailboxes import Line, last_uses
 from .payload import Form, TensorForm, check_form, form_of, pack, unpack
-from .randomness import RandomStream
+from .randomness import RandomStream, undisturbed
 from .skips import skip_scope
 from .stage import StageRun
 from .wires import Forms, MessageWire, Wire
@@ -44,6 +44,10 @@ class Parcel(NamedTuple):
 
 class Feed(Protocol):
     """What comes into a step at its ends."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether micro-batches have random numbers of their own."""
 
     def input(self, micro_batch: int) -> Any:
         """Return the first stage's input."""
@@ -263,7 +267,9 @@ class Executor:
         self._began = time.monotonic()
         run = self._runs[stage]
         compute = run.backward if action.kind is ActionKind.BACKWARD else run.backward_input
-        for source, back in compute(micro_batch, gradients, lambda: self._feed.loss_gradient(micro_batch)).items():
+        with undisturbed() if self._feed.draws and not run.is_shared else nullcontext():
+            made = compute(micro_batch, gradients, lambda: self._feed.loss_gradient(micro_batch))
+        for source, back in made.items():
             self._waiting[stage, source, micro_batch] = back
 
     def _backward_weight(self, action: Action) -> None:

@@ -14,12 +14,12 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
-__all__ = ["RandomStream", "microbatch_seed"]
+__all__ = ["RandomStream", "microbatch_seed", "undisturbed"]
 
 _lock = threading.Lock()  # torch's random state is the process's, and mock ranks are threads
 
@@ -34,6 +34,11 @@ def microbatch_seed(seed: int, step: int, micro_batch: int) -> int:
     """
     digest = hashlib.sha256(f"{seed}/{step}/{micro_batch}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+def undisturbed() -> AbstractContextManager[object]:
+    """Keep other threads from drawing within the block: what is computed again draws again."""
+    return _lock
 
 
 class RandomStream:

@@ -60,13 +60,18 @@ class Step:
         """The last stage's outputs, in order."""
         return [output for _, output in sorted(self._outputs.items())]
 
+    @property
+    def draws(self) -> bool:
+        """Whether micro-batches have random numbers of their own."""
+        return self._random is not None and self._mode is Mode.TRAIN
+
     def input(self, micro_batch: int) -> Any:
         """Return the first stage's input."""
         return self._inputs[micro_batch]
 
     def begin_random(self, micro_batch: int) -> RandomStream | None:
         """Return the micro-batch's random numbers, None without a seed or without training."""
-        if self._random is None or self._mode is not Mode.TRAIN:
+        if self._random is None or not self.draws:
             return None
         return RandomStream.begin(*self._random, micro_batch)
 
