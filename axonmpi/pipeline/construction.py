@@ -94,8 +94,11 @@ def placement_for(num_stages: int, num_ranks: int, schedule: PipelineSchedule | 
     """Return the rank of each stage for a schedule.
 
     Raises:
+        TypeError: The schedule is neither one of those there are nor a function.
         ValueError: The stages cannot be dealt out to the ranks.
     """
+    if not isinstance(schedule, PipelineSchedule) and not callable(schedule):
+        raise TypeError(f"schedule: expected a PipelineSchedule or a function, got {schedule!r}")
     if num_stages % num_ranks or not num_stages:
         fitting = max(num_stages // num_ranks, 1) * num_ranks
         raise ValueError(

@@ -8,7 +8,7 @@ the micro-batch's random numbers are.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -123,23 +123,25 @@ class Executor:
 
     def run(self) -> None:
         """Do all actions of this rank in order; collective over the pipeline's ranks."""
-        perform: dict[ActionKind, Callable[[Action], None]] = {
-            ActionKind.FORWARD: self._forward,
-            ActionKind.BACKWARD: self._backward,
-            ActionKind.BACKWARD_INPUT: self._backward,
-            ActionKind.BACKWARD_WEIGHT: self._backward_weight,
-            ActionKind.SEND_FORWARD: self._send,
-            ActionKind.SEND_BACKWARD: self._send,
-            ActionKind.RECV_FORWARD: self._post,
-            ActionKind.RECV_BACKWARD: self._post,
-        }
         for action in self._actions:
             self._began = time.monotonic()
-            perform[action.kind](action)
+            self._perform(action)
             if self._times is not None:
                 self._times.append(Span(action, self._began, time.monotonic()))
             if action.kind in self._last_uses:
                 self._free(action)
+
+    def _perform(self, action: Action) -> None:
+        if action.kind is ActionKind.FORWARD:
+            self._forward(action)
+        elif action.kind is ActionKind.BACKWARD_WEIGHT:
+            self._backward_weight(action)
+        elif action.kind.is_compute:
+            self._backward(action)
+        elif action.kind.is_send:
+            self._send(action)
+        else:
+            self._post(action)
 
     # ---- transfers --------------------------------------------------------------------------------------------
 
@@ -267,13 +269,19 @@ class Executor:
         self._began = time.monotonic()
         run = self._runs[stage]
         compute = run.backward if action.kind is ActionKind.BACKWARD else run.backward_input
-        with undisturbed() if self._feed.draws and not run.is_shared else nullcontext():
+        with self._undisturbed(run):
             made = compute(micro_batch, gradients, lambda: self._feed.loss_gradient(micro_batch))
         for source, back in made.items():
             self._waiting[stage, source, micro_batch] = back
 
     def _backward_weight(self, action: Action) -> None:
-        self._runs[action.stage].backward_weight(action.micro_batch)
+        run = self._runs[action.stage]
+        with self._undisturbed(run):
+            run.backward_weight(action.micro_batch)
+
+    def _undisturbed(self, run: StageRun) -> AbstractContextManager[object]:
+        """Let nobody else draw while what backward computes again does; not where it waits for other ranks."""
+        return undisturbed() if self._feed.draws and not run.is_shared else nullcontext()
 
 
 def _peer(action: Action) -> int:

@@ -7,8 +7,9 @@ The tensors travel as they are. The rest, with shapes and dtypes, is the *form*,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,26 +73,27 @@ class Form:
 def pack(value: Any) -> tuple[Any, list[Tensor]]:
     """Take the tensors out of a payload; return the skeleton and the tensors, in order."""
     tensors: list[Tensor] = []
+    return _taken_out(tensors, value), tensors
 
-    def walk(part: Any) -> Any:
-        if isinstance(part, Tensor):
-            tensors.append(part)
-            return _Place(len(tensors) - 1)
-        return _rebuilt(part, walk)
 
-    return walk(value), tensors
+def _taken_out(tensors: list[Tensor], part: Any) -> Any:
+    # A function inside `pack` that calls itself would keep the tensors until the next garbage collection.
+    if isinstance(part, Tensor):
+        tensors.append(part)
+        return _Place(len(tensors) - 1)
+    return _rebuilt(part, partial(_taken_out, tensors))
 
 
 def unpack(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
     """Put tensors back into a skeleton."""
-
-    def walk(part: Any) -> Any:
-        return tensors[part.index] if isinstance(part, _Place) else _rebuilt(part, walk)
-
-    return walk(skeleton)
+    return _put_back(tensors, skeleton)
 
 
-def _rebuilt(part: Any, walk: Any) -> Any:
+def _put_back(tensors: Sequence[Tensor], part: Any) -> Any:
+    return tensors[part.index] if isinstance(part, _Place) else _rebuilt(part, partial(_put_back, tensors))
+
+
+def _rebuilt(part: Any, walk: Callable[[Any], Any]) -> Any:
     """Return a container with `walk` done to all that is in it; anything else as it is."""
     if isinstance(part, tuple):
         values = [walk(entry) for entry in part]

@@ -291,6 +291,7 @@ class Pipeline(nn.Module):
         headers = agree(self._backend, header, problem)
         samples = max(header.samples for header in headers)
         count = min(self.num_microbatches, samples)
+        self._transport.check(count)
         key = tuple(headers)
         schedule = self._schedule(count, trains=trains)
         step = self._step(mode, input, target, count)
@@ -365,8 +366,6 @@ def _plan(
         TypeError: An argument is of the wrong kind.
         ValueError: The arguments do not fit each other.
     """
-    if not isinstance(schedule, PipelineSchedule) and not callable(schedule):
-        raise TypeError(f"schedule: expected a PipelineSchedule or a function, got {schedule!r}")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise TypeError(f"seed: expected an int or None, got {seed!r}")
     placement = tuple(stage.device_rank for stage in stages)

@@ -44,15 +44,18 @@ class Transport:
         self._mailboxes: dict[Line, Mailbox] = {}
         self._numbers: dict[Line, int] = {}
 
-    def wires(self, num_microbatches: int, *, trains: bool, learning: bool) -> dict[Line, Wire]:
-        """Return this rank's ends of the lines for one step; the same call on all ranks.
+    def check(self, num_microbatches: int) -> None:
+        """Raise if there are too many micro-batches to tell their messages apart; local.
 
         Raises:
-            ValueError: There are too many micro-batches to tell their messages apart.
+            ValueError: There are.
         """
         if len(self._lines) * num_microbatches > MAX_TAG:
             most = MAX_TAG // len(self._lines)
             raise ValueError(f"num_microbatches: expected at most {most} with these stages, got {num_microbatches}")
+
+    def wires(self, num_microbatches: int, *, trains: bool, learning: bool) -> dict[Line, Wire]:
+        """Return this rank's ends of the lines for one step; the same call on all ranks."""
         wires: dict[Line, Wire] = {}
         for index, line in enumerate(self._lines):
             ends = [self._placement[stage] for stage in line]

@@ -1,4 +1,4 @@
-"""Models in stages, their data, and training them in one process with plain torch: what pipelines are compared with.
+"""Models in stages, their data, and training in one process with plain torch, which pipelines are compared with.
 
 torch's random numbers belong to the process and mock ranks are its threads, so whatever draws them holds a lock.
 """

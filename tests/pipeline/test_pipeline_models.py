@@ -62,7 +62,8 @@ class Between(nn.Module):
         self.linear = nn.Linear(8, 8, dtype=torch.float64)
 
     def forward(self, given: Pair) -> Pair:
-        assert given.rest["empty"].shape[1] == 0 and given.rest["mask"].dtype is torch.bool
+        assert given.rest["empty"].shape[1] == 0
+        assert given.rest["mask"].dtype is torch.bool
         part, count = given.rest["parts"]
         hidden = self.linear(given.hidden) * given.rest["scale"]
         return Pair(hidden, {**given.rest, "parts": [part * 2, count + 1]})

@@ -120,7 +120,8 @@ def test_evaluation_between_steps(world, schedule) -> None:
                     torch.testing.assert_close(output, expected)
                     assert loss.item() == pytest.approx(F.mse_loss(expected, targets).item(), abs=1e-6)
                 else:
-                    assert output is None and loss is None
+                    assert output is None
+                    assert loss is None
                 pipeline.train()
         for parameter, gradient in zip(pipeline.parameters(), before, strict=True):
             assert torch.equal(parameter.grad, gradient)
