@@ -194,6 +194,11 @@ class FullyShardedDataParallel(nn.Module):
         """
         return self._run.accumulating()
 
+    @property
+    def needs_whole_backward(self) -> bool:
+        """Whether gradients of inputs and of parameters have to be computed together: where units are gathered."""
+        return not all(unit.is_resident for unit in self._run.units)
+
     @outside_compile
     def sync_gradients(self) -> None:
         """Average gradients that were not averaged yet; collective. Does nothing if backward has done so."""

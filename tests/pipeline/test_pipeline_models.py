@@ -248,18 +248,23 @@ def test_what_is_trained_may_change_between_steps(world) -> None:
                     torch.testing.assert_close(own.grad, other.grad)
 
 
+def blocks() -> nn.Module:
+    return nn.Sequential(block(), block())
+
+
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("wrapper", [ax.DDP, ax.FSDP])
+@pytest.mark.parametrize(("wrapper", "ranks_per_node"), [(ax.DDP, ""), (ax.FSDP, ""), (ax.FSDP, "1")])
 @SCHEDULES
-def test_stages_with_replicas(world, schedule, wrapper) -> None:
+def test_stages_with_replicas(world, schedule, wrapper, ranks_per_node, monkeypatch) -> None:
     """Two pipelines of two stages; each stage averages its gradients with its replica, once in a step."""
+    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", ranks_per_node)
     pipelines = [world.new_group([0, 1]), world.new_group([2, 3])]
     replicas = [world.new_group([0, 2]), world.new_group([1, 3])]
     group, mine = pipelines[world.rank // 2], replicas[world.rank % 2]
     chunks = 2
     data = [(x[:8], y[:8]) for x, y in batches(4)]
-    model, _, _ = trained(built(block, 2 * chunks), data)
-    modules = built(block, 2 * chunks)
+    model, _, _ = trained(built(blocks, 2 * chunks), data)
+    modules = built(blocks, 2 * chunks)
     placement = (0, 1, 1, 0) if schedule is PipelineSchedule.ZERO_BUBBLE else (0, 1, 0, 1)
     stages = [
         ax.PipelineStage(wrapper(module, mine) if rank == group.rank else None, stage, rank)
