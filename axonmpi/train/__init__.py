@@ -1,4 +1,4 @@
-"""The trainer: a byte-level GPT on text, data parallel over the ranks of an MPI job (layer 7).
+"""The trainer: a byte-level GPT on text, spread over the ranks of an MPI job (layer 7).
 
     import axonmpi as ax
     from axonmpi.train import Config, Trainer
@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from .config import Config, ModelConfig, OptimizerConfig, RunConfig, TextConfig
+from .config import Config, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig, TextConfig
 from .config_file import load_config
 from .corpus import Corpus, load_corpus
 from .metrics import CommunicationClock
@@ -27,6 +27,7 @@ __all__ = [
     "Corpus",
     "ModelConfig",
     "OptimizerConfig",
+    "PipelineConfig",
     "RunConfig",
     "Summary",
     "TextConfig",

@@ -1,11 +1,12 @@
-"""Which sequences a step trains on, and which rank takes which: the same global batch for any number of ranks.
+"""Which sequences a step trains on, and who takes which: the same global batch for any number of ranks.
 
     step s ──(seed, s)──► starts of global_batch sequences
-                          ├── rank 0 ──┤├── rank 1 ──┤      contiguous parts, each cut into
-                          [micro][micro][micro][micro]      `accumulation` micro-batches
+                          ├─ replica 0 ┤├─ replica 1 ┤      contiguous, each taken
+                          [part][part ][part ][part ]       in `accumulation` parts
 
-Nothing depends on earlier steps, so a run can begin at any step; and nothing on the number of ranks but who
-computes what, so loss curves of different numbers of ranks agree to rounding.
+A replica is a rank, or the ranks of a pipeline, which all go through the same sequences. Nothing depends on earlier
+steps, so a run can begin at any step; and nothing on the number of ranks but who computes what, so loss curves of
+different numbers of ranks agree to rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["BatchPlan", "HeldOutPlan", "Stream", "seeded_generator"]
+__all__ = ["Batch", "BatchPlan", "HeldOutPlan", "Stream", "seeded_generator"]
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets, each int64 [sequences, sequence_length]."""
 
 
 class Stream(enum.IntEnum):
@@ -42,29 +46,32 @@ class BatchPlan:
     Attributes:
         global_batch: Sequences of a step over all ranks.
         sequence_length: Bytes of input of a sequence; it also takes the byte after them, as the last target.
-        accumulation: Micro-batches of each rank in a step.
-        rank: This rank's number.
-        ranks: Number of ranks.
+        accumulation: Parts in which a replica goes through its sequences of a step.
+        replica: Number of this rank's replica.
+        replicas: How many there are.
         seed: The run's seed.
+        unit: What the user calls replicas.
 
     Raises:
-        ValueError: `global_batch` does not divide by ranks x accumulation.
+        ValueError: `global_batch` does not divide by replicas x accumulation.
     """
 
     global_batch: int
     sequence_length: int
     accumulation: int
-    rank: int
-    ranks: int
+    replica: int
+    replicas: int
     seed: int
+    unit: str = "ranks"
 
     def __post_init__(self) -> None:
-        parts = self.ranks * self.accumulation
+        parts = self.replicas * self.accumulation
         if self.global_batch % parts:
             near = max(1, round(self.global_batch / parts)) * parts
             raise ValueError(
-                f"global_batch: expected a multiple of ranks x accumulation = {self.ranks} x {self.accumulation} "
-                f"= {parts}, got {self.global_batch}: take for example {near}, or another number of ranks"
+                f"global_batch: expected a multiple of {self.unit} x accumulation = {self.replicas} x "
+                f"{self.accumulation} = {parts}, got {self.global_batch}: take for example {near}, or another "
+                f"number of {self.unit}"
             )
 
     def starts(self, step: int, length: int) -> Tensor:
@@ -73,41 +80,41 @@ class BatchPlan:
         generator = seeded_generator(self.seed, Stream.DATA, step)
         return torch.randint(last, (self.global_batch,), generator=generator)
 
-    def micro_batches(self, step: int, text: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's inputs and targets of a step. Local.
+    def parts(self, step: int, text: Tensor) -> Iterator[Batch]:
+        """Yield this replica's inputs and targets of a step. Local.
 
         Args:
             step: Number of the step.
             text: The bytes to train on, uint8 `[N]`, longer than `sequence_length`.
 
         Yields:
-            Inputs and targets, each int64 `[global_batch / ranks / accumulation, sequence_length]`.
+            Inputs and targets, each int64 `[global_batch / replicas / accumulation, sequence_length]`.
         """
-        mine = self.starts(step, len(text)).chunk(self.ranks)[self.rank]
+        mine = self.starts(step, len(text)).chunk(self.replicas)[self.replica]
         for starts in mine.chunk(self.accumulation):
             yield _sequences(text, starts, self.sequence_length)
 
 
 @dataclass(frozen=True)
 class HeldOutPlan:
-    """Which held-out sequences are scored, and which of them by which rank; they do not overlap.
+    """Which held-out sequences are scored, and which of them by which replica; they do not overlap.
 
     Attributes:
-        sequences: How many at most over all ranks, spread evenly over the text; 0 means all there are.
+        sequences: How many at most over all replicas, spread evenly over the text; 0 means all there are.
         sequence_length: Bytes of input of a sequence.
         batch: Sequences of a forward pass.
-        rank: This rank's number.
-        ranks: Number of ranks.
+        replica: Number of this rank's replica.
+        replicas: How many there are.
     """
 
     sequences: int
     sequence_length: int
     batch: int
-    rank: int
-    ranks: int
+    replica: int
+    replicas: int
 
-    def batches(self, text: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's inputs and targets, each int64 `[at most batch, sequence_length]`. Local.
+    def batches(self, text: Tensor) -> Iterator[Batch]:
+        """Yield this replica's inputs and targets, each int64 `[at most batch, sequence_length]`. Local.
 
         Args:
             text: The held-out bytes, uint8 `[M]`, longer than `sequence_length`.
@@ -115,12 +122,12 @@ class HeldOutPlan:
         available = (len(text) - 1) // self.sequence_length
         count = min(self.sequences or available, available)
         chosen = torch.arange(count) * available // count * self.sequence_length
-        mine = chosen.tensor_split(self.ranks)[self.rank]
+        mine = chosen.tensor_split(self.replicas)[self.replica]
         for starts in mine.split(self.batch):
             if len(starts):
                 yield _sequences(text, starts, self.sequence_length)
 
 
-def _sequences(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def _sequences(text: Tensor, starts: Tensor, length: int) -> Batch:
     window = text[starts[:, None] + torch.arange(length + 1)].long()  # [B, T + 1]
     return window[:, :-1], window[:, 1:]

@@ -1,10 +1,11 @@
-"""Every setting of the trainer, in four frozen dataclasses.
+"""Every setting of the trainer, in five frozen dataclasses.
 
     Config
       ├─ model      ModelConfig       the network's shape
       ├─ text       TextConfig        what it learns from, what is held out
       ├─ optimizer  OptimizerConfig   AdamW and the course of its learning rate
-      └─ run        RunConfig         steps, batch, ranks, what is written where
+      ├─ run        RunConfig         steps, batch, ranks, what is written where
+      └─ pipeline   PipelineConfig    whether ranks have stages of the model, and how they go about it
 
 The name of a setting is the same here, as a flag (`--global-batch 32`) and in a file (`global_batch = 32`).
 The text under each is also what `axonmpi train --help` shows. A dataclass that exists is valid: its
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-__all__ = ["Config", "ModelConfig", "OptimizerConfig", "RunConfig", "TextConfig"]
+__all__ = ["Config", "ModelConfig", "OptimizerConfig", "PipelineConfig", "RunConfig", "TextConfig"]
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class RunConfig(_Settings):
     progress: Literal["auto", "live", "plain", "off"] = "auto"
     """One line that is redrawn, a line for each tenth, or nothing; auto redraws where a terminal shows it."""
     plot: bool = True
-    """Draw the loss curve at the end."""
+    """Draw the loss curve at the end, and with trace the times of the pipeline."""
 
     @property
     def folder(self) -> Path:
@@ -200,22 +201,81 @@ class RunConfig(_Settings):
 
 
 @dataclass(frozen=True)
+class PipelineConfig(_Settings):
+    """A pipeline: ranks have stages of the model. With all settings at their defaults there is none.
+
+    Raises:
+        TypeError: A value is of the wrong type.
+        ValueError: A value is out of range, or the schedule does not take so many chunks.
+    """
+
+    pp: int = 1
+    """Ranks of a pipeline, which have the model's stages; with more ranks there are several, data parallel."""
+    schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"] = "1f1b"
+    """In which order the ranks of a pipeline compute; axonmpi chart draws it."""
+    micro_batches: int = 0
+    """Parts in which a batch goes through the stages; 0 means 4 for each rank of a pipeline, where there are
+    sequences enough."""
+    chunks: int = 0
+    """Stages on each rank; 0 means 2 with interleaved-1f1b, where there are blocks enough, and else 1."""
+    trace: Path | None = None
+    """File for the times of the last step, which Perfetto and axonmpi chart open."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is a pipeline, be it of one rank."""
+        return self != PipelineConfig()
+
+    def stages_per_rank(self, layers: int) -> int:
+        """Return the number of stages on each rank for a model of `layers` blocks."""
+        if self.chunks:
+            return self.chunks
+        return 2 if self.schedule == "interleaved-1f1b" and layers >= 2 * self.pp else 1
+
+    def _check(self) -> None:
+        _at_least("pp", self.pp, 1)
+        for name in ("micro_batches", "chunks"):
+            _at_least(name, getattr(self, name), 0)
+        if self.schedule == "zero-bubble" and self.chunks > 2:
+            raise ValueError(
+                f"chunks: expected 1 or 2 with zero-bubble, got {self.chunks}; interleaved-1f1b takes any number"
+            )
+
+
+@dataclass(frozen=True)
 class Config:
     """All settings of a training run; the defaults make a first run of about a minute.
 
     Raises:
         TypeError: A group is not of its class.
+        ValueError: Settings of different groups contradict each other.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     text: TextConfig = field(default_factory=TextConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
 
     def __post_init__(self) -> None:
         for name, group in _groups().items():
             if not isinstance(getattr(self, name), group):
                 raise TypeError(f"{name}: expected {group.__name__}, got {type(getattr(self, name)).__name__}")
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        pipeline, layers = self.pipeline, self.model.layers
+        if pipeline.is_wanted and self.run.fsdp != "none":
+            given = [f.name for f in dataclasses.fields(pipeline) if getattr(pipeline, f.name) != f.default]
+            raise ValueError(
+                f"fsdp: expected none with a pipeline, got {self.run.fsdp!r}: leave out fsdp, or {', '.join(given)}"
+            )
+        chunks = pipeline.stages_per_rank(layers)
+        if pipeline.pp * chunks > layers:
+            raise ValueError(
+                f"pp: expected at most layers = {layers} stages, since each has a block, got pp x chunks = "
+                f"{pipeline.pp} x {chunks} = {pipeline.pp * chunks}: take fewer, or more layers"
+            )
 
     def replace(self, **settings: Any) -> Config:
         """Return a copy in which some settings, from whichever group, have other values.
@@ -247,7 +307,7 @@ class Config:
 
         Args:
             settings: Settings by name, `-` and `_` alike; they may be grouped in tables called `model`,
-                `text`, `optimizer` and `run`.
+                `text`, `optimizer`, `run` and `pipeline`.
 
         Raises:
             ValueError: A name is unknown, stands in another group's table or comes twice, or a value is bad.

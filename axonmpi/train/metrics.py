@@ -11,6 +11,8 @@ import json
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +21,7 @@ from typing import TextIO
 from ..backends.base import Backend
 from ..types import Observer
 
-__all__ = ["CommunicationClock", "HeldOutMetrics", "MetricsFile", "Speedometer", "StepMetrics"]
+__all__ = ["CommunicationClock", "HeldOutMetrics", "MetricsFile", "Speedometer", "StepMetrics", "observed"]
 
 _WINDOW = 20  # steps over which a speed is averaged
 
@@ -133,6 +135,18 @@ class CommunicationClock:
                 self.seconds += time.perf_counter() - self._entered
         if self._before is not None:
             self._before.leave(operation)
+
+
+@contextmanager
+def observed(backends: Iterable[Backend]) -> Iterator[Callable[[], float]]:
+    """Yield a function that returns the seconds which the calling thread has spent in operations so far.
+
+    Args:
+        backends: The communicators to observe, none of which calls another.
+    """
+    with ExitStack() as stack:
+        clocks = [stack.enter_context(CommunicationClock(backend)) for backend in backends]
+        yield lambda: sum(clock.seconds for clock in clocks)
 
 
 class Speedometer:

@@ -7,19 +7,24 @@
 Position t sees bytes 0..t and predicts byte t + 1. B is the batch, T the sequence length, D the width,
 H the number of heads and C = D / H the width of a head. Every random number comes from a `torch.Generator`
 that the caller passes, so two models built from equal seeds are equal, in any thread and on any rank.
+
+For a pipeline the model is cut into stages, rows of blocks; the first has the embedding too, the last the output.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..pipeline.splitting import balanced_bounds
 from .config import ModelConfig
 
-__all__ = ["GPT", "VOCABULARY_SIZE", "generate"]
+__all__ = ["GPT", "VOCABULARY_SIZE", "GPTStage", "Predictor", "cut", "generate"]
 
 VOCABULARY_SIZE = 256
 """One token for each value of a byte."""
@@ -157,7 +162,9 @@ class GPT(nn.Module):
         if config.tied_embeddings:
             self.head.weight = self.embedding.weight
         # not a buffer: it is the same on every rank and needs no broadcast, and no place in a checkpoint
-        self._table = rotation_table(config.sequence_length, config.width // config.heads)
+        self.table: Tensor | None = None
+        if self.positions is None:
+            self.table = rotation_table(config.sequence_length, config.width // config.heads)
         self._initialize(generator or torch.Generator().manual_seed(0))
 
     @torch.no_grad()
@@ -188,15 +195,13 @@ class GPT(nn.Module):
                 f"expected at most sequence_length = {self.config.sequence_length} bytes, got {length}: "
                 "shorten the input or build the model with a larger sequence_length"
             )
-        x = self.embedding(tokens)
-        table: Tensor | None = None
-        if self.positions is None:
-            table = self._table = self._table.to(x.device)
-        else:
-            x = x + self.positions.weight[:length]
-        for block in self.blocks:
-            x = block(x, table)
-        logits: Tensor = self.head(self.final_norm(x))
+        return _compute(self, tokens)
+
+    @torch.no_grad()
+    def next_logits(self, text: Sequence[int]) -> Tensor:
+        """Return the logits of the byte after `text`, [256]; only the last `sequence_length` bytes are seen."""
+        window = torch.tensor([text[-self.config.sequence_length :]], device=self.embedding.weight.device)
+        logits: Tensor = self(window)[0, -1]
         return logits
 
     def num_parameters(self) -> int:
@@ -204,11 +209,88 @@ class GPT(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
 
+class GPTStage(nn.Module):
+    """A row of a model's blocks, with the embedding before the first one and the output layer after the last.
+
+    All parts are those of the model, not copies, and have the names that they have there.
+
+    Args:
+        model: The whole model.
+        first: The first block.
+        stop: The one after the last.
+    """
+
+    def __init__(self, model: GPT, first: int, stop: int) -> None:
+        super().__init__()
+        begins, ends = first == 0, stop == len(model.blocks)
+        self.embedding = model.embedding if begins else None
+        self.positions = model.positions if begins else None
+        self.blocks = nn.ModuleDict({str(number): model.blocks[number] for number in range(first, stop)})
+        self.final_norm = model.final_norm if ends else None
+        self.head = model.head if ends else None
+        self.table = model.table
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Take byte values `[B, T]` or the stream `[B, T, D]`; return the stream, or logits `[B, T, 256]`."""
+        return _compute(self, x)
+
+    @property
+    def content(self) -> str:
+        """What is in it, in words."""
+        numbers = list(self.blocks)
+        blocks = f"blocks {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"block {numbers[0]}"
+        parts = ("embedding", self.embedding), (blocks, self.blocks), ("output layer", self.head)
+        return ", ".join(name for name, part in parts if part is not None)
+
+
+def _compute(parts: GPT | GPTStage, x: Tensor) -> Tensor:
+    """Send a batch through all that is there: embedding, blocks, output layer."""
+    if parts.embedding is not None:
+        tokens, x = x, parts.embedding(x)
+        if parts.positions is not None:
+            x = x + parts.positions.weight[: tokens.shape[1]]
+    if parts.table is not None:
+        parts.table = parts.table.to(x.device)
+    for block in parts.blocks.children():
+        x = block(x, parts.table)
+    if parts.head is not None:
+        assert parts.final_norm is not None
+        x = parts.head(parts.final_norm(x))
+    return x
+
+
+def cut(model: GPT, num_stages: int) -> list[GPTStage]:
+    """Cut a model into stages of whole blocks, so that the one that computes most computes as little as it can.
+
+    Args:
+        model: The whole model, whose parts are used.
+        num_stages: From 1 to the number of blocks.
+
+    Raises:
+        ValueError: There are fewer blocks than stages.
+    """
+    config = model.config
+    if not 1 <= num_stages <= config.layers:
+        raise ValueError(f"num_stages: expected 1 to {config.layers}, a block for each, got {num_stages}")
+    # multiply-adds for a position; looking up an embedding takes none
+    block = (4 + 2 * config.mlp_ratio) * config.width**2 + config.sequence_length * config.width
+    costs: list[dict[Hashable, int]] = [{number: block} for number in range(config.layers)]
+    costs[-1]["head"] = VOCABULARY_SIZE * config.width
+    return [GPTStage(model, *bounds) for bounds in balanced_bounds(costs, num_stages)]
+
+
+class Predictor(Protocol):
+    """What text is generated with."""
+
+    def next_logits(self, text: Sequence[int]) -> Tensor:
+        """Return the logits of the byte after `text`, [256]."""
+
+
 @torch.no_grad()
 def generate(
-    model: GPT, prompt: bytes, length: int, *, generator: torch.Generator, temperature: float = 0.8
+    model: Predictor, prompt: bytes, length: int, *, generator: torch.Generator, temperature: float = 0.8
 ) -> bytes:
-    """Continue `prompt` one byte at a time. Local: it talks to no other rank.
+    """Continue `prompt` one byte at a time. Local with a `GPT`; collective if the model is spread over ranks.
 
     Args:
         model: A trained model.
@@ -227,11 +309,9 @@ def generate(
         raise ValueError("expected a prompt of at least one byte, got an empty one: pass for example b'\\n'")
     if length < 0 or temperature < 0:
         raise ValueError(f"length and temperature must not be negative, got {length} and {temperature}")
-    device = model.embedding.weight.device
     text = list(prompt)
     for _ in range(length):
-        window = torch.tensor([text[-model.config.sequence_length :]], device=device)
-        text.append(_draw(model(window)[0, -1], generator, temperature))
+        text.append(_draw(model.next_logits(text), generator, temperature))
     return bytes(text[len(prompt) :])
 
 

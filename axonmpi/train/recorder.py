@@ -3,6 +3,7 @@
 axonmpi-runs/NAME/
   metrics.jsonl   a line for each step and each held-out evaluation
   loss.png        the loss curves
+  pipeline.png    the last step of a pipeline beside the ideal, with --trace
   sample.txt      text that the trained model wrote
   summary.json    the run in a few numbers, with all its settings
 """
@@ -12,9 +13,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..group import ProcessGroup
+from ..pipeline import Timeline
+from ..pipeline.chart import describe, draw_chart
 from .config import Config
 from .metrics import HeldOutMetrics, MetricsFile, StepMetrics
 from .plot import plot_losses
@@ -87,6 +91,9 @@ class SilentRecorder:
         self.held_out.append(metrics)
         self.note(f"step {metrics.step}: held-out loss {metrics.held_out_loss:.4f} nats per byte")
 
+    def add_pipeline(self, measured: Timeline, ideal: Timeline) -> None:
+        """Take in when the ranks of a pipeline computed, and when they would have without waiting for messages."""
+
     def finish(self, summary: Summary) -> None:
         """Take in the end of the run."""
 
@@ -110,8 +117,9 @@ class Recorder(SilentRecorder):
         self._config = config
         self._folder = config.run.folder
         self._folder.mkdir(parents=True, exist_ok=True)
-        for name in ("loss.png", "sample.txt", "summary.json"):
+        for name in ("loss.png", "pipeline.png", "sample.txt", "summary.json"):
             (self._folder / name).unlink(missing_ok=True)  # or an interrupted run would show another's result
+        self._plots = config.run.plot and find_spec("matplotlib") is not None
         self._file = MetricsFile(self._folder / "metrics.jsonl")
         self._progress = make_progress(config.run.progress, config.run.steps)
 
@@ -125,13 +133,20 @@ class Recorder(SilentRecorder):
         self._file.write(metrics)
         super().add_held_out(metrics)
 
+    def add_pipeline(self, measured: Timeline, ideal: Timeline) -> None:
+        """Draw both, and show what they are."""
+        if self._plots:
+            draw_chart(ideal, self._folder / "pipeline.png", measured)
+        trace = self._config.pipeline.trace
+        self.note(f"last step: {describe(measured)}; without waiting for messages {ideal.bubble:.1%}; see {trace}")
+
     def finish(self, summary: Summary) -> None:
         """Write the summary, the sample and the picture, and show the result."""
         self.close()
         self._write_json("summary.json", {**dataclasses.asdict(summary), "config": self._config.flat()})
         if summary.sample:
             (self._folder / "sample.txt").write_text(summary.sample + "\n", encoding="utf-8")
-        if self._config.run.plot:
+        if self._plots:
             title = f"{self._config.run.name}: {summary.parameters:,} parameters, {count_of_ranks(summary.ranks)}"
             plot_losses(self._folder / "loss.png", self.steps, self.held_out, summary.unigram_entropy, title)
         self.note(_report(summary))
@@ -154,18 +169,29 @@ def open_recorder(config: Config, group: ProcessGroup) -> SilentRecorder:
         group: All ranks of the run; rank 0 gets the one that writes.
 
     Raises:
-        ValueError: Rank 0 cannot write to the folder; raised on every rank.
+        ValueError: Rank 0 cannot write to the folder, or where the trace should go; raised on every rank.
     """
     recorder, problem = SilentRecorder(), None
     if group.rank == 0:
+        place = f"--trace {config.pipeline.trace}"
         try:
+            _make_way(config.pipeline.trace)
+            place = f"--out {config.run.folder}"
             recorder = Recorder(config)
         except OSError as error:
-            problem = f"--out {config.run.folder}: cannot write there: {error.strerror or error}"
+            problem = f"{place}: cannot write there: {error.strerror or error}"
     problem = group.broadcast_object(problem)
     if problem is not None:
         raise ValueError(problem)
     return recorder
+
+
+def _make_way(file: Path | None) -> None:
+    """Take away an earlier run's trace, and see that a new one can be written; at the end of the run it is late."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        file.unlink()
 
 
 def printable(text: bytes) -> str:

@@ -4,30 +4,31 @@
     at times:    own part of the held-out sequences ─► forward ─► sum over ranks ─► held-out loss
     at the end:  held-out loss, a sample of text, a picture of the losses
 
-The global batch of a step depends on the seed and the step only, so the number of ranks changes who computes what
-and not what is computed: loss curves of 1, 2 and 4 ranks agree to rounding.
+The ranks of a pipeline have the model, and a part of the batch, together. The global batch of a step depends on the
+seed and the step only, so the number of ranks changes who computes what and not what is computed: loss curves of 1,
+2 and 4 ranks agree to rounding.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection
-from contextlib import nullcontext
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import nn
 
 from ..group import World
-from ..types import ReduceOp
 from .batches import BatchPlan, HeldOutPlan, Stream, seeded_generator
 from .config import Config, OptimizerConfig
 from .corpus import Corpus, load_corpus
-from .metrics import CommunicationClock, HeldOutMetrics, Speedometer, StepMetrics
+from .layout import Layout, plan_schedule
+from .metrics import HeldOutMetrics, Speedometer, StepMetrics, observed
 from .model import GPT, generate
 from .parallel import ParallelModel, parallelize
+from .pipelined import PipelinedModel
 from .recorder import SilentRecorder, Summary, count_of_ranks, open_recorder, printable
 from .schedule import learning_rate
 
@@ -48,11 +49,12 @@ class Trainer:
         corpus: The text; None means what `config.text` says.
 
     Raises:
-        ValueError: The text cannot be used, the global batch does not divide by ranks x accumulation (both before
-            anything is sent), or settings or text differ between ranks. Raised on every rank.
+        ValueError: The text cannot be used, the ranks cannot be divided into pipelines, the global batch cannot be
+            divided among them (all before anything is sent), or settings or text differ between ranks. Raised on
+            every rank.
 
     Attributes:
-        model: This rank's model, without the wrapper.
+        model: This rank's model, without the wrapper; in a pipeline the list of its stages.
         corpus: The text.
         optimizer: Updates this rank's parameters.
     """
@@ -61,14 +63,23 @@ class Trainer:
         length, run = config.model.sequence_length, config.run
         self._config = config
         self._group = world.default_group
-        self._plan = BatchPlan(run.global_batch, length, run.accumulation, world.rank, world.size, run.seed)
-        self._held_out = HeldOutPlan(run.held_out_sequences, length, _HELD_OUT_BATCH, world.rank, world.size)
+        layout = Layout.of(config.pipeline.pp, world.size, world.rank)
+        share, unit = (layout.replica, layout.replicas), "ranks" if layout.pp == 1 else "pipelines"
+        self._plan = BatchPlan(run.global_batch, length, run.accumulation, *share, run.seed, unit)
+        self._held_out = HeldOutPlan(run.held_out_sequences, length, _HELD_OUT_BATCH, *share)
+        schedule = plan_schedule(config, layout) if config.pipeline.is_wanted else None
         self.corpus = load_corpus(config.text, length) if corpus is None else corpus
         self._check_same_on_all_ranks()
-        self.model = GPT(config.model, generator=seeded_generator(run.seed, Stream.WEIGHTS))
-        self._parameters = self.model.num_parameters()
-        matrices = {name for name, parameter in self.model.named_parameters() if parameter.dim() >= 2}
-        self._parallel = parallelize(self.model, run, self._group)
+        whole = GPT(config.model, generator=seeded_generator(run.seed, Stream.WEIGHTS))
+        self.model: nn.Module = whole
+        self._parameters = whole.num_parameters()
+        matrices = {name for name, p in whole.named_parameters(remove_duplicate=False) if p.dim() >= 2}
+        self._pipelined: PipelinedModel | None = None
+        if schedule is None:
+            self._parallel = parallelize(whole, run, self._group)
+        else:
+            self._parallel = self._pipelined = PipelinedModel(whole, config, layout, schedule, world)
+            self.model = self._pipelined.stages
         self.optimizer = _make_optimizer(self._parallel, matrices, config.optimizer)
         self._speed = Speedometer(run.global_batch * length)
         self._recorder = SilentRecorder()
@@ -107,25 +118,26 @@ class Trainer:
         self._recorder = open_recorder(self._config, self._group)
         summary = None
         try:
-            with CommunicationClock(self._group.backend) as clock:
+            with observed([self._group.backend, *self._parallel.backends]) as communicated:
                 self._recorder.note(self._opening())
-                seconds = self._train(clock)
-            with self._parallel.whole():
-                if self._group.rank == 0:
-                    summary = self._summarize(seconds)
-                    self._recorder.finish(summary)
+                seconds = self._train(communicated)
+            sample = self.sample()
+            if self._group.rank == 0:
+                summary = self._finish(seconds, sample)
         finally:
             self._recorder.close()
         agreed: Summary = self._group.broadcast_object(summary)
         return agreed
 
-    def _train(self, clock: CommunicationClock) -> float:
+    def _train(self, communicated: Callable[[], float]) -> float:
         """Make all steps and return the seconds they and the evaluations took."""
         run = self._config.run
         begin = time.perf_counter()
         self._evaluate(0, begin)
         for step in range(1, run.steps + 1):
-            self._recorder.add_step(self._timed_step(step, begin, clock))
+            with self._traced() if step == run.steps else nullcontext():
+                metrics = self._timed_step(step, begin, communicated)
+            self._recorder.add_step(metrics)
             if step == run.steps or (run.evaluate_every and step % run.evaluate_every == 0):
                 self._evaluate(step, begin)
         return time.perf_counter() - begin
@@ -134,12 +146,17 @@ class Trainer:
         loss = self.held_out_loss()
         self._recorder.add_held_out(HeldOutMetrics(step, loss, time.perf_counter() - begin))
 
-    def _timed_step(self, step: int, begin: float, clock: CommunicationClock) -> StepMetrics:
-        started, communicated = time.perf_counter(), clock.seconds
+    def _traced(self) -> AbstractContextManager[None]:
+        """Write when the ranks of a pipeline compute within the block to a file, if that is wanted; collective."""
+        trace = self._config.pipeline.trace
+        return nullcontext() if self._pipelined is None or trace is None else self._pipelined.traced(trace)
+
+    def _timed_step(self, step: int, begin: float, communicated: Callable[[], float]) -> StepMetrics:
+        started, before = time.perf_counter(), communicated()
         rate = learning_rate(step - 1, self._config.run.steps, self._config.optimizer)
         loss, norm = self._step(step, rate)
         now = time.perf_counter()
-        self._speed.add(now - started, clock.seconds - communicated)
+        self._speed.add(now - started, communicated() - before)
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"the loss of step {step} is {loss}: training has diverged; try a smaller lr (now "
@@ -149,57 +166,56 @@ class Trainer:
 
     def _step(self, step: int, rate: float) -> tuple[float, float]:
         """Update the weights; return the loss of the global batch and the norm of its gradient."""
-        loss = self._backward(step)
-        self._parallel.sync_gradients()
+        loss = self._parallel.backward(list(self._plan.parts(step, self.corpus.train)))
         norm = self._parallel.clip(self._config.optimizer.gradient_clip)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._group.all_reduce(loss, ReduceOp.AVERAGE)
+        self._group.all_reduce(loss)
         return loss.item(), norm
-
-    def _backward(self, step: int) -> Tensor:
-        """Accumulate the gradient of this rank's part; return the part's mean loss, float64 and 0-d."""
-        parts = self._config.run.accumulation
-        total = torch.zeros((), dtype=torch.float64)
-        for part, (inputs, targets) in enumerate(self._plan.micro_batches(step, self.corpus.train), 1):
-            with nullcontext() if part == parts else self._parallel.no_sync():
-                loss = _cross_entropy(self._parallel(inputs), targets, "mean") / parts
-                loss.backward()
-            total += loss.detach()
-        return total
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """Return the mean loss on held-out text, in nats per byte; collective, each rank scores its part."""
+        """Return the mean loss on held-out text, in nats per byte; collective, each replica scores its part."""
         totals = torch.zeros(2, dtype=torch.float64)  # of the loss, of the bytes
-        for inputs, targets in self._held_out.batches(self.corpus.held_out):
-            loss = _cross_entropy(self._parallel(inputs), targets, "sum")
-            totals += torch.tensor([loss.item(), targets.numel()], dtype=torch.float64)
+        for batch in self._held_out.batches(self.corpus.held_out):
+            totals += torch.tensor(self._parallel.score(batch), dtype=torch.float64)
         self._group.all_reduce(totals)
         return float(totals[0] / totals[1])
 
     def sample(self) -> str:
-        """Return the configured prompt and what the model makes of it; local."""
+        """Return the configured prompt and what the model makes of it, on rank 0 at least; collective."""
         run = self._config.run
         if not run.sample_length:
             return ""
         prompt, generator = run.prompt.encode(), seeded_generator(run.seed, Stream.SAMPLE)
-        text = generate(self.model, prompt, run.sample_length, generator=generator, temperature=run.temperature)
+        with self._parallel.predictor() as model:
+            if model is None:
+                return ""
+            text = generate(model, prompt, run.sample_length, generator=generator, temperature=run.temperature)
         return printable(prompt + text)
 
     def _opening(self) -> str:
         run, length = self._config.run, self._config.model.sequence_length
+        pipeline = "" if self._pipelined is None else f"\n{self._pipelined.opening}"
         return (
-            f"a byte-level GPT of {self._parameters:,} parameters on "
-            f"{count_of_ranks(self._group.size)}, "
+            f"a byte-level GPT of {self._parameters:,} parameters on {count_of_ranks(self._group.size)}, "
             f"{run.steps} steps of {run.global_batch} x {length} bytes\n"
             f"text: {len(self.corpus.train):,} bytes to train on, {len(self.corpus.held_out):,} held out, from "
-            f"{self.corpus.source}"
+            f"{self.corpus.source}{pipeline}"
         )
 
-    def _summarize(self, seconds: float) -> Summary:
+    def _finish(self, seconds: float, sample: str) -> Summary:
+        """Write and show what there is at the end; on rank 0."""
+        trace = self._config.pipeline.trace
+        if self._pipelined is not None and trace is not None:
+            self._recorder.add_pipeline(*self._pipelined.timelines(trace))
+        summary = self._summarize(seconds, sample)
+        self._recorder.finish(summary)
+        return summary
+
+    def _summarize(self, seconds: float, sample: str) -> Summary:
         speed, communication = self._speed.overall()
         run = self._config.run
         return Summary(
@@ -215,23 +231,18 @@ class Trainer:
             seconds=seconds,
             tokens_per_second=speed,
             communication=communication,
-            sample=self.sample(),
+            sample=sample,
             folder=str(run.folder),
         )
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
 
 
 def _make_optimizer(
     model: ParallelModel, matrices: Collection[str], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
     """Make AdamW, with weight decay for matrices only."""
-    parameters = dict(model.named_parameters())
-    plain = {name.removeprefix("module."): parameter for name, parameter in parameters.items()}
+    parameters = list(model.named_parameters())
     groups: list[dict[str, Any]] = [
-        {"params": [p for name, p in plain.items() if name in matrices], "weight_decay": config.weight_decay},
-        {"params": [p for name, p in plain.items() if name not in matrices], "weight_decay": 0.0},
+        {"params": [p for name, p in parameters if name in matrices], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in parameters if name not in matrices], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)

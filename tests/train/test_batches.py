@@ -8,19 +8,19 @@ from axonmpi.train.batches import BatchPlan, HeldOutPlan, Stream, seeded_generat
 TEXT = (torch.arange(5000) * 7 % 256).to(torch.uint8)
 
 
-def plan(rank=0, ranks=1, accumulation=1, seed=3):
+def plan(replica=0, replicas=1, accumulation=1, seed=3):
     return BatchPlan(
-        global_batch=12, sequence_length=9, accumulation=accumulation, rank=rank, ranks=ranks, seed=seed
+        global_batch=12, sequence_length=9, accumulation=accumulation, replica=replica, replicas=replicas, seed=seed
     )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_ranks_divide_the_same_global_batch(ranks, accumulation):
-    whole = torch.cat([inputs for inputs, _ in plan().micro_batches(5, TEXT)])
+    whole = torch.cat([inputs for inputs, _ in plan().parts(5, TEXT)])
     parts = []
     for rank in range(ranks):
-        mine = list(plan(rank, ranks, accumulation).micro_batches(5, TEXT))
+        mine = list(plan(rank, ranks, accumulation).parts(5, TEXT))
         assert len(mine) == accumulation
         parts += [inputs for inputs, _ in mine]
     assert torch.equal(torch.cat(parts), whole)
@@ -28,7 +28,7 @@ def test_ranks_divide_the_same_global_batch(ranks, accumulation):
 
 
 def test_targets_are_the_following_bytes():
-    ((inputs, targets),) = plan().micro_batches(1, TEXT)
+    ((inputs, targets),) = plan().parts(1, TEXT)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert inputs.dtype == torch.int64
     starts = plan().starts(1, len(TEXT))
@@ -37,7 +37,7 @@ def test_targets_are_the_following_bytes():
 
 def test_batches_depend_on_seed_and_step_only():
     starts = plan().starts(4, 5000)
-    assert torch.equal(plan(rank=1, ranks=2, accumulation=2).starts(4, 5000), starts)
+    assert torch.equal(plan(replica=1, replicas=2, accumulation=2).starts(4, 5000), starts)
     assert not torch.equal(plan().starts(5, 5000), starts)
     assert not torch.equal(plan(seed=4).starts(4, 5000), starts)
 

@@ -10,7 +10,7 @@ import axonmpi as ax
 from axonmpi import cli
 from axonmpi.cli import train
 from axonmpi.environment import Launcher, process_environment, without_launcher_variables
-from axonmpi.train import Config
+from axonmpi.train import Config, Trainer
 
 SMALL = [
     *("--layers=1", "--width=16", "--heads=2", "--sequence-length=16", "--global-batch=8", "--steps=12"),
@@ -35,6 +35,11 @@ def test_flags_set_what_they_name():
     expected = {"lr": 1e-4, "layers": 2, "plot": False, "data": "a.txt", "positions": "learned"}
     assert config == Config().replace(**expected)
     assert train.parse([]) == Config()
+    config = train.parse(
+        ["--pp=2", "--schedule=zero-bubble", "--micro-batches=8", "--chunks=2", "--trace=a/b.json"]
+    )
+    expected = {"pp": 2, "schedule": "zero-bubble", "micro_batches": 8, "chunks": 2, "trace": "a/b.json"}
+    assert config == Config().replace(**expected)
 
 
 @pytest.mark.parametrize("flag", ["--config {}", "--config={}"])
@@ -66,6 +71,9 @@ def test_every_setting_is_a_flag_with_help(capsys):
         ("--steps", ["--steps"]),
         ("--width 30", ["width: expected a multiple of heads = 4, got 30"]),
         ("--norm none", ["--norm", "rmsnorm"]),
+        ("--pp 8", ["pp: expected at most layers = 4 stages", "8 x 1 = 8"]),
+        ("--pp 2 --fsdp full", ["fsdp: expected none with a pipeline"]),
+        ("--schedule zero-bubble --chunks 3", ["chunks: expected 1 or 2 with zero-bubble"]),
         ("--lr nan", ["lr: expected a finite number"]),
         ("--config nowhere.toml", ["config file nowhere.toml cannot be read"]),
         ("--config", ["--config"]),
@@ -210,6 +218,20 @@ def test_the_command_on_real_ranks_gives_the_same_losses(alone, tmp_path, ranks)
     assert losses(tmp_path) == pytest.approx(losses(alone[1]), abs=1e-4)
 
 
+@pytest.mark.slow
+def test_a_pipeline_on_real_ranks_gives_the_same_losses(tmp_path):
+    flags = [*SMALL, "--layers=2", "--schedule=zero-bubble", "--trace", tmp_path / "trace.json"]
+    result = ax.testing.launch(2, "-m", "axonmpi", "train", *flags, "--pp=2", "--out", tmp_path, timeout=240)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "a pipeline: zero bubble on 2 ranks" in result.stdout
+    files = ["loss.png", "metrics.jsonl", "pipeline.png", "sample.txt", "summary.json", "trace.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == files
+    config = train.parse([*SMALL, "--layers=2", "--out", str(tmp_path / "alone")])
+    single = Trainer(config, ax.World.mock(1))
+    single.run()
+    assert losses(tmp_path) == pytest.approx([step.loss for step in single.steps], abs=1e-4)
+
+
 ONE_NODE_LACKS_THE_TEXT = """
 import sys
 from axonmpi import cli
@@ -236,6 +258,7 @@ def test_a_text_missing_on_one_node_ends_the_job(tmp_path):
         (["--stepz", "3"], "--stepz"),
         (["--data", "/nowhere"], "No such file"),
         ([*SMALL, "--global-batch", "9"], "global_batch: expected a multiple of"),
+        (["--pp", "3"], "pp: expected 1 or 2, which divide the 2 ranks, got 3"),
     ],
 )
 def test_real_ranks_refuse_together_with_code_2(flags, message):

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from axonmpi.train import Config, ModelConfig, OptimizerConfig, RunConfig, TextConfig, config, load_config
+from axonmpi.train import (
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    RunConfig,
+    TextConfig,
+    config,
+    load_config,
+)
 
 
 def test_names_lead_to_values_whatever_their_group():
@@ -24,7 +33,7 @@ def test_flat_settings_make_the_same_configuration_again():
 
 
 def test_names_are_unique_over_the_groups():
-    groups = (ModelConfig, TextConfig, OptimizerConfig, RunConfig)
+    groups = (ModelConfig, TextConfig, OptimizerConfig, RunConfig, PipelineConfig)
     names = [name for group in groups for name in inspect.signature(group).parameters]
     assert len(names) == len(set(names)) == len(Config().flat())
 
@@ -75,6 +84,11 @@ def test_every_setting_is_documented():
         ("temperature", -0.5, "at least 0"),
         ("prompt", "", "at least one character"),
         ("progress", "loud", "'auto', 'live', 'plain', 'off'"),
+        ("pp", 0, "at least 1"),
+        ("pp", 5, "at most layers = 4 stages, .*5 x 1 = 5"),
+        ("micro_batches", -1, "at least 0"),
+        ("chunks", -1, "at least 0"),
+        ("schedule", "2f2b", "'gpipe', '1f1b', 'interleaved-1f1b', 'zero-bubble'"),
     ],
 )
 def test_values_out_of_range_are_refused(name, value, expected):
@@ -98,6 +112,23 @@ def test_rotary_positions_need_an_even_head():
     assert ModelConfig(width=12, heads=4, positions="learned").width == 12
 
 
+def test_settings_of_a_pipeline_that_contradict_others():
+    for settings, message in (
+        ({"pp": 2, "chunks": 3}, r"pp x chunks = 2 x 3 = 6: take fewer, or more layers"),
+        ({"schedule": "zero-bubble", "chunks": 3}, "chunks: expected 1 or 2 with zero-bubble, got 3"),
+        ({"pp": 2, "trace": "a.json", "fsdp": "full"}, "none with a pipeline, got 'full': .* or pp, trace"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Config().replace(**settings)
+    assert Config().replace(pp=2, chunks=3, layers=6).pipeline.stages_per_rank(6) == 3
+
+
+def test_a_pipeline_is_wanted_as_soon_as_one_of_its_settings_is_given():
+    assert not Config().replace(pp=1, schedule="1f1b", steps=3).pipeline.is_wanted
+    for settings in ({"pp": 2}, {"schedule": "gpipe"}, {"micro_batches": 1}, {"chunks": 1}, {"trace": "file"}):
+        assert Config().replace(**settings).pipeline.is_wanted
+
+
 def test_a_group_must_be_of_its_class():
     with pytest.raises(TypeError, match="optimizer: expected OptimizerConfig, got dict"):
         Config(optimizer={"lr": 1.0})
@@ -113,7 +144,7 @@ def test_an_unknown_name_is_answered_with_similar_ones():
 FLAT_TOML = 'lr = 0.002\nglobal-batch = 32\ndata = "text.txt"\nplot = false\n'
 GROUPED_TOML = '[optimizer]\nlr = 2e-3\n[run]\nglobal_batch = 32\nplot = false\n[text]\ndata = "text.txt"\n'
 FLAT_YAML = "lr: 2e-3\nglobal_batch: 32\ndata: text.txt\nplot: false\n"  # YAML takes 2e-3 for text
-GROUPED_YAML = "run:\n  global-batch: 32\n  plot: false\ntext:\n  data: text.txt\nlr: 0.002\n"
+GROUPED_YAML = "pipeline: {}\nrun:\n  global-batch: 32\n  plot: false\ntext:\n  data: text.txt\nlr: 0.002\n"
 
 
 @pytest.mark.parametrize(

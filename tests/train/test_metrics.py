@@ -1,5 +1,6 @@
 """What is measured: time in communication, speed, and the file of both."""
 
+import itertools
 import json
 import threading
 import time
@@ -8,7 +9,14 @@ import pytest
 import torch
 
 import axonmpi as ax
-from axonmpi.train.metrics import CommunicationClock, HeldOutMetrics, MetricsFile, Speedometer, StepMetrics
+from axonmpi.train.metrics import (
+    CommunicationClock,
+    HeldOutMetrics,
+    MetricsFile,
+    Speedometer,
+    StepMetrics,
+    observed,
+)
 
 STEP = StepMetrics(1, 2.5, 1e-3, 0.5, 1000.0, 0.25, 0.1)
 
@@ -82,6 +90,18 @@ def test_an_observer_that_was_there_before_hears_everything_and_comes_back():
         group.barrier()
     assert listener.heard == [("enter", "barrier"), ("leave", "barrier")]
     assert group.backend.observer is listener
+
+
+def test_several_communicators_are_added_up():
+    groups = [ax.ProcessGroup.mock() for _ in range(3)]
+    with observed(group.backend for group in groups) as seconds:
+        told = [seconds()]
+        for group in groups:
+            group.barrier()
+            told.append(seconds())
+        assert told[0] == 0.0
+        assert all(before < after for before, after in itertools.pairwise(told))
+    assert all(group.backend.observer is None for group in groups)
 
 
 def test_metrics_are_lines_of_json(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from axonmpi.train import GPT, ModelConfig, generate
-from axonmpi.train.model import rotate, rotation_table
+from axonmpi.train.model import cut, rotate, rotation_table
 
 VARIANTS = [
     {"positions": positions, "norm": norm, "tied_embeddings": tied}
@@ -18,7 +18,7 @@ VARIANTS = [
 
 
 def small(seed=0, **settings):
-    config = ModelConfig(layers=2, width=16, heads=2, sequence_length=12, **settings)
+    config = ModelConfig(**{"layers": 2, "width": 16, "heads": 2, "sequence_length": 12, **settings})
     return GPT(config, generator=torch.Generator().manual_seed(seed))
 
 
@@ -109,6 +109,41 @@ def test_a_sequence_that_is_too_long_is_refused():
     assert small()(some_bytes(1, 12)).shape == (1, 12, 256)
     with pytest.raises(ValueError, match="at most sequence_length = 12 bytes, got 13"):
         small()(some_bytes(1, 13))
+
+
+def test_stages_in_a_row_are_the_model():
+    tokens = some_bytes(2, 12)
+    for settings in VARIANTS:
+        model = small(layers=5, **settings)
+        whole = dict(model.named_parameters(remove_duplicate=False))
+        for num_stages in range(1, 6):
+            stages, x = cut(model, num_stages), tokens
+            for stage in stages:
+                x = stage(x)
+            assert torch.equal(x, model(tokens)), (settings, num_stages)
+            parts = [named for stage in stages for named in stage.named_parameters(remove_duplicate=False)]
+            assert [name for name, _ in parts] == list(whole)
+            assert all(parameter is whole[name] for name, parameter in parts)
+
+
+def test_stages_are_of_like_work():
+    def cuts(num_stages, **settings):
+        return [len(stage.blocks) for stage in cut(small(**settings), num_stages)]
+
+    assert cuts(4, layers=4) == [1, 1, 1, 1]
+    assert cuts(2, layers=4, width=64) == [
+        2,
+        2,
+    ]  # the embedding takes no time, and the output layer a third of a block
+    assert cuts(2, layers=5, width=64) == [3, 2]
+    assert cuts(3, layers=8, width=64) == [3, 3, 2]
+    assert cuts(2, layers=4, width=16, mlp_ratio=1) == [3, 1]  # here it takes more than a block
+    whole, first, last = *cut(small(), 1), *cut(small(), 2)
+    contents = ["embedding, blocks 0 to 1, output layer", "embedding, block 0", "block 1, output layer"]
+    assert [stage.content for stage in (whole, first, last)] == contents
+    for number in (0, 3):
+        with pytest.raises(ValueError, match=f"num_stages: expected 1 to 2, a block for each, got {number}"):
+            cut(small(), number)
 
 
 def sampled(model, seed, temperature=1.0):

@@ -183,9 +183,10 @@ def test_a_folder_that_cannot_be_written_is_refused_on_every_rank(world, tiny, s
 
 @pytest.mark.ranks(2)
 def test_training_that_diverges_ends_on_every_rank(world, tiny, shared_tmp_path):
-    trainer = Trainer(tiny.replace(lr=1e30, gradient_clip=0.0, out=str(shared_tmp_path)), world)
-    with pytest.raises(FloatingPointError, match=r"step \d+ is nan.*smaller lr \(now 1e\+30\)"):
-        trainer.run()
+    for pp in (1, 2):
+        config = tiny.replace(layers=2, pp=pp, lr=1e30, gradient_clip=0.0, out=str(shared_tmp_path))
+        with pytest.raises(FloatingPointError, match=r"step \d+ is nan.*smaller lr \(now 1e\+30\)"):
+            Trainer(config, world).run()
 
 
 def test_the_global_generator_is_left_alone(tiny, tmp_path):
