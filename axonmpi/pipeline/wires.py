@@ -17,7 +17,8 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -52,7 +53,21 @@ class Outbox:
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> None:
         """Begin to send."""
-        self._under_way.append(self._backend.isend(tensor.detach().contiguous(), dst, tag))
+        with self.observed("send", tensor.nbytes):
+            self._under_way.append(self._backend.isend(tensor.detach().contiguous(), dst, tag))
+
+    @contextmanager
+    def observed(self, operation: str, nbytes: int = 0) -> Iterator[None]:
+        """Tell the backend's observer about what the block does: `"send"` or `"wait"`."""
+        observer = self._backend.observer
+        if observer is None:
+            yield
+            return
+        observer.enter(operation, nbytes)
+        try:
+            yield
+        finally:
+            observer.leave(operation)
 
     def progress(self) -> None:
         """Give the messages a chance to go on."""
@@ -60,7 +75,11 @@ class Outbox:
             self._under_way = [work for work in self._under_way if not _ended(work)]
 
     def wait(self, work: Work, what: str) -> None:
-        """Wait for a receive while the messages go on, giving the core away."""
+        """Wait for a message while the others go on, giving the core away."""
+        with self.observed("wait"):
+            self._wait(work, what)
+
+    def _wait(self, work: Work, what: str) -> None:
         for _ in range(_YIELDS):
             if _ended(work):
                 return
@@ -176,7 +195,7 @@ class MailboxWire:
 
     def send(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
         """Copy the tensors into a slot."""
-        with torch.no_grad():
+        with torch.no_grad(), self._outbox.observed("send", sum(tensor.nbytes for tensor in tensors)):
             self._mailbox.put(self._first + micro_batch, tensors, self._outbox.progress)
 
     def post(self, micro_batch: int, forms: Sequence[TensorForm]) -> None:
@@ -184,7 +203,8 @@ class MailboxWire:
 
     def take(self, micro_batch: int, forms: Sequence[TensorForm]) -> list[Tensor]:
         """Wait for the slot to be filled, return what is in it."""
-        return self._mailbox.take(self._first + micro_batch, forms, self._outbox.progress)
+        with self._outbox.observed("wait"):
+            return self._mailbox.take(self._first + micro_batch, forms, self._outbox.progress)
 
     def free(self, micro_batch: int) -> None:
         """Give the slot back."""

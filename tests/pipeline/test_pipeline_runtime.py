@@ -180,3 +180,28 @@ def test_a_trace_shows_what_has_run(world, schedule, shared_tmp_path) -> None:
     chart = pipeline.schedule_chart()
     assert len(chart.splitlines()) == world.size
     assert ax.all_gather_object(chart) == [chart] * world.size
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("ranks_per_node", ["", "1"], ids=["one_node", "apart"])
+def test_an_observer_hears_of_sending_and_waiting(world, ranks_per_node, monkeypatch) -> None:
+    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", ranks_per_node)
+    heard, open_now = defaultdict(int), []
+
+    class Listener:
+        def enter(self, operation: str, nbytes: int) -> None:
+            open_now.append(operation)
+            heard[operation] += nbytes
+
+        def leave(self, operation: str) -> None:
+            assert open_now.pop() == operation
+
+    group = world.new_group(range(2))
+    pipeline = Pipeline.from_modules([Squared(), Squared()], group, num_microbatches=2, loss_fn=F.mse_loss)
+    inputs = torch.ones(4, 8)
+    pipeline.train_step(inputs, inputs)
+    group.private().observer = Listener()
+    pipeline.train_step(inputs, inputs)
+    assert {"send", "wait"} <= set(heard)
+    assert heard["send"] == inputs.nbytes  # activations forward, or their gradients back
+    assert not open_now
