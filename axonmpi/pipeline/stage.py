@@ -94,32 +94,29 @@ class StageRun:
 
     Attributes:
         records: What is kept, by micro-batch.
+        is_shared: Whether other ranks have the same stage, and the module communicates with them.
     """
 
     def __init__(self, stage: int, module: nn.Module) -> None:
         self.stage = stage
         self.module = module
         self.records: dict[int, Record] = {}
+        self.is_shared = isinstance(module, Synchronized)
 
     @property
     def halves(self) -> bool:
         """Whether the module's backward may be divided: not where hooks need to see it whole."""
         return not getattr(self.module, "needs_whole_backward", False)
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether other ranks have the same stage, and the module communicates with them."""
-        return isinstance(self.module, Synchronized)
-
     def without_sync(self) -> AbstractContextManager[None]:
         """Return a context in which the module leaves gradients to this rank."""
         module: Any = self.module
-        return module.no_sync() if isinstance(module, Synchronized) else nullcontext()
+        return module.no_sync() if self.is_shared else nullcontext()
 
     def sync_gradients(self) -> None:
         """Share gradients with the ranks that have the same stage, if there are any."""
         module: Any = self.module
-        if isinstance(module, Synchronized):
+        if self.is_shared:
             module.sync_gradients()
 
     def open(self, micro_batch: int, arrived: dict[int, list[Tensor]]) -> None:

@@ -25,7 +25,7 @@ from axonmpi.pipeline.trace import last_step, read_trace
 SCHEDULES = pytest.mark.parametrize("schedule", PipelineSchedule, ids=lambda schedule: schedule.value)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4)
 @SCHEDULES
 @pytest.mark.parametrize("ranks_per_node", ["", "1"], ids=["one_node", "apart"])
 def test_ranks_may_be_late_at_any_time(world, schedule, ranks_per_node, monkeypatch) -> None:
