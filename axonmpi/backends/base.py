@@ -14,6 +14,7 @@ The file is long because it is the reference of every operation, once for all ba
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -361,7 +362,7 @@ class Backend(ABC):
         if self.rank == self.node_ranks[0]:
             memory.zero_()
         self.barrier()
-        return NodeCounters(memory.view(-1), self._fence(), self._patience, self.check_peers)
+        return NodeCounters(memory.view(-1), self._fence(), self._patience, self.check_peers, self.give_way)
 
     def all_gather_into(
         self, output: Tensor, tensor: Tensor | None, sizes: Sequence[int], *, async_op: bool = False
@@ -593,6 +594,10 @@ class Backend(ABC):
     def _patience(self) -> float | None:
         """Seconds after which a rank gives up waiting for another."""
         return self.timeout
+
+    def give_way(self) -> None:
+        """Let other ranks run for a moment; local."""
+        os.sched_yield()
 
     @abstractmethod
     def check_peers(self, what: str) -> None:

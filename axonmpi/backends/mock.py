@@ -13,6 +13,7 @@ raises `RankFailedError`. Results are the same bits as MPI's. Each backend keeps
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -243,6 +244,10 @@ class MockBackend(Backend):
     @property
     def _patience(self) -> float | None:
         return self.room.house.timeout if self.timeout is None else self.timeout
+
+    def give_way(self) -> None:
+        """Let other threads run: sleeping gives Python's lock away, which yielding the core does not."""
+        time.sleep(0)
 
     def check_peers(self, what: str) -> None:
         """Raise `RankFailedError` if a mock rank has failed; local."""

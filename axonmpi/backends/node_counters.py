@@ -10,7 +10,6 @@ has to progress.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 
@@ -39,6 +38,7 @@ class NodeCounters:
         fence: A full memory barrier, None where the processor needs none.
         timeout: Seconds after which a rank gives up waiting; None never does.
         check: Called now and then while waiting; raises if the rank that is waited for has failed.
+        give_way: Lets others run for a moment.
     """
 
     def __init__(
@@ -46,13 +46,15 @@ class NodeCounters:
         memory: Tensor,
         fence: Callable[[], None] | None,
         timeout: float | None,
-        check: Callable[[str], None] | None,
+        check: Callable[[str], None],
+        give_way: Callable[[], object],
     ) -> None:
         self._memory = memory  # whose storage the words are
         self._words = memory.numpy().data.cast("B").cast("q")
         self._fence = fence
         self._timeout = timeout
         self._check = check
+        self._give_way = give_way
 
     def post(self, index: int, value: int) -> None:
         """Set a counter; what this rank has written before is there for whoever sees it; local."""
@@ -84,14 +86,13 @@ class NodeCounters:
         for _ in range(_YIELDS):
             if self.reached(index, value):
                 return
-            os.sched_yield()
+            self._give_way()
             meanwhile()
         began, nap = time.monotonic(), _NAP_SECONDS
         while not self.reached(index, value):
             time.sleep(nap)
             meanwhile()
-            if self._check is not None:
-                self._check(what)
+            self._check(what)
             waited = time.monotonic() - began
             nap = min(max(waited / 20, _NAP_SECONDS), _LONGEST_NAP_SECONDS)
             if self._timeout is not None and waited > self._timeout:

@@ -14,7 +14,6 @@ posted ahead, each with a tag of its own, and ranks of a node use mailboxes.
 
 from __future__ import annotations
 
-import os
 import pickle
 import time
 from collections.abc import Iterator, Sequence
@@ -83,7 +82,7 @@ class Outbox:
         for _ in range(_YIELDS):
             if _ended(work):
                 return
-            os.sched_yield()
+            self._backend.give_way()
             self.progress()
         began, timeout = time.monotonic(), self._backend.timeout
         while not _ended(work):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...group import World
-from . import collectives, collectives_plot, collectives_table, ddp, fsdp, overhead
+from . import collectives, collectives_plot, collectives_table, ddp, fsdp, overhead, pipeline
 from .sizes import parse_size
 
 __all__ = ["BENCHMARKS", "Benchmark", "Figures"]
@@ -116,5 +116,14 @@ BENCHMARKS: dict[str, Benchmark] = {
         lambda world, options: overhead.measure(world, options.blocks),
         overhead.table,
         (1, 2, 4),
+    ),
+    "pipeline": Benchmark(
+        "a step of a pipeline by each schedule: ours, torch's on gloo, and the ideal",
+        lambda world, options: pipeline.measure(
+            world, options.blocks, pipeline.sizes_of(options), options.schedules
+        ),
+        pipeline.table,
+        (2, 4),
+        pipeline.add_options,
     ),
 }
