@@ -1,0 +1,231 @@
+"""A pipeline's training step by each schedule: ours, torch's on gloo, and the ideal (layer 7).
+
+Stages are rows of transformer blocks, equally many on each rank. For each schedule three variants take turns:
+ours, `torch.distributed.pipelining` on gloo, and the computation alone. For the last, each rank does all that the
+schedule has it compute, in the same order and with the same modules, while the others do likewise; but it sends
+nothing and waits for nobody. What its actions take goes into the simulator. The time that comes out is the ideal,
+in which ranks wait only where the schedule has a bubble.
+
+Before anything is timed, gradients of all variants are compared with those of one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import pipelining
+
+from ...comm import all_reduce_max
+from ...group import World
+from ...pipeline import Costs, PipelineSchedule, Schedule, make_schedule, simulate
+from .cores import count_cores
+from .gloo import start_gloo
+from .pipeline_steps import CHUNKS, HEAD_WIDTH, Computation, Sizes, Step, Task, our_step, torch_step
+from .timing import interleave
+
+__all__ = ["CASES", "Case", "add_options", "check_gradients", "measure", "sizes_of", "table"]
+
+STEPS_PER_BLOCK = 2
+_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A schedule, here and in torch.
+
+    Attributes:
+        kind: Which one.
+        chunks: Stages on each rank.
+        made_by: The class in `torch.distributed.pipelining`.
+    """
+
+    kind: PipelineSchedule
+    chunks: int
+    made_by: Callable[..., Any]
+
+
+CASES = {
+    "gpipe": Case(PipelineSchedule.GPIPE, 1, pipelining.ScheduleGPipe),
+    "1f1b": Case(PipelineSchedule.ONE_F_ONE_B, 1, pipelining.Schedule1F1B),
+    "zero-bubble": Case(PipelineSchedule.ZERO_BUBBLE, 1, pipelining.ScheduleInterleavedZeroBubble),
+    "interleaved-1f1b": Case(PipelineSchedule.INTERLEAVED_ONE_F_ONE_B, CHUNKS, pipelining.ScheduleInterleaved1F1B),
+    "zero-bubble-v": Case(PipelineSchedule.ZERO_BUBBLE, CHUNKS, pipelining.ScheduleZBVZeroBubble),
+}
+
+
+def measure(world: World, blocks: int, sizes: Sizes, names: Sequence[str]) -> dict[str, Any]:
+    """Measure on the ranks of a world; collective; the figures are in milliseconds.
+
+    Args:
+        world: The ranks.
+        blocks: How often each variant takes its turn.
+        sizes: What is computed.
+        names: Which of `CASES`.
+
+    Raises:
+        RuntimeError: A variant's gradients are not those of one process; on all ranks.
+        ValueError: A size is not as it has to be for these ranks.
+    """
+    _check_sizes(world, sizes)
+    start_gloo(world)
+    task = Task(world, sizes)
+    cases = {name: CASES[name] for name in names}
+    schedules = {
+        name: make_schedule(case.kind, world.size, sizes.microbatches, case.chunks) for name, case in cases.items()
+    }
+    computations = {name: Computation(task, schedule) for name, schedule in schedules.items()}
+    ours = {name: our_step(task, case.kind, case.chunks) for name, case in cases.items()}
+    stock = {name: torch_step(task, schedules[name], case.made_by) for name, case in cases.items()}
+    check_gradients(task, {**_named("axonmpi", ours), **_named("torch", stock)})
+    variants: dict[str, Step] = {}
+    for name in cases:
+        variants |= {
+            f"compute {name}": computations[name].step,
+            f"axonmpi {name}": ours[name],
+            f"torch {name}": stock[name],
+        }
+    samples = interleave(variants, blocks=blocks, calls=STEPS_PER_BLOCK)
+    dist.destroy_process_group()
+    milliseconds = {name: sample.median * 1e3 for name, sample in samples.items()}
+    return {
+        "ranks": world.size,
+        "cores": count_cores(world),
+        "threads": torch.get_num_threads(),
+        "parameters": sum(p.numel() for p in task.layers.parameters()),
+        **asdict(sizes),
+        "schedules": {
+            name: {
+                **{who: milliseconds[f"{who} {name}"] for who in ("compute", "axonmpi", "torch")},
+                **_simulated(schedules[name], computations[name].costs()),
+            }
+            for name in cases
+        },
+    }
+
+
+def _named(who: str, steps: Mapping[str, Step]) -> dict[str, Step]:
+    return {f"{who} {name}": step for name, step in steps.items()}
+
+
+def _simulated(schedule: Schedule, costs: Costs) -> dict[str, Any]:
+    timeline = simulate(schedule, costs)
+    return {
+        "ideal": timeline.makespan * 1e3,
+        "bubble": timeline.bubble,
+        "peak_activations": timeline.peak_activations,
+        "costs": {kind: [t * 1e3 for t in times] for kind, times in asdict(costs).items() if kind != "transfer"},
+    }
+
+
+def check_gradients(task: Task, variants: Mapping[str, Step]) -> None:
+    """Compare what each variant leaves on this rank with the gradients of one process; collective.
+
+    Raises:
+        RuntimeError: They are not the same, or not those of this rank's share of the parameters; on all ranks.
+    """
+    task.step_of_one_process()
+    wanted = task.gradients()
+    share = len(wanted) // task.world.size
+    for name, step in variants.items():
+        step()
+        pairs = zip(task.gradients(), wanted, strict=True)
+        errors = [_error(found, right) for found, right in pairs if found is not None and right is not None]
+        worst = torch.tensor(max(errors) if len(errors) == share else math.inf)
+        all_reduce_max(worst)
+        if not worst <= _TOLERANCE:
+            raise RuntimeError(
+                f"{name} on {task.world.size} ranks: gradients are not those of one process, off by {worst:.1e} of "
+                f"the largest, expected at most {_TOLERANCE:.0e}"
+            )
+
+
+def _error(found: Tensor, right: Tensor) -> float:
+    error = float((found - right).abs().max() / right.abs().max())
+    return error if math.isfinite(error) else math.inf
+
+
+# ---- table ------------------------------------------------------------------------------------------------------
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Format the figures of several numbers of ranks."""
+    first = results[0]
+    shape = f"[{first['samples']}, {first['length']}, {first['width']}]"
+    batches = f"{first['microbatches']} micro-batches of {shape}"
+    lines = [f"{first['layers']} transformer blocks a rank, {batches}; ms a step, medians"]
+    for result in results:
+        stock = result["schedules"].get("1f1b", {}).get("torch", math.nan)
+        lines.append(
+            f"\n{result['ranks']} ranks, {result['cores']} cores, threads of a rank: {result['threads']}, "
+            f"{result['parameters'] / 1e6:.1f} M parameters"
+        )
+        lines.append(
+            f"{'schedule':<17} {'compute':>8} {'bubble':>7} {'ideal':>8} {'axonmpi':>8} {'torch':>8} | "
+            f"{'ours / ideal':>12} {'torch / ours':>12} {'torch 1f1b / ours':>17} | activations held"
+        )
+        lines += [_row(name, figures, stock) for name, figures in result["schedules"].items()]
+    return "\n".join(lines)
+
+
+def _row(name: str, figures: dict[str, Any], stock: float) -> str:
+    ours = figures["axonmpi"]
+    return (
+        f"{name:<17} {figures['compute']:8.1f} {figures['bubble']:7.1%} {figures['ideal']:8.1f} {ours:8.1f} "
+        f"{figures['torch']:8.1f} | {ours / figures['ideal']:12.2f} {figures['torch'] / ours:12.2f} "
+        f"{stock / ours:17.2f} | {' '.join(map(str, figures['peak_activations']))}"
+    )
+
+
+# ---- options ----------------------------------------------------------------------------------------------------
+
+_HELP = {
+    "layers": f"transformer blocks on each rank, a multiple of {CHUNKS}",
+    "width": f"features of a block, a multiple of {HEAD_WIDTH}",
+    "length": "positions of a sample",
+    "samples": "samples of a micro-batch",
+    "microbatches": "micro-batches of a step, a multiple of the ranks",
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is measured; local."""
+    parser.add_argument(
+        "--schedules",
+        nargs="+",
+        choices=tuple(CASES),
+        default=list(CASES),
+        help=f"some of {', '.join(CASES)} (default: all)",
+        metavar="NAME",
+    )
+    defaults = asdict(Sizes())
+    for name, text in _HELP.items():
+        parser.add_argument(
+            "--micro-batches" if name == "microbatches" else f"--{name}",
+            dest=name,
+            type=int,
+            default=defaults[name],
+            help=f"{text} (default: {defaults[name]})",
+            metavar="N",
+        )
+
+
+def sizes_of(options: argparse.Namespace) -> Sizes:
+    """Return the sizes that options say; local."""
+    return Sizes(**{name: getattr(options, name) for name in _HELP})
+
+
+def _check_sizes(world: World, sizes: Sizes) -> None:
+    """Raise ValueError unless all schedules can do with the sizes, torch's too."""
+    divisors = {"layers": CHUNKS, "width": HEAD_WIDTH, "microbatches": world.size}
+    for name, value in asdict(sizes).items():
+        divisor = divisors.get(name, 1)
+        if value < 1 or value % divisor:
+            expected = f"a multiple of {divisor}" if divisor > 1 else "a positive number"
+            raise ValueError(f"{name}: expected {expected} on {world.size} ranks, got {value}")

@@ -1,0 +1,239 @@
+"""What a step of the pipeline benchmark is: ours, torch's, and the computation alone (layer 7).
+
+All of them compute with the same modules: each rank has the whole model, and each variant has it cut into stages as
+its schedule wants them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed import pipelining
+from torch.nn.functional import mse_loss
+
+from ...comm import all_gather_object
+from ...group import World
+from ...pipeline import Action, ActionKind, Costs, Pipeline, PipelineSchedule, Schedule
+from ...pipeline.split_backward import input_gradients
+from ...train.config import ModelConfig
+from ...train.model import GPT
+
+__all__ = ["CHUNKS", "HEAD_WIDTH", "Computation", "Sizes", "Step", "Task", "our_step", "torch_step"]
+
+CHUNKS = 2
+HEAD_WIDTH = 32
+
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is computed.
+
+    Attributes:
+        layers: Transformer blocks on each rank.
+        width: Their features D.
+        length: Positions T.
+        samples: Samples of a micro-batch.
+        microbatches: Micro-batches of a step.
+    """
+
+    layers: int = 4
+    width: int = 192
+    length: int = 64
+    samples: int = 1
+    microbatches: int = 8
+
+
+class Task:
+    """The model and the batch, the same on all ranks, each of which uses its part.
+
+    Args:
+        world: The ranks.
+        sizes: What is computed.
+
+    Attributes:
+        layers: All blocks of the model.
+        input: [B, T, D] the batch.
+        target: [B, T, D] what the output is compared with.
+    """
+
+    def __init__(self, world: World, sizes: Sizes) -> None:
+        self.world = world
+        self.sizes = sizes
+        config = ModelConfig(
+            layers=sizes.layers * world.size,
+            width=sizes.width,
+            heads=sizes.width // HEAD_WIDTH,
+            sequence_length=sizes.length,
+            positions="learned",
+        )
+        self.layers = GPT(config).blocks
+        shape = sizes.samples * sizes.microbatches, sizes.length, sizes.width
+        self.input, self.target = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+
+    def stages(self, count: int) -> list[nn.Module]:
+        """Cut the model into stages, which share its parameters."""
+        share = len(self.layers) // count
+        return [_Blocks(self.layers[share * stage : share * (stage + 1)]) for stage in range(count)]
+
+    def forget(self) -> None:
+        """Drop all gradients."""
+        for parameter in self.layers.parameters():
+            parameter.grad = None
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the gradients that the last step has left on this rank, of all parameters."""
+        return [parameter.grad for parameter in self.layers.parameters()]
+
+    def step_of_one_process(self) -> None:
+        """Compute the gradients of all parameters."""
+        self.forget()
+        (model,) = self.stages(1)
+        parts = self.sizes.microbatches
+        for x, y in zip(self.input.chunk(parts), self.target.chunk(parts), strict=True):
+            (mse_loss(model(x), y) / parts).backward()
+
+
+class _Blocks(nn.Module):
+    """A row of transformer blocks."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the stream [B, T, D] after the blocks."""
+        for layer in self.layers:
+            x = layer(x, None)
+        return x
+
+
+def our_step(task: Task, kind: PipelineSchedule, chunks: int) -> Step:
+    """Return a step of `axonmpi.Pipeline`; collective, as is the step."""
+    pipeline = Pipeline.from_modules(
+        task.stages(task.world.size * chunks),
+        schedule=kind,
+        num_microbatches=task.sizes.microbatches,
+        loss_fn=mse_loss,
+    )
+
+    def step() -> None:
+        task.forget()
+        pipeline.train_step(task.input, task.target)
+
+    return step
+
+
+def torch_step(task: Task, schedule: Schedule, made_by: Callable[..., Any]) -> Step:
+    """Return a step of `torch.distributed.pipelining`; collective, as is the step.
+
+    Args:
+        task: The model and the batch.
+        schedule: Where the stages live.
+        made_by: The class of torch's schedule.
+    """
+    modules = task.stages(schedule.num_stages)
+    own = schedule.stages_of(task.world.rank)
+    device = torch.device("cpu")
+    stages = [pipelining.PipelineStage(modules[stage], stage, schedule.num_stages, device) for stage in own]
+    takes_many = "stages" in inspect.signature(made_by).parameters
+    runner = made_by(stages if takes_many else stages[0], task.sizes.microbatches, loss_fn=mse_loss)
+    inputs = (task.input,) if own[0] == 0 else ()
+    settings: dict[str, Any] = {"target": task.target} if own[-1] == schedule.num_stages - 1 else {}
+    if "return_outputs" in inspect.signature(runner.step).parameters:  # not in older ones
+        settings["return_outputs"] = False
+
+    def step() -> None:
+        task.forget()
+        runner.step(*inputs, **settings)
+
+    return step
+
+
+class Computation:
+    """All that a rank computes in a step, in the order of a schedule, without messages.
+
+    Stages that are not at the ends get a constant input and a constant gradient.
+
+    Args:
+        task: The model and the batch.
+        schedule: Who computes what.
+    """
+
+    def __init__(self, task: Task, schedule: Schedule) -> None:
+        self._task = task
+        self._last = schedule.num_stages - 1
+        self._stages = task.stages(schedule.num_stages)
+        self._actions = [a for a in schedule.actions[task.world.rank] if a.kind.is_compute]
+        self._input = task.input[: task.sizes.samples]
+        self._target = task.target[: task.sizes.samples]
+        self._gradient = torch.ones_like(self._input)
+        self._kept: dict[tuple[int, int], Any] = {}
+        self._seconds: list[dict[tuple[ActionKind, int], list[float]]] = []
+
+    def step(self) -> None:
+        """Compute, and keep what each action took; local."""
+        self._task.forget()
+        perform = {
+            ActionKind.FORWARD: self._forward,
+            ActionKind.BACKWARD: self._backward,
+            ActionKind.BACKWARD_INPUT: self._backward_input,
+            ActionKind.BACKWARD_WEIGHT: self._backward_weight,
+        }
+        seconds: dict[tuple[ActionKind, int], list[float]] = {}
+        for action in self._actions:
+            began = time.perf_counter()
+            perform[action.kind](action)
+            seconds.setdefault((action.kind, action.stage), []).append(time.perf_counter() - began)
+        self._seconds.append(seconds)
+
+    def costs(self) -> Costs:
+        """Return how long actions take, in seconds; collective.
+
+        It is the mean in a step, and of the means of all steps but the first the median.
+        """
+        own = {
+            key: statistics.median(statistics.fmean(seconds[key]) for seconds in self._seconds[1:])
+            for key in self._seconds[0]
+        }
+        of_all = {key: value for costs in all_gather_object(own) for key, value in costs.items()}
+
+        def of(kind: ActionKind) -> tuple[float, ...]:
+            return tuple(of_all.get((kind, stage), 0.0) for stage in range(len(self._stages)))
+
+        return Costs(
+            forward=of(ActionKind.FORWARD),
+            backward=of(ActionKind.BACKWARD),
+            backward_input=of(ActionKind.BACKWARD_INPUT),
+            backward_weight=of(ActionKind.BACKWARD_WEIGHT),
+        )
+
+    def _forward(self, action: Action) -> None:
+        leaf = self._input.detach().requires_grad_(action.stage > 0)
+        output = self._stages[action.stage](leaf)
+        gradient = self._gradient
+        if action.stage == self._last:
+            output = mse_loss(output, self._target)
+            gradient = torch.ones_like(output)
+        self._kept[action.stage, action.micro_batch] = leaf, get_gradient_edge(output), gradient
+
+    def _backward(self, action: Action) -> None:
+        _, edge, gradient = self._kept.pop((action.stage, action.micro_batch))
+        torch.autograd.backward((edge,), (gradient,))
+
+    def _backward_input(self, action: Action) -> None:
+        leaf, edge, gradient = self._kept[action.stage, action.micro_batch]
+        leaves = [leaf] if leaf.requires_grad else []
+        self._kept[action.stage, action.micro_batch] = input_gradients([edge], [gradient], leaves)
+
+    def _backward_weight(self, action: Action) -> None:
+        self._kept.pop((action.stage, action.micro_batch)).compute()

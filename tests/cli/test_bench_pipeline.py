@@ -1,0 +1,151 @@
+"""The benchmark of pipelines: figures hang together, sizes are checked, wrong gradients are noticed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from axonmpi.cli.bench import main
+from axonmpi.cli.bench.pipeline import CASES, add_options, check_gradients, measure, sizes_of, table
+from axonmpi.cli.bench.pipeline_steps import Computation, Sizes, Task, our_step
+from axonmpi.pipeline import PipelineSchedule, make_schedule, simulate
+
+TINY = Sizes(layers=2, width=32, length=4, samples=1, microbatches=4)
+
+
+def test_real_run(tmp_path):
+    target = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "axonmpi", "bench", "pipeline", "--ranks", "2", "--json", str(target)]
+    sizes = ["--blocks", "1", "--layers", "2", "--width", "32", "--length", "4", "--micro-batches", "4"]
+    job = subprocess.run(
+        [*command, *sizes],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert job.returncode == 0, job.stderr
+    (result,) = json.loads(target.read_text())
+    assert (result["ranks"], result["microbatches"]) == (2, 4)
+    assert list(result["schedules"]) == list(CASES)
+    for name, figures in result["schedules"].items():
+        assert min(figures[who] for who in ("compute", "ideal", "axonmpi", "torch")) > 0
+        assert 0 < figures["bubble"] < 1
+        splits = name.startswith("zero-bubble")
+        assert all(time > 0 for time in figures["costs"]["forward"])
+        assert all((time > 0) == splits for time in figures["costs"]["backward_weight"])
+        assert all((time > 0) != splits for time in figures["costs"]["backward"])
+    held = {name: figures["peak_activations"] for name, figures in result["schedules"].items()}
+    assert held["gpipe"] == [4, 4]
+    assert held["1f1b"] == [2, 1]
+    assert table([result]) in job.stdout
+
+
+# ---- options ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--schedules", "dualpipe"], ["--layers", "few"], ["--chunks"]])
+def test_wrong_options_are_named(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["pipeline", *arguments])
+    assert caught.value.code == 2
+    assert arguments[-1] in capsys.readouterr().err
+
+
+def test_options_are_sizes():
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    assert sizes_of(parser.parse_args([])) == Sizes()
+    given = parser.parse_args(["--layers", "2", "--samples", "3", "--micro-batches", "6"])
+    assert sizes_of(given) == Sizes(layers=2, samples=3, microbatches=6)
+
+
+@pytest.mark.ranks(2)
+def test_sizes_that_do_not_fit_are_named(world):
+    for sizes, complaint in (
+        (Sizes(layers=3), "layers: expected a multiple of 2 on 2 ranks, got 3"),
+        (Sizes(width=48), "width: expected a multiple of 32 on 2 ranks, got 48"),
+        (Sizes(samples=0), "samples: expected a positive number on 2 ranks, got 0"),
+        (Sizes(microbatches=3), "microbatches: expected a multiple of 2 on 2 ranks, got 3"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            measure(world, 1, sizes, ["1f1b"])
+
+
+# ---- figures ----------------------------------------------------------------------------------------------------
+
+
+def figures(axonmpi: float, torch: float) -> dict:
+    """Figures of one schedule, made up."""
+    times = {"compute": 80.0, "ideal": 100.0, "axonmpi": axonmpi, "torch": torch}
+    return {**times, "bubble": 0.2, "peak_activations": [2, 1], "costs": {}}
+
+
+def made_up(**schedules: dict) -> dict:
+    sizes = {"layers": 2, "width": 64, "length": 16, "samples": 3, "microbatches": 8}
+    return {"ranks": 2, "cores": 4, "threads": 2, "parameters": 1_500_000, **sizes, "schedules": schedules}
+
+
+def test_table_shows_times_and_ratios():
+    text = table([made_up(gpipe=figures(125.0, 150.0), **{"1f1b": figures(105.0, 120.0)})])
+    head, _, machine, _, *rows = text.splitlines()
+    assert head == "2 transformer blocks a rank, 8 micro-batches of [3, 16, 64]; ms a step, medians"
+    assert machine == "2 ranks, 4 cores, threads of a rank: 2, 1.5 M parameters"
+    gpipe, other = (row.replace("|", " ").split() for row in rows)
+    assert gpipe == ["gpipe", "80.0", "20.0%", "100.0", "125.0", "150.0", "1.25", "1.20", "0.96", "2", "1"]
+    assert other == ["1f1b", "80.0", "20.0%", "100.0", "105.0", "120.0", "1.05", "1.14", "1.14", "2", "1"]
+
+
+def test_table_without_1f1b_compares_with_no_torch_1f1b():
+    row = table([made_up(gpipe=figures(125.0, 150.0))]).splitlines()[-1]
+    assert row.replace("|", " ").split()[6:9] == ["1.25", "1.20", "nan"]
+
+
+# ---- measuring --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_all_our_schedules_are_those_of_one_process(world):
+    task = Task(world, TINY)
+    check_gradients(task, {name: our_step(task, case.kind, case.chunks) for name, case in CASES.items()})
+
+
+@pytest.mark.ranks(2)
+def test_wrong_gradients_of_one_rank_are_raised_on_all(world):
+    task = Task(world, TINY)
+    step = our_step(task, PipelineSchedule.ONE_F_ONE_B, 1)
+
+    def spoil(change) -> None:
+        step()
+        if world.rank == 1:
+            change([parameter for parameter in task.layers.parameters() if parameter.grad is not None][-1])
+
+    def forget(parameter) -> None:
+        parameter.grad = None
+
+    for change in (lambda p: p.grad.add_(1e-3), lambda p: p.grad.fill_(torch.nan), forget):
+        with pytest.raises(RuntimeError, match=r"spoiled on 2 ranks: gradients are not those of one process"):
+            check_gradients(task, {"right": step, "spoiled": lambda change=change: spoil(change)})
+
+
+@pytest.mark.ranks(2)
+def test_costs_of_each_action_are_known_on_all_ranks(world):
+    task = Task(world, TINY)
+    for case in CASES.values():
+        schedule = make_schedule(case.kind, world.size, TINY.microbatches, case.chunks)
+        computation = Computation(task, schedule)
+        for _ in range(2):
+            computation.step()
+        costs = computation.costs()
+        assert all(len(times) == schedule.num_stages for times in (costs.forward, costs.backward_weight))
+        assert min(costs.forward) > 0
+        for kind in (costs.backward_input, costs.backward_weight):
+            assert (min(kind) > 0) == schedule.splits_backward
+        assert (min(costs.backward) > 0) != schedule.splits_backward
+        assert sum(grad is not None for grad in task.gradients()) == len(task.gradients()) // 2
+        assert simulate(schedule, costs).makespan > TINY.microbatches * sum(costs.forward[:1])
