@@ -396,10 +396,23 @@ class World:
             raise TypeError("fail() is for mock ranks; a rank that raises under MPI ends the job")
         backend.fail(error)
 
+    @property
+    def num_groups(self) -> int:
+        """How many groups have been made of this world and not been released with `close_groups`."""
+        return len(self._groups)
+
+    def close_groups(self, keep: int = 0) -> None:
+        """Release groups of this world, the newest first; collective in effect.
+
+        Args:
+            keep: How many of them to keep, the oldest ones.
+        """
+        while len(self._groups) > keep:
+            self._groups.pop().close()
+
     def close(self) -> None:
         """Release all groups of this world, the newest first; collective in effect, may be called twice."""
-        while self._groups:
-            self._groups.pop().close()
+        self.close_groups()
         self.default_group.close()
 
 

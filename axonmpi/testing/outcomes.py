@@ -21,7 +21,16 @@ from _pytest._io import TerminalWriter
 
 from .rank_text import group_by_text, name_ranks
 
-__all__ = ["MergedFailure", "RankOutcome", "Verdict", "apply_verdict", "merge_outcomes", "outcome_of"]
+__all__ = [
+    "FAILED",
+    "PASSED",
+    "MergedFailure",
+    "RankOutcome",
+    "Verdict",
+    "apply_verdict",
+    "merge_outcomes",
+    "outcome_of",
+]
 
 FAILED, XFAILED, XPASSED_STRICT, XPASSED = "failed", "xfailed", "xpassed strictly", "xpassed"
 PASSED, SKIPPED = "passed", "skipped"

@@ -23,7 +23,7 @@ from .collection import Collected, merge_collected
 from .examples import inner_test_of
 from .marked import is_for_all_ranks, marked_rank_count, timeout_of, uses_ranks
 from .meeting import SessionEnd, SessionStoppedError, Stop
-from .outcomes import FAILED, apply_verdict, merge_outcomes, outcome_of
+from .outcomes import FAILED, PASSED, apply_verdict, merge_outcomes, outcome_of
 from .rank_examples import follow_examples, lead_examples
 from .rank_text import merge_texts
 from .real_session import RealSession
@@ -57,6 +57,7 @@ class RealRanks:
         self._too_large = 0
         self._takes_part = True
         self._why_ended = ""
+        self._groups_before = 0
         self._warnings: dict[str, None] = {}
         self._warnings_elsewhere = ""
         self.real_size = launched_ranks()
@@ -224,6 +225,17 @@ class RealRanks:
                 stack.enter_context(_no_process_world())
             return (yield)
 
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Note which groups there are, so that those that the test makes can be released."""
+        world = self._own_world(item)
+        self._groups_before = 0 if world is None else world.num_groups
+        return (yield)
+
+    def _own_world(self, item: pytest.Item) -> World | None:
+        """Return the world that a test on ranks runs in; None on ranks that take no part, and for other tests."""
+        return self.world(item) if uses_ranks(item) else None
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
         """Let rank 0 draw the examples of a property-based test for all of its ranks."""
@@ -250,7 +262,15 @@ class RealRanks:
         apply_verdict(report, verdict, self.rank)
         if verdict.kind == FAILED:
             self.session.forget_subworlds()
+        elif verdict.kind == PASSED and report.when == "call":
+            self._release_groups(item)
         return report
+
+    def _release_groups(self, item: pytest.Item) -> None:
+        """Release the groups that a test has made: MPI libraries have room for some thousand communicators."""
+        world = self._own_world(item)
+        if world is not None:
+            world.close_groups(keep=self._groups_before)
 
 
 class _Nowhere(io.TextIOBase):

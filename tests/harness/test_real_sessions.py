@@ -53,6 +53,12 @@ def test_skipped(world):
 def test_expected(world):
     assert world.rank == 0
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("time", range(2))
+def test_groups_of_a_test_are_released_after_it(world, time):
+    assert world.num_groups == 0
+    world.new_group([1, 0])
+
 @pytest.fixture(scope="module")
 def number():
     return ax.get_rank()
@@ -67,7 +73,7 @@ def test_fixture(number, world, shared_tmp_path):
 def test_a_session_that_passes(mpirun_pytest):
     result = mpirun_pytest(4, PASSING, "-v", "-rs", "-p", "no:cacheprovider", "--junitxml=results.xml")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "= 9 passed, 3 skipped, 1 deselected, 1 xfailed" in result.stdout
+    assert "= 11 passed, 3 skipped, 1 deselected, 1 xfailed" in result.stdout
     assert "axonmpi: 4 ranks under MPI; all ranks run tests without a rank marker" in result.stdout
     assert "axonmpi: tests for more than 4 ranks were left out: 1" in result.stdout
     assert "rank 0: Skipped: nowhere, not on 0; rank 1: Skipped: nowhere, not on 1" in result.stdout
