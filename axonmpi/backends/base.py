@@ -362,7 +362,9 @@ class Backend(ABC):
         if self.rank == self.node_ranks[0]:
             memory.zero_()
         self.barrier()
-        return NodeCounters(memory.view(-1), self._fence(), self._patience, self.check_peers, self.give_way)
+        return NodeCounters(
+            memory.view(-1), self._fence(), self._patience, self.check_peers, self.give_way, self.is_crowded
+        )
 
     def all_gather_into(
         self, output: Tensor, tensor: Tensor | None, sizes: Sequence[int], *, async_op: bool = False
@@ -594,6 +596,11 @@ class Backend(ABC):
     def _patience(self) -> float | None:
         """Seconds after which a rank gives up waiting for another."""
         return self.timeout
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether ranks outnumber the cores, so that a rank that waits should soon sleep."""
+        return True
 
     def give_way(self) -> None:
         """Let other ranks run for a moment; local."""

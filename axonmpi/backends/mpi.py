@@ -335,6 +335,11 @@ class MpiBackend(Backend):
             return empty(call.shape, call.dtype)
         return self._memory.empty(call.nbytes).view(call.dtype).view(call.shape)
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether ranks outnumber the cores anywhere."""
+        return self.cores.crowded
+
     def check_peers(self, what: str) -> None:
         """Return: a rank that fails ends the job, and with it whoever waits."""
 

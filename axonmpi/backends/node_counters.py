@@ -21,7 +21,7 @@ __all__ = ["WORDS_PER_COUNTER", "NodeCounters"]
 
 WORDS_PER_COUNTER = 16
 """Counters are two cache lines apart, so that a rank that waits for one does not slow down who writes another."""
-_YIELDS = 400
+_YIELDS, _YIELDS_IN_A_CROWD = 20_000, 400
 _NAP_SECONDS = 5e-5
 _LONGEST_NAP_SECONDS = 1e-3
 
@@ -39,6 +39,7 @@ class NodeCounters:
         timeout: Seconds after which a rank gives up waiting; None never does.
         check: Called now and then while waiting; raises if the rank that is waited for has failed.
         give_way: Lets others run for a moment.
+        crowded: Whether ranks outnumber the cores, so that a rank that waits should soon sleep.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class NodeCounters:
         timeout: float | None,
         check: Callable[[str], None],
         give_way: Callable[[], object],
+        crowded: bool,
     ) -> None:
         self._memory = memory  # whose storage the words are
         self._words = memory.numpy().data.cast("B").cast("q")
@@ -55,6 +57,7 @@ class NodeCounters:
         self._timeout = timeout
         self._check = check
         self._give_way = give_way
+        self._yields = _YIELDS_IN_A_CROWD if crowded else _YIELDS
 
     def post(self, index: int, value: int) -> None:
         """Set a counter; what this rank has written before is there for whoever sees it; local."""
@@ -83,7 +86,7 @@ class NodeCounters:
             CollectiveTimeoutError: It has not come within the time-out.
             RankFailedError: A mock rank has failed.
         """
-        for _ in range(_YIELDS):
+        for _ in range(self._yields):
             if self.reached(index, value):
                 return
             self._give_way()
