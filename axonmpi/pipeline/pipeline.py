@@ -273,11 +273,15 @@ class Pipeline(nn.Module):
             path: A JSON file for Perfetto (ui.perfetto.dev), chrome://tracing, or `axonmpi chart --trace`.
 
         Raises:
-            ValueError: `record_times()` was not called on a rank.
+            ValueError: `record_times()` was not called on a rank; on all ranks.
         """
-        if self._times is None:
-            raise ValueError("write_trace: expected that record_times() was called before the steps, on all ranks")
         of_all = all_gather_object(self._backend, self._times)
+        missing = [rank for rank, times in enumerate(of_all) if times is None]
+        if missing:
+            raise ValueError(
+                "write_trace: expected that record_times() was called on all ranks before the steps, it was not on "
+                f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            )
         self._times = []
         if self._group.rank == 0:
             write_trace(Path(path), of_all, self._schedule(self.num_microbatches, trains=True).name)
