@@ -8,13 +8,14 @@ The stage before waits for the gradient of this stage's input; nobody waits for 
                  weight                           weight
 
 the nodes between output and input lie on the *way*. The first half runs along it, and keeps the gradients that
-arrive at the nodes where a branch to parameters leaves it. The second half runs each of those nodes again with
-what was kept, this time for the parameters only.
+arrive at the nodes where a branch to a weight leaves it. The second half runs each of those nodes again with what
+was kept, this time for the weight only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,14 +33,14 @@ class WeightGradients:
     Args:
         branches: For each node with branches, the leaves they lead to.
         roots: Outputs with their gradients, whose parameters are not behind any node on the way.
-        behind_roots: Those parameters.
+        behind_roots: Those parameters; None means all that backward leads to, as there was no first half.
     """
 
     def __init__(
         self,
         branches: dict[Node, list[Tensor]],
         roots: tuple[list[GradientEdge], list[Tensor]],
-        behind_roots: list[Tensor],
+        behind_roots: list[Tensor] | None,
     ) -> None:
         self._branches = branches
         self._arrived: dict[Node, tuple[Tensor | None, ...]] = {}
@@ -63,7 +64,9 @@ class WeightGradients:
                 edges, gradients = zip(*pairs, strict=True)
                 torch.autograd.backward(edges, gradients, inputs=leaves)
         edges_of_roots, gradients_of_roots = self._roots
-        if self._behind_roots:
+        if self._behind_roots is None:
+            torch.autograd.backward(edges_of_roots, gradients_of_roots)
+        elif self._behind_roots:
             torch.autograd.backward(edges_of_roots, gradients_of_roots, inputs=self._behind_roots)
         self._branches, self._roots, self._behind_roots = {}, ([], []), []
 
@@ -73,6 +76,10 @@ def input_gradients(
 ) -> WeightGradients:
     """Add the gradients of a stage's inputs to their `grad`, and prepare those of its parameters; local.
 
+    Parameters of one dimension (biases, norms) and those that are used at several places get theirs at once: the
+    former cost next to nothing here and as much as a whole node later, the latter would be reached from each of the
+    places again.
+
     Args:
         edges: Where backward begins: the gradient edges of the outputs.
         gradients: What comes back for each output.
@@ -81,15 +88,16 @@ def input_gradients(
     Returns:
         The second half.
     """
+    roots = list(edges), list(gradients)
+    if not inputs:
+        return WeightGradients({}, roots, None)
     graph = _Graph([edge.node for edge in edges], inputs)
-    shared = graph.shared
-    weights = WeightGradients(graph.branches, (list(edges), list(gradients)), graph.behind_roots)
-    if not graph.way:
-        return weights
+    if not graph.reached:
+        return WeightGradients({}, roots, None)
+    weights = WeightGradients(graph.branches, roots, graph.behind_roots)
     handles = [weights.keep(node) for node in graph.branches]
     try:
-        # A parameter that is used at several places of the way would be reached from all of them again.
-        torch.autograd.backward(edges, gradients, inputs=[*graph.reached, *shared], retain_graph=True)
+        torch.autograd.backward(edges, gradients, inputs=[*graph.reached, *graph.at_once], retain_graph=True)
     finally:
         for handle in handles:
             handle.remove()
@@ -100,62 +108,66 @@ class _Graph:
     """What autograd has recorded between outputs and inputs.
 
     Attributes:
-        way: The nodes from which an input can be reached.
         reached: The inputs that can be reached.
         branches: For each node on the way, the parameters behind those of its edges that leave the way.
         behind_roots: The parameters that are reached from outputs without touching the way.
-        shared: The parameters that are in more than one of these places.
+        at_once: The parameters of which neither holds, as their gradients are computed with those of the inputs.
     """
 
     def __init__(self, roots: Sequence[Node], inputs: Sequence[Tensor]) -> None:
         leaves = {torch.autograd.graph.get_gradient_edge(leaf).node: leaf for leaf in inputs}
-        order = _children_first(roots)
-        self.way: set[Node] = set()
-        for node in order:
-            if node in leaves or any(child in self.way for child in _children(node)):
-                self.way.add(node)
-        self.reached = [leaf for node, leaf in leaves.items() if node in self.way]
-        places: list[tuple[Node | None, set[Node]]] = [
-            (node, _leaves_below([child for child in _children(node) if child not in self.way]))
-            for node in order
-            if node in self.way
-        ]
-        places.append((None, _leaves_below([root for root in roots if root not in self.way])))
-        seen: dict[Node, int] = {}
-        for _, found in places:
-            for leaf_node in found:
-                seen[leaf_node] = seen.get(leaf_node, 0) + 1
-        self.shared = [_variable(leaf_node) for leaf_node, count in seen.items() if count > 1]
-        own = [(node, [_variable(n) for n in found if seen[n] == 1]) for node, found in places]
+        children = _children_first(roots)
+        way: set[Node] = set()
+        for node, below in children.items():
+            if node in leaves or not way.isdisjoint(below):
+                way.add(node)
+        self.reached = [leaf for node, leaf in leaves.items() if node in way]
+        places: list[tuple[Node | None, set[Node]]] = []
+        for node, below in children.items():
+            beside = [child for child in below if child not in way] if node in way else []
+            if beside:
+                places.append((node, _leaves_below(beside, children)))
+        places.append((None, _leaves_below([root for root in roots if root not in way], children)))
+        uses = Counter(leaf for _, found in places for leaf in found)
+        variables = {leaf: _variable(leaf) for leaf in uses}
+        later = {leaf: variable for leaf, variable in variables.items() if uses[leaf] == 1 and variable.dim() > 1}
+        self.at_once = [variable for leaf, variable in variables.items() if leaf not in later]
+        own = [(node, [later[leaf] for leaf in found if leaf in later]) for node, found in places]
         self.branches = {node: found for node, found in own if node is not None and found}
-        self.behind_roots = next(found for node, found in own if node is None)
-        if not self.way:  # there is no first half: all is left to the second
-            self.behind_roots += self.shared
-            self.shared = []
+        self.behind_roots = own[-1][1]
 
 
-def _children(node: Node) -> Iterable[Node]:
-    return (child for child, _ in node.next_functions if child is not None)
-
-
-def _children_first(roots: Sequence[Node]) -> list[Node]:
-    """Return all nodes below the roots, each after those it leads to."""
-    order: list[Node] = []
-    seen: set[Node] = set()
-    stack = [(root, False) for root in roots]
+def _children_first(roots: Sequence[Node]) -> dict[Node, list[Node]]:
+    """Return all nodes below the roots with those they lead to, each after these."""
+    order: dict[Node, list[Node]] = {}
+    seen: dict[Node, list[Node]] = {}
+    stack: list[Node] = list(roots)
     while stack:
-        node, done = stack.pop()
-        if done:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack += [(child, False) for child in _children(node)]
+        node = stack[-1]
+        if node not in seen:
+            seen[node] = below = [child for child, _ in node.next_functions if child is not None]
+            stack += [child for child in below if child not in seen]
+        else:
+            stack.pop()
+            order.setdefault(node, seen[node])
     return order
 
 
-def _leaves_below(nodes: Sequence[Node]) -> set[Node]:
-    return {node for node in _children_first(nodes) if node.name() == _LEAF}
+def _leaves_below(nodes: Sequence[Node], children: Mapping[Node, Sequence[Node]]) -> set[Node]:
+    found: set[Node] = set()
+    seen: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        below = children[node]
+        if below:
+            stack += below
+        elif node.name() == _LEAF:
+            found.add(node)
+    return found
 
 
 def _variable(leaf: Node) -> Tensor:

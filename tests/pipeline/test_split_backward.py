@@ -119,13 +119,22 @@ def test_both_halves_make_the_whole(kind) -> None:
     torch.testing.assert_close(parts.grad, whole.grad)
 
 
-def test_the_first_half_computes_no_gradient_of_a_parameter() -> None:
+def test_the_first_half_computes_no_gradient_of_a_weight() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4))
     inputs = torch.randn(2, 4, requires_grad=True)
     output = module(inputs)
     weights = input_gradients([get_gradient_edge(output)], [torch.ones(2, 4)], [inputs])
     assert inputs.grad is not None
-    assert [parameter.grad for parameter in module.parameters()] == [None] * 6
+    computed = [parameter.dim() for parameter in module.parameters() if parameter.grad is not None]
+    assert computed == [1, 1, 1, 1]
+    weights.compute()
+    assert None not in [parameter.grad for parameter in module.parameters()]
+
+
+def test_without_inputs_all_is_left_to_the_second_half() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    weights = input_gradients([get_gradient_edge(module(torch.randn(2, 4)))], [torch.ones(2, 4)], [])
+    assert [parameter.grad for parameter in module.parameters()] == [None] * 4
     weights.compute()
     assert None not in [parameter.grad for parameter in module.parameters()]
 
@@ -157,7 +166,8 @@ def test_nothing_of_the_graph_is_kept_after_the_second_half() -> None:
 def test_random_graphs(data) -> None:
     """Values are combined at random: with parameters that may be used again, with each other, or both."""
     torch.manual_seed(data.draw(st.integers(0, 1000)))
-    parameters = [nn.Parameter(torch.randn(3)) for _ in range(data.draw(st.integers(1, 4)))]
+    shapes = data.draw(st.lists(st.sampled_from([(3,), (1, 3)]), min_size=1, max_size=4))
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     steps = data.draw(
         st.lists(
             st.tuples(st.sampled_from("+*twn"), st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=12
@@ -180,7 +190,7 @@ def test_random_graphs(data) -> None:
             values.append(made[kind]())
         return [values[len(inputs) :][number % len(steps)] for number in chosen]
 
-    values = [torch.randn(3) for _ in range(2)]
+    values = [torch.randn(1, 3) for _ in range(2)]
     whole = [value.clone().requires_grad_() for value in values]
     outputs = compute(whole)
     gradients = drawn_like(tuple(outputs))
