@@ -16,14 +16,16 @@ from collections.abc import Callable
 from torch import Tensor
 
 from ..errors import CollectiveTimeoutError
+from .futex import Futex
 
 __all__ = ["WORDS_PER_COUNTER", "NodeCounters"]
 
 WORDS_PER_COUNTER = 16
 """Counters are two cache lines apart, so that a rank that waits for one does not slow down who writes another."""
-_YIELDS, _YIELDS_IN_A_CROWD = 20_000, 400
-_NAP_SECONDS = 5e-5
-_LONGEST_NAP_SECONDS = 1e-3
+_SLEEPERS = 8
+"""Where it is noted that somebody sleeps, in the other cache line of the counter."""
+_YIELDS, _YIELDS_IN_A_CROWD = 2000, 50
+_LONGEST_SLEEP_SECONDS = 1e-3
 
 
 def _nothing() -> None:
@@ -56,6 +58,7 @@ class NodeCounters:
         self._fence = fence
         self._timeout = timeout
         self._check = check
+        self._futex = Futex(memory.data_ptr())
         self._give_way = give_way
         self._yields = _YIELDS_IN_A_CROWD if crowded else _YIELDS
 
@@ -63,7 +66,11 @@ class NodeCounters:
         """Set a counter; what this rank has written before is there for whoever sees it; local."""
         if self._fence is not None:
             self._fence()
-        self._words[index * WORDS_PER_COUNTER] = value
+        word = index * WORDS_PER_COUNTER
+        self._words[word] = value
+        if self._words[word + _SLEEPERS]:
+            self._words[word + _SLEEPERS] = 0
+            self._futex.wake(word)
 
     def reached(self, index: int, value: int) -> bool:
         """Say whether a counter has come to a value; if so, what was written before can be read; local."""
@@ -91,12 +98,14 @@ class NodeCounters:
                 return
             self._give_way()
             meanwhile()
-        began, nap = time.monotonic(), _NAP_SECONDS
+        began, word = time.monotonic(), index * WORDS_PER_COUNTER
         while not self.reached(index, value):
-            time.sleep(nap)
+            seen = self._words[word]
+            self._words[word + _SLEEPERS] = 1
+            if seen < value:  # a wake-up that is missed all the same costs no more than the longest sleep
+                self._futex.sleep(word, seen, _LONGEST_SLEEP_SECONDS)
             meanwhile()
             self._check(what)
             waited = time.monotonic() - began
-            nap = min(max(waited / 20, _NAP_SECONDS), _LONGEST_NAP_SECONDS)
             if self._timeout is not None and waited > self._timeout:
                 raise CollectiveTimeoutError(f"{what} waited {self._timeout:g} s")
