@@ -10,6 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -85,6 +86,17 @@ def trained(
         optimizer.step()
         losses.append(total)
     return model, losses, norms
+
+
+def train(pipeline, data: Sequence[tuple[Tensor, Tensor]], losses: Sequence[float]) -> None:
+    """Train in a pipeline; compare its losses."""
+    optimizer = adamw(pipeline.parameters())
+    for (inputs, targets), expected in zip(data, losses, strict=True):
+        optimizer.zero_grad()
+        loss = pipeline.train_step(inputs, targets)
+        optimizer.step()
+        assert (loss is not None) == pipeline.has_last_stage
+        assert loss is None or loss.item() == pytest.approx(expected, abs=1e-5)
 
 
 def assert_stages_equal(pipeline, model: nn.Sequential, what: object = "") -> None:

@@ -6,6 +6,7 @@ import functools
 from typing import NamedTuple
 
 import pytest
+import reference
 import torch
 from reference import adamw, assert_stages_equal, batches, block, built, trained
 from torch import Tensor, nn
@@ -24,13 +25,7 @@ def train(world, stages, model_stages, schedule, data=None, *, parts=3, loss_fn=
     data = batches(4) if data is None else data
     model, losses, _ = trained(model_stages, data, loss_fn=loss_fn)
     pipeline = Pipeline.from_modules(stages, schedule=schedule, num_microbatches=parts, loss_fn=loss_fn, **settings)
-    optimizer = adamw(pipeline.parameters())
-    for (inputs, targets), expected in zip(data, losses, strict=True):
-        optimizer.zero_grad()
-        loss = pipeline.train_step(inputs, targets)
-        optimizer.step()
-        if loss is not None:
-            assert loss.item() == pytest.approx(expected, abs=1e-5)
+    reference.train(pipeline, data, losses)
     assert_stages_equal(pipeline, model, schedule)
     return pipeline
 
@@ -311,13 +306,7 @@ def test_checkpointed_stages_draw_the_same_again(world, schedule) -> None:
         loss_fn=F.mse_loss,
         seed=9,
     )
-    optimizer = adamw(pipeline.parameters())
-    for (inputs, targets), expected in zip(data, losses, strict=True):
-        optimizer.zero_grad()
-        loss = pipeline.train_step(inputs, targets)
-        optimizer.step()
-        if loss is not None:
-            assert loss.item() == pytest.approx(expected, abs=1e-5)
+    reference.train(pipeline, data, losses)
 
 
 @pytest.mark.ranks(2)

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from reference import SAMPLES, adamw, assert_stages_equal, batches, block, built, trained
+from reference import SAMPLES, adamw, assert_stages_equal, batches, block, built, train, trained
 from torch.nn import functional as F
 
 from axonmpi import Pipeline, PipelineSchedule
@@ -42,14 +42,7 @@ def check_training(world, schedule, chunks: int, parts: int, seed: int | None) -
     pipeline = Pipeline.from_modules(
         built(_maker(seed), stages), schedule=schedule, num_microbatches=parts, loss_fn=F.mse_loss, seed=seed
     )
-    optimizer = adamw(pipeline.parameters())
-    for step, (inputs, targets) in enumerate(batches()):
-        optimizer.zero_grad()
-        loss = pipeline.train_step(inputs, targets)
-        optimizer.step()
-        assert (loss is None) == (not pipeline.has_last_stage)
-        if loss is not None:
-            assert loss.item() == pytest.approx(losses[step], abs=1e-5)
+    train(pipeline, batches(), losses)
     assert_stages_equal(pipeline, model, (schedule, chunks, parts, seed))
 
 
@@ -81,15 +74,11 @@ def test_messages_between_nodes_carry_the_same(world, monkeypatch, ranks_per_nod
     group = world.new_group(range(world.size))
     assert len(group.backend.node_ranks) == int(ranks_per_node)
     for schedule in PipelineSchedule:
-        model, _, _ = reference(2 * world.size, 1, None)
+        model, losses, _ = reference(2 * world.size, 1, None)
         pipeline = Pipeline.from_modules(
             built(_maker(None), 2 * world.size), group, schedule=schedule, num_microbatches=5, loss_fn=F.mse_loss
         )
-        optimizer = adamw(pipeline.parameters())
-        for inputs, targets in batches():
-            optimizer.zero_grad()
-            pipeline.train_step(inputs, targets)
-            optimizer.step()
+        train(pipeline, batches(), losses)
         assert_stages_equal(pipeline, model, schedule)
 
 
@@ -100,13 +89,7 @@ def test_batches_of_any_size_one_after_the_other(world) -> None:
     data = [(x[:size], y[:size]) for size, (x, y) in zip(sizes, batches(len(sizes)), strict=True)]
     model, losses, _ = trained(built(block, 2 * world.size), data)
     pipeline = Pipeline.from_modules(built(block, 2 * world.size), num_microbatches=4, loss_fn=F.mse_loss)
-    optimizer = adamw(pipeline.parameters())
-    for (inputs, targets), expected in zip(data, losses, strict=True):
-        optimizer.zero_grad()
-        loss = pipeline.train_step(inputs, targets)
-        optimizer.step()
-        if loss is not None:
-            assert loss.item() == pytest.approx(expected, abs=1e-5)
+    train(pipeline, data, losses)
     assert_stages_equal(pipeline, model)
 
 
@@ -119,25 +102,20 @@ def test_evaluation_between_steps(world, schedule) -> None:
     pipeline = Pipeline.from_modules(
         built(_maker(SEED), stages), schedule=schedule, num_microbatches=2, loss_fn=F.mse_loss, seed=SEED
     )
+    untrained = torch.nn.Sequential(*built(_maker(SEED), stages)).eval()
     optimizer = adamw(pipeline.parameters())
     for step, (inputs, targets) in enumerate(batches()):
         optimizer.zero_grad()
         pipeline.train_step(inputs, targets)
         before = [parameter.grad.clone() for parameter in pipeline.parameters()]
-        if step in (0, 4):
-            whole = [module.eval() for module in built(_maker(SEED), stages)]
-            if step == 0:  # no optimizer has changed anything yet
-                expected = torch.nn.Sequential(*whole)(inputs).detach()
-                pipeline.eval()
-                for _ in range(2):
-                    output, loss = pipeline(inputs), pipeline.eval_step(inputs, targets)
-                if pipeline.has_last_stage:
-                    torch.testing.assert_close(output, expected)
-                    assert loss.item() == pytest.approx(F.mse_loss(expected, targets).item(), abs=1e-6)
-                else:
-                    assert output is None
-                    assert loss is None
-                pipeline.train()
+        pipeline.eval()
+        output, loss = pipeline(inputs), pipeline.eval_step(inputs, targets)
+        pipeline.train()
+        assert (output is not None) == (loss is not None) == pipeline.has_last_stage
+        if pipeline.has_last_stage and step == 0:  # no optimizer has changed anything yet
+            expected = untrained(inputs).detach()
+            torch.testing.assert_close(output, expected)
+            torch.testing.assert_close(loss, F.mse_loss(expected, targets))
         for parameter, gradient in zip(pipeline.parameters(), before, strict=True):
             assert torch.equal(parameter.grad, gradient)
         optimizer.step()
