@@ -27,7 +27,7 @@ from ..backends.node_counters import NodeCounters
 from .actions import Action, ActionKind
 from .payload import TensorForm
 
-__all__ = ["Line", "Mailbox", "Ring", "allocate_rings", "slots_needed"]
+__all__ = ["Line", "Mailbox", "Ring", "allocate_rings", "last_uses", "payload_bytes", "slots_needed"]
 
 Line = tuple[int, int]
 """A direction of an edge: the stage that sends and the stage that receives."""
@@ -75,6 +75,7 @@ def slots_needed(actions: Sequence[Action], *, trains: bool) -> dict[Line, int]:
     held: Counter[Line] = Counter()
     most: Counter[Line] = Counter()
     waiting: dict[tuple[int, int], list[Line]] = {}
+    last = last_uses(actions, trains=trains)
     for action in actions:
         own = action.stage, action.micro_batch
         if action.kind.is_receive:
@@ -83,7 +84,7 @@ def slots_needed(actions: Sequence[Action], *, trains: bool) -> dict[Line, int]:
             held[line] += 1
             most[line] = max(most[line], held[line])
             waiting.setdefault(own, []).append(line)
-        elif action.kind in last_uses(actions, trains=trains):
+        elif action.kind in last:
             for line in waiting.pop(own, []):
                 held[line] -= 1
     return {line: count + 1 for line, count in most.items()}
