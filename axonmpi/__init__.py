@@ -77,6 +77,7 @@ from .fsdp import (
     ShardingStrategy,
 )
 from .group import ProcessGroup, World
+from .mesh import DeviceMesh
 from .pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
 from .types import GradSyncStrategy, Observer, ReduceOp, Work
 
@@ -98,6 +99,7 @@ __all__ = [
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "CommunicatorError",
+    "DeviceMesh",
     "DistributedDataParallel",
     "DistributedSampler",
     "FSDPMemoryStats",

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import objects
 from .backends.base import Backend
-from .backends.checks import check_ranks, check_timeout
+from .backends.checks import check_parts, check_ranks, check_timeout
 from .backends.mock import MockBackend
 from .errors import CommunicatorError
 from .topology import Topology
@@ -356,6 +356,25 @@ class World:
         chosen = check_ranks(ranks, self.size)
         backend = self.default_group.backend.split(chosen)
         group = ProcessGroup(backend, chosen, own_rank=self.rank)
+        self._groups.append(group)
+        return group
+
+    def partition(self, parts: Sequence[Sequence[int]]) -> ProcessGroup:
+        """Divide the world into groups at the cost of making one of them; collective over the world.
+
+        Args:
+            parts: The ranks of each group, in its order; every rank of the world once; the same on all ranks.
+
+        Returns:
+            The group that this rank is in.
+
+        Raises:
+            ValueError: A rank is in none of the parts, or more than once, or a part is empty.
+            CollectiveMismatchError: The ranks' parts differ.
+        """
+        chosen = check_parts(parts, self.size)
+        backend = self.default_group.backend.partition(chosen)
+        group = ProcessGroup(backend, next(part for part in chosen if self.rank in part))
         self._groups.append(group)
         return group
 

@@ -28,6 +28,7 @@ from .call import Call, Layout
 from .checks import (
     check_dtype,
     check_flat,
+    check_parts,
     check_rank,
     check_ranks,
     check_readable,
@@ -286,7 +287,25 @@ class Backend(ABC):
             CollectiveMismatchError: The ranks' lists differ.
         """
         chosen = check_ranks(ranks, self.size)
-        backend: Backend | None = self._run(False, Call("split", shape=chosen), self._split, chosen)
+        backend: Backend | None = self._run(False, Call("split", shape=chosen), self._divide, (chosen,))
+        return backend
+
+    def partition(self, parts: Sequence[Sequence[int]]) -> Backend:
+        """Make a communicator of each of several disjoint sets of ranks at the cost of one; collective over all.
+
+        Args:
+            parts: The ranks of each, in its order; every rank of this communicator once; the same on all ranks.
+
+        Returns:
+            The communicator that this rank is in.
+
+        Raises:
+            ValueError: A rank is in none of the parts, or more than once, or a part is empty.
+            CollectiveMismatchError: The ranks' parts differ.
+        """
+        chosen = check_parts(parts, self.size)
+        separated = tuple(rank for part in chosen for rank in (*part, -1))
+        backend: Backend = self._run(False, Call("partition", shape=separated), self._divide, chosen)
         return backend
 
     def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -659,7 +678,7 @@ class Backend(ABC):
     def _reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None: ...
 
     @abstractmethod
-    def _split(self, call: Call, ranks: tuple[int, ...]) -> Backend | None: ...
+    def _divide(self, call: Call, parts: tuple[tuple[int, ...], ...]) -> Backend | None: ...
 
     @abstractmethod
     def _send(self, tensor: Tensor, dst: int, tag: int) -> None: ...

@@ -28,6 +28,7 @@ _OPERATIONS = (
     "all_to_all",
     "barrier",
     "split",
+    "partition",
     "symmetric_empty",
     "node_empty",
     "all_gather_into",
@@ -92,11 +93,21 @@ class Call:
             parts.append(self.op.name)
         if self.operation == "split":
             parts.append(f"ranks={list(self.shape)}")
+        if self.operation == "partition":
+            parts.append(self._parts_text())
         if self.root is not None:
             parts.append(f"{'dim' if self.operation in _WITH_DIM else 'root'}={self.root}")
         if self.layout is not None:
             parts.append(f"made of {self._layout_text()}")
         return f"{self.operation}({', '.join(parts)})"
+
+    def _parts_text(self) -> str:
+        ends = [place for place, rank in enumerate(self.shape) if rank < 0]
+        starts = [0, *(end + 1 for end in ends)]
+        shown = [str(list(self.shape[start:end])) for start, end in zip(starts, ends[:_MAX_SHOWN], strict=False)]
+        if len(ends) > _MAX_SHOWN:  # the fingerprint stands for what is not shown
+            shown.append(f"... #{self.key:x}")
+        return ", ".join(shown)
 
     def _layout_text(self) -> str:
         assert self.layout is not None

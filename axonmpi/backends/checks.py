@@ -5,6 +5,7 @@ They run before anything is sent, on the rank that made the mistake.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -16,6 +17,7 @@ from .reduction import DTYPES
 __all__ = [
     "check_dtype",
     "check_flat",
+    "check_parts",
     "check_rank",
     "check_ranks",
     "check_readable",
@@ -108,6 +110,20 @@ def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
         check_rank(rank, "ranks", size)
     if len(set(chosen)) != len(chosen):
         raise ValueError(f"ranks: expected different ranks, got {list(chosen)}")
+    return chosen
+
+
+def check_parts(parts: Sequence[Sequence[int]], size: int) -> tuple[tuple[int, ...], ...]:
+    """Check disjoint sets that all ranks of a group of `size` are divided into and return them as tuples."""
+    if not isinstance(parts, Iterable):
+        raise TypeError(f"parts: expected a list of lists of ranks, got {parts!r}")
+    chosen = tuple(check_ranks(part, size) for part in parts)
+    times = Counter(rank for part in chosen for rank in part)
+    wrong = [rank for rank in range(size) if times[rank] != 1]
+    if wrong:
+        raise ValueError(
+            f"parts: expected every rank of the group in one of them, got rank {wrong[0]} in {times[wrong[0]]}"
+        )
     return chosen
 
 

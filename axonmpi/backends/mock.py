@@ -268,13 +268,14 @@ class MockBackend(Backend):
         assert call.op is not None
         reduce_wide_into([flat.split(sizes)[self.rank] for flat in given], call.op, output)
 
-    def _split(self, call: Call, ranks: tuple[int, ...]) -> MockBackend | None:
+    def _divide(self, call: Call, parts: tuple[tuple[int, ...], ...]) -> MockBackend | None:
         number = self._round
         self._agree(call)
-        if self.rank not in ranks:
+        ranks = next((part for part in parts if self.rank in part), None)
+        if ranks is None:
             return None
         members = tuple(self.room.ranks[rank] for rank in ranks)
-        room = self.room.house.room((id(self.room), number), members)
+        room = self.room.house.room((id(self.room), number, members), members)
         return MockBackend(room, ranks.index(self.rank), timeout=self._wait_limit)
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> None:

@@ -286,13 +286,13 @@ class MpiBackend(Backend):
     def _barrier(self, call: Call) -> None:
         self._agree(call)
 
-    def _split(self, call: Call, ranks: tuple[int, ...]) -> MpiBackend | None:
+    def _divide(self, call: Call, parts: tuple[tuple[int, ...], ...]) -> MpiBackend | None:
         self._agree(call)
-        member = self.rank in ranks
-        color = 0 if member else self._mpi.UNDEFINED
-        comm: Any = self.mpi_comm.Split(color, ranks.index(self.rank) if member else 0)
-        if not member:
+        color = next((number for number, part in enumerate(parts) if self.rank in part), None)
+        if color is None:
+            self.mpi_comm.Split(self._mpi.UNDEFINED, 0)
             return None
+        comm: Any = self.mpi_comm.Split(color, parts[color].index(self.rank))
         return MpiBackend(comm, timeout=self.timeout, parent=self)
 
     # ---- point to point -----------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ LAYERS = (
     ("backends.mock_room",),
     ("backends.mock", "backends.mpi"),
     ("group",),
+    ("mesh",),
     ("comm", "autograd"),
     ("wrapping.*",),
     ("ddp.*", "fsdp.*", "pipeline.*", "data"),

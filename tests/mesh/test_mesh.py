@@ -1,0 +1,296 @@
+"""The mesh: places, groups along axes and joined axes, against numpy's grids; what it costs; bad shapes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import axonmpi as ax
+from axonmpi.mesh import nearest_shapes
+from axonmpi.topology import Topology
+
+EVERY_SIZE = pytest.mark.ranks(1, 2, 4, 8)
+
+
+def shapes_of(size: int) -> list[dict[str, int]]:
+    """One, two and three axes, with sizes of 1 in every place."""
+    names = ("dp", "pp", "tp")
+    shapes = [{"all": size}]
+    for count in (2, 3):
+        for sizes in itertools.product(range(1, size + 1), repeat=count):
+            if math.prod(sizes) == size:
+                shapes.append(dict(zip(names, sizes, strict=False)))
+    return shapes
+
+
+def choices_of(shape: dict[str, int]) -> list[tuple[str, ...]]:
+    """Every set of axes, at least one."""
+    return [c for count in range(1, len(shape) + 1) for c in itertools.combinations(shape, count)]
+
+
+def expected_ranks(shape: dict[str, int], rank: int, axes: tuple[str, ...]) -> list[int]:
+    """The ranks that numpy's grid has in one block with `rank`, where all axes but the given ones are held."""
+    grid = np.arange(math.prod(shape.values())).reshape(tuple(shape.values()))
+    place = np.argwhere(grid == rank)[0]
+    index = tuple(slice(None) if axis in axes else at for axis, at in zip(shape, place, strict=True))
+    return grid[index].flatten().tolist()
+
+
+@EVERY_SIZE
+def test_places_are_those_of_a_grid(world) -> None:
+    for shape in shapes_of(world.size):
+        mesh = ax.DeviceMesh(shape)
+        grid = np.arange(world.size).reshape(tuple(shape.values()))
+        place = dict(zip(shape, np.argwhere(grid == world.rank)[0].tolist(), strict=True))
+        assert mesh.coordinates == place == mesh.coordinates_of(world.rank)
+        assert mesh.axes == tuple(shape)
+        assert mesh.shape == shape
+        for rank in range(world.size):
+            assert mesh.rank_at(**mesh.coordinates_of(rank)) == rank
+        for axis in shape:
+            assert mesh.rank_at(**{axis: 0}) == mesh.ranks(axis)[0]
+        assert mesh.rank_at() == mesh.rank() == world.rank
+        assert mesh.size() == world.size
+        assert mesh.ranks() == tuple(range(world.size))
+        for axes in choices_of(shape):
+            ranks = expected_ranks(shape, world.rank, axes)
+            assert list(mesh.ranks(*axes)) == ranks
+            assert mesh.rank(*axes) == ranks.index(world.rank)
+            assert mesh.size(*axes) == len(ranks)
+        world.close_groups()
+
+
+@EVERY_SIZE
+def test_groups_along_axes_and_joined_axes_communicate(world) -> None:
+    for shape in shapes_of(world.size):
+        mesh = ax.DeviceMesh(shape)
+        for axes in choices_of(shape):
+            group, ranks = mesh.group(*axes), expected_ranks(shape, world.rank, axes)
+            assert list(group.ranks) == ranks, axes
+            assert (group.rank, group.size) == (mesh.rank(*axes), mesh.size(*axes))
+            assert group.all_gather_object(world.rank) == ranks
+            assert group.contains(world.rank)
+            total = torch.tensor([float(world.rank)])
+            group.all_reduce(total)
+            assert total.item() == sum(ranks)
+            assert mesh.group(*reversed(axes)) is group
+        world.close_groups()
+
+
+@EVERY_SIZE
+def test_groups_of_one_rank_do_everything(world) -> None:
+    group = ax.DeviceMesh({"dp": -1, "tp": 1}).group("tp")
+    assert (group.rank, group.size, group.ranks) == (0, 1, (world.rank,))
+    tensor = torch.ones(3)
+    group.all_reduce(tensor)
+    group.barrier()
+    assert group.all_gather(tensor).tolist() == [1] * 3
+    assert group.reduce_scatter(tensor).tolist() == [1] * 3
+    assert group.broadcast_object("here") == "here"
+    assert group.all_reduce(tensor, async_op=True).result() is None
+    assert group.private().all_gather(tensor).tolist() == [1] * 3
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_few_groups_are_made_and_released_with_the_world(world) -> None:
+    before = world.num_groups
+    mesh = ax.DeviceMesh({"dp": world.size, "pp": 1, "tp": 1})
+    assert world.num_groups == before
+    assert mesh.group("dp") is mesh.group() is mesh.group("tp", "dp") is world.default_group
+    assert mesh.group("pp") is mesh.group("tp") is mesh.group("pp", "tp")
+    if world.size < 4:
+        return
+    mesh = ax.DeviceMesh({"dp": 2, "one": 1, "tp": 2})
+    assert world.num_groups == before + 2
+    assert mesh.group("one", "tp") is mesh.group("tp")
+    assert mesh.group("dp", "tp") is world.default_group
+    tp = mesh.group("tp")
+    world.close_groups(keep=before)
+    with pytest.raises(ax.CommunicatorError, match="this group cannot be used: it was closed"):
+        tp.barrier()
+    world.default_group.barrier()
+
+
+@pytest.mark.ranks(8)
+def test_joined_axes_are_made_once_by_one_call(world) -> None:
+    mesh = ax.DeviceMesh({"dp": 2, "pp": 2, "tp": 2})
+    log = world.default_group.backend.log if hasattr(world.default_group.backend, "log") else None
+    count = world.num_groups
+    joined = mesh.group("dp", "tp")
+    assert mesh.group("tp", "dp") is joined
+    assert world.num_groups == count + 1 == 4
+    assert joined.ranks == ((0, 1, 4, 5), (2, 3, 6, 7))[mesh.rank("pp")]
+    if log is not None:
+        made = [entry.operation for entry in log if entry.operation == "partition"]
+        assert len(made) == 4
+        assert len(log) == 4 + 2  # and the shapes of all ranks, with their lengths
+
+
+@pytest.mark.ranks(4)
+def test_one_size_may_be_inferred(world) -> None:
+    assert ax.DeviceMesh({"dp": -1, "tp": 2}).shape == {"dp": 2, "tp": 2}
+    assert ax.DeviceMesh({"dp": 4, "tp": -1}).shape == {"dp": 4, "tp": 1}
+    with pytest.raises(
+        ValueError, match=r"product divides 4, the number of ranks in the world, got tp=3 = 3; take "
+    ):
+        ax.DeviceMesh({"dp": -1, "tp": 3})
+    with pytest.raises(ValueError, match="at most one size of -1, got 2: dp, tp"):
+        ax.DeviceMesh({"dp": -1, "tp": -1})
+
+
+@pytest.mark.ranks(1, 4)
+def test_bad_shapes_are_refused_on_every_rank(world) -> None:
+    for shape, error, message in (
+        (
+            {"dp": 3, "tp": 3},
+            ValueError,
+            rf"product is {world.size}, the number of ranks in the world, got dp=3 x tp=3",
+        ),
+        ({"dp": 3, "tp": 3}, ValueError, r"or start 9 ranks"),
+        ({"dp": 0}, ValueError, r"dp: expected a number of ranks from 1, or -1 for those that are left, got 0"),
+        ({"dp": -2}, ValueError, r"got -2"),
+        ({"dp": 2.0}, TypeError, r"dp: expected a number of ranks as an int, got 2.0"),
+        ({"dp": True}, TypeError, r"got True"),
+        ({1: 4}, TypeError, r"expected names of axes, got 1"),
+        ({"": 4}, TypeError, r"expected names of axes"),
+        ({}, ValueError, r"at least one axis"),
+        ([2, 2], TypeError, r"expected a mapping"),
+    ):
+        with pytest.raises(error, match=message):
+            ax.DeviceMesh(shape)
+    world.default_group.barrier()
+
+
+@pytest.mark.ranks(2, 4)
+def test_one_rank_with_another_shape_is_an_error_on_all(world) -> None:
+    last = world.rank == world.size - 1
+    for own, others in (
+        ({"dp": world.size, "tp": 1}, {"dp": 1, "tp": world.size}),
+        ({"dp": world.size, "tp": 1}, {"tp": 1, "dp": world.size}),
+        ({"dp": world.size}, {"pp": world.size}),
+    ):
+        with pytest.raises(ValueError, match=f"the same on all ranks, got .* on rank {world.rank} and .* on rank "):
+            ax.DeviceMesh(own if last else others)
+    with pytest.raises(ValueError, match="got 0" if last else f"rank {world.size - 1}: dp: expected a number"):
+        ax.DeviceMesh({"dp": 0 if last else -1})
+    world.default_group.barrier()
+
+
+@pytest.mark.ranks(1, 4)
+def test_bad_names_and_places_are_refused(world) -> None:
+    mesh = ax.DeviceMesh({"dp": -1, "tp": 1})
+    for ask in (mesh.group, mesh.ranks, mesh.rank, mesh.size):
+        with pytest.raises(ValueError, match="axis: expected one of the mesh's, 'dp', 'tp', got 'pp'"):
+            ask("dp", "pp")
+        with pytest.raises(ValueError, match="axes: expected different ones"):
+            ask("dp", "dp")
+    with pytest.raises(ValueError, match="got 'pp'"):
+        mesh.rank_at(pp=0)
+    with pytest.raises(ValueError, match=f"dp: expected a place from 0 to {world.size - 1}, got {world.size}"):
+        mesh.rank_at(dp=world.size)
+    for rank in (-1, world.size):
+        with pytest.raises(ValueError, match=f"rank: expected one of the world's, .* got {rank}"):
+            mesh.coordinates_of(rank)
+
+
+def test_without_a_world() -> None:
+    if not ax.is_initialized():
+        with pytest.raises(ax.CommunicatorError, match="no world yet"):
+            ax.DeviceMesh({"dp": 1})
+    mesh = ax.DeviceMesh({"dp": 1}, ax.World.mock())
+    assert mesh.describe() == "dp 1: 1 rank on 1 node"
+    assert repr(mesh) == "DeviceMesh({'dp': 1}, rank=0)"
+
+
+def on_nodes(world: ax.World, ranks_per_node: int) -> ax.World:
+    """The same ranks, believed to be on nodes of so many."""
+    nodes = [rank // ranks_per_node for rank in range(world.size)]
+    return ax.World(world.default_group.backend, Topology.of(nodes, world.rank))
+
+
+@pytest.mark.ranks(8)
+def test_the_table_says_which_rank_is_where(world) -> None:
+    shape = {"dp": 2, "ep": 1, "pp": 2, "tp": 2}
+    table = """\
+dp pp ranks along tp
+ 0  0 0 1
+ 0  1 2 3
+ 1  0 4 5
+ 1  1 6 7"""
+    head = "dp 2 x ep 1 x pp 2 x tp 2: 8 ranks on "
+    assert ax.DeviceMesh(shape, on_nodes(world, 8)).describe() == f"{head}1 node\n{table}"
+    across = "groups across nodes: dp\n"
+    assert ax.DeviceMesh(shape, on_nodes(world, 4)).describe() == f"{head}2 nodes\n{across}{table}"
+    across = "groups across nodes: dp, pp, tp\n"
+    mesh = ax.DeviceMesh(shape, on_nodes(world, 1))
+    assert mesh.describe() == f"{head}8 nodes\n{across}{table}"
+    rows = mesh.describe(max_rows=3).splitlines()[2:]
+    assert rows == ["dp pp ranks along tp", " 0  0 0 1", " 0  1 2 3", "... 1 row more", " 1  1 6 7"]
+
+
+def test_long_rows_are_shortened() -> None:
+    def told(world: ax.World) -> list[str]:
+        return ax.DeviceMesh({"dp": 12}).describe().splitlines()
+
+    assert ax.testing.run_ranks(12, told)[5] == [
+        "dp 12: 12 ranks on 1 node",
+        "ranks along dp",
+        "0 1 2 3 4 5 ... 11",
+    ]
+
+
+@given(
+    st.dictionaries(st.sampled_from(["a", "b", "c"]), st.sampled_from([-1, 1, 2, 3, 5, 8]), min_size=1),
+    st.integers(1, 24),
+)
+def test_nearest_shapes_are_all_there_are_in_order(asked, num_ranks) -> None:
+    found = nearest_shapes(asked, num_ranks, None)
+    every = itertools.product(range(1, num_ranks + 1), repeat=len(asked))
+    valid = [dict(zip(asked, sizes, strict=True)) for sizes in every if math.prod(sizes) == num_ranks]
+    assert sorted(map(str, found)) == sorted(map(str, valid))
+    away = [sum(abs(np.log(shape[axis] / size)) for axis, size in asked.items() if size > 0) for shape in found]
+    assert all(one <= other + 1e-6 for one, other in itertools.pairwise(away))
+    assert nearest_shapes(asked, num_ranks, 2) == found[:2]
+
+
+@pytest.mark.ranks(4)
+def test_data_is_divided_by_place_on_dp(world) -> None:
+    """Ranks that differ on tp alone get the same samples; those that differ on dp share all samples out."""
+    mesh = ax.DeviceMesh({"dp": 2, "tp": 2})
+    sampler = ax.DistributedSampler(11, mesh.size("dp"), mesh.rank("dp"), drop_last=True)
+    own = list(sampler)
+    assert mesh.group("tp").all_gather_object(own) == [own] * 2
+    both = mesh.group("dp").all_gather_object(own)
+    assert len({index for part in both for index in part}) == sum(map(len, both)) == 10
+
+
+@pytest.mark.ranks(4)
+def test_a_pair_of_axes_shards_and_replicates(world) -> None:
+    """FSDP along one axis, replicas along the other: a step equals that of one process."""
+    mesh = ax.DeviceMesh({"dp": 2, "fsdp": 2})
+    torch_model = torch.nn.Linear(6, 3)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in torch_model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    model = torch.nn.Linear(6, 3)
+    model.load_state_dict(torch_model.state_dict())
+    sharded = ax.FSDP(
+        model,
+        (mesh.group("fsdp"), mesh.group("dp")),
+        sharding_strategy=ax.ShardingStrategy.HYBRID_SHARD,
+    )
+    inputs = torch.randn(8, 6, generator=generator)
+    for network, batch in ((torch_model, inputs), (sharded, inputs.tensor_split(4)[world.rank])):
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        network(batch).square().mean().backward()
+        optimizer.step()
+    state = sharded.full_state_dict()
+    for name, value in torch_model.state_dict().items():
+        torch.testing.assert_close(state[name], value)

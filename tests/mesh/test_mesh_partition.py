@@ -1,0 +1,113 @@
+"""Several disjoint groups made by one call: on a backend, on a world, and as a fingerprint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import axonmpi as ax
+from axonmpi.backends.call import Call
+
+
+def partitions_of(size: int) -> list[list[list[int]]]:
+    """One part, single ranks, halves backwards, every other rank, uneven parts in no order."""
+    ranks = list(range(size))
+    half = (size + 1) // 2
+    found = [
+        [ranks],
+        [[rank] for rank in ranks],
+        [ranks[half:][::-1], ranks[:half][::-1]],
+        [ranks[::2], ranks[1::2]],
+        [ranks[1:-1], [ranks[-1], ranks[0]] if size > 1 else ranks],
+    ]
+    return [list(filter(None, parts)) for parts in found]
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+def test_every_rank_gets_the_group_it_is_in(world) -> None:
+    for parts in partitions_of(world.size):
+        own = next(part for part in parts if world.rank in part)
+        count = world.num_groups
+        group = world.partition(parts)
+        assert list(group.ranks) == own
+        assert group.rank == own.index(world.rank)
+        assert world.num_groups == count + 1
+        assert group.all_gather_object(world.rank) == own
+        for numel in (5, 100_000):
+            tensor = torch.full((numel,), float(world.rank))
+            group.all_reduce(tensor)
+            assert tensor.unique().tolist() == [sum(own)]
+        after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        message = torch.zeros(2)
+        sent = group.isend(torch.full((2,), float(group.rank)), after, 3)
+        group.irecv(message, before, 3).wait()
+        sent.wait()
+        assert message.tolist() == [before] * 2
+        world.close_groups(keep=count)
+        assert world.num_groups == count
+
+
+@pytest.mark.ranks(4)
+def test_parts_of_parts(world) -> None:
+    half = world.default_group.backend.partition([[0, 1], [3, 2]])
+    single = half.partition([[1], [0]])
+    assert (half.rank, single.rank, single.size) == ([0, 1, 1, 0][world.rank], 0, 1)
+    both = half.split([1, 0])
+    assert both.rank == 1 - half.rank
+    assert half.all_gather(torch.tensor([world.rank])).tolist() == [[0, 1], [3, 2]][world.rank // 2]
+    both.close()
+    single.close()
+    half.close()
+
+
+@pytest.mark.ranks(2, 4)
+def test_other_parts_on_one_rank_are_an_error_on_all(world) -> None:
+    ranks = list(range(world.size))
+    for own, others in (
+        ([ranks], [ranks[::-1]]),
+        ([ranks[:1], ranks[1:]], [ranks[1:], ranks[:1]]),
+        ([ranks], [[rank] for rank in ranks]),
+    ):
+        with pytest.raises(ax.CollectiveMismatchError) as caught:
+            world.partition(own if world.rank == 0 else others)
+        for parts in (own, others):
+            assert f"partition({', '.join(map(str, parts))})" in str(caught.value)
+    with pytest.raises(ax.CollectiveMismatchError, match=r"rank 0: split\(ranks="):
+        world.new_group(ranks) if world.rank == 0 else world.partition([ranks])
+    assert world.default_group.all_gather_object(world.rank) == ranks
+
+
+@pytest.mark.ranks(1, 3)
+def test_parts_that_are_no_partition_are_refused(world) -> None:
+    ranks = list(range(world.size))
+    for parts, error, message in (
+        ([ranks, [0]], ValueError, "parts: expected every rank of the group in one of them, got rank 0 in 2"),
+        ([], ValueError, "got rank 0 in 0"),
+        ([ranks, []], ValueError, "at least one rank, got none"),
+        ([[*ranks, world.size]], ValueError, f"ranks: expected a rank of the group, 0 to {world.size - 1}"),
+        ([0], TypeError, "ranks: expected a list of ranks, got 0"),
+        (0, TypeError, "parts: expected a list of lists of ranks, got 0"),
+    ):
+        with pytest.raises(error, match=message):
+            world.partition(parts)
+    world.default_group.barrier()
+
+
+def test_fingerprints_of_parts() -> None:
+    def call(*parts: list[int]) -> Call:
+        return Call("partition", shape=tuple(rank for part in parts for rank in (*part, -1)))
+
+    calls = [
+        call([0, 1], [2, 3]),
+        call([0], [1, 2, 3]),
+        call([0, 1, 2, 3]),
+        call([2, 3], [0, 1]),
+        call([1, 0], [2, 3]),
+        Call("split", shape=(0, 1, 2, 3)),
+    ]
+    assert len({made.key for made in calls}) == len(calls)
+    assert str(calls[0]) == "partition([0, 1], [2, 3])"
+    assert all(made.nbytes == 0 for made in calls)
+    many, other = (call(*([rank, 10 + rank] for rank in order)) for order in (range(9), [*range(7), 8, 7]))
+    assert str(many).startswith("partition([0, 10], [1, 11], [2, 12], [3, 13], [4, 14], [5, 15], ... #")
+    assert str(many) != str(other)
