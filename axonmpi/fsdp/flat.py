@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..group import ProcessGroup
 from ..types import Work
+from ..wrapping.parts import mark_part
 from .layout import Layout
 from .offload import Files, OffloadedParameter
 from .units import Member
@@ -134,6 +135,7 @@ class FlatParameter:
         for index, member in enumerate(self.members):
             part = nn.Parameter(self.part_of(shard, index), requires_grad=member.parameter.requires_grad)
             part.__dict__.update(self._marks[index])
+            mark_part(part, *self.layout.part(index, self.group.rank))
             self.parts.append(part)
         self.made = [(part.data_ptr(), part.shape) for part in self.parts]
 

@@ -1,7 +1,8 @@
 """Parameters that several stages have in common, such as an embedding that is also the output layer (layer 5).
 
 Each rank has a copy. They begin with the same values, and their gradients are summed after backward, so that
-optimizers that do the same keep them the same.
+optimizers that do the same keep them the same. A rank that has several of the stages has one copy for all of them,
+or, where a wrapper has divided each stage's parameters among its ranks, a part of each: those are copies, too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from ..backends.base import Backend
 from ..group import ProcessGroup
+from ..objects import all_gather_object
+from ..wrapping.parts import elements_of
 
 __all__ = ["Tie", "Ties", "shared_parameters"]
 
@@ -34,17 +37,39 @@ def shared_parameters(modules: Sequence[nn.Module | None]) -> list[Tie]:
 
 @dataclass
 class _Shared:
-    """A parameter of this rank that others have as well.
+    """A parameter of this rank that is elsewhere as well.
 
     Attributes:
-        parameter: The copy.
-        backend: Of the ranks that have it.
-        complete: Whether its gradient is the sum over all of them.
+        copies: This rank's; more than one where they are parts.
+        backend: Of the ranks that have it; None if there is no other.
+        complete: Whether its gradient is the sum over all copies.
     """
 
-    parameter: nn.Parameter
-    backend: Backend
+    copies: list[nn.Parameter]
+    backend: Backend | None
     complete: bool = True
+
+    def begin(self) -> Tensor | None:
+        """Set the gradient aside if it is a sum already; return it; local."""
+        gradient = self.copies[0].grad if self.complete else None
+        kept = None if gradient is None else gradient.clone()
+        if gradient is not None:
+            for copy in self.copies:
+                _gradient_of(copy).zero_()
+        return kept
+
+    def sum(self, before: Tensor | None) -> None:
+        """Sum the gradients of all copies and add what was set aside; collective over the ranks that have it."""
+        total, *others = [_gradient_of(copy) for copy in self.copies]
+        for other in others:
+            total += other
+        if self.backend is not None:
+            self.backend.all_reduce(total)
+        if before is not None:
+            total += before
+        for other in others:
+            other.copy_(total)
+        self.complete = True
 
 
 class Ties:
@@ -57,7 +82,10 @@ class Ties:
         group: Of the pipeline.
 
     Attributes:
-        elsewhere: Parameters of this rank that count on another rank, whose stage comes first.
+        elsewhere: Parameters of this rank that count as another one, whose stage comes first.
+
+    Raises:
+        ValueError: Stages have different parts of a parameter; on all ranks.
     """
 
     def __init__(
@@ -65,41 +93,28 @@ class Ties:
     ) -> None:
         self._shared: list[_Shared] = []
         self.elsewhere: set[int] = set()
-        for tie in sorted(ties):
-            own = [place for place in tie if placement[place[0]] == group.rank]
-            parameter = _unite(own, modules)
+        ordered = sorted(tuple(sorted(tie)) for tie in ties)
+        own = [_copies([place for place in tie if placement[place[0]] == group.rank], modules) for tie in ordered]
+        _check_parts(ordered, own, group)
+        for tie, copies in zip(ordered, own, strict=True):
             ranks = sorted({placement[stage] for stage, _ in tie})
-            if len(ranks) == 1:
+            backend = group.private(ranks) if len(ranks) > 1 else None
+            if not copies or (backend is None and len(copies) == 1):
                 continue
-            backend = group.private(ranks)
-            if backend is None or parameter is None:
-                continue
-            first = ranks.index(placement[min(tie)[0]])
-            with torch.no_grad():
-                backend.broadcast(parameter.data, first)
-            self._shared.append(_Shared(parameter, backend))
-            if backend.rank != first:
-                self.elsewhere.add(id(parameter))
+            first = ranks.index(placement[tie[0][0]])
+            _unify(copies, backend, first)
+            self._shared.append(_Shared(copies, backend))
+            owns = backend is None or backend.rank == first
+            self.elsewhere |= {id(copy) for copy in copies[1 if owns else 0 :]}
 
     def begin(self) -> list[Tensor | None]:
         """Set aside the gradients that are sums already; return them; local."""
-        kept: list[Tensor | None] = []
-        for shared in self._shared:
-            gradient = shared.parameter.grad if shared.complete else None
-            kept.append(None if gradient is None else gradient.clone())
-            if gradient is not None:
-                gradient.zero_()
-        return kept
+        return [shared.begin() for shared in self._shared]
 
     def sum(self, kept: Sequence[Tensor | None]) -> None:
         """Sum the gradients over the ranks, and add what was set aside; collective over the ranks of each tie."""
         for shared, before in zip(self._shared, kept, strict=True):
-            if shared.parameter.grad is None:
-                shared.parameter.grad = torch.zeros_like(shared.parameter)
-            shared.backend.all_reduce(shared.parameter.grad)
-            shared.complete = True
-            if before is not None:
-                shared.parameter.grad += before
+            shared.sum(before)
 
     def leave(self, kept: Sequence[Tensor | None]) -> None:
         """Leave the gradients unsummed; local.
@@ -115,14 +130,48 @@ class Ties:
             shared.complete = False
 
 
-def _unite(places: Sequence[Place], modules: Mapping[int, nn.Module]) -> nn.Parameter | None:
-    """Make the copies of a parameter on this rank one object; return it."""
-    first: nn.Parameter | None = None
-    for stage, name in places:
-        owner_name, _, own_name = name.rpartition(".")
-        owner = modules[stage].get_submodule(owner_name)
-        if first is None:
-            first = getattr(owner, own_name)
-        else:
-            setattr(owner, own_name, first)
-    return first
+def _copies(places: Sequence[Place], modules: Mapping[int, nn.Module]) -> list[nn.Parameter]:
+    """Return this rank's copies of a parameter: a single object, if they are whole."""
+    found = {stage: dict(modules[stage].named_parameters(remove_duplicate=False)) for stage, _ in places}
+    copies = [found[stage][name] for stage, name in places]
+    if any(elements_of(copy) is not None for copy in copies):
+        return copies
+    for (stage, name), copy in zip(places, copies, strict=True):
+        owner, _, own_name = name.rpartition(".")
+        if copy is not copies[0]:
+            setattr(modules[stage].get_submodule(owner), own_name, copies[0])
+    return copies[:1]
+
+
+def _check_parts(ties: Sequence[Tie], own: Sequence[Sequence[nn.Parameter]], group: ProcessGroup) -> None:
+    """Raise on all ranks where a tie's places have parts of different elements; collective if there are ties."""
+    if not ties or group.size == 1:
+        gathered = [[[elements_of(copy) for copy in copies] for copies in own]]
+    else:
+        backend = group.private()
+        assert backend is not None
+        gathered = all_gather_object(backend, [[elements_of(copy) for copy in copies] for copies in own])
+    for number, tie in enumerate(ties):
+        parts = {part for of_rank in gathered for part in of_rank[number]}
+        if len(parts) > 1:
+            places = " and ".join(f"{name!r} of stage {stage}" for stage, name in tie)
+            raise ValueError(
+                f"ties: {places} are divided among their ranks in different ways, so that parts of them do not "
+                "belong together; wrap all of these stages, with units= that make each of these modules a unit"
+            )
+
+
+@torch.no_grad()
+def _unify(copies: Sequence[nn.Parameter], backend: Backend | None, first: int) -> None:
+    """Give all copies the values of the first one; collective over the ranks that have it."""
+    if backend is not None:
+        backend.broadcast(copies[0].data, first)
+    for copy in copies[1:]:
+        copy.copy_(copies[0])
+
+
+def _gradient_of(parameter: nn.Parameter) -> Tensor:
+    """Return a parameter's gradient, zeros if there is none yet."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
