@@ -32,7 +32,7 @@ LAYERS = (
     ("mesh",),
     ("comm", "autograd"),
     ("wrapping.*",),
-    ("ddp.*", "fsdp.*", "pipeline.*", "data"),
+    ("ddp.*", "fsdp.*", "pipeline.*", "tensor.*", "data"),
     ("testing.*",),
     ("train.*",),
     ("cli.*",),
