@@ -1,0 +1,108 @@
+"""Modules with whole parameters that compute on a part of the sequence, such as norms (layer 5).
+
+With sequence parallelism each rank normalizes its own positions. The parameters are the same on all ranks, and
+each rank's gradient is that of its positions only. So gradients are summed over the ranks in backward, all of a
+module's parameters in one all-reduce. Optimizers, DDP and FSDP, which see the parameters themselves, find complete
+gradients.
+
+Source: Korthikanti et al. 2022 (arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..group import ProcessGroup, default_group
+from .regions import shared
+
+__all__ = ["sequence_parallel_norm"]
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def sequence_parallel_norm(module: _Module, group: ProcessGroup | None = None) -> _Module:
+    """Let a module compute on parts of a sequence: its parameters' gradients are summed over the ranks; local.
+
+    The module is changed in place: its class becomes a subclass of what it was. Parameters, their names and hooks
+    stay as they are, and it may be wrapped in DDP or FSDP afterwards. Its backward is collective.
+
+    Args:
+        module: Any module whose parameters are the same on all ranks: `LayerNorm`, `RMSNorm`, those of other
+            libraries, or a module around them.
+        group: The ranks that have the parts of the sequence; None means all.
+
+    Returns:
+        The module.
+
+    Raises:
+        TypeError: `module` is no module.
+        ValueError: Its gradients are summed already, or its `forward` is an attribute of the instance.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    around = [name for name, inner in module.named_modules() if isinstance(inner, _Summing)]
+    if around:
+        raise ValueError(
+            f"module: the gradients of {around[0] or type(module).__name__!r} are summed over the ranks already; "
+            "call sequence_parallel_norm() once for each module"
+        )
+    if "forward" in vars(module):
+        raise ValueError(
+            f"module: expected a {type(module).__name__} with the forward of its class, got one whose forward was "
+            "replaced on the instance; call sequence_parallel_norm() before whatever replaces it"
+        )
+    changed: Any = module
+    kind: Any = type(module)
+    changed.process_group = default_group() if group is None else group
+    changed.__class__ = _summing(kind)
+    return module
+
+
+class _Summing(nn.Module):
+    """What is put before a module's class.
+
+    Attributes:
+        process_group: The ranks whose gradients are summed.
+    """
+
+    process_group: ProcessGroup
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute as the module's own class does."""
+        with _summed(self, self.process_group):
+            return super().forward(*args, **kwargs)
+
+
+@functools.cache
+def _summing(kind: Any) -> Any:
+    """Return the subclass of a module's class, always the same one."""
+    return type(kind.__name__, (_Summing, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+@contextmanager
+def _summed(module: nn.Module, group: ProcessGroup) -> Iterator[None]:
+    """Let a module show tensors in place of its parameters, whose gradients are summed on their way to them."""
+    places: list[tuple[dict[str, Any], str, Tensor]] = [
+        (owner._parameters, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+    if not places or not torch.is_grad_enabled():
+        yield
+        return
+    unique = {id(parameter): parameter for _, _, parameter in places}  # in an order that all ranks have
+    through = dict(zip(unique, shared(list(unique.values()), group), strict=True))
+    try:
+        for owned, name, parameter in places:
+            owned[name] = through[id(parameter)]
+        yield
+    finally:
+        for owned, name, parameter in places:
+            owned[name] = parameter

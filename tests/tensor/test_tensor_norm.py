@@ -1,0 +1,185 @@
+"""Norms that compute on parts of a sequence: gradients are summed, and nothing else about the module changes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from whole import assert_close, built, calls, part, randn
+
+import axonmpi as ax
+from axonmpi.tensor.norm import sequence_parallel_norm
+
+WIDTH = 6
+
+
+class Scale(nn.Module):
+    """A norm of somebody's own, which uses one parameter twice and one of another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LayerNorm(WIDTH)
+        self.same = self.inner.weight
+        self.register_buffer("factor", torch.tensor(0.5))
+
+    def forward(self, x: Tensor, *, plus: float = 0.0) -> tuple[Tensor, float]:
+        return self.factor * self.inner(x) * self.same + plus, plus
+
+
+def random_norm(make) -> nn.Module:
+    """Make a norm whose parameters are not just ones and zeros."""
+    norm = built(make)
+    for seed, parameter in enumerate(norm.parameters()):
+        with torch.no_grad():
+            parameter.copy_(randn(*parameter.shape, seed=seed))
+    return norm
+
+
+def first(output: Tensor | tuple[Tensor, float]) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def train(norm: nn.Module, x: Tensor, weights: Tensor, run=lambda norm, x: norm(x)) -> tuple[Tensor, Tensor]:
+    """Return the output and the gradient of the input."""
+    x = x.clone().requires_grad_()
+    output = first(run(norm, x))
+    (output * weights).sum().backward()
+    return output, x.grad
+
+
+NORMS = pytest.mark.parametrize(
+    "make", [lambda: nn.LayerNorm(WIDTH), lambda: nn.RMSNorm(WIDTH), Scale], ids=["layer", "rms", "own"]
+)
+
+
+@pytest.mark.ranks(1, 2, 4)
+@NORMS
+def test_outputs_and_gradients_are_those_of_the_whole_sequence(world, make):
+    whole = random_norm(make)
+    norm = sequence_parallel_norm(copy.deepcopy(whole))
+    x, weights = randn(3, 8, WIDTH), randn(3, 8, WIDTH, seed=9)
+    for run in (
+        lambda norm, x: norm(x),
+        lambda norm, x: checkpoint(norm, x, use_reentrant=False),
+        lambda norm, x: checkpoint(norm, x, use_reentrant=True),
+    ):
+        expected = train(whole, x, weights)
+        found = train(norm, part(x, world), part(weights, world), run)
+        for own, of_all in zip(found, expected, strict=True):
+            assert_close(own, part(of_all, world))
+        for parameter, other in zip(norm.parameters(), whole.parameters(), strict=True):
+            assert_close(parameter.grad, other.grad)  # accumulated over the three runs
+
+
+@pytest.mark.ranks(2)
+@NORMS
+def test_the_module_is_otherwise_what_it_was(world, make):
+    norm = random_norm(make)
+    before = copy.deepcopy(norm)
+    seen = []
+    norm.register_forward_hook(lambda *_: seen.append(1))
+    parameters = list(norm.parameters())
+    assert sequence_parallel_norm(norm, world.default_group) is norm
+    assert isinstance(norm, type(before))
+    assert repr(norm) == repr(before)
+    norm(randn(2, 4, WIDTH))
+    assert seen == [1]
+    assert all(a is b for a, b in zip(norm.parameters(), parameters, strict=True))
+    assert all(isinstance(parameter, nn.Parameter) for parameter in norm.parameters())
+    assert list(norm.state_dict()) == list(before.state_dict())
+    norm.load_state_dict(before.state_dict())
+    other = sequence_parallel_norm(random_norm(make))
+    assert type(other) is type(norm)
+
+
+@pytest.mark.ranks(2)
+def test_arguments_and_errors_pass_through(world):
+    norm = sequence_parallel_norm(random_norm(Scale))
+    assert norm(randn(1, 2, WIDTH), plus=3.0)[1] == 3.0
+    with pytest.raises(TypeError, match="more"):
+        norm(randn(1, 2, WIDTH), more=1)
+    assert all(isinstance(parameter, nn.Parameter) for parameter in norm.parameters())
+
+
+def test_what_is_sent():
+    def act(world, *, trained: bool = True, inference: bool = False) -> None:
+        norm = sequence_parallel_norm(nn.LayerNorm(WIDTH).requires_grad_(trained))
+        with torch.inference_mode(inference):
+            output = norm(randn(2, 4, WIDTH).requires_grad_())
+        if not inference:
+            output.sum().backward()
+
+    assert calls(act) == [["all_reduce"]] * 2  # weight and bias in one
+    assert calls(lambda world: act(world, trained=False)) == [[]] * 2
+    assert calls(lambda world: act(world, inference=True)) == [[]] * 2
+
+
+@pytest.mark.ranks(2)
+def test_a_frozen_parameter_gets_no_gradient(world):
+    norm = sequence_parallel_norm(random_norm(lambda: nn.LayerNorm(WIDTH)))
+    norm.bias.requires_grad_(False)
+    norm(torch.ones(1, 3, WIDTH) * torch.arange(WIDTH)).sum().backward()
+    assert norm.bias.grad is None
+    alone = nn.LayerNorm(WIDTH)
+    alone(torch.ones(1, 3, WIDTH) * torch.arange(WIDTH)).sum().backward()
+    assert_close(norm.weight.grad, 2 * alone.weight.grad)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("wrapper", "options"), [(ax.DDP, {}), (ax.FSDP, {}), (ax.FSDP, {"units": nn.LayerNorm})])
+def test_wrapped_afterwards(world, wrapper, options):
+    mesh = ax.DeviceMesh({"dp": 2, "tp": 2})
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH))
+
+    whole, divided = built(model), built(model)
+    for norm in (divided[1], divided[3]):
+        sequence_parallel_norm(norm, mesh.group("tp"))
+    sequence_parallel_norm(divided[0], mesh.group("tp"))  # any module that computes on parts
+    wrapped = wrapper(divided, mesh.group("dp"), **options)
+    x, targets = randn(4, 8, WIDTH), randn(4, 8, WIDTH, seed=2)
+    optimizers = [torch.optim.SGD(of.parameters(), lr=0.1, momentum=0.9) for of in (wrapped, whole)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        own = [t.chunk(2)[mesh.rank("dp")].chunk(2, 1)[mesh.rank("tp")] for t in (x, targets)]
+        ((wrapped(own[0]) - own[1]) ** 2).sum().backward()
+        (((whole(x) - targets) ** 2).sum() / 2).backward()  # the ranks along dp average
+        for optimizer in optimizers:
+            optimizer.step()
+    state = wrapped.full_state_dict() if wrapper is ax.FSDP else wrapped.state_dict()
+    for name, value in whole.state_dict().items():
+        assert_close(state[name], value, name)
+
+
+def test_norms_of_transformers():
+    transformers = pytest.importorskip("transformers.models.llama.modeling_llama")
+
+    def act(world) -> Tensor:
+        norm = sequence_parallel_norm(transformers.LlamaRMSNorm(WIDTH))
+        norm(part(randn(2, 4, WIDTH), world)).sum().backward()
+        return norm.weight.grad
+
+    alone = transformers.LlamaRMSNorm(WIDTH)
+    alone(randn(2, 4, WIDTH)).sum().backward()
+    for gradient in ax.testing.run_ranks(2, act):
+        assert_close(gradient, alone.weight.grad)
+
+
+@pytest.mark.ranks(2)
+def test_mistakes(world):
+    with pytest.raises(TypeError, match=r"module: expected a torch\.nn\.Module, got Tensor"):
+        sequence_parallel_norm(torch.ones(2))
+    norm = sequence_parallel_norm(nn.LayerNorm(WIDTH))
+    with pytest.raises(ValueError, match="'LayerNorm' are summed over the ranks already"):
+        sequence_parallel_norm(norm)
+    with pytest.raises(ValueError, match="'0' are summed over the ranks already"):
+        sequence_parallel_norm(nn.Sequential(norm))
+    replaced = nn.LayerNorm(WIDTH)
+    replaced.forward = lambda x: x
+    with pytest.raises(ValueError, match="expected a LayerNorm with the forward of its class"):
+        sequence_parallel_norm(replaced)
