@@ -78,6 +78,7 @@ from .fsdp import (
 )
 from .group import ProcessGroup, World
 from .mesh import DeviceMesh
+from .norms import clip_grad_norm
 from .pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
 from .types import GradSyncStrategy, Observer, ReduceOp, Work
 
@@ -139,6 +140,7 @@ __all__ = [
     "broadcast",
     "broadcast_from",
     "broadcast_object",
+    "clip_grad_norm",
     "comm",
     "destroy_process_group",
     "errors",

@@ -9,8 +9,9 @@ import torch
 
 from ..errors import DtypeError
 
-__all__ = ["CPUOffload", "MixedPrecision", "ShardingStrategy"]
+__all__ = ["CPUOffload", "MixedPrecision", "ShardingStrategy", "check_choices", "checked_precision"]
 
+_SHARD_BY = ("elements", "parameters")
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -86,3 +87,37 @@ class MixedPrecision:
         if self.reduce_dtype is not None:
             return self.reduce_dtype
         return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def checked_precision(mixed_precision: object) -> MixedPrecision:
+    """Return the dtypes that a user asked for; local.
+
+    Raises:
+        TypeError: It is neither True nor False nor a `MixedPrecision`.
+    """
+    if mixed_precision is True:
+        return MixedPrecision()
+    if mixed_precision is False:
+        return MixedPrecision(param_dtype=None)
+    if not isinstance(mixed_precision, MixedPrecision):
+        raise TypeError(f"mixed_precision: expected True, False or a MixedPrecision, got {mixed_precision!r}")
+    return mixed_precision
+
+
+def check_choices(strategy: object, offload: object, shard_by: object, folder: object) -> None:
+    """Raise unless the other choices of a user are some; local.
+
+    Raises:
+        TypeError: One is of the wrong type.
+        ValueError: `shard_by` is unknown, or offload has no folder.
+    """
+    if not isinstance(strategy, ShardingStrategy):
+        raise TypeError(f"sharding_strategy: expected an axonmpi.ShardingStrategy, got {strategy!r}")
+    if not isinstance(offload, CPUOffload):
+        raise TypeError(f"cpu_offload: expected an axonmpi.CPUOffload, got {offload!r}")
+    if shard_by not in _SHARD_BY:
+        raise ValueError(f"shard_by: expected 'elements' or 'parameters', got {shard_by!r}")
+    if offload is not CPUOffload.NONE and folder is None:
+        raise ValueError(
+            "cpu_offload: on the CPU it needs offload_folder=, a folder on a disk with room for what is offloaded"
+        )

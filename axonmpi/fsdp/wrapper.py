@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..bucketing import broadcast_coalesced
 from ..group import ProcessGroup, default_group
+from ..norms import Copies
 from ..wrapping.agreement import check_same_model
 from ..wrapping.outputs import outside_compile
 from ..wrapping.state_names import hide_wrapper
@@ -23,14 +24,12 @@ from .groups import checked_groups, sharding_groups
 from .memory import FSDPMemoryStats
 from .offload import Files
 from .optimizers import watch_optimizers
-from .options import CPUOffload, MixedPrecision, ShardingStrategy
+from .options import CPUOffload, MixedPrecision, ShardingStrategy, check_choices, checked_precision
 from .run import Run
 from .unit import Unit
 from .units import find_units, plan_units
 
 __all__ = ["FullyShardedDataParallel"]
-
-_SHARD_BY = ("elements", "parameters")
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -80,8 +79,8 @@ class FullyShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         _check_module(module)
-        precision = _checked_precision(mixed_precision)
-        _check_choices(sharding_strategy, cpu_offload, shard_by, offload_folder)
+        precision = checked_precision(mixed_precision)
+        check_choices(sharding_strategy, cpu_offload, shard_by, offload_folder)
         given = checked_groups(default_group() if process_group is None else process_group, sharding_strategy)
         plans = plan_units(module, find_units(module, units))
         arguments = {
@@ -211,25 +210,40 @@ class FullyShardedDataParallel(nn.Module):
             gradient.discard()
 
     def clip_grad_norm(
-        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        group: ProcessGroup | None = None,
+        copies: Copies | None = None,
+        error_if_nonfinite: bool = False,
     ) -> Tensor:
         """Scale the gradients down so that the norm of the whole model's is at most `max_norm`; collective.
 
         Args:
             max_norm: The largest norm; infinity only measures.
             norm_type: 1, 2, any other positive number, or infinity.
+            group: Where other ranks have other parts of the model, such as those of tensor parallelism: these and
+                the ranks that share the parameters out. None means the latter alone.
+            copies: On how many ranks of `group` the same part of a parameter is, this wrapper's replicas apart: a
+                number, a mapping by name or by parameter, or a function of the parameter. None means 1.
             error_if_nonfinite: Raise if the norm is infinite or no number.
 
         Returns:
             [] the norm before, float32, the same on all ranks.
 
         Raises:
-            ValueError: `max_norm` is negative or `norm_type` not positive.
+            ValueError: `max_norm` is negative or `norm_type` not positive, or `group` or `copies` does not fit.
             RuntimeError: The norm is not finite, with `error_if_nonfinite`; on all ranks.
         """
-        parts = [part for unit in self._run.units for flat in unit.flats for part in flat.parts]
         return clipping.clip_grad_norm(
-            parts, self._groups.shard, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            self._run,
+            self._groups,
+            max_norm,
+            norm_type,
+            group=group,
+            copies=copies,
+            error_if_nonfinite=error_if_nonfinite,
         )
 
     # ---- whole parameters -----------------------------------------------------------------------------------
@@ -338,7 +352,7 @@ class FullyShardedDataParallel(nn.Module):
                 for SGD.
             mixed_precision: None: as now.
         """
-        precision = self._precision if mixed_precision is None else _checked_precision(mixed_precision)
+        precision = self._precision if mixed_precision is None else checked_precision(mixed_precision)
         return memory.estimated(
             self._run,
             self._groups,
@@ -365,26 +379,3 @@ def _check_module(module: object) -> None:
                 f"module: {name or 'it'} is wrapped in FullyShardedDataParallel already; wrap the whole model "
                 "once, and say with units= what is gathered together"
             )
-
-
-def _checked_precision(mixed_precision: object) -> MixedPrecision:
-    if mixed_precision is True:
-        return MixedPrecision()
-    if mixed_precision is False:
-        return MixedPrecision(param_dtype=None)
-    if not isinstance(mixed_precision, MixedPrecision):
-        raise TypeError(f"mixed_precision: expected True, False or a MixedPrecision, got {mixed_precision!r}")
-    return mixed_precision
-
-
-def _check_choices(strategy: object, offload: object, shard_by: object, folder: object) -> None:
-    if not isinstance(strategy, ShardingStrategy):
-        raise TypeError(f"sharding_strategy: expected an axonmpi.ShardingStrategy, got {strategy!r}")
-    if not isinstance(offload, CPUOffload):
-        raise TypeError(f"cpu_offload: expected an axonmpi.CPUOffload, got {offload!r}")
-    if shard_by not in _SHARD_BY:
-        raise ValueError(f"shard_by: expected 'elements' or 'parameters', got {shard_by!r}")
-    if offload is not CPUOffload.NONE and folder is None:
-        raise ValueError(
-            "cpu_offload: on the CPU it needs offload_folder=, a folder on a disk with room for what is offloaded"
-        )

@@ -18,7 +18,7 @@ from .ties import Tie
 from .transfers import with_transfers
 from .validator import validate
 
-__all__ = ["Plan", "ScheduleMaker", "check_stages", "placement_for", "schedule_for", "skip_routes", "tie_list"]
+__all__ = ["Plan", "ScheduleMaker", "agree_on", "check_stages", "lay_out", "placement_for", "schedule_for"]
 
 ScheduleMaker = Callable[[int], Schedule]
 """Makes the schedule for a number of micro-batches."""
@@ -197,3 +197,32 @@ def agree_on(backend: Backend, plan: Plan | None, problem: str) -> None:
                 f"{name}: expected the same on all ranks of the pipeline, got {text} on rank 0 and "
                 f"{described[others[0]][name]} on rank {others[0]}"
             )
+
+
+def lay_out(
+    stages: Sequence[PipelineStage],
+    group: ProcessGroup,
+    schedule: PipelineSchedule | ScheduleMaker,
+    modules: Mapping[int, nn.Module],
+    skips: Mapping[str, tuple[int, int]] | None,
+    ties: Sequence[Sequence[tuple[int, str]]],
+    seed: int | None,
+) -> Plan:
+    """Lay out a pipeline; local, arguments as those of `Pipeline`.
+
+    Raises:
+        TypeError: An argument is of the wrong kind.
+        ValueError: The arguments do not fit each other.
+    """
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise TypeError(f"seed: expected an int or None, got {seed!r}")
+    placement = tuple(stage.device_rank for stage in stages)
+    expected = placement_for(len(stages), group.size, schedule)
+    if placement != expected:
+        raise ValueError(
+            f"stages: expected device_rank {list(expected)} for this schedule, got {list(placement)}; "
+            "Pipeline.from_modules() places stages by itself"
+        )
+    routes = skip_routes(skips, len(stages))
+    found = tie_list(ties, placement, modules, group.rank)
+    return Plan(placement, edges_of(len(stages), routes), routes, schedule, found, seed)

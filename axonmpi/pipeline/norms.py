@@ -2,51 +2,56 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..backends.base import Backend
-from ..types import ReduceOp
+from ..group import ProcessGroup
+from ..norms import Copies, copy_counts
+from ..norms import clip_grad_norm as clip_over_group
 
 __all__ = ["clip_grad_norm"]
 
 
 def clip_grad_norm(
-    parameters: Sequence[nn.Parameter],
+    named: Sequence[tuple[str, Tensor]],
     elsewhere: Collection[int],
-    backend: Backend,
+    stages: ProcessGroup,
     max_norm: float,
     norm_type: float,
+    *,
+    group: ProcessGroup,
+    copies: Copies | None,
+    error_if_nonfinite: bool,
 ) -> Tensor:
     """Scale gradients so that their norm over all ranks is at most `max_norm`; collective, in place.
 
     Args:
-        parameters: Those of this rank.
-        elsewhere: Ids of those that count on another rank.
-        backend: Of all ranks.
+        named: The parameters of this rank.
+        elsewhere: Ids of those that count as another one, with which they are tied.
+        stages: The ranks of the pipeline.
         max_norm: The largest norm that is left as it is.
-        norm_type: Which norm, above 0.
+        norm_type: Which norm.
+        group: Those ranks, and others with other parts of the model.
+        copies: On how many ranks of the group a gradient is.
+        error_if_nonfinite: Raise if the norm is infinite or no number.
 
     Returns:
         [] float32, the norm before.
 
     Raises:
-        ValueError: `max_norm` is negative, or `norm_type` not above 0.
+        ValueError: An argument does not fit.
     """
-    if not max_norm >= 0 or not norm_type > 0:
-        raise ValueError(f"expected max_norm from 0 and norm_type above 0, got {max_norm} and {norm_type}")
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    counted = [p.grad for p in parameters if p.grad is not None and id(p) not in elsewhere]
-    own = torch.nn.utils.get_total_norm(counted, norm_type).to(torch.float32).reshape(1)
-    if norm_type == float("inf"):
-        backend.all_reduce(own, ReduceOp.MAX)
-        norm = own
-    else:
-        powers = own**norm_type
-        backend.all_reduce(powers)
-        norm = powers ** (1 / norm_type)
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, scale[0]) if gradients else None
-    return norm[0]
+    if not all(group.contains(rank) for rank in stages.ranks):
+        raise ValueError(
+            f"group: expected one with all ranks of the pipeline, {list(stages.ranks)}, got {list(group.ranks)}; "
+            "join the axes, as in mesh.group('pp', 'tp')"
+        )
+    counts = {
+        parameter: math.inf if id(parameter) in elsewhere else count
+        for (_, parameter), count in zip(named, copy_counts(named, copies), strict=True)
+    }
+    return clip_over_group(
+        counts, max_norm, norm_type, group=group, copies=counts, error_if_nonfinite=error_if_nonfinite
+    )

@@ -22,21 +22,19 @@ from torch import Tensor, nn
 
 from ..group import ProcessGroup
 from ..group import default_group as find_default_group
+from ..norms import Copies
 from ..objects import all_gather_object, broadcast_object
 from .actions import Schedule
 from .agreement import Header, Mode, agree
 from .batches import batch_size, digest_of, joined, loss_weights, split_batch
 from .chart import text_chart
 from .construction import (
-    Plan,
     ScheduleMaker,
     agree_on,
     check_stages,
-    edges_of,
+    lay_out,
     placement_for,
     schedule_for,
-    skip_routes,
-    tie_list,
 )
 from .execution import Span
 from .executor import Executor, Routes
@@ -111,7 +109,7 @@ class Pipeline(nn.Module):
             _check_count(num_microbatches)
             ordered = check_stages(stages, self._group)
             modules = {s.stage_id: s.module for s in ordered if s.device_rank == self._group.rank and s.module}
-            plan = _plan(ordered, self._group, schedule, modules, skips, ties, seed)
+            plan = lay_out(ordered, self._group, schedule, modules, skips, ties, seed)
         except (TypeError, ValueError) as error:
             problem = str(error)
             if self._group.size == 1:
@@ -240,17 +238,43 @@ class Pipeline(nn.Module):
         finally:
             self._shares = before
 
-    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        group: ProcessGroup | None = None,
+        copies: Copies | None = None,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
         """Scale the gradients of all stages so that their norm is at most `max_norm`; collective.
 
         Args:
-            max_norm: The largest norm that is left as it is.
-            norm_type: Which norm; `inf` is the largest absolute value.
+            max_norm: The largest norm that is left as it is; infinity only measures.
+            norm_type: 1, 2, any other positive number, or infinity, the largest absolute value.
+            group: Where other ranks have other parts of the stages, such as those of tensor parallelism: these and
+                the pipeline's ranks. None means the latter alone.
+            copies: On how many ranks of `group` a gradient is: a number, a mapping by name or by parameter, or a
+                function of the parameter. None means 1.
+            error_if_nonfinite: Raise if the norm is infinite or no number.
 
         Returns:
             [] float32, the norm before, over all stages, tied parameters counted once; the same on all ranks.
+
+        Raises:
+            ValueError: `max_norm` is negative or `norm_type` not positive, or `group` or `copies` does not fit.
+            RuntimeError: The norm is not finite, with `error_if_nonfinite`; on all ranks.
         """
-        return clip_grad_norm(list(self.parameters()), self._ties.elsewhere, self._backend, max_norm, norm_type)
+        return clip_grad_norm(
+            list(self.named_parameters()),
+            self._ties.elsewhere,
+            self._group,
+            max_norm,
+            norm_type,
+            group=ProcessGroup(self._backend, self._group.ranks) if group is None else group,
+            copies=copies,
+            error_if_nonfinite=error_if_nonfinite,
+        )
 
     # ---- pictures ---------------------------------------------------------------------------------------------
 
@@ -353,32 +377,3 @@ def _check_count(num_microbatches: object) -> None:
         raise TypeError(f"num_microbatches: expected an int, got {num_microbatches!r}")
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches: expected 1 or more, got {num_microbatches}")
-
-
-def _plan(
-    stages: Sequence[PipelineStage],
-    group: ProcessGroup,
-    schedule: PipelineSchedule | ScheduleMaker,
-    modules: Mapping[int, nn.Module],
-    skips: Mapping[str, tuple[int, int]] | None,
-    ties: Sequence[Sequence[tuple[int, str]]],
-    seed: int | None,
-) -> Plan:
-    """Lay out a pipeline.
-
-    Raises:
-        TypeError: An argument is of the wrong kind.
-        ValueError: The arguments do not fit each other.
-    """
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-        raise TypeError(f"seed: expected an int or None, got {seed!r}")
-    placement = tuple(stage.device_rank for stage in stages)
-    expected = placement_for(len(stages), group.size, schedule)
-    if placement != expected:
-        raise ValueError(
-            f"stages: expected device_rank {list(expected)} for this schedule, got {list(placement)}; "
-            "Pipeline.from_modules() places stages by itself"
-        )
-    routes = skip_routes(skips, len(stages))
-    found = tie_list(ties, placement, modules, group.rank)
-    return Plan(placement, edges_of(len(stages), routes), routes, schedule, found, seed)

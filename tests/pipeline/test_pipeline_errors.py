@@ -110,8 +110,8 @@ def test_ranks_that_do_different_things(world) -> None:
     refused(world, lambda: without.train_step(inputs, targets), "loss_fn: expected one")
     pipeline.record_times(world.rank != 1)
     refused(world, lambda: pipeline.write_trace("trace.json"), r"record_times\(\) was called.*not on rank 1$")
-    for limits in ((-1.0, 2.0), (1.0, 0.0)):
-        with pytest.raises(ValueError, match="max_norm from 0 and norm_type above 0"):
+    for limits, name in (((-1.0, 2.0), "max_norm: expected 0"), ((1.0, 0.0), "norm_type: expected a positive")):
+        with pytest.raises(ValueError, match=name):
             pipeline.clip_grad_norm(*limits)
 
 

@@ -30,7 +30,7 @@ LAYERS = (
     ("backends.mock", "backends.mpi"),
     ("group",),
     ("mesh",),
-    ("comm", "autograd"),
+    ("comm", "autograd", "norms"),
     ("wrapping.*",),
     ("ddp.*", "fsdp.*", "pipeline.*", "tensor.*", "data"),
     ("testing.*",),

@@ -1,0 +1,165 @@
+"""The norm of a gradient that several ranks have together (layer 4).
+
+    norm = ( sum over ranks and parameters of |gradient|^p / copies )^(1/p)
+
+                    tp 0      tp 1
+    weight          rows 0-3  rows 4-7     cut: each rank's rows count in full          copies 1
+    layer norm      the same  the same     on both: each counts half, once together     copies 2
+
+Every parameter so counts once, as in `torch.nn.utils.clip_grad_norm_` on one process with the whole model. Ranks
+that have the same gradients throughout, as those of data parallelism do, need not all be in the group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .backends.base import Backend
+from .group import ProcessGroup, default_group
+
+__all__ = ["Copies", "clip_grad_norm", "copy_counts"]
+
+Copies = float | Mapping[Any, float] | Callable[[Tensor], float]
+"""On how many ranks parameters are: a number for all, by name or parameter (1 for others), or a function."""
+
+_TINY = 1e-6
+
+
+@torch.no_grad()
+def clip_grad_norm(
+    parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    group: ProcessGroup | None = None,
+    copies: Copies | None = None,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients down so that the norm of those of all ranks together is at most `max_norm`.
+
+    Collective, one small message; gradients change in place.
+
+    Args:
+        parameters: This rank's, or the module that has them; those without a gradient are passed over.
+        max_norm: The largest norm; infinity only measures.
+        norm_type: 1, 2, any other positive number, or infinity.
+        group: The ranks that have different parts of the model; None means all.
+        copies: On how many ranks of the group a gradient is: a number, a mapping by parameter, or by name if
+            `parameters` is a module, or a function of the parameter; infinity leaves it out of the norm. None
+            means 1.
+        error_if_nonfinite: Raise if the norm is infinite or no number; gradients are left alone then.
+
+    Returns:
+        [] the norm before, float32, the same on all ranks.
+
+    Raises:
+        TypeError: An argument is of the wrong kind.
+        ValueError: `max_norm` is negative, `norm_type` not positive, or `copies` does not fit; or the ranks differ
+            in the first two, on all ranks.
+        RuntimeError: The norm is not finite, with `error_if_nonfinite`; on all ranks.
+    """
+    group = default_group() if group is None else group
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm: expected 0 or more, got {max_norm}")
+    if not norm_type > 0:
+        raise ValueError(f"norm_type: expected a positive number or infinity, got {norm_type}")
+    named = _named(parameters)
+    counts = copy_counts(named, copies)
+    _check_counts(named, counts, group.size)
+    gradients = [p.grad for _, p in named if p.grad is not None]
+    counted = [(p.grad, n) for (_, p), n in zip(named, counts, strict=True) if p.grad is not None and n != math.inf]
+    norm = _joined(_power(counted, norm_type), max_norm, norm_type, group.backend)
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise RuntimeError(f"the norm of the gradient is {norm}, so it cannot be clipped")
+    factor = max_norm / (norm + _TINY)
+    if gradients and (factor < 1 or not math.isfinite(norm)):
+        torch._foreach_mul_(gradients, factor)
+    return torch.tensor(norm, dtype=torch.float32, device="cpu")
+
+
+def copy_counts(named: Iterable[tuple[str, Tensor]], copies: Copies | None) -> list[float]:
+    """Return on how many ranks each parameter is; local.
+
+    Args:
+        named: The parameters with their names, empty for those that have none.
+        copies: As for `clip_grad_norm`.
+
+    Raises:
+        TypeError: `copies` is none of what it may be.
+        ValueError: It has a name that no parameter has.
+    """
+    named = list(named)
+    if copies is None:
+        return [1.0] * len(named)
+    if isinstance(copies, Mapping):
+        names = {name for name, _ in named}
+        strange = [key for key in copies if isinstance(key, str) and key not in names]
+        if strange:
+            raise ValueError(f"copies: expected names of parameters, got {strange[0]!r}{_known(names)}")
+        return [copies[name] if name and name in copies else copies.get(p, 1.0) for name, p in named]
+    if callable(copies):
+        return [copies(parameter) for _, parameter in named]
+    return [copies] * len(named)
+
+
+def _known(names: set[str]) -> str:
+    shown = sorted(filter(None, names))[:3]
+    return (
+        f"; names here are {', '.join(map(repr, shown))}, ..."
+        if shown
+        else "; parameters without a module have none"
+    )
+
+
+def _named(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
+    if isinstance(parameters, nn.Module):
+        return list(parameters.named_parameters())
+    found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for parameter in found:
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"parameters: expected a module or tensors, got {type(parameter).__name__}")
+    return [("", parameter) for parameter in found]
+
+
+def _check_counts(named: Sequence[tuple[str, Tensor]], counts: Sequence[float], ranks: int) -> None:
+    for (name, parameter), count in zip(named, counts, strict=True):
+        if not isinstance(count, (int, float)) or isinstance(count, bool):
+            raise TypeError(f"copies: expected a number of ranks, got {count!r}")
+        if not (1 <= count <= ranks or count == math.inf):
+            which = name or f"a parameter of shape {list(parameter.shape)}"
+            raise ValueError(f"copies: expected 1 to {ranks}, the ranks of the group, got {count} for {which}")
+
+
+def _power(counted: Sequence[tuple[Tensor, float]], norm_type: float) -> float:
+    """Return this rank's part of the sum of powers, or its largest norm if `norm_type` is infinite."""
+    norms = [float(_norm(gradient, norm_type)) for gradient, _ in counted if gradient.numel()]
+    own = torch.tensor(norms or [0.0], dtype=torch.float64, device="cpu")
+    if math.isinf(norm_type):
+        return float(own.max())  # no number if one of them is none
+    shares = torch.tensor([count for gradient, count in counted if gradient.numel()] or [1.0], dtype=torch.float64)
+    return float((own**norm_type / shares).sum())
+
+
+def _norm(gradient: Tensor, norm_type: float) -> Tensor:
+    dtype = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
+    norm: Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
+    return norm
+
+
+def _joined(power: float, max_norm: float, norm_type: float, backend: Backend) -> float:
+    """Return the norm over all ranks; collective. Raise on all if they want different ones."""
+    if backend.size > 1:
+        own = torch.tensor([[power, max_norm, norm_type]], dtype=torch.float64, device=backend.device_types[0])
+        rows = backend.all_gather(own).cpu()
+        for column, name in ((1, "max_norm"), (2, "norm_type")):
+            wanted = rows[:, column].tolist()
+            if len(set(wanted)) > 1:
+                raise ValueError(f"{name}: expected the same on all ranks of the group, got {wanted}")
+        power = float(rows[:, 0].max() if math.isinf(norm_type) else rows[:, 0].sum())
+    return power if math.isinf(norm_type) else power ** (1 / norm_type)

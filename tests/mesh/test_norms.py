@@ -1,0 +1,383 @@
+"""The norm of a gradient over several ranks and axes, against torch's own on one process with the whole model."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import axonmpi as ax
+from axonmpi.testing import run_ranks
+
+TYPES = (0.5, 1, 2.0, 3, math.inf)
+LIMITS = (math.inf, 1e6, 0.03, 0.0)
+
+
+@contextmanager
+def meshes(world: ax.World, *shapes: dict[str, int]) -> Iterator[Iterator[ax.DeviceMesh]]:
+    """The meshes that the world has as many ranks for; their groups are released afterwards."""
+    yield (ax.DeviceMesh(shape) for shape in shapes if math.prod(shape.values()) == world.size)
+    world.close_groups()
+
+
+def parameters_with(gradients: list[Tensor]) -> list[nn.Parameter]:
+    made = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(made, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    return made
+
+
+def check_like_torch(
+    gradients: list[Tensor],
+    own: Callable[[Tensor, int], Tensor | None],
+    clip: Callable[..., Tensor],
+    label: str = "",
+) -> None:
+    """Clip what `own` gives this rank of each gradient, and the whole with torch, in every way."""
+    for norm_type in TYPES:
+        for limit in LIMITS:
+            whole = parameters_with(gradients)
+            expected = nn.utils.clip_grad_norm_(whole, limit, norm_type)
+            mine = [own(gradient, number) for number, gradient in enumerate(gradients)]
+            here = {n: parameters_with([g])[0] for n, g in enumerate(mine) if g is not None}
+            norm = clip(here, limit, norm_type)
+            assert norm.dtype is torch.float32, label
+            assert norm.shape == (), label
+            torch.testing.assert_close(norm, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
+            for n, parameter in here.items():
+                torch.testing.assert_close(
+                    parameter.grad, own(whole[n].grad, n), rtol=1e-4, atol=1e-7, equal_nan=True
+                )
+
+
+def gradients_of(seed: int) -> list[Tensor]:
+    """Of eight parameters, four of which are cut along the first dim."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(8, 3), (5,), (16,), (), (8,), (2, 2), (24, 2), (7,)]
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def is_cut(number: int) -> bool:
+    return number % 2 == 0 and number != 5
+
+
+@pytest.mark.ranks(1, 2, 4, 8)
+def test_cut_and_copied_parameters_on_several_axes(world) -> None:
+    """Stages on pp, rows on tp with every second parameter on all of them, everything twice on dp."""
+    shapes = [{"dp": 2, "pp": 2, "tp": 2}, {"dp": 2, "pp": 1, "tp": 2}, {"dp": 1, "pp": 2, "tp": 2}]
+    shapes += [{"dp": 1, "pp": 1, "tp": n} for n in (1, 2, 4, 8)] + [{"dp": 1, "pp": 2, "tp": 1}]
+    with meshes(world, *shapes) as made:
+        for mesh in made:
+
+            def own(gradient: Tensor, number: int, mesh: ax.DeviceMesh = mesh) -> Tensor | None:
+                if number % mesh.size("pp") != mesh.rank("pp"):
+                    return None
+                return gradient.tensor_split(mesh.size("tp"))[mesh.rank("tp")] if is_cut(number) else gradient
+
+            for axes in (("pp", "tp"), ("dp", "pp", "tp")):
+
+                def clip(here, limit, norm_type, mesh=mesh, axes=axes):
+                    times = mesh.size("dp") if "dp" in axes else 1
+                    copies = {p: times * (1 if is_cut(n) else mesh.size("tp")) for n, p in here.items()}
+                    return ax.clip_grad_norm(
+                        here.values(), limit, norm_type, group=mesh.group(*axes), copies=copies
+                    )
+
+                check_like_torch(gradients_of(3), own, clip, f"{mesh} {axes}")
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_gradients_that_are_not_finite(world) -> None:
+    """In one rank's rows, or on all ranks alike; in a gradient that counts elsewhere they do not count twice."""
+    group = world.default_group
+    for bad in (math.inf, -math.inf, math.nan):
+        for place in (0, 1):
+            gradients = [torch.arange(8.0), torch.ones(3)]
+            gradients[place][-1] = bad
+
+            def own(gradient: Tensor, number: int) -> Tensor:
+                return gradient.tensor_split(group.size)[group.rank] if number == 0 else gradient
+
+            def clip(here, limit, norm_type):
+                return ax.clip_grad_norm(
+                    here.values(), limit, norm_type, copies=lambda p: 1 if p is here[0] else group.size
+                )
+
+            check_like_torch(gradients, own, clip)
+
+            def left_out(here, limit, norm_type):
+                copies = {here[1]: 1 if group.rank == 0 else math.inf}
+                return ax.clip_grad_norm(here.values(), limit, norm_type, copies=copies)
+
+            check_like_torch(gradients, own, left_out)
+            (parameter,) = parameters_with([own(gradients[0], 0)])
+            if place == 0:
+                with pytest.raises(
+                    RuntimeError, match=r"the norm of the gradient is (inf|nan), so it cannot be clipped"
+                ):
+                    ax.clip_grad_norm(parameter, 1.0, error_if_nonfinite=True)
+            assert torch.equal(parameter.grad.nan_to_num(), own(gradients[0], 0).nan_to_num())
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.sampled_from([1, 2, 4])), max_size=5),
+    st.sampled_from([0.7, 1.0, 2.0, 3.0, math.inf]),
+    st.integers(0, 1000),
+)
+def test_any_parameters_on_any_number_of_ranks(parts, norm_type, seed) -> None:
+    """Each parameter has a part for each set of ranks that share it out; the ranks of a set have the same part."""
+    generator = torch.Generator().manual_seed(seed)
+    gradients = [torch.randn(4, size, generator=generator) for size, _ in parts]
+    whole = parameters_with(gradients)
+    # torch has no largest value of an empty gradient
+    expected = nn.utils.clip_grad_norm_([p for p in whole if p.numel()], 0.5, norm_type)
+
+    def clipped(world: ax.World) -> tuple[Tensor, list[Tensor]]:
+        mine = [g[world.rank // c * c :][:c] for g, (_, c) in zip(gradients, parts, strict=True)]
+        here = parameters_with(mine)
+        copies = {p: c for p, (_, c) in zip(here, parts, strict=True)}
+        return ax.clip_grad_norm(here, 0.5, norm_type, copies=copies), [p.grad for p in here]
+
+    for rank, (norm, found) in enumerate(run_ranks(4, clipped)):
+        torch.testing.assert_close(norm, expected.float(), rtol=1e-4, atol=1e-6)
+        for grad, parameter, (_, c) in zip(found, whole, parts, strict=True):
+            torch.testing.assert_close(grad, parameter.grad[rank // c * c :][:c], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_what_parameters_may_be(world) -> None:
+    size = world.size
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    for parameter in list(model.parameters())[:3]:
+        parameter.grad = torch.full_like(parameter, 2.0)
+    squares = [24.0, 8.0, 16.0]
+    for parameters, copies, expected in (
+        (model, None, size * sum(squares)),
+        (model.parameters(), size, sum(squares)),
+        (model, {"0.weight": size, "1.bias": size}, squares[0] + size * (squares[1] + squares[2])),
+        (model[0].weight, None, size * squares[0]),
+        (iter([model[0].bias]), {model[0].bias: size, model[1].bias: 7}, squares[1]),
+        (model, lambda p: size if p.dim() > 1 else 1, squares[0] + size * squares[1] + squares[2]),
+        (model, {model[0].weight: math.inf}, size * (squares[1] + squares[2])),
+        ([], None, 0.0),
+        (model[1].bias, None, 0.0),
+    ):
+        norm = ax.clip_grad_norm(parameters, math.inf, copies=copies)
+        torch.testing.assert_close(norm, torch.tensor(math.sqrt(expected)))
+    assert model[1].bias.grad is None
+    assert all(bool((p.grad == 2).all()) for p in list(model.parameters())[:3])
+
+
+@pytest.mark.ranks(2)
+def test_dtypes(world) -> None:
+    """Half precision is summed in float32; dtypes may be mixed; large numbers overflow to infinity."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.complex64):
+        gradients = [torch.full((50,), 300.0, dtype=dtype), torch.full((30,), 0.5)]
+        here = parameters_with(gradients)
+        norm = ax.clip_grad_norm(here, 1.0)
+        torch.testing.assert_close(norm, torch.tensor(math.sqrt(2 * (50 * 300.0**2 + 30 * 0.25))))
+        for parameter, gradient in zip(here, gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient / norm.to(gradient.dtype), rtol=1e-2, atol=1e-6)
+    (large,) = parameters_with([torch.tensor([1e200], dtype=torch.float64)])
+    assert ax.clip_grad_norm(large, math.inf) == math.inf
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_mistakes(world) -> None:
+    (parameter,) = parameters_with([torch.ones(3)])
+    model = nn.Linear(2, 2)
+    for arguments, error, message in (
+        ((parameter, -1.0), ValueError, "max_norm: expected 0 or more, got -1.0"),
+        ((parameter, math.nan), ValueError, "max_norm"),
+        ((parameter, 1.0, 0), ValueError, "norm_type: expected a positive number or infinity, got 0.0"),
+        ((parameter, 1.0, math.nan), ValueError, "norm_type"),
+        (([1.0], 1.0), TypeError, "parameters: expected a module or tensors, got float"),
+        ((parameter, "much"), ValueError, "much"),
+    ):
+        with pytest.raises(error, match=message):
+            ax.clip_grad_norm(*arguments)
+    for copies, error, message in (
+        (
+            world.size + 1,
+            ValueError,
+            rf"copies: expected 1 to {world.size}, the ranks of the group, got {world.size + 1}",
+        ),
+        (0, ValueError, "got 0 for weight"),
+        ({"bias": 0.5}, ValueError, "got 0.5 for bias"),
+        (math.nan, ValueError, "got nan"),
+        (True, TypeError, "copies: expected a number of ranks, got True"),
+        ({"bias": "two"}, TypeError, "got 'two'"),
+        ({"basi": 1}, ValueError, "names of parameters, got 'basi'; names here are 'bias', 'weight', ..."),
+    ):
+        with pytest.raises(error, match=message):
+            ax.clip_grad_norm(model, 1.0, copies=copies)
+    with pytest.raises(ValueError, match="got 'bias'; parameters without a module have none"):
+        ax.clip_grad_norm(model.parameters(), 1.0, copies={"bias": 1})
+    assert parameter.grad.tolist() == [1] * 3
+    world.default_group.barrier()
+
+
+@pytest.mark.ranks(2, 4)
+def test_different_limits_are_an_error_on_all_ranks(world) -> None:
+    (parameter,) = parameters_with([torch.ones(3)])
+    with pytest.raises(ValueError, match=r"max_norm: expected the same on all ranks of the group, got \[0.0, 1.0"):
+        ax.clip_grad_norm(parameter, float(world.rank))
+    with pytest.raises(ValueError, match=r"norm_type: expected the same on all ranks of the group, got \[1.0, 2.0"):
+        ax.clip_grad_norm(parameter, 1.0, 1 + world.rank)
+    group = world.new_group([0])
+    if world.rank:
+        with pytest.raises(ValueError, match="is not in this group"):
+            ax.clip_grad_norm(parameter, 1.0, group=group)
+    assert parameter.grad.tolist() == [1] * 3
+
+
+def test_one_message_a_norm() -> None:
+    def logged(world: ax.World) -> list[tuple[str, int]]:
+        ax.clip_grad_norm(parameters_with([torch.ones(3), torch.ones(2, 2)]), 1.0)
+        return [(entry.operation, entry.nbytes) for entry in world.default_group.backend.log]
+
+    assert run_ranks(2, logged) == [[("all_gather", 24)]] * 2
+
+
+# ---- with wrappers, on a mesh ------------------------------------------------------------------------------------
+
+WIDTH, HIDDEN, BATCH = 6, 8, 8
+
+
+class Whole(nn.Module):
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(self.norm(x)))) + self.bias
+
+
+class Part(nn.Module):
+    """The same with the hidden layer cut over a group, everything else copied."""
+
+    copied = ("norm.weight", "norm.bias", "bias")
+
+    def __init__(self, whole: Whole, group: ax.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+        self.norm, self.bias = copy.deepcopy(whole.norm), nn.Parameter(whole.bias.detach().clone())
+        self.up = nn.Linear(WIDTH, HIDDEN // group.size)
+        self.down = nn.Linear(HIDDEN // group.size, WIDTH, bias=False)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                parameter.copy_(self.part_of(name, whole.get_parameter(name)))
+
+    def part_of(self, name: str, whole: Tensor) -> Tensor:
+        if name in self.copied:
+            return whole
+        return whole.tensor_split(self.group.size, 1 if name.startswith("down") else 0)[self.group.rank]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = ax.autograd.copy(self.norm(x), self.group)
+        return ax.autograd.reduce(self.down(torch.relu(self.up(x))), self.group) + self.bias
+
+
+def data(seed: int = 5) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, WIDTH, generator=generator)
+
+
+def trained_alone(blocks: list[Whole], limit: float, norm_type: float) -> Tensor:
+    """One step of the blocks one behind the other; return the norm."""
+    model = nn.Sequential(*blocks)
+    inputs, targets = data()
+    F.mse_loss(model(inputs), targets).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), limit, norm_type)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    return norm
+
+
+@pytest.mark.ranks(1, 2, 4, 8)
+def test_fsdp_on_one_axis_tensor_parallel_on_another(world) -> None:
+    shapes = [{"dp": d, "fsdp": f, "tp": t} for d in (1, 2) for f in (1, 2, 4) for t in (1, 2)]
+    with meshes(world, *shapes) as made:
+        for number, mesh in enumerate(made):
+            norm_type, limit = TYPES[1 + number % 4], (0.02, 5e-3)[number % 2]
+            whole = Whole(torch.Generator().manual_seed(9))
+            part = Part(whole, mesh.group("tp"))
+            by_name = dict.fromkeys(Part.copied, mesh.size("tp"))
+            model = ax.FSDP(
+                part,
+                (mesh.group("fsdp"), mesh.group("dp")),
+                sharding_strategy=ax.ShardingStrategy.HYBRID_SHARD,
+                units=nn.Linear,
+            )
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            mine = mesh.rank("dp", "fsdp")
+            inputs, targets = (t.tensor_split(mesh.size("dp", "fsdp"))[mine] for t in data())
+            F.mse_loss(model(inputs), targets).backward()
+            expected = trained_alone([whole], limit, norm_type)
+            for axes in (("fsdp", "tp"), ("dp", "fsdp", "tp")):  # replicas are found by themselves
+                measured = model.clip_grad_norm(math.inf, norm_type, group=mesh.group(*axes), copies=by_name)
+                torch.testing.assert_close(measured, expected, rtol=1e-4, atol=1e-6)
+            norm = model.clip_grad_norm(limit, norm_type, group=mesh.group(), copies=by_name)
+            torch.testing.assert_close(norm, expected, rtol=1e-4, atol=1e-6)
+            optimizer.step()
+            for name, value in model.full_state_dict().items():
+                torch.testing.assert_close(value, part.part_of(name, whole.get_parameter(name).detach()))
+
+
+@pytest.mark.ranks(2, 4, 8)
+def test_pipelines_of_tensor_parallel_and_sharded_stages(world) -> None:
+    """Two stages whose norms are tied, each cut over tp and divided over dp."""
+    shapes = [{"dp": d, "pp": 2, "tp": t} for d in (1, 2) for t in (1, 2)]
+    with meshes(world, *shapes) as made:
+        for number, mesh in enumerate(made):
+            norm_type, limit = TYPES[1 + (number + world.size) % 4], 0.02
+            generator = torch.Generator().manual_seed(7)
+            whole = [Whole(generator), Whole(generator)]
+            whole[1].norm = whole[0].norm
+            parts = [Part(block, mesh.group("tp")) for block in whole]
+            tied = [[(stage, f"norm.{name}") for stage in (0, 1)] for name in ("weight", "bias")]
+            stages = [
+                ax.FSDP(part, mesh.group("dp")) if stage == mesh.rank("pp") else None
+                for stage, part in enumerate(parts)
+            ]
+            pipeline = ax.Pipeline.from_modules(
+                stages, mesh.group("pp"), ties=tied, num_microbatches=2, loss_fn=F.mse_loss
+            )
+            optimizer = torch.optim.SGD(pipeline.parameters(), lr=1.0)
+            inputs, targets = (t.tensor_split(mesh.size("dp"))[mesh.rank("dp")] for t in data())
+            pipeline.train_step(inputs, targets)
+            expected = trained_alone(whole, limit, norm_type)
+            own = mesh.rank("pp")
+            copied = {p: mesh.size("tp") for name, p in stages[own].named_parameters() if name in Part.copied}
+            norm = pipeline.clip_grad_norm(limit, norm_type, group=mesh.group(), copies=copied)
+            torch.testing.assert_close(norm, expected, rtol=1e-4, atol=1e-6)
+            optimizer.step()
+            for name, value in stages[own].full_state_dict().items():
+                torch.testing.assert_close(value, parts[own].part_of(name, whole[own].get_parameter(name).detach()))
+
+
+@pytest.mark.ranks(4)
+def test_groups_that_leave_ranks_out_are_refused(world) -> None:
+    mesh = ax.DeviceMesh({"pp": 2, "tp": 2})
+    whole = Whole(torch.Generator().manual_seed(9))
+    model = ax.FSDP(Part(whole, mesh.group("tp")), mesh.group("pp"))
+    with pytest.raises(ValueError, match="group: expected one with all ranks that share the parameters out"):
+        model.clip_grad_norm(1.0, group=mesh.group("tp"))
+    with pytest.raises(ValueError, match="copies: expected names of parameters, got 'normal'"):
+        model.clip_grad_norm(1.0, group=mesh.group(), copies={"normal": 2})
+    stages = [Part(whole, mesh.group("tp")) for _ in range(2)]
+    pipeline = ax.Pipeline.from_modules(stages, mesh.group("pp"), loss_fn=F.mse_loss)
+    with pytest.raises(ValueError, match="group: expected one with all ranks of the pipeline"):
+        pipeline.clip_grad_norm(1.0, group=mesh.group("tp"))
