@@ -36,6 +36,8 @@ __all__ = ["LoggedCall", "MockBackend"]
 
 DEFAULT_TIMEOUT = 60.0
 """Seconds after which a mock rank that waits for the others gives up."""
+MAX_LOGGED = 100_000
+"""Operations that a log has at most: groups of one rank are mock ones in long jobs, too."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class MockBackend(Backend):
     """One rank of a world of threads; made by `create_world`.
 
     Attributes:
-        log: The operations of this rank in this group, a list of `LoggedCall` that may be cleared.
+        log: The latest operations of this rank in this group, a list of `LoggedCall` that may be cleared.
         room: Where the ranks of the group meet.
     """
 
@@ -174,6 +176,8 @@ class MockBackend(Backend):
     def _note(self, operation: str, call: Call | Tensor, root: int | None, nbytes: int) -> None:
         op = call.op if isinstance(call, Call) else None
         entry = LoggedCall(operation, call.dtype, tuple(call.shape), op, root, nbytes, self.room.ranks)
+        if len(self.log) >= MAX_LOGGED:
+            del self.log[: MAX_LOGGED // 2]
         self.log.append(entry)
 
     # ---- operations ---------------------------------------------------------------------------------------

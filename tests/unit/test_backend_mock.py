@@ -9,6 +9,7 @@ import torch
 
 import axonmpi as ax
 from axonmpi import CollectiveTimeoutError, MockBackend, ProcessGroup, RankFailedError, ReduceOp, World
+from axonmpi.backends import mock
 from axonmpi.backends.mock import LoggedCall
 from axonmpi.testing import run_ranks
 
@@ -86,6 +87,16 @@ def test_no_gradients_are_one_empty_reduction() -> None:
     group, log = alone()
     ax.sync_gradients([], group)
     assert [(entry.operation, entry.nbytes) for entry in log] == [("all_reduce", 0)]
+
+
+def test_a_log_keeps_the_latest_operations(monkeypatch) -> None:
+    monkeypatch.setattr(mock, "MAX_LOGGED", 10)
+    group, log = alone()
+    for number in range(1, 100):
+        group.all_reduce(torch.ones(number))
+        assert [entry.shape for entry in log] == [(n,) for n in range(number - len(log) + 1, number + 1)]
+        assert min(number, 5) <= len(log) <= 10
+    assert group.backend.log is log
 
 
 def test_small_objects_are_two_operations() -> None:
