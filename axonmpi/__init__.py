@@ -80,6 +80,7 @@ from .group import ProcessGroup, World
 from .mesh import DeviceMesh
 from .norms import clip_grad_norm
 from .pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
+from .tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, parallel_cross_entropy
 from .types import GradSyncStrategy, Observer, ReduceOp, Work
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "ColumnParallelLinear",
     "CommunicatorError",
     "DeviceMesh",
     "DistributedDataParallel",
@@ -121,9 +123,11 @@ __all__ = [
     "ProcessGroup",
     "RankFailedError",
     "ReduceOp",
+    "RowParallelLinear",
     "ScatteredParameterError",
     "ShardedGradScaler",
     "ShardingStrategy",
+    "VocabParallelEmbedding",
     "Work",
     "World",
     "all_gather",
@@ -157,6 +161,7 @@ __all__ = [
     "is_main_process",
     "isend",
     "new_group",
+    "parallel_cross_entropy",
     "rank",
     "recv",
     "reduce",

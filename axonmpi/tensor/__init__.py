@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from .embedding import VocabParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear
+from .loss import parallel_cross_entropy
 from .shards import Shard, Sharded
 
 __all__ = [
@@ -10,4 +12,6 @@ __all__ = [
     "RowParallelLinear",
     "Shard",
     "Sharded",
+    "VocabParallelEmbedding",
+    "parallel_cross_entropy",
 ]

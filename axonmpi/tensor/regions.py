@@ -1,98 +1,350 @@
 """Where a region in which the ranks' activations differ begins and ends (layer 5).
 
-    replicated ──── enter ──── each rank its own features ──── leave ──── replicated          plain
-    sequence shard ─ enter ─── each rank its own features ──── leave ──── sequence shard      with sequence parallelism
+    replicated ────── enter ──── each rank has its own features ──── leave ──── replicated
+    sequence shard ── enter ──── each rank has its own features ──── leave ──── sequence shard
 
-    function         forward, plain     backward      with sequence parallelism     backward
-    enter            nothing            sum           all-gather                    reduce-scatter
-    leave            sum                nothing       reduce-scatter                all-gather
-    split_sequence                                    own slice                     all-gather
-    join_sequence                                     all-gather                    own slice
-    shared           nothing            sum of several small tensors' gradients in one all-reduce
+    function         forward           backward           with sequence parallelism
+    enter            nothing           sum                all-gather           reduce-scatter
+    leave            sum               nothing            reduce-scatter       all-gather
+    split_sequence   own slice         all-gather
+    join_sequence    all-gather        own slice
+    shared           nothing           sum, for several small tensors in one all-reduce
 
-With sequence parallelism each rank has a slice of the sequence between regions, so that norms and dropout are computed once
-and not on every rank (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models").
+With sequence parallelism each rank has a slice of the sequence between regions, so norms and dropout are computed
+once instead of on every rank. The functions of a line and the line below are each other's transpose.
+
+Sources: Shoeybi et al. 2019 (Megatron-LM); Korthikanti et al. 2022 (arXiv:2205.05198).
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from .. import autograd
 from ..backends.base import Backend
 from ..backends.checks import wrap_dim
 from ..group import ProcessGroup
+from ..types import ReduceOp
+from .entry import Entered, Entry
+from .product import apply, autocast_dtype
 
-__all__ = ["enter", "join_sequence", "leave", "shared", "split_sequence"]
+__all__ = ["check_sequence", "enter", "enter_once", "join_sequence", "leave", "shared", "split_sequence"]
 
 
-def enter(
-    tensor: Tensor, group: ProcessGroup, *, sequence_parallel: bool = False, sequence_dim: int = 1
-) -> Tensor:
-    """Begin a region: return the whole input of layers whose outputs are divided."""
+def enter(tensor: Tensor, group: ProcessGroup, *, sequence_parallel: bool = False, sequence_dim: int = 1) -> Tensor:
+    """Begin a region: return the whole input of layers whose outputs are divided over the ranks.
+
+    Forward is local, backward one all-reduce; with sequence parallelism one all-gather and one reduce-scatter, and
+    another all-gather in backward for the weights of column layers, which do not keep what was gathered.
+
+    Column layers that get the result itself add their gradients apart from it, so that the sum over the ranks
+    starts before the gradient of a weight is computed. A hook on the result sees the gradients of others only.
+
+    Args:
+        tensor: The same on all ranks; with sequence parallelism this rank's slice, as long on each of them.
+        group: The ranks.
+        sequence_parallel: Whether the tensor is a slice of the sequence.
+        sequence_dim: Which dimension is the sequence.
+
+    Raises:
+        IndexError: `sequence_dim` is out of range.
+        ValueError: The ranks' slices are not of the same length.
+    """
     if group.size == 1:
         return tensor
-    if sequence_parallel:
-        return autograd.all_gather(tensor, group, sequence_dim)
-    return autograd.copy(tensor, group)
+    dim = wrap_dim(sequence_dim, tensor.dim()) if sequence_parallel else None
+    if dim is None and not _is_differentiated(tensor):
+        return tensor
+    entry = Entry(group, _shape_of_whole(tensor, group, dim), dim)
+    result = apply(_Enter, tensor, entry, True)
+    Entered(result, entry, tensor if sequence_parallel else None).mark()
+    return result
+
+
+def enter_once(tensor: Tensor, group: ProcessGroup, dim: int | None, user: object) -> Entered:
+    """Do as `enter` does, but once for several layers that get the same tensor one after the other.
+
+    A layer that asks for a tensor again begins anew, as this is another forward.
+
+    Args:
+        tensor: As for `enter`; under autocast it is converted first.
+        group: The ranks.
+        dim: Which dimension is the sequence; None without sequence parallelism.
+        user: The layer.
+    """
+    dtype = autocast_dtype(tensor)
+    if group.size == 1 or (dim is None and not _is_differentiated(tensor)):
+        return Entered(tensor)
+    key = None
+    if not tensor.is_inference():  # these do not tell whether they have changed
+        key = (group, dim, dtype, tensor._version, _is_differentiated(tensor), torch.is_grad_enabled())
+    found = _latest.find(tensor, key, user)
+    if found is None:
+        converted = tensor.to(dtype)
+        entry = Entry(group, _shape_of_whole(tensor, group, dim), dim)
+        found = Entered(apply(_Enter, converted, entry, False), entry)
+        _latest.keep(tensor, key, user, found)
+    return found if dim is None else Entered(found.tensor, found.entry, tensor.to(dtype))
 
 
 def leave(
-    tensor: Tensor, group: ProcessGroup, *, sequence_parallel: bool = False, sequence_dim: int = 1
+    tensor: Tensor,
+    group: ProcessGroup,
+    *,
+    sequence_parallel: bool = False,
+    sequence_dim: int = 1,
+    bias: Tensor | None = None,
+    in_place: bool = False,
 ) -> Tensor:
-    """End a region: return the sum over the ranks, or this rank's slice of it."""
+    """End a region: return the sum over the ranks, with sequence parallelism this rank's slice of it; collective.
+
+    Backward is local, or one all-gather. The gradient of `bias` is complete on all ranks without further messages.
+
+    Args:
+        tensor: This rank's part of the sum, of the same shape on all ranks.
+        group: The ranks.
+        sequence_parallel: Whether to return a slice of the sequence.
+        sequence_dim: Which dimension is the sequence.
+        bias: [tensor.shape[-1]] the same on all ranks, added once.
+        in_place: Whether the tensor's memory may be used for the result; the tensor must not be used afterwards.
+
+    Raises:
+        IndexError: `sequence_dim` is out of range.
+        ValueError: The sequence cannot be divided.
+    """
     if group.size == 1:
-        return tensor
+        return tensor if bias is None else tensor + bias
+    dim = None
     if sequence_parallel:
-        check_sequence(tensor, group, sequence_dim)
-        return autograd.reduce_scatter(tensor, group, sequence_dim)
-    return autograd.reduce(tensor, group)
+        dim = check_sequence(tensor.shape, group, sequence_dim)
+    elif not in_place or tensor._is_view():
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return apply(_Leave, tensor, bias, group, dim)
 
 
 def split_sequence(tensor: Tensor, group: ProcessGroup, dim: int = 1) -> Tensor:
-    """Return this rank's slice of the sequence; the gradients of all slices are put together in backward."""
-    check_sequence(tensor, group, dim)
-    return tensor if group.size == 1 else autograd.scatter(tensor, group, dim)
+    """Return this rank's slice of the sequence; local, and backward is one all-gather.
+
+    Args:
+        tensor: The same on all ranks.
+        group: The ranks.
+        dim: Which dimension is the sequence.
+
+    Raises:
+        IndexError: `dim` is out of range.
+        ValueError: The sequence cannot be divided.
+    """
+    dim = check_sequence(tensor.shape, group, dim)
+    if group.size == 1:
+        return tensor
+    return apply(_Split, tensor, group, dim)
 
 
 def join_sequence(tensor: Tensor, group: ProcessGroup, dim: int = 1) -> Tensor:
-    """Return the whole sequence, with which all ranks do the same."""
-    return tensor if group.size == 1 else autograd.gather(tensor, group, dim)
+    """Return the whole sequence, with which all ranks go on to do the same; one all-gather, backward is local.
 
-
-def check_sequence(tensor: Tensor, group: ProcessGroup, dim: int) -> None:
-    """Raise unless the sequence can be divided; local.
+    Args:
+        tensor: This rank's slice, of the same shape on all ranks.
+        group: The ranks.
+        dim: Which dimension is the sequence.
 
     Raises:
-        ValueError: Its length is no multiple of the number of ranks.
+        IndexError: `dim` is out of range.
+        ValueError: The ranks' slices are not of the same length.
     """
     dim = wrap_dim(dim, tensor.dim())
-    if tensor.shape[dim] % group.size:
-        raise ValueError(
-            f"expected a sequence (dim {dim}) whose length is a multiple of the {group.size} ranks of the group, got "
-            f"shape {list(tensor.shape)} on rank {group.rank}; pad it"
-        )
+    if group.size == 1:
+        return tensor
+    return apply(_Join, tensor, group, dim)
 
 
 def shared(tensors: Sequence[Tensor], group: ProcessGroup | Backend) -> list[Tensor]:
-    """Return the tensors; backward sums the gradients of all of them over the ranks, in one all-reduce."""
-    if group.size == 1 or not torch.is_grad_enabled():
+    """Return the tensors; backward sums their gradients over the ranks, all of them in one all-reduce.
+
+    For parameters that are the same on all ranks and that each rank uses for its part of the data.
+
+    Args:
+        tensors: Of any shapes; those that need no gradient are returned as they are. One of them without a gradient
+            counts as zeros, as long as another one has one.
+        group: The ranks.
+    """
+    differentiated = [tensor for tensor in tensors if _is_differentiated(tensor)]
+    if group.size == 1 or not differentiated:
         return list(tensors)
-    return list(_Shared.apply(group, *tensors))
+    sharing: type[Function] = _Shared
+    results = iter(sharing.apply(group, *differentiated))
+    return [next(results) if _is_differentiated(tensor) else tensor for tensor in tensors]
 
 
-class _Shared(torch.autograd.Function):
+def check_sequence(shape: Sequence[int], group: ProcessGroup, dim: int) -> int:
+    """Raise unless a sequence can be divided, and return its dimension, from 0; local.
+
+    Raises:
+        IndexError: `dim` is out of range.
+        ValueError: The length is no multiple of the number of ranks.
+    """
+    dim = wrap_dim(dim, len(shape))
+    if shape[dim] % group.size:
+        raise ValueError(
+            f"expected a sequence whose length is a multiple of the {group.size} ranks of the group, got "
+            f"{shape[dim]} (dim {dim} of shape {list(shape)}) on rank {group.rank}; pad it"
+        )
+    return dim
+
+
+def _is_differentiated(tensor: Tensor) -> bool:
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _shape_of_whole(tensor: Tensor, group: ProcessGroup, dim: int | None) -> torch.Size:
+    shape = list(tensor.shape)
+    if dim is not None:
+        shape[dim] *= group.size
+    return torch.Size(shape)
+
+
+def _gathered(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    whole: Tensor = group.all_gather(tensor, dim)
+    if whole.shape[dim] != tensor.shape[dim] * group.size:
+        raise ValueError(
+            f"expected slices of a sequence that are equally long on all {group.size} ranks of the group, got "
+            f"{tensor.shape[dim]} of {whole.shape[dim]} on rank {group.rank}; use split_sequence()"
+        )
+    return whole
+
+
+class _Latest(threading.local):
+    """What a thread has entered last, for the next layer that asks for it.
+
+    The tensor that has entered is not kept alive; what it became is, until that is gone or another one enters.
+    """
+
+    def __init__(self) -> None:
+        self._slot: list[Any] = []
+
+    def find(self, tensor: Tensor, key: object, user: object) -> Entered | None:
+        if not self._slot or key is None:
+            return None
+        source, known_key, users, entered = self._slot
+        if source() is not tensor or known_key != key or id(user) in users:
+            return None
+        users.add(id(user))
+        found: Entered = entered
+        return found
+
+    def keep(self, tensor: Tensor, key: object, user: object, entered: Entered) -> None:
+        slot = self._slot
+
+        def forget(source: weakref.ref[Tensor]) -> None:
+            if slot and slot[0] is source:
+                slot.clear()
+
+        slot[:] = [weakref.ref(tensor, forget), key, {id(user)}, entered]
+
+
+_latest = _Latest()
+
+
+class _Enter(Function):
     @staticmethod
-    def forward(ctx, group, *tensors):
+    def forward(ctx: Any, tensor: Tensor, entry: Entry, is_view: bool) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.entry = entry
+        if entry.dim is not None:
+            return _gathered(tensor, entry.group, entry.dim)
+        return tensor.view_as(tensor) if is_view else tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        entry, grad = ctx.entry, grads[0]
+        if grad is None or not torch.is_grad_enabled():
+            return entry.finish(grad), None, None
+        if entry.dim is None:
+            return autograd.reduce(grad, entry.group), None, None
+        return autograd.reduce_scatter(grad, entry.group, entry.dim), None, None
+
+
+class _Leave(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, bias: Tensor | None, group: ProcessGroup, dim: int | None) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        if dim is None:
+            group.all_reduce(tensor, ReduceOp.SUM)
+            ctx.mark_dirty(tensor)
+            result = tensor
+        else:
+            result = group.reduce_scatter(tensor, ReduceOp.SUM, dim)
+        return result if bias is None else result.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        grad, group, dim = grads[0], ctx.group, ctx.dim
+        if torch.is_grad_enabled():  # gradients of gradients are wanted
+            parts = autograd.copy(grad, group) if dim is None else autograd.all_gather(grad, group, dim)
+            whole = grad if dim is None else autograd.gather(grad, group, dim)
+        else:
+            parts = whole = grad if dim is None else _gathered(grad, group, dim)
+        of_bias = whole.reshape(-1, whole.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+        return parts, of_bias, None, None
+
+
+class _Split(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.options = group, dim
+        own: Tensor = tensor.tensor_split(group.size, dim)[group.rank]
+        return own.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return apply(_Join, grads[0], *ctx.options), None, None
+
+
+class _Join(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.options = group, dim
+        return _gathered(tensor, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return apply(_Split, grads[0], *ctx.options), None, None
+
+
+class _Shared(Function):
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup | Backend, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx, *grads):
-        flat = torch.cat([grad.reshape(-1) for grad in grads])
-        ctx.group.all_reduce(flat)
-        parts = flat.split([grad.numel() for grad in grads])
-        return None, *(part.view_as(grad) for part, grad in zip(parts, grads, strict=True))
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        summing: type[Function] = _Summed
+        return None, *summing.apply(ctx.group, *grads)
+
+
+class _Summed(Function):
+    """The sums over the ranks of several tensors, in one all-reduce for each dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup | Backend, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        sums: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            chosen = [index for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            flat = torch.cat([tensors[index].reshape(-1) for index in chosen])
+            group.all_reduce(flat, ReduceOp.SUM)
+            parts = flat.split([tensors[index].numel() for index in chosen])
+            sums |= {index: part.view(tensors[index].shape) for index, part in zip(chosen, parts, strict=True)}
+        return tuple(sums[index] for index in range(len(tensors)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, *shared(grads, ctx.group)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol, runtime_checkable
 
@@ -34,7 +34,7 @@ class Shard:
     """How one parameter is cut.
 
     Attributes:
-        dim: Dimension that is cut, from 0.
+        dim: Dimension that is cut; negative ones count from the end.
         size: Rows of the whole parameter.
         ranges: For each rank the rows that it has, in the order in which its tensor has them.
         local: Rows of each rank's tensor; those beyond the rank's ranges are padding, zeros at the end.
@@ -130,8 +130,8 @@ class Shard:
         """
         if num_heads < 1 or (num_heads % group_size and group_size % num_heads):
             raise ValueError(
-                f"num_heads: expected a multiple or a divisor of the {group_size} ranks of the group, got {num_heads}; "
-                "use another number of ranks"
+                f"num_heads: expected a multiple or a divisor of the {group_size} ranks of the group, got "
+                f"{num_heads}; use another number of ranks"
             )
         if num_heads % group_size == 0:
             return cls.even(dim, num_heads * head_width, group_size)
@@ -149,6 +149,10 @@ class Shard:
         """Whether the ranks' tensors, one after the other, are the whole one."""
         flat = [bounds for own in self.ranges for bounds in own]
         return self.copies == 1 and self.local * self.group_size == self.size and flat == sorted(flat)
+
+    def along(self, dim: int) -> Shard:
+        """Return the same division of another dimension, such as of the activations that belong to a parameter."""
+        return replace(self, dim=dim)
 
     def rows(self, rank: int) -> int:
         """Return how many rows of the whole parameter a rank has; the rest of its `local` rows is padding."""
