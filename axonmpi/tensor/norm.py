@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..backends.base import Backend
 from ..group import ProcessGroup, default_group
 from .regions import shared
 
-__all__ = ["sequence_parallel_norm"]
+__all__ = ["sequence_parallel_norm", "sum_gradients"]
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -57,25 +58,34 @@ def sequence_parallel_norm(module: _Module, group: ProcessGroup | None = None) -
             f"module: expected a {type(module).__name__} with the forward of its class, got one whose forward was "
             "replaced on the instance; call sequence_parallel_norm() before whatever replaces it"
         )
-    changed: Any = module
-    kind: Any = type(module)
-    changed.process_group = default_group() if group is None else group
-    changed.__class__ = _summing(kind)
+    sum_gradients(module, default_group() if group is None else group)
     return module
 
 
-class _Summing(nn.Module):
-    """What is put before a module's class.
+def sum_gradients(module: nn.Module, group: ProcessGroup | Backend) -> None:
+    """Let the gradients of all parameters of a module be summed over ranks that have the same ones; local.
 
-    Attributes:
-        process_group: The ranks whose gradients are summed.
+    The module's class becomes a subclass of what it was, so that whatever is done before its forward, as when FSDP
+    shows the whole parameters, comes first.
+
+    Args:
+        module: Each rank computes with something else; changed in place. Its backward is collective.
+        group: The ranks.
     """
+    changed: Any = module
+    kind: Any = type(module)
+    changed._gradient_group = group
+    changed.__class__ = _summing(kind)
 
-    process_group: ProcessGroup
+
+class _Summing(nn.Module):
+    """What is put before a module's class."""
+
+    _gradient_group: ProcessGroup | Backend
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute as the module's own class does."""
-        with _summed(self, self.process_group):
+        with _summed(self, self._gradient_group):
             return super().forward(*args, **kwargs)
 
 
@@ -86,7 +96,7 @@ def _summing(kind: Any) -> Any:
 
 
 @contextmanager
-def _summed(module: nn.Module, group: ProcessGroup) -> Iterator[None]:
+def _summed(module: nn.Module, group: ProcessGroup | Backend) -> Iterator[None]:
     """Let a module show tensors in place of its parameters, whose gradients are summed on their way to them."""
     places: list[tuple[dict[str, Any], str, Tensor]] = [
         (owner._parameters, name, parameter)

@@ -105,16 +105,20 @@ def test_arguments_and_errors_pass_through(world):
 
 
 def test_what_is_sent():
-    def act(world, *, trained: bool = True, inference: bool = False) -> None:
+    def prepare(*, trained: bool = True, inference: bool = False):
         norm = sequence_parallel_norm(nn.LayerNorm(WIDTH).requires_grad_(trained))
-        with torch.inference_mode(inference):
-            output = norm(randn(2, 4, WIDTH).requires_grad_())
-        if not inference:
-            output.sum().backward()
 
-    assert calls(act) == [["all_reduce"]] * 2  # weight and bias in one
-    assert calls(lambda world: act(world, trained=False)) == [[]] * 2
-    assert calls(lambda world: act(world, inference=True)) == [[]] * 2
+        def act() -> None:
+            with torch.inference_mode(inference):
+                output = norm(randn(2, 4, WIDTH).requires_grad_())
+            if not inference:
+                output.sum().backward()
+
+        return act
+
+    assert calls(lambda world: prepare()) == [["all_reduce"]] * 2  # weight and bias in one
+    assert calls(lambda world: prepare(trained=False)) == [[]] * 2
+    assert calls(lambda world: prepare(inference=True)) == [[]] * 2
 
 
 @pytest.mark.ranks(2)

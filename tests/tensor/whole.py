@@ -52,7 +52,7 @@ def part(tensor: Tensor, world: ax.World, dim: int = 1) -> Tensor:
 
 
 def rows_of_heads(parts: Sequence[int], width: int, rank: int, ranks: int) -> Tensor:
-    """Which rows a rank has of a matrix of several parts, each with so many heads, which may be fewer than ranks."""
+    """Which rows a rank has of a matrix of several parts, each with so many heads, maybe fewer than ranks."""
     rows, start = [], 0
     for heads in parts:
         own = range(rank * heads // ranks, max((rank + 1) * heads // ranks, rank * heads // ranks + 1))
@@ -143,8 +143,8 @@ def assert_close(found: Tensor | None, expected: Tensor | None, what: str = "") 
 def compare(world, block, whole, own, *, x: Tensor, divided: bool, **options) -> None:
     """Compare output, input gradient, values and gradients of parameters of a block with those of the whole one.
 
-    `own` returns this rank's part of a parameter with a name; `divided` says whether ranks have parts of the sequence;
-    the options are of the whole block's forward.
+    `own` returns this rank's part of a parameter with a name; `divided` says whether ranks have parts of the
+    sequence; the options are of the whole block's forward.
     """
     weights = randn(*x.shape, seed=2, dtype=x.dtype)
     inputs = [(part(x, world) if divided else x).clone().requires_grad_(), x.clone().requires_grad_()]
@@ -161,13 +161,15 @@ def compare(world, block, whole, own, *, x: Tensor, divided: bool, **options) ->
         assert_close(parameter.grad, own(name, names[name].grad), name)
 
 
-def calls(act: Callable[[ax.World], object], ranks: int = 2) -> list[list[str]]:
-    """Return which operations of the default group each of some mock ranks does in a function."""
+def calls(prepare: Callable[[ax.World], Callable[[], object]], ranks: int = 2) -> list[list[str]]:
+    """Return the operations that each of some mock ranks does in the function that `prepare` returns."""
 
     def logged(world: ax.World) -> list[str]:
+        act = prepare(world)
+        ax.barrier()
         log = world.default_group.backend.log
-        before = len(log)
-        act(world)
-        return [call.operation for call in log[before:]]
+        log.clear()
+        act()
+        return [call.operation for call in log]
 
     return ax.testing.run_ranks(ranks, logged)

@@ -1,0 +1,277 @@
+"""Self-attention with divided heads equals that of one process, and sends no more than it has to."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import whole
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from whole import assert_close, built, calls, compare, part, randn, rows_of_heads, seeded, together
+
+import axonmpi as ax
+from axonmpi import ProcessGroup
+from axonmpi.tensor.attention import tensor_parallel_attention
+from axonmpi.tensor.dropout import ShardedDropout
+from axonmpi.tensor.mlp import ParallelGatedMLP
+from axonmpi.tensor.norm import sequence_parallel_norm
+
+HIDDEN, HEADS, WIDTH = 12, 4, 6
+
+
+def own_part(world, heads: int = HEADS, pairs: int = HEADS, width: int = WIDTH):
+    """Return a function from a parameter's name and the whole of it to this rank's part."""
+    parts = {"query_key_value": [heads] * 3, "query": [heads], "key_value": [pairs] * 2}
+
+    def own(name: str, tensor: Tensor) -> Tensor:
+        layer = name.partition(".")[0]
+        if name == "output.bias":
+            return tensor
+        rows = rows_of_heads(parts.get(layer, [heads]), width, world.rank, world.size)
+        return tensor[:, rows] if layer == "output" else tensor[rows]
+
+    return own
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("divided", [False, True])
+def test_everything_equals_the_whole_attention(world, divided):
+    kinds = itertools.product((HEADS, 2, 1), (True, False), (True, False))
+    for seed, (pairs, causal, rotary) in enumerate(kinds):
+        options = {"causal": causal, "rotary": rotary, "bias": seed % 3 > 0}
+        alone = built(lambda: whole.Attention(HIDDEN, HEADS, pairs, WIDTH, **options), seed)  # noqa: B023
+        options |= {"num_kv_heads": pairs, "head_dim": WIDTH, "sequence_parallel": divided}
+        block = together(lambda: tensor_parallel_attention(HIDDEN, HEADS, **options), seed)  # noqa: B023
+        compare(world, block, alone, own_part(world, pairs=pairs), x=randn(2, 8, HIDDEN), divided=divided)
+        for name, layer in alone.named_children():
+            assert torch.equal(block.get_submodule(name).full_weight(), layer.weight)
+            bias = block.get_submodule(name).full_bias()
+            assert bias is layer.bias is None or torch.equal(bias, layer.bias)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    batch=st.integers(1, 3),
+    length=st.integers(1, 5),
+    hidden=st.integers(1, 9),
+    pairs=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    half=st.integers(1, 3),
+    flags=st.tuples(*[st.booleans()] * 4),
+)
+def test_any_shape(batch, length, hidden, pairs, groups, half, flags):
+    causal, rotary, bias, divided = flags
+    pairs, groups = (pairs, 2 * groups) if pairs == 1 else (2 * pairs, groups)
+    heads, width = pairs * groups, 2 * half
+    options = {"causal": causal, "rotary": rotary, "bias": bias}
+    x = randn(batch, 2 * length, hidden, seed=3, dtype=torch.float64)
+
+    def act(world) -> None:
+        alone = built(lambda: whole.Attention(hidden, heads, pairs, width, **options).double())
+        further = {"num_kv_heads": pairs, "head_dim": width, "sequence_parallel": divided}
+        block = together(lambda: tensor_parallel_attention(hidden, heads, **options, **further)).double()
+        compare(world, block, alone, own_part(world, heads, pairs, width), x=x, divided=divided)
+
+    ax.testing.run_ranks(2, act)
+
+
+@pytest.mark.parametrize("pairs", [4, 2, 1])
+def test_what_is_sent(pairs):
+    def cost(act, divided: bool = False) -> list[str]:
+        def prepare(world):
+            options = {"num_kv_heads": pairs, "rotary": True, "sequence_parallel": divided}
+            block = tensor_parallel_attention(HIDDEN, 4, head_dim=4, **options)
+            return lambda: act(block, randn(2, 4, HIDDEN).requires_grad_())
+
+        first, second = calls(prepare)
+        assert first == second
+        return first
+
+    assert cost(lambda block, x: block(x)) == ["all_reduce"]
+    assert cost(lambda block, x: block(x).sum().backward()) == ["all_reduce"] * 2
+    assert cost(lambda block, x: block(x), divided=True) == ["all_gather", "reduce_scatter"]
+    # the output's gradient, and the input once more
+    expected = ["all_gather", "reduce_scatter", "all_gather", "all_gather", "reduce_scatter"]
+    assert sorted(cost(lambda block, x: block(x).sum().backward(), divided=True)) == sorted(expected)
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("pairs", [4, 1])
+def test_dropout_is_the_same_at_any_width_and_with_parts_of_the_sequence(world, pairs):
+    x, p = randn(2, 8, HIDDEN), 0.4
+    masks = ShardedDropout(p, ProcessGroup.mock(), 1, HEADS, generator=seeded(5))(torch.ones(2, HEADS, 8, 8))
+    for divided, causal in itertools.product((False, True), (False, True)):
+        alone = built(lambda: whole.Attention(HIDDEN, HEADS, pairs, WIDTH, causal=causal))  # noqa: B023
+        options = {"num_kv_heads": pairs, "head_dim": WIDTH, "sequence_parallel": divided, "causal": causal}
+        block = together(lambda: tensor_parallel_attention(HIDDEN, HEADS, dropout=p, **options))  # noqa: B023
+        block.dropout.generator = seeded(5)
+        compare(world, block, alone, own_part(world, pairs=pairs), x=x, divided=divided, masks=masks)
+        own, expected = (part(t, world) if divided else t for t in (x, alone(x)))
+        assert_close(block.eval()(own), expected)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_dropout_from_the_default_generator_under_checkpointing(world):
+    if world.default_group.backend.name == "mock" and world.size > 1:
+        pytest.skip("mock ranks have one default generator: needs an mpirun")
+    x, weights = randn(2, 8, HIDDEN), randn(2, 8, HIDDEN, seed=2)
+    alone = built(lambda: tensor_parallel_attention(HIDDEN, HEADS, ProcessGroup.mock(), dropout=0.5))
+    block = together(lambda: tensor_parallel_attention(HIDDEN, HEADS, dropout=0.5))
+    results = []
+    for module, run in (
+        (alone, alone),
+        (block, block),
+        (block, lambda x: checkpoint(block, x, use_reentrant=False)),
+    ):
+        leaf = x.clone().requires_grad_()
+        module.zero_grad()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            output = run(leaf)
+            torch.rand(3)
+            (output * weights).sum().backward()
+            results.append((output.detach(), leaf.grad, module.query_key_value.full_weight(), torch.rand(1)))
+            gradient = (
+                ax.all_gather(block.output.weight.grad, dim=1) if module is block else alone.output.weight.grad
+            )
+            results[-1] = (*results[-1], gradient)
+    for other in results[1:]:
+        for found, expected in zip(other, results[0], strict=True):
+            assert_close(found, expected)
+
+
+class Block(nn.Module):
+    """A layer of a transformer; the parts are given."""
+
+    def __init__(self, norms: list[nn.Module], attention: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(norms)
+        self.attention, self.mlp = attention, mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norms[0](x))
+        return x + self.mlp(self.norms[1](x))
+
+
+def divided_block(group, *, sequence_parallel: bool) -> Block:
+    norms = [nn.RMSNorm(HIDDEN), nn.LayerNorm(HIDDEN)]
+    if sequence_parallel:
+        norms = [sequence_parallel_norm(norm, group) for norm in norms]
+    options = {"num_kv_heads": 1, "head_dim": WIDTH, "rotary": True, "sequence_parallel": sequence_parallel}
+    attention = tensor_parallel_attention(HIDDEN, HEADS, group, **options)
+    return Block(norms, attention, ParallelGatedMLP(HIDDEN, 16, group, sequence_parallel=sequence_parallel))
+
+
+def whole_block() -> Block:
+    norms = [nn.RMSNorm(HIDDEN), nn.LayerNorm(HIDDEN)]
+    attention = whole.Attention(HIDDEN, HEADS, 1, WIDTH, rotary=True)
+    return Block(norms, attention, whole.GatedMLP(HIDDEN, 16))
+
+
+def own_part_of_block(group, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return this rank's part of the whole block's state."""
+    cut = own_part(group, pairs=1)
+    gate_up, down = (rows_of_heads([16] * parts, 1, group.rank, group.size) for parts in (2, 1))
+    own = {
+        name: cut(name.partition(".")[2], value) for name, value in state.items() if name.startswith("attention")
+    }
+    own |= {"mlp.gate_up.weight": state["mlp.gate_up.weight"][gate_up]}
+    own |= {"mlp.down.weight": state["mlp.down.weight"][:, down]}
+    return {name: own.get(name, value) for name, value in state.items()}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("wrapper", [ax.DDP, ax.FSDP])
+def test_replicas_of_a_divided_layer_train_as_one_process_does(world, wrapper, divided):
+    mesh = ax.DeviceMesh({"dp": 2, "tp": 2})
+    alone = built(whole_block)
+    block = together(lambda: divided_block(mesh.group("tp"), sequence_parallel=divided))
+    block.load_state_dict(own_part_of_block(mesh.group("tp"), alone.state_dict()))
+    wrapped = wrapper(block, mesh.group("dp"))
+    x, targets = randn(4, 8, HIDDEN), randn(4, 8, HIDDEN, seed=2)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9) for module in (wrapped, alone)]
+    for _ in range(3):
+        own = [t.chunk(2)[mesh.rank("dp")] for t in (x, targets)]
+        own = [t.chunk(2, 1)[mesh.rank("tp")] for t in own] if divided else own
+        for optimizer, loss in zip(
+            optimizers,
+            (((wrapped(own[0]) - own[1]) ** 2).sum() / 192, ((alone(x) - targets) ** 2).mean()),
+            strict=True,
+        ):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    state = wrapped.full_state_dict() if wrapper is ax.FSDP else wrapped.state_dict()
+    for name, value in own_part_of_block(mesh.group("tp"), alone.state_dict()).items():
+        assert_close(state[name], value, name)
+
+
+@pytest.mark.ranks(2)
+def test_inference_first_and_other_dtypes(world):
+    block = together(lambda: tensor_parallel_attention(HIDDEN, 2, rotary=True))
+    x = randn(2, 8, HIDDEN)
+    with torch.inference_mode():
+        longer = block(x)
+    output = block(x[:, :5])
+    assert_close(output, longer[:, :5])
+    output.sum().backward()  # with the table of positions made above
+    with torch.autocast("cpu", torch.bfloat16):
+        low = block(x)
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.float(), longer, rtol=0.05, atol=0.05)
+    for dropout in (0.0, 0.5):
+        options = {"num_kv_heads": 1, "dropout": dropout, "dtype": torch.bfloat16}
+        half = together(lambda: tensor_parallel_attention(HIDDEN, 2, **options))  # noqa: B023
+        half.dropout.generator = seeded(1)
+        output = half(x.bfloat16())
+        assert output.dtype == torch.bfloat16
+        output.sum().backward()
+        assert half.key_value.weight.grad.dtype == torch.bfloat16
+    meta = tensor_parallel_attention(HIDDEN, 2, device="meta")
+    assert meta.query_key_value.weight.shape == (3 * HIDDEN // 2, HIDDEN)
+    assert meta.query_key_value.weight.is_meta
+
+
+@pytest.mark.ranks(4)
+def test_ranks_that_share_a_head_begin_alike_and_stay_so(world):
+    block = together(lambda: tensor_parallel_attention(HIDDEN, HEADS, num_kv_heads=2, head_dim=WIDTH))
+    assert block.key_value.shards["weight"].copies == 2
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        (block(randn(2, 8, HIDDEN, seed=step)) ** 2).sum().backward()
+        optimizer.step()
+        values = ax.all_gather(torch.cat([p.detach().flatten() for p in block.key_value.parameters()])[None])
+        assert torch.equal(values[0], values[1])
+        assert torch.equal(values[2], values[3])
+        assert not torch.equal(values[0], values[2])
+
+
+@pytest.mark.ranks(4)
+def test_mistakes(world):
+    for arguments, options, message in [
+        ((12, 6), {}, "num_heads: expected a multiple of the 4 ranks of the group, got 6"),
+        ((12, 0), {}, "num_heads: expected a multiple of the 4 ranks of the group, got 0"),
+        ((12, 12), {"num_kv_heads": 5}, "num_kv_heads: expected a divisor of num_heads = 12, got 5"),
+        ((12, 12), {"num_kv_heads": 6}, "num_kv_heads: expected a multiple or a divisor of the 4 ranks .* got 6"),
+        (
+            (10, 4),
+            {},
+            "hidden: expected a multiple of num_heads = 4, got 10; use another size, or say with head_dim=",
+        ),
+        ((12, 4), {"rotary": True}, "head_dim: expected an even number, as rotary positions need pairs, got 3"),
+        ((12, 4), {"head_dim": 0}, "head_dim: expected at least 1, got 0"),
+        ((12, 4), {"dropout": -1}, "p: expected the chance"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            tensor_parallel_attention(*arguments, **options)
+    block = together(lambda: tensor_parallel_attention(HIDDEN, HEADS))
+    for shape in [(2, HIDDEN), (2, 4, HIDDEN + 1)]:
+        with pytest.raises(ValueError, match=rf"\[batch, sequence, 12\], got shape .* on rank {world.rank}"):
+            block(torch.ones(shape))
+    assert "hidden=12, heads=4, kv_heads=4, causal=True" in repr(block)
