@@ -80,7 +80,13 @@ from .group import ProcessGroup, World
 from .mesh import DeviceMesh
 from .norms import clip_grad_norm
 from .pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
-from .tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, parallel_cross_entropy
+from .tensor import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    parallel_cross_entropy,
+    tensor_parallelize,
+)
 from .types import GradSyncStrategy, Observer, ReduceOp, Work
 
 if TYPE_CHECKING:
@@ -172,6 +178,7 @@ __all__ = [
     "symmetric_empty",
     "sync_gradient",
     "sync_gradients",
+    "tensor_parallelize",
     "testing",
     "world_size",
 ]

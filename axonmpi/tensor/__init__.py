@@ -5,13 +5,52 @@ from __future__ import annotations
 from .embedding import VocabParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .loss import parallel_cross_entropy
+from .parallelize import tensor_parallelize
+from .plan import (
+    Assign,
+    Column,
+    Divide,
+    Dropout,
+    HeadDropout,
+    Join,
+    Plan,
+    Region,
+    Row,
+    SequenceNorm,
+    Split,
+    Style,
+    Tied,
+    Vocabulary,
+)
+from .presets import preset
 from .shards import Shard, Sharded
+from .state import copies, full_state_dict, load_full_state_dict, local_state_dict
 
 __all__ = [
+    "Assign",
+    "Column",
     "ColumnParallelLinear",
+    "Divide",
+    "Dropout",
+    "HeadDropout",
+    "Join",
+    "Plan",
+    "Region",
+    "Row",
     "RowParallelLinear",
+    "SequenceNorm",
     "Shard",
     "Sharded",
+    "Split",
+    "Style",
+    "Tied",
     "VocabParallelEmbedding",
+    "Vocabulary",
+    "copies",
+    "full_state_dict",
+    "load_full_state_dict",
+    "local_state_dict",
     "parallel_cross_entropy",
+    "preset",
+    "tensor_parallelize",
 ]

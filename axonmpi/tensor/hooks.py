@@ -1,0 +1,199 @@
+"""What modules of a model do in addition where it is divided, without any change to their code (layer 5).
+
+    input of the first block ── split ──> part of the sequence ── blocks ── join ──> output of the last norm
+                                                 │
+                             attention: gathered before, reduced and divided after
+
+Hooks are put before and after the forward of modules. Dropout of attention weights happens inside functions that
+belong to no module; while a module runs, `head_dropout` takes these calls over, on this thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ..backends.base import Backend
+from ..group import ProcessGroup
+from .dropout import ShardedDropout
+from .regions import enter, join_sequence, shared, split_sequence
+
+__all__ = ["gather_input", "head_dropout", "join_output", "split_input", "sum_gradients"]
+
+
+def gather_input(module: nn.Module, group: ProcessGroup, dim: int) -> None:
+    """Gather the sequence of a module's input, once for all of its column layers; local.
+
+    Args:
+        module: Its first floating-point tensor is gathered, positional or keyword.
+        group: The ranks that have the parts.
+        dim: Dimension of the sequence.
+    """
+    _change_input(module, lambda hidden: enter(hidden, group, sequence_parallel=True, sequence_dim=dim))
+
+
+def split_input(module: nn.Module, group: ProcessGroup, dim: int) -> None:
+    """Give a module only this rank's part of the sequence; local.
+
+    Args:
+        module: Its first floating-point tensor is cut, positional or keyword.
+        group: The ranks that get the parts.
+        dim: Dimension of the sequence.
+    """
+    _change_input(module, lambda hidden: split_sequence(hidden, group, dim))
+
+
+def join_output(module: nn.Module, group: ProcessGroup, dim: int) -> None:
+    """Put the parts of the sequence that a module returns together; local.
+
+    Args:
+        module: It returns a tensor, or a tuple whose first element is it.
+        group: The ranks that have the parts.
+        dim: Dimension of the sequence.
+    """
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return join_sequence(output[0], group, dim), *output[1:]
+        return join_sequence(output, group, dim)
+
+    module.register_forward_hook(after)
+
+
+def _change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for place, value in enumerate(args):
+            if _is_hidden(value):
+                return (*args[:place], change(value), *args[place + 1 :]), kwargs
+        for name, value in kwargs.items():
+            if _is_hidden(value):
+                return args, {**kwargs, name: change(value)}
+        raise ValueError(f"{type(module).__name__}: expected a floating-point tensor as input, got none")
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _is_hidden(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def sum_gradients(module: nn.Module, twins: Backend) -> None:
+    """Sum the gradients of a module's own parameters over ranks that have the same ones; local.
+
+    Args:
+        module: Its backward is collective over the ranks.
+        twins: Of the ranks; each computes something else with the parameters.
+    """
+    hidden: list[dict[str, nn.Parameter]] = []
+
+    def before(module: nn.Module, args: Any) -> None:
+        own = {
+            name: value for name, value in module._parameters.items() if value is not None and value.requires_grad
+        }
+        hidden.append(own)
+        if own and torch.is_grad_enabled():
+            shown: dict[str, Any] = dict(zip(own, shared(list(own.values()), twins), strict=True))
+            module._parameters.update(shown)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if hidden:
+            module._parameters.update(hidden.pop())
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True)
+
+
+# ---- dropout of attention weights -------------------------------------------------------------------------------
+
+
+def head_dropout(module: nn.Module, group: ProcessGroup, heads: int, generator: torch.Generator | None) -> None:
+    """Let dropout inside a module draw for each head what it would draw on any number of ranks; local.
+
+    Taken over are `torch.nn.functional.dropout` of tensors with heads as dim 1 of 4, and the dropout in
+    `scaled_dot_product_attention`, which then is computed step by step.
+
+    Args:
+        module: An attention whose heads are divided.
+        group: The ranks that share the heads.
+        heads: Number of heads on all of them together.
+        generator: What numbers are drawn from; None means torch's default generator.
+    """
+    running: list[ExitStack] = []
+
+    def before(module: nn.Module, args: Any) -> None:
+        running.append(ExitStack())
+        if module.training:
+            running[-1].enter_context(_HeadDropout(group, heads, generator))
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if running:
+            running.pop().close()
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True)
+
+
+class _HeadDropout(TorchFunctionMode):
+    def __init__(self, group: ProcessGroup, heads: int, generator: torch.Generator | None) -> None:
+        super().__init__()
+        self._options = group, heads, generator
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return self._dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if input.dim() != 4 or not training or not p:
+            return F.dropout(input, p, training, inplace)
+        group, heads, generator = self._options
+        return ShardedDropout(p, group, dim=1, blocks=heads, generator=generator)(input)  # type: ignore[no-any-return]
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        if not dropout_p:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, **options)
+        weights, value = _weights(query, key, value, attn_mask, is_causal, **options)
+        return self._dropout(weights, dropout_p) @ value
+
+
+def _weights(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the weights of an attention, [B, heads, T, S], and the values, repeated for each head."""
+    if enable_gqa:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is None:
+        return scores.softmax(-1), value
+    if mask.dtype is not torch.bool:
+        return (scores + mask).softmax(-1), value
+    # the least number and not -inf: positions that may see none have weights of zero, and no NaN in backward
+    hidden = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return hidden.softmax(-1).masked_fill(~mask, 0.0), value

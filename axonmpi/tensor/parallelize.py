@@ -1,0 +1,266 @@
+"""Divides a model that was written for one process among the ranks of a group (layer 5).
+
+    model, built whole and alike on all ranks
+      │ plan      which modules are treated how
+      │ check     styles fit the modules, sizes divide, ties hold, all ranks agree: nothing is changed before
+      ▼
+    the same model: layers replaced by parallel ones with this rank's part, hooks where the sequence is divided
+
+Names of modules and parameters stay, so that `state.py` finds the way back to the whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..group import ProcessGroup, default_group
+from ..wrapping.agreement import check_same_model
+from .plan import Column, Plan, Region, Style, Tied, find_modules
+from .presets import preset
+from .shards import Shard, Sharded
+from .styling import REPLACING, Setting, change, planned, replacement
+
+__all__ = ["tensor_parallelize"]
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+Place = tuple[nn.Module, str]
+"""A module and the name of a parameter of its own."""
+
+
+def tensor_parallelize(
+    module: _Module,
+    plan: Plan | str | None = None,
+    group: ProcessGroup | None = None,
+    *,
+    sequence_parallel: bool = False,
+    sequence_dim: int = 1,
+    generator: torch.Generator | None = None,
+) -> _Module:
+    """Divide a model among the ranks of a group, in place; collective.
+
+    Each rank keeps its part of the layers that the plan names. Call it before DDP or FSDP, and before the optimizer
+    is made. Called with the same inputs on all ranks of the group, the model gives the same outputs as before.
+
+    Args:
+        module: The model, built with the same values on all ranks, or on the meta device.
+        plan: Styles by patterns of module names, see `axonmpi.tensor.plan`; the name of a preset; or None for the
+            preset of `module.config.model_type`.
+        group: The ranks; None means all.
+        sequence_parallel: Activations between blocks are divided along the sequence, whose length has to be a
+            multiple of the number of ranks.
+        sequence_dim: Dimension of the sequence in activations.
+        generator: What dropout draws from, in the same state on all ranks; None means torch's default generator.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: An argument is of the wrong type; on all ranks.
+        ValueError: The plan does not fit the model, sizes do not divide, the model is divided already, or ranks
+            have different plans or models; on all ranks, and nothing is changed.
+
+    Source: Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198).
+    """
+    group = default_group() if group is None else group
+    setting = Setting(group, sequence_parallel, sequence_dim, generator)
+    work, problem = None, None
+    try:
+        work = _plan_work(module, plan, group.size)
+    except (TypeError, ValueError) as error:
+        problem = error
+    _agree(module, work, problem, setting)
+    assert work is not None
+    _carry_out(module, work, setting)
+    return module
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is to be done.
+
+    Attributes:
+        styles: By module name, in the model's order.
+        shards: How parameters are cut, by the names of their modules and their own.
+    """
+
+    styles: Mapping[str, tuple[Style, ...]]
+    shards: Mapping[str, Mapping[str, Shard]]
+
+    def replacing(self) -> Iterator[tuple[str, Style]]:
+        """Yield the modules that others take the place of."""
+        for name, styles in self.styles.items():
+            yield from ((name, style) for style in styles if isinstance(style, REPLACING))
+
+    def named(self, kind: type[Style]) -> list[str]:
+        """Return the names of modules with a style."""
+        return [name for name, styles in self.styles.items() if any(isinstance(style, kind) for style in styles)]
+
+
+# ---- checking ---------------------------------------------------------------------------------------------------
+
+
+def _plan_work(model: object, plan: Plan | str | None, ranks: int) -> _Work:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module, got {type(model).__name__}")
+    divided = [name for name, part in model.named_modules() if isinstance(part, Sharded)]
+    if divided:
+        raise ValueError(f"module: {divided[0] or 'it'} is divided already; tensor_parallelize is called once")
+    plan = preset(model, ranks, plan) if plan is None or isinstance(plan, str) else plan
+    styles = find_modules(plan, model)
+    shards: dict[str, dict[str, Shard]] = {}
+    mistakes = []
+    for name, own in styles.items():
+        try:
+            shards[name] = _plan_module(model.get_submodule(name), own, ranks)
+        except ValueError as error:
+            mistakes.append(f"module {name!r}: {error}")
+    if mistakes:
+        raise ValueError("\n".join(mistakes))
+    work = _Work(styles, shards)
+    _check_ties(model, work)
+    return work
+
+
+def _plan_module(module: nn.Module, styles: tuple[Style, ...], ranks: int) -> dict[str, Shard]:
+    replacing = [style for style in styles if isinstance(style, REPLACING)]
+    if len(replacing) > 1:
+        raise ValueError(f"expected one style for a layer, got {' and '.join(map(repr, replacing))}")
+    if replacing and _has_hooks(module):
+        raise ValueError(
+            "it has hooks, which a layer in its place would not have; parallelize it before (DDP and FSDP too)"
+        )
+    shards: dict[str, Shard] = {}
+    for style in styles:
+        shards |= planned(module, style, ranks)
+    return shards
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    own = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    of_parameters = (
+        hooks
+        for parameter in module.parameters(recurse=False)
+        for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    )
+    return any(own) or any(of_parameters)
+
+
+def _check_ties(model: nn.Module, work: _Work) -> None:
+    """Raise where a parameter that is cut also belongs to a module that is not, or is cut otherwise."""
+    holders = set(work.named(Tied))
+    for places in _places(model).values():
+        cuts = {
+            f"{name}.{own}".removeprefix("."): work.shards.get(name, {}).get(own)
+            for name, own in places
+            if name not in holders
+        }
+        if len(set(cuts.values())) > 1:
+            raise ValueError(
+                f"plan: {' and '.join(cuts)} are one parameter, so the plan has to cut them alike; name all of "
+                "their modules, as 'tied' where a module only holds it"
+            )
+
+
+def _places(model: nn.Module) -> dict[int, list[tuple[str, str]]]:
+    """Return where each parameter is: the names of its modules, and its own in them."""
+    places: dict[int, list[tuple[str, str]]] = {}
+    for name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((name, own))
+    return places
+
+
+def _agree(model: nn.Module, work: _Work | None, problem: Exception | None, setting: Setting) -> None:
+    """Raise on all ranks if one has found a mistake, or if plans or models differ; collective."""
+    group = setting.group
+    samples = {} if problem else {name: _sample(value) for name, value in model.named_parameters()}
+    told = group.all_gather_object((type(problem), "" if problem is None else str(problem), samples))
+    wrong = {rank: (kind, text) for rank, (kind, text, _) in enumerate(told) if text}
+    if wrong:
+        kind, text = next(iter(wrong.values()))
+        if len(wrong) < group.size or len(set(wrong.values())) > 1:
+            text = "\n".join(f"rank {rank}: {text}" for rank, (_, text) in wrong.items())
+        raise kind(text)
+    assert work is not None
+    arguments: dict[str, object] = {f"plan: {name}": styles for name, styles in work.styles.items()}
+    arguments |= {"sequence_parallel": setting.sequence_parallel, "sequence_dim": setting.sequence_dim}
+    if setting.generator is not None:
+        arguments["generator (a digest of its state)"] = _digest(setting.generator.get_state())
+    check_same_model(model, group, arguments)
+    for name in samples:
+        different = [rank for rank, (_, _, theirs) in enumerate(told) if theirs[name] != told[0][2][name]]
+        if different:
+            raise ValueError(
+                f"module: the values of {name} on rank{'s' if len(different) > 1 else ''} "
+                f"{', '.join(map(str, different))} are not those on rank 0; build the model with the same seed, or "
+                "load the same values, on all ranks of the group"
+            )
+
+
+def _sample(parameter: Tensor) -> str:
+    """Return a digest of some elements: enough to tell values of one seed from those of another."""
+    if parameter.is_meta:
+        return ""
+    flat = parameter.detach().reshape(-1)
+    return _digest(flat[:: max(1, flat.numel() // 256)])
+
+
+def _digest(values: Tensor) -> str:
+    content = values.contiguous().cpu().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+# ---- doing ------------------------------------------------------------------------------------------------------
+
+
+def _carry_out(model: nn.Module, work: _Work, setting: Setting) -> None:
+    places = _places(model)
+    regions = work.named(Region) if setting.sequence_parallel else []
+    new = {}
+    for name, style in work.replacing():
+        is_entered = isinstance(style, Column) and any(name.startswith(f"{region}.") for region in regions)
+        new[name] = replacement(model.get_submodule(name), style, setting, is_entered=is_entered)
+    _put_in_place(model, new)
+    _tie(model, places, work, setting.group)
+    for name, styles in work.styles.items():
+        for style in styles:
+            if not isinstance(style, REPLACING):
+                change(model.get_submodule(name), style, setting)
+
+
+def _put_in_place(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
+    """Put modules in the place of others, under all of their names."""
+    by_old = {id(model.get_submodule(name)): module for name, module in new.items()}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in by_old:
+                setattr(parent, name, by_old[id(child)])
+
+
+def _tie(model: nn.Module, places: Mapping[int, list[tuple[str, str]]], work: _Work, group: ProcessGroup) -> None:
+    """Make parts of what was one parameter one parameter again."""
+    for of_one in places.values():
+        cut = [(name, own) for name, own in of_one if own in work.shards.get(name, {})]
+        if not cut or len(of_one) == 1:
+            continue
+        first, own = cut[0]
+        part = model.get_submodule(first).get_parameter(own)
+        for name, own in of_one:
+            holder = model.get_submodule(name)
+            setattr(holder, own, part)
+            if (name, own) not in cut:
+                _mark(holder, own, work.shards[first][cut[0][1]], group)
+
+
+def _mark(holder: nn.Module, name: str, shard: Shard, group: ProcessGroup) -> None:
+    """Let a module say how a parameter is cut that it only holds."""
+    known = holder.shards if isinstance(holder, Sharded) else {}
+    marked: Sharded = holder  # type: ignore[assignment]
+    marked.shards, marked.process_group = {**known, name: shard}, group

@@ -1,0 +1,223 @@
+"""State dicts of divided models as they would be of whole ones, and back (layer 5).
+
+    this rank's state dict ── full_state_dict ──> the whole one, the same on all ranks
+    this rank's state dict <── local_state_dict ── the whole one
+
+Names are the same in both. Whatever has the shapes of parameters can be joined under their names: values,
+gradients, averages that an optimizer keeps. DDP and FSDP on another axis are around the divided model: what they
+make whole is this rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..group import ProcessGroup
+from .shards import Shard, Sharded
+from .transposed import TransposedShard, whole_shape
+
+__all__ = ["copies", "full_state_dict", "load_full_state_dict", "local_state_dict"]
+
+
+@torch.no_grad()
+def full_state_dict(
+    module: nn.Module, state: Mapping[str, Any] | None = None, *, rank0_only: bool = False
+) -> dict[str, Any]:
+    """Return the state dict of the model as it would be on one rank; collective, one tensor after the other.
+
+    Args:
+        module: A model with parallel layers, also one that DDP or FSDP is around.
+        state: What is joined, by the names of the model's parameters: this rank's parts, such as gradients, or what
+            `FullyShardedDataParallel.full_state_dict()` returns; None means the model's own state dict. What is no
+            part of a parameter that is cut goes into the result as it is, as does None.
+        rank0_only: Only rank 0 of the model's group gets it; the others get an empty dict.
+
+    Returns:
+        The whole state dict, with new tensors where parameters are cut; empty where `state` is empty on all ranks.
+
+    Raises:
+        ValueError: The ranks' names differ, or a tensor is not a part of its parameter; on all ranks.
+    """
+    module = _unwrapped(module)
+    group, shards = _cuts(module)
+    state = module.state_dict() if state is None else state
+    parts = {name: shards[name] for name, value in state.items() if name in shards and value is not None}
+    _agree(group, _misfits(parts, state, whole=False), list(parts))
+    wants = not rank0_only or group.rank == 0
+    result = {}
+    for name, value in state.items():
+        whole = _joined(value, parts[name], group, rank0_only=rank0_only) if name in parts else value
+        if wants:
+            result[name] = whole
+    return result
+
+
+def _joined(value: Tensor, shard: Shard, group: ProcessGroup, *, rank0_only: bool) -> Tensor | None:
+    part = value.detach()[None]
+    if rank0_only:
+        parts = group.gather(part)
+        return None if parts is None else shard.join([one[0] for one in parts])
+    return shard.join(group.all_gather(part).unbind(0))
+
+
+def local_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this rank's part of a state dict of the whole model; local.
+
+    Args:
+        module: A model with parallel layers, also one that DDP or FSDP is around.
+        state_dict: Of the model before it was divided, or gradients and the like by the names of parameters.
+
+    Returns:
+        The same names, with new tensors where parameters are cut: what `load_state_dict` of the model, or
+        `FullyShardedDataParallel.load_full_state_dict` takes.
+
+    Raises:
+        ValueError: A tensor has not the shape of its parameter.
+    """
+    group, shards = _cuts(_unwrapped(module))
+    cut = {name: shards[name] for name, value in state_dict.items() if name in shards and value is not None}
+    problem = _misfits(cut, state_dict, whole=True)
+    if problem:
+        raise ValueError(f"state_dict: {problem}")
+    return {
+        name: cut[name].cut(value.detach(), group.rank) if name in cut else value
+        for name, value in state_dict.items()
+    }
+
+
+@torch.no_grad()
+def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Take the values of a state dict of the whole model; collective, one tensor after the other.
+
+    Args:
+        module: A model with parallel layers, not one that FSDP is around: for that there is `local_state_dict`.
+        state_dict: On rank 0 of the model's group; ignored on other ranks, where it may be empty.
+        strict: Missing and unexpected names are an error.
+
+    Raises:
+        ValueError: Names or shapes do not fit, or the model is on the meta device; on all ranks, and nothing is
+            changed.
+    """
+    module = _unwrapped(module)
+    group, shards = _cuts(module)
+    own = module.state_dict()
+    is_first = group.rank == 0
+    _agree(group, _unfit_to_load(own, shards, state_dict, strict=strict) if is_first else "")
+    names = group.broadcast_object([name for name in own if name in state_dict] if is_first else None)
+    received = {name: _receive(own[name], shards.get(name), state_dict.get(name), group) for name in names}
+    module.load_state_dict(received, strict=False)
+
+
+def _receive(own: Any, shard: Shard | None, whole: Any, group: ProcessGroup) -> Any:
+    """Return this rank's part of what rank 0 has; collective."""
+    is_first = group.rank == 0
+    if not isinstance(own, Tensor):
+        return group.broadcast_object(whole)
+    if shard is None:
+        value = whole.to(own).clone() if is_first else torch.empty_like(own)
+        group.broadcast(value)
+        return value
+    parts = [shard.cut(whole.to(own), rank) for rank in range(group.size)] if is_first else None
+    return group.scatter(None if parts is None else torch.stack(parts))[0]
+
+
+def copies(module: nn.Module) -> dict[str, int]:
+    """Return on how many ranks of the model's group each parameter's gradients are the same; local.
+
+    It is what a norm over the whole model divides by, so that each element counts once.
+
+    Args:
+        module: A model with parallel layers, also one that DDP or FSDP is around.
+
+    Returns:
+        The number by parameter name: 1 for a parameter each element of which one rank has, the size of the group
+        for one that all ranks have.
+    """
+    module = _unwrapped(module)
+    group, shards = _cuts(module)
+    return {name: shards[name].copies if name in shards else group.size for name, _ in module.named_parameters()}
+
+
+# ---- what is cut ------------------------------------------------------------------------------------------------
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Return the model inside wrappers that do not show in its state dict."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    inner = getattr(module, "module", None)
+    if isinstance(inner, nn.Module) and module.state_dict().keys() == inner.state_dict().keys():
+        return _unwrapped(inner)
+    return module
+
+
+def _cuts(module: nn.Module) -> tuple[ProcessGroup, dict[str, Shard]]:
+    """Return the ranks that share a model, and how its parameters are cut, by all of their names."""
+    shards: dict[str, Shard] = {}
+    groups = []
+    for name, part in module.named_modules(remove_duplicate=False):
+        if isinstance(part, Sharded):
+            groups.append(part.process_group)
+            shards |= {f"{name}.{own}".removeprefix("."): shard for own, shard in part.shards.items()}
+    if not groups:
+        raise ValueError(f"module: expected a model with parallel layers, {type(module).__name__} has none")
+    if any(group.ranks != groups[0].ranks for group in groups):
+        raise ValueError("module: expected parallel layers that all belong to one group of ranks")
+    return groups[0], shards
+
+
+# ---- checking ---------------------------------------------------------------------------------------------------
+
+
+def _misfits(shards: Mapping[str, Shard], state: Mapping[str, Any], *, whole: bool) -> str:
+    """Describe tensors that are not whole parameters, or no parts of them; empty if there are none."""
+    wrong = []
+    for name, shard in shards.items():
+        dim = 1 - shard.dim if whole and isinstance(shard, TransposedShard) else shard.dim
+        size = shard.size if whole else shard.local
+        shape = list(state[name].shape)
+        if len(shape) <= dim or shape[dim] != size:
+            wrong.append(f"{name}: expected size {size} along dim {dim}, got shape {shape}")
+    return "; ".join(wrong)
+
+
+def _unfit_to_load(
+    own: Mapping[str, Any], shards: Mapping[str, Shard], given: Mapping[str, Any], *, strict: bool
+) -> str:
+    problems = []
+    missing, unexpected = [name for name in own if name not in given], [name for name in given if name not in own]
+    if strict and missing:
+        problems.append(f"missing: {', '.join(missing)}")
+    if strict and unexpected:
+        problems.append(f"unexpected: {', '.join(unexpected)}")
+    tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+    shapes = {name: whole_shape(shards.get(name), value.shape) for name, value in tensors.items() if name in given}
+    wrong = [
+        f"{name}: expected {shape}, got {list(given[name].shape)}"
+        for name, shape in shapes.items()
+        if list(given[name].shape) != shape
+    ]
+    if wrong:
+        problems.append(f"wrong shapes: {'; '.join(wrong)}")
+    if any(value.is_meta for value in tensors.values()):
+        problems.append("the model is on the meta device: call its to_empty(device=...) first")
+    return f"state_dict does not fit the model, {'; '.join(problems)}" if problems else ""
+
+
+def _agree(group: ProcessGroup, problem: str, names: Sequence[str] = ()) -> None:
+    """Raise on all ranks if one has a problem, or if they have other names; collective."""
+    told = group.all_gather_object((problem, tuple(names)))
+    wrong = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(told) if text]
+    if wrong:
+        raise ValueError("\n".join(wrong))
+    for rank, (_, other) in enumerate(told):
+        if other != told[0][1]:
+            different = sorted(set(other) ^ set(told[0][1]))
+            raise ValueError(
+                f"state: expected the same names in the same order on all ranks; ranks 0 and {rank} differ in "
+                f"{', '.join(different) or 'their order'}"
+            )

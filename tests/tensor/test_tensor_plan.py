@@ -1,0 +1,129 @@
+"""Plans: short forms of styles, and which modules patterns name."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from axonmpi.tensor.plan import (
+    Assign,
+    Column,
+    Divide,
+    Dropout,
+    HeadDropout,
+    Join,
+    Region,
+    Row,
+    SequenceNorm,
+    Split,
+    Tied,
+    Vocabulary,
+    find_modules,
+    read_style,
+)
+
+SHORT_FORMS = {
+    "column": Column(),
+    "column:3": Column(parts=3),
+    "column:gather": Column(gather_output=True),
+    "column:heads=4": Column(heads=4),
+    "column:3,heads=4": Column(parts=3, heads=4),
+    "column:heads=2,shared": Column(heads=2, shared=True),
+    "row": Row(),
+    "vocab": Vocabulary(),
+    "vocab:parallel": Vocabulary(gather_output=False),
+    "sequence": SequenceNorm(),
+    "dropout": Dropout(),
+    "dropout:whole": Dropout(whole=True),
+    "region": Region(),
+    "split": Split(),
+    "join": Join(),
+    "tied": Tied(),
+    "head_dropout:12": HeadDropout(12),
+    "divide:num_heads,width": Divide(("num_heads", "width")),
+    "divide_shared:num_kv_heads": Divide(("num_kv_heads",), shared=True),
+}
+
+
+def test_short_forms_are_read():
+    for text, style in SHORT_FORMS.items():
+        assert read_style(text) == style
+        assert read_style(style) is style
+
+
+NO_STYLES = {
+    "colum": "expected one of the styles column, row, vocab, .*got 'colum'",
+    "": "expected one of the styles",
+    "column:0": "'column:0': expected a number of at least 1, got '0'",
+    "column:three": "expected a number of at least 1, got 'three'",
+    "column:heads=x": "expected a number of at least 1, got 'x'",
+    "row:2": "expected no colon, got '2' after it",
+    "vocab:gather": "expected nothing or 'parallel' after the colon, got 'gather'",
+    "dropout:all": "expected nothing or 'whole'",
+    "head_dropout": "expected the number of heads",
+    "head_dropout:1,2": "expected the number of heads",
+    "divide": "expected names of attributes",
+    "divide:2": "expected names of attributes",
+}
+
+
+def test_what_is_no_style_is_an_error():
+    for text, message in NO_STYLES.items():
+        with pytest.raises(ValueError, match=message):
+            read_style(text)
+    with pytest.raises(TypeError, match="expected a style or its short form such as 'column', got 3"):
+        read_style(3)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4)
+
+
+def model() -> nn.Module:
+    made = nn.ModuleDict({"embed": nn.Embedding(4, 4), "blocks": nn.ModuleList([Block(), Block()])})
+    made["again"] = made["blocks"][1].up  # a module with two names
+    return made
+
+
+def test_patterns_name_modules_in_the_order_of_the_model():
+    found = find_modules({"*.up": "column", "blocks.0.*": ["region"], "embed": Vocabulary()}, model())
+    assert list(found.items()) == [
+        ("embed", (Vocabulary(),)),
+        ("blocks.0.up", (Column(), Region())),
+        ("blocks.0.down", (Region(),)),
+        ("blocks.1.up", (Column(),)),
+    ]
+    assert find_modules({}, model()) == {}
+
+
+def test_a_module_has_one_entry_whichever_of_its_names_is_used():
+    assert find_modules({"again": "column"}, model()) == {"blocks.1.up": (Column(),)}
+    twice = find_modules({"again": "column", "*.1.up": [Column(), Assign("x", 1)]}, model())
+    assert twice == {"blocks.1.up": (Column(), Assign("x", 1))}
+
+
+def test_all_mistakes_of_a_plan_are_told_at_once():
+    with pytest.raises(ValueError, match="no submodule") as caught:
+        find_modules({"blocks.*.upp": "column", "embed": "vocap", "*.down": "row", "head": "row"}, model())
+    first, second, third = str(caught.value).splitlines()
+    assert first.startswith("plan['blocks.*.upp']: no submodule has such a name; near it are blocks.")
+    assert "blocks.0.up" in first
+    assert second.startswith("plan['embed']: expected one of the styles")
+    assert third.startswith("plan['head']: no submodule has such a name")
+
+
+def test_what_is_no_plan_is_an_error():
+    for plan in ([("embed", "vocab")], 3, nn.Linear(2, 2)):
+        with pytest.raises(TypeError, match="plan: expected a mapping of name patterns to styles, got"):
+            find_modules(plan, model())
+    for plan, message in (
+        ({3: "row"}, "name patterns as keys, got 3"),
+        ({"embed": [3]}, r"plan\['embed'\]: .*got 3"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            find_modules(plan, model())
+    with pytest.raises(ValueError, match="the model has none"):
+        find_modules({"x": "row"}, nn.Linear(2, 2))

@@ -1,0 +1,403 @@
+"""Models of `transformers`, tiny and built without download, divided by their presets: they stay what they were."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from whole import built, seeded
+
+import axonmpi as ax
+from axonmpi.tensor import presets
+from axonmpi.tensor.parallelize import tensor_parallelize
+from axonmpi.tensor.state import copies, full_state_dict, load_full_state_dict, local_state_dict
+
+WORDS = 37
+"""Does not divide by 2 or 4."""
+LENGTH = 8
+
+
+def gpt2(name: str = "GPT2LMHeadModel", dropout: float = 0.0, **options: Any) -> nn.Module:
+    import transformers
+
+    config = transformers.GPT2Config(
+        vocab_size=WORDS, n_embd=16, n_layer=2, n_head=4, n_positions=16, bos_token_id=0, eos_token_id=0,
+        pad_token_id=0, attn_pdrop=dropout, resid_pdrop=dropout, embd_pdrop=dropout, **options,
+    )  # fmt: skip
+    return getattr(transformers, name)(config)
+
+
+def llama(name: str = "LlamaForCausalLM", heads: int = 4, pairs: int = 2, **options: Any) -> nn.Module:
+    """Build a Llama, or a model with the same blocks, whose heads are 4 wide."""
+    import transformers
+
+    kind = {"Mistra": "Mistral", "Qwen2F": "Qwen2"}.get(name[:6], "Llama")
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=WORDS, hidden_size=4 * heads, num_hidden_layers=2, num_attention_heads=heads,
+        num_key_value_heads=pairs, intermediate_size=24, max_position_embeddings=16, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, **options,
+    )  # fmt: skip
+    return getattr(transformers, name)(config)
+
+
+def bert(name: str = "BertForMaskedLM", dropout: float = 0.0, **options: Any) -> nn.Module:
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=WORDS, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24,
+        max_position_embeddings=16, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, **options,
+    )  # fmt: skip
+    return getattr(transformers, name)(config)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": gpt2,
+    "gpt2 eager, reordered": functools.partial(
+        gpt2, attn_implementation="eager", reorder_and_upcast_attn=True, tie_word_embeddings=False
+    ),
+    "llama, 2 key/value heads": llama,
+    "llama, 1 key/value head, tied, biases": functools.partial(
+        llama, pairs=1, tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+    ),
+    "llama eager, as many": functools.partial(llama, pairs=4, attn_implementation="eager"),
+    "mistral": functools.partial(llama, "MistralForCausalLM", sliding_window=4),
+    "qwen2": functools.partial(llama, "Qwen2ForCausalLM", pairs=1),
+    "bert": bert,
+    "bert eager": functools.partial(bert, attn_implementation="eager", num_labels=3),
+}
+
+_once = threading.RLock()
+
+
+@functools.cache
+def _original(make: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model none of whose values are those of an initialisation, such as zeros."""
+    model = built(make)
+    with torch.no_grad():
+        for seed, parameter in enumerate(model.parameters()):
+            parameter += 0.1 * torch.randn(parameter.shape, generator=seeded(seed))
+    return model.train()
+
+
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    with _once:
+        return copy.deepcopy(_original(make))
+
+
+def tokens(batch: int = 2, length: int = LENGTH, seed: int = 3) -> dict[str, Tensor]:
+    """Make a batch, in one sequence of which the last positions are padding."""
+    words = torch.randint(1, WORDS, (batch, length), generator=seeded(seed))
+    mask = torch.ones_like(words)
+    mask[-1, -2:] = 0
+    return {"input_ids": words.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+def labelled(**options: int) -> dict[str, Tensor]:
+    batch = tokens(**options)
+    return {**batch, "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@functools.cache
+def _alone(make: Callable[[], nn.Module]) -> tuple[Any, dict[str, Tensor | None]]:
+    model = made(make)
+    output = model(**labelled())
+    output.loss.backward()
+    return output, gradients(model)
+
+
+def alone(make: Callable[[], nn.Module]) -> tuple[Any, dict[str, Tensor | None]]:
+    """Return what the model that is not divided gives for a batch, and its gradients."""
+    with _once:
+        return _alone(make)
+
+
+def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["features", "sequence"])
+
+
+@pytest.mark.ranks(1, 2, 4)
+@SEQUENCE
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_gradients_and_state_are_those_of_the_whole_model(world, name, sequence_parallel):
+    make = MODELS[name]
+    model = tensor_parallelize(made(make), sequence_parallel=sequence_parallel)
+    assert_close(full_state_dict(model), dict(made(make).state_dict()), 0)
+    output = model(**labelled())
+    output.loss.backward()
+    expected, expected_gradients = alone(make)
+    assert_close(output.loss, expected.loss)
+    assert_close(output.logits, expected.logits)
+    assert_close(full_state_dict(model, gradients(model)), expected_gradients)
+    everywhere = ax.all_gather_object({n: g for n, g in gradients(model).items() if copies(model)[n] == world.size})
+    assert_close(everywhere, [everywhere[0]] * world.size, 0)
+
+
+BASES = {
+    "GPT2Model": functools.partial(gpt2, "GPT2Model"),
+    "GPT2ForSequenceClassification": functools.partial(gpt2, "GPT2ForSequenceClassification", num_labels=3),
+    "LlamaModel": functools.partial(llama, "LlamaModel"),
+    "BertModel": functools.partial(bert, "BertModel"),
+    "BertForPreTraining": functools.partial(bert, "BertForPreTraining"),
+    "BertForTokenClassification": functools.partial(bert, "BertForTokenClassification", num_labels=3),
+}
+
+
+@pytest.mark.ranks(2)
+@SEQUENCE
+def test_other_models_around_the_same_blocks(world, sequence_parallel):
+    for name, make in BASES.items():
+        model, whole = tensor_parallelize(made(make), sequence_parallel=sequence_parallel), made(make)
+        found, expected = model(**tokens()).to_tuple()[0], whole(**tokens()).to_tuple()[0]
+        assert_close(found, expected)
+        found.square().mean().backward()
+        expected.square().mean().backward()
+        assert_close(full_state_dict(model, gradients(model)), gradients(whole)), name
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    # biases of keys have no influence: their gradients are rounding errors, which a small eps would blow up
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-4)
+
+
+def train(model: nn.Module, batches: list[dict[str, Tensor]]) -> list[float]:
+    """Train for some steps; return the losses."""
+    optimizer, losses = adamw(model), []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.ranks(2, 4)
+@SEQUENCE
+def test_training_and_state_dicts_there_and_back(world, sequence_parallel):
+    """Trained divided, loaded into an ordinary model, trained on there, and loaded into a divided one again."""
+    batches = [labelled(seed=seed) for seed in range(4)]
+    for make in (gpt2, MODELS["llama, 1 key/value head, tied, biases"], bert):
+        whole = made(make)
+        expected = train(whole, batches)
+        model = tensor_parallelize(made(make), sequence_parallel=sequence_parallel)
+        assert train(model, batches) == pytest.approx(expected, abs=1e-4)
+        state = full_state_dict(model)
+        assert_close(state, dict(whole.state_dict()), 1e-4)
+
+        ordinary = made(make)
+        ordinary.load_state_dict(state)
+        train(ordinary, batches)
+        load_full_state_dict(model, ordinary.state_dict() if world.rank == 0 else {})
+        assert_close(full_state_dict(model), dict(ordinary.state_dict()), 0)
+        assert_close(model(**tokens()).to_tuple()[0], ordinary(**tokens()).to_tuple()[0])
+
+
+@pytest.mark.ranks(2)
+def test_tied_parameters_stay_tied(world):
+    """A step of an optimizer changes both places; nothing is left of the whole parameter."""
+    for make, ties in (
+        (gpt2, [("lm_head.weight", "transformer.wte.weight")]),
+        (
+            bert,
+            [
+                ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+                ("cls.predictions.decoder.bias", "cls.predictions.bias"),
+            ],
+        ),
+    ):
+        model = tensor_parallelize(made(make))
+        for one, other in ties:
+            assert model.get_parameter(one) is model.get_parameter(other)
+            assert model.get_parameter(one).shape[0] == -(-WORDS // 2)
+        model.tie_weights()
+        for one, other in ties:
+            assert model.get_parameter(one) is model.get_parameter(other)
+
+
+@pytest.mark.ranks(2, 4)
+def test_generating_text(world):
+    for make in (gpt2, MODELS["llama, 2 key/value heads"], MODELS["qwen2"]):
+        words = tokens(length=3)["input_ids"].clamp(min=1)
+        options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(words)}
+        model = tensor_parallelize(made(make)).eval()
+        assert model.generate(words, **options).tolist() == made(make).eval().generate(words, **options).tolist()
+        divided = tensor_parallelize(made(make), sequence_parallel=True).eval()
+        with pytest.raises(ValueError, match=r"expected a sequence .*multiple of the \d ranks of the group"):
+            divided.generate(words, **options)
+        even = tokens()["input_ids"]
+        assert_close(divided(even).logits, made(make).eval()(even).logits)  # the error has left nothing behind
+
+
+@pytest.mark.ranks(2)
+@SEQUENCE
+def test_with_activation_checkpointing(world, sequence_parallel):
+    for make in (gpt2, llama, bert):
+        model = tensor_parallelize(made(make), sequence_parallel=sequence_parallel)
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        model(**labelled()).loss.backward()
+        assert_close(full_state_dict(model, gradients(model)), alone(make)[1])
+
+
+# ---- dropout ----------------------------------------------------------------------------------------------------
+
+DROPPING: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": functools.partial(gpt2, dropout=0.3),
+    "gpt2 eager": functools.partial(gpt2, dropout=0.3, attn_implementation="eager"),
+    "llama": functools.partial(llama, pairs=1, attention_dropout=0.3),
+    "llama eager": functools.partial(llama, attention_dropout=0.3, attn_implementation="eager"),
+    "bert": functools.partial(bert, dropout=0.3),
+}
+
+
+@pytest.mark.ranks(2, 4)
+@SEQUENCE
+def test_what_is_dropped_does_not_depend_on_the_ranks(world, sequence_parallel):
+    for make in DROPPING.values():
+        alone = tensor_parallelize(made(make), group=ax.ProcessGroup.mock(), generator=seeded(1))
+        model = tensor_parallelize(made(make), sequence_parallel=sequence_parallel, generator=seeded(1))
+        for _ in range(2):
+            expected, found = alone(**labelled()), model(**labelled())
+            assert_close(found.logits, expected.logits)
+            expected.loss.backward()
+            found.loss.backward()
+        assert_close(full_state_dict(model, gradients(model)), full_state_dict(alone, gradients(alone)))
+        assert (expected.logits - made(make).eval()(**tokens()).logits).abs().max() > 0.01
+
+
+@pytest.mark.ranks(1, 2, 4)
+@SEQUENCE
+def test_dropout_from_the_default_generator(world, sequence_parallel):
+    """Also where activations are computed a second time in backward."""
+    if world.size > 1 and world.default_group.backend.name == "mock":
+        pytest.skip("mock ranks are threads, which have one default generator: needs an mpirun")
+    for make in DROPPING.values():
+        results = []
+        for checkpointing in (False, True):
+            model = tensor_parallelize(made(make), sequence_parallel=sequence_parallel)
+            if checkpointing:
+                model.activation_checkpointing_enable({"use_reentrant": False})
+            torch.manual_seed(4)
+            output = model(**labelled())
+            output.loss.backward()
+            results.append((output.logits, full_state_dict(model, gradients(model)), torch.get_rng_state()))
+        assert_close(results[1], results[0])
+        everywhere = ax.all_gather_object(results[0][::2])
+        assert_close(everywhere, [everywhere[0]] * world.size)
+
+
+# ---- beside other axes ------------------------------------------------------------------------------------------
+
+
+def groups(world: ax.World) -> tuple[ax.ProcessGroup, ax.ProcessGroup]:
+    """Make two groups that share a model each, and the groups of ranks with the same part."""
+    mesh = ax.DeviceMesh({"dp": 2, "tp": 2}, world)
+    return mesh.group("dp"), mesh.group("tp")
+
+
+def halves(rank: int, seeds: range) -> list[dict[str, Tensor]]:
+    """Return this rank's half of joined batches without padding, of four sequences."""
+    batches = [tokens(4, seed=seed)["input_ids"].clamp(min=1) for seed in seeds]
+    own = [batch.chunk(2)[rank] for batch in batches]
+    return [{"input_ids": words, "labels": words} for words in own]
+
+
+@functools.cache
+def _trained_on_both(make: Callable[[], nn.Module]) -> dict[str, Tensor]:
+    model = made(make)
+    batches = [tokens(4, seed=seed)["input_ids"].clamp(min=1) for seed in range(3)]
+    train(model, [{"input_ids": words, "labels": words} for words in batches])
+    return dict(model.state_dict())
+
+
+def trained_on_both(make: Callable[[], nn.Module]) -> dict[str, Tensor]:
+    """Return the state dict of the model that one process has trained on the joined batches."""
+    with _once:
+        return _trained_on_both(make)
+
+
+@pytest.mark.ranks(4)
+@SEQUENCE
+@pytest.mark.parametrize("wrapper", [ax.DDP, ax.FSDP])
+def test_replicas_and_shards_of_divided_models(world, wrapper, sequence_parallel, monkeypatch):
+    for make, ranks_per_node in ((gpt2, ""), (MODELS["qwen2"], "1"), (bert, "1")):
+        monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", ranks_per_node)
+        of_data, of_model = groups(world)
+        divided = tensor_parallelize(made(make), group=of_model, sequence_parallel=sequence_parallel)
+        model = wrapper(divided, process_group=of_data)
+        train(model, halves(of_data.rank, range(3)))
+        parts = model.full_state_dict() if wrapper is ax.FSDP else None
+        assert_close(full_state_dict(model, parts), trained_on_both(make), 1e-4)
+        if wrapper is ax.FSDP:
+            only_one = full_state_dict(model, model.full_state_dict(rank0_only=True), rank0_only=True)
+            assert_close(only_one, trained_on_both(make) if world.rank == 0 else {}, 1e-4)
+            model.load_full_state_dict(local_state_dict(model, made(make).state_dict()))
+            assert_close(full_state_dict(model, model.full_state_dict()), dict(made(make).state_dict()), 0)
+
+
+@pytest.mark.ranks(4)
+def test_the_norm_over_model_and_data_counts_each_parameter_once(world):
+    of_data, of_model = groups(world)
+    make = MODELS["llama, 1 key/value head, tied, biases"]
+    whole = made(make)
+    whole(**labelled()).loss.backward()
+    expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    model = ax.DDP(tensor_parallelize(made(make), group=of_model), process_group=of_data)
+    model(**labelled()).loss.backward()
+    norm = ax.clip_grad_norm(model.module, 0.1, group=of_model, copies=copies(model))
+    assert_close(norm, expected)
+    assert_close(full_state_dict(model, gradients(model.module)), gradients(whole))
+
+
+# ---- mistakes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(3)
+def test_heads_that_do_not_divide(world):
+    for make in (gpt2, llama, bert):
+        model = made(make)
+        with pytest.raises(ValueError, match="3 ranks of the group, got 4; use a group of 1 or 2 or 4 ranks"):
+            tensor_parallelize(model)
+        assert_close(dict(model.state_dict()), dict(made(make).state_dict()), 0)
+    make = functools.partial(llama, heads=6)
+    with pytest.raises(
+        ValueError, match=r"module 'model.layers.0.self_attn.k_proj': num_heads: expected a multiple"
+    ):
+        tensor_parallelize(made(make))
+
+
+@pytest.mark.ranks(2)
+def test_models_without_a_preset(world):
+    with pytest.raises(ValueError, match=r"presets bert, gpt2, llama.*model.config.model_type is None"):
+        tensor_parallelize(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"presets bert, gpt2, llama.*got 'gpt3'"):
+        tensor_parallelize(made(gpt2), "gpt3")
+    with pytest.raises(ValueError, match="no lines for cross-attention"):
+        tensor_parallelize(made(functools.partial(gpt2, add_cross_attention=True)))
+    with pytest.raises(ValueError, match="a preset needs a model of transformers, got Linear without config"):
+        tensor_parallelize(nn.Linear(2, 2), "bert")
+    with pytest.raises(ValueError, match=r"plan\['transformer.embed_tokens'\]: no submodule has such a name"):
+        tensor_parallelize(made(gpt2), "llama")
+
+
+@pytest.mark.ranks(2)
+def test_a_preset_is_a_plan_to_start_from(world):
+    model = made(gpt2)
+    plan = {**presets.gpt2(model, world.size), "lm_head": "vocab:parallel"}
+    tensor_parallelize(model, plan)
+    logits = model(**tokens()).logits
+    assert logits.shape[-1] == -(-WORDS // 2)
+    joined = ax.all_gather(logits, dim=-1)[..., :WORDS]
+    assert_close(joined, alone(gpt2)[0].logits)
