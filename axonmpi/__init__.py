@@ -82,9 +82,14 @@ from .norms import clip_grad_norm
 from .pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
 from .tensor import (
     ColumnParallelLinear,
+    ParallelGatedMLP,
+    ParallelMLP,
     RowParallelLinear,
+    ShardedDropout,
     VocabParallelEmbedding,
     parallel_cross_entropy,
+    sequence_parallel_norm,
+    tensor_parallel_attention,
     tensor_parallelize,
 )
 from .types import GradSyncStrategy, Observer, ReduceOp, Work
@@ -122,6 +127,8 @@ __all__ = [
     "MpiBackend",
     "NcclError",
     "Observer",
+    "ParallelGatedMLP",
+    "ParallelMLP",
     "Pipeline",
     "PipelineMemoryStats",
     "PipelineSchedule",
@@ -131,6 +138,7 @@ __all__ = [
     "ReduceOp",
     "RowParallelLinear",
     "ScatteredParameterError",
+    "ShardedDropout",
     "ShardedGradScaler",
     "ShardingStrategy",
     "VocabParallelEmbedding",
@@ -175,9 +183,11 @@ __all__ = [
     "reduce_scatter_sum",
     "scatter_tensor",
     "send",
+    "sequence_parallel_norm",
     "symmetric_empty",
     "sync_gradient",
     "sync_gradients",
+    "tensor_parallel_attention",
     "tensor_parallelize",
     "testing",
     "world_size",

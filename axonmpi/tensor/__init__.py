@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from .attention import ParallelSelfAttention, tensor_parallel_attention
+from .dropout import ShardedDropout
 from .embedding import VocabParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .loss import parallel_cross_entropy
+from .mlp import ParallelGatedMLP, ParallelMLP
+from .norm import sequence_parallel_norm
 from .parallelize import tensor_parallelize
 from .plan import (
     Assign,
@@ -34,6 +38,9 @@ __all__ = [
     "Dropout",
     "HeadDropout",
     "Join",
+    "ParallelGatedMLP",
+    "ParallelMLP",
+    "ParallelSelfAttention",
     "Plan",
     "Region",
     "Row",
@@ -41,6 +48,7 @@ __all__ = [
     "SequenceNorm",
     "Shard",
     "Sharded",
+    "ShardedDropout",
     "Split",
     "Style",
     "Tied",
@@ -52,5 +60,7 @@ __all__ = [
     "local_state_dict",
     "parallel_cross_entropy",
     "preset",
+    "sequence_parallel_norm",
+    "tensor_parallel_attention",
     "tensor_parallelize",
 ]
