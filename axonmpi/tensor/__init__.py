@@ -27,6 +27,7 @@ from .plan import (
     Vocabulary,
 )
 from .presets import preset
+from .regions import enter, join_sequence, leave, split_sequence
 from .shards import Shard, Sharded
 from .state import copies, full_state_dict, load_full_state_dict, local_state_dict
 
@@ -55,12 +56,16 @@ __all__ = [
     "VocabParallelEmbedding",
     "Vocabulary",
     "copies",
+    "enter",
     "full_state_dict",
+    "join_sequence",
+    "leave",
     "load_full_state_dict",
     "local_state_dict",
     "parallel_cross_entropy",
     "preset",
     "sequence_parallel_norm",
+    "split_sequence",
     "tensor_parallel_attention",
     "tensor_parallelize",
 ]
