@@ -77,12 +77,15 @@ class Entry:
         self._shape = shape
         self._overlaps = group.backend.overlaps
         self._begin(_NO_BACKWARD)
+        self._drop()
 
     def _begin(self, backward: int) -> None:
         self._backward = backward
         self._added = 0
         self._total: Tensor | None = None
         self._under_way: _Sum | None = None
+
+    def _drop(self) -> None:
         self._taken = 0
         self._whole: Tensor | Work | None = None
 
@@ -110,6 +113,7 @@ class Entry:
         total = None if self._total is None else self._total.view(self._shape)
         under_way = self._under_way
         self._begin(_NO_BACKWARD)
+        self._drop()
         if under_way is not None:
             result = under_way.wait()
             return result if rest is None else result + self._sum(_own(rest))
@@ -142,7 +146,7 @@ class Entry:
         whole: Any = self._whole
         self._taken += 1
         if self._taken >= self.weights:
-            self._taken, self._whole = 0, None
+            self._drop()
         tensor: Tensor = whole
         return tensor
 

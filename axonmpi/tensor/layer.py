@@ -9,7 +9,9 @@ each rank gets its part, and everybody's random numbers go on where rank 0's are
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +37,6 @@ class ShardedLayer(nn.Module):
         shards: How parameters are cut, by name.
 
     Raises:
-        TypeError: A shard is none.
         ValueError: A shard is not for this size or this number of ranks.
     """
 
@@ -62,6 +63,13 @@ class ShardedLayer(nn.Module):
                 shard = _checked(self.shards[name], shape, self.process_group.size)
                 local[shard.dim] = shard.local
             self.register_parameter(name, nn.Parameter(torch.empty(local, device=device, dtype=dtype)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy everything but the group, which cannot be copied."""
+        memo[id(self.process_group)] = self.process_group
+        other = memo[id(self)] = self.__class__.__new__(self.__class__)
+        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return other
 
     def _whole_layer(self) -> nn.Module:
         """Make torch's own layer, whose parameters have the same names."""
@@ -122,8 +130,6 @@ class ShardedLayer(nn.Module):
 
 
 def _checked(shard: Shard, shape: tuple[int, ...], group_size: int) -> Shard:
-    if not isinstance(shard, Shard):
-        raise TypeError(f"shard: expected an axonmpi.tensor.Shard, got {type(shard).__name__}")
     if not 0 <= shard.dim < len(shape) or shard.size != shape[shard.dim]:
         raise ValueError(
             f"shard: expected one for a parameter of shape {list(shape)}, got one of size {shard.size} along dim "

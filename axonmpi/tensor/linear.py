@@ -139,6 +139,7 @@ class ColumnParallelLinear(_ParallelLinear):
         shards: How "weight" and "bias" are cut.
 
     Raises:
+        TypeError: `shard` is none.
         ValueError: `out_features` cannot be divided, or `shard` does not fit.
     """
 
@@ -214,6 +215,7 @@ class RowParallelLinear(_ParallelLinear):
         shards: How "weight" is cut; "bias" is the same on all ranks, and its gradient is complete on each.
 
     Raises:
+        TypeError: `shard` is none.
         ValueError: `in_features` cannot be divided, or `shard` does not fit.
     """
 
@@ -272,7 +274,9 @@ class RowParallelLinear(_ParallelLinear):
         )
 
 
-def _check_shard(shard: Shard, dim: int, *, several: bool) -> None:
+def _check_shard(shard: object, dim: int, *, several: bool) -> None:
+    if not isinstance(shard, Shard):
+        raise TypeError(f"shard: expected an axonmpi.tensor.Shard, got {type(shard).__name__}")
     if shard.dim != dim:
         raise ValueError(f"shard: expected one along dim {dim} of the weight, got one along dim {shard.dim}")
     if shard.copies > 1 and not several:

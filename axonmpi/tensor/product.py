@@ -143,6 +143,8 @@ class _Product(Function):
         bias: Tensor | None,
         operands: tuple[Tensor, Tensor],
     ) -> Tensor:
+        # Not needed again, and kept elsewhere: so it can be seen that checkpointing will compute this node again.
+        ctx.save_for_backward(operands[1])
         return F.linear(*operands, bias)
 
     @staticmethod

@@ -90,7 +90,8 @@ def enter_once(tensor: Tensor, group: ProcessGroup, dim: int | None, user: objec
         converted = tensor.to(dtype)
         entry = Entry(group, _shape_of_whole(tensor, group, dim), dim)
         found = Entered(apply(_Enter, converted, entry, False), entry)
-        _latest.keep(tensor, key, user, found)
+        if key is not None:
+            _latest.keep(tensor, key, user, found)
     return found if dim is None else Entered(found.tensor, found.entry, tensor.to(dtype))
 
 

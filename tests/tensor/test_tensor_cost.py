@@ -1,0 +1,367 @@
+"""What divided layers send, counted in the log of mock ranks, and that backward computes while it sends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from divided import Sent, assert_close, part, randn, whole_linear
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import axonmpi as ax
+from axonmpi.pipeline.split_backward import input_gradients
+from axonmpi.tensor.regions import enter
+from axonmpi.testing import run_ranks
+
+Counts = dict[str, int]
+
+
+class Block(nn.Module):
+    """Column layers with one input, and a row layer."""
+
+    def __init__(self, columns: int, *, sequence_parallel: bool = False, bias: bool = True) -> None:
+        super().__init__()
+        options = {"sequence_parallel": sequence_parallel}
+        whole = [whole_linear(8, 16, bias=bias, seed=seed) for seed in range(columns)]
+        self.columns = nn.ModuleList(ax.ColumnParallelLinear.from_linear(linear, **options) for linear in whole)
+        self.row = ax.RowParallelLinear.from_linear(whole_linear(16, 8, bias=bias, seed=9), **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.row(F.gelu(sum(column(x) for column in self.columns)))
+
+
+def in_forward_and_backward(
+    make: Callable[[], nn.Module], *, length: int = 4, use: Callable[[nn.Module, Tensor], Tensor] | None = None
+) -> list[Counts]:
+    """What two ranks send in forward and in backward."""
+
+    def body(world: ax.World) -> list[Counts]:
+        model = make()
+        x = randn(2, length, 8).requires_grad_()
+        sent = Sent(world)
+        output = model(x) if use is None else use(model, x)
+        forward = sent.take()
+        output.sum().backward()
+        return [forward, sent.take()]
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3])
+def test_a_pair_has_one_all_reduce_forward_and_one_backward(columns: int) -> None:
+    found = in_forward_and_backward(lambda: Block(columns))
+    assert found == [{"all_reduce": 1}, {"all_reduce": 1}]
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3])
+def test_with_sequence_parallelism_these_are_a_gather_and_a_scattered_sum(columns: int) -> None:
+    """Backward gathers the gradient of the output, and the input again, which forward has not kept."""
+    found = in_forward_and_backward(lambda: Block(columns, sequence_parallel=True))
+    assert found == [
+        {"all_gather": 1, "reduce_scatter": 1},
+        {"all_gather": 2, "reduce_scatter": 1},
+    ]
+
+
+def test_other_layers() -> None:
+    column, row = whole_linear(8, 16), whole_linear(8, 6)
+    gathering = in_forward_and_backward(lambda: ax.ColumnParallelLinear.from_linear(column, gather_output=True))
+    assert gathering == [{"all_gather": 1}, {"all_reduce": 1}]
+    cutting = in_forward_and_backward(lambda: ax.RowParallelLinear.from_linear(row, input_is_parallel=False))
+    assert cutting == [{"all_reduce": 1}, {"all_gather": 1}]
+    embedding = nn.Embedding(7, 4)
+    ids = torch.zeros(2, 4, dtype=torch.int64)
+    for sequence_parallel, expected in (
+        (False, [{"all_reduce": 1}, {}]),
+        (True, [{"reduce_scatter": 1}, {"all_gather": 1}]),
+    ):
+
+        def make(sequence_parallel: bool = sequence_parallel) -> nn.Module:
+            return ax.VocabParallelEmbedding.from_embedding(embedding, sequence_parallel=sequence_parallel)
+
+        assert in_forward_and_backward(make, use=lambda model, x: model(ids)) == expected
+
+
+def test_without_gradients_and_with_a_part_of_them() -> None:
+    def frozen() -> nn.Module:
+        return Block(3, sequence_parallel=True).requires_grad_(False)
+
+    # Frozen weights need the input no more.
+    assert in_forward_and_backward(frozen)[1] == {"all_gather": 1, "reduce_scatter": 1}
+
+    # An input without a gradient has no sum.
+    found = in_forward_and_backward(lambda: Block(2), use=lambda model, x: model(x.detach()))
+    assert found == [{"all_reduce": 1}, {}]
+
+    # Siblings of which one is not used for the loss.
+    found = in_forward_and_backward(lambda: Block(2), use=lambda model, x: model.columns[0](x) + 0 * x.sum())
+    assert found == [{}, {"all_reduce": 1}]
+
+    def body(world: ax.World) -> list[Counts]:
+        found = []
+        for sequence_parallel in (False, True):
+            model, x = Block(3, sequence_parallel=sequence_parallel), randn(2, 4, 8)
+            sent = Sent(world)
+            with torch.no_grad():
+                model(x)
+            found.append(sent.take())
+            # What no column layer has seen before is gathered anew.
+            with torch.no_grad():
+                model(x)
+            found.append(sent.take())
+        return found
+
+    plain, sequence = {"all_reduce": 1}, {"all_gather": 1, "reduce_scatter": 1}
+    assert run_ranks(2, body) == [[plain, plain, sequence, sequence]] * 2
+
+
+def test_an_entered_input_is_summed_once() -> None:
+    def use(model: nn.Module, x: Tensor) -> Tensor:
+        group = model.row.process_group
+        x = enter(x, group)
+        for column in model.columns:
+            column.input_is_entered = True
+        return model.row(model.columns[0](x) * model.columns[1](x) + model.columns[2](x.sin()))
+
+    assert in_forward_and_backward(lambda: Block(3), use=use) == [{"all_reduce": 1}, {"all_reduce": 2}]
+
+
+def test_autocast_and_checkpoints_send_no_more_often() -> None:
+    def cast(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x).float()
+
+    def single() -> nn.Module:
+        return Block(3).float()
+
+    def converted(model: nn.Module, x: Tensor) -> Tensor:
+        return cast(model, x.float())
+
+    assert in_forward_and_backward(single, use=converted) == [{"all_reduce": 1}, {"all_reduce": 1}]
+
+    def checkpointed(model: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(model, x, use_reentrant=False)
+
+    # Forward is computed again, up to the last thing that was kept.
+    assert in_forward_and_backward(lambda: Block(3), use=checkpointed) == [{"all_reduce": 1}, {"all_reduce": 1}]
+
+
+# ---- computing meanwhile -----------------------------------------------------------------------------------------
+
+
+class Products(TorchDispatchMode):
+    """Notes matrix products."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self._events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            self._events.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+class Noted(ax.Work):
+    def __init__(self, work: ax.Work, name: str, events: list[str]) -> None:
+        self._work, self._name, self._events = work, name, events
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.result()
+
+    def done(self) -> bool:
+        return self._work.done()
+
+    def result(self) -> Any:
+        self._events.append(f"wait for {self._name}")
+        return self._work.result()
+
+
+def note_operations(backend: Any, events: list[str]) -> None:
+    """Note which operations are started, or called and waited for at once, until the backend is gone."""
+    for name in ("all_reduce", "reduce_scatter", "all_gather"):
+        original = getattr(backend, name)
+
+        def noted(*args: Any, name: str = name, original: Any = original, **options: Any) -> Any:
+            is_async = options.get("async_op", False)
+            events.append(f"start {name}" if is_async else name)
+            result = original(*args, **options)
+            return Noted(result, name, events) if is_async else result
+
+        setattr(backend, name, noted)
+
+
+def events_in_backward(columns: int, *, sequence_parallel: bool = False, overlaps: bool = True) -> list[str]:
+    def body(world: ax.World) -> list[str]:
+        events: list[str] = []
+        backend = world.default_group.backend
+        backend.overlaps = overlaps
+        model = Block(columns, sequence_parallel=sequence_parallel)
+        for index, column in enumerate(model.columns):
+            column.weight.register_hook(lambda gradient, index=index: events.append(f"weight {index}"))
+        x = randn(2, 4, 8).requires_grad_()
+        hidden = torch.cat([column(x) for column in model.columns], -1)
+        note_operations(backend, events)
+        with Products(events):
+            hidden.sum().backward()
+        return events
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    return first
+
+
+def test_the_sum_goes_on_while_the_weight_is_computed() -> None:
+    assert events_in_backward(1) == [
+        *("product", "start all_reduce"),
+        *("product", "weight 0"),
+        "wait for all_reduce",
+    ]
+    assert events_in_backward(3) == [
+        *("product", "product", "weight 2"),
+        *("product", "product", "weight 1"),
+        *("product", "start all_reduce"),
+        *("product", "weight 0"),
+        "wait for all_reduce",
+    ]
+
+
+def test_with_sequence_parallelism_gathering_goes_on_too() -> None:
+    assert events_in_backward(1, sequence_parallel=True) == [
+        *("start all_gather", "product", "start reduce_scatter"),
+        *("wait for all_gather", "product", "weight 0"),
+        "wait for reduce_scatter",
+    ]
+    assert events_in_backward(2, sequence_parallel=True) == [
+        *("start all_gather", "product", "wait for all_gather", "product", "weight 1"),
+        *("product", "start reduce_scatter", "product", "weight 0"),
+        "wait for reduce_scatter",
+    ]
+
+
+def test_where_nothing_is_gained_operations_are_blocking() -> None:
+    plain = events_in_backward(1, overlaps=False)
+    assert plain == ["product", "product", "weight 0", "all_reduce"]
+    sequence = events_in_backward(1, sequence_parallel=True, overlaps=False)
+    assert sequence == ["all_gather", "product", "product", "weight 0", "reduce_scatter"]
+
+
+def test_a_rank_computes_its_weight_before_another_one_has_come_to_the_sum() -> None:
+    computed = threading.Event()
+
+    def body(world: ax.World) -> bool:
+        layer = Block(1).columns[0]
+        output = layer(randn(2, 4, 8).requires_grad_())
+        if world.rank == 0:
+            layer.weight.register_hook(lambda gradient: computed.set())
+        else:
+            output.register_hook(lambda gradient: None if computed.wait(30) else 1 / 0)
+        output.sum().backward()
+        return computed.is_set()
+
+    assert run_ranks(2, body) == [True, True]
+
+
+# ---- backward in two halves --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_backward_in_halves(ranks: int, sequence_parallel: bool) -> None:
+    """As pipelines without bubbles do it: the input's gradient first, weights' later, and nothing is sent twice."""
+
+    def body(world: ax.World) -> list[Counts]:
+        models = [Block(3, sequence_parallel=sequence_parallel) for _ in range(2)]
+        x = part(randn(2, 8, 8), world, 1) if sequence_parallel else randn(2, 8, 8)
+        inputs = [x.clone().requires_grad_() for _ in models]
+        for model, leaf in zip(models, inputs, strict=True):
+            output = model(leaf.exp())
+            sent = Sent(world)
+            if model is models[0]:
+                output.backward(output.detach().sin())
+                continue
+            edge = torch.autograd.graph.get_gradient_edge(output)
+            weights = input_gradients([edge], [output.detach().sin()], [leaf])
+            counts = [sent.take()]
+            assert [column.weight.grad for column in model.columns] == [None] * 3
+            assert_close(leaf.grad, inputs[0].grad)
+            weights.compute()
+            counts.append(sent.take())
+        for (name, found), expected in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
+            assert_close(found.grad, expected.grad, name)
+        return counts
+
+    if ranks == 1:
+        expected = [{}, {}]
+    elif sequence_parallel:
+        expected = [{"all_gather": 1, "reduce_scatter": 1}, {"all_gather": 1}]
+    else:
+        expected = [{"all_reduce": 1}, {}]
+    assert run_ranks(ranks, body) == [expected] * ranks
+
+
+def test_under_checkpointing_forward_is_not_computed_for_each_half() -> None:
+    def body(world: ax.World) -> list[Counts]:
+        model, x = Block(1, sequence_parallel=True), randn(2, 4, 8).requires_grad_()
+        output = checkpoint(model, x.exp(), use_reentrant=False)
+        sent = Sent(world)
+        edge = torch.autograd.graph.get_gradient_edge(output)
+        weights = input_gradients([edge], [output.detach()], [x])
+        counts = [sent.take()]
+        weights.compute()
+        return [*counts, sent.take()]
+
+    assert run_ranks(2, body) == [[{"all_gather": 3, "reduce_scatter": 1}, {}]] * 2
+
+
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+@pytest.mark.ranks(4)
+def test_in_a_pipeline_without_bubbles(world, use_checkpoint: bool) -> None:
+    """Two stages of two ranks each."""
+    mesh = ax.DeviceMesh({"pp": 2, "tp": 2})
+    tp = mesh.group("tp")
+
+    class Stage(nn.Module):
+        def __init__(self, layers: list[nn.Module]) -> None:
+            super().__init__()
+            self.up, self.down = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False) if use_checkpoint else self.inner(x)
+
+        def inner(self, x: Tensor) -> Tensor:
+            return x + self.down(F.gelu(self.up(x)))
+
+    whole = [[whole_linear(6, 8, seed=seed), whole_linear(8, 6, seed=seed + 5)] for seed in (1, 2)]
+    up, down = whole[mesh.rank("pp")]
+    own = Stage([ax.ColumnParallelLinear.from_linear(up, tp), ax.RowParallelLinear.from_linear(down, tp)])
+    stages = [ax.PipelineStage(own if mesh.rank("pp") == stage else None, stage, stage) for stage in range(2)]
+    pipeline = ax.Pipeline(
+        stages,
+        mesh.group("pp"),
+        schedule=ax.PipelineSchedule.ZERO_BUBBLE,
+        num_microbatches=4,
+        loss_fn=F.mse_loss,
+    )
+    x, target = randn(8, 6), randn(8, 6, seed=2)
+    loss = pipeline.train_step(x, target)
+    reference = nn.Sequential(*(Stage(layers) for layers in whole))
+    use_checkpoint = False
+    expected = F.mse_loss(reference(x), target)
+    expected.backward()
+    if loss is not None:
+        assert_close(loss, expected)
+    gradients = dict(reference[mesh.rank("pp")].named_parameters())
+    for name, parameter in own.named_parameters():
+        dim = {"up.weight": 0, "up.bias": 0, "down.weight": 1}.get(name)
+        gradient = gradients[name].grad
+        rank = mesh.rank("tp")
+        assert_close(parameter.grad, gradient if dim is None else gradient.chunk(2, dim)[rank].clone(), name)

@@ -1,0 +1,262 @@
+"""Where regions begin and end: values against numpy, transposes by the adjoint identity, gradients of gradients.
+
+Values are the same on all ranks, or each rank's own, and an inner product counts once or adds over the ranks:
+
+    enter   same → own      leave   own → same      split_sequence   same → own      shared   same → own
+    with sequence parallelism both own → own        join_sequence    own → same
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from divided import Sent, assert_close, part, randn, whole_linear
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import axonmpi as ax
+from axonmpi.tensor.regions import enter, join_sequence, leave, shared, split_sequence
+from axonmpi.testing import run_ranks
+
+ON_RANKS = pytest.mark.ranks(1, 2, 4)
+EXAMPLES = settings(max_examples=12, deadline=None)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A function of a tensor, a group and a dimension, and what it means."""
+
+    apply: Callable[[Tensor, ax.ProcessGroup, int], Tensor]
+    value: Callable[[list[np.ndarray], int, int], np.ndarray]
+    """Its result on a rank, from all ranks' inputs and the dimension."""
+    same_input: bool
+    same_output: bool
+
+
+def pieces(whole: np.ndarray, count: int, dim: int) -> list[np.ndarray]:
+    return np.split(whole, count, dim)
+
+
+OPERATORS = {
+    "enter": Operator(lambda x, g, d: enter(x, g), lambda xs, r, d: xs[r], True, False),
+    "leave": Operator(lambda x, g, d: leave(x, g), lambda xs, r, d: np.sum(xs, 0), False, True),
+    "enter_sequence": Operator(
+        lambda x, g, d: enter(x, g, sequence_parallel=True, sequence_dim=d),
+        lambda xs, r, d: np.concatenate(xs, d),
+        False,
+        False,
+    ),
+    "leave_sequence": Operator(
+        lambda x, g, d: leave(x, g, sequence_parallel=True, sequence_dim=d),
+        lambda xs, r, d: pieces(np.sum(xs, 0), len(xs), d)[r],
+        False,
+        False,
+    ),
+    "split_sequence": Operator(split_sequence, lambda xs, r, d: pieces(xs[r], len(xs), d)[r], True, False),
+    "join_sequence": Operator(join_sequence, lambda xs, r, d: np.concatenate(xs, d), False, True),
+    "shared": Operator(lambda x, g, d: shared([x], g)[0], lambda xs, r, d: xs[r], True, False),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is drawn: sizes, of which each is a multiple of the number of ranks along the sequence."""
+
+    shape: tuple[int, ...]
+    dim: int
+    seed: int
+
+    def input(self, operator: Operator, rank: int, size: int) -> Tensor:
+        shape = list(self.shape)
+        shape[self.dim] *= size
+        return randn(*shape, seed=self.seed * 10 + (0 if operator.same_input else rank + 1))
+
+    def like(self, output: Tensor, operator: Operator, rank: int) -> Tensor:
+        return randn(*output.shape, seed=self.seed * 10 + 5 + (0 if operator.same_output else rank + 1))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    shape = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
+    return Case(tuple(shape), draw(st.integers(-len(shape), len(shape) - 1)), draw(st.integers(0, 1000)))
+
+
+def inner(a: Tensor, b: Tensor, same: bool) -> float:
+    """The inner product over all ranks."""
+    found = ax.all_gather_object((a.detach() * b.detach()).sum().item())
+    if same:
+        assert len(set(found)) == 1
+        return found[0]
+    return math.fsum(found)
+
+
+@ON_RANKS
+@EXAMPLES
+@given(case=cases())
+def test_values_and_transposes(world, case: Case) -> None:
+    for name, operator in OPERATORS.items():
+        group = world.default_group
+        x = case.input(operator, world.rank, world.size).requires_grad_()
+        output = operator.apply(x, group, case.dim)
+        inputs = [case.input(operator, rank, world.size).numpy() for rank in range(world.size)]
+        expected = operator.value(inputs, world.rank, case.dim)
+        np.testing.assert_allclose(output.detach().numpy(), expected, rtol=0, atol=1e-13, err_msg=name)
+        assert torch.equal(x, torch.from_numpy(inputs[world.rank])), name
+
+        y = case.like(output, operator, world.rank)
+        (transposed,) = torch.autograd.grad(output, x, y)
+        left, right = inner(output, y, operator.same_output), inner(x, transposed, operator.same_input)
+        assert (name, left) == (name, pytest.approx(right, rel=1e-12, abs=1e-12))
+
+
+@ON_RANKS
+@EXAMPLES
+@given(case=cases())
+def test_backward_of_backward_is_the_operator(world, case: Case) -> None:
+    for name, operator in OPERATORS.items():
+        x = case.input(operator, world.rank, world.size).requires_grad_()
+        output = operator.apply(x, world.default_group, case.dim)
+        y = case.like(output, operator, world.rank).requires_grad_()
+        (transposed,) = torch.autograd.grad(output, x, y, create_graph=True)
+        z = case.input(operator, world.rank, world.size) + 1
+        (twice,) = torch.autograd.grad(transposed, y, z)
+        assert_close(twice, operator.apply(z, world.default_group, case.dim), name)
+
+
+@ON_RANKS
+def test_a_bias_is_added_once_and_its_gradient_is_complete_on_all_ranks(world) -> None:
+    for dim in (None, 0, 1):
+        options = {} if dim is None else {"sequence_parallel": True, "sequence_dim": dim}
+        parts = [randn(4, 8, 3, seed=rank) for rank in range(world.size)]
+        bias = randn(3, seed=9).requires_grad_()
+        weights = randn(4, 8, 3, seed=10)
+        own_weights = weights if dim is None else part(weights, world, dim)
+        result = leave(parts[world.rank].requires_grad_(), world.default_group, bias=bias, **options)
+        whole = sum(parts).detach() + bias.detach()
+        assert_close(result, whole if dim is None else part(whole, world, dim))
+        (result * own_weights).sum().backward()
+        assert_close(bias.grad, weights.sum((0, 1)))
+        assert_close(parts[world.rank].grad, weights)
+
+
+@ON_RANKS
+def test_leaving_in_place_uses_the_memory_unless_others_see_it(world) -> None:
+    x = randn(3, 4, seed=world.rank).requires_grad_()
+    part_of_sum = x * 2
+    address = part_of_sum.data_ptr()
+    result = leave(part_of_sum, world.default_group, in_place=True)
+    assert result.data_ptr() == address
+    assert_close(result, sum(2 * randn(3, 4, seed=rank) for rank in range(world.size)))
+    (gradient,) = torch.autograd.grad(result, x, randn(3, 4, seed=7))
+    assert_close(gradient, 2 * randn(3, 4, seed=7))
+    for options in ({}, {"in_place": True}):
+        base = x * 1
+        view = base.t() if options else base
+        leave(view, world.default_group, **options)
+        assert torch.equal(base, x)
+
+
+# ---- shared ------------------------------------------------------------------------------------------------------
+
+
+@ON_RANKS
+def test_shared_sums_several_gradients(world) -> None:
+    first, second = randn(3, 2).requires_grad_(), randn(4, dtype=torch.float32).requires_grad_()
+    frozen, unused = randn(2), randn(5).requires_grad_()
+    results = shared([first, frozen, second, unused], world.default_group)
+    assert results[1] is frozen
+    ((results[0] * (world.rank + 1)).sum() + (results[2] * 2).sum()).backward()
+    assert_close(first.grad, torch.full((3, 2), float(sum(range(1, world.size + 1))), dtype=torch.float64))
+    assert_close(second.grad, torch.full((4,), 2.0 * world.size))
+    if unused.grad is not None:
+        assert not unused.grad.any()
+    with torch.no_grad():
+        assert shared([first], world.default_group)[0] is first
+
+
+def test_shared_is_one_all_reduce_for_each_dtype() -> None:
+    def body(world: ax.World) -> tuple[dict[str, int], dict[str, int]]:
+        tensors = [randn(size).requires_grad_() for size in (2, 3, 4)]
+        sent = Sent(world)
+        results = shared(tensors, world.default_group)
+        forward = sent.take()
+        sum(result.sum() for result in results).backward()
+        return forward, sent.take()
+
+    assert run_ranks(2, body) == [({}, {"all_reduce": 1})] * 2
+
+
+@ON_RANKS
+def test_shared_takes_a_backend_of_some_ranks(world) -> None:
+    ranks = range(max(1, world.size // 2))
+    backend = world.default_group.private(ranks)
+    if backend is not None:
+        x = randn(3).requires_grad_()
+        shared([x], backend)[0].sum().backward()
+        assert_close(x.grad, torch.full((3,), float(len(ranks)), dtype=torch.float64))
+
+
+# ---- what is kept ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1, 2)
+def test_nothing_is_kept_of_an_input_when_it_is_gone(world) -> None:
+    """What a layer has entered may be wanted by the next one, but not by anybody once the input is gone."""
+    for sequence_parallel in (False, True):
+        layer = ax.ColumnParallelLinear.from_linear(whole_linear(4, 8), sequence_parallel=sequence_parallel)
+        earlier = randn(2, 4, 4).requires_grad_().exp()
+        x = earlier.sin()
+        output = layer(x)
+        kept = weakref.ref(earlier), weakref.ref(x)
+        del earlier, x, output
+        assert [reference() for reference in kept] == [None, None]
+
+
+@pytest.mark.ranks(2)
+def test_backward_gathers_a_sequence_again_and_does_not_keep_it(world) -> None:
+    layer = ax.ColumnParallelLinear.from_linear(whole_linear(64, 2), sequence_parallel=True)
+    kept: list[Tensor] = []
+    x = randn(2, 8, 64).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda t: t):
+        output = layer(x)
+    assert {tuple(tensor.shape) for tensor in kept} == {(2, 8, 64), (1, 64)}
+    output.sum().backward()
+    whole = torch.cat([randn(2, 8, 64)] * 2, 1)
+    assert_close(layer.weight.grad, whole.sum((0, 1))[None])
+
+
+# ---- bad input ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_sequence_that_does_not_divide_is_refused_before_anything_is_sent(world) -> None:
+    group, x = world.default_group, torch.zeros(2, 5, 3)
+    message = rf"multiple of the {world.size} ranks .* got 5 \(dim 1 of shape \[2, 5, 3\]\) on rank {world.rank}"
+    with pytest.raises(ValueError, match=message):
+        leave(x, group, sequence_parallel=True)
+    with pytest.raises(ValueError, match=message):
+        split_sequence(x, group)
+    with pytest.raises(IndexError, match="dim"):
+        leave(x, group, sequence_parallel=True, sequence_dim=3)
+    for function in (enter, leave):
+        with pytest.raises(IndexError, match="dim"):
+            function(x, group, sequence_parallel=True, sequence_dim=-4)
+    with pytest.raises(IndexError, match="dim"):
+        join_sequence(x, group, 3)
+    ax.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_slices_of_different_lengths_are_refused(world) -> None:
+    x = torch.zeros(1, 2 + world.rank)
+    with pytest.raises(ValueError, match=rf"equally long on all 2 ranks .* got {2 + world.rank} of 5 on rank"):
+        join_sequence(x, world.default_group)
+    with pytest.raises(ValueError, match="equally long"):
+        enter(x, world.default_group, sequence_parallel=True)
