@@ -30,7 +30,7 @@ from torch.autograd import Function
 from .. import autograd
 from ..backends.base import Backend
 from ..backends.checks import wrap_dim
-from ..group import ProcessGroup
+from ..group import ProcessGroup, default_group
 from ..types import ReduceOp
 from .entry import Entered, Entry
 from .product import apply, autocast_dtype
@@ -38,7 +38,9 @@ from .product import apply, autocast_dtype
 __all__ = ["check_sequence", "enter", "enter_once", "join_sequence", "leave", "shared", "split_sequence"]
 
 
-def enter(tensor: Tensor, group: ProcessGroup, *, sequence_parallel: bool = False, sequence_dim: int = 1) -> Tensor:
+def enter(
+    tensor: Tensor, group: ProcessGroup | None = None, *, sequence_parallel: bool = False, sequence_dim: int = 1
+) -> Tensor:
     """Begin a region: return the whole input of layers whose outputs are divided over the ranks.
 
     Forward is local, backward one all-reduce; with sequence parallelism one all-gather and one reduce-scatter, and
@@ -49,7 +51,7 @@ def enter(tensor: Tensor, group: ProcessGroup, *, sequence_parallel: bool = Fals
 
     Args:
         tensor: The same on all ranks; with sequence parallelism this rank's slice, as long on each of them.
-        group: The ranks.
+        group: The ranks; None means all.
         sequence_parallel: Whether the tensor is a slice of the sequence.
         sequence_dim: Which dimension is the sequence.
 
@@ -57,10 +59,9 @@ def enter(tensor: Tensor, group: ProcessGroup, *, sequence_parallel: bool = Fals
         IndexError: `sequence_dim` is out of range.
         ValueError: The ranks' slices are not of the same length.
     """
-    if group.size == 1:
-        return tensor
+    group = default_group() if group is None else group
     dim = wrap_dim(sequence_dim, tensor.dim()) if sequence_parallel else None
-    if dim is None and not _is_differentiated(tensor):
+    if group.size == 1 or (dim is None and not _is_differentiated(tensor)):
         return tensor
     entry = Entry(group, _shape_of_whole(tensor, group, dim), dim)
     result = apply(_Enter, tensor, entry, True)
@@ -97,7 +98,7 @@ def enter_once(tensor: Tensor, group: ProcessGroup, dim: int | None, user: objec
 
 def leave(
     tensor: Tensor,
-    group: ProcessGroup,
+    group: ProcessGroup | None = None,
     *,
     sequence_parallel: bool = False,
     sequence_dim: int = 1,
@@ -110,7 +111,7 @@ def leave(
 
     Args:
         tensor: This rank's part of the sum, of the same shape on all ranks.
-        group: The ranks.
+        group: The ranks; None means all.
         sequence_parallel: Whether to return a slice of the sequence.
         sequence_dim: Which dimension is the sequence.
         bias: [tensor.shape[-1]] the same on all ranks, added once.
@@ -120,46 +121,47 @@ def leave(
         IndexError: `sequence_dim` is out of range.
         ValueError: The sequence cannot be divided.
     """
+    group = default_group() if group is None else group
+    dim = check_sequence(tensor.shape, group, sequence_dim) if sequence_parallel else None
     if group.size == 1:
         return tensor if bias is None else tensor + bias
-    dim = None
-    if sequence_parallel:
-        dim = check_sequence(tensor.shape, group, sequence_dim)
-    elif not in_place or tensor._is_view():
+    if dim is None and (not in_place or tensor._is_view()):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return apply(_Leave, tensor, bias, group, dim)
 
 
-def split_sequence(tensor: Tensor, group: ProcessGroup, dim: int = 1) -> Tensor:
+def split_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 1) -> Tensor:
     """Return this rank's slice of the sequence; local, and backward is one all-gather.
 
     Args:
         tensor: The same on all ranks.
-        group: The ranks.
+        group: The ranks; None means all.
         dim: Which dimension is the sequence.
 
     Raises:
         IndexError: `dim` is out of range.
         ValueError: The sequence cannot be divided.
     """
+    group = default_group() if group is None else group
     dim = check_sequence(tensor.shape, group, dim)
     if group.size == 1:
         return tensor
     return apply(_Split, tensor, group, dim)
 
 
-def join_sequence(tensor: Tensor, group: ProcessGroup, dim: int = 1) -> Tensor:
+def join_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 1) -> Tensor:
     """Return the whole sequence, with which all ranks go on to do the same; one all-gather, backward is local.
 
     Args:
         tensor: This rank's slice, of the same shape on all ranks.
-        group: The ranks.
+        group: The ranks; None means all.
         dim: Which dimension is the sequence.
 
     Raises:
         IndexError: `dim` is out of range.
         ValueError: The ranks' slices are not of the same length.
     """
+    group = default_group() if group is None else group
     dim = wrap_dim(dim, tensor.dim())
     if group.size == 1:
         return tensor

@@ -18,7 +18,7 @@ SIGNIFICANT = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
 
 def randn(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def filled(module: nn.Module, seed: int = 0) -> nn.Module:

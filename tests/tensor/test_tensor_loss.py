@@ -1,0 +1,186 @@
+"""Cross entropy of divided logits against torch's of the whole ones: values, gradients, options, mistakes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from divided import Sent, assert_close, part, randn, whole_linear
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+import axonmpi as ax
+from axonmpi.testing import run_ranks
+
+ON_RANKS = pytest.mark.ranks(1, 2, 4)
+EXAMPLES = settings(max_examples=20, deadline=None)
+
+
+def targets_below(
+    vocabulary: int, shape: tuple[int, ...], seed: int, ignored: tuple[int, float] | None = None
+) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randint(vocabulary, shape, generator=generator)
+    if ignored is not None:
+        index, share = ignored
+        targets[torch.rand(shape, generator=generator) < share] = index
+    return targets
+
+
+def of_torch(logits: Tensor, targets: Tensor, **options) -> Tensor:
+    """Torch has the entries in dim 1."""
+    losses = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), **options)
+    return losses.view(targets.shape) if options.get("reduction") == "none" else losses
+
+
+@ON_RANKS
+@EXAMPLES
+@given(
+    shape=st.lists(st.integers(1, 4), max_size=2).map(tuple),
+    local=st.integers(1, 5),
+    padding=st.integers(0, 19),
+    ignored=st.none() | st.tuples(st.sampled_from([-100, -1, 0]), st.sampled_from([0.3, 0.8])),
+    smoothing=st.sampled_from([0.0, 0.1, 1.0]),
+    reduction=st.sampled_from(["mean", "sum", "none"]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    scale=st.sampled_from([1.0, 30.0]),
+    seed=st.integers(0, 1000),
+)
+def test_against_torch(world, shape, local, padding, ignored, smoothing, reduction, dtype, scale, seed) -> None:
+    entries = local * world.size
+    vocabulary = max(1, entries - padding)
+    logits = randn(*shape, entries, seed=seed, dtype=dtype).mul(scale)
+    logits[..., vocabulary:] = 1e4  # as padding must not matter
+    targets = targets_below(vocabulary, shape, seed, ignored)
+    options = {"label_smoothing": smoothing, "reduction": reduction}
+    options |= {} if ignored is None else {"ignore_index": ignored[0]}
+
+    whole = logits.clone().requires_grad_()
+    expected = of_torch(whole[..., :vocabulary], targets, **options)
+    weights = randn(*expected.shape, seed=seed + 1, dtype=dtype)
+    (expected * weights).sum().backward()
+
+    own = part(logits, world, -1).requires_grad_()
+    found = ax.parallel_cross_entropy(own, targets, vocabulary=vocabulary, **options)
+    (found * weights).sum().backward()
+    assert torch.equal(own, part(logits, world, -1))
+    limit = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 1e-11, "atol": 1e-11}
+    torch.testing.assert_close(found, expected, equal_nan=True, **limit)
+    torch.testing.assert_close(own.grad, part(whole.grad, world, -1), equal_nan=True, **limit)
+
+
+@ON_RANKS
+def test_large_and_infinite_logits(world) -> None:
+    """Numbers whose exp is infinite; entries that are ruled out, on one rank all of them."""
+    logits = randn(6, 8).mul(300)
+    logits[0] += 1e5
+    logits[1] -= 1e5
+    logits[2, 1:] = -math.inf
+    logits[3, : 8 // world.size * (world.size - 1)] = -math.inf
+    targets = torch.tensor([0, 3, 0, 7, 5, 2])
+    whole = logits.clone().requires_grad_()
+    expected = of_torch(whole, targets, reduction="none")
+    expected.sum().backward()
+    own = part(logits, world, -1).requires_grad_()
+    found = ax.parallel_cross_entropy(own, targets, reduction="none")
+    found.sum().backward()
+    assert_close(found, expected)
+    assert_close(own.grad, part(whole.grad, world, -1))
+    assert found.isfinite().all()
+    for strange in (math.nan, math.inf):
+        logits[4, -1] = strange
+        found = ax.parallel_cross_entropy(part(logits, world, -1), targets, reduction="none")
+        assert found.isnan().tolist() == [False] * 4 + [True, False]
+
+
+@ON_RANKS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_are_taken_in_float32(world, dtype: torch.dtype) -> None:
+    logits, targets = randn(5, 16, dtype=dtype), targets_below(16, (5,), 1)
+    whole = logits.float().requires_grad_()
+    expected = of_torch(whole, targets)
+    expected.backward()
+    own = part(logits, world, -1).requires_grad_()
+    found = ax.parallel_cross_entropy(own, targets)
+    found.backward()
+    assert_close(found, expected)
+    assert own.grad.dtype is dtype
+    torch.testing.assert_close(own.grad.float(), part(whole.grad, world, -1), rtol=2e-2, atol=1e-4)
+
+
+@ON_RANKS
+def test_nothing_to_count(world) -> None:
+    """As torch has it: the mean of nothing is no number, the sum is 0."""
+    for shape, value in (((0, 3), 0), ((2,), -100)):
+        targets = torch.full(shape, value)
+        own = torch.ones(*shape, 4, requires_grad=True)
+        assert ax.parallel_cross_entropy(own, targets).isnan()
+        total = ax.parallel_cross_entropy(own, targets, reduction="sum")
+        total.backward()
+        assert total == 0
+        assert not own.grad.any()
+
+
+def test_one_message_and_one_tensor_of_the_size_of_the_logits() -> None:
+    def body(world: ax.World) -> tuple[list[tuple[str, int]], list[int], dict[str, int]]:
+        own = randn(6, 50, seed=world.rank).requires_grad_()
+        kept: list[int] = []
+        log, before = world.default_group.backend.log, len(world.default_group.backend.log)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+            loss = ax.parallel_cross_entropy(own, torch.zeros(6, dtype=torch.int64))
+        sent = [(entry.operation, entry.nbytes) for entry in list(log)[before:]]
+        backward = Sent(world)
+        loss.backward()
+        return sent, sorted(kept, reverse=True), backward.take()
+
+    for sent, kept, backward in run_ranks(2, body):
+        assert sent == [("all_gather", 3 * 6 * 8)]
+        assert kept[0] == 6 * 50
+        assert kept[1] <= 6
+        assert backward == {}
+
+
+@ON_RANKS
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_with_an_output_layer(world, sequence_parallel: bool) -> None:
+    linear = whole_linear(6, 8)
+    layer = ax.ColumnParallelLinear.from_linear(linear, sequence_parallel=sequence_parallel)
+    x, targets = randn(2, 8, 6).requires_grad_(), targets_below(8, (2, 8), 4)
+    expected = of_torch(linear(x), targets)
+    expected.backward()
+    own = (part(x, world, 1) if sequence_parallel else x.detach().clone()).requires_grad_()
+    loss = ax.parallel_cross_entropy(layer(own), targets)
+    loss.backward()
+    assert_close(loss, expected)
+    assert_close(own.grad, part(x.grad, world, 1) if sequence_parallel else x.grad)
+    assert_close(layer.weight.grad, part(linear.weight.grad, world, 0))
+
+
+@ON_RANKS
+def test_mistakes(world) -> None:
+    logits, targets = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
+    entries = 4 * world.size
+
+    def refused(kind: type[Exception], message: str, *tensors: Tensor, **options: object) -> None:
+        with pytest.raises(kind, match=message):
+            ax.parallel_cross_entropy(*(tensors or (logits, targets)), **options)
+
+    for wrong in (entries, -1, -99):
+        there = targets.clone()
+        there[1, 2] = wrong
+        message = rf"entries from 0 to {entries - 1}, or -100 to ignore, got .*{wrong}.* on rank {world.rank}"
+        refused(ValueError, message, logits, there)
+    refused(ValueError, "entries from 0 to 0, or", logits, targets + 1, vocabulary=1)
+    refused(TypeError, r"targets: expected integers, .* got torch.float32", logits, targets.float())
+    refused(TypeError, r"logits: expected a floating-point dtype, got torch.int64", logits.long(), targets)
+    refused(ValueError, r"targets: expected shape \[2, 3\] .* got \[3\] on rank", logits, targets[0])
+    refused(ValueError, r"targets: expected shape", torch.tensor(1.0), torch.tensor(0))
+    refused(ValueError, "reduction: expected one of 'mean', 'sum', 'none', got 'max'", reduction="max")
+    for smoothing in (-0.1, 1.1, math.nan):
+        refused(ValueError, "label_smoothing: expected 0 to 1", label_smoothing=smoothing)
+    for vocabulary in (0, entries + 1):
+        refused(ValueError, f"vocabulary: expected 1 to {entries}", vocabulary=vocabulary)
+    ax.barrier()
