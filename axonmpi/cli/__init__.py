@@ -20,7 +20,7 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "train": "train a small GPT on text, on any number of ranks",
-    "bench": "measure collectives and data parallelism on this machine",
+    "bench": "measure collectives and every kind of parallelism on this machine",
     "chart": "draw a pipeline schedule: which rank does what, and when it waits",
     "doctor": "say what is wrong with the installation or the launch",
 }

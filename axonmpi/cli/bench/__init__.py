@@ -2,6 +2,9 @@
 
     axonmpi bench collectives    collectives of many sizes: ours, MPI's own, gloo's, and a plain copy
     axonmpi bench ddp            step overhead of data parallelism, ours and torch's on gloo
+    axonmpi bench fsdp           a step of fully sharded training, ours and torch's on gloo
+    axonmpi bench pipeline       a step of a pipeline by each schedule, ours, torch's on gloo, and the ideal
+    axonmpi bench tensor         two blocks divided among the ranks, ours, torch's on gloo, and the ideal
     axonmpi bench overhead       what Python adds to MPI's own all-reduce of 4 bytes
 
 Started plainly, a benchmark runs itself under `mpirun` once for each number of ranks; under `mpirun` it measures

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...group import World
-from . import collectives, collectives_plot, collectives_table, ddp, fsdp, overhead, pipeline
+from . import collectives, collectives_plot, collectives_table, ddp, fsdp, overhead, pipeline, tensor
 from .sizes import parse_size
 
 __all__ = ["BENCHMARKS", "Benchmark", "Figures"]
@@ -125,5 +125,12 @@ BENCHMARKS: dict[str, Benchmark] = {
         pipeline.table,
         (2, 4),
         pipeline.add_options,
+    ),
+    "tensor": Benchmark(
+        "a perceptron and an attention divided among the ranks: ours, torch's on gloo, and the ideal",
+        lambda world, options: tensor.measure(world, options.blocks, tensor.sizes_of(options)),
+        tensor.table,
+        (2, 4),
+        tensor.add_options,
     ),
 }

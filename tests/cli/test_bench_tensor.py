@@ -1,0 +1,97 @@
+"""The benchmark of tensor parallelism: figures hang together, sizes are checked, wrong results are noticed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from axonmpi.cli.bench import main
+from axonmpi.cli.bench.tensor import BLOCKS, Sizes, Task, add_options, check_results, measure, sizes_of, table
+
+TINY = Sizes(width=32, heads=4, lengths=(4,))
+
+
+def test_real_run(tmp_path):
+    target = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "axonmpi", "bench", "tensor", "--ranks", "2", "--json", str(target)]
+    sizes = ["--blocks", "1", "--width", "32", "--heads", "4", "--lengths", "4", "8"]
+    job = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=120, check=False)
+    assert job.returncode == 0, job.stderr
+    (result,) = json.loads(target.read_text())
+    assert (result["ranks"], result["width"]) == (2, 32)
+    assert list(result["blocks"]) == list(BLOCKS)
+    for of_block in result["blocks"].values():
+        assert list(of_block) == ["4", "8"]
+        for figures in of_block.values():
+            assert list(figures) == ["compute", "collectives", "axonmpi", "torch"]
+            assert min(figures.values()) > 0
+    assert table([result]) in job.stdout
+
+
+def test_table_shows_the_ratios():
+    figures = {"compute": 6.0, "collectives": 2.0, "axonmpi": 10.0, "torch": 25.0}
+    result = {
+        "ranks": 2,
+        "cores": 2,
+        "threads": 1,
+        "width": 32,
+        "heads": 4,
+        "sequences": 1,
+        "blocks": {"mlp": {"8": figures}},
+    }
+    row = table([result]).splitlines()[-1].split()
+    assert row == ["mlp", "8", "6.00", "2.00", "10.00", "25.00", "|", "1.25", "2.50"]
+
+
+@pytest.mark.parametrize("arguments", [["--width", "wide"], ["--lengths"], ["--depth"]])
+def test_wrong_options_are_named(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["tensor", *arguments])
+    assert caught.value.code == 2
+    assert arguments[-1] in capsys.readouterr().err
+
+
+def test_options_are_sizes():
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    assert sizes_of(parser.parse_args([])) == Sizes()
+    assert sizes_of(parser.parse_args(["--heads", "8", "--lengths", "2", "3"])) == Sizes(heads=8, lengths=(2, 3))
+
+
+@pytest.mark.ranks(2)
+def test_sizes_that_do_not_fit_are_named(world):
+    for sizes, complaint in (
+        (Sizes(heads=3), "heads: expected a multiple of 2 on 2 ranks, got 3"),
+        (Sizes(width=100), "width: expected a multiple of 16 on 2 ranks, got 100"),
+        (Sizes(sequences=0), "sequences: expected a positive number on 2 ranks, got 0"),
+        (Sizes(lengths=(4, -1)), "lengths: expected a positive number on 2 ranks, got -1"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            measure(world, 1, sizes)
+
+
+class _OneProcessEach:
+    """A task whose variants are all the whole block."""
+
+    def __init__(self, task: Task) -> None:
+        self.world, self.tokens, self.step = task.world, task.tokens, task.step
+        self.whole = self.ours = self.stock = task.whole
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("wrong", ["output", "gradient"])
+def test_wrong_results_are_noticed(world, wrong, monkeypatch):
+    monkeypatch.setitem(BLOCKS, "mlp", lambda world, sizes: (torch.nn.Linear(32, 32),) * 4)
+    task = _OneProcessEach(Task(world, TINY, "mlp", 4))
+    check_results(task)
+    task.stock = torch.nn.Linear(32, 32)
+    if wrong == "gradient":
+        task.stock.load_state_dict(task.whole.state_dict())
+        task.stock.weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(RuntimeError, match="torch on 1 ranks: results are not those of one process"):
+        check_results(task)
