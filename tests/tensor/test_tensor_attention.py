@@ -10,11 +10,13 @@ import whole
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from whole import assert_close, built, calls, compare, part, randn, rows_of_heads, seeded, together
 
 import axonmpi as ax
-from axonmpi import ProcessGroup
+from axonmpi import PipelineSchedule, ProcessGroup
+from axonmpi.pipeline import microbatch_seed
 from axonmpi.tensor.attention import tensor_parallel_attention
 from axonmpi.tensor.dropout import ShardedDropout
 from axonmpi.tensor.mlp import ParallelGatedMLP
@@ -114,31 +116,34 @@ def test_dropout_is_the_same_at_any_width_and_with_parts_of_the_sequence(world, 
         assert_close(block.eval()(own), expected)
 
 
+def chance(world) -> float:
+    """The chance of dropout from the default generator: none where mock ranks have one for all of them."""
+    return 0.0 if world.default_group.backend.name == "mock" and world.size > 1 else 0.5
+
+
 @pytest.mark.ranks(1, 2, 4)
 def test_dropout_from_the_default_generator_under_checkpointing(world):
-    if world.default_group.backend.name == "mock" and world.size > 1:
-        pytest.skip("mock ranks have one default generator: needs an mpirun")
+    p = chance(world)
     x, weights = randn(2, 8, HIDDEN), randn(2, 8, HIDDEN, seed=2)
-    alone = built(lambda: tensor_parallel_attention(HIDDEN, HEADS, ProcessGroup.mock(), dropout=0.5))
-    block = together(lambda: tensor_parallel_attention(HIDDEN, HEADS, dropout=0.5))
+    alone = built(lambda: tensor_parallel_attention(HIDDEN, HEADS, ProcessGroup.mock(), dropout=p))
+    block = together(lambda: tensor_parallel_attention(HIDDEN, HEADS, dropout=p))
     results = []
-    for module, run in (
+    for module, run in [
         (alone, alone),
         (block, block),
         (block, lambda x: checkpoint(block, x, use_reentrant=False)),
-    ):
+        (block, lambda x: checkpoint(block, x, use_reentrant=True)),
+    ]:
         leaf = x.clone().requires_grad_()
         module.zero_grad()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(4)
             output = run(leaf)
-            torch.rand(3)
+            after = [torch.rand(4)] if p else []
             (output * weights).sum().backward()
-            results.append((output.detach(), leaf.grad, module.query_key_value.full_weight(), torch.rand(1)))
-            gradient = (
-                ax.all_gather(block.output.weight.grad, dim=1) if module is block else alone.output.weight.grad
-            )
-            results[-1] = (*results[-1], gradient)
+        gradient = module.output.weight.grad
+        gradient = gradient if module is alone else ax.all_gather(gradient, dim=1)
+        results.append([output, leaf.grad, gradient, *after])
     for other in results[1:]:
         for found, expected in zip(other, results[0], strict=True):
             assert_close(found, expected)
@@ -157,12 +162,12 @@ class Block(nn.Module):
         return x + self.mlp(self.norms[1](x))
 
 
-def divided_block(group, *, sequence_parallel: bool) -> Block:
+def divided_block(group, *, sequence_parallel: bool = False, dropout: float = 0.0) -> Block:
     norms = [nn.RMSNorm(HIDDEN), nn.LayerNorm(HIDDEN)]
     if sequence_parallel:
         norms = [sequence_parallel_norm(norm, group) for norm in norms]
-    options = {"num_kv_heads": 1, "head_dim": WIDTH, "rotary": True, "sequence_parallel": sequence_parallel}
-    attention = tensor_parallel_attention(HIDDEN, HEADS, group, **options)
+    options = {"num_kv_heads": 1, "head_dim": WIDTH, "sequence_parallel": sequence_parallel}
+    attention = tensor_parallel_attention(HIDDEN, HEADS, group, rotary=True, dropout=dropout, **options)
     return Block(norms, attention, ParallelGatedMLP(HIDDEN, 16, group, sequence_parallel=sequence_parallel))
 
 
@@ -209,6 +214,43 @@ def test_replicas_of_a_divided_layer_train_as_one_process_does(world, wrapper, d
     state = wrapped.full_state_dict() if wrapper is ax.FSDP else wrapped.state_dict()
     for name, value in own_part_of_block(mesh.group("tp"), alone.state_dict()).items():
         assert_close(state[name], value, name)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("schedule", [PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.ZERO_BUBBLE])
+def test_divided_layers_as_stages_of_a_pipeline(world, schedule, divided):
+    mesh, p = ax.DeviceMesh({"pp": 2, "tp": 2}), chance(world)
+    seed = 3 if p else None
+    alone = built(lambda: nn.Sequential(*[divided_block(ProcessGroup.mock(), dropout=p) for _ in range(4)]))
+    options = {"sequence_parallel": divided, "dropout": p}
+    blocks = together(lambda: nn.ModuleList(divided_block(mesh.group("tp"), **options) for _ in range(4)))
+    for block, one in zip(blocks, alone, strict=True):
+        block.load_state_dict(own_part_of_block(mesh.group("tp"), one.state_dict()))
+    x, targets = randn(4, 8, HIDDEN), randn(4, 8, HIDDEN, seed=2)
+    own = [t.chunk(2, 1)[mesh.rank("tp")] if divided else t for t in (x, targets)]
+    stages = (
+        blocks if schedule is PipelineSchedule.ZERO_BUBBLE else [nn.Sequential(*blocks[i : i + 2]) for i in (0, 2)]
+    )
+    options = {"schedule": schedule, "num_microbatches": 4, "loss_fn": F.mse_loss, "seed": seed}
+    ax.Pipeline.from_modules(list(stages), mesh.group("pp"), **options).train_step(*own)
+    with torch.random.fork_rng(devices=[]):
+        for micro_batch in range(4):
+            if p:
+                torch.manual_seed(microbatch_seed(seed, 0, micro_batch))
+            rows = slice(micro_batch, micro_batch + 1)
+            (F.mse_loss(alone(x[rows]), targets[rows]) / 4).backward()
+    here = [
+        (block, one) for block, one in zip(blocks, alone, strict=True) if block.norms[0].weight.grad is not None
+    ]
+    assert len(here) == 2  # the other stages are on other ranks
+    for block, one in here:
+        expected = own_part_of_block(mesh.group("tp"), {name: q.grad for name, q in one.named_parameters()})
+        for (
+            name,
+            parameter,
+        ) in block.named_parameters():  # with parts of the sequence a loss is the mean over a part
+            assert_close(parameter.grad / (1 + divided), expected[name], name)
 
 
 @pytest.mark.ranks(2)
