@@ -16,7 +16,7 @@ from pathlib import Path
 from ..comm import destroy_process_group, init_process_group
 from ..environment import detect_launchers
 from ..group import World
-from ..train.config import Config, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig, TextConfig
+from ..train.config import Config, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig, TextConfig
 from ..train.config_file import load_config
 from ..train.corpus import Corpus, load_corpus
 from ..train.trainer import Trainer
@@ -43,6 +43,7 @@ class _Flags:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -112,7 +113,7 @@ def parse(argv: Sequence[str]) -> Config:
         base = _from_file(argv)
     except ValueError as error:
         raise SystemExit(_refuse_file(str(error))) from None
-    default = _Flags(None, base.model, base.text, base.optimizer, base.run, base.pipeline)
+    default = _Flags(None, base.model, base.text, base.optimizer, base.run, base.pipeline, base.mesh)
     shown, wrong = io.StringIO(), io.StringIO()
     try:
         # collected and written at once, so that the messages of several ranks do not mix
@@ -127,7 +128,7 @@ def parse(argv: Sequence[str]) -> Config:
         sys.stderr.flush()
         raise
     try:
-        return Config(flags.model, flags.text, flags.optimizer, flags.run, flags.pipeline)
+        return Config(flags.model, flags.text, flags.optimizer, flags.run, flags.pipeline, flags.mesh)
     except ValueError as error:
         raise SystemExit(refuse(_PROGRAM, str(error))) from None
 

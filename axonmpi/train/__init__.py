@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from .config import Config, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig, TextConfig
+from .config import Config, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig, TextConfig
 from .config_file import load_config
 from .corpus import Corpus, load_corpus
 from .metrics import CommunicationClock
@@ -25,6 +25,7 @@ __all__ = [
     "CommunicationClock",
     "Config",
     "Corpus",
+    "MeshConfig",
     "ModelConfig",
     "OptimizerConfig",
     "PipelineConfig",

@@ -12,6 +12,7 @@ different numbers of ranks agree to rounding.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,10 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Batch", "BatchPlan", "HeldOutPlan", "Stream", "seeded_generator"]
+__all__ = ["IGNORED", "Batch", "BatchPlan", "HeldOutPlan", "Stream", "seeded_generator"]
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, each int64 [sequences, sequence_length]."""
+
+IGNORED = -100
+"""A target that is not scored."""
 
 
 class Stream(enum.IntEnum):
@@ -114,18 +118,24 @@ class HeldOutPlan:
     replicas: int
 
     def batches(self, text: Tensor) -> Iterator[Batch]:
-        """Yield this replica's inputs and targets, each int64 `[at most batch, sequence_length]`. Local.
+        """Yield this replica's inputs and targets, as many batches as for any other replica. Local.
+
+        Where parameters are sharded, replicas go through them together. With more replicas than sequences some get
+        a sequence whose targets are `IGNORED`.
 
         Args:
             text: The held-out bytes, uint8 `[M]`, longer than `sequence_length`.
+
+        Yields:
+            Inputs and targets, each int64 `[at most batch, sequence_length]`.
         """
         available = (len(text) - 1) // self.sequence_length
         count = min(self.sequences or available, available)
         chosen = torch.arange(count) * available // count * self.sequence_length
-        mine = chosen.tensor_split(self.replicas)[self.replica]
-        for starts in mine.split(self.batch):
-            if len(starts):
-                yield _sequences(text, starts, self.sequence_length)
+        rounds = math.ceil(math.ceil(count / self.replicas) / self.batch)
+        for starts in chosen.tensor_split(self.replicas)[self.replica].tensor_split(rounds):
+            inputs, targets = _sequences(text, starts if len(starts) else chosen[:1], self.sequence_length)
+            yield inputs, targets if len(starts) else torch.full_like(targets, IGNORED)
 
 
 def _sequences(text: Tensor, starts: Tensor, length: int) -> Batch:

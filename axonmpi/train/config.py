@@ -1,11 +1,12 @@
-"""Every setting of the trainer, in five frozen dataclasses.
+"""Every setting of the trainer, in six frozen dataclasses.
 
     Config
       ├─ model      ModelConfig       the network's shape
       ├─ text       TextConfig        what it learns from, what is held out
       ├─ optimizer  OptimizerConfig   AdamW and the course of its learning rate
-      ├─ run        RunConfig         steps, batch, ranks, what is written where
-      └─ pipeline   PipelineConfig    whether ranks have stages of the model, and how they go about it
+      ├─ run        RunConfig         steps, batch, what is written where
+      ├─ pipeline   PipelineConfig    whether ranks have stages of the model, and how they go about it
+      └─ mesh       MeshConfig        how many replicas there are, and whether ranks divide the layers
 
 The name of a setting is the same here, as a flag (`--global-batch 32`) and in a file (`global_batch = 32`).
 The text under each is also what `axonmpi train --help` shows. A dataclass that exists is valid: its
@@ -16,30 +17,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_type_hints
 
-__all__ = ["Config", "ModelConfig", "OptimizerConfig", "PipelineConfig", "RunConfig", "TextConfig"]
+from .settings import Settings, above, at_least
 
-
-@dataclass(frozen=True)
-class _Settings:
-    """What the four groups share: types are checked when one is made, then `_check` looks at the values."""
-
-    def __post_init__(self) -> None:
-        for name, annotation in get_type_hints(type(self)).items():
-            object.__setattr__(self, name, _typed(name, annotation, getattr(self, name)))
-        self._check()
-
-    def _check(self) -> None:
-        """Raise ValueError where a value is out of range or two contradict each other."""
+__all__ = ["Config", "MeshConfig", "ModelConfig", "OptimizerConfig", "PipelineConfig", "RunConfig", "TextConfig"]
 
 
 @dataclass(frozen=True)
-class ModelConfig(_Settings):
+class ModelConfig(Settings):
     """The network's shape.
 
     Raises:
@@ -66,7 +55,7 @@ class ModelConfig(_Settings):
 
     def _check(self) -> None:
         for name in ("layers", "width", "heads", "mlp_ratio", "sequence_length"):
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1)
         if self.width % self.heads:
             raise ValueError(f"width: expected a multiple of heads = {self.heads}, got {self.width}")
         if self.positions == "rotary" and self.width // self.heads % 2:
@@ -77,7 +66,7 @@ class ModelConfig(_Settings):
 
 
 @dataclass(frozen=True)
-class TextConfig(_Settings):
+class TextConfig(Settings):
     """What the model learns from.
 
     Raises:
@@ -93,7 +82,7 @@ class TextConfig(_Settings):
     """Part of the text, in whole blocks, that is never trained on."""
 
     def _check(self) -> None:
-        _above("data_limit", self.data_limit, 0)
+        above("data_limit", self.data_limit, 0)
         if not 0 < self.held_out_fraction <= 0.5:
             raise ValueError(
                 f"held_out_fraction: expected more than 0 and at most 0.5, got {self.held_out_fraction}"
@@ -101,7 +90,7 @@ class TextConfig(_Settings):
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(_Settings):
+class OptimizerConfig(Settings):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), and a warm-up followed by half a cosine.
 
     Raises:
@@ -125,9 +114,9 @@ class OptimizerConfig(_Settings):
     """Largest norm of the whole gradient; 0 leaves it as it is."""
 
     def _check(self) -> None:
-        _above("lr", self.lr, 0)
+        above("lr", self.lr, 0)
         for name in ("warmup_steps", "weight_decay", "gradient_clip"):
-            _at_least(name, getattr(self, name), 0)
+            at_least(name, getattr(self, name), 0)
         for name in ("lr_final", "beta1", "beta2"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}: expected 0 to 1, got {getattr(self, name)}")
@@ -136,7 +125,7 @@ class OptimizerConfig(_Settings):
 
 
 @dataclass(frozen=True)
-class RunConfig(_Settings):
+class RunConfig(Settings):
     """How long, how divided over the ranks, and what is written where.
 
     Raises:
@@ -187,9 +176,9 @@ class RunConfig(_Settings):
 
     def _check(self) -> None:
         for name in ("steps", "global_batch", "accumulation"):
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1)
         for name in ("seed", "evaluate_every", "held_out_sequences", "sample_length", "temperature"):
-            _at_least(name, getattr(self, name), 0)
+            at_least(name, getattr(self, name), 0)
         if not self.name or self.name in (".", "..") or any(sign in self.name for sign in "/\\\0"):
             raise ValueError(f"name: expected the name of a folder without slashes, got {self.name!r}; see --out")
         if self.cpu_offload != "none" and self.fsdp == "none":
@@ -201,7 +190,7 @@ class RunConfig(_Settings):
 
 
 @dataclass(frozen=True)
-class PipelineConfig(_Settings):
+class PipelineConfig(Settings):
     """A pipeline: ranks have stages of the model. With all settings at their defaults there is none.
 
     Raises:
@@ -210,7 +199,7 @@ class PipelineConfig(_Settings):
     """
 
     pp: int = 1
-    """Ranks of a pipeline, which have the model's stages; with more ranks there are several, data parallel."""
+    """Ranks of a pipeline, which have the model's stages; where ranks are left there are several pipelines."""
     schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"] = "1f1b"
     """In which order the ranks of a pipeline compute; axonmpi chart draws it."""
     micro_batches: int = 0
@@ -233,13 +222,34 @@ class PipelineConfig(_Settings):
         return 2 if self.schedule == "interleaved-1f1b" and layers >= 2 * self.pp else 1
 
     def _check(self) -> None:
-        _at_least("pp", self.pp, 1)
+        at_least("pp", self.pp, 1)
         for name in ("micro_batches", "chunks"):
-            _at_least(name, getattr(self, name), 0)
+            at_least(name, getattr(self, name), 0)
         if self.schedule == "zero-bubble" and self.chunks > 2:
             raise ValueError(
                 f"chunks: expected 1 or 2 with zero-bubble, got {self.chunks}; interleaved-1f1b takes any number"
             )
+
+
+@dataclass(frozen=True)
+class MeshConfig(Settings):
+    """How the ranks are laid out: dp x tp x pp is their number.
+
+    Raises:
+        TypeError: A value is of the wrong type.
+        ValueError: A value is out of range.
+    """
+
+    dp: int = 0
+    """Replicas of the model, each with its part of the batch; 0 means as many as the ranks are enough for."""
+    tp: int = 1
+    """Ranks that divide every layer of the model among them."""
+    sequence_parallel: bool = False
+    """With tp, divide what is between the layers among the same ranks as well, along the sequence."""
+
+    def _check(self) -> None:
+        at_least("dp", self.dp, 0)
+        at_least("tp", self.tp, 1)
 
 
 @dataclass(frozen=True)
@@ -256,20 +266,31 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: RunConfig = field(default_factory=RunConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
 
     def __post_init__(self) -> None:
         for name, group in _groups().items():
             if not isinstance(getattr(self, name), group):
                 raise TypeError(f"{name}: expected {group.__name__}, got {type(getattr(self, name)).__name__}")
+        self._check_tensor()
         self._check_pipeline()
+
+    def _check_tensor(self) -> None:
+        mesh, heads, length = self.mesh, self.model.heads, self.model.sequence_length
+        if heads % mesh.tp:
+            valid = " or ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
+            raise ValueError(
+                f"tp: expected {valid}, which divide heads = {heads}, got {mesh.tp}; or take a multiple of "
+                f"{mesh.tp} heads, and a width that divides by them"
+            )
+        if mesh.sequence_parallel and length % mesh.tp:
+            raise ValueError(
+                f"sequence_length: expected a multiple of tp = {mesh.tp} with sequence_parallel, got {length}: "
+                f"take for example {-(-length // mesh.tp) * mesh.tp}, or leave sequence_parallel out"
+            )
 
     def _check_pipeline(self) -> None:
         pipeline, layers = self.pipeline, self.model.layers
-        if pipeline.is_wanted and self.run.fsdp != "none":
-            given = [f.name for f in dataclasses.fields(pipeline) if getattr(pipeline, f.name) != f.default]
-            raise ValueError(
-                f"fsdp: expected none with a pipeline, got {self.run.fsdp!r}: leave out fsdp, or {', '.join(given)}"
-            )
         chunks = pipeline.stages_per_rank(layers)
         if pipeline.pp * chunks > layers:
             raise ValueError(
@@ -307,7 +328,7 @@ class Config:
 
         Args:
             settings: Settings by name, `-` and `_` alike; they may be grouped in tables called `model`,
-                `text`, `optimizer`, `run` and `pipeline`.
+                `text`, `optimizer`, `run`, `pipeline` and `mesh`.
 
         Raises:
             ValueError: A name is unknown, stands in another group's table or comes twice, or a value is bad.
@@ -316,8 +337,8 @@ class Config:
         return cls().replace(**_ungrouped(settings))
 
 
-def _groups() -> dict[str, type[_Settings]]:
-    hints: dict[str, type[_Settings]] = get_type_hints(Config)
+def _groups() -> dict[str, type[Settings]]:
+    hints: dict[str, type[Settings]] = get_type_hints(Config)
     return hints
 
 
@@ -347,41 +368,3 @@ def _unknown_setting(name: str) -> str:
     if near:
         return f"unknown setting {name!r}: did you mean {' or '.join(near)}?"
     return f"unknown setting {name!r}: expected one of {', '.join(sorted(_places()))}"
-
-
-def _typed(name: str, annotation: Any, value: Any) -> Any:
-    """Return `value` as the type of its setting."""
-    if get_origin(annotation) is Literal:
-        if value in get_args(annotation):
-            return value
-        raise ValueError(f"{name}: expected one of {', '.join(map(repr, get_args(annotation)))}, got {value!r}")
-    if annotation == Path | None:
-        if isinstance(value, str | Path | None):
-            return Path(value) if isinstance(value, str) else value
-    elif annotation is float:
-        return _number(name, value)
-    elif isinstance(value, annotation) and (annotation is bool or not isinstance(value, bool)):
-        return value
-    kind = "path" if annotation == Path | None else annotation.__name__
-    raise TypeError(f"{name}: expected a value of type {kind}, got {value!r}")
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        # YAML reads 1e-3, without a dot, as text
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name}: expected a number, got {value!r}") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{name}: expected a finite number, got {value!r}")
-    return number
-
-
-def _at_least(name: str, value: float, minimum: int) -> None:
-    if value < minimum:
-        raise ValueError(f"{name}: expected at least {minimum}, got {value}")
-
-
-def _above(name: str, value: float, bound: int) -> None:
-    if value <= bound:
-        raise ValueError(f"{name}: expected more than {bound}, got {value}")

@@ -1,27 +1,31 @@
 """Which ranks have the model together, and which have the same part of it.
 
-    rank = replica * pp + position           8 ranks, pp = 2
+    rank = (replica * pp + position) * tp + part           8 ranks, dp = pp = tp = 2
 
-                 position 0   position 1
-    replica 0    rank 0       rank 1         a pipeline: neighbours, as they talk most
-    replica 1    rank 2       rank 3
-    replica 2    rank 4       rank 5
-    replica 3    rank 6       rank 7
-                 a column averages its gradients: data parallelism
+                 position 0        position 1
+                 part 0   part 1   part 0   part 1
+    replica 0    rank 0   rank 1   rank 2   rank 3         tp: neighbours divide every layer, as they talk most
+    replica 1    rank 4   rank 5   rank 6   rank 7         pp: ranks 0 and 2 are a pipeline, 1 and 3 another
+                 a column averages its gradients           dp
 
-Without a pipeline pp is 1: every rank is a replica.
+It is a `DeviceMesh` of the axes dp, pp and tp. What is here is known before anything is sent, and so is whether the
+ranks are as many as the settings say.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
 
+from ..mesh import nearest_shapes
 from ..pipeline import PipelineSchedule, Schedule, make_schedule
 from .config import Config
 
 __all__ = ["Layout", "plan_schedule"]
 
 _MICRO_BATCHES_PER_RANK = 4
+_SUGGESTIONS = 6
 
 
 @dataclass(frozen=True)
@@ -29,45 +33,53 @@ class Layout:
     """Where a rank stands among all.
 
     Attributes:
-        pp: Ranks of a pipeline.
-        replicas: How often the model is there.
+        dp: How often the model is there.
+        pp: Ranks that have the stages of one.
+        tp: Ranks that divide the layers of a stage.
         rank: The rank.
 
     Raises:
-        ValueError: From `Layout.of`: the ranks cannot be divided into pipelines.
+        ValueError: From `Layout.of`: the ranks are not as many as the settings say.
     """
 
+    dp: int
     pp: int
-    replicas: int
+    tp: int
     rank: int
 
     @classmethod
-    def of(cls, pp: int, ranks: int, rank: int) -> Layout:
-        """Lay out `ranks` ranks in pipelines of `pp`."""
-        if ranks % pp:
-            valid = " or ".join(str(number) for number in range(1, ranks + 1) if ranks % number == 0)
-            raise ValueError(
-                f"pp: expected {valid}, which divide the {ranks} ranks, got {pp}; or start a multiple of {pp} ranks"
-            )
-        return cls(pp, ranks // pp, rank)
+    def of(cls, config: Config, ranks: int, rank: int) -> Layout:
+        """Lay out `ranks` ranks as the settings say; local."""
+        dp, pp, tp = config.mesh.dp, config.pipeline.pp, config.mesh.tp
+        chosen = dp or max(ranks // (pp * tp), 1)
+        if chosen * pp * tp != ranks:
+            raise ValueError(_wrong_product(config, ranks))
+        return cls(chosen, pp, tp, rank)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """The shape of the mesh."""
+        return {"dp": self.dp, "pp": self.pp, "tp": self.tp}
 
     @property
     def replica(self) -> int:
         """Which replica this rank is of: decides the part of the batch that it computes."""
-        return self.rank // self.pp
+        return self.rank // (self.pp * self.tp)
 
     @property
     def position(self) -> int:
-        """Where this rank is in its pipeline: decides the part of the model that it has."""
-        return self.rank % self.pp
+        """Where this rank is in its pipeline: decides the stages of the model that it has."""
+        return self.rank // self.tp % self.pp
 
-    def pipeline(self, replica: int) -> range:
-        """Return the ranks of a replica."""
-        return range(replica * self.pp, (replica + 1) * self.pp)
+    @property
+    def part(self) -> int:
+        """Which part of its layers this rank has."""
+        return self.rank % self.tp
 
-    def column(self, position: int) -> range:
-        """Return the ranks that have the same part of the model."""
-        return range(position, self.replicas * self.pp, self.pp)
+    def ranks_at(self, position: int) -> list[int]:
+        """Return the ranks that have the same stages, or parts of them."""
+        firsts = range(position * self.tp, self.dp * self.pp * self.tp, self.pp * self.tp)
+        return [first + part for first in firsts for part in range(self.tp)]
 
 
 def plan_schedule(config: Config, layout: Layout) -> Schedule:
@@ -77,13 +89,43 @@ def plan_schedule(config: Config, layout: Layout) -> Schedule:
         ValueError: There are more micro-batches than sequences.
     """
     run, wanted = config.run, config.pipeline
-    sequences = run.global_batch // layout.replicas // run.accumulation
+    sequences = run.global_batch // layout.dp // run.accumulation
     if wanted.micro_batches > sequences:
         raise ValueError(
-            f"micro_batches: expected at most global_batch / pipelines / accumulation = {run.global_batch} / "
-            f"{layout.replicas} / {run.accumulation} = {sequences}, the sequences of a pipeline at a time, got "
+            f"micro_batches: expected at most global_batch / dp / accumulation = {run.global_batch} / "
+            f"{layout.dp} / {run.accumulation} = {sequences}, the sequences of a pipeline at a time, got "
             f"{wanted.micro_batches}: take fewer, or a larger global_batch"
         )
     count = wanted.micro_batches or min(_MICRO_BATCHES_PER_RANK * layout.pp, sequences)
     chunks = wanted.stages_per_rank(config.model.layers)
     return make_schedule(PipelineSchedule(wanted.schedule), layout.pp, count, chunks)
+
+
+# ---- wrong numbers ----------------------------------------------------------------------------------------------
+
+
+def _wrong_product(config: Config, ranks: int) -> str:
+    asked = {"dp": config.mesh.dp, "tp": config.mesh.tp, "pp": config.pipeline.pp}
+    given = {axis: size for axis, size in asked.items() if size}
+    product = math.prod(given.values())
+    said = f"{' x '.join(given)} = {' x '.join(map(str, given.values()))} = {product}"
+    if asked["dp"]:
+        wrong, other = f"but there are {ranks} ranks", f"start {product} ranks"
+    else:
+        wrong, other = f"which does not divide the {ranks} ranks", f"start a multiple of {product} ranks"
+    shapes = nearest_shapes({axis: size or -1 for axis, size in asked.items()}, ranks, None)
+    fitting = [" x ".join(map(str, shape.values())) for shape in shapes if _fits(config, shape)]
+    example = f"take for example dp x tp x pp = {' or '.join(fitting[:_SUGGESTIONS])}, or " if fitting else ""
+    return f"{said}, {wrong}: {example}{other}"
+
+
+def _fits(config: Config, shape: dict[str, int]) -> bool:
+    """Say whether these settings could be used with another shape of the mesh."""
+    model, run = config.model, config.run
+    pipeline = dataclasses.replace(config.pipeline, pp=shape["pp"])
+    divided = [model.heads, *([model.sequence_length] if config.mesh.sequence_parallel else [])]
+    return (
+        all(number % shape["tp"] == 0 for number in divided)
+        and pipeline.pp * pipeline.stages_per_rank(model.layers) <= model.layers
+        and run.global_batch % (shape["dp"] * run.accumulation) == 0
+    )

@@ -9,6 +9,7 @@ H the number of heads and C = D / H the width of a head. Every random number com
 that the caller passes, so two models built from equal seeds are equal, in any thread and on any rank.
 
 For a pipeline the model is cut into stages, rows of blocks; the first has the embedding too, the last the output.
+Nothing here depends on how many heads, hidden features or vocabulary rows there are, so ranks can divide them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 from ..pipeline.splitting import balanced_bounds
 from .config import ModelConfig
 
-__all__ = ["GPT", "VOCABULARY_SIZE", "GPTStage", "Predictor", "cut", "generate"]
+__all__ = ["GPT", "VOCABULARY_SIZE", "Block", "GPTStage", "Positions", "Predictor", "cut", "generate"]
 
 VOCABULARY_SIZE = 256
 """One token for each value of a byte."""
@@ -47,6 +48,22 @@ class _Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Do nothing: `GPT` fills every weight."""
+
+
+class Positions(nn.Module):
+    """A learned vector for each position.
+
+    Args:
+        weight: [T, D] the vectors.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, length: int) -> Tensor:
+        """Return the vectors of the first positions, [length, D]."""
+        return self.weight[:length]
 
 
 def _norm(config: ModelConfig) -> nn.Module:
@@ -94,7 +111,7 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_width = config.width // config.heads
         self.query_key_value = _Linear(config.width, 3 * config.width)
         self.output = _Linear(config.width, config.width)
 
@@ -108,14 +125,14 @@ class CausalSelfAttention(nn.Module):
         Returns:
             A new tensor `[B, T, D]`.
         """
-        batch, length, width = x.shape
-        split = self.query_key_value(x).view(batch, length, 3, self.heads, width // self.heads)
+        projected = self.query_key_value(x)
+        split = projected.view(*projected.shape[:2], 3, -1, self.head_width)
         query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, T, C] each
         if table is not None:
             query, key = rotate(query, table), rotate(key, table)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        projected: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, length, width))
-        return projected
+        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return output
 
 
 class Block(nn.Module):
@@ -153,9 +170,9 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = _Embedding(VOCABULARY_SIZE, config.width)
-        self.positions: nn.Embedding | None = None
+        self.positions: Positions | None = None
         if config.positions == "learned":
-            self.positions = _Embedding(config.sequence_length, config.width)
+            self.positions = Positions(torch.empty(config.sequence_length, config.width))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.final_norm = _norm(config)
         self.head = _Linear(config.width, VOCABULARY_SIZE)
@@ -246,9 +263,9 @@ class GPTStage(nn.Module):
 def _compute(parts: GPT | GPTStage, x: Tensor) -> Tensor:
     """Send a batch through all that is there: embedding, blocks, output layer."""
     if parts.embedding is not None:
-        tokens, x = x, parts.embedding(x)
+        x = parts.embedding(x)
         if parts.positions is not None:
-            x = x + parts.positions.weight[: tokens.shape[1]]
+            x = x + parts.positions(x.shape[1])
     if parts.table is not None:
         parts.table = parts.table.to(x.device)
     for block in parts.blocks.children():

@@ -1,7 +1,12 @@
-"""How the model is spread over the ranks: the one place to choose between kinds of parallelism.
+"""How the model is spread over the ranks: replicas, sharded or not, of the whole model or of stages of it.
 
-The trainer uses nothing of the result but what `ParallelModel` lists, so another wrapper needs a case here and no
-change elsewhere. Where ranks have stages of the model, see `pipelined.py`.
+    trainer ──► ParallelModel ─┬─ WholeModel        a rank has all layers
+                               └─ PipelinedModel    a rank has stages, see `pipelined.py`
+                each module in ┬─ Replica           gradients are averaged over the dp axis
+                               └─ FSDP              and parameters divided along it
+
+With tp a rank's modules are already its part of each layer, see `divided.py`. The trainer uses nothing of all this
+but what `ParallelModel` lists, so another wrapper needs a case here and no change elsewhere.
 """
 
 from __future__ import annotations
@@ -9,60 +14,50 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..backends.base import Backend
 from ..ddp import DistributedDataParallel
 from ..fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from ..group import ProcessGroup
+from ..mesh import DeviceMesh
+from ..norms import clip_grad_norm
 from ..types import GradSyncStrategy
-from .batches import Batch
-from .config import RunConfig
-from .model import GPT, Predictor
+from .batches import IGNORED, Batch
+from .config import Config, RunConfig
+from .divided import DividedPredictor, replicated_copies, summed_loss
+from .model import GPT, Block, Predictor
 
-__all__ = ["ParallelModel", "Replica", "cross_entropy", "parallelize"]
+__all__ = ["Held", "ParallelModel", "Replica", "WholeModel", "wrap"]
+
+_ADAM_STATES = 2
+_FLOAT = 4
 
 
-class ParallelModel(Protocol):
-    """What the trainer needs of a model that lives on several ranks."""
+@dataclass(frozen=True)
+class Held:
+    """What a rank has of the model, in bytes but for the first.
+
+    Attributes:
+        parameters: Numbers that its optimizer updates.
+        values: Of the parameters, with what they are gathered in.
+        gradients: Of theirs.
+        state: Of the optimizer.
+    """
+
+    parameters: int
+    values: int
+    gradients: int
+    state: int
 
     @property
-    def backends(self) -> Sequence[Backend]:
-        """The communicators that it uses besides that of all ranks."""
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what this rank's optimizer updates, with the names in the model."""
-
-    def backward(self, parts: Sequence[Batch]) -> Tensor:
-        """Make the gradient of the mean loss over the global batch; collective.
-
-        Args:
-            parts: This replica's sequences, gone through part by part.
-
-        Returns:
-            [] float64, this rank's share of that loss, which is the sum over all ranks.
-        """
-
-    def clip(self, largest: float) -> float:
-        """Scale the gradients down to a norm of at most `largest`; collective. Returns the norm before.
-
-        Args:
-            largest: Norm of the whole gradient; 0 only measures.
-        """
-
-    def score(self, batch: Batch) -> tuple[float, int]:
-        """Return this rank's share of the summed loss of a replica's batch, and of its bytes; collective there."""
-
-    def predictor(self) -> AbstractContextManager[Predictor | None]:
-        """Have text generated in the block by the ranks that get something to do it with; collective at both ends.
-
-        Rank 0 is one of them, and all of them have to generate the same text.
-        """
+    def together(self) -> int:
+        """All of it, in bytes."""
+        return self.values + self.gradients + self.state
 
 
 class Replica(DistributedDataParallel):
@@ -86,108 +81,202 @@ class Replica(DistributedDataParallel):
         return output
 
 
-class _WholeModel(ABC):
-    """Every rank computes with the whole model, each a part of the batch."""
+Wrapped = Replica | FullyShardedDataParallel
 
-    def __init__(self, model: GPT, wrapped: Replica | FullyShardedDataParallel, group: ProcessGroup) -> None:
-        self._model = model
-        self._wrapped = wrapped
-        self._group = group
+
+def wrap(module: nn.Module, config: RunConfig, group: ProcessGroup, alone: Sequence[str] = ()) -> Wrapped:
+    """Let the ranks of a group train a module together, each on its part of the batch; collective.
+
+    Args:
+        module: The same on all of them.
+        config: Chooses how.
+        group: The ranks along the dp axis.
+        alone: Names of submodules that are sharded by themselves, if the module is sharded.
+    """
+    if config.fsdp == "none":
+        return Replica(module, config, group)
+    offload = CPUOffload(config.cpu_offload)
+    return FullyShardedDataParallel(
+        module,
+        group,
+        sharding_strategy=ShardingStrategy(config.fsdp),
+        cpu_offload=offload,
+        mixed_precision=MixedPrecision(None if config.dtype == "float32" else getattr(torch, config.dtype)),
+        units=[Block, *alone],
+        offload_folder=None if offload is CPUOffload.NONE else config.folder / "offload",
+    )
+
+
+class ParallelModel(ABC):
+    """A model that lives on several ranks, as the trainer sees it.
+
+    Args:
+        modules: This rank's.
+        wrapped: The same, made to share their gradients with the replicas.
+        mesh: The ranks, with the axes dp, pp and tp.
+        accumulates: Whether a step's gradients are added up before they are averaged: whole ones, also of shards.
+    """
+
+    def __init__(
+        self, modules: Sequence[nn.Module], wrapped: Sequence[Wrapped], mesh: DeviceMesh, *, accumulates: bool
+    ) -> None:
+        self._accumulates = accumulates
+        self._modules = list(modules)
+        self._wrapped = list(wrapped)
+        self._mesh = mesh
+        self._is_sharded = any(isinstance(one, FullyShardedDataParallel) for one in wrapped)
+        # replicas have the same gradients: only where each has a part of them do they all have to be asked
+        self._norm_group = mesh.group() if self._is_sharded else mesh.group("pp", "tp")
+        self._copies = {
+            id(parameter): copies.get(name, 1) * _replicas(one)
+            for module, one in zip(modules, wrapped, strict=True)
+            for copies in [replicated_copies(module, mesh.group("tp"))]
+            for name, parameter in module.named_parameters()
+        }
 
     @property
-    def backends(self) -> Sequence[Backend]:
-        """None: gradients are averaged over all ranks."""
-        return ()
+    def backends(self) -> list[Backend]:
+        """The communicators that it uses besides that of all ranks; some may be named twice."""
+        groups = [self._norm_group, self._mesh.group("tp")]
+        groups += [group for one in self._wrapped for group in _groups(one)]
+        return [group.backend for group in groups]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what this rank's optimizer updates."""
-        for name, parameter in self._wrapped.named_parameters():
-            yield name.removeprefix("module."), parameter
+        """Yield what this rank's optimizer updates, with the names in the model, each once."""
+        seen = set()
+        for module in self._modules:
+            for name, parameter in module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
+
+    def clip(self, largest: float) -> float:
+        """Scale the gradients down to a norm of at most `largest`; collective. Returns the norm before.
+
+        Args:
+            largest: Norm of the whole gradient, each parameter counted once; 0 only measures.
+        """
+        return float(self._clip(largest or math.inf))
+
+    def _copies_of(self, parameter: Tensor) -> int:
+        """Say on how many of the ranks that are asked for a norm the gradient of a parameter is."""
+        return self._copies[id(parameter)]
+
+    def held(self) -> Held:
+        """Compute what this rank has; local."""
+        counted = {id(parameter): parameter for _, parameter in self.named_parameters()}
+        numel = sum(parameter.numel() for parameter in counted.values())
+        sharded = [one.memory_estimate() for one in self._wrapped if isinstance(one, FullyShardedDataParallel)]
+        if not sharded:
+            nbytes = sum(parameter.nbytes for parameter in counted.values())
+            return Held(numel, nbytes, nbytes, _ADAM_STATES * nbytes)
+        whole = sum(stats.total_params for stats in sharded) * _FLOAT if self._accumulates else 0
+        return Held(
+            numel,
+            sum(stats.param_memory_bytes for stats in sharded),
+            sum(stats.grad_memory_bytes for stats in sharded) + whole,
+            sum(stats.optim_memory_bytes for stats in sharded),
+        )
+
+    @contextmanager
+    def _whole_parameters(self) -> Iterator[None]:
+        """Give ranks that have shards of parameters all of them in the block; collective at both ends."""
+        with ExitStack() as stack:
+            for one in self._wrapped:
+                if isinstance(one, FullyShardedDataParallel):
+                    stack.enter_context(one.full_parameters(writeback=False))
+            yield
+
+    def _share(self, known: Tensor) -> Tensor:
+        """Return what a rank knows, if it is to count: ranks with parts of the same layers all know the same."""
+        return known if self._mesh.rank("tp") == 0 else torch.zeros_like(known)
+
+    @abstractmethod
+    def backward(self, parts: Sequence[Batch]) -> Tensor:
+        """Make the gradient of the mean loss over the global batch; collective.
+
+        Args:
+            parts: This replica's sequences, gone through part by part.
+
+        Returns:
+            [] float64, this rank's share of that loss, which is the sum over all ranks.
+        """
+
+    @abstractmethod
+    def _clip(self, largest: float) -> Tensor:
+        """Scale the gradients to a norm of at most `largest`, and return the norm before; collective."""
+
+    @abstractmethod
+    def score(self, batch: Batch) -> Tensor:
+        """Compute the loss of a replica's batch; collective over its ranks.
+
+        Returns:
+            [2] float64, this rank's share of the summed loss, and of the number of bytes.
+        """
+
+    @abstractmethod
+    def predictor(self) -> AbstractContextManager[Predictor | None]:
+        """Have text generated in the block by the ranks that get something to do it with; collective at both ends.
+
+        Rank 0 is one of them, and all of them have to generate the same text.
+        """
+
+
+class WholeModel(ParallelModel):
+    """Every rank computes with all layers, or with its part of each, for a part of the batch.
+
+    Args:
+        model: The same on the ranks along the dp axis.
+        config: All settings.
+        mesh: The ranks.
+    """
+
+    def __init__(self, model: GPT, config: Config, mesh: DeviceMesh) -> None:
+        self._model = model
+        self._replica = wrap(model, config.run, mesh.group("dp"))
+        super().__init__([model], [self._replica], mesh, accumulates=config.run.accumulation > 1)
 
     def backward(self, parts: Sequence[Batch]) -> Tensor:
         """Add up the gradients of the parts, then average."""
         total = torch.zeros((), dtype=torch.float64)
         for number, (inputs, targets) in enumerate(parts, 1):
-            with nullcontext() if number == len(parts) else self._wrapped.no_sync():
-                loss = cross_entropy(self._wrapped(inputs), targets, "mean") / len(parts)
+            with nullcontext() if number == len(parts) else self._replica.no_sync():
+                summed = summed_loss(self._replica(inputs), targets, self._mesh.group("tp"))
+                loss = summed / (targets.numel() * len(parts))
                 loss.backward()
             total += loss.detach()
-        self._wrapped.sync_gradients()
-        return total / self._group.size
+        self._replica.sync_gradients()
+        return self._share(total / self._mesh.size("dp"))
 
-    @abstractmethod
-    def clip(self, largest: float) -> float:
-        """Scale the gradients."""
+    def _clip(self, largest: float) -> Tensor:
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        return clip_grad_norm(parameters, largest, group=self._norm_group, copies=self._copies_of)
 
-    def score(self, batch: Batch) -> tuple[float, int]:
+    def score(self, batch: Batch) -> Tensor:
         """Compute the loss."""
         inputs, targets = batch
-        return cross_entropy(self._wrapped(inputs), targets, "sum").item(), targets.numel()
-
-    def predictor(self) -> AbstractContextManager[Predictor | None]:
-        """Have rank 0 generate."""
-        return nullcontext(self._model if self._group.rank == 0 else None)
-
-
-class _DataParallel(_WholeModel):
-    """Every rank has the whole model."""
-
-    def __init__(self, model: GPT, config: RunConfig, group: ProcessGroup) -> None:
-        super().__init__(model, Replica(model, config, group), group)
-
-    def clip(self, largest: float) -> float:
-        """Scale the gradients; local, since every rank has the whole gradient."""
-        return float(nn.utils.clip_grad_norm_(self._model.parameters(), largest or math.inf))
-
-
-class _FullySharded(_WholeModel):
-    """Every rank has a part of the model."""
-
-    def __init__(self, model: GPT, config: RunConfig, group: ProcessGroup) -> None:
-        offload = CPUOffload(config.cpu_offload)
-        self._sharded = FullyShardedDataParallel(
-            model,
-            group,
-            sharding_strategy=ShardingStrategy(config.fsdp),
-            cpu_offload=offload,
-            mixed_precision=MixedPrecision(None if config.dtype == "float32" else getattr(torch, config.dtype)),
-            offload_folder=None if offload is CPUOffload.NONE else config.folder / "offload",
-        )
-        super().__init__(model, self._sharded, group)
-
-    def clip(self, largest: float) -> float:
-        """Scale the gradients; collective."""
-        return float(self._sharded.clip_grad_norm(largest or math.inf))
+        loss = summed_loss(self._replica(inputs), targets, self._mesh.group("tp"))
+        return self._share(torch.stack((loss, (targets != IGNORED).sum())).double())
 
     @contextmanager
     def predictor(self) -> Iterator[Predictor | None]:
-        """Give every rank whole parameters, and have rank 0 generate."""
-        with self._sharded.full_parameters(writeback=False), super().predictor() as predictor:
-            yield predictor
+        """Have rank 0 generate, and those with the other parts of its layers."""
+        group = self._mesh.group("tp")
+        with self._whole_parameters():
+            if self._mesh.rank("dp"):
+                yield None
+            else:
+                yield self._model if group.size == 1 else DividedPredictor(self._model, group)
 
 
-def parallelize(model: GPT, config: RunConfig, group: ProcessGroup) -> ParallelModel:
-    """Spread a model over the ranks of a group, all of which compute with all of it; collective.
-
-    Args:
-        model: The same model on every rank.
-        config: Chooses how.
-        group: The ranks.
-
-    Returns:
-        The model to train.
-    """
-    if config.fsdp == "none":
-        return _DataParallel(model, config, group)
-    return _FullySharded(model, config, group)
+def _groups(wrapped: Wrapped) -> list[ProcessGroup]:
+    """Return the groups that a wrapped module communicates in."""
+    others = [wrapped.replicate_group] if isinstance(wrapped, FullyShardedDataParallel) else []
+    return [wrapped.process_group, *(group for group in others if group is not None)]
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    """Return the loss, in nats per byte.
-
-    Args:
-        logits: [B, T, 256]; they may be in half precision, the loss is not.
-        targets: [B, T] bytes.
-        reduction: `"mean"` or `"sum"`, over all bytes.
-    """
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
+def _replicas(wrapped: Wrapped) -> int:
+    """Return on how many ranks the same shard of a module's gradients is; 1 without shards, as one rank counts."""
+    if isinstance(wrapped, FullyShardedDataParallel) and wrapped.replicate_group is not None:
+        return wrapped.replicate_group.size
+    return 1

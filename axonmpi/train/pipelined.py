@@ -11,9 +11,8 @@ that it begins with on one rank.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -21,77 +20,75 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..backends.base import Backend
-from ..group import World
+from ..mesh import DeviceMesh
 from ..pipeline import Pipeline, PipelineSchedule, Schedule, Timeline, simulate
 from ..pipeline.chart import describe
 from ..pipeline.simulator import measured_costs
 from ..pipeline.trace import last_step, read_trace
-from .batches import Batch
+from .batches import IGNORED, Batch
 from .config import Config
-from .layout import Layout
+from .divided import joined_logits, summed_loss
 from .model import GPT, VOCABULARY_SIZE, GPTStage, Predictor, cut
-from .parallel import Replica, cross_entropy
+from .parallel import ParallelModel, wrap
+from .wording import counted
 
 __all__ = ["PipelinedModel"]
 
-_SHOWN = 8
-"""How many ranks are listed before the rest is left out."""
+_TIED = ("embedding", "head")
 
 
-class PipelinedModel:
-    """A model whose stages live on different ranks, see `ParallelModel`; made collectively over the world.
+class PipelinedModel(ParallelModel):
+    """A model whose stages live on different ranks; made collectively over all ranks.
 
     Args:
-        model: The same model on every rank; the stages of other ranks are dropped.
+        model: The same model on every rank, or its part of all layers; the stages of other ranks are dropped.
         config: All settings.
-        layout: Where this rank stands.
         schedule: What the ranks of a pipeline do in a step.
-        world: All ranks.
+        mesh: The ranks.
 
     Attributes:
         stages: This rank's.
-        backends: Those of the pipeline, and of the ranks that have the same stages.
-        opening: The layout in words: the schedule, and what each stage has.
+        opening: The schedule in words.
     """
 
-    def __init__(self, model: GPT, config: Config, layout: Layout, schedule: Schedule, world: World) -> None:
-        self._layout = layout
+    def __init__(self, model: GPT, config: Config, schedule: Schedule, mesh: DeviceMesh) -> None:
         self._parts = config.run.accumulation
         self._length = config.model.sequence_length
         self._schedule = schedule
-        self._placement = schedule.placement
-        pipelines = [world.new_group(layout.pipeline(replica)) for replica in range(layout.replicas)]
-        columns = [world.new_group(layout.column(position)) for position in range(layout.pp)]
-        self._group, self._column = pipelines[layout.replica], columns[layout.position]
-        stages = cut(model, len(self._placement))
-        ties = _ties(config, len(stages))
-        self.opening = _describe(stages, config, layout, schedule)
-        own = [rank == layout.position for rank in self._placement]
-        self.stages = nn.ModuleList(stage for stage, mine in zip(stages, own, strict=True) if mine)
+        self._group = group = mesh.group("pp")
+        stages = cut(model, schedule.num_stages)
+        sharded = config.run.fsdp != "none"
+        ties = _ties(config, len(stages), sharded)
+        if ties and sharded:  # each stage gives its parameters' memory back when it is sharded
+            model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        self.opening = _describe(config, mesh.size("dp"), schedule)
+        own = [rank == group.rank for rank in schedule.placement]
+        self.stages = [stage for stage, mine in zip(stages, own, strict=True) if mine]
+        wrapped = [
+            wrap(stage, config.run, mesh.group("dp"), _tied_parts(stage) if ties else ()) if mine else None
+            for stage, mine in zip(stages, own, strict=True)
+        ]
         self._pipeline = Pipeline.from_modules(
-            [Replica(s, config.run, self._column) if mine else None for s, mine in zip(stages, own, strict=True)],
-            self._group,
+            wrapped,
+            group,
             schedule=PipelineSchedule(config.pipeline.schedule),
             ties=ties,
             num_microbatches=schedule.num_microbatches,
             loss_fn=self._loss,
         )
+        super().__init__(self.stages, [one for one in wrapped if one is not None], mesh, accumulates=True)
         # those of the pipeline's own messages, and of the ranks that have the tied embedding
-        tied = sorted({self._placement[stage] for tie in ties for stage, _ in tie})
-        private = [self._group.private(), self._group.private(tied) if len(tied) > 1 else None]
-        self.backends: Sequence[Backend] = [self._group.backend, self._column.backend, *filter(None, private)]
+        ranks = sorted({schedule.placement[stage] for tie in ties for stage, _ in tie})
+        private = [group.private(), group.private(ranks) if len(ranks) > 1 else None]
+        self._private = [group.backend, *(backend for backend in private if backend is not None)]
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what this rank's optimizer updates, with the names in the model, each once."""
-        seen = set()
-        for stage in self.stages:
-            for name, parameter in stage.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield name, parameter
+    @property
+    def backends(self) -> list[Backend]:
+        """The communicators that it uses besides that of all ranks; some may be named twice."""
+        return [*super().backends, *self._private]
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(logits, targets, "mean") / self._parts
+        return summed_loss(logits, targets, self._mesh.group("tp")) / (targets.numel() * self._parts)
 
     def backward(self, parts: Sequence[Batch]) -> Tensor:
         """Send the parts through the pipeline; gradients are averaged at the end of the last one."""
@@ -101,28 +98,33 @@ class PipelinedModel:
                 loss = self._pipeline.train_step(inputs, targets)
             if loss is not None:
                 total += loss
-        return total / self._layout.replicas
+        return self._share(total / self._mesh.size("dp"))
 
-    def clip(self, largest: float) -> float:
-        """Scale the gradients of all stages."""
-        return float(self._pipeline.clip_grad_norm(largest or math.inf))
+    def _clip(self, largest: float) -> Tensor:
+        return self._pipeline.clip_grad_norm(largest, group=self._norm_group, copies=self._copies_of)
 
-    def score(self, batch: Batch) -> tuple[float, int]:
-        """Compute the loss, which the last stage's rank knows."""
+    def score(self, batch: Batch) -> Tensor:
+        """Compute the loss, which the last stage's ranks know."""
         inputs, targets = batch
         loss = self._pipeline.eval_step(inputs, targets)
-        return (0.0, 0) if loss is None else (loss.item() * self._parts * targets.numel(), targets.numel())
+        if loss is None:
+            return torch.zeros(2, dtype=torch.float64)
+        summed = loss.double() * self._parts * targets.numel()
+        return self._share(torch.stack((summed, (targets != IGNORED).sum())))
 
-    def predictor(self) -> AbstractContextManager[Predictor | None]:
-        """Have the ranks of the first pipeline generate together."""
-        if self._layout.replica > 0:
-            return nullcontext()
-        return nullcontext(_PipelinePredictor(self._pipeline, self._placement[-1], self._length))
+    @contextmanager
+    def predictor(self) -> Iterator[Predictor | None]:
+        """Have the ranks of the first replica generate together."""
+        with self._whole_parameters():
+            if self._mesh.rank("dp"):
+                yield None
+            else:
+                yield _PipelinePredictor(self._pipeline, self._mesh, self._schedule.placement[-1], self._length)
 
     @contextmanager
     def traced(self, path: Path) -> Iterator[None]:
         """Write when the ranks of the first pipeline compute within the block to a trace file; collective there."""
-        if self._layout.replica > 0:
+        if self._mesh.rank("dp", "tp"):
             yield
             return
         self._pipeline.record_times()
@@ -137,58 +139,50 @@ class PipelinedModel:
 
 
 class _PipelinePredictor:
-    """Predicts with all ranks of a pipeline, which get the same answer.
+    """Predicts with all ranks of a replica, which get the same answer.
 
     Args:
         pipeline: The model.
-        last: The rank that has the last stage.
+        mesh: The ranks.
+        last: The rank of the pipeline that has the last stage.
         length: Bytes that the model sees at once.
     """
 
-    def __init__(self, pipeline: Pipeline, last: int, length: int) -> None:
+    def __init__(self, pipeline: Pipeline, mesh: DeviceMesh, last: int, length: int) -> None:
         self._pipeline = pipeline
+        self._mesh = mesh
         self._last = last
         self._length = length
 
     def next_logits(self, text: Sequence[int]) -> Tensor:
-        """Return the logits of the byte after `text`, [256]; collective over the pipeline."""
+        """Return the logits of the byte after `text`, [256]; collective over the replica."""
         window = torch.tensor([text[-self._length :]])
         # always of one length, which the stages then know; a byte sees nothing of those behind it
         output = self._pipeline(F.pad(window, (0, self._length - window.shape[1])))
         logits = torch.empty(VOCABULARY_SIZE)
         if output is not None:
-            logits.copy_(output[0, window.shape[1] - 1])
+            logits.copy_(joined_logits(output[0, window.shape[1] - 1], self._mesh.group("tp")))
         self._pipeline.process_group.broadcast(logits, self._last)
         return logits
 
 
-def _ties(config: Config, stages: int) -> list[list[tuple[int, str]]]:
+def _tied_parts(stage: GPTStage) -> list[str]:
+    """Return the names of the parts of a stage whose weight is tied."""
+    return [name for name in _TIED if getattr(stage, name) is not None]
+
+
+def _ties(config: Config, stages: int, sharded: bool) -> list[list[tuple[int, str]]]:
     """Return where the embedding is once more, as the output layer."""
     if not config.model.tied_embeddings or stages == 1:
         return []
-    return [[(0, "module.embedding.weight"), (stages - 1, "module.head.weight")]]
+    prefix = "" if sharded else "module."
+    return [[(0, f"{prefix}embedding.weight"), (stages - 1, f"{prefix}head.weight")]]
 
 
-def _describe(stages: Sequence[GPTStage], config: Config, layout: Layout, schedule: Schedule) -> str:
+def _describe(config: Config, replicas: int, schedule: Schedule) -> str:
     count = schedule.num_microbatches
-    size, rest = divmod(config.run.global_batch // layout.replicas // config.run.accumulation, count)
-    sequences = f"{size} or {size + 1} sequences" if rest else _counted(size, "sequence")
-    pipelines = "a pipeline:" if layout.replicas == 1 else f"{layout.replicas} pipelines, each"
-    batches = _counted(count, "micro-batch", "micro-batches")
-    lines = [f"{pipelines} {describe(simulate(schedule))}; {batches} of {sequences}"]
-    for number, stage in enumerate(stages):
-        ranks = layout.column(schedule.placement[number])
-        parameters = sum(parameter.numel() for parameter in stage.parameters())
-        lines.append(f"  stage {number} on {_listed(ranks)}: {stage.content}; {parameters:,} parameters")
-    return "\n".join(lines)
-
-
-def _counted(number: int, word: str, words: str = "") -> str:
-    return f"{number} {word if number == 1 else words or word + 's'}"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = [str(rank) for rank in ranks]
-    if len(shown) > _SHOWN:
-        shown[_SHOWN - 1 : -1] = ["..."]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)}"
+    size, rest = divmod(config.run.global_batch // replicas // config.run.accumulation, count)
+    sequences = f"{size} or {size + 1} sequences" if rest else counted(size, "sequence")
+    pipelines = "a pipeline:" if replicas == 1 else f"{replicas} pipelines, each"
+    batches = counted(count, "micro-batch", "micro-batches")
+    return f"{pipelines} {describe(simulate(schedule))}; {batches} of {sequences}"

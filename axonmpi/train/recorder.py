@@ -23,6 +23,7 @@ from .config import Config
 from .metrics import HeldOutMetrics, MetricsFile, StepMetrics
 from .plot import plot_losses
 from .progress import ProgressLine, SilentProgress, make_progress
+from .wording import counted
 
 __all__ = ["Recorder", "SilentRecorder", "Summary", "open_recorder"]
 
@@ -147,7 +148,7 @@ class Recorder(SilentRecorder):
         if summary.sample:
             (self._folder / "sample.txt").write_text(summary.sample + "\n", encoding="utf-8")
         if self._plots:
-            title = f"{self._config.run.name}: {summary.parameters:,} parameters, {count_of_ranks(summary.ranks)}"
+            title = f"{self._config.run.name}: {summary.parameters:,} parameters, {counted(summary.ranks, 'rank')}"
             plot_losses(self._folder / "loss.png", self.steps, self.held_out, summary.unigram_entropy, title)
         self.note(_report(summary))
 
@@ -200,14 +201,9 @@ def printable(text: bytes) -> str:
     return "".join(sign if sign.isprintable() or sign in "\n\t" else "�" for sign in decoded)
 
 
-def count_of_ranks(count: int) -> str:
-    """Return "1 rank" or "4 ranks"."""
-    return f"{count} rank{'' if count == 1 else 's'}"
-
-
 def _report(summary: Summary) -> str:
     held_out, entropy = f"{summary.held_out_loss:.4f}", f"{summary.unigram_entropy:.4f}"
-    work = f"{summary.steps} steps in {summary.seconds:.1f} s on {count_of_ranks(summary.ranks)}"
+    work = f"{summary.steps} steps in {summary.seconds:.1f} s on {counted(summary.ranks, 'rank')}"
     share = f"{100 * summary.communication:.0f} % of the time in communication"
     lines = [
         "",

@@ -4,9 +4,9 @@
     at times:    own part of the held-out sequences ─► forward ─► sum over ranks ─► held-out loss
     at the end:  held-out loss, a sample of text, a picture of the losses
 
-The ranks of a pipeline have the model, and a part of the batch, together. The global batch of a step depends on the
-seed and the step only, so the number of ranks changes who computes what and not what is computed: loss curves of 1,
-2 and 4 ranks agree to rounding.
+The ranks of a replica have the model, and a part of the batch, together: each has some layers (pp), a part of every
+layer (tp), or both. The global batch of a step depends on the seed and the step only, so how many ranks there are,
+and how they are laid out, changes who computes what and not what is computed: loss curves agree to rounding.
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ import torch
 from torch import nn
 
 from ..group import World
+from ..mesh import DeviceMesh
 from .batches import BatchPlan, HeldOutPlan, Stream, seeded_generator
 from .config import Config, OptimizerConfig
 from .corpus import Corpus, load_corpus
+from .divided import divide
 from .layout import Layout, plan_schedule
 from .metrics import HeldOutMetrics, Speedometer, StepMetrics, observed
 from .model import GPT, generate
-from .parallel import ParallelModel, parallelize
+from .parallel import ParallelModel, WholeModel
 from .pipelined import PipelinedModel
-from .recorder import SilentRecorder, Summary, count_of_ranks, open_recorder, printable
+from .recorder import SilentRecorder, Summary, open_recorder, printable
 from .schedule import learning_rate
+from .table import Share, layout_table
+from .wording import counted
 
 __all__ = ["Trainer"]
 
@@ -49,12 +53,12 @@ class Trainer:
         corpus: The text; None means what `config.text` says.
 
     Raises:
-        ValueError: The text cannot be used, the ranks cannot be divided into pipelines, the global batch cannot be
-            divided among them (all before anything is sent), or settings or text differ between ranks. Raised on
-            every rank.
+        ValueError: The text cannot be used, the ranks are not as many as dp x tp x pp, the global batch cannot be
+            divided among the replicas (all before anything is sent), or settings or text differ between ranks.
+            Raised on every rank.
 
     Attributes:
-        model: This rank's model, without the wrapper; in a pipeline the list of its stages.
+        model: This rank's model, or its part of it, without the wrapper; in a pipeline the list of its stages.
         corpus: The text.
         optimizer: Updates this rank's parameters.
     """
@@ -63,24 +67,29 @@ class Trainer:
         length, run = config.model.sequence_length, config.run
         self._config = config
         self._group = world.default_group
-        layout = Layout.of(config.pipeline.pp, world.size, world.rank)
-        share, unit = (layout.replica, layout.replicas), "ranks" if layout.pp == 1 else "pipelines"
-        self._plan = BatchPlan(run.global_batch, length, run.accumulation, *share, run.seed, unit)
-        self._held_out = HeldOutPlan(run.held_out_sequences, length, _HELD_OUT_BATCH, *share)
+        layout = Layout.of(config, world.size, world.rank)
+        self._plan = _batch_plan(config, layout)
+        self._held_out = HeldOutPlan(run.held_out_sequences, length, _HELD_OUT_BATCH, layout.replica, layout.dp)
         schedule = plan_schedule(config, layout) if config.pipeline.is_wanted else None
         self.corpus = load_corpus(config.text, length) if corpus is None else corpus
         self._check_same_on_all_ranks()
+        mesh = DeviceMesh(layout.shape, world)
         whole = GPT(config.model, generator=seeded_generator(run.seed, Stream.WEIGHTS))
         self.model: nn.Module = whole
         self._parameters = whole.num_parameters()
         matrices = {name for name, p in whole.named_parameters(remove_duplicate=False) if p.dim() >= 2}
+        divide(whole, mesh.group("tp"), sequence_parallel=config.mesh.sequence_parallel)
         self._pipelined: PipelinedModel | None = None
+        self._parallel: ParallelModel
         if schedule is None:
-            self._parallel = parallelize(whole, run, self._group)
+            self._parallel = WholeModel(whole, config, mesh)
         else:
-            self._parallel = self._pipelined = PipelinedModel(whole, config, layout, schedule, world)
-            self.model = self._pipelined.stages
+            self._parallel = self._pipelined = PipelinedModel(whole, config, schedule, mesh)
+            self.model = nn.ModuleList(self._pipelined.stages)
         self.optimizer = _make_optimizer(self._parallel, matrices, config.optimizer)
+        stages = None if self._pipelined is None else self._pipelined.stages
+        share = Share.of(config, layout, schedule, stages, self._parallel.held())
+        self._table = layout_table(config, layout, schedule, self._group.all_gather_object(share))
         self._speed = Speedometer(run.global_batch * length)
         self._recorder = SilentRecorder()
 
@@ -118,8 +127,9 @@ class Trainer:
         self._recorder = open_recorder(self._config, self._group)
         summary = None
         try:
-            with observed([self._group.backend, *self._parallel.backends]) as communicated:
-                self._recorder.note(self._opening())
+            backends = {id(backend): backend for backend in [self._group.backend, *self._parallel.backends]}
+            with observed(backends.values()) as communicated:
+                self._recorder.note(self.opening)
                 seconds = self._train(communicated)
             sample = self.sample()
             if self._group.rank == 0:
@@ -180,7 +190,7 @@ class Trainer:
         """Return the mean loss on held-out text, in nats per byte; collective, each replica scores its part."""
         totals = torch.zeros(2, dtype=torch.float64)  # of the loss, of the bytes
         for batch in self._held_out.batches(self.corpus.held_out):
-            totals += torch.tensor(self._parallel.score(batch), dtype=torch.float64)
+            totals += self._parallel.score(batch)
         self._group.all_reduce(totals)
         return float(totals[0] / totals[1])
 
@@ -196,14 +206,16 @@ class Trainer:
             text = generate(model, prompt, run.sample_length, generator=generator, temperature=run.temperature)
         return printable(prompt + text)
 
-    def _opening(self) -> str:
+    @property
+    def opening(self) -> str:
+        """What is shown at the start: the model, the text, and how the ranks are laid out."""
         run, length = self._config.run, self._config.model.sequence_length
         pipeline = "" if self._pipelined is None else f"\n{self._pipelined.opening}"
         return (
-            f"a byte-level GPT of {self._parameters:,} parameters on {count_of_ranks(self._group.size)}, "
+            f"a byte-level GPT of {self._parameters:,} parameters on {counted(self._group.size, 'rank')}, "
             f"{run.steps} steps of {run.global_batch} x {length} bytes\n"
             f"text: {len(self.corpus.train):,} bytes to train on, {len(self.corpus.held_out):,} held out, from "
-            f"{self.corpus.source}{pipeline}"
+            f"{self.corpus.source}\n{self._table}{pipeline}"
         )
 
     def _finish(self, seconds: float, sample: str) -> Summary:
@@ -234,6 +246,13 @@ class Trainer:
             sample=sample,
             folder=str(run.folder),
         )
+
+
+def _batch_plan(config: Config, layout: Layout) -> BatchPlan:
+    run = config.run
+    unit = "replicas" if layout.tp > 1 else "pipelines" if layout.pp > 1 else "ranks"
+    share = layout.replica, layout.dp
+    return BatchPlan(run.global_batch, config.model.sequence_length, run.accumulation, *share, run.seed, unit)
 
 
 def _make_optimizer(

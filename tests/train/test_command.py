@@ -40,6 +40,8 @@ def test_flags_set_what_they_name():
     )
     expected = {"pp": 2, "schedule": "zero-bubble", "micro_batches": 8, "chunks": 2, "trace": "a/b.json"}
     assert config == Config().replace(**expected)
+    config = train.parse(["--dp=2", "--tp=4", "--sequence-parallel", "--fsdp=full", "--pp=2"])
+    assert config == Config().replace(dp=2, tp=4, sequence_parallel=True, fsdp="full", pp=2)
 
 
 @pytest.mark.parametrize("flag", ["--config {}", "--config={}"])
@@ -72,7 +74,9 @@ def test_every_setting_is_a_flag_with_help(capsys):
         ("--width 30", ["width: expected a multiple of heads = 4, got 30"]),
         ("--norm none", ["--norm", "rmsnorm"]),
         ("--pp 8", ["pp: expected at most layers = 4 stages", "8 x 1 = 8"]),
-        ("--pp 2 --fsdp full", ["fsdp: expected none with a pipeline"]),
+        ("--tp 8", ["tp: expected 1 or 2 or 4, which divide heads = 4, got 8"]),
+        ("--tp 4 --sequence-parallel --sequence-length 30", ["sequence_length: expected a multiple of tp = 4"]),
+        ("--dp -1", ["dp: expected at least 0, got -1"]),
         ("--schedule zero-bubble --chunks 3", ["chunks: expected 1 or 2 with zero-bubble"]),
         ("--lr nan", ["lr: expected a finite number"]),
         ("--config nowhere.toml", ["config file nowhere.toml cannot be read"]),
@@ -258,7 +262,7 @@ def test_a_text_missing_on_one_node_ends_the_job(tmp_path):
         (["--stepz", "3"], "--stepz"),
         (["--data", "/nowhere"], "No such file"),
         ([*SMALL, "--global-batch", "9"], "global_batch: expected a multiple of"),
-        (["--pp", "3"], "pp: expected 1 or 2, which divide the 2 ranks, got 3"),
+        (["--pp", "3"], "tp x pp = 1 x 3 = 3, which does not divide the 2 ranks: take for example dp x tp x pp = "),
     ],
 )
 def test_real_ranks_refuse_together_with_code_2(flags, message):

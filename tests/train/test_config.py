@@ -9,6 +9,7 @@ import pytest
 
 from axonmpi.train import (
     Config,
+    MeshConfig,
     ModelConfig,
     OptimizerConfig,
     PipelineConfig,
@@ -33,7 +34,7 @@ def test_flat_settings_make_the_same_configuration_again():
 
 
 def test_names_are_unique_over_the_groups():
-    groups = (ModelConfig, TextConfig, OptimizerConfig, RunConfig, PipelineConfig)
+    groups = (ModelConfig, TextConfig, OptimizerConfig, RunConfig, PipelineConfig, MeshConfig)
     names = [name for group in groups for name in inspect.signature(group).parameters]
     assert len(names) == len(set(names)) == len(Config().flat())
 
@@ -84,6 +85,9 @@ def test_every_setting_is_documented():
         ("temperature", -0.5, "at least 0"),
         ("prompt", "", "at least one character"),
         ("progress", "loud", "'auto', 'live', 'plain', 'off'"),
+        ("dp", -1, "at least 0"),
+        ("tp", 0, "at least 1"),
+        ("tp", 3, "1 or 2 or 4, which divide heads = 4, got 3; or take a multiple of 3 heads"),
         ("pp", 0, "at least 1"),
         ("pp", 5, "at most layers = 4 stages, .*5 x 1 = 5"),
         ("micro_batches", -1, "at least 0"),
@@ -116,11 +120,17 @@ def test_settings_of_a_pipeline_that_contradict_others():
     for settings, message in (
         ({"pp": 2, "chunks": 3}, r"pp x chunks = 2 x 3 = 6: take fewer, or more layers"),
         ({"schedule": "zero-bubble", "chunks": 3}, "chunks: expected 1 or 2 with zero-bubble, got 3"),
-        ({"pp": 2, "trace": "a.json", "fsdp": "full"}, "none with a pipeline, got 'full': .* or pp, trace"),
     ):
         with pytest.raises(ValueError, match=message):
             Config().replace(**settings)
     assert Config().replace(pp=2, chunks=3, layers=6).pipeline.stages_per_rank(6) == 3
+
+
+def test_a_sequence_has_to_divide_for_sequence_parallelism():
+    with pytest.raises(ValueError, match=r"sequence_length: .* tp = 4 with sequence_parallel, got 18: take .* 20"):
+        Config().replace(tp=4, sequence_parallel=True, sequence_length=18)
+    assert Config().replace(tp=4, sequence_length=18).mesh.tp == 4
+    assert Config().replace(tp=2, sequence_parallel=True, sequence_length=18).mesh.sequence_parallel
 
 
 def test_a_pipeline_is_wanted_as_soon_as_one_of_its_settings_is_given():

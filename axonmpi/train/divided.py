@@ -1,0 +1,101 @@
+"""The model with its layers divided among the ranks of the tp axis.
+
+    embedding          rows of the vocabulary                  a rank has some words' vectors
+    query_key_value    heads ─┐
+    output                    └─ one sum over the ranks        and likewise expand, contract
+    head               rows of the vocabulary                  a rank has some words' logits, no rank has all
+
+Every rank builds the whole model from the same seed and keeps its part, so that training begins with the values
+that it begins with on one rank. With sequence parallelism a rank has a part of the sequence from the first block to
+the last norm; it has the whole sequence again where logits are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..group import ProcessGroup
+from ..tensor.loss import parallel_cross_entropy
+from ..tensor.parallelize import tensor_parallelize
+from ..tensor.state import copies
+from .batches import IGNORED
+from .model import GPT, VOCABULARY_SIZE
+
+__all__ = ["DividedPredictor", "divide", "joined_logits", "replicated_copies", "summed_loss"]
+
+_PLAN = {
+    "embedding": "vocab",
+    "blocks.0": "split",
+    "blocks.*.*_norm": "sequence",
+    "blocks.*.query_key_value": "column:3",
+    "blocks.*.output": "row",
+    "blocks.*.expand": "column",
+    "blocks.*.contract": "row",
+    "final_norm": ["sequence", "join"],
+    "head": "vocab:parallel",
+}
+
+
+def divide(model: GPT, group: ProcessGroup, *, sequence_parallel: bool) -> None:
+    """Keep this rank's part of each layer; collective, in place.
+
+    Args:
+        model: The same model on every rank; its heads divide by the number of ranks.
+        group: The ranks along the tp axis; nothing is done for one.
+        sequence_parallel: Divide what is between the layers as well.
+    """
+    if group.size > 1:
+        tensor_parallelize(model, _PLAN, group, sequence_parallel=sequence_parallel)
+
+
+def replicated_copies(module: nn.Module, group: ProcessGroup) -> Mapping[str, int]:
+    """Return on how many ranks along the tp axis each parameter is, by its name; local."""
+    return copies(module) if group.size > 1 else {}
+
+
+def summed_loss(logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the loss in nats, summed over all bytes whose target is not `IGNORED`; collective over the tp axis.
+
+    Args:
+        logits: [B, T, V] all of them, or this rank's; they may be in half precision, the loss is not.
+        targets: [B, T] bytes.
+        group: The ranks that have the logits together.
+    """
+    if group.size == 1:
+        flat = logits.flatten(0, 1).float()
+        return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return parallel_cross_entropy(
+        logits, targets, group, vocabulary=VOCABULARY_SIZE, ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def joined_logits(logits: Tensor, group: ProcessGroup) -> Tensor:
+    """Return all logits of one position, [256], of what each rank has of them; collective over the tp axis."""
+    whole: Tensor = logits if group.size == 1 else group.all_gather(logits)
+    return whole[:VOCABULARY_SIZE]
+
+
+class DividedPredictor:
+    """Predicts with all ranks along the tp axis, which get the same answer.
+
+    Args:
+        model: Each rank's part.
+        group: The ranks.
+    """
+
+    def __init__(self, model: GPT, group: ProcessGroup) -> None:
+        self._model = model
+        self._group = group
+
+    @torch.no_grad()
+    def next_logits(self, text: Sequence[int]) -> Tensor:
+        """Return the logits of the byte after `text`, [256]; collective."""
+        length = self._model.config.sequence_length
+        window = torch.tensor([text[-length:]])
+        # of a length that can be divided; a byte sees nothing of those behind it
+        logits = self._model(F.pad(window, (0, length - window.shape[1])))
+        return joined_logits(logits[0, window.shape[1] - 1], self._group)

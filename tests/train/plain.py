@@ -1,0 +1,78 @@
+"""The trainer's run in one process with plain torch: what every layout of ranks is compared with."""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from axonmpi.train import GPT, Config, generate, load_corpus
+from axonmpi.train.batches import BatchPlan, HeldOutPlan, Stream, seeded_generator
+
+_once = threading.Lock()
+_runs: dict[Config, PlainRun] = {}
+
+
+@dataclass
+class PlainRun:
+    losses: list[float]
+    norms: list[float]
+    held_out_loss: float
+    sample: bytes
+
+
+def plain_run(config: Config) -> PlainRun:
+    """Train as the settings of model, text and optimizer say, once in this process for all of its ranks."""
+    names = ("seed", "steps", "global_batch", "held_out_sequences", "sample_length", "prompt")
+    run = {name: getattr(config.run, name) for name in names}
+    alone = Config(model=config.model, text=config.text, optimizer=config.optimizer).replace(**run)
+    with _once:
+        if alone not in _runs:
+            _runs[alone] = _trained(alone)
+    return _runs[alone]
+
+
+def _trained(config: Config) -> PlainRun:
+    run, shape, settings = config.run, config.model, config.optimizer
+    model = GPT(shape, generator=seeded_generator(run.seed, Stream.WEIGHTS))
+    corpus = load_corpus(config.text, shape.sequence_length)
+    plan = BatchPlan(run.global_batch, shape.sequence_length, 1, 0, 1, run.seed)
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) is kind] for kind in (True, False))
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2))
+    losses, norms = [], []
+    for step in range(1, run.steps + 1):
+        ((inputs, targets),) = plan.parts(step, corpus.train)
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), settings.gradient_clip or math.inf)))
+        for group in optimizer.param_groups:
+            group["lr"] = _rate(step - 1, run.steps, settings)
+        optimizer.step()
+        losses.append(loss.item())
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for inputs, targets in HeldOutPlan(run.held_out_sequences, shape.sequence_length, 16, 0, 1).batches(
+            corpus.held_out
+        ):
+            total += F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum").item()
+            count += targets.numel()
+    drawn = seeded_generator(run.seed, Stream.SAMPLE)
+    sample = generate(model, run.prompt.encode(), run.sample_length, generator=drawn, temperature=run.temperature)
+    return PlainRun(losses, norms, total / count, run.prompt.encode() + sample)
+
+
+def _rate(step: int, steps: int, settings) -> float:
+    if step < settings.warmup_steps:
+        return settings.lr * (step + 1) / settings.warmup_steps
+    progress = (step + 1 - settings.warmup_steps) / (steps - settings.warmup_steps)
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    return settings.lr * (settings.lr_final + (1 - settings.lr_final) * cosine)

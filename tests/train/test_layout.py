@@ -1,0 +1,136 @@
+"""Which rank is where, what is said of it, and what a rank is expected to need."""
+
+import re
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from axonmpi.testing import run_ranks
+from axonmpi.train import GPT, Config, Trainer
+from axonmpi.train.layout import Layout
+from axonmpi.train.memory import bytes_at_output, bytes_in_block
+from axonmpi.train.parallel import Held
+from axonmpi.train.table import Share, layout_table
+from axonmpi.train.wording import aligned, in_ranges
+
+
+def test_the_last_axis_are_neighbours():
+    config = Config().replace(dp=2, pp=2, tp=2)
+    places = [Layout.of(config, 8, rank) for rank in range(8)]
+    assert [place.replica for place in places] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [place.position for place in places] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [place.part for place in places] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert [places[0].ranks_at(position) for position in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert places[0].shape == {"dp": 2, "pp": 2, "tp": 2}
+    assert Layout.of(Config().replace(tp=2), 12, 0).dp == 6
+
+
+SIX = "6 ranks: take for example dp x tp x pp = "
+REFUSED = [
+    ({"dp": 2, "tp": 2}, 6, f"dp x tp x pp = 2 x 2 x 1 = 4, but there are {SIX}3 x 2 x 1 or "),
+    ({"tp": 4}, 6, f"tp x pp = 4 x 1 = 4, which does not divide the {SIX}3 x 2 x 1 or "),
+    ({"tp": 4}, 2, "tp x pp = 4 x 1 = 4, which does not divide the 2 ranks: take for example dp x tp x pp = 1 x 2"),
+    ({"dp": 8}, 4, "dp x tp x pp = 8 x 1 x 1 = 8, but there are 4 ranks: take for example dp x tp x pp = 4 x 1"),
+    ({"dp": 3}, 7, "dp x tp x pp = 3 x 1 x 1 = 3, but there are 7 ranks: start 3 ranks"),  # nothing fits seven
+]
+
+
+@pytest.mark.parametrize(("settings", "ranks", "message"), REFUSED)
+def test_a_wrong_product_is_answered_with_valid_ones(settings, ranks, message):
+    config = Config().replace(global_batch=24, layers=4, heads=4, **settings)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        Layout.of(config, ranks, 0)
+    suggestions = re.findall(r"\d+ x \d+ x \d+", str(caught.value).partition("take for example")[2])
+    for suggestion in suggestions:
+        dp, tp, pp = map(int, suggestion.split(" x "))
+        valid = config.replace(dp=dp, tp=tp, pp=pp)
+        assert Layout.of(valid, ranks, 0).shape == {"dp": dp, "pp": pp, "tp": tp}
+        assert 24 % dp == 0
+    assert len(set(suggestions)) == len(suggestions)
+
+
+def shown(config, ranks):
+    """Return the lines of the table that rank 0 shows."""
+    return run_ranks(ranks, lambda world: Trainer(config, world).opening.splitlines())[0][2:7]
+
+
+def test_the_table_says_which_rank_has_what(tiny):
+    config = tiny.replace(layers=3, width=32, heads=2, pp=2, tp=2, fsdp="full", sequence_parallel=True)
+    mesh, header, first, second, note = shown(config, 8)
+    assert mesh == (
+        "mesh: dp 2 x pp 2 x tp 2 = 8 ranks, rank = (dp x 2 + pp) x 2 + tp; parameters sharded along dp (full); "
+        "sequence parallel"
+    )
+    sizes = ["weights", "gradients", "optimizer", "activations*", "all*"]
+    assert re.split(r"  +", header.strip()) == ["pp", "ranks", "what each has", "parameters", *sizes]
+    block, words = 12 * 32**2 + 2 * 32, 256 * 32
+    halves = [(2 * block + words) // 4 + 2 * 32 // 2, (block + words + 32) // 4]
+    assert re.split(r"  +", first.strip())[:3] == ["0", "0-1 4-5", "1/2 of embedding, blocks 0 to 1"]
+    assert re.split(r"  +", second.strip())[:3] == ["1", "2-3 6-7", "1/2 of block 2, output layer"]
+    for row, half in zip((first, second), halves, strict=True):
+        parameters, *memory = (float(text.replace(",", "")) for text in re.split(r"  +", row.strip())[3:])
+        assert parameters == pytest.approx(half, rel=0.02)
+        weights, gradients, state, activations, together = memory
+        assert state == pytest.approx(2 * 4 * parameters / 1024, rel=0.02)
+        assert gradients == pytest.approx((1 + 2) * 4 * parameters / 1024, rel=0.02)  # a shard, and whole ones
+        assert weights == pytest.approx(4 * parameters / 1024, rel=0.02)
+        assert together == pytest.approx(weights + gradients + state + activations, abs=0.3)
+    assert note == (
+        "weights to all: memory in KiB that a rank is expected to need; * estimated, "
+        "with micro-batches of 1 sequence"
+    )
+
+
+def test_what_is_shown_without_any_division(tiny):
+    mesh, _, row, note = shown(tiny, 2)
+    assert mesh == "mesh: dp 2 x pp 1 x tp 1 = 2 ranks"
+    assert re.split(r"  +", row.strip())[:4] == ["0", "0-1", "all layers", "7,216"]
+    assert note.endswith("* estimated, with 4 sequences")
+
+
+def test_many_ranks_are_shown_in_few_rows():
+    config = Config().replace(dp=2, pp=16, tp=2, layers=16, fsdp="full")
+    held = Held(2_000_000_000, 8 << 30, 8 << 30, 16 << 30)
+    places = [Layout.of(config, 64, rank) for rank in range(64)]
+    shares = [Share(place.position, f"1/2 of block {place.position}", held, 3 << 29) for place in places]
+    table = layout_table(config, places[5], None, shares).splitlines()
+    assert len(table) == 3 + 8
+    assert max(map(len, table)) <= 120
+    assert table[2].split()[:3] == ["0", "0-1", "32-33"]
+    assert table[2].split()[-6:] == ["2,000,000,000", "8.0", "8.0", "16.0", "1.5", "33.5"]
+    assert table[8].split() == ["..."] * 9
+    assert table[9].split()[:3] == ["15", "30-31", "62-63"]
+    assert table[10].startswith("weights to all: memory in GiB")
+
+
+def test_ranges_and_columns():
+    assert in_ranges([0, 1, 2, 5, 8, 9], 4) == "0-2 5 8-9"
+    assert in_ranges(range(0, 20, 2), 4) == "0 2 4 ... 18"
+    assert aligned([["a", "bb"], ["ccc", "d"]], left=[0]) == ["a    bb", "ccc   d"]
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_are_estimated_well(norm, positions, dtype):
+    """Compared with what autograd really keeps."""
+    config = Config().replace(width=64, layers=1, heads=4, norm=norm, positions=positions, dtype=dtype)
+    model = GPT(config.model)
+    tokens = torch.randint(256, (3, config.model.sequence_length), generator=torch.Generator().manual_seed(1))
+    kept: dict[int, int] = {}
+    weights = {tuple(p.shape) for p in model.parameters()} | {tuple(p.shape[::-1]) for p in model.parameters()}
+
+    def keep(tensor):
+        if tuple(tensor.shape) not in weights and tensor.is_floating_point():
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            alive.append(tensor)
+        return tensor
+
+    alive = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            logits = model(tokens)
+        F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+    estimated = (bytes_in_block(config) + bytes_at_output(config)) * tokens.numel()
+    assert sum(kept.values()) == pytest.approx(estimated, rel=0.1)

@@ -1,0 +1,99 @@
+"""Training in every layout of the ranks is training in one process: dp, tp and pp, sharded or not."""
+
+import itertools
+
+import pytest
+import torch
+from plain import plain_run
+
+from axonmpi.train import Trainer
+
+SMALL = {
+    "layers": 2,
+    "width": 32,
+    "heads": 4,
+    "steps": 30,
+    "lr": 2e-3,  # with a higher one the first steps are chaotic: rounding errors grow
+    "warmup_steps": 10,
+    "prompt": "def __init__",  # with the sample it is longer than a sequence
+    "sample_length": 4,
+}
+STRATEGIES = ("none", "full", "grad", "hybrid")
+
+
+def products(ranks):
+    """Return every dp, tp and pp for a number of ranks, with every way to share parameters along dp."""
+    return [
+        {"dp": dp, "tp": tp, "pp": pp, "layers": max(2, pp), "fsdp": fsdp, "micro_batches": pp if pp > 1 else 0}
+        for dp, tp, pp in itertools.product(range(1, ranks + 1), repeat=3)
+        for fsdp in (STRATEGIES if dp > 1 else ("none",))
+        if dp * tp * pp == ranks
+    ]
+
+
+FURTHER = {
+    1: [
+        {"fsdp": "full", "sequence_parallel": True, "accumulation": 4},
+        {"fsdp": "grad", "chunks": 2, "schedule": "zero-bubble", "accumulation": 2},
+    ],
+    2: [
+        {"tp": 2, "sequence_parallel": True, "positions": "learned", "norm": "layernorm"},
+        {"tp": 2, "tied_embeddings": False, "accumulation": 2, "schedule": "zero-bubble", "chunks": 2},
+        {"pp": 2, "layers": 4, "chunks": 2, "schedule": "interleaved-1f1b", "gradient_clip": 0.0},
+        {"fsdp": "full", "chunks": 2, "schedule": "gpipe", "cpu_offload": "full", "positions": "learned"},
+    ],
+    4: [
+        {"tp": 4, "sequence_parallel": True, "tied_embeddings": False},
+        {"tp": 2, "sequence_parallel": True, "fsdp": "full", "positions": "learned"},
+        {"tp": 2, "pp": 2, "sequence_parallel": True, "norm": "layernorm", "positions": "learned"},
+        {"tp": 2, "pp": 2, "schedule": "zero-bubble", "accumulation": 2, "micro_batches": 2},
+        {"pp": 2, "layers": 4, "chunks": 2, "schedule": "zero-bubble", "fsdp": "full", "accumulation": 2},
+        {"tp": 2, "strategy": "synchronous", "accumulation": 4},
+        {"tp": 2, "pp": 2, "layers": 4, "chunks": 2, "schedule": "zero-bubble", "sequence_parallel": True},
+    ],
+    8: [
+        {"dp": 2, "tp": 2, "pp": 2},
+        {"tp": 2, "pp": 2, "fsdp": "full", "schedule": "zero-bubble", "sequence_parallel": True},
+    ],
+}
+
+
+def check(world, config, case):
+    """Train, and compare what every rank has measured with the run in one process."""
+    expected = plain_run(config)
+    trainer = Trainer(config, world)
+    summary = trainer.run()
+    losses, norms = zip(*((step.loss, step.gradient_norm) for step in trainer.steps), strict=True)
+    assert losses == pytest.approx(expected.losses, abs=1e-4), case
+    assert norms == pytest.approx(expected.norms, rel=1e-4), case
+    assert norms[0] == pytest.approx(expected.norms[0], rel=1e-5), case
+    assert summary.held_out_loss == pytest.approx(expected.held_out_loss, abs=1e-4), case
+    assert summary.sample.encode() == expected.sample or "\ufffd" in summary.sample, case
+    told = world.default_group.all_gather_object((losses, norms, trainer.held_out[-1].held_out_loss, summary))
+    assert told.count(told[0]) == world.size, case
+
+
+@pytest.mark.rank_timeout(240)
+@pytest.mark.ranks(1, 2, 4)
+def test_every_product_of_dp_tp_and_pp(world, tiny, shared_tmp_path):
+    for case in products(world.size):
+        check(world, tiny.replace(**SMALL | case, out=str(shared_tmp_path)), case)
+
+
+@pytest.mark.rank_timeout(240)
+@pytest.mark.ranks(1, 2, 4, 8)
+def test_other_settings_together_with_them(world, tiny, shared_tmp_path):
+    for case in FURTHER[world.size]:
+        check(world, tiny.replace(**SMALL | case, out=str(shared_tmp_path)), case)
+
+
+@pytest.mark.ranks(4)
+def test_bfloat16_stays_near_float32(world, tiny, shared_tmp_path):
+    sharded = {"tp": 2, "fsdp": "full"}, {"pp": 2, "fsdp": "grad"}
+    for case in (*sharded, {"tp": 2, "sequence_parallel": True, "pp": 2}):
+        config = tiny.replace(**SMALL | case | {"steps": 8, "dtype": "bfloat16"}, out=str(shared_tmp_path))
+        expected = plain_run(config)
+        trainer = Trainer(config, world)
+        trainer.run()
+        apart = torch.tensor([step.loss for step in trainer.steps]) - torch.tensor(expected.losses)
+        assert 0 < apart.abs().max() < 0.05, case
