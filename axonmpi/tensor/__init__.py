@@ -23,6 +23,7 @@ from .plan import (
     SequenceNorm,
     Split,
     Style,
+    Summed,
     Tied,
     Vocabulary,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "ShardedDropout",
     "Split",
     "Style",
+    "Summed",
     "Tied",
     "VocabParallelEmbedding",
     "Vocabulary",

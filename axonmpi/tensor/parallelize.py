@@ -11,6 +11,7 @@ Names of modules and parameters stay, so that `state.py` finds the way back to t
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from ..group import ProcessGroup, default_group
 from ..wrapping.agreement import check_same_model
-from .plan import Column, Plan, Region, Style, Tied, find_modules
+from .plan import Column, Join, Plan, Region, Split, Style, Tied, find_modules
 from .presets import preset
 from .shards import Shard, Sharded
 from .styling import REPLACING, Setting, change, planned, replacement
@@ -73,11 +74,14 @@ def tensor_parallelize(
     work, problem = None, None
     try:
         work = _plan_work(module, plan, group.size)
+        if sequence_parallel:
+            _check_sequence(module, work)
     except (TypeError, ValueError) as error:
         problem = error
     _agree(module, work, problem, setting)
     assert work is not None
-    _carry_out(module, work, setting)
+    splits, joins = bool(work.named(Split)), bool(work.named(Join))
+    _carry_out(module, work, dataclasses.replace(setting, splits=splits, joins=joins))
     return module
 
 
@@ -168,6 +172,21 @@ def _check_ties(model: nn.Module, work: _Work) -> None:
             )
 
 
+def _check_sequence(model: nn.Module, work: _Work) -> None:
+    """Raise where parameters would compute on a part of the sequence without their gradients being summed."""
+    for name in work.named(Split):
+        blocks, _, _ = name.rpartition(".")
+        is_list = isinstance(model.get_submodule(blocks), nn.ModuleList | nn.Sequential) and blocks
+        around = blocks if is_list else name
+        for inner, module in model.get_submodule(around).named_modules(prefix=around):
+            own = [own for own, value in module.named_parameters(recurse=False) if value.requires_grad]
+            if own and inner not in work.styles:
+                raise ValueError(
+                    f"plan: {inner} has parameters ({', '.join(own)}) behind the 'split' at {name}, and no style; "
+                    "with sequence parallelism it needs one, such as 'sequence' if it treats each position alone"
+                )
+
+
 def _places(model: nn.Module) -> dict[int, list[tuple[str, str]]]:
     """Return where each parameter is: the names of its modules, and its own in them."""
     places: dict[int, list[tuple[str, str]]] = {}
@@ -239,7 +258,7 @@ def _put_in_place(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
     """Put modules in the place of others, under all of their names."""
     by_old = {id(model.get_submodule(name)): module for name, module in new.items()}
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
+        for name, child in list(parent._modules.items()):  # named_children() has each child under one name only
             if id(child) in by_old:
                 setattr(parent, name, by_old[id(child)])
 

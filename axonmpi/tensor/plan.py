@@ -35,6 +35,7 @@ __all__ = [
     "SequenceNorm",
     "Split",
     "Style",
+    "Summed",
     "Tied",
     "Vocabulary",
     "find_modules",
@@ -76,7 +77,8 @@ class Row(Style):
 class Vocabulary(Style):
     """An embedding, or a linear layer for logits, whose rows are divided; `"vocab"`, `"vocab:parallel"`.
 
-    The vocabulary need not divide by the ranks.
+    The vocabulary need not divide by the ranks. With sequence parallelism, an embedding returns a part of the
+    sequence unless the plan says with `"split"` where it is divided, and logits are those of the whole sequence.
 
     Attributes:
         gather_output: All ranks get all logits; else each gets its own, for `parallel_cross_entropy`.
@@ -88,6 +90,14 @@ class Vocabulary(Style):
 @dataclass(frozen=True)
 class SequenceNorm(Style):
     """A norm that computes on a part of the sequence with sequence parallelism; `"sequence"`."""
+
+
+@dataclass(frozen=True)
+class Summed(Style):
+    """A module whose parameters all ranks have, while its input is divided, such as a norm of each head; `"sum"`.
+
+    Each rank's gradients are those of its part, so they are summed over the ranks.
+    """
 
 
 @dataclass(frozen=True)
@@ -234,6 +244,7 @@ _SHORT_FORMS: dict[str, Callable[[Sequence[str]], Style]] = {
     "row": _without_options(Row),
     "vocab": _vocabulary,
     "sequence": _without_options(SequenceNorm),
+    "sum": _without_options(Summed),
     "dropout": _dropout,
     "region": _without_options(Region),
     "split": _without_options(Split),

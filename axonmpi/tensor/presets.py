@@ -13,6 +13,7 @@ blocks: `GPT2Model` as well as `GPT2LMHeadModel` or `GPT2ForSequenceClassificati
 from __future__ import annotations
 
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -53,7 +54,7 @@ def gpt2(model: nn.Module, ranks: int) -> Plan:
 
 
 def llama(model: nn.Module, ranks: int) -> Plan:
-    """Return the plan of a Llama, or of a model with the same blocks such as Mistral or Qwen2; local.
+    """Return the plan of a Llama, or of a model with the same blocks such as Mistral or Qwen; local.
 
     Key/value heads may be fewer than ranks.
 
@@ -79,12 +80,13 @@ def llama(model: nn.Module, ranks: int) -> Plan:
         f"{base}layers.*.[kv]_proj": [Column(heads=pairs, shared=True)],
         f"{base}layers.*.gate_proj": ["column"],
         f"{base}layers.*.up_proj": ["column"],
+        f"{base}layers.*.[qk]_norm": ["sum"],
         f"{base}layers.*.o_proj": ["row"],
         f"{base}layers.*.down_proj": ["row"],
         f"{base}norm": ["sequence", "join"],
         "lm_head": ["vocab"],
     }
-    return _present(lines, model, "lm_head")
+    return _present(lines, model, "lm_head", f"{base}layers.*.[qk]_norm")
 
 
 def bert(model: nn.Module, ranks: int) -> Plan:
@@ -124,6 +126,7 @@ PRESETS: dict[str, Callable[[nn.Module, int], Plan]] = {
     "llama": llama,
     "mistral": llama,
     "qwen2": llama,
+    "qwen3": llama,
 }
 """By the `model_type` of a model's configuration."""
 
@@ -177,5 +180,9 @@ def _divisors(number: int) -> str:
 
 def _present(lines: Lines, model: nn.Module, *optional: str) -> Plan:
     """Leave out lines about parts that not every model has."""
-    names = dict(model.named_modules())
-    return {pattern: styles for pattern, styles in lines.items() if pattern not in optional or pattern in names}
+    names = [name for name, _ in model.named_modules()]
+    return {
+        pattern: styles
+        for pattern, styles in lines.items()
+        if pattern not in optional or any(fnmatchcase(name, pattern) for name in names)
+    }

@@ -32,6 +32,7 @@ from .plan import (
     SequenceNorm,
     Split,
     Style,
+    Summed,
     Vocabulary,
 )
 from .shards import Shard
@@ -59,17 +60,20 @@ class Setting:
         sequence_parallel: Whether activations between blocks are divided along the sequence.
         sequence_dim: Dimension of the sequence.
         generator: What dropout draws from; None means torch's default generator.
+        splits: Whether the plan says where the sequence is divided; else embeddings do it.
+        joins: Whether the plan says where the sequence is put together; else layers for logits do it.
     """
 
     group: ProcessGroup
     sequence_parallel: bool
     sequence_dim: int
     generator: torch.Generator | None
+    splits: bool = False
+    joins: bool = False
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of the layers between which activations may be divided along the sequence."""
-        return {"sequence_parallel": self.sequence_parallel, "sequence_dim": self.sequence_dim}
+    def options(self, *, divided: bool = True) -> dict[str, Any]:
+        """Return keyword arguments of layers; `divided` says whether the sequence is, on one of their sides."""
+        return {"sequence_parallel": self.sequence_parallel and divided, "sequence_dim": self.sequence_dim}
 
 
 # ---- checking ---------------------------------------------------------------------------------------------------
@@ -90,8 +94,10 @@ def planned(module: nn.Module, style: Style, ranks: int) -> dict[str, Shard]:
         return _shards(module, style, ranks)
     if isinstance(style, Dropout) and type(module) is not nn.Dropout:
         raise ValueError(f"expected an nn.Dropout, got {_kind(module)}")
-    if isinstance(style, SequenceNorm):
-        _check_norm(module)
+    if isinstance(style, SequenceNorm | Summed):
+        _check_own_forward(module)
+    if isinstance(style, SequenceNorm) and isinstance(module, _ACROSS_POSITIONS):
+        raise ValueError(f"expected a norm that treats each position alone, got {_kind(module)}")
     if isinstance(style, HeadDropout):
         _divided(style.heads, ranks, "heads")
     if isinstance(style, Divide):
@@ -179,9 +185,7 @@ def _oriented(module: nn.Module, shard: Shard) -> Shard:
     return TransposedShard.of(shard) if _is_transposed(module) else shard
 
 
-def _check_norm(module: nn.Module) -> None:
-    if isinstance(module, _ACROSS_POSITIONS):
-        raise ValueError(f"expected a norm that treats each position alone, got {_kind(module)}")
+def _check_own_forward(module: nn.Module) -> None:
     if "forward" in vars(module):
         raise ValueError(f"expected a {_kind(module)} with the forward of its class, got one of its own")
 
@@ -221,15 +225,21 @@ def _parallel_layer(
 ) -> ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding:
     group = setting.group
     if isinstance(module, nn.Embedding):
-        return VocabParallelEmbedding.from_embedding(module, group)
+        return VocabParallelEmbedding.from_embedding(module, group, **setting.options(divided=not setting.splits))
     linear = _as_linear(module)
     if isinstance(style, Row):
-        return RowParallelLinear.from_linear(linear, group, **setting.options)
+        return RowParallelLinear.from_linear(linear, group, **setting.options())
     if isinstance(style, Vocabulary):
         shard = Shard.padded(0, linear.out_features, group.size)
-        return ColumnParallelLinear.from_linear(linear, group, shard=shard, gather_output=style.gather_output)
+        return ColumnParallelLinear.from_linear(
+            linear,
+            group,
+            shard=shard,
+            gather_output=style.gather_output,
+            **setting.options(divided=not setting.joins),
+        )
     shard = _column_shard(linear.out_features, style, group.size)
-    options = {"gather_output": style.gather_output, "input_is_entered": is_entered, **setting.options}
+    options = {"gather_output": style.gather_output, "input_is_entered": is_entered, **setting.options()}
     column = ColumnParallelLinear.from_linear(linear, group, shard=shard, **options)
     if shard.copies > 1:
         sum_gradients(column, _twins(group, shard.copies))
@@ -273,6 +283,8 @@ def change(module: nn.Module, style: Style, setting: Setting) -> None:
         setattr(module, style.name, style.value)
     elif isinstance(style, HeadDropout):
         head_dropout(module, group, style.heads, setting.generator)
+    elif isinstance(style, Summed):
+        sequence_parallel_norm(module, group)
     elif not setting.sequence_parallel or group.size == 1:
         return
     elif isinstance(style, SequenceNorm):

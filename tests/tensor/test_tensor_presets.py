@@ -37,7 +37,7 @@ def llama(name: str = "LlamaForCausalLM", heads: int = 4, pairs: int = 2, **opti
     """Build a Llama, or a model with the same blocks, whose heads are 4 wide."""
     import transformers
 
-    kind = {"Mistra": "Mistral", "Qwen2F": "Qwen2"}.get(name[:6], "Llama")
+    kind = name.removesuffix("Model").removesuffix("ForCausalLM")
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=WORDS, hidden_size=4 * heads, num_hidden_layers=2, num_attention_heads=heads,
         num_key_value_heads=pairs, intermediate_size=24, max_position_embeddings=16, pad_token_id=0,
@@ -68,6 +68,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama eager, as many": functools.partial(llama, pairs=4, attn_implementation="eager"),
     "mistral": functools.partial(llama, "MistralForCausalLM", sliding_window=4),
     "qwen2": functools.partial(llama, "Qwen2ForCausalLM", pairs=1),
+    "qwen3": functools.partial(llama, "Qwen3ForCausalLM", pairs=1, head_dim=6),
     "bert": bert,
     "bert eager": functools.partial(bert, attn_implementation="eager", num_labels=3),
 }
@@ -121,8 +122,10 @@ def alone(make: Callable[[], nn.Module]) -> tuple[Any, dict[str, Tensor | None]]
         return _alone(make)
 
 
-def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+def assert_close(found: Any, expected: Any, tolerance: float = 1e-5, what: str = "") -> None:
+    torch.testing.assert_close(
+        found, expected, atol=tolerance, rtol=tolerance, msg=lambda text: f"{what}: {text}" if what else text
+    )
 
 
 SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["features", "sequence"])
@@ -130,19 +133,19 @@ SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["fea
 
 @pytest.mark.ranks(1, 2, 4)
 @SEQUENCE
-@pytest.mark.parametrize("name", MODELS)
-def test_outputs_gradients_and_state_are_those_of_the_whole_model(world, name, sequence_parallel):
-    make = MODELS[name]
-    model = tensor_parallelize(made(make), sequence_parallel=sequence_parallel)
-    assert_close(full_state_dict(model), dict(made(make).state_dict()), 0)
-    output = model(**labelled())
-    output.loss.backward()
-    expected, expected_gradients = alone(make)
-    assert_close(output.loss, expected.loss)
-    assert_close(output.logits, expected.logits)
-    assert_close(full_state_dict(model, gradients(model)), expected_gradients)
-    everywhere = ax.all_gather_object({n: g for n, g in gradients(model).items() if copies(model)[n] == world.size})
-    assert_close(everywhere, [everywhere[0]] * world.size, 0)
+def test_outputs_gradients_and_state_are_those_of_the_whole_model(world, sequence_parallel):
+    for name, make in MODELS.items():
+        model = tensor_parallelize(made(make), sequence_parallel=sequence_parallel)
+        assert_close(full_state_dict(model), dict(made(make).state_dict()), 0, name)
+        output = model(**labelled())
+        output.loss.backward()
+        expected, expected_gradients = alone(make)
+        assert_close((output.loss, output.logits), (expected.loss, expected.logits), what=name)
+        assert_close(full_state_dict(model, gradients(model)), expected_gradients, what=name)
+        numbers = copies(model)
+        alike = {n: grad for n, grad in gradients(model).items() if numbers[n] == world.size}
+        everywhere = ax.all_gather_object(alike)
+        assert_close(everywhere, [everywhere[0]] * world.size, 0, name)
 
 
 BASES = {
@@ -164,7 +167,7 @@ def test_other_models_around_the_same_blocks(world, sequence_parallel):
         assert_close(found, expected)
         found.square().mean().backward()
         expected.square().mean().backward()
-        assert_close(full_state_dict(model, gradients(model)), gradients(whole)), name
+        assert_close(full_state_dict(model, gradients(model)), gradients(whole), what=name)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -241,12 +244,18 @@ def test_generating_text(world):
         assert_close(divided(even).logits, made(make).eval()(even).logits)  # the error has left nothing behind
 
 
+def use_checkpointing(model: nn.Module) -> None:
+    """Compute the activations of blocks again in backward; the method's name depends on the version."""
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+
+
 @pytest.mark.ranks(2)
 @SEQUENCE
 def test_with_activation_checkpointing(world, sequence_parallel):
     for make in (gpt2, llama, bert):
         model = tensor_parallelize(made(make), sequence_parallel=sequence_parallel)
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        use_checkpointing(model)
         model(**labelled()).loss.backward()
         assert_close(full_state_dict(model, gradients(model)), alone(make)[1])
 
@@ -288,7 +297,7 @@ def test_dropout_from_the_default_generator(world, sequence_parallel):
         for checkpointing in (False, True):
             model = tensor_parallelize(made(make), sequence_parallel=sequence_parallel)
             if checkpointing:
-                model.activation_checkpointing_enable({"use_reentrant": False})
+                use_checkpointing(model)
             torch.manual_seed(4)
             output = model(**labelled())
             output.loss.backward()

@@ -1,0 +1,646 @@
+"""Dividing models of somebody's own by a plan, and mistakes in plans."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from whole import built, calls, randn, seeded
+
+import axonmpi as ax
+from axonmpi.tensor import (
+    Assign,
+    Column,
+    HeadDropout,
+    copies,
+    full_state_dict,
+    load_full_state_dict,
+    parallel_cross_entropy,
+    tensor_parallelize,
+)
+
+WORDS, WIDTH, HEADS, LENGTH = 11, 8, 4, 8
+
+
+class Attention(nn.Module):
+    """Queries, keys and values in one matrix; keys and values may be of fewer heads."""
+
+    def __init__(self, pairs: int, dropout: float) -> None:
+        super().__init__()
+        self.num_heads, self.num_pairs, self.dropout = HEADS, pairs, dropout
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH) if pairs == HEADS else None
+        self.query = nn.Linear(WIDTH, WIDTH) if pairs != HEADS else None
+        self.keys = nn.Linear(WIDTH, pairs * WIDTH // HEADS) if pairs != HEADS else None
+        self.values = nn.Linear(WIDTH, pairs * WIDTH // HEADS, bias=False) if pairs != HEADS else None
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, keys, values = self.project(x)
+        query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        keys, values = (t.unflatten(-1, (self.num_pairs, -1)).transpose(1, 2) for t in (keys, values))
+        dropout = self.dropout if self.training else 0.0
+        seen = F.scaled_dot_product_attention(
+            query, keys, values, dropout_p=dropout, is_causal=True, enable_gqa=True
+        )
+        return self.out(seen.transpose(1, 2).flatten(2))
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        if self.qkv is not None:
+            return self.qkv(x).chunk(3, -1)
+        return self.query(x), self.keys(x), self.values(x)
+
+
+class Block(nn.Module):
+    def __init__(self, pairs: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.attention = Attention(pairs, dropout)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, str]:
+        x = x + self.attention(self.norm1(x))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x))))), "more"
+
+
+class Words(nn.Module):
+    """A language model with a parameter of its own and a tied output."""
+
+    def __init__(self, pairs: int = HEADS, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH, padding_idx=0)
+        self.positions = nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.blocks = nn.ModuleList(Block(pairs, dropout) for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.logits = nn.Linear(WIDTH, WORDS, bias=False)
+        self.logits.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embedding(words) + self.positions[: words.shape[1]]
+        for block in self.blocks:
+            x, _ = block(x)
+        return self.logits(self.norm(x))
+
+
+def plan(pairs: int = HEADS) -> dict[str, Any]:
+    grouped = {
+        "*.query": Column(heads=HEADS),
+        "*.keys": f"column:heads={pairs},shared",
+        "*.values": f"column:heads={pairs},shared",
+    }
+    return {
+        "embedding": "vocab",
+        "blocks.0": "split",
+        "*.norm?": "sequence",
+        "*.attention": ["divide:num_heads", "divide_shared:num_pairs", HeadDropout(HEADS)],
+        **({"*.qkv": f"column:3,heads={HEADS}"} if pairs == HEADS else grouped),
+        "*.out": "row",
+        "*.up": "column",
+        "*.down": "row",
+        "*.drop": "dropout",
+        "norm": ["sequence", "join"],
+        "logits": "vocab",
+    }
+
+
+def words(batch: int = 2, length: int = LENGTH) -> Tensor:
+    return torch.randint(0, WORDS, (batch, length), generator=seeded(5))
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+def step(model: nn.Module) -> Tensor:
+    """Compute one forward and backward; return the logits."""
+    logits = model(words())
+    F.cross_entropy(logits.flatten(0, 1), words().flatten()).backward()
+    return logits
+
+
+SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["features", "sequence"])
+
+
+@pytest.mark.ranks(1, 2, 4)
+@SEQUENCE
+def test_a_model_of_ones_own(world, sequence_parallel):
+    for pairs in (4, 2, 1):
+        make = functools.partial(Words, pairs)
+        whole = built(make)
+        model = tensor_parallelize(built(make), plan(pairs), sequence_parallel=sequence_parallel)
+        assert_close(step(model), step(whole))
+        assert_close(full_state_dict(model, gradients(model)), gradients(whole))
+        assert model.logits.weight is model.embedding.weight
+        assert len(list(model.parameters())) == len(list(whole.parameters()))
+        numbers = copies(model)
+        shared = max(1, world.size // pairs)
+        assert numbers["embedding.weight"] == numbers["blocks.1.up.bias"] == 1
+        assert numbers["positions"] == numbers["blocks.0.norm1.weight"] == numbers["norm.bias"] == world.size
+        assert pairs == HEADS or numbers["blocks.0.attention.keys.bias"] == shared
+
+
+def simple() -> nn.Module:
+    return nn.Sequential(nn.Embedding(WORDS, 4), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4), nn.Linear(4, WORDS))
+
+
+SIMPLE = {"0": "vocab", "1": "column", "3": "row", "4": "vocab"}
+
+
+@pytest.mark.ranks(1, 2, 4)
+@SEQUENCE
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_plan_of_layers_alone(world, sequence_parallel, dim):
+    """With sequence parallelism embeddings and logits divide the sequence and put it together."""
+    whole, model = built(simple), built(simple)
+    assert tensor_parallelize(model, SIMPLE, sequence_parallel=sequence_parallel, sequence_dim=dim) is model
+    inputs = words(4)
+    assert_close(model(inputs), whole(inputs))
+    model(inputs).square().mean().backward()
+    whole(inputs).square().mean().backward()
+    assert_close(full_state_dict(model, gradients(model)), gradients(whole))
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "expected"),
+    [(False, {"all_reduce": 2}), (True, {"all_gather": 3, "reduce_scatter": 2})],
+)
+def test_what_a_pair_of_layers_sends(sequence_parallel, expected):
+    """One sum each way; for parts of the sequence also the input once more, for the gradient of its weight."""
+
+    def prepare(world: ax.World) -> Callable[[], object]:
+        model = tensor_parallelize(
+            built(perceptron), {"0": "column", "2": "row"}, sequence_parallel=sequence_parallel
+        )
+        x = randn(2, 4, 4).requires_grad_()
+        return lambda: model(x).sum().backward()
+
+    for log in calls(prepare):
+        assert Counter(log) == expected
+
+
+@pytest.mark.ranks(2, 4)
+def test_logits_that_stay_divided(world):
+    whole, model = built(simple), tensor_parallelize(built(simple), {**SIMPLE, "4": "vocab:parallel"})
+    logits = model(words())
+    assert logits.shape[-1] == -(-WORDS // world.size)
+    loss = parallel_cross_entropy(logits, words(), vocabulary=WORDS)
+    expected = F.cross_entropy(whole(words()).flatten(0, 1), words().flatten())
+    assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    assert_close(full_state_dict(model, gradients(model)), gradients(whole))
+
+
+class Gathered(nn.Module):
+    """Layers whose outputs are needed whole, one under two names, and one of two unequal parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 12)
+        self.again = self.first
+        self.last = nn.Linear(12, 8)
+        self.scale = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((self.again(x) + self.first(x)).cumsum(-1)).cumsum(-1) * self.scale
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_gathered_outputs_unequal_parts_and_layers_with_two_names(world):
+    whole, model = built(Gathered), built(Gathered)
+    own = {"again": Column(parts=(8, 4), gather_output=True), "last": "column:gather"}
+    tensor_parallelize(model, own)
+    assert model.again is model.first
+    x = randn(3, 4)
+    assert_close(model(x), whole(x))
+    model(x).square().mean().backward()
+    whole(x).square().mean().backward()
+    assert_close(full_state_dict(model), dict(whole.state_dict()), 0)
+    assert_close(full_state_dict(model, gradients(model)), gradients(whole))
+
+
+class Gauge(nn.Module):
+    """A norm of each head, computed with a number of heads, and an output of several things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.norm = nn.RMSNorm(2)
+        self.down = nn.Linear(8, 4)
+        self.heads, self.width = 4, 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x).unflatten(-1, (self.heads, self.width))).flatten(-2))
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_attributes_and_norms_of_what_is_divided(world):
+    holder, whole = nn.ModuleDict({"gauge": built(Gauge)}), built(Gauge)
+    styles = ["divide:heads", Assign("width", 2)]
+    tensor_parallelize(holder, {"gauge": styles, "*.up": "column:heads=4", "*.norm": "sum", "*.down": "row"})
+    model = holder["gauge"]
+    assert (model.heads, model.width) == (4 // world.size, 2)
+    x = randn(3, 4)
+    assert_close(model(x), whole(x))
+    model(x).square().sum().backward()
+    whole(x).square().sum().backward()
+    assert_close(full_state_dict(model, gradients(model)), gradients(whole))
+
+
+@pytest.mark.ranks(2)
+def test_what_layers_were_stays(world):
+    """Dtype, whether they train, what is frozen, the padding's row."""
+    model = built(Words).bfloat16().eval()
+    model.blocks.requires_grad_(False)
+    tensor_parallelize(model, plan())
+    layers = [part for part in model.modules() if next(part.parameters(recurse=False), None) is not None]
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert not any(part.training for part in layers)
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == [
+        *("positions", "embedding.weight", "norm.weight", "norm.bias")
+    ]
+    step(model.train())
+    assert model.blocks[0].up.weight.grad is None
+    assert_close(full_state_dict(model)["embedding.weight"], built(Words).bfloat16().embedding.weight, 0)
+
+
+@pytest.mark.ranks(2)
+@SEQUENCE
+def test_a_model_without_values_gets_them_from_a_state_dict(world, sequence_parallel):
+    with torch.device("meta"):
+        model = Words()
+    tensor_parallelize(model, plan(), sequence_parallel=sequence_parallel)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    whole = built(Words)
+    with pytest.raises(ValueError, match=r"the model is on the meta device: call its to_empty"):
+        load_full_state_dict(model, whole.state_dict())
+    model.to_empty(device="cpu")
+    model.logits.weight = model.embedding.weight  # torch does not keep ties here
+    load_full_state_dict(model, whole.state_dict())
+    assert_close(model(words()), whole(words()))
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_gradients_and_inference(world):
+    whole, model = built(perceptron), tensor_parallelize(built(perceptron), {"0": "column", "2": "row"})
+    results = []
+    for one in (whole, model):
+        x = randn(3, 4).requires_grad_()
+        (gradient,) = torch.autograd.grad(one(x).square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        with torch.inference_mode():
+            results.append((gradient.detach(), x.grad, one(x)))
+    assert_close(results[1], results[0])
+
+
+# ---- beside data parallelism ------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(4)
+@SEQUENCE
+@pytest.mark.parametrize("wrapper", [ax.DDP, ax.FSDP])
+def test_inside_data_parallelism(world, wrapper, sequence_parallel, monkeypatch):
+    """Groups made by hand; two micro-batches in a step, the first of which is not shared yet."""
+    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", "1" if sequence_parallel else "")
+    of_model = [world.new_group([0, 1]), world.new_group([2, 3])][world.rank // 2]
+    of_data = [world.new_group([0, 2]), world.new_group([1, 3])][world.rank % 2]
+    make = functools.partial(Words, 1)
+    whole = built(make)
+    divided = tensor_parallelize(built(make), plan(1), of_model, sequence_parallel=sequence_parallel)
+    model = wrapper(divided, process_group=of_data)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2, eps=1e-4) for one in (whole, model)]
+    for seed in range(3):
+        batch = torch.randint(0, WORDS, (8, LENGTH), generator=seeded(seed))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        F.cross_entropy(whole(batch).flatten(0, 1), batch.flatten()).backward()
+        first, second = batch.chunk(2)[of_data.rank].chunk(2)
+        with model.no_sync():
+            (F.cross_entropy(model(first).flatten(0, 1), first.flatten()) / 2).backward()
+        (F.cross_entropy(model(second).flatten(0, 1), second.flatten()) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    parts = model.full_state_dict() if wrapper is ax.FSDP else None
+    assert_close(full_state_dict(model, parts), dict(whole.state_dict()), 1e-4)
+
+
+# ---- dropout of attention weights -------------------------------------------------------------------------------
+
+
+class Weights(nn.Module):
+    """Gives what dropout makes of ones, through each of the functions that attentions use."""
+
+    def forward(self, shape: tuple[int, ...], p: float) -> tuple[Tensor, Tensor]:
+        batch, heads, length, _ = shape
+        dropped = F.dropout(torch.ones(shape), p, self.training)
+        query = torch.zeros(batch, heads, length, length)  # all weights are alike
+        values = torch.eye(length).expand(batch, heads, length, length) * length
+        seen = F.scaled_dot_product_attention(query, query, values, dropout_p=p if self.training else 0.0)
+        return dropped, seen
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_each_head_has_a_mask_of_its_own(world):
+    model = tensor_parallelize(
+        nn.ModuleDict({"inner": Weights(), "layer": built(perceptron)}),
+        {"inner": f"head_dropout:{HEADS}", "layer.0": "column", "layer.2": "row"},
+        generator=seeded(1),
+    )
+    parts = model["inner"]((3, HEADS // world.size, 16, 16), 0.25)
+    for masks in (ax.all_gather(part, dim=1) for part in parts):
+        assert masks.unique().tolist() == pytest.approx([0, 4 / 3])
+        assert masks.mean().item() == pytest.approx(1, abs=0.1)
+        heads = [head.flatten().tolist() for head in masks.unbind(1)]
+        assert all(heads[one] != heads[other] for one in range(HEADS) for other in range(one))
+    assert not torch.equal(*parts)
+    alone = tensor_parallelize(
+        nn.ModuleDict({"inner": Weights(), "layer": built(perceptron)}),
+        {"inner": f"head_dropout:{HEADS}", "layer.0": "column", "layer.2": "row"},
+        ax.ProcessGroup.mock(),
+        generator=seeded(1),
+    )
+    expected = alone["inner"]((3, HEADS, 16, 16), 0.25)
+    assert_close([ax.all_gather(part, dim=1) for part in parts], list(expected))
+    model.eval()
+    kept = model["inner"]((3, 2, 16, 16), 0.25)
+    assert_close(kept, (torch.ones(3, 2, 16, 16),) * 2)
+
+
+def plain_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, masks: Tensor) -> Tensor:
+    """Compute position by position what a head sees of those that are allowed."""
+    length, result = key.shape[2], torch.zeros(*query.shape[:3], value.shape[-1], dtype=query.dtype)
+    for batch, head, position in torch.cartesian_prod(*(torch.arange(size) for size in query.shape[:3])).tolist():
+        pair = head // (query.shape[1] // key.shape[1])
+        seen = range(length) if allowed is None else allowed[batch, 0, position].nonzero().flatten().tolist()
+        if len(seen):
+            scores = torch.stack([query[batch, head, position] @ key[batch, pair, other] for other in seen])
+            weights = (scores / query.shape[-1] ** 0.5).softmax(0) * masks[batch, head, position, list(seen)]
+            result[batch, head, position] = weights @ value[batch, pair, list(seen)]
+    return result
+
+
+class Attending(nn.Module):
+    def forward(self, *tensors: Tensor, **options: Any) -> Tensor:
+        if len(tensors) == 1:
+            return F.dropout(*tensors, 0.5)
+        return F.scaled_dot_product_attention(*tensors, dropout_p=0.5, **options)
+
+
+def test_attention_with_dropout_is_that_of_the_formula():
+    """With every kind of mask, also where a position may see nothing, and with grouped heads."""
+    query = randn(2, HEADS, 5, 3, seed=1, dtype=torch.float64).requires_grad_()
+    key, value = (randn(2, 2, 5, 3, seed=seed, dtype=torch.float64) for seed in (2, 3))
+    allowed = torch.rand(2, 1, 5, 5, generator=seeded(4)) < 0.5
+    allowed[1, :, 2] = False
+    least = torch.finfo(torch.float64).min
+    partly = allowed | (torch.arange(5) == 0)
+    generator = seeded(1)
+    model = nn.ModuleDict({"a": Attending(), "layer": built(perceptron)})
+    styles = {"a": f"head_dropout:{HEADS}", "layer.0": "column"}
+    attention = tensor_parallelize(model, styles, ax.ProcessGroup.mock(), generator=generator)["a"]
+    for options, seen in (
+        ({}, None),
+        ({"is_causal": True}, torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()),
+        ({"attn_mask": allowed}, allowed),
+        ({"attn_mask": torch.zeros(2, 1, 5, 5, dtype=torch.float64).masked_fill(~partly, least)}, partly),
+    ):
+        state, query.grad = generator.get_state(), None
+        masks = attention(torch.ones(2, HEADS, 5, 5, dtype=torch.float64))
+        generator.set_state(state)  # the same is drawn again
+        found = attention(query, key, value, enable_gqa=True, **options)
+        assert_close(found, plain_attention(query, key, value, seen, masks))
+        found.sum().backward()
+        assert query.grad is not None
+        assert query.grad.isfinite().all()
+
+
+def test_dropout_is_taken_over_only_while_the_module_runs():
+    """Not after it, nor after it has raised; other tensors, and no dropout at all, go the usual way."""
+    model = nn.ModuleDict({"a": Attending(), "layer": built(perceptron)})
+    generator = seeded(1)
+    tensor_parallelize(
+        model, {"a": "head_dropout:4", "layer.0": "column"}, ax.ProcessGroup.mock(), generator=generator
+    )
+    before = generator.get_state()
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            model["a"](torch.ones(2, 4, 5, 5), torch.ones(3), torch.ones(3))
+        assert F.dropout(torch.ones(2, 4, 5, 5), 0.5).unique().numel() == 2
+    assert model["a"](torch.ones(64, 64)).unique().numel() == 2
+    assert torch.equal(generator.get_state(), before)
+    model["a"](torch.ones(2, 4, 5, 5))
+    assert not torch.equal(generator.get_state(), before)
+
+
+# ---- mistakes ---------------------------------------------------------------------------------------------------
+
+
+class Lists(nn.Module):
+    """What can be wrong with a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 8)
+        self.uneven = nn.Linear(7, 9)
+        self.hooked = nn.Linear(4, 8)
+        self.hooked.register_forward_hook(lambda module, args, output: output)
+        self.watched = nn.Linear(4, 8)
+        self.watched.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        self.limited = nn.Embedding(4, 4, max_norm=1.0)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.batch_norm = nn.BatchNorm1d(4)
+        self.replaced = nn.LayerNorm(4)
+        self.replaced.forward = self.replaced.forward
+        self.bilinear = nn.Bilinear(4, 4, 4)
+        self.embedding, self.tied = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.embedding.weight
+        self.alpha = nn.AlphaDropout()
+        self.number, self.name = 6, "Lists"
+
+
+class Layer(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
+class Scaled(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def wrong() -> nn.Module:
+    return nn.ModuleDict({"lists": Lists(), "own": Layer(4, 4), "scaled": Scaled(4, 4)})
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "no such module": (
+        {"lists.layers": "column"},
+        r"plan\['lists.layers'\]: no submodule .*near it are lists.layer",
+    ),
+    "no such style": ({"lists.layer": "columns"}, r"plan\['lists.layer'\]: expected one of the styles"),
+    "no layer": ({"lists": "column"}, r"module 'lists': expected an nn.Linear, got .*Lists"),
+    "no linear layer": ({"lists.bilinear": "row"}, r"'lists.bilinear': expected an nn.Linear, got torch.*Bilinear"),
+    "no embedding": ({"lists.batch_norm": "vocab"}, r"expected an nn.Embedding or nn.Linear, got .*BatchNorm1d"),
+    "not for embeddings": ({"lists.embedding": "row"}, r"expected an nn.Linear, got .*Embedding"),
+    "a layer of another kind": ({"own": "column"}, r"module 'own': expected an nn.Linear, got .*Layer"),
+    "an embedding of another kind": ({"scaled": "vocab"}, r"with the forward of nn.Embedding, got .*Scaled"),
+    "an embedding with options": ({"lists.limited": "vocab"}, r"'lists.limited': .*without max_norm"),
+    "outputs that do not divide": ({"lists.uneven": "column"}, r"'lists.uneven': .*multiple of the 2 ranks.*got 9"),
+    "inputs that do not divide": ({"lists.uneven": "row"}, r"'lists.uneven': .*multiple of the 2 ranks.*got 7"),
+    "parts that do not divide": ({"lists.layer": "column:8"}, r"multiple of the 2 ranks of the group, got 1"),
+    "parts that are not all": ({"lists.layer": Column(parts=(4, 2))}, r"8 outputs together, got parts=\(4, 2\)"),
+    "no whole heads": ({"lists.layer": "column:heads=3"}, r"expected outputs that are 3 heads, got 8 outputs"),
+    "too few heads": ({"lists.layer": "column:heads=1"}, r"heads: expected a multiple of the 2 ranks.*got 1"),
+    "heads in parts": ({"lists.layer": "column:2,heads=1,shared"}, r"heads: expected a multiple of the 2 ranks"),
+    "attention of torch": ({"*.out_proj": "row"}, r"MultiheadAttention does not call its layers"),
+    "a norm across positions": ({"*.batch_norm": "sequence"}, r"treats each position alone, got .*BatchNorm1d"),
+    "a norm with its own forward": (
+        {"*.replaced": "sequence"},
+        r"with the forward of its class, got one of its own",
+    ),
+    "no dropout": ({"lists.layer": "dropout"}, r"expected an nn.Dropout, got .*Linear"),
+    "another dropout": ({"lists.alpha": "dropout"}, r"expected an nn.Dropout, got .*AlphaDropout"),
+    "heads of dropout": ({"lists.layer": "head_dropout:3"}, r"heads: expected a multiple of the 2 ranks"),
+    "no attribute": ({"lists": "divide:count"}, r"Lists has no attribute 'count'"),
+    "no attribute to set": ({"lists": Assign("count", 1)}, r"Lists has no attribute 'count'"),
+    "no number": ({"lists": "divide:name"}, r"name: expected a number that can be divided, got 'Lists'"),
+    "an odd number": ({"lists": "divide_shared:number,name"}, r"name: expected a number"),
+    "hooks": ({"lists.hooked": "column"}, r"'lists.hooked': it has hooks"),
+    "hooks of parameters": ({"lists.watched": "column"}, r"'lists.watched': it has hooks"),
+    "two styles for one": ({"lists.layer": ["column", "row"]}, r"expected one style for a layer, got Column.*Row"),
+    "half of a tie": (
+        {"lists.embedding": "vocab"},
+        r"lists.embedding.weight and lists.tied.weight are one parameter",
+    ),
+    "a tie cut twice": (
+        {"*.embedding": "vocab", "*.tied": "row"},
+        r"embedding.weight and lists.tied.weight are one",
+    ),
+}
+
+
+@pytest.mark.ranks(2)
+def test_mistakes_in_a_plan_change_nothing(world):
+    model = built(wrong)
+    before, parts = dict(model.named_parameters()), list(model.modules())
+    for mistaken, message in MISTAKES.values():
+        with pytest.raises(ValueError, match=message):
+            tensor_parallelize(model, {"lists.layer": "column", **mistaken})
+    assert list(model.modules()) == parts
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+@pytest.mark.ranks(2)
+def test_arguments_of_a_wrong_kind(world):
+    for arguments, message in (
+        ((3, {"0": "row"}), "module: expected a torch.nn.Module, got int"),
+        ((built(perceptron), ["row"]), "plan: expected a mapping"),
+        ((built(perceptron), {"0": 3}), r"plan\['0'\]: expected a style"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            tensor_parallelize(*arguments)
+
+
+@pytest.mark.ranks(2)
+def test_a_mistake_of_one_rank_is_told_on_all(world):
+    own = {"0": "column", "2": "row"} if world.rank == 0 else {"0": "column", "3": "row"}
+    with pytest.raises(ValueError, match=r"^rank 1: plan\['3'\]: no submodule"):
+        tensor_parallelize(built(perceptron), own)
+    with pytest.raises(TypeError, match=r"^rank 0: module: expected a torch.nn.Module, got NoneType"):
+        tensor_parallelize(None if world.rank == 0 else built(perceptron), {"0": "column", "2": "row"})
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_do_not_agree(world):
+    first, own = world.rank == 0, {"0": "column", "2": "row"}
+
+    def refused(message: str, model: nn.Module, plan: Any = own, **options: Any) -> None:
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(ValueError, match=message):
+            tensor_parallelize(model, plan, **options)
+        assert_close(dict(model.state_dict()), before, 0)
+
+    refused(r"'plan: 0' .*Column.*\n.*no further|'plan: 2'", built(perceptron), own if first else {"0": "column"})
+    refused(
+        r"rank 0: .*gather_output=False.*\n.*rank 1: .*gather_output=True",
+        built(perceptron),
+        own if first else {**own, "0": "column:gather"},
+    )
+    refused(
+        r"sequence_parallel.* False\n.*sequence_parallel.* True", built(perceptron), sequence_parallel=not first
+    )
+    refused(
+        r"rank 0: no further .*\n.*rank 1: parameter '3.weight' float32 \[4, 4\]",
+        built(perceptron if first else lambda: nn.Sequential(*perceptron(), nn.Linear(4, 4))),
+    )
+    refused(r"generator.* state", built(perceptron), generator=seeded(world.rank))
+    refused(
+        "the values of 0.weight on rank 1 are not those on rank 0; build the model with the same seed",
+        built(perceptron, seed=world.rank),
+    )
+
+
+@pytest.mark.ranks(2)
+def test_a_model_is_divided_once(world):
+    model = tensor_parallelize(built(perceptron), {"0": "column", "2": "row"})
+    for plan in ({"0": "column"}, {"1": "region"}):
+        with pytest.raises(ValueError, match="module: 0 is divided already; tensor_parallelize is called once"):
+            tensor_parallelize(model, plan)
+    for wrapper in (ax.DDP, ax.FSDP):
+        wrapped = wrapper(built(perceptron))
+        with pytest.raises(ValueError, match=r"it has hooks|expected an nn.Linear"):
+            tensor_parallelize(wrapped, {"module.0": "column", "module.2": "row"})
+
+
+@pytest.mark.ranks(2)
+def test_parts_of_a_sequence_reach_only_what_the_plan_knows(world):
+    """Gradients of other parameters would be those of a part of the sequence, without anybody noticing."""
+    without = {pattern: style for pattern, style in plan().items() if pattern != "*.norm?"}
+    tensor_parallelize(built(Words), without)
+    with pytest.raises(
+        ValueError, match=r"blocks.0.norm1 has parameters \(weight, bias\) behind the 'split' at blocks.0"
+    ):
+        tensor_parallelize(built(Words), without, sequence_parallel=True)
+    frozen = built(Words)
+    for block in frozen.blocks:
+        block.norm1.requires_grad_(False)
+        block.norm2.requires_grad_(False)
+    tensor_parallelize(frozen, without, sequence_parallel=True)
+    nothing = nn.ModuleDict({"a": Attending(), "layer": built(perceptron)})
+    tensor_parallelize(nothing, {"a": "split", "layer.0": "column"}, sequence_parallel=True)
+    with pytest.raises(ValueError, match="Attending: expected a floating-point tensor as input, got none"):
+        nothing["a"](torch.ones(2, 2, dtype=torch.int64))
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_length_that_does_not_divide(world):
+    model = tensor_parallelize(built(Words), plan(), sequence_parallel=True)
+    with pytest.raises(ValueError, match=r"expected a sequence .*multiple of the \d ranks of the group.*pad it"):
+        model(words(length=5))
+    assert_close(model(words()), built(Words)(words()))
+
+
+@pytest.mark.ranks(3)
+def test_a_group_of_other_ranks(world):
+    group = world.new_group([2, 0])
+    if not group.contains(world.rank):
+        with pytest.raises(ValueError, match="rank 1 is not in this group"):
+            tensor_parallelize(built(perceptron), {"0": "column", "2": "row"}, group)
+        return
+    model, whole = tensor_parallelize(built(perceptron), {"0": "column", "2": "row"}, group), built(perceptron)
+    assert_close(model(randn(3, 4)), whole(randn(3, 4)))
+    assert_close(full_state_dict(model), dict(whole.state_dict()), 0)

@@ -1,0 +1,219 @@
+"""State dicts of divided models: whole, of one rank, and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from whole import built, randn, together
+
+import axonmpi as ax
+from axonmpi.tensor import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copies,
+    full_state_dict,
+    load_full_state_dict,
+    local_state_dict,
+    tensor_parallelize,
+)
+
+WORDS = 5
+
+
+class Conv1D(nn.Module):
+    """A linear layer with its weight as [in, out], as `transformers` has it."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.randn(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+class Model(nn.Module):
+    """Layers that are cut along each dimension, padded, transposed and not at all; a buffer and more state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.up, self.down = Conv1D(8, 4), Conv1D(4, 8)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.note = "new"
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.norm(self.embedding(words))
+        return self.second(torch.tanh(self.first(self.down(torch.tanh(self.up(x))))))
+
+    def get_extra_state(self) -> str:
+        return self.note
+
+    def set_extra_state(self, state: str) -> None:
+        self.note = state
+
+
+PLAN = {"embedding": "vocab", "up": "column", "down": "row", "first": "column", "second": "row"}
+
+
+def divided(seed: int = 0) -> nn.Module:
+    return tensor_parallelize(built(Model, seed), PLAN)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value, name
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_the_whole_state_and_this_ranks_part(world):
+    whole, model = built(Model), divided()
+    whole.note = model.note = "old"
+    assert_same(full_state_dict(model), whole.state_dict())
+    assert_same(full_state_dict(model, rank0_only=True), whole.state_dict() if world.rank == 0 else {})
+    assert_same(local_state_dict(model, whole.state_dict()), model.state_dict())
+    assert [list(model.up.weight.shape), list(model.down.weight.shape)] == [
+        [8 // world.size, 4],
+        [4, 8 // world.size],
+    ]
+    other = built(Model, 1)
+    other.load_state_dict(full_state_dict(model))
+    assert_same(other.state_dict(), whole.state_dict())
+    model.load_state_dict(local_state_dict(model, built(Model, 2).state_dict()))
+    assert_same(full_state_dict(model), built(Model, 2).state_dict())
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_loading_a_whole_state_from_rank_0(world):
+    source = built(Model, 1)
+    source.note, source.norm.running_mean[:] = "other", 3.0
+    source.double()
+    model = divided()
+    load_full_state_dict(model, source.state_dict() if world.rank == 0 else {})
+    assert_same(full_state_dict(model), source.float().state_dict())
+    assert model.note == "other"
+    assert model.up.weight.dtype is torch.float32
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_part_of_a_state_and_names_that_are_not_known(world):
+    whole, model = built(Model, 1), divided()
+    state = {name: value for name, value in whole.state_dict().items() if not name.startswith("up")}
+    state["head.weight"] = torch.ones(2)
+    with pytest.raises(ValueError, match=r"^rank 0: .*missing: up.weight, up.bias; unexpected: head.weight$"):
+        load_full_state_dict(model, state)
+    assert_same(full_state_dict(model), built(Model).state_dict())
+    load_full_state_dict(model, state, strict=False)
+    expected = built(Model).state_dict()
+    del state["head.weight"]
+    assert_same(full_state_dict(model), expected | state)
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_is_not_whole_is_not_loaded(world):
+    model = divided()
+    wrong = dict(built(Model).state_dict())
+    wrong.update({"up.weight": torch.ones(8, 4), "norm.bias": torch.ones(3), "embedding.weight": torch.ones(6, 4)})
+    message = (
+        r"wrong shapes: embedding.weight: expected \[5, 4\], got .*; norm.bias: .*; up.weight: .*\[4, 8\], got"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_full_state_dict(model, wrong)
+    with pytest.raises(
+        ValueError, match=r"embedding.weight: expected size 5 along dim 0, got shape \[6, 4\]; up.weight"
+    ):
+        local_state_dict(model, wrong)
+    assert_same(full_state_dict(model), built(Model).state_dict())
+
+
+@pytest.mark.ranks(2, 4)
+def test_gradients_and_what_an_optimizer_keeps(world):
+    words = torch.tensor([0, 1, 2, 3, 4, 1])
+    whole, model = built(Model), divided()
+    optimizers = [torch.optim.AdamW(one.parameters()) for one in (whole, model)]
+    model.second.bias.requires_grad_(False)
+    whole.second.bias.requires_grad_(False)
+    for one, optimizer in zip((whole, model), optimizers, strict=True):
+        one(words).square().sum().backward()
+        optimizer.step()
+    found = full_state_dict(model, gradients(model))
+    assert found["second.bias"] is None
+    assert_close(found, gradients(whole))
+    averages = [
+        {name: optimizer.state[p]["exp_avg"] for name, p in one.named_parameters() if p.requires_grad}
+        for one, optimizer in zip((whole, model), optimizers, strict=True)
+    ]
+    assert_close(full_state_dict(model, averages[1]), averages[0])
+    assert_same(local_state_dict(model, full_state_dict(model, averages[1])), averages[1])
+
+
+@pytest.mark.ranks(2)
+def test_states_that_do_not_fit_together(world):
+    model = divided()
+    state = model.state_dict()
+    if world.rank == 1:
+        del state["up.bias"]
+    with pytest.raises(
+        ValueError, match=r"same names in the same order on all ranks; ranks 0 and 1 differ in up.bias"
+    ):
+        full_state_dict(model, state)
+    state = model.state_dict()
+    if world.rank == 1:
+        state = dict(reversed(state.items()))
+    with pytest.raises(ValueError, match="ranks 0 and 1 differ in their order"):
+        full_state_dict(model, state)
+    state = model.state_dict()
+    if world.rank == 1:
+        state["up.bias"] = torch.ones(8)
+    with pytest.raises(ValueError, match=r"^rank 1: up.bias: expected size 4 along dim 0, got shape \[8\]$"):
+        full_state_dict(model, state)
+    assert full_state_dict(model, {}) == {}
+
+
+@pytest.mark.ranks(1, 2)
+def test_names_of_wrapped_models(world):
+    """Wrappers that do not show in names are looked through; a submodule that is called `module` is none."""
+    model = divided()
+    assert_same(full_state_dict(ax.DDP(model, process_group=ax.ProcessGroup.mock())), built(Model).state_dict())
+    nested = tensor_parallelize(
+        nn.ModuleDict({"module": built(Model)}), {f"module.{n}": s for n, s in PLAN.items()}
+    )
+    whole = nn.ModuleDict({"module": built(Model)})
+    assert_same(full_state_dict(nested), whole.state_dict())
+    assert list(copies(nested)) == [name for name, _ in whole.named_parameters()]
+
+
+@pytest.mark.ranks(1, 2)
+def test_models_made_of_parallel_layers(world):
+    def made() -> nn.Module:
+        return nn.Sequential(ColumnParallelLinear(4, 8), nn.Tanh(), RowParallelLinear(8, 4))
+
+    whole = built(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)))
+    model = together(made)
+    assert_same(full_state_dict(model), whole.state_dict())
+    assert_close(model(randn(2, 4)), whole(randn(2, 4)))
+    assert copies(model) == {"0.weight": 1, "0.bias": 1, "2.weight": 1, "2.bias": world.size}
+
+
+@pytest.mark.ranks(2)
+def test_models_without_parallel_layers_or_of_several_groups(world):
+    with pytest.raises(ValueError, match="expected a model with parallel layers, Linear has none"):
+        full_state_dict(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got dict"):
+        copies({})
+    layers = [ColumnParallelLinear(4, 4), ColumnParallelLinear(4, 4, process_group=ax.ProcessGroup.mock())]
+    with pytest.raises(ValueError, match="parallel layers that all belong to one group"):
+        copies(nn.Sequential(*layers))
