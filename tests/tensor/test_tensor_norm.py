@@ -160,20 +160,6 @@ def test_wrapped_afterwards(world, wrapper, options):
         assert_close(state[name], value, name)
 
 
-def test_norms_of_transformers():
-    transformers = pytest.importorskip("transformers.models.llama.modeling_llama")
-
-    def act(world) -> Tensor:
-        norm = sequence_parallel_norm(transformers.LlamaRMSNorm(WIDTH))
-        norm(part(randn(2, 4, WIDTH), world)).sum().backward()
-        return norm.weight.grad
-
-    alone = transformers.LlamaRMSNorm(WIDTH)
-    alone(randn(2, 4, WIDTH)).sum().backward()
-    for gradient in ax.testing.run_ranks(2, act):
-        assert_close(gradient, alone.weight.grad)
-
-
 @pytest.mark.ranks(2)
 def test_mistakes(world):
     with pytest.raises(TypeError, match=r"module: expected a torch\.nn\.Module, got Tensor"):
