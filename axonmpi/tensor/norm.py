@@ -21,8 +21,12 @@ from torch import Tensor, nn
 from ..backends.base import Backend
 from ..group import ProcessGroup, default_group
 from .regions import shared
+from .shards import Sharded
 
 __all__ = ["sequence_parallel_norm", "sum_gradients"]
+
+_ACROSS_POSITIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
+"""Norms for which a part of the sequence is not enough."""
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -43,21 +47,10 @@ def sequence_parallel_norm(module: _Module, group: ProcessGroup | None = None) -
 
     Raises:
         TypeError: `module` is no module.
-        ValueError: Its gradients are summed already, or its `forward` is an attribute of the instance.
+        ValueError: Its gradients are summed already, its parameters are divided, it does not treat each position
+            alone, or its `forward` is an attribute of the instance.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
-    around = [name for name, inner in module.named_modules() if isinstance(inner, _Summing)]
-    if around:
-        raise ValueError(
-            f"module: the gradients of {around[0] or type(module).__name__!r} are summed over the ranks already; "
-            "call sequence_parallel_norm() once for each module"
-        )
-    if "forward" in vars(module):
-        raise ValueError(
-            f"module: expected a {type(module).__name__} with the forward of its class, got one whose forward was "
-            "replaced on the instance; call sequence_parallel_norm() before whatever replaces it"
-        )
+    _check(module)
     sum_gradients(module, default_group() if group is None else group)
     return module
 
@@ -76,6 +69,28 @@ def sum_gradients(module: nn.Module, group: ProcessGroup | Backend) -> None:
     kind: Any = type(module)
     changed._gradient_group = group
     changed.__class__ = _summing(kind)
+
+
+def _check(module: nn.Module) -> None:
+    """Raise unless the sums of a module's gradients over the ranks are those of the whole sequence."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    for name, inner in module.named_modules():
+        what = repr(name) if name else type(module).__name__
+        if isinstance(inner, _Summing):
+            raise ValueError(
+                f"module: the gradients of {what} are summed over the ranks already; "
+                "call sequence_parallel_norm() once for each module"
+            )
+        if isinstance(inner, _ACROSS_POSITIONS):
+            raise ValueError(f"module: expected one that treats each position alone, {what} does not")
+        if isinstance(inner, Sharded):
+            raise ValueError(f"module: expected the same parameters on all ranks, those of {what} are divided")
+        if "forward" in vars(inner):
+            raise ValueError(
+                f"module: expected the forward of its class, that of {what} was replaced on the instance; call "
+                "sequence_parallel_norm() before whatever replaces it"
+            )
 
 
 class _Summing(nn.Module):

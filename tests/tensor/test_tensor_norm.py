@@ -164,12 +164,15 @@ def test_wrapped_afterwards(world, wrapper, options):
 def test_mistakes(world):
     with pytest.raises(TypeError, match=r"module: expected a torch\.nn\.Module, got Tensor"):
         sequence_parallel_norm(torch.ones(2))
-    norm = sequence_parallel_norm(nn.LayerNorm(WIDTH))
-    with pytest.raises(ValueError, match="'LayerNorm' are summed over the ranks already"):
-        sequence_parallel_norm(norm)
-    with pytest.raises(ValueError, match="'0' are summed over the ranks already"):
-        sequence_parallel_norm(nn.Sequential(norm))
-    replaced = nn.LayerNorm(WIDTH)
+    norm, replaced = sequence_parallel_norm(nn.LayerNorm(WIDTH)), nn.LayerNorm(WIDTH)
     replaced.forward = lambda x: x
-    with pytest.raises(ValueError, match="expected a LayerNorm with the forward of its class"):
-        sequence_parallel_norm(replaced)
+    for module, message in [
+        (norm, "the gradients of LayerNorm are summed over the ranks already"),
+        (nn.Sequential(norm), "the gradients of '0' are summed over the ranks already"),
+        (replaced, "expected the forward of its class, that of LayerNorm was replaced on the instance"),
+        (nn.BatchNorm1d(WIDTH), "expected one that treats each position alone, BatchNorm1d does not"),
+        (nn.Sequential(nn.GroupNorm(1, WIDTH)), "treats each position alone, '0' does not"),
+        (ax.ParallelMLP(WIDTH, 2), "expected the same parameters on all ranks, those of 'up' are divided"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            sequence_parallel_norm(module)
