@@ -175,9 +175,18 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-4)
 
 
-def train(model: nn.Module, batches: list[dict[str, Tensor]]) -> list[float]:
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Make an optimizer to which the size of gradients matters."""
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def train(
+    model: nn.Module,
+    batches: list[dict[str, Tensor]],
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+) -> list[float]:
     """Train for some steps; return the losses."""
-    optimizer, losses = adamw(model), []
+    optimizer, losses = make_optimizer(model), []
     for batch in batches:
         optimizer.zero_grad()
         loss = model(**batch).loss
@@ -206,6 +215,35 @@ def test_training_and_state_dicts_there_and_back(world, sequence_parallel):
         load_full_state_dict(model, ordinary.state_dict() if world.rank == 0 else {})
         assert_close(full_state_dict(model), dict(ordinary.state_dict()), 0)
         assert_close(model(**tokens()).to_tuple()[0], ordinary(**tokens()).to_tuple()[0])
+
+
+@pytest.mark.ranks(2)
+@SEQUENCE
+def test_a_checkpoint_of_the_library(world, shared_tmp_path, sequence_parallel):
+    for make in (gpt2, llama, bert):
+        model = tensor_parallelize(made(make), sequence_parallel=sequence_parallel)
+        state = full_state_dict(model)
+        if world.rank == 0:
+            model.save_pretrained(shared_tmp_path, state_dict=state)
+        ax.barrier()
+        with _once:  # meanwhile the library builds models otherwise, on all threads
+            loaded = type(model).from_pretrained(shared_tmp_path)
+        assert_close(dict(loaded.state_dict()), dict(made(make).state_dict()), 0)
+        again = tensor_parallelize(loaded, sequence_parallel=sequence_parallel)
+        assert_close(again.train()(**tokens()).logits, alone(make)[0].logits)
+        ax.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_hidden_states_are_whole_or_parts_of_the_sequence(world):
+    for make in (gpt2, llama, bert):
+        expected = made(make)(**tokens(), output_hidden_states=True).hidden_states
+        whole = tensor_parallelize(made(make))(**tokens(), output_hidden_states=True).hidden_states
+        assert_close(whole, expected)
+        model = tensor_parallelize(made(make), sequence_parallel=True)
+        parts = model(**tokens(), output_hidden_states=True).hidden_states
+        assert_close(parts[1], expected[1].chunk(2, 1)[world.rank])
+        assert_close(parts[-1], expected[-1])
 
 
 @pytest.mark.ranks(2)
@@ -327,7 +365,7 @@ def halves(rank: int, seeds: range) -> list[dict[str, Tensor]]:
 def _trained_on_both(make: Callable[[], nn.Module]) -> dict[str, Tensor]:
     model = made(make)
     batches = [tokens(4, seed=seed)["input_ids"].clamp(min=1) for seed in range(3)]
-    train(model, [{"input_ids": words, "labels": words} for words in batches])
+    train(model, [{"input_ids": words, "labels": words} for words in batches], sgd)
     return dict(model.state_dict())
 
 
@@ -346,7 +384,7 @@ def test_replicas_and_shards_of_divided_models(world, wrapper, sequence_parallel
         of_data, of_model = groups(world)
         divided = tensor_parallelize(made(make), group=of_model, sequence_parallel=sequence_parallel)
         model = wrapper(divided, process_group=of_data)
-        train(model, halves(of_data.rank, range(3)))
+        train(model, halves(of_data.rank, range(3)), sgd)
         parts = model.full_state_dict() if wrapper is ax.FSDP else None
         assert_close(full_state_dict(model, parts), trained_on_both(make), 1e-4)
         if wrapper is ax.FSDP:
