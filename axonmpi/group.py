@@ -111,6 +111,10 @@ class ProcessGroup:
     def __repr__(self) -> str:
         return f"ProcessGroup(ranks={list(self._ranks)}, rank={self.rank})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessGroup:
+        """Return the group itself, so that a copied module communicates with the same ranks; local."""
+        return self
+
     # Each method below is the backend's of the same name, which documents it.
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Work | None:

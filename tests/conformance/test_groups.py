@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from collective_checks import CollectiveChecks
@@ -80,6 +82,16 @@ def test_groups_of_groups(world: World) -> None:
     checks = CollectiveChecks(ProcessGroup(half))
     checks.every_operation(torch.float32, (6, 2))
     checks.finish()
+
+
+def test_a_copied_module_communicates_in_the_same_group(world: World) -> None:
+    module = torch.nn.Linear(1, 1)
+    module.process_group = world.new_group(range(world.size))
+    copied = copy.deepcopy(module)
+    assert copied.process_group is module.process_group
+    assert copied.weight is not module.weight
+    copied.process_group.all_reduce(total := torch.ones(1))
+    assert total.item() == world.size
 
 
 def test_operations_outside_a_group_name_it(world: World) -> None:
