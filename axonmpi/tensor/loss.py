@@ -90,7 +90,7 @@ class _TokenLosses(Function):
         local = logits.shape[1]
         start = group.rank * local
         count = max(0, min(local, vocabulary - start))
-        own = ((targets >= start) & (targets < start + count)).logical_and_(~ignored)
+        own = (targets >= start) & (targets < start + count)
         columns = (targets - start).masked_fill_(~own, 0)
         values = logits[:, :count].float() if logits.dtype in _HALF else logits[:, :count]
         top, powers = _powers(values)

@@ -85,7 +85,7 @@ def enter_once(tensor: Tensor, group: ProcessGroup, dim: int | None, user: objec
         return Entered(tensor)
     key = None
     if not tensor.is_inference():  # these do not tell whether they have changed
-        key = (group, dim, dtype, tensor._version, _is_differentiated(tensor), torch.is_grad_enabled())
+        key = (group, dim, dtype, tensor._version, _is_differentiated(tensor))
     found = _latest.find(tensor, key, user)
     if found is None:
         converted = tensor.to(dtype)

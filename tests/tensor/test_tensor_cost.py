@@ -154,6 +154,19 @@ def test_autocast_and_checkpoints_send_no_more_often() -> None:
     assert in_forward_and_backward(lambda: Block(3), use=checkpointed) == [{"all_reduce": 1}, {"all_reduce": 1}]
 
 
+def test_first_values() -> None:
+    """Nobody draws random numbers while rank 0 does; then its generator's state, and a part of each parameter."""
+
+    def body(world: ax.World) -> list[str]:
+        sent = list(world.default_group.backend.log)
+        ax.ColumnParallelLinear(4, 4)
+        ax.RowParallelLinear(4, 4, device="meta")
+        ax.RowParallelLinear.from_linear(whole_linear(4, 4))
+        return [entry.operation for entry in list(world.default_group.backend.log)[len(sent) :]]
+
+    assert run_ranks(2, body) == [["barrier", "broadcast", "scatter", "scatter"]] * 2
+
+
 # ---- computing meanwhile -----------------------------------------------------------------------------------------
 
 

@@ -422,20 +422,30 @@ def after_a_look(model: MLP, x: Tensor) -> None:
 
 def changed_in_place(model: MLP, x: Tensor) -> None:
     """The same tensor, with other values, in the next layer."""
+    again = copy.deepcopy(model.up)
     y = x * 1
     with torch.no_grad():
-        first = model.up(y)
+        model.up(y)
         y += 1
-    again = copy.deepcopy(model.up)
-    assert_close(again(y), model.up(x.detach() + 1))
-    assert not torch.equal(first, again(y))
+        assert_close(again(y), model.up(x + 1))
     model(x).sin().sum().backward()
+
+
+def seen_by_a_sibling_without_gradients(model: MLP, x: Tensor) -> None:
+    """What one layer has entered without gradients is not what the next one needs."""
+    first, second, third = (copy.deepcopy(model.up) for _ in range(3))
+    x = x * 1
+    with torch.no_grad():
+        first(x)
+    model.down(F.gelu(second(x) * third(x))).sin().sum().backward()
+    for name in ("weight", "bias"):
+        model.up.get_parameter(name).grad = second.get_parameter(name).grad + third.get_parameter(name).grad
 
 
 USES = [
     *(accumulated, used_twice, used_twice_with_the_same_input, output_unused, twice_through_one_graph),
     *(only_some_gradients, checkpointed, checkpointed_reentrant, checkpointed_in_part, input_without_gradient),
-    *(weights_without_gradient, only_one_bias, after_a_look, changed_in_place),
+    *(weights_without_gradient, only_one_bias, after_a_look, changed_in_place, seen_by_a_sibling_without_gradients),
 ]
 
 
@@ -480,9 +490,18 @@ def test_gradients_of_gradients(world, sequence_parallel: bool) -> None:
         (gradient,) = torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)
         return gradient.pow(2).sum()
 
-    penalty(whole, x).backward()
-    penalty(divided, own_x).backward()
-    assert_close(own_x.grad, part(x.grad, world, 1) if sequence_parallel else x.grad)
+    def penalty_of_weight(model: MLP, x: Tensor) -> Tensor:
+        """Each rank has its rows, and all of them together are the whole penalty."""
+        (gradient,) = torch.autograd.grad(model(x).sin().sum(), model.up.weight, create_graph=True)
+        return gradient.pow(2).sum()
+
+    for function in (penalty_of_weight, penalty):
+        for model in (whole, divided):
+            model.zero_grad()
+        x.grad = own_x.grad = None
+        function(whole, x).backward()
+        function(divided, own_x).backward()
+        assert_close(own_x.grad, part(x.grad, world, 1) if sequence_parallel else x.grad)
     # Of a bias at the end there is no second derivative in the input: each rank counts its positions.
     parameters = {name: gradient for name, gradient in divided.named_parameters() if name != "down.bias"}
     for name, parameter in parameters.items():
@@ -507,6 +526,10 @@ def test_autocast(world, sequence_parallel: bool) -> None:
         gradient = part(gradient, world, OF_MLP[name]) if name in OF_MLP else gradient
         assert parameter.grad.dtype is torch.float32
         assert_close(parameter.grad.bfloat16(), gradient.bfloat16(), name)
+    y = own_x * 1
+    with torch.autocast("cpu", torch.bfloat16):
+        assert copy.deepcopy(divided.up)(y).dtype is torch.bfloat16
+    assert_close(copy.deepcopy(divided.up)(y), part(whole.up(x), world, -1))
 
 
 @ON_RANKS

@@ -232,6 +232,32 @@ def test_backward_gathers_a_sequence_again_and_does_not_keep_it(world) -> None:
     assert_close(layer.weight.grad, whole.sum((0, 1))[None])
 
 
+def test_what_is_gathered_again_is_dropped_after_the_last_weight() -> None:
+    def body(world: ax.World) -> list[bool]:
+        backend = world.default_group.backend
+        backend.overlaps = False
+        gathered: list[weakref.ref[Tensor]] = []
+        original = backend.all_gather
+
+        def noted(tensor: Tensor, dim: int = 0, *, async_op: bool = False) -> Tensor:
+            result = original(tensor, dim, async_op=async_op)
+            gathered.append(weakref.ref(result))
+            return result
+
+        layers = [
+            ax.ColumnParallelLinear.from_linear(whole_linear(4, 2, seed=seed), sequence_parallel=True)
+            for seed in (1, 2)
+        ]
+        x = randn(2, 4, 4)
+        loss = sum(layer(x).sum() for layer in layers)
+        backend.all_gather = noted
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [reference() is None for reference in gathered]
+
+    assert run_ranks(2, body) == [[True, True]] * 2
+
+
 # ---- bad input ---------------------------------------------------------------------------------------------------
 
 
