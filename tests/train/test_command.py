@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from plain import plain_run
 
 import axonmpi as ax
 from axonmpi import cli
@@ -234,6 +235,16 @@ def test_a_pipeline_on_real_ranks_gives_the_same_losses(tmp_path):
     single = Trainer(config, ax.World.mock(1))
     single.run()
     assert losses(tmp_path) == pytest.approx([step.loss for step in single.steps], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_eight_real_ranks_in_three_dimensions(tmp_path):
+    settings = [*SMALL, "--layers=2", "--steps=30", "--lr=2e-3", "--warmup-steps=10"]
+    layout = ["--dp=2", "--tp=2", "--pp=2", "--fsdp=full", "--sequence-parallel", "--schedule=zero-bubble"]
+    result = ax.testing.launch(8, "-m", "axonmpi", "train", *settings, *layout, "--out", tmp_path, timeout=280)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "mesh: dp 2 x pp 2 x tp 2 = 8 ranks" in result.stdout
+    assert losses(tmp_path) == pytest.approx(plain_run(train.parse(settings)).losses, abs=1e-4)
 
 
 ONE_NODE_LACKS_THE_TEXT = """

@@ -31,29 +31,30 @@ def products(ranks):
     ]
 
 
+ZERO_BUBBLE = {"schedule": "zero-bubble", "micro_batches": 2}
 FURTHER = {
     1: [
         {"fsdp": "full", "sequence_parallel": True, "accumulation": 4},
-        {"fsdp": "grad", "chunks": 2, "schedule": "zero-bubble", "accumulation": 2},
+        {"fsdp": "grad", "chunks": 2, "accumulation": 2, **ZERO_BUBBLE},
     ],
     2: [
         {"tp": 2, "sequence_parallel": True, "positions": "learned", "norm": "layernorm"},
-        {"tp": 2, "tied_embeddings": False, "accumulation": 2, "schedule": "zero-bubble", "chunks": 2},
-        {"pp": 2, "layers": 4, "chunks": 2, "schedule": "interleaved-1f1b", "gradient_clip": 0.0},
-        {"fsdp": "full", "chunks": 2, "schedule": "gpipe", "cpu_offload": "full", "positions": "learned"},
+        {"tp": 2, "tied_embeddings": False, "accumulation": 2, "chunks": 2, **ZERO_BUBBLE},
+        {"pp": 2, "layers": 4, "schedule": "interleaved-1f1b", "micro_batches": 2, "gradient_clip": 0.0},
+        {"fsdp": "full", "schedule": "gpipe", "micro_batches": 2, "cpu_offload": "full", "positions": "learned"},
     ],
     4: [
         {"tp": 4, "sequence_parallel": True, "tied_embeddings": False},
         {"tp": 2, "sequence_parallel": True, "fsdp": "full", "positions": "learned"},
-        {"tp": 2, "pp": 2, "sequence_parallel": True, "norm": "layernorm", "positions": "learned"},
-        {"tp": 2, "pp": 2, "schedule": "zero-bubble", "accumulation": 2, "micro_batches": 2},
-        {"pp": 2, "layers": 4, "chunks": 2, "schedule": "zero-bubble", "fsdp": "full", "accumulation": 2},
-        {"tp": 2, "strategy": "synchronous", "accumulation": 4},
-        {"tp": 2, "pp": 2, "layers": 4, "chunks": 2, "schedule": "zero-bubble", "sequence_parallel": True},
+        {"tp": 2, "accumulation": 4, "strategy": "synchronous"},
+        {"tp": 2, "pp": 2, "sequence_parallel": True, "micro_batches": 2, "positions": "learned"},
+        {"tp": 2, "pp": 2, "accumulation": 2, "norm": "layernorm", **ZERO_BUBBLE},
+        {"tp": 2, "pp": 2, "layers": 4, "chunks": 2, "sequence_parallel": True, **ZERO_BUBBLE},
+        {"pp": 2, "layers": 4, "chunks": 2, "fsdp": "full", "accumulation": 2, **ZERO_BUBBLE},
     ],
     8: [
-        {"dp": 2, "tp": 2, "pp": 2},
-        {"tp": 2, "pp": 2, "fsdp": "full", "schedule": "zero-bubble", "sequence_parallel": True},
+        {"dp": 2, "tp": 2, "pp": 2, "micro_batches": 2},
+        {"tp": 2, "pp": 2, "fsdp": "full", "sequence_parallel": True, **ZERO_BUBBLE},
     ],
 }
 
