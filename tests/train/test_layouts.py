@@ -6,6 +6,7 @@ import pytest
 import torch
 from plain import plain_run
 
+import axonmpi as ax
 from axonmpi.train import Trainer
 
 SMALL = {
@@ -43,6 +44,7 @@ FURTHER = {
         {"pp": 2, "layers": 4, "schedule": "interleaved-1f1b", "micro_batches": 2, "gradient_clip": 0.0},
         {"fsdp": "full", "schedule": "gpipe", "micro_batches": 2, "cpu_offload": "full", "positions": "learned"},
     ],
+    3: [{"tp": 3, "heads": 6, "width": 48, "sequence_length": 18, "sequence_parallel": True}],  # 256 bytes by three
     4: [
         {"tp": 4, "sequence_parallel": True, "tied_embeddings": False},
         {"tp": 2, "sequence_parallel": True, "fsdp": "full", "positions": "learned"},
@@ -82,9 +84,26 @@ def test_every_product_of_dp_tp_and_pp(world, tiny, shared_tmp_path):
 
 
 @pytest.mark.rank_timeout(240)
-@pytest.mark.ranks(1, 2, 4, 8)
+@pytest.mark.ranks(1, 2, 3, 4, 8)
 def test_other_settings_together_with_them(world, tiny, shared_tmp_path):
     for case in FURTHER[world.size]:
+        check(world, tiny.replace(**SMALL | case, out=str(shared_tmp_path)), case)
+
+
+APART = [  # replicas that gather parameters unit by unit, or once, or have them whole
+    {"tp": 2, "fsdp": "full", "sequence_parallel": True},
+    {"pp": 2, "fsdp": "grad", **ZERO_BUBBLE},
+    {"pp": 2, "fsdp": "hybrid", "micro_batches": 2},
+]
+
+
+@pytest.mark.rank_timeout(240)
+@pytest.mark.ranks(4)
+def test_ranks_that_are_alone_on_their_nodes(world, tiny, shared_tmp_path, monkeypatch):
+    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", "1")
+    row = ax.DeviceMesh({"dp": 2, "tp": 2}, world).group("dp")
+    assert row.backend.node_ranks == (row.rank,)
+    for case in APART:
         check(world, tiny.replace(**SMALL | case, out=str(shared_tmp_path)), case)
 
 
