@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..group import ProcessGroup, default_group
-from .layer import ShardedLayer
+from ..group import ProcessGroup
+from .layer import ShardedLayer, chosen_group
 from .regions import check_sequence, leave
 from .shards import Shard
 
@@ -64,7 +64,7 @@ class VocabParallelEmbedding(ShardedLayer):
             raise ValueError(f"expected sizes of at least 1, got {num_embeddings} rows of size {embedding_dim}")
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx: expected one of {num_embeddings} rows or None, got {padding_idx}")
-        group = default_group() if process_group is None else process_group
+        group = chosen_group(process_group)
         shard = Shard.padded(0, num_embeddings, group.size)
         super().__init__(
             {"weight": (num_embeddings, embedding_dim)}, {"weight": shard}, group, device=device, dtype=dtype
@@ -169,7 +169,8 @@ class VocabParallelEmbedding(ShardedLayer):
         if input.dtype not in _ID_DTYPES:
             raise TypeError(f"expected row numbers of dtype int64 or int32, got {input.dtype}")
         if self.sequence_parallel:
-            check_sequence((*input.shape, self.embedding_dim), self.process_group, self.sequence_dim)
+            shape = (*input.shape, self.embedding_dim)
+            check_sequence(shape, self.process_group, self._dim_of_sequence(shape))
         if not input.numel():
             return
         least, most = (int(bound) for bound in input.aminmax())

@@ -10,31 +10,48 @@ each rank gets its part, and everybody's random numbers go on where rank 0's are
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..backends.checks import wrap_dim
 from ..group import ProcessGroup, default_group
 from .shards import Shard
 
-__all__ = ["ShardedLayer"]
+__all__ = ["ShardedLayer", "chosen_group"]
 
 
-class ShardedLayer(nn.Module):
+def chosen_group(process_group: ProcessGroup | None) -> ProcessGroup:
+    """Return the group, the default one for None; local.
+
+    Raises:
+        TypeError: It is no group.
+        ValueError: This rank is not in it.
+    """
+    group = default_group() if process_group is None else process_group
+    if not isinstance(group, ProcessGroup):
+        raise TypeError(f"process_group: expected an axonmpi.ProcessGroup or None, got {type(group).__name__}")
+    _ = group.backend  # which a rank outside does not have
+    return group
+
+
+class ShardedLayer(nn.Module, ABC):
     """A layer some of whose parameters are cut over the ranks of a group; a `Sharded`.
 
     Args:
         shapes: The shape of each parameter of the whole layer; None for one that it does not have.
         shards: How parameters are cut, by name; the others are the same on all ranks.
-        process_group: The ranks; None means all.
+        process_group: The ranks.
         device: Of the parameters.
         dtype: Of the parameters.
 
     Attributes:
         process_group: The ranks.
         shards: How parameters are cut, by name.
+        sequence_dim: Which dimension of activations is the sequence; set by those that can divide it.
 
     Raises:
         ValueError: A shard is not for this size or this number of ranks.
@@ -42,17 +59,18 @@ class ShardedLayer(nn.Module):
 
     process_group: ProcessGroup
     shards: Mapping[str, Shard]
+    sequence_dim: int
 
     def __init__(
         self,
         shapes: Mapping[str, tuple[int, ...] | None],
         shards: Mapping[str, Shard],
-        process_group: ProcessGroup | None,
+        process_group: ProcessGroup,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
-        self.process_group = default_group() if process_group is None else process_group
+        self.process_group = process_group
         self.shards = {name: shard for name, shard in shards.items() if shapes[name] is not None}
         for name, shape in shapes.items():
             if shape is None:
@@ -71,9 +89,19 @@ class ShardedLayer(nn.Module):
         other.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return other
 
+    def _dim_of_sequence(self, shape: Sequence[int]) -> int:
+        """Return which dimension is the sequence, from 0, of activations whose last one is their features."""
+        dim = wrap_dim(self.sequence_dim, len(shape))
+        if dim == len(shape) - 1:
+            raise ValueError(
+                f"sequence_dim: expected another dimension than the last, the features, got {self.sequence_dim} "
+                f"for shape {list(shape)} on rank {self.process_group.rank}"
+            )
+        return dim
+
+    @abstractmethod
     def _whole_layer(self) -> nn.Module:
         """Make torch's own layer, whose parameters have the same names."""
-        raise NotImplementedError
 
     def reset_parameters(self) -> None:
         """Draw new values, those of torch's own layer under rank 0's seed; collective.
@@ -109,7 +137,13 @@ class ShardedLayer(nn.Module):
         parts = None
         if whole is not None:
             parts = torch.stack([shard.cut(whole, rank) for rank in range(group.size)])
-        parameter.copy_(group.scatter(parts)[0])
+        part = group.scatter(parts)[0]
+        if part.shape != parameter.shape:
+            raise ValueError(
+                f"expected a {type(self).__name__} of the same sizes on all ranks, got a {name} of shape "
+                f"{list(parameter.shape)} on rank {group.rank}, and one of {list(part.shape)} on rank 0"
+            )
+        parameter.copy_(part)
 
     def _take(self, layer: nn.Module) -> None:
         """Take over this rank's part of a whole layer, and what is trained of it."""

@@ -19,10 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ..backends.checks import wrap_dim
-from ..group import ProcessGroup, default_group
+from ..group import ProcessGroup
 from .entry import Entered
-from .layer import ShardedLayer
+from .layer import ShardedLayer, chosen_group
 from .product import apply, product
 from .regions import check_sequence, enter_once, leave
 from .shards import Shard
@@ -139,7 +138,7 @@ class ColumnParallelLinear(_ParallelLinear):
         shards: How "weight" and "bias" are cut.
 
     Raises:
-        TypeError: `shard` is none.
+        TypeError: `shard` is none, or `process_group` no group.
         ValueError: `out_features` cannot be divided, or `shard` does not fit.
     """
 
@@ -158,7 +157,7 @@ class ColumnParallelLinear(_ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        group = default_group() if process_group is None else process_group
+        group = chosen_group(process_group)
         shard = Shard.even(0, out_features, group.size) if shard is None else shard
         _check_shard(shard, 0, several=not gather_output)
         super().__init__(in_features, out_features, bias, group, shard, device, dtype)
@@ -184,7 +183,7 @@ class ColumnParallelLinear(_ParallelLinear):
         if self.input_is_entered:
             entered = Entered.of(input)
         else:
-            dim = wrap_dim(self.sequence_dim, input.dim()) if self.sequence_parallel else None
+            dim = self._dim_of_sequence(input.shape) if self.sequence_parallel else None
             entered = enter_once(input, group, dim, self)
         output = product(entered, self.weight, self.bias)
         if not self.gather_output or group.size == 1:
@@ -215,7 +214,7 @@ class RowParallelLinear(_ParallelLinear):
         shards: How "weight" is cut; "bias" is the same on all ranks, and its gradient is complete on each.
 
     Raises:
-        TypeError: `shard` is none.
+        TypeError: `shard` is none, or `process_group` no group.
         ValueError: `in_features` cannot be divided, or `shard` does not fit.
     """
 
@@ -233,7 +232,7 @@ class RowParallelLinear(_ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        group = default_group() if process_group is None else process_group
+        group = chosen_group(process_group)
         shard = Shard.even(1, in_features, group.size) if shard is None else shard
         _check_shard(shard, 1, several=False)
         super().__init__(in_features, out_features, bias, group, shard, device, dtype)
@@ -259,7 +258,7 @@ class RowParallelLinear(_ParallelLinear):
         else:
             self._check_features(input, self.in_features, "the whole input")
         if self.sequence_parallel:
-            check_sequence(input.shape, group, self.sequence_dim)
+            check_sequence(input.shape, group, self._dim_of_sequence(input.shape))
         if group.size == 1:
             return F.linear(input, self.weight, self.bias)
         if not self.input_is_parallel:

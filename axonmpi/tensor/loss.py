@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ..group import ProcessGroup, default_group
+from ..group import ProcessGroup
+from .layer import chosen_group
 from .product import apply
 
 __all__ = ["parallel_cross_entropy"]
@@ -59,7 +60,7 @@ def parallel_cross_entropy(
         TypeError: `targets` are no integers, or `logits` are.
         ValueError: A target is no entry, shapes do not fit, or an option is out of range; on all ranks.
     """
-    group = default_group() if process_group is None else process_group
+    group = chosen_group(process_group)
     _check_tensors(logits, targets, group.rank)
     entries = logits.shape[-1] * group.size
     vocabulary = entries if vocabulary is None else vocabulary

@@ -134,6 +134,8 @@ def test_mistakes(world) -> None:
             layer(torch.tensor(ids))
     with pytest.raises(TypeError, match=r"int64 or int32, got torch.float32"):
         layer(torch.zeros(1, 4))
+    with pytest.raises(ValueError, match=r"sequence_dim: expected another .* got 1 for shape \[4, 3\] on rank"):
+        layer(torch.zeros(4, dtype=torch.int64))
     if world.size > 1:
         with pytest.raises(ValueError, match=f"multiple of the {world.size} ranks of the group, got 3"):
             layer(torch.zeros(1, 3, dtype=torch.int64))

@@ -616,7 +616,38 @@ def test_sizes_that_do_not_divide_are_refused_before_anything_is_sent(world) -> 
     for layer, inputs in ((column, 3), (row, 2)):
         with pytest.raises(IndexError, match="dim"):
             layer(torch.zeros(inputs, dtype=torch.float64))
+        with pytest.raises(ValueError, match=r"sequence_dim: expected another dimension .* got 1 for .*\[8, \d\]"):
+            layer(torch.zeros(8, inputs, dtype=torch.float64))
     ax.barrier()
+
+
+@pytest.mark.ranks(3)
+def test_ranks_outside_the_group(world) -> None:
+    group = world.new_group([1, 2])
+    if world.rank:
+        layer = ax.ColumnParallelLinear.from_linear(whole_linear(3, 4), group)
+        assert torch.equal(layer.weight, whole_linear(3, 4).weight[2 * world.rank - 2 : 2 * world.rank])
+        return
+    for make in (
+        lambda: ax.ColumnParallelLinear.from_linear(whole_linear(3, 4), group),
+        lambda: ax.RowParallelLinear(4, 3, process_group=group),
+        lambda: ax.VocabParallelEmbedding(4, 3, process_group=group),
+        lambda: ax.parallel_cross_entropy(torch.zeros(2), torch.tensor(0), group),
+    ):
+        with pytest.raises(ValueError, match="rank 0 is not in this group"):
+            make()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_differ_in_sizes(world) -> None:
+    message = (
+        r"of the same sizes on all ranks, got a weight of shape \[4, 3\] on rank 1, and one of \[2, 3\] on rank 0"
+    )
+    if world.rank == 0:
+        ax.ColumnParallelLinear(3, 4, bias=False)
+    else:
+        with pytest.raises(ValueError, match=message):
+            ax.ColumnParallelLinear(3, 8, bias=False)
 
 
 @pytest.mark.ranks(2)
@@ -636,6 +667,8 @@ def test_other_mistakes(world) -> None:
         ax.RowParallelLinear(4, 3, shard=even)
     with pytest.raises(TypeError, match=r"shard: expected an axonmpi.tensor.Shard, got str"):
         ax.ColumnParallelLinear(3, 4, shard="even")
+    with pytest.raises(TypeError, match=r"process_group: expected an axonmpi.ProcessGroup or None, got str"):
+        ax.ColumnParallelLinear(3, 4, process_group="tp")
     with pytest.raises(TypeError, match=r"linear: expected a torch.nn.Linear, got ReLU"):
         ax.RowParallelLinear.from_linear(nn.ReLU())
     ax.barrier()
