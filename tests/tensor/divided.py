@@ -63,5 +63,3 @@ class Sent:
         entries = list(self._log)[self._before :]
         self._before = len(self._log)
         return dict(Counter(entry.operation for entry in entries))
-
-
