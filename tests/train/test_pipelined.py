@@ -95,14 +95,14 @@ def test_bfloat16_stays_near_float32(world, tiny, tmp_path, shared_tmp_path):
 @pytest.mark.ranks(4)
 def test_the_last_step_is_traced_and_drawn(world, tiny, shared_tmp_path):
     trace = shared_tmp_path / "deep" / "trace.json"
-    for wanted in (True, False):
-        config = tiny.replace(layers=4, steps=3, pp=2, schedule="zero-bubble", accumulation=2, plot=wanted)
+    for wanted, tp in ((True, 1), (False, 2)):
+        config = tiny.replace(layers=4, steps=3, pp=2, tp=tp, schedule="zero-bubble", accumulation=2, plot=wanted)
         config = config.replace(trace=str(trace), out=str(shared_tmp_path))
         trained(world, config)
         if world.rank == 0:
             timeline = read_trace(trace)
             schedule = plan_schedule(config, Layout.of(config, world.size, 0))
-            assert schedule.num_microbatches == 2
+            assert schedule.num_microbatches == 2 * tp
             expected = [[a for a in own if a.kind.is_compute] for own in schedule.actions]
             assert [[span.action for span in spans] for spans in timeline.spans] == [own * 2 for own in expected]
             assert (shared_tmp_path / "pipeline.png").exists() == wanted
