@@ -10,6 +10,7 @@ from collections import Counter
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import axonmpi as ax
 
@@ -63,3 +64,71 @@ class Sent:
         entries = list(self._log)[self._before :]
         self._before = len(self._log)
         return dict(Counter(entry.operation for entry in entries))
+
+
+# ---- models -----------------------------------------------------------------------------------------------------
+
+
+class MLP(nn.Module):
+    """Two layers, whole or divided."""
+
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def whole_mlp(hidden: int, between: int, *, bias: bool = True, dtype: torch.dtype = torch.float64) -> MLP:
+    return MLP(
+        whole_linear(hidden, between, bias=bias, dtype=dtype, seed=1),
+        whole_linear(between, hidden, bias=bias, dtype=dtype, seed=2),
+    )
+
+
+def divided_mlp(whole: MLP, *, sequence_parallel: bool = False) -> MLP:
+    options = {"sequence_parallel": sequence_parallel}
+    return MLP(
+        ax.ColumnParallelLinear.from_linear(whole.up, **options),
+        ax.RowParallelLinear.from_linear(whole.down, **options),
+    )
+
+
+def assert_gradients(divided: nn.Module, whole: nn.Module, world: ax.World, dims: dict[str, int]) -> None:
+    """Compare the gradients of all parameters; `dims` says along which dimension each is cut."""
+    expected = dict(whole.named_parameters())
+    for name, parameter in divided.named_parameters():
+        gradient = expected[name].grad
+        if gradient is not None and name in dims:
+            gradient = part(gradient, world, dims[name])
+        if gradient is None:
+            assert parameter.grad is None, name
+        else:
+            assert_close(parameter.grad, gradient, name)
+
+
+OF_MLP = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
+
+
+class Siblings(nn.Module):
+    """Three layers with one input, and what else is done with it."""
+
+    def __init__(self, layers: list[nn.Module], output: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.third = layers
+        self.output = output
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(self.first(x) * torch.tanh(self.second(x)) + self.third(x)) + x
+
+
+OF_SIBLINGS = {f"{name}.{kind}": 0 for name in ("first", "second", "third") for kind in ("weight", "bias")}
+OF_SIBLINGS |= {"output.weight": 1}
+
+
+def siblings(world: ax.World, sequence_parallel: bool) -> tuple[Siblings, Siblings]:
+    whole = Siblings([whole_linear(6, 8, seed=seed) for seed in (1, 2, 3)], whole_linear(8, 6, seed=4))
+    column, row = ax.ColumnParallelLinear.from_linear, ax.RowParallelLinear.from_linear
+    layers = [column(layer, sequence_parallel=sequence_parallel) for layer in list(whole.children())[:3]]
+    return whole, Siblings(layers, row(whole.output, sequence_parallel=sequence_parallel))

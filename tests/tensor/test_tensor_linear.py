@@ -1,69 +1,34 @@
-"""Divided linear layers against whole ones: values, gradients of inputs and of weights, however they are used."""
+"""Divided linear layers against whole ones: values, gradients of inputs and of weights, parameters, mistakes."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
-from divided import assert_close, part, randn, whole_linear
+from divided import (
+    MLP,
+    OF_MLP,
+    OF_SIBLINGS,
+    assert_close,
+    assert_gradients,
+    part,
+    randn,
+    siblings,
+    whole_linear,
+    whole_mlp,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 import axonmpi as ax
 from axonmpi.tensor import Shard
-from axonmpi.tensor.regions import enter
 
 ON_RANKS = pytest.mark.ranks(1, 2, 4)
 EXAMPLES = settings(max_examples=12, deadline=None)
 DTYPES = (torch.float32, torch.float64)
-
-
-class MLP(nn.Module):
-    """Two layers, whole or divided."""
-
-    def __init__(self, up: nn.Module, down: nn.Module) -> None:
-        super().__init__()
-        self.up, self.down = up, down
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
-
-
-def whole_mlp(hidden: int, between: int, *, bias: bool = True, dtype: torch.dtype = torch.float64) -> MLP:
-    return MLP(
-        whole_linear(hidden, between, bias=bias, dtype=dtype, seed=1),
-        whole_linear(between, hidden, bias=bias, dtype=dtype, seed=2),
-    )
-
-
-def divided_mlp(whole: MLP, *, sequence_parallel: bool = False) -> MLP:
-    options = {"sequence_parallel": sequence_parallel}
-    return MLP(
-        ax.ColumnParallelLinear.from_linear(whole.up, **options),
-        ax.RowParallelLinear.from_linear(whole.down, **options),
-    )
-
-
-def assert_gradients(divided: nn.Module, whole: nn.Module, world: ax.World, dims: dict[str, int]) -> None:
-    """Compare the gradients of all parameters; `dims` says along which dimension each is cut."""
-    expected = dict(whole.named_parameters())
-    for name, parameter in divided.named_parameters():
-        gradient = expected[name].grad
-        if gradient is not None and name in dims:
-            gradient = part(gradient, world, dims[name])
-        if gradient is None:
-            assert parameter.grad is None, name
-        else:
-            assert_close(parameter.grad, gradient, name)
-
-
-OF_MLP = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
 
 
 @dataclass(frozen=True)
@@ -172,29 +137,6 @@ def test_pair(world, case: Case, dims: int) -> None:
     (output * own(weights)).sum().backward()
     assert_close(own_x.grad, own(x.grad))
     assert_gradients(divided, whole, world, OF_MLP)
-
-
-class Siblings(nn.Module):
-    """Three layers with one input, and what else is done with it."""
-
-    def __init__(self, layers: list[nn.Module], output: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second, self.third = layers
-        self.output = output
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.output(self.first(x) * torch.tanh(self.second(x)) + self.third(x)) + x
-
-
-OF_SIBLINGS = {f"{name}.{kind}": 0 for name in ("first", "second", "third") for kind in ("weight", "bias")}
-OF_SIBLINGS |= {"output.weight": 1}
-
-
-def siblings(world: ax.World, sequence_parallel: bool) -> tuple[Siblings, Siblings]:
-    whole = Siblings([whole_linear(6, 8, seed=seed) for seed in (1, 2, 3)], whole_linear(8, 6, seed=4))
-    column, row = ax.ColumnParallelLinear.from_linear, ax.RowParallelLinear.from_linear
-    layers = [column(layer, sequence_parallel=sequence_parallel) for layer in list(whole.children())[:3]]
-    return whole, Siblings(layers, row(whole.output, sequence_parallel=sequence_parallel))
 
 
 @ON_RANKS
@@ -323,273 +265,6 @@ def test_shards_of_every_kind(world) -> None:
     linear(inputs).sin().sum().backward()
     assert_close(found, inputs.grad)
     assert_close(layer.weight.grad, rows.cut(linear.weight.grad, world.rank))
-
-
-# ---- ways of using them ------------------------------------------------------------------------------------------
-
-
-def compare(world: ax.World, use: Callable[[MLP, Tensor], Tensor], *, sequence_parallel: bool) -> tuple[MLP, MLP]:
-    """Train a whole and a divided MLP for a step in the same way, and compare all gradients."""
-    whole = whole_mlp(6, 8)
-    divided = divided_mlp(whole, sequence_parallel=sequence_parallel)
-    x = randn(2, 8, 6).requires_grad_()
-    own_x = (part(x, world, 1) if sequence_parallel else x.detach().clone()).requires_grad_()
-    use(whole, x)
-    use(divided, own_x)
-    assert_close(own_x.grad, part(x.grad, world, 1) if sequence_parallel else x.grad)
-    assert_gradients(divided, whole, world, OF_MLP)
-    return whole, divided
-
-
-def accumulated(model: MLP, x: Tensor) -> None:
-    for scale in (1, 2):
-        model(scale * x).sin().sum().backward()
-
-
-def used_twice(model: MLP, x: Tensor) -> None:
-    (model(x) + model(model(x))).sin().sum().backward()
-
-
-def used_twice_with_the_same_input(model: MLP, x: Tensor) -> None:
-    (F.gelu(model.up(x)).cos() * model.up(x).sin()).sum().backward()
-
-
-def output_unused(model: MLP, x: Tensor) -> None:
-    model(x)
-    model.up(x.exp())
-    model(x).sin().sum().backward()
-
-
-def twice_through_one_graph(model: MLP, x: Tensor) -> None:
-    loss = model(x).sin().sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def only_some_gradients(model: MLP, x: Tensor) -> None:
-    loss = model(x).sin().sum()
-    (of_weight,) = torch.autograd.grad(loss, model.up.weight, retain_graph=True)
-    (of_input,) = torch.autograd.grad(loss, x, retain_graph=True)
-    assert of_weight.shape == model.up.weight.shape
-    loss.backward()
-    assert_close(of_input, x.grad)
-    assert_close(of_weight, model.up.weight.grad)
-
-
-def checkpointed(model: MLP, x: Tensor) -> None:
-    checkpoint(model, x, use_reentrant=False).sin().sum().backward()
-
-
-def checkpointed_reentrant(model: MLP, x: Tensor) -> None:
-    checkpoint(model, x, use_reentrant=True).sin().sum().backward()
-
-
-def checkpointed_in_part(model: MLP, x: Tensor) -> None:
-    between = model.up(x)
-    again = checkpoint(model.up, x, use_reentrant=False)
-    model.down(F.gelu(between + again)).sin().sum().backward()
-
-
-def input_without_gradient(model: MLP, x: Tensor) -> None:
-    model(x.detach()).sin().sum().backward()
-    x.grad = torch.zeros_like(x)
-
-
-def weights_without_gradient(model: MLP, x: Tensor) -> None:
-    model.up.weight.requires_grad_(False)
-    model.down.weight.requires_grad_(False)
-    model(x).sin().sum().backward()
-
-
-def only_one_bias(model: MLP, x: Tensor) -> None:
-    model.requires_grad_(False)
-    model.up.bias.requires_grad_(True)
-    model(x.detach()).sin().sum().backward()
-    x.grad = torch.zeros_like(x)
-
-
-def after_a_look(model: MLP, x: Tensor) -> None:
-    """Without gradients first, with the same input."""
-    with torch.no_grad():
-        looked_at = model(x)
-    with torch.inference_mode():
-        assert_close(model(x), looked_at)
-        assert_close(model(x * 1), looked_at)
-    assert not looked_at.requires_grad
-    model.train()(x).sin().sum().backward()
-    assert_close(model.eval()(x), looked_at)
-
-
-def changed_in_place(model: MLP, x: Tensor) -> None:
-    """The same tensor, with other values, in the next layer."""
-    again = copy.deepcopy(model.up)
-    y = x * 1
-    with torch.no_grad():
-        model.up(y)
-        y += 1
-        assert_close(again(y), model.up(x + 1))
-    model(x).sin().sum().backward()
-
-
-def seen_by_a_sibling_without_gradients(model: MLP, x: Tensor) -> None:
-    """What one layer has entered without gradients is not what the next one needs."""
-    first, second, third = (copy.deepcopy(model.up) for _ in range(3))
-    x = x * 1
-    with torch.no_grad():
-        first(x)
-    model.down(F.gelu(second(x) * third(x))).sin().sum().backward()
-    for name in ("weight", "bias"):
-        model.up.get_parameter(name).grad = second.get_parameter(name).grad + third.get_parameter(name).grad
-
-
-USES = [
-    *(accumulated, used_twice, used_twice_with_the_same_input, output_unused, twice_through_one_graph),
-    *(only_some_gradients, checkpointed, checkpointed_reentrant, checkpointed_in_part, input_without_gradient),
-    *(weights_without_gradient, only_one_bias, after_a_look, changed_in_place, seen_by_a_sibling_without_gradients),
-]
-
-
-@ON_RANKS
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_ways_of_using(world, sequence_parallel: bool) -> None:
-    for use in USES:
-        compare(world, use, sequence_parallel=sequence_parallel)
-
-
-@ON_RANKS
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_an_entered_tensor_may_be_used_by_others_too(world, sequence_parallel: bool) -> None:
-    """By two layers, by one that gets what was computed from it, and by something that is no layer."""
-    whole = [whole_linear(6, 8, seed=seed) for seed in (1, 2, 3)]
-    divided = [ax.ColumnParallelLinear.from_linear(linear, input_is_entered=True) for linear in whole]
-    scale = randn(2, 8, 6, seed=world.rank + 20)
-    for combine in (lambda a, b, c, x: a * b + c, lambda a, b, c, x: a, lambda a, b, c, x: c):
-        x = randn(2, 8, 6).requires_grad_()
-        outputs = [whole[0](x), whole[1](x), whole[2](x.sin())]
-        scales = sum(randn(2, 8, 6, seed=rank + 20) for rank in range(world.size))
-        (combine(*outputs, x).sin().sum() + (x * scales).sum()).backward()
-
-        own_x = (part(x, world, 1) if sequence_parallel else x.detach().clone()).requires_grad_()
-        inner = enter(own_x, world.default_group, sequence_parallel=sequence_parallel)
-        outputs = [divided[0](inner), divided[1](inner), divided[2](inner.sin())]
-        (combine(*outputs, inner).sin().sum() + (inner * scale).sum()).backward()
-        assert_close(own_x.grad, part(x.grad, world, 1) if sequence_parallel else x.grad)
-    for layer, linear in zip(divided, whole, strict=True):
-        assert_gradients(layer, linear, world, {"weight": 0, "bias": 0})
-
-
-@ON_RANKS
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_gradients_of_gradients(world, sequence_parallel: bool) -> None:
-    whole = whole_mlp(4, 8)
-    divided = divided_mlp(whole, sequence_parallel=sequence_parallel)
-    x = randn(2, 4, 4).requires_grad_()
-    own_x = (part(x, world, 1) if sequence_parallel else x.detach().clone()).requires_grad_()
-
-    def penalty(model: MLP, x: Tensor) -> Tensor:
-        (gradient,) = torch.autograd.grad(model(x).sin().sum(), x, create_graph=True)
-        return gradient.pow(2).sum()
-
-    def penalty_of_weight(model: MLP, x: Tensor) -> Tensor:
-        """Each rank has its rows, and all of them together are the whole penalty."""
-        (gradient,) = torch.autograd.grad(model(x).sin().sum(), model.up.weight, create_graph=True)
-        return gradient.pow(2).sum()
-
-    for function in (penalty_of_weight, penalty):
-        for model in (whole, divided):
-            model.zero_grad()
-        x.grad = own_x.grad = None
-        function(whole, x).backward()
-        function(divided, own_x).backward()
-        assert_close(own_x.grad, part(x.grad, world, 1) if sequence_parallel else x.grad)
-    # Of a bias at the end there is no second derivative in the input: each rank counts its positions.
-    parameters = {name: gradient for name, gradient in divided.named_parameters() if name != "down.bias"}
-    for name, parameter in parameters.items():
-        assert_close(parameter.grad, part(whole.get_parameter(name).grad, world, OF_MLP[name]), name)
-
-
-@ON_RANKS
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_autocast(world, sequence_parallel: bool) -> None:
-    whole = whole_mlp(16, 32, dtype=torch.float32)
-    divided = divided_mlp(whole, sequence_parallel=sequence_parallel)
-    x = randn(2, 8, 16, dtype=torch.float32).requires_grad_()
-    own_x = (part(x, world, 1) if sequence_parallel else x.detach().clone()).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        expected, found = whole(x), divided(own_x)
-    assert_close(found, part(expected, world, 1) if sequence_parallel else expected)
-    expected.float().sin().mean(0).sum().backward()
-    found.float().sin().sum().div(x.shape[0]).backward()
-    assert_close(own_x.grad.bfloat16(), (part(x.grad, world, 1) if sequence_parallel else x.grad).bfloat16())
-    for name, parameter in divided.named_parameters():
-        gradient = whole.get_parameter(name).grad
-        gradient = part(gradient, world, OF_MLP[name]) if name in OF_MLP else gradient
-        assert parameter.grad.dtype is torch.float32
-        assert_close(parameter.grad.bfloat16(), gradient.bfloat16(), name)
-    y = own_x * 1
-    with torch.autocast("cpu", torch.bfloat16):
-        assert copy.deepcopy(divided.up)(y).dtype is torch.bfloat16
-    assert_close(copy.deepcopy(divided.up)(y), part(whole.up(x), world, -1))
-
-
-@ON_RANKS
-def test_hooks_see_each_gradient_once(world) -> None:
-    """Those that wrappers of data parallelism use."""
-    divided = divided_mlp(whole_mlp(4, 8))
-    seen: list[tuple[str, Tensor]] = []
-    for name, parameter in divided.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.append((name, p.grad.clone())))
-    divided(randn(2, 4).requires_grad_()).sum().backward()
-    assert sorted(name for name, _ in seen) == ["down.bias", "down.weight", "up.bias", "up.weight"]
-    for name, gradient in seen:
-        assert torch.equal(gradient, divided.get_parameter(name).grad)
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("wrap", [ax.DDP, ax.FSDP])
-def test_replicas_of_divided_layers(world, wrap) -> None:
-    """Two by two ranks: data parallelism averages over the replicas."""
-    mesh = ax.DeviceMesh({"dp": 2, "tp": 2})
-    whole = whole_mlp(6, 8, dtype=torch.float32)
-    tp = mesh.group("tp")
-    model = wrap(
-        MLP(
-            ax.ColumnParallelLinear.from_linear(whole.up, tp),
-            ax.RowParallelLinear.from_linear(whole.down, tp),
-        ),
-        mesh.group("dp"),
-    )
-    optimizer, reference = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, whole))
-    x = randn(4, 6, dtype=torch.float32)
-    for _ in range(3):
-        whole(x).sin().mean().backward()
-        model(x.chunk(2)[mesh.rank("dp")]).sin().mean().backward()
-        for each in (optimizer, reference):
-            each.step()
-            each.zero_grad()
-    assert_close(model(x), whole(x))
-
-
-@pytest.mark.ranks(2)
-def test_after_a_backward_that_failed_gradients_are_right(world) -> None:
-    whole, divided = siblings(world, False)
-
-    def fail(gradient: Tensor) -> None:
-        raise RuntimeError("on purpose")
-
-    x = randn(2, 8, 6).requires_grad_()
-    own_x = x.detach().clone().requires_grad_()
-    loss = divided(own_x).sin().sum()
-    handle = divided.third.weight.register_hook(fail)  # the last layer is the first in backward
-    with pytest.raises(RuntimeError, match="on purpose"):
-        loss.backward(retain_graph=True)
-    handle.remove()
-    divided.zero_grad()
-    own_x.grad = None
-    loss.backward()
-    whole(x).sin().sum().backward()
-    assert_close(own_x.grad, x.grad)
-    assert_gradients(divided, whole, world, OF_SIBLINGS)
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------
