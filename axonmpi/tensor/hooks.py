@@ -59,9 +59,14 @@ def join_output(module: nn.Module, group: ProcessGroup, dim: int) -> None:
     """
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return join_sequence(output[0], group, dim), *output[1:]
-        return join_sequence(output, group, dim)
+        if isinstance(output, Tensor):
+            return join_sequence(output, group, dim)
+        if not isinstance(output, tuple) or not isinstance(output[0], Tensor):
+            raise TypeError(
+                f"{type(module).__name__}: expected a tensor as output, or a tuple that begins with one, got "
+                f"{type(output).__name__}; 'join' has to be somewhere else"
+            )
+        return join_sequence(output[0], group, dim), *output[1:]
 
     module.register_forward_hook(after)
 
@@ -74,7 +79,10 @@ def _change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None
         for name, value in kwargs.items():
             if _is_hidden(value):
                 return args, {**kwargs, name: change(value)}
-        raise ValueError(f"{type(module).__name__}: expected a floating-point tensor as input, got none")
+        raise ValueError(
+            f"{type(module).__name__}: expected a floating-point tensor as input, got none; 'split' and 'region' "
+            "have to be somewhere else"
+        )
 
     module.register_forward_pre_hook(before, with_kwargs=True)
 
@@ -128,7 +136,7 @@ def head_dropout(module: nn.Module, group: ProcessGroup, heads: int, generator: 
 
     def before(module: nn.Module, args: Any) -> None:
         running.append(ExitStack())
-        if module.training:
+        if module.training and _may_drop(module):
             running[-1].enter_context(_HeadDropout(group, heads, generator))
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -137,6 +145,15 @@ def head_dropout(module: nn.Module, group: ProcessGroup, heads: int, generator: 
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after, always_call=True)
+
+
+def _may_drop(module: nn.Module) -> bool:
+    """Say whether a module has dropout; also if it cannot be seen."""
+    chances = [
+        value for name, value in vars(module).items() if "dropout" in name and isinstance(value, int | float)
+    ]
+    chances += [child.p for child in module.children() if isinstance(child, nn.Dropout | ShardedDropout)]
+    return not chances or any(chances)
 
 
 class _HeadDropout(TorchFunctionMode):

@@ -32,7 +32,7 @@ __all__ = ["tensor_parallelize"]
 _Module = TypeVar("_Module", bound=nn.Module)
 
 Place = tuple[nn.Module, str]
-"""A module and the name of a parameter of its own."""
+"""A module and a name in it."""
 
 
 def tensor_parallelize(
@@ -240,13 +240,14 @@ def _digest(values: Tensor) -> str:
 
 
 def _carry_out(model: nn.Module, work: _Work, setting: Setting) -> None:
-    places = _places(model)
+    places, parents = _places(model), _parents(model)
     regions = work.named(Region) if setting.sequence_parallel else []
-    new = {}
-    for name, style in work.replacing():
+    for name, style in work.replacing():  # one by one: of each, the whole is gone before the next
         is_entered = isinstance(style, Column) and any(name.startswith(f"{region}.") for region in regions)
-        new[name] = replacement(model.get_submodule(name), style, setting, is_entered=is_entered)
-    _put_in_place(model, new)
+        old = model.get_submodule(name)
+        new = replacement(old, style, setting, is_entered=is_entered)
+        for parent, own in parents[id(old)]:
+            setattr(parent, own, new)
     _tie(model, places, work, setting.group)
     for name, styles in work.styles.items():
         for style in styles:
@@ -254,13 +255,14 @@ def _carry_out(model: nn.Module, work: _Work, setting: Setting) -> None:
                 change(model.get_submodule(name), style, setting)
 
 
-def _put_in_place(model: nn.Module, new: Mapping[str, nn.Module]) -> None:
-    """Put modules in the place of others, under all of their names."""
-    by_old = {id(model.get_submodule(name)): module for name, module in new.items()}
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):  # named_children() has each child under one name only
-            if id(child) in by_old:
-                setattr(parent, name, by_old[id(child)])
+def _parents(model: nn.Module) -> dict[int, list[Place]]:
+    """Return where each module is: its parents, and its names in them."""
+    parents: dict[int, list[Place]] = {}
+    for parent in model.modules():
+        for own, child in parent._modules.items():  # named_children() has each child under one name only
+            if child is not None:
+                parents.setdefault(id(child), []).append((parent, own))
+    return parents
 
 
 def _tie(model: nn.Module, places: Mapping[int, list[tuple[str, str]]], work: _Work, group: ProcessGroup) -> None:

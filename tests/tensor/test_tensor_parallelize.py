@@ -622,8 +622,29 @@ def test_parts_of_a_sequence_reach_only_what_the_plan_knows(world):
     tensor_parallelize(frozen, without, sequence_parallel=True)
     nothing = nn.ModuleDict({"a": Attending(), "layer": built(perceptron)})
     tensor_parallelize(nothing, {"a": "split", "layer.0": "column"}, sequence_parallel=True)
-    with pytest.raises(ValueError, match="Attending: expected a floating-point tensor as input, got none"):
+    with pytest.raises(ValueError, match="Attending: expected a floating-point tensor as input, got none; 'split'"):
         nothing["a"](torch.ones(2, 2, dtype=torch.int64))
+
+
+class Answering(nn.Module):
+    def forward(self, x: Tensor, answer: Any) -> Any:
+        return (x, *answer) if isinstance(answer, tuple) else answer
+
+
+@pytest.mark.ranks(2)
+def test_what_is_put_together_is_a_tensor_or_the_first_of_several(world):
+    model = nn.ModuleDict({"a": Answering(), "layer": built(perceptron)})
+    tensor_parallelize(model, {"a": ["split", "join"], "layer.0": "column"}, sequence_parallel=True)
+    x = randn(2, 4, 3)
+    whole, rest = model["a"](x, ("more",))
+    assert_close(whole, x)
+    assert rest == "more"
+    assert_close(model["a"](x=x, answer=x.chunk(2, 1)[world.rank]), x)
+    for answer, kind in (({"x": x}, "dict"), (None, "NoneType")):
+        with pytest.raises(
+            TypeError, match=f"Answering: expected a tensor as output, .*got {kind}; 'join' has to be"
+        ):
+            model["a"](x, answer)
 
 
 @pytest.mark.ranks(2, 4)
