@@ -148,7 +148,7 @@ class RunConfig(Settings):
     strategy: Literal["overlapped", "synchronous", "no_sync"] = "overlapped"
     """When gradients are averaged: while backward runs, at its end, or by one call after it."""
     fsdp: Literal["none", "full", "grad", "hybrid"] = "none"
-    """What is divided among the ranks: nothing (data parallelism), or parameters, gradients and optimizer state;
+    """What is divided among the replicas: nothing (data parallelism), or parameters, gradients and optimizer state;
     parameters are gathered when needed (full), or kept for backward (grad); hybrid is full on each node."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What the model computes in; parameters, their updates and the sums of gradients stay in float32."""

@@ -6,7 +6,8 @@
                                    gradients of a stage are averaged over the replicas
 
 Every rank builds the whole model from the same seed and keeps its stages, so that training begins with the values
-that it begins with on one rank.
+that it begins with on one rank. With tp each rank of a pipeline has its part of every layer, and those with the other
+parts are the next pipeline: all of them do the same at the same time.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class PipelinedModel(ParallelModel):
         self._parts = config.run.accumulation
         self._length = config.model.sequence_length
         self._schedule = schedule
-        self._group = group = mesh.group("pp")
+        group = mesh.group("pp")
         stages = cut(model, schedule.num_stages)
         sharded = config.run.fsdp != "none"
         ties = _ties(config, len(stages), sharded)
