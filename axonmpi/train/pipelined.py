@@ -6,8 +6,8 @@
                                    gradients of a stage are averaged over the replicas
 
 Every rank builds the whole model from the same seed and keeps its stages, so that training begins with the values
-that it begins with on one rank. With tp each rank of a pipeline has its part of every layer, and those with the other
-parts are the next pipeline: all of them do the same at the same time.
+that it begins with on one rank. With tp each rank of a pipeline has its part of every layer, and those with the
+other parts are the next pipeline: all of them do the same at the same time.
 """
 
 from __future__ import annotations
