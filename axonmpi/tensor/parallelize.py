@@ -20,8 +20,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..group import ProcessGroup, default_group
+from ..group import ProcessGroup
 from ..wrapping.agreement import check_same_model
+from .layer import chosen_group
 from .plan import Column, Join, Plan, Region, Split, Style, Tied, find_modules
 from .presets import preset
 from .shards import Shard, Sharded
@@ -63,13 +64,13 @@ def tensor_parallelize(
         The model.
 
     Raises:
-        TypeError: An argument is of the wrong type; on all ranks.
+        TypeError: An argument is of the wrong type; on all ranks if it is not the group.
         ValueError: The plan does not fit the model, sizes do not divide, the model is divided already, or ranks
             have different plans or models; on all ranks, and nothing is changed.
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198).
     """
-    group = default_group() if group is None else group
+    group = chosen_group(group)
     setting = Setting(group, sequence_parallel, sequence_dim, generator)
     work, problem = None, None
     try:

@@ -130,9 +130,16 @@ def _column_shard(outputs: int, style: Column, ranks: int) -> Shard:
         if any(size % heads for size in sizes):
             raise ValueError(f"expected outputs that are {heads} heads, got {' + '.join(map(str, sizes))} outputs")
         if style.shared and len(sizes) == 1:
-            return Shard.heads(0, heads, outputs // heads, ranks)
+            return _head_shard(outputs, heads, ranks, style)
         _divided(heads, ranks, "heads")
     return Shard.packed(0, sizes, ranks)
+
+
+def _head_shard(outputs: int, heads: int, ranks: int, style: Column) -> Shard:
+    shard = Shard.heads(0, heads, outputs // heads, ranks)
+    if shard.copies > 1 and style.gather_output:
+        raise ValueError(f"expected divided outputs where several ranks have the same heads, got {style}")
+    return shard
 
 
 def _divided(value: object, ranks: int, name: str, *, shared: bool = False) -> int:

@@ -506,6 +506,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no whole heads": ({"lists.layer": "column:heads=3"}, r"expected outputs that are 3 heads, got 8 outputs"),
     "too few heads": ({"lists.layer": "column:heads=1"}, r"heads: expected a multiple of the 2 ranks.*got 1"),
     "heads in parts": ({"lists.layer": "column:2,heads=1,shared"}, r"heads: expected a multiple of the 2 ranks"),
+    "the same heads gathered": ({"lists.layer": "column:heads=1,shared,gather"}, r"divided outputs where several"),
     "attention of torch": ({"*.out_proj": "row"}, r"MultiheadAttention does not call its layers"),
     "a norm across positions": ({"*.batch_norm": "sequence"}, r"treats each position alone, got .*BatchNorm1d"),
     "a norm with its own forward": (
@@ -550,6 +551,10 @@ def test_arguments_of_a_wrong_kind(world):
         ((3, {"0": "row"}), "module: expected a torch.nn.Module, got int"),
         ((built(perceptron), ["row"]), "plan: expected a mapping"),
         ((built(perceptron), {"0": 3}), r"plan\['0'\]: expected a style"),
+        (
+            (built(perceptron), {"0": "column"}, "tp"),
+            "process_group: expected an axonmpi.ProcessGroup or None, got str",
+        ),
     ):
         with pytest.raises(TypeError, match=message):
             tensor_parallelize(*arguments)
