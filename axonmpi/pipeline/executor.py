@@ -117,7 +117,7 @@ class Executor:
         self._links = Links(routes.schedule.num_stages, routes.schedule.edges)
         self._last = routes.schedule.num_stages - 1
         self._actions = routes.schedule.actions[routes.rank]
-        self._last_uses = last_uses(self._actions, trains=routes.trains)
+        self._last_uses = last_uses(trains=routes.trains)
         self._began = 0.0
         self._waiting: dict[tuple[int, int, int], list[Tensor]] = {}
 

@@ -75,7 +75,7 @@ def slots_needed(actions: Sequence[Action], *, trains: bool) -> dict[Line, int]:
     held: Counter[Line] = Counter()
     most: Counter[Line] = Counter()
     waiting: dict[tuple[int, int], list[Line]] = {}
-    last = last_uses(actions, trains=trains)
+    last = last_uses(trains=trains)
     for action in actions:
         own = action.stage, action.micro_batch
         if action.kind.is_receive:
@@ -90,13 +90,9 @@ def slots_needed(actions: Sequence[Action], *, trains: bool) -> dict[Line, int]:
     return {line: count + 1 for line, count in most.items()}
 
 
-def last_uses(actions: Sequence[Action], *, trains: bool) -> tuple[ActionKind, ...]:
+def last_uses(*, trains: bool) -> tuple[ActionKind, ...]:
     """Return the kinds of actions after which what a stage has received for a micro-batch is not needed."""
-    if not trains:
-        return (ActionKind.FORWARD,)
-    if any(action.kind is ActionKind.BACKWARD_WEIGHT for action in actions):
-        return (ActionKind.BACKWARD_WEIGHT,)
-    return (ActionKind.BACKWARD,)
+    return (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT) if trains else (ActionKind.FORWARD,)
 
 
 class Mailbox:

@@ -148,12 +148,13 @@ class StageRun:
         """Compute the gradients that go back; return them by the stage they go to."""
         record = self.records[micro_batch]
         edges, given = _roots(record, gradients, loss_gradient)
+        weights = None
         if edges and not self.halves:
             torch.autograd.backward(edges, given)
         elif edges:
             leaves = [leaf for leaves in record.leaves.values() for leaf in leaves]
-            record.weights = input_gradients(edges, given, leaves)
-        record.edges, record.loss_edge = {}, None
+            weights = input_gradients(edges, given, leaves)
+        self.records[micro_batch] = Record(weights=weights)
         return _of_leaves(record)
 
     def backward_weight(self, micro_batch: int) -> None:

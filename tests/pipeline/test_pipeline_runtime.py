@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import weakref
 from collections import defaultdict
 from itertools import pairwise
 from typing import ClassVar
@@ -17,10 +18,14 @@ from torch.nn import functional as F
 
 import axonmpi as ax
 from axonmpi import Pipeline, PipelineSchedule
-from axonmpi.pipeline import make_schedule, simulate
+from axonmpi.pipeline import Action, ActionKind, Schedule, make_schedule, simulate
+from axonmpi.pipeline.actions import chain
 from axonmpi.pipeline.executor import Executor
+from axonmpi.pipeline.schedules import one_f_one_b
 from axonmpi.pipeline.trace import last_step, read_trace
+from axonmpi.pipeline.transfers import with_transfers
 
+HALVES = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 SCHEDULES = pytest.mark.parametrize("schedule", PipelineSchedule, ids=lambda schedule: schedule.value)
 
 
@@ -87,9 +92,9 @@ class Squared(nn.Module):
 
 
 @pytest.mark.ranks(4)
-@SCHEDULES
-def test_activations_are_kept_as_long_as_the_simulator_says(world, schedule) -> None:
-    """Bytes that autograd keeps at most, divided by those of a micro-batch; they do not grow with micro-batches."""
+@pytest.mark.parametrize("schedule", [PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B])
+def test_autograd_keeps_as_many_bytes_as_the_simulator_says(world, schedule) -> None:
+    """At most, in units of what it keeps of a micro-batch; they do not grow with micro-batches."""
     width, samples = 512, 4
     stages = [Squared() for _ in range(4)]
     peaks = []
@@ -108,6 +113,57 @@ def test_activations_are_kept_as_long_as_the_simulator_says(world, schedule) -> 
         assert most == pytest.approx(expected * (own + loss_bytes), rel=0.1)
         peaks.append(most)
     assert len(set(peaks)) == 1
+
+
+class Watched(nn.Module):
+    """A layer that knows how many of its activations and of their gradients are somewhere in memory.
+
+    Of a micro-batch there are two until the first half of backward, `given` and what is returned, and two from
+    there to the second one: `given` and the gradient of the layer's output.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.storages: list[weakref.ref] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x.exp()
+        output = self.linear(given)
+        output.register_hook(self.watch)
+        output = output.tanh()
+        self.watch(given)
+        self.watch(output)
+        return output
+
+    def watch(self, tensor: Tensor) -> None:
+        self.storages.append(weakref.ref(tensor.untyped_storage()))
+
+    @property
+    def alive(self) -> int:
+        return sum(storage() is not None for storage in self.storages)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("chunks", [1, 2])
+@SCHEDULES
+def test_activations_are_kept_as_long_as_the_simulator_says(world, schedule, chunks) -> None:
+    """Looked at after each action; they do not grow with micro-batches."""
+
+    class Looking(list):
+        def append(self, _: object) -> None:
+            super().append(sum(module.alive for module in pipeline.stages.values()))
+
+    inputs = torch.ones(32, 8)
+    for count in (8, 16):
+        stages = [Watched() for _ in range(4 * chunks)]
+        pipeline = Pipeline.from_modules(stages, schedule=schedule, num_microbatches=count, loss_fn=F.mse_loss)
+        pipeline.train_step(inputs, inputs)  # its messages may be under way for longer
+        pipeline._times = alive = Looking()
+        pipeline.train_step(inputs, inputs)
+        expected = simulate(make_schedule(schedule, 4, count, chunks)).peak_activations[world.rank]
+        assert max(alive) == 2 * expected
+        assert alive[-1] == 0
 
 
 @pytest.mark.ranks(2, 4)
@@ -153,6 +209,36 @@ def test_an_output_of_another_form_than_before_is_refused(world) -> None:
         pipeline(torch.ones(4, 3))
     with pytest.raises(ValueError, match=r"output of stage 0 was float32\[2, 3\].*is float32\[2, 1\] now"):
         pipeline(torch.ones(4, 3))
+
+
+@pytest.mark.ranks(2)
+def test_a_schedule_of_ones_own_may_divide_some_backwards_only(world) -> None:
+    """Over more steps than mailboxes have slots."""
+
+    def mixed(count: int) -> Schedule:
+        lists = [
+            [
+                Action(kind, action.stage, action.micro_batch)
+                for action in actions
+                for kind in (HALVES if divided(action) else (action.kind,))
+            ]
+            for actions in one_f_one_b(2, count)
+        ]
+        return Schedule("mixed", (0, 1), count, with_transfers((0, 1), lists, chain(2)))
+
+    def divided(action: Action) -> bool:
+        return action.kind is ActionKind.BACKWARD and (action.stage + action.micro_batch) % 2 == 0
+
+    ((inputs, targets),) = batches(1)
+    model = nn.Sequential(*built(block, 2))
+    F.mse_loss(model(inputs), targets).backward()
+    pipeline = Pipeline.from_modules(built(block, 2), schedule=mixed, num_microbatches=5, loss_fn=F.mse_loss)
+    for _ in range(5):
+        pipeline.zero_grad()
+        pipeline.train_step(inputs, targets)
+    for number, module in pipeline.stages.items():
+        for own, other in zip(module.parameters(), model[int(number)].parameters(), strict=True):
+            torch.testing.assert_close(own.grad, other.grad)
 
 
 @pytest.mark.ranks(2, 4)

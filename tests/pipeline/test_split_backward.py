@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from axonmpi.pipeline.split_backward import input_gradients
@@ -67,6 +71,60 @@ class Checkpointed(nn.Module):
         return (checkpoint(self.inner, x, use_reentrant=False),)
 
 
+class Products(nn.Module):
+    """Multiplies by weights in every way, some of which are no parameters but made from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.normed = nn.Linear(4, 6, bias=False), weight_norm(nn.Linear(6, 4))
+        self.right, self.scaled, self.squared, self.twice = (nn.Parameter(torch.randn(4, 4)) for _ in range(4))
+        self.added, self.left = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 3))
+        self.strided = nn.Parameter(torch.randn(4, 4).t())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = self.normed(self.plain(x[None]))[0] @ self.right
+        x = torch.addmm(self.added, x, self.scaled.t(), alpha=0.5)
+        x = torch.tanh(x @ self.strided) @ (self.squared * self.squared)
+        x = torch.addmm(self.twice[:3], x, self.twice.tanh())
+        return self.left @ x, x
+
+
+class Convolution(nn.Module):
+    """Has weights of more dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv1d(1, 2, 3, padding=1), nn.Bilinear(4, 4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.first(x[:, None])
+        return (self.last(hidden[:, 0], hidden[:, 1]),)
+
+
+class Cast(nn.Module):
+    """Computes with weights of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return (self.last(torch.tanh(self.first(x))).float(),)
+
+
+class Beside(nn.Module):
+    """Returns what is made of parameters, some of which are used for the rest, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.linear(x), self.linear.weight.exp(), self.weight * self.bias
+
+
 class WithoutInput(nn.Module):
     """Nothing that is returned depends on the input."""
 
@@ -89,6 +147,9 @@ class Passing(nn.Module):
         return x, self.linear(x)
 
 
+KINDS = [Shared, Mixed, Checkpointed, Products, Convolution, Cast, Beside, WithoutInput, Passing]
+
+
 def halves(module: nn.Module, inputs: list[Tensor], gradients: list[Tensor]) -> None:
     """Compute in two halves what `torch.autograd.backward` computes at once."""
     outputs = [output for output in module(*inputs) if output.requires_grad]
@@ -102,7 +163,7 @@ def drawn_like(outputs: tuple[Tensor, ...]) -> list[Tensor]:
     return [torch.randn(output.shape, generator=drawn) for output in outputs]
 
 
-@pytest.mark.parametrize("kind", [Shared, Mixed, Checkpointed, WithoutInput, Passing])
+@pytest.mark.parametrize("kind", KINDS)
 def test_both_halves_make_the_whole(kind) -> None:
     torch.manual_seed(0)
     module = kind()
@@ -111,11 +172,11 @@ def test_both_halves_make_the_whole(kind) -> None:
     gradients = drawn_like(module(whole))
     for _ in range(2):  # gradients are added to those that are there
         torch.autograd.backward(module(whole), gradients)
-    expected = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+    expected = [p.grad for p in module.parameters()]
     module.zero_grad()
     for _ in range(2):
         halves(module, [parts], gradients)
-    torch.testing.assert_close([p.grad for p in module.parameters()], expected)
+    torch.testing.assert_close([p.grad for p in module.parameters()], expected, check_stride=True)
     torch.testing.assert_close(parts.grad, whole.grad)
 
 
@@ -139,38 +200,135 @@ def test_without_inputs_all_is_left_to_the_second_half() -> None:
     assert None not in [parameter.grad for parameter in module.parameters()]
 
 
-def test_nothing_of_the_graph_is_kept_after_the_second_half() -> None:
-    alive: list[int] = []
-
-    class Counted:
-        def __init__(self, tensor: Tensor) -> None:
-            self.tensor = tensor
-            alive.append(1)
-
-        def __del__(self) -> None:
-            alive.pop()
-
-    inputs = torch.randn(2, 4, requires_grad=True)
-    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    with torch.autograd.graph.saved_tensors_hooks(Counted, lambda counted: counted.tensor):
-        output = module(inputs)
-    weights = input_gradients([get_gradient_edge(output)], [torch.ones(2, 4)], [inputs])
-    del output
-    assert alive
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(1, 1, 1)], ids=["product", "run_again"])
+def test_only_what_a_layer_was_given_is_kept_for_the_second_half(layer) -> None:
+    """What autograd keeps above it is free after the first half, all of it after the second."""
+    inputs = torch.randn(1, 1, 4, requires_grad=True)
+    given = torch.tanh(inputs)
+    output = torch.tanh(layer(given))
+    alive = [weakref.ref(tensor.untyped_storage()) for tensor in (given, output)]
+    weights = input_gradients([get_gradient_edge(output)], [torch.ones(1, 1, 4)], [inputs])
+    del given, output
+    assert [storage() is not None for storage in alive] == [True, False]
+    assert layer.weight.grad is None
     weights.compute()
-    assert not alive
+    assert [storage() is not None for storage in alive] == [False, False]
+
+
+def test_what_is_below_a_product_is_free_after_the_first_half() -> None:
+    linear = nn.Linear(4, 4)
+    inputs = torch.randn(2, 4, requires_grad=True)
+    below = torch.tanh(inputs)
+    alive = weakref.ref(below.untyped_storage())
+    output = linear(2 * below)
+    weights = input_gradients([get_gradient_edge(output)], [torch.ones(2, 4)], [inputs])
+    del below
+    assert alive() is None
+    assert linear.weight.grad is None
+    weights.compute()
+    assert linear.weight.grad is not None
+
+
+def test_checkpointed_parts_are_computed_again_once() -> None:
+    computed = []
+
+    class Counting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            computed.append(self)
+            return super().forward(x)
+
+    module = nn.Sequential(Counting(4, 4), nn.GELU(), Counting(4, 4), nn.Conv1d(2, 2, 1))
+    halves(
+        lambda x: [checkpoint(module, x, use_reentrant=False)],
+        [torch.randn(2, 4, requires_grad=True)],
+        [torch.ones(2, 4)],
+    )
+    assert len(computed) == 4
+    assert None not in [parameter.grad for parameter in module.parameters()]
+
+
+def test_what_was_packed_is_unpacked_once() -> None:
+    packed, unpacked = [], []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor.detach().clone()
+
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: unpacked.append(tensor) or tensor):
+        halves(lambda x: [module(x)], [torch.randn(2, 4, requires_grad=True)], [torch.ones(2, 4)])
+    assert len(unpacked) == len(packed)
+    assert None not in [parameter.grad for parameter in module.parameters()]
+
+
+def test_hooks_of_weights_see_and_change_what_they_do_in_one_backward() -> None:
+    def run(backward) -> dict[str, list[Tensor]]:
+        torch.manual_seed(0)
+        first, last = nn.Linear(4, 6), nn.Linear(6, 4, bias=False)
+        seen: dict[str, list[Tensor]] = {"changed": [], "added": []}
+        first.weight.register_hook(lambda gradient: seen["changed"].append(gradient.clone()))
+        first.weight.register_hook(lambda gradient: 2 * gradient)
+        last.weight.register_post_accumulate_grad_hook(lambda weight: seen["added"].append(weight.grad.clone()))
+        for _ in range(2):
+            backward(nn.Sequential(first, nn.Tanh(), last), torch.randn(3, 4, requires_grad=True))
+        return {**seen, "left": [first.weight.grad, last.weight.grad]}
+
+    apart = run(lambda module, x: halves(lambda x: [module(x)], [x], [torch.ones(3, 4)]))
+    torch.testing.assert_close(apart, run(lambda module, x: module(x).sum().backward()))
+    assert [len(found) for found in apart.values()] == [2, 2, 2]
+
+
+class Right(nn.Module):
+    """Multiplies by a weight that is not transposed."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_gradients_that_are_there_already(dtype) -> None:
+    """None, a plain one, one with a history: added to as autograd does."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 6, dtype=dtype), Right(dtype), nn.Linear(4, 3, dtype=dtype)]
+    x, dy = torch.randn(5, 4, dtype=dtype), torch.randn(5, 3, dtype=dtype)
+    before = [None, torch.randn(6, 4, dtype=dtype), torch.randn(3, 4, dtype=dtype, requires_grad=True).sin()]
+
+    def run(backward) -> tuple[list[Tensor], list[Tensor]]:
+        for layer, gradient in zip(layers, before, strict=True):
+            layer.weight.grad = None if gradient is None else gradient.clone()
+        kept = [layer.weight.grad for layer in layers]
+        backward(x.clone().requires_grad_())
+        return [layer.weight.grad for layer in layers], kept
+
+    found, kept = run(lambda x: halves(lambda x: [nn.Sequential(*layers)(x)], [x], [dy]))
+    expected, kept_whole = run(lambda x: nn.Sequential(*layers)(x).backward(dy))
+    assert torch.equal(found[0], expected[0])
+    rounding = 8 * torch.finfo(dtype).eps  # the sum is rounded once here, and twice there
+    torch.testing.assert_close(found, expected, atol=rounding, rtol=rounding)
+    for now, then, whole, whole_then in zip(found, kept, expected, kept_whole, strict=True):
+        assert (now is then) == (whole is whole_then)
+        assert now.stride() == whole.stride()
+        assert type(now.grad_fn) is type(whole.grad_fn)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_random_graphs(data) -> None:
-    """Values are combined at random: with parameters that may be used again, with each other, or both."""
+    """Values are combined at random: with parameters that may be used again, with each other, or both.
+
+    Linear layers and products with parameters are among the ways.
+    """
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     shapes = data.draw(st.lists(st.sampled_from([(3,), (1, 3)]), min_size=1, max_size=4))
     parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    matrices = [nn.Parameter(torch.randn(3, 3) / 3) for _ in range(data.draw(st.integers(1, 4)))]
     steps = data.draw(
         st.lists(
-            st.tuples(st.sampled_from("+*twn"), st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=12
+            st.tuples(st.sampled_from("+*twn@lab"), st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=12
         )
     )
     chosen = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=3))
@@ -179,13 +337,17 @@ def test_random_graphs(data) -> None:
         values = list(inputs)
         for kind, first, second in steps:
             a, b = values[first % len(values)], values[second % len(values)]
-            weight = parameters[second % len(parameters)]
+            weight, matrix = parameters[second % len(parameters)], matrices[second % len(matrices)]
             made = {
                 "+": lambda a=a, b=b: a + b,
                 "*": lambda a=a, b=b: a * b,
                 "t": lambda a=a: torch.tanh(a),
                 "w": lambda a=a, weight=weight: a * weight + weight,
                 "n": lambda weight=weight: weight * 2,
+                "@": lambda a=a, matrix=matrix: a @ matrix,
+                "l": lambda a=a, matrix=matrix: F.linear(a, matrix),
+                "b": lambda a=a, matrix=matrix, weight=weight: F.linear(a, matrix, weight.view(-1)),
+                "a": lambda a=a, b=b, matrix=matrix: torch.addmm(b.view(1, 3), a.view(1, 3), matrix.tanh()),
             }
             values.append(made[kind]())
         return [values[len(inputs) :][number % len(steps)] for number in chosen]
@@ -195,11 +357,11 @@ def test_random_graphs(data) -> None:
     outputs = compute(whole)
     gradients = drawn_like(tuple(outputs))
     torch.autograd.backward(outputs, gradients)
-    expected = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
+    expected = [parameter.grad for parameter in parameters + matrices]
+    for parameter in parameters + matrices:
         parameter.grad = None
     parts = [value.clone().requires_grad_() for value in values]
     weights = input_gradients([get_gradient_edge(output) for output in compute(parts)], gradients, parts)
     weights.compute()
-    torch.testing.assert_close([parameter.grad for parameter in parameters], expected)
+    torch.testing.assert_close([parameter.grad for parameter in parameters + matrices], expected)
     torch.testing.assert_close([part.grad for part in parts], [value.grad for value in whole])
