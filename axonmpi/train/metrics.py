@@ -11,8 +11,6 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +19,7 @@ from typing import TextIO
 from ..backends.base import Backend
 from ..types import Observer
 
-__all__ = ["CommunicationClock", "HeldOutMetrics", "MetricsFile", "Speedometer", "StepMetrics", "observed"]
+__all__ = ["CommunicationClock", "HeldOutMetrics", "MetricsFile", "Speedometer", "StepMetrics"]
 
 _WINDOW = 20  # steps over which a speed is averaged
 
@@ -85,23 +83,24 @@ class MetricsFile:
 
 
 class CommunicationClock:
-    """Adds up the time that one thread spends in a backend's operations.
+    """Adds up the time that one thread spends in operations of some backends.
 
-    An observer of the backend (see `axonmpi.Observer`), inside the `with` block. Operations that another thread
+    An observer of the backends (see `axonmpi.Observer`), inside the `with` block. Operations that another thread
     runs meanwhile do not count: overlapped with computation they cost this thread nothing; only its waiting does.
-    An observer that was there before is told everything as before, and is put back at the end.
+    An operation that runs inside another one, of whichever backend, counts once. Observers that were there before
+    are told everything as before, and are put back at the end.
 
     Args:
-        backend: The communicator to observe.
+        *backends: The communicators to observe, each once.
 
     Attributes:
         seconds: Time in operations so far.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, *backends: Backend) -> None:
         self.seconds = 0.0
-        self._backend = backend
-        self._before: Observer | None = None
+        self._backends = backends
+        self._before: list[Observer | None] = []
         self._thread = 0
         self._depth = 0
         self._entered = 0.0
@@ -109,19 +108,20 @@ class CommunicationClock:
     def __enter__(self) -> CommunicationClock:
         """Begin to count, for the calling thread."""
         self._thread = threading.get_ident()
-        self._before, self._backend.observer = self._backend.observer, self
+        self._before = [backend.observer for backend in self._backends]
+        for backend, before in zip(self._backends, self._before, strict=True):
+            backend.observer = self if before is None else _Both(before, self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Stop to count."""
-        self._backend.observer = self._before
+        for backend, before in zip(self._backends, self._before, strict=True):
+            backend.observer = before
 
     def enter(self, operation: str, nbytes: int) -> None:
         """An operation begins."""
-        if self._before is not None:
-            self._before.enter(operation, nbytes)
         if threading.get_ident() == self._thread:
             self._depth += 1
             if self._depth == 1:
@@ -133,20 +133,22 @@ class CommunicationClock:
             self._depth -= 1
             if self._depth == 0:
                 self.seconds += time.perf_counter() - self._entered
-        if self._before is not None:
-            self._before.leave(operation)
 
 
-@contextmanager
-def observed(backends: Iterable[Backend]) -> Iterator[Callable[[], float]]:
-    """Yield a function that returns the seconds which the calling thread has spent in operations so far.
+class _Both:
+    """Tells two observers, and the clock only of the operation itself."""
 
-    Args:
-        backends: The communicators to observe, none of which calls another.
-    """
-    with ExitStack() as stack:
-        clocks = [stack.enter_context(CommunicationClock(backend)) for backend in backends]
-        yield lambda: sum(clock.seconds for clock in clocks)
+    def __init__(self, before: Observer, clock: CommunicationClock) -> None:
+        self._before = before
+        self._clock = clock
+
+    def enter(self, operation: str, nbytes: int) -> None:
+        self._before.enter(operation, nbytes)
+        self._clock.enter(operation, nbytes)
+
+    def leave(self, operation: str) -> None:
+        self._clock.leave(operation)
+        self._before.leave(operation)
 
 
 class Speedometer:

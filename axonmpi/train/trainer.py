@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,7 +27,7 @@ from .config import Config, OptimizerConfig
 from .corpus import Corpus, load_corpus
 from .divided import divide
 from .layout import Layout, plan_schedule
-from .metrics import HeldOutMetrics, Speedometer, StepMetrics, observed
+from .metrics import CommunicationClock, HeldOutMetrics, Speedometer, StepMetrics
 from .model import GPT, generate
 from .parallel import ParallelModel, WholeModel
 from .pipelined import PipelinedModel
@@ -128,9 +128,9 @@ class Trainer:
         summary = None
         try:
             backends = {id(backend): backend for backend in [self._group.backend, *self._parallel.backends]}
-            with observed(backends.values()) as communicated:
+            with CommunicationClock(*backends.values()) as clock:
                 self._recorder.note(self.opening)
-                seconds = self._train(communicated)
+                seconds = self._train(clock)
             sample = self.sample()
             if self._group.rank == 0:
                 summary = self._finish(seconds, sample)
@@ -139,14 +139,14 @@ class Trainer:
         agreed: Summary = self._group.broadcast_object(summary)
         return agreed
 
-    def _train(self, communicated: Callable[[], float]) -> float:
+    def _train(self, clock: CommunicationClock) -> float:
         """Make all steps and return the seconds they and the evaluations took."""
         run = self._config.run
         begin = time.perf_counter()
         self._evaluate(0, begin)
         for step in range(1, run.steps + 1):
             with self._traced() if step == run.steps else nullcontext():
-                metrics = self._timed_step(step, begin, communicated)
+                metrics = self._timed_step(step, begin, clock)
             self._recorder.add_step(metrics)
             if step == run.steps or (run.evaluate_every and step % run.evaluate_every == 0):
                 self._evaluate(step, begin)
@@ -161,12 +161,12 @@ class Trainer:
         trace = self._config.pipeline.trace
         return nullcontext() if self._pipelined is None or trace is None else self._pipelined.traced(trace)
 
-    def _timed_step(self, step: int, begin: float, communicated: Callable[[], float]) -> StepMetrics:
-        started, before = time.perf_counter(), communicated()
+    def _timed_step(self, step: int, begin: float, clock: CommunicationClock) -> StepMetrics:
+        started, before = time.perf_counter(), clock.seconds
         rate = learning_rate(step - 1, self._config.run.steps, self._config.optimizer)
         loss, norm = self._step(step, rate)
         now = time.perf_counter()
-        self._speed.add(now - started, communicated() - before)
+        self._speed.add(now - started, clock.seconds - before)
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"the loss of step {step} is {loss}: training has diverged; try a smaller lr (now "

@@ -15,7 +15,6 @@ from axonmpi.train.metrics import (
     MetricsFile,
     Speedometer,
     StepMetrics,
-    observed,
 )
 
 STEP = StepMetrics(1, 2.5, 1e-3, 0.5, 1000.0, 0.25, 0.1)
@@ -94,14 +93,27 @@ def test_an_observer_that_was_there_before_hears_everything_and_comes_back():
 
 def test_several_communicators_are_added_up():
     groups = [ax.ProcessGroup.mock() for _ in range(3)]
-    with observed(group.backend for group in groups) as seconds:
-        told = [seconds()]
+    with CommunicationClock(*(group.backend for group in groups)) as clock:
+        told = [clock.seconds]
         for group in groups:
             group.barrier()
-            told.append(seconds())
+            told.append(clock.seconds)
         assert told[0] == 0.0
         assert all(before < after for before, after in itertools.pairwise(told))
     assert all(group.backend.observer is None for group in groups)
+
+
+def test_an_operation_inside_one_of_another_communicator_counts_once():
+    outer, inner = (ax.ProcessGroup.mock().backend for _ in range(2))
+    inner.observer = Listener()
+    with CommunicationClock(outer, inner) as clock:
+        begin = time.perf_counter()
+        outer.observer.enter("wait", 0)
+        inner.observer.enter("recv", 8)
+        inner.observer.leave("recv")
+        assert clock.seconds == 0.0
+        outer.observer.leave("wait")
+        assert 0 < clock.seconds <= time.perf_counter() - begin
 
 
 def test_metrics_are_lines_of_json(tmp_path):
