@@ -105,7 +105,7 @@ def sum_gradients(module: nn.Module, twins: Backend) -> None:
             name: value for name, value in module._parameters.items() if value is not None and value.requires_grad
         }
         hidden.append(own)
-        if own and torch.is_grad_enabled():
+        if own:
             shown: dict[str, Any] = dict(zip(own, shared(list(own.values()), twins), strict=True))
             module._parameters.update(shown)
 
@@ -211,6 +211,6 @@ def _weights(
         return scores.softmax(-1), value
     if mask.dtype is not torch.bool:
         return (scores + mask).softmax(-1), value
-    # the least number and not -inf: positions that may see none have weights of zero, and no NaN in backward
+    # the least number and not -inf: positions that may see none get weights of zero, and not NaN
     hidden = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     return hidden.softmax(-1).masked_fill(~mask, 0.0), value

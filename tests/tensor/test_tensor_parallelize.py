@@ -279,6 +279,19 @@ def test_what_layers_were_stays(world):
 
 
 @pytest.mark.ranks(2)
+def test_layers_whose_gradients_are_summed_keep_their_parameters_after_an_error(world):
+    model = tensor_parallelize(built(functools.partial(Words, 1)), plan(1))
+    layer = model.blocks[0].attention.keys
+    with pytest.raises(ValueError, match=r"input: expected \[..., 8\]"):
+        layer(torch.ones(2, 3))
+    assert isinstance(layer.weight, nn.Parameter)
+    assert dict(layer.named_parameters())["bias"] is layer.bias
+    whole = built(functools.partial(Words, 1))
+    assert_close(step(model), step(whole))
+    assert_close(full_state_dict(model, gradients(model)), gradients(whole))
+
+
+@pytest.mark.ranks(2)
 @SEQUENCE
 def test_a_model_without_values_gets_them_from_a_state_dict(world, sequence_parallel):
     with torch.device("meta"):

@@ -96,6 +96,18 @@ def test_the_whole_state_and_this_ranks_part(world):
     assert_same(full_state_dict(model), built(Model, 2).state_dict())
 
 
+@pytest.mark.ranks(2)
+def test_transposed_layers_are_what_they_were(world):
+    model = built(Model).double().eval()
+    model.up.weight.requires_grad_(False)
+    tensor_parallelize(model, PLAN)
+    assert not any(part.training for part in model.modules())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    assert [name for name, parameter in model.named_parameters() if not parameter.requires_grad] == ["up.weight"]
+    whole, words = built(Model).double().eval(), torch.tensor([0, 4, 2])
+    assert_close(model(words), whole(words))
+
+
 @pytest.mark.ranks(1, 2, 4)
 def test_loading_a_whole_state_from_rank_0(world):
     source = built(Model, 1)
