@@ -27,11 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..backends.base import Backend
 from ..group import ProcessGroup, default_group
 from .dropout import ShardedDropout
 from .linear import ColumnParallelLinear, RowParallelLinear
-from .norm import sum_gradients
+from .norm import sum_over_copies
 from .shards import Shard
 
 __all__ = ["ParallelSelfAttention", "tensor_parallel_attention"]
@@ -151,8 +150,7 @@ class ParallelSelfAttention(nn.Module):
             self.query = ColumnParallelLinear(hidden, of_heads, **options)
             shard = _key_value_shard(pairs, self.head_dim, ranks)
             self.key_value = ColumnParallelLinear(hidden, shard.size, shard=shard, **options)
-            if shard.copies > 1:
-                sum_gradients(self.key_value, _twins(self.process_group, shard.copies))
+            sum_over_copies(self.key_value, self.process_group, shard.copies)
         self.output = RowParallelLinear(of_heads, hidden, **options)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -236,14 +234,6 @@ def _key_value_shard(pairs: int, width: int, ranks: int) -> Shard:
     of_keys = [(rank // copies * width, (rank // copies + 1) * width) for rank in range(ranks)]
     ranges = tuple(((start, stop), (start + pairs * width, stop + pairs * width)) for start, stop in of_keys)
     return Shard(0, 2 * pairs * width, ranges, 2 * width, copies)
-
-
-def _twins(group: ProcessGroup, copies: int) -> Backend:
-    """Return a communicator of the ranks that have the same keys and values; collective the first time."""
-    parts = [range(first, first + copies) for first in range(0, group.size, copies)]
-    own = [group.private(part) for part in parts][group.rank // copies]
-    assert own is not None
-    return own
 
 
 # ---- computing --------------------------------------------------------------------------------------------------

@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..backends.base import Backend
 from ..group import ProcessGroup
 from .dropout import ShardedDropout
-from .regions import enter, join_sequence, shared, split_sequence
+from .regions import enter, join_sequence, split_sequence
 
-__all__ = ["gather_input", "head_dropout", "join_output", "split_input", "sum_gradients"]
+__all__ = ["gather_input", "head_dropout", "join_output", "split_input"]
 
 
 def gather_input(module: nn.Module, group: ProcessGroup, dim: int) -> None:
@@ -89,32 +88,6 @@ def _change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None
 
 def _is_hidden(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def sum_gradients(module: nn.Module, twins: Backend) -> None:
-    """Sum the gradients of a module's own parameters over ranks that have the same ones; local.
-
-    Args:
-        module: Its backward is collective over the ranks.
-        twins: Of the ranks; each computes something else with the parameters.
-    """
-    hidden: list[dict[str, nn.Parameter]] = []
-
-    def before(module: nn.Module, args: Any) -> None:
-        own = {
-            name: value for name, value in module._parameters.items() if value is not None and value.requires_grad
-        }
-        hidden.append(own)
-        if own:
-            shown: dict[str, Any] = dict(zip(own, shared(list(own.values()), twins), strict=True))
-            module._parameters.update(shown)
-
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        if hidden:
-            module._parameters.update(hidden.pop())
-
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after, always_call=True)
 
 
 # ---- dropout of attention weights -------------------------------------------------------------------------------

@@ -9,10 +9,8 @@ each rank gets its part, and everybody's random numbers go on where rank 0's are
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,13 +79,6 @@ class ShardedLayer(nn.Module, ABC):
                 shard = _checked(self.shards[name], shape, self.process_group.size)
                 local[shard.dim] = shard.local
             self.register_parameter(name, nn.Parameter(torch.empty(local, device=device, dtype=dtype)))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy everything but the group, which cannot be copied."""
-        memo[id(self.process_group)] = self.process_group
-        other = memo[id(self)] = self.__class__.__new__(self.__class__)
-        other.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return other
 
     def _dim_of_sequence(self, shape: Sequence[int]) -> int:
         """Return which dimension is the sequence, from 0, of activations whose last one is their features."""

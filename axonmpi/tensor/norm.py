@@ -18,14 +18,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..backends.base import Backend
 from ..group import ProcessGroup, default_group
 from .regions import shared
 from .shards import Sharded
 
-__all__ = ["sequence_parallel_norm", "sum_gradients"]
+__all__ = ["ACROSS_POSITIONS", "sequence_parallel_norm", "sum_over_copies"]
 
-_ACROSS_POSITIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
+ACROSS_POSITIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
 """Norms for which a part of the sequence is not enough."""
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -51,11 +50,27 @@ def sequence_parallel_norm(module: _Module, group: ProcessGroup | None = None) -
             alone, or its `forward` is an attribute of the instance.
     """
     _check(module)
-    sum_gradients(module, default_group() if group is None else group)
+    _sum_gradients(module, default_group() if group is None else group)
     return module
 
 
-def sum_gradients(module: nn.Module, group: ProcessGroup | Backend) -> None:
+def sum_over_copies(module: nn.Module, group: ProcessGroup, copies: int) -> None:
+    """Let the gradients of a module be summed over the ranks that have the same parameters; collective.
+
+    Args:
+        module: Each rank computes something else with them; changed in place. Its backward is collective over the
+            ranks that have the same, unless there is one alone.
+        group: The ranks.
+        copies: How many neighbours in the group have the same.
+    """
+    if copies > 1:
+        parts = [range(first, first + copies) for first in range(0, group.size, copies)]
+        backends = [group.private(part) for part in parts]
+        mine = group.rank // copies
+        _sum_gradients(module, ProcessGroup(backends[mine], [group.ranks[rank] for rank in parts[mine]]))
+
+
+def _sum_gradients(module: nn.Module, group: ProcessGroup) -> None:
     """Let the gradients of all parameters of a module be summed over ranks that have the same ones; local.
 
     The module's class becomes a subclass of what it was, so that whatever is done before its forward, as when FSDP
@@ -82,7 +97,7 @@ def _check(module: nn.Module) -> None:
                 f"module: the gradients of {what} are summed over the ranks already; "
                 "call sequence_parallel_norm() once for each module"
             )
-        if isinstance(inner, _ACROSS_POSITIONS):
+        if isinstance(inner, ACROSS_POSITIONS):
             raise ValueError(f"module: expected one that treats each position alone, {what} does not")
         if isinstance(inner, Sharded):
             raise ValueError(f"module: expected the same parameters on all ranks, those of {what} are divided")
@@ -96,7 +111,7 @@ def _check(module: nn.Module) -> None:
 class _Summing(nn.Module):
     """What is put before a module's class."""
 
-    _gradient_group: ProcessGroup | Backend
+    _gradient_group: ProcessGroup
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute as the module's own class does."""
@@ -111,7 +126,7 @@ def _summing(kind: Any) -> Any:
 
 
 @contextmanager
-def _summed(module: nn.Module, group: ProcessGroup | Backend) -> Iterator[None]:
+def _summed(module: nn.Module, group: ProcessGroup) -> Iterator[None]:
     """Let a module show tensors in place of its parameters, whose gradients are summed on their way to them."""
     places: list[tuple[dict[str, Any], str, Tensor]] = [
         (owner._parameters, name, parameter)

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..backends.base import Backend
 from ..group import ProcessGroup
 from .dropout import ShardedDropout
 from .embedding import VocabParallelEmbedding
-from .hooks import gather_input, head_dropout, join_output, split_input, sum_gradients
+from .hooks import gather_input, head_dropout, join_output, split_input
 from .linear import ColumnParallelLinear, RowParallelLinear
-from .norm import sequence_parallel_norm
+from .norm import ACROSS_POSITIONS, sequence_parallel_norm, sum_over_copies
 from .plan import (
     Assign,
     Column,
@@ -42,13 +41,6 @@ __all__ = ["REPLACING", "Setting", "change", "planned", "replacement"]
 
 REPLACING = (Column, Row, Vocabulary, Dropout)
 """Styles that put another module in a module's place."""
-
-_ACROSS_POSITIONS = (
-    nn.modules.batchnorm._NormBase,
-    nn.GroupNorm,
-    nn.LocalResponseNorm,
-)
-"""Norms for which a part of the sequence is not enough."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +88,7 @@ def planned(module: nn.Module, style: Style, ranks: int) -> dict[str, Shard]:
         raise ValueError(f"expected an nn.Dropout, got {_kind(module)}")
     if isinstance(style, SequenceNorm | Summed):
         _check_own_forward(module)
-    if isinstance(style, SequenceNorm) and isinstance(module, _ACROSS_POSITIONS):
+    if isinstance(style, SequenceNorm) and isinstance(module, ACROSS_POSITIONS):
         raise ValueError(f"expected a norm that treats each position alone, got {_kind(module)}")
     if isinstance(style, HeadDropout):
         _divided(style.heads, ranks, "heads")
@@ -248,18 +240,8 @@ def _parallel_layer(
     shard = _column_shard(linear.out_features, style, group.size)
     options = {"gather_output": style.gather_output, "input_is_entered": is_entered, **setting.options()}
     column = ColumnParallelLinear.from_linear(linear, group, shard=shard, **options)
-    if shard.copies > 1:
-        sum_gradients(column, _twins(group, shard.copies))
+    sum_over_copies(column, group, shard.copies)
     return column
-
-
-def _twins(group: ProcessGroup, copies: int) -> Backend:
-    """Return a communicator of the ranks that have the same heads as this one; collective the first time."""
-    parts = [range(first, first + copies) for first in range(0, group.size, copies)]
-    backends = [group.private(part) for part in parts]
-    own = backends[group.rank // copies]
-    assert own is not None
-    return own
 
 
 def _as_linear(module: nn.Module) -> nn.Linear:
