@@ -19,7 +19,7 @@ from torch import Tensor
 from .actions import Action, ActionKind, Links, Schedule
 from .execution import Span
 from .mailboxes import Line, last_uses
-from .payload import Form, TensorForm, check_form, form_of, pack, unpack
+from .payload import TensorForm, check_form, form_of, pack, unpack
 from .randomness import RandomStream, undisturbed
 from .skips import skip_scope
 from .stage import StageRun
@@ -118,18 +118,21 @@ class Executor:
         self._last = routes.schedule.num_stages - 1
         self._actions = routes.schedule.actions[routes.rank]
         self._last_uses = last_uses(trains=routes.trains)
+        self._into = {stage: [wire for line, wire in wires.items() if line[1] == stage] for stage in runs}
         self._began = 0.0
         self._waiting: dict[tuple[int, int, int], list[Tensor]] = {}
 
     def run(self) -> None:
         """Do all actions of this rank in order; collective over the pipeline's ranks."""
-        for action in self._actions:
-            self._began = time.monotonic()
-            self._perform(action)
-            if self._times is not None:
-                self._times.append(Span(action, self._began, time.monotonic()))
-            if action.kind in self._last_uses:
-                self._free(action)
+        with torch.set_grad_enabled(self._routes.trains):
+            for action in self._actions:
+                self._began = time.monotonic()
+                self._perform(action)
+                if self._times is not None:
+                    self._times.append(Span(action, self._began, time.monotonic()))
+                if action.kind in self._last_uses:
+                    for wire in self._into[action.stage]:
+                        wire.free(action.micro_batch)
 
     def _perform(self, action: Action) -> None:
         if action.kind is ActionKind.FORWARD:
@@ -175,16 +178,6 @@ class Executor:
             self._forms[source, target, micro_batch] = wire.take_form(micro_batch)
         return wire.take(micro_batch, self._expected(source, target, micro_batch))
 
-    def _free(self, action: Action) -> None:
-        """Give back what a stage has received for a micro-batch."""
-        stage, micro_batch = action.stage, action.micro_batch
-        senders = list(self._links.sources[stage])
-        if self._routes.trains:
-            senders += self._links.targets[stage]
-        for sender in senders:
-            if not self._routes.is_local(sender, stage):
-                self._wires[sender, stage].free(micro_batch)
-
     # ---- forward ----------------------------------------------------------------------------------------------
 
     def _forward(self, action: Action) -> None:
@@ -200,7 +193,7 @@ class Executor:
         }
         skips = {name: value for parcel in parcels.values() for name, value in parcel.skips.items()}
         given, stream = self._feed_of(stage, micro_batch, parcels)
-        with torch.set_grad_enabled(self._routes.trains), skip_scope(skips) as stashed:
+        with skip_scope(skips) as stashed:
             with _drawing(stream, shared=run.is_shared):
                 output = run.module(given)
                 loss = self._feed.finish(micro_batch, output) if stage == self._last else None
@@ -240,16 +233,13 @@ class Executor:
         skips = {name: left[name] for name, route in self._routes.skips.items() if route == (stage, target)}
         random = stream.state if follows and stream is not None else None
         skeleton, tensors = pack(Parcel(output if follows else None, skips, random))
-        self._know(stage, target, micro_batch, form_of(skeleton, tensors))
+        if self._learning:
+            self._forms[stage, target, micro_batch] = form_of(skeleton, tensors)
+        else:
+            check_form(self._forms[stage, target, micro_batch], skeleton, tensors, f"the output of stage {stage}")
         if self._routes.trains:
             self._runs[stage].keep(micro_batch, target, tensors)
         self._waiting[stage, target, micro_batch] = [tensor.detach() for tensor in tensors]
-
-    def _know(self, stage: int, target: int, micro_batch: int, form: Form) -> None:
-        if self._learning:
-            self._forms[stage, target, micro_batch] = form
-        else:
-            check_form(self._forms[stage, target, micro_batch], form, f"the output of stage {stage}")
 
     def _check_stashed(self, stage: int, left: Mapping[str, Any]) -> None:
         """Raise unless a stage has stashed what the pipeline's skip connections say, and has popped the rest."""

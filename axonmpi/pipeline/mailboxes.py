@@ -113,6 +113,7 @@ class Mailbox:
         self._filled = first
         self._freed = first + ring.slots
         self._name = name
+        self._views: list[list[Tensor]] = [[] for _ in range(ring.slots)]
 
     @property
     def storage(self) -> int:
@@ -125,27 +126,33 @@ class Mailbox:
         free = number + 1 - self._ring.slots
         if free > 0:
             self._counters.wait(self._freed + slot, free, f"sending {self._name}", meanwhile)
-        offset = slot * self._ring.slot_bytes
-        for tensor in tensors:
-            if tensor.numel():
-                self._view(offset, tensor.shape, tensor.dtype).copy_(tensor)
-            offset += _aligned(tensor.nbytes)
+        for view, tensor in zip(self._tensors(slot, tensors), tensors, strict=True):
+            view.copy_(tensor)
         self._counters.post(self._filled + slot, number + 1)
 
     def take(self, number: int, forms: Sequence[TensorForm], meanwhile: Callable[[], None]) -> list[Tensor]:
         """Wait for payload `number`; return its tensors, which are the slot itself."""
         slot = number % self._ring.slots
         self._counters.wait(self._filled + slot, number + 1, f"receiving {self._name}", meanwhile)
-        offset, tensors = slot * self._ring.slot_bytes, []
-        for form in forms:
-            # Slots lie in one memory, but what is written to one of them is no change of the others.
-            tensors.append(self._view(offset, form.shape, form.dtype).data)
-            offset += _aligned(form.nbytes)
-        return tensors
+        # Slots lie in one memory, but what is written to one of them is no change of the others.
+        return [view.data for view in self._tensors(slot, forms)]
 
     def free(self, number: int) -> None:
         """Say that payload `number` is not needed any more."""
         self._counters.post(self._freed + number % self._ring.slots, number + 1)
+
+    def _tensors(self, slot: int, forms: Sequence[Tensor | TensorForm]) -> list[Tensor]:
+        """Return tensors of these forms in a slot: those of last time if they had the same, as nearly always."""
+        views = self._views[slot]
+        if len(views) != len(forms) or any(
+            view.shape != form.shape or view.dtype != form.dtype for view, form in zip(views, forms, strict=True)
+        ):
+            views, offset = [], slot * self._ring.slot_bytes
+            for form in forms:
+                views.append(self._view(offset, form.shape, form.dtype))
+                offset += _aligned(form.nbytes)
+            self._views[slot] = views
+        return views
 
     def _view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         nbytes = torch.Size(shape).numel() * dtype.itemsize

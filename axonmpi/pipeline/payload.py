@@ -48,6 +48,12 @@ class TensorForm:
         """Bytes of its elements."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
+    def fits(self, tensor: Tensor) -> bool:
+        """Say whether a tensor has this form."""
+        return (
+            tensor.shape == self.shape and tensor.dtype == self.dtype and tensor.requires_grad == self.requires_grad
+        )
+
 
 @dataclass(frozen=True)
 class Form:
@@ -110,14 +116,16 @@ def form_of(skeleton: Any, tensors: Sequence[Tensor]) -> Form:
     return Form(skeleton, tuple(TensorForm(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
 
 
-def check_form(known: Form, now: Form, what: str) -> None:
+def check_form(known: Form, skeleton: Any, tensors: Sequence[Tensor], what: str) -> None:
     """Raise unless a payload still has the form that its receiver expects.
 
     Raises:
         ValueError: Its tensors have other shapes or dtypes, or another structure.
     """
-    if now != known:
-        raise ValueError(
-            f"{what} was {known} when inputs of this shape came first, and is {now} now; a stage's output may "
-            "depend on the shape of its input, and on nothing else: pad it to one shape"
-        )
+    same = len(tensors) == len(known.tensors) and skeleton == known.skeleton
+    if same and all(form.fits(tensor) for form, tensor in zip(known.tensors, tensors, strict=True)):
+        return
+    raise ValueError(
+        f"{what} was {known} when inputs of this shape came first, and is {form_of(skeleton, tensors)} now; "
+        "a stage's output may depend on the shape of its input, and on nothing else: pad it to one shape"
+    )

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-__all__ = ["Leaf", "Product", "add_gradients", "find_product", "has_saved_hooks"]
+__all__ = ["Leaf", "Product", "add_gradients", "find_product", "has_saved_hooks", "is_of_python"]
 
 Leaf: type = type(get_gradient_edge(torch.ones((), requires_grad=True)).node)
 """The class of nodes that add a gradient to that of a parameter."""
@@ -129,7 +130,7 @@ def find_product(node: Node, leaf: Node, weight: Tensor) -> Product | None:
     is_transposed = child is not None and child.name() == _TRANSPOSE
     if child is not None and is_transposed:
         child, position = child.next_functions[0]
-    if child is None or not _leads_to(child, leaf) or not _is_plain(x):
+    if child is None or is_of_python(child) or not _leads_to(child, leaf) or not _is_plain(x):
         return None
     return Product(x, weight, GradientEdge(child, position), is_transposed=is_transposed)
 
@@ -142,6 +143,11 @@ def _leads_to(node: Node, leaf: Node) -> bool:
             return False
         (node,) = below
     return True
+
+
+def is_of_python(node: object) -> bool:
+    """Say whether a node is a function of Python's, which the graph keeps alive and not who refers to it; local."""
+    return isinstance(node, BackwardCFunction)
 
 
 def has_saved_hooks(node: Node) -> bool:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from .products import Leaf, Product, add_gradients, find_product, has_saved_hooks
+from .products import Leaf, Product, add_gradients, find_product, has_saved_hooks, is_of_python
 
 __all__ = ["WeightGradients", "input_gradients"]
 
@@ -49,7 +49,8 @@ class WeightGradients:
         branches: Mapping[Node, list[Tensor]],
         products: Sequence[Product],
     ) -> None:
-        self._roots = ([], []) if behind_roots == [] else roots
+        needs_graph = behind_roots != [] or any(map(is_of_python, branches))
+        self._roots = roots if needs_graph else ([], [])
         self._behind_roots = behind_roots
         self._branches = branches
         self._products = products

@@ -30,7 +30,7 @@ class Step:
 
     Attributes:
         outputs: The last stage's output for each micro-batch, if outputs are wanted.
-        loss: The mean loss so far, on the last stage's rank.
+        loss: The mean loss over the micro-batches so far, on the last stage's rank.
     """
 
     def __init__(
@@ -51,14 +51,23 @@ class Step:
         self._loss_fn = loss_fn
         self._random = random
         self._is_lent = is_lent
-        self._shares: dict[int, Tensor] = {}
+        self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, Any] = {}
-        self.loss: Tensor | None = None
 
     @property
     def outputs(self) -> list[Any]:
         """The last stage's outputs, in order."""
         return [output for _, output in sorted(self._outputs.items())]
+
+    @property
+    def loss(self) -> Tensor | None:
+        """[] the mean of the micro-batches' losses, each with its weight; None where there are none."""
+        if not self._losses:
+            return None
+        losses = torch.stack(list(self._losses.values()))
+        weights = [self._weights[micro_batch] for micro_batch in self._losses]
+        mean = losses.double() @ torch.tensor(weights, dtype=torch.float64, device=losses.device)
+        return mean.to(losses.dtype)
 
     @property
     def draws(self) -> bool:
@@ -83,11 +92,9 @@ class Step:
             return None
         assert self._loss_fn is not None
         loss = as_scalar(self._loss_fn(output, self._targets[micro_batch]))
-        share = loss.detach() * self._weights[micro_batch]
-        self.loss = share if self.loss is None else self.loss + share
-        self._shares[micro_batch] = torch.full_like(share, self._weights[micro_batch])
+        self._losses[micro_batch] = loss.detach()
         return loss
 
     def loss_gradient(self, micro_batch: int) -> Tensor:
         """Return the share of a micro-batch in the loss."""
-        return self._shares.pop(micro_batch)
+        return torch.full_like(self._losses[micro_batch], self._weights[micro_batch])

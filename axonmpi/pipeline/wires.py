@@ -17,7 +17,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..backends.base import Backend
 from ..errors import CollectiveTimeoutError
-from ..types import Work
+from ..types import Observer, Work
 from .mailboxes import Mailbox
 from .payload import Form, TensorForm
 
@@ -37,6 +37,7 @@ Forms = dict[tuple[int, int, int], Form]
 _YIELDS = 400
 _NAP_SECONDS = 1e-4
 _LENGTH = torch.int64
+_UNOBSERVED = nullcontext()
 
 
 class Outbox:
@@ -52,21 +53,13 @@ class Outbox:
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> None:
         """Begin to send."""
-        with self.observed("send", tensor.nbytes):
+        with self.observed("send", (tensor,)):
             self._under_way.append(self._backend.isend(tensor.detach().contiguous(), dst, tag))
 
-    @contextmanager
-    def observed(self, operation: str, nbytes: int = 0) -> Iterator[None]:
-        """Tell the backend's observer about what the block does: `"send"` or `"wait"`."""
+    def observed(self, operation: str, tensors: Sequence[Tensor] = ()) -> AbstractContextManager[None]:
+        """Tell the backend's observer, if there is one, about what the block does: `"send"` or `"wait"`."""
         observer = self._backend.observer
-        if observer is None:
-            yield
-            return
-        observer.enter(operation, nbytes)
-        try:
-            yield
-        finally:
-            observer.leave(operation)
+        return _UNOBSERVED if observer is None else _observed(observer, operation, tensors)
 
     def progress(self) -> None:
         """Give the messages a chance to go on."""
@@ -97,6 +90,15 @@ class Outbox:
         for work in self._under_way:
             self.wait(work, "sending")
         self._under_way = []
+
+
+@contextmanager
+def _observed(observer: Observer, operation: str, tensors: Sequence[Tensor]) -> Iterator[None]:
+    observer.enter(operation, sum(tensor.nbytes for tensor in tensors))
+    try:
+        yield
+    finally:
+        observer.leave(operation)
 
 
 def _ended(work: Work) -> bool:
@@ -194,7 +196,7 @@ class MailboxWire:
 
     def send(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
         """Copy the tensors into a slot."""
-        with torch.no_grad(), self._outbox.observed("send", sum(tensor.nbytes for tensor in tensors)):
+        with self._outbox.observed("send", tensors):
             self._mailbox.put(self._first + micro_batch, tensors, self._outbox.progress)
 
     def post(self, micro_batch: int, forms: Sequence[TensorForm]) -> None:

@@ -31,6 +31,19 @@ class Doubled(torch.autograd.Function):
         return 2 * gradient * weight, 2 * gradient * x
 
 
+class Functions(nn.Module):
+    """Weights of functions of Python, and one that such a function has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(3, 4)) for _ in range(2))
+        self.made = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = Doubled.apply(torch.tanh(x), self.first) @ Doubled.apply(self.made, torch.ones(4, 4))
+        return (Doubled.apply(torch.tanh(x), self.second),)
+
+
 class Shared(nn.Module):
     """Uses a parameter twice along the way, and once beside it."""
 
@@ -147,7 +160,7 @@ class Passing(nn.Module):
         return x, self.linear(x)
 
 
-KINDS = [Shared, Mixed, Checkpointed, Products, Convolution, Cast, Beside, WithoutInput, Passing]
+KINDS = [Shared, Mixed, Functions, Checkpointed, Products, Convolution, Cast, Beside, WithoutInput, Passing]
 
 
 def halves(module: nn.Module, inputs: list[Tensor], gradients: list[Tensor]) -> None:
