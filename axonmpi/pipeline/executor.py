@@ -194,7 +194,7 @@ class Executor:
         skips = {name: value for parcel in parcels.values() for name, value in parcel.skips.items()}
         given, stream = self._feed_of(stage, micro_batch, parcels)
         with skip_scope(skips) as stashed:
-            with _drawing(stream, shared=run.is_shared):
+            with _drawing(stream, alone=not run.communicates):
                 output = run.module(given)
                 loss = self._feed.finish(micro_batch, output) if stage == self._last else None
             left = dict(stashed)
@@ -271,7 +271,7 @@ class Executor:
 
     def _undisturbed(self, run: StageRun) -> AbstractContextManager[object]:
         """Let nobody else draw while what backward computes again does; not where it waits for other ranks."""
-        return undisturbed() if self._feed.draws and not run.is_shared else nullcontext()
+        return undisturbed() if self._feed.draws and not run.communicates else nullcontext()
 
 
 def _peer(action: Action) -> int:
@@ -279,6 +279,6 @@ def _peer(action: Action) -> int:
     return action.peer
 
 
-def _drawing(stream: RandomStream | None, *, shared: bool) -> AbstractContextManager[None]:
+def _drawing(stream: RandomStream | None, *, alone: bool) -> AbstractContextManager[None]:
     """Draw from the micro-batch's random numbers, if it has any."""
-    return nullcontext() if stream is None else stream.drawn_from(alone=not shared)
+    return nullcontext() if stream is None else stream.drawn_from(alone=alone)

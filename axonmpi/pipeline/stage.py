@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..group import ProcessGroup
 from .split_backward import WeightGradients, input_gradients
 
 __all__ = ["PipelineStage", "Record", "StageRun", "Synchronized"]
@@ -94,7 +95,8 @@ class StageRun:
 
     Attributes:
         records: What is kept, by micro-batch.
-        is_shared: Whether other ranks have the same stage, and the module communicates with them.
+        is_shared: Whether other ranks have the same stage, and the module shares gradients with them.
+        communicates: Whether computing may wait for other ranks, as of a shared stage or of divided layers.
     """
 
     def __init__(self, stage: int, module: nn.Module) -> None:
@@ -102,6 +104,8 @@ class StageRun:
         self.module = module
         self.records: dict[int, Record] = {}
         self.is_shared = isinstance(module, Synchronized)
+        groups = [getattr(part, "process_group", None) for part in module.modules()]
+        self.communicates = self.is_shared or any(isinstance(group, ProcessGroup) for group in groups)
 
     @property
     def halves(self) -> bool:

@@ -220,8 +220,7 @@ def test_replicas_of_a_divided_layer_train_as_one_process_does(world, wrapper, d
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("schedule", [PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.ZERO_BUBBLE])
 def test_divided_layers_as_stages_of_a_pipeline(world, schedule, divided):
-    mesh, p = ax.DeviceMesh({"pp": 2, "tp": 2}), chance(world)
-    seed = 3 if p else None
+    mesh, p, seed = ax.DeviceMesh({"pp": 2, "tp": 2}), chance(world), 3
     alone = built(lambda: nn.Sequential(*[divided_block(ProcessGroup.mock(), dropout=p) for _ in range(4)]))
     options = {"sequence_parallel": divided, "dropout": p}
     blocks = together(lambda: nn.ModuleList(divided_block(mesh.group("tp"), **options) for _ in range(4)))
@@ -236,8 +235,7 @@ def test_divided_layers_as_stages_of_a_pipeline(world, schedule, divided):
     ax.Pipeline.from_modules(list(stages), mesh.group("pp"), **options).train_step(*own)
     with torch.random.fork_rng(devices=[]):
         for micro_batch in range(4):
-            if p:
-                torch.manual_seed(microbatch_seed(seed, 0, micro_batch))
+            torch.manual_seed(microbatch_seed(seed, 0, micro_batch))
             rows = slice(micro_batch, micro_batch + 1)
             (F.mse_loss(alone(x[rows]), targets[rows]) / 4).backward()
     here = [
@@ -246,10 +244,8 @@ def test_divided_layers_as_stages_of_a_pipeline(world, schedule, divided):
     assert len(here) == 2  # the other stages are on other ranks
     for block, one in here:
         expected = own_part_of_block(mesh.group("tp"), {name: q.grad for name, q in one.named_parameters()})
-        for (
-            name,
-            parameter,
-        ) in block.named_parameters():  # with parts of the sequence a loss is the mean over a part
+        for name, parameter in block.named_parameters():
+            # with parts of the sequence a loss is the mean over a part
             assert_close(parameter.grad / (1 + divided), expected[name], name)
 
 
