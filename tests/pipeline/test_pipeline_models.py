@@ -282,6 +282,24 @@ def test_stages_with_replicas(world, schedule, wrapper, ranks_per_node, monkeypa
         torch.testing.assert_close(state, model[int(number)].state_dict(), atol=1e-5, rtol=0)
 
 
+class Whole(nn.Linear):
+    needs_whole_backward = True
+
+
+@pytest.mark.ranks(2)
+@SCHEDULES
+def test_a_module_can_have_its_backward_whole(world, schedule) -> None:
+    """For what it puts on autograd's own nodes, which is not called for a weight that is left for later."""
+    calls: list[object] = []
+    stages = [Whole(8, 8), Whole(8, 8)]
+    pipeline = Pipeline.from_modules(stages, schedule=schedule, num_microbatches=4, loss_fn=F.mse_loss)
+    node = torch.autograd.graph.get_gradient_edge(stages[world.rank].weight).node
+    node.register_hook(lambda *_: calls.append(None))
+    ((inputs, targets),) = batches(1)
+    pipeline.train_step(inputs, targets)
+    assert len(calls) == 4
+
+
 def dropping_block() -> nn.Module:
     return block(dropout=0.4)
 
