@@ -46,7 +46,7 @@ def clip_grad_norm(
 
     Args:
         parameters: This rank's, or the module that has them; those without a gradient are passed over.
-        max_norm: The largest norm; infinity only measures.
+        max_norm: The largest norm; infinity only measures, as long as the norm is finite.
         norm_type: 1, 2, any other positive number, or infinity.
         group: The ranks that have different parts of the model; None means all.
         copies: On how many ranks of the group a gradient is: a number, a mapping by parameter, or by name if
@@ -142,7 +142,9 @@ def _power(counted: Sequence[tuple[Tensor, float]], norm_type: float) -> float:
     own = torch.tensor(norms or [0.0], dtype=torch.float64, device="cpu")
     if math.isinf(norm_type):
         return float(own.max())  # no number if one of them is none
-    shares = torch.tensor([count for gradient, count in counted if gradient.numel()] or [1.0], dtype=torch.float64)
+    shares = torch.tensor(
+        [count for gradient, count in counted if gradient.numel()] or [1.0], dtype=torch.float64, device="cpu"
+    )
     return float((own**norm_type / shares).sum())
 
 

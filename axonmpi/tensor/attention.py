@@ -27,8 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..group import ProcessGroup, default_group
+from ..group import ProcessGroup
 from .dropout import ShardedDropout
+from .layer import chosen_group
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .norm import sum_over_copies
 from .shards import Shard
@@ -126,7 +127,7 @@ class ParallelSelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.process_group = default_group() if group is None else group
+        self.process_group = chosen_group(group, "group")
         ranks = self.process_group.size
         pairs = num_heads if num_kv_heads is None else num_kv_heads
         _check_heads(num_heads, pairs, ranks)

@@ -21,7 +21,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..group import ProcessGroup, default_group
+from ..group import ProcessGroup
+from .layer import chosen_group
 
 __all__ = ["BLOCKS", "ShardedDropout"]
 
@@ -46,6 +47,7 @@ class ShardedDropout(nn.Module):
             process, have one default generator, so that they need one of their own here for equal numbers.
 
     Raises:
+        TypeError: `process_group` is no group.
         ValueError: `p` is not from 0 to 1, or `blocks` is below 1.
     """
 
@@ -65,7 +67,7 @@ class ShardedDropout(nn.Module):
         if blocks < 1:
             raise ValueError(f"blocks: expected at least 1, got {blocks}")
         self.p = p
-        self.process_group = default_group() if process_group is None else process_group
+        self.process_group = chosen_group(process_group)
         self.dim = dim
         self.blocks = blocks
         self.replicated = replicated

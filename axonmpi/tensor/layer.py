@@ -22,16 +22,20 @@ from .shards import Shard
 __all__ = ["ShardedLayer", "chosen_group"]
 
 
-def chosen_group(process_group: ProcessGroup | None) -> ProcessGroup:
+def chosen_group(given: ProcessGroup | None, argument: str = "process_group") -> ProcessGroup:
     """Return the group, the default one for None; local.
+
+    Args:
+        given: The group, or None.
+        argument: What the caller calls it.
 
     Raises:
         TypeError: It is no group.
         ValueError: This rank is not in it.
     """
-    group = default_group() if process_group is None else process_group
+    group = default_group() if given is None else given
     if not isinstance(group, ProcessGroup):
-        raise TypeError(f"process_group: expected an axonmpi.ProcessGroup or None, got {type(group).__name__}")
+        raise TypeError(f"{argument}: expected an axonmpi.ProcessGroup or None, got {type(group).__name__}")
     _ = group.backend  # which a rank outside does not have
     return group
 

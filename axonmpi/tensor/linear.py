@@ -158,7 +158,7 @@ class ColumnParallelLinear(_ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         group = chosen_group(process_group)
-        shard = Shard.even(0, out_features, group.size) if shard is None else shard
+        shard = _even(0, out_features, group, "out_features") if shard is None else shard
         _check_shard(shard, 0, several=not gather_output)
         super().__init__(in_features, out_features, bias, group, shard, device, dtype)
         self.gather_output = gather_output
@@ -233,7 +233,7 @@ class RowParallelLinear(_ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         group = chosen_group(process_group)
-        shard = Shard.even(1, in_features, group.size) if shard is None else shard
+        shard = _even(1, in_features, group, "in_features") if shard is None else shard
         _check_shard(shard, 1, several=False)
         super().__init__(in_features, out_features, bias, group, shard, device, dtype)
         self.input_is_parallel = input_is_parallel
@@ -271,6 +271,15 @@ class RowParallelLinear(_ParallelLinear):
             bias=self.bias,
             in_place=True,
         )
+
+
+def _even(dim: int, features: int, group: ProcessGroup, argument: str) -> Shard:
+    if features % group.size:
+        raise ValueError(
+            f"{argument}: expected a multiple of the {group.size} ranks of the group, got {features}; use another "
+            "size or number of ranks, or say with shard= how it is divided"
+        )
+    return Shard.even(dim, features, group.size)
 
 
 def _check_shard(shard: object, dim: int, *, several: bool) -> None:

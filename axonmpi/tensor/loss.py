@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from ..group import ProcessGroup
 from .layer import chosen_group
 from .product import apply
+from .regions import check_sequence, split_sequence
 
 __all__ = ["parallel_cross_entropy"]
 
@@ -32,46 +33,58 @@ _TARGET_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
 def parallel_cross_entropy(
     logits: Tensor,
     targets: Tensor,
-    process_group: ProcessGroup | None = None,
+    group: ProcessGroup | None = None,
     *,
     vocabulary: int | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
+    sequence_parallel: bool = False,
+    sequence_dim: int = 1,
 ) -> Tensor:
     """Return what `torch.nn.functional.cross_entropy` gives for the whole logits, which no rank has; collective.
 
-    Forward is one all-gather of a few numbers for each token; backward is local.
+    Forward is one all-gather of a few numbers for each token; backward is local, or one all-gather of a number for
+    each token where losses are a slice of the sequence.
 
     Args:
         logits: [..., V / W] floating-point, this rank's slice of V (padded) entries on W ranks, in rank order, as
             `ColumnParallelLinear` computes it. 16-bit logits are taken in float32.
         targets: [...] integers, the same on all ranks.
-        process_group: The ranks; None means all.
+        group: The ranks; None means all.
         vocabulary: True number of entries; those from there on are padding and do not count. None: all count.
         ignore_index: Targets that do not count.
         label_smoothing: Share of the target's weight that is spread over all entries, from 0 to 1.
         reduction: `"mean"` over the targets that count, `"sum"`, or `"none"`: [...], 0 where ignored.
+        sequence_parallel: With `"none"`, return the losses of this rank's slice of the sequence only. Logits and
+            targets are those of the whole sequence in any case, and so are the other reductions.
+        sequence_dim: Which dimension of `targets` is the sequence.
 
     Returns:
-        The loss, the same on all ranks; float32 for 16-bit logits, else of the logits' dtype.
+        The loss, the same on all ranks, or this rank's slice of the losses; float32 for 16-bit logits, else of the
+        logits' dtype.
 
     Raises:
+        IndexError: `sequence_dim` is out of range.
         TypeError: `targets` are no integers, or `logits` are.
-        ValueError: A target is no entry, shapes do not fit, or an option is out of range; on all ranks.
+        ValueError: A target is no entry, shapes do not fit, an option is out of range, or the sequence cannot be
+            divided; on all ranks.
     """
-    group = chosen_group(process_group)
+    group = chosen_group(group, "group")
     _check_tensors(logits, targets, group.rank)
     entries = logits.shape[-1] * group.size
     vocabulary = entries if vocabulary is None else vocabulary
     _check_options(vocabulary, entries, label_smoothing, reduction)
+    if sequence_parallel and reduction == "none":
+        check_sequence(targets.shape, group, sequence_dim)
     flat = targets.reshape(-1).long()
     ignored = flat == ignore_index
     _check_targets(flat[~ignored], vocabulary, ignore_index, group.rank)
     options = _Options(group, vocabulary, label_smoothing)
     losses = apply(_TokenLosses, logits.reshape(-1, logits.shape[-1]), flat, ignored, options)
     if reduction == "none":
-        return losses.view(targets.shape)
+        losses = losses.view(targets.shape)
+        return split_sequence(losses, group, sequence_dim) if sequence_parallel else losses
     total = losses.sum()
     return total if reduction == "sum" else total / ignored.logical_not().sum()
 

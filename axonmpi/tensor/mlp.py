@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..group import ProcessGroup, default_group
+from ..group import ProcessGroup
 from .dropout import ShardedDropout
+from .layer import chosen_group
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .shards import Shard
 
@@ -81,7 +82,7 @@ class ParallelMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        group = default_group() if group is None else group
+        group = chosen_group(group, "group")
         self.activation = _find_activation(activation)
         self.dropout = ShardedDropout(dropout, group, 1, replicated=not sequence_parallel)
         shard = _shard([intermediate], group)
@@ -149,7 +150,7 @@ class ParallelGatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        group = default_group() if group is None else group
+        group = chosen_group(group, "group")
         self.activation = _find_activation(activation)
         shard = _shard([intermediate, intermediate], group)
         self.gate_up = ColumnParallelLinear(

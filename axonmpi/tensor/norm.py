@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..group import ProcessGroup, default_group
+from ..group import ProcessGroup
+from .layer import chosen_group
 from .regions import shared
 from .shards import Sharded
 
@@ -45,12 +46,12 @@ def sequence_parallel_norm(module: _Module, group: ProcessGroup | None = None) -
         The module.
 
     Raises:
-        TypeError: `module` is no module.
+        TypeError: `module` is no module, or `group` no group.
         ValueError: Its gradients are summed already, its parameters are divided, it does not treat each position
             alone, or its `forward` is an attribute of the instance.
     """
     _check(module)
-    _sum_gradients(module, default_group() if group is None else group)
+    _sum_gradients(module, chosen_group(group, "group"))
     return module
 
 

@@ -56,7 +56,8 @@ def tensor_parallelize(
             preset of `module.config.model_type`.
         group: The ranks; None means all.
         sequence_parallel: Activations between blocks are divided along the sequence, whose length has to be a
-            multiple of the number of ranks.
+            multiple of the number of ranks. A model in which the plan names no `"split"` and no embedding takes
+            this rank's part of the sequence; one with no `"join"` and no layer for logits returns it.
         sequence_dim: Dimension of the sequence in activations.
         generator: What dropout draws from, in the same state on all ranks; None means torch's default generator.
 
@@ -70,7 +71,7 @@ def tensor_parallelize(
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198).
     """
-    group = chosen_group(group)
+    group = chosen_group(group, "group")
     setting = Setting(group, sequence_parallel, sequence_dim, generator)
     work, problem = None, None
     try:

@@ -40,8 +40,9 @@ def product(input: Entered, weight: Tensor, bias: Tensor | None) -> Tensor:
     if entry is None or not torch.is_grad_enabled():
         return F.linear(tensor, weight, bias)
     dtype = autocast_dtype(tensor)
-    values, weight = tensor.to(dtype), weight.to(dtype)
-    bias = None if bias is None else bias.to(dtype)
+    values = tensor.to(dtype)
+    if torch.is_autocast_enabled(tensor.device.type):  # else other dtypes are a mistake, as in torch's own layer
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     shape = (*tensor.shape[:-1], weight.shape[0])
     of_weight = of_input = None
     if weight.requires_grad:

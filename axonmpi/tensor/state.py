@@ -90,25 +90,26 @@ def local_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[s
 
 
 @torch.no_grad()
-def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
+def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True) -> None:
     """Take the values of a state dict of the whole model; collective, one tensor after the other.
 
     Args:
         module: A model with parallel layers, not one that FSDP is around: for that there is `local_state_dict`.
-        state_dict: On rank 0 of the model's group; ignored on other ranks, where it may be empty.
+        state_dict: On rank 0 of the model's group; ignored on other ranks, where it may be None.
         strict: Missing and unexpected names are an error.
 
     Raises:
-        ValueError: Names or shapes do not fit, or the model is on the meta device; on all ranks, and nothing is
-            changed.
+        ValueError: `state_dict` is no mapping, names or shapes do not fit, or the model is on the meta device; on all
+            ranks, and nothing is changed.
     """
     module = _unwrapped(module)
     group, shards = _cuts(module)
     own = module.state_dict()
     is_first = group.rank == 0
     _agree(group, _unfit_to_load(own, shards, state_dict, strict=strict) if is_first else "")
-    names = group.broadcast_object([name for name in own if name in state_dict] if is_first else None)
-    received = {name: _receive(own[name], shards.get(name), state_dict.get(name), group) for name in names}
+    given = state_dict if is_first and state_dict is not None else {}
+    names = group.broadcast_object([name for name in own if name in given] if is_first else None)
+    received = {name: _receive(own[name], shards.get(name), given.get(name), group) for name in names}
     module.load_state_dict(received, strict=False)
 
 
@@ -185,9 +186,9 @@ def _misfits(shards: Mapping[str, Shard], state: Mapping[str, Any], *, whole: bo
     return "; ".join(wrong)
 
 
-def _unfit_to_load(
-    own: Mapping[str, Any], shards: Mapping[str, Shard], given: Mapping[str, Any], *, strict: bool
-) -> str:
+def _unfit_to_load(own: Mapping[str, Any], shards: Mapping[str, Shard], given: object, *, strict: bool) -> str:
+    if not isinstance(given, Mapping):
+        return f"state_dict: expected a mapping of names to values, got {type(given).__name__}"
     problems = []
     missing, unexpected = [name for name in own if name not in given], [name for name in given if name not in own]
     if strict and missing:
@@ -197,15 +198,19 @@ def _unfit_to_load(
     tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
     shapes = {name: whole_shape(shards.get(name), value.shape) for name, value in tensors.items() if name in given}
     wrong = [
-        f"{name}: expected {shape}, got {list(given[name].shape)}"
+        f"{name}: expected {shape}, got {_shape_text(given[name])}"
         for name, shape in shapes.items()
-        if list(given[name].shape) != shape
+        if _shape_text(given[name]) != str(shape)
     ]
     if wrong:
         problems.append(f"wrong shapes: {'; '.join(wrong)}")
     if any(value.is_meta for value in tensors.values()):
         problems.append("the model is on the meta device: call its to_empty(device=...) first")
     return f"state_dict does not fit the model, {'; '.join(problems)}" if problems else ""
+
+
+def _shape_text(value: object) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
 
 
 def _agree(group: ProcessGroup, problem: str, names: Sequence[str] = ()) -> None:

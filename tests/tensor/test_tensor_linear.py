@@ -273,7 +273,7 @@ def test_shards_of_every_kind(world) -> None:
 @pytest.mark.ranks(2, 4)
 def test_sizes_that_do_not_divide_are_refused_before_anything_is_sent(world) -> None:
     size = world.size
-    message = f"multiple of the {size} ranks of the group, got {size + 1}"
+    message = f"_features: expected a multiple of the {size} ranks of the group, got {size + 1}; .* shard="
     with pytest.raises(ValueError, match=message):
         ax.ColumnParallelLinear(3, size + 1)
     with pytest.raises(ValueError, match=message):
@@ -325,6 +325,15 @@ def test_ranks_that_differ_in_sizes(world) -> None:
             ax.ColumnParallelLinear(3, 8, bias=False)
 
 
+@pytest.mark.ranks(1, 2)
+def test_an_input_of_another_dtype_is_refused_as_by_torch(world) -> None:
+    layer = ax.ColumnParallelLinear(3, 4, dtype=torch.float64)
+    for requires_grad in (False, True):
+        with pytest.raises(RuntimeError, match="dtype"):
+            layer(torch.ones(2, 3, requires_grad=requires_grad))
+    ax.barrier()
+
+
 @pytest.mark.ranks(2)
 def test_other_mistakes(world) -> None:
     even = Shard.even(0, 4, 2)
@@ -342,6 +351,14 @@ def test_other_mistakes(world) -> None:
         ax.RowParallelLinear(4, 3, shard=even)
     with pytest.raises(TypeError, match=r"shard: expected an axonmpi.tensor.Shard, got str"):
         ax.ColumnParallelLinear(3, 4, shard="even")
+    for make in (
+        lambda: ax.ParallelMLP(4, 4, "tp"),
+        lambda: ax.tensor_parallel_attention(4, 2, "tp"),
+        lambda: ax.ShardedDropout(0.5, "tp"),
+        lambda: ax.sequence_parallel_norm(torch.nn.LayerNorm(3), "tp"),
+    ):
+        with pytest.raises(TypeError, match=r"group: expected an axonmpi.ProcessGroup or None, got str"):
+            make()
     with pytest.raises(TypeError, match=r"process_group: expected an axonmpi.ProcessGroup or None, got str"):
         ax.ColumnParallelLinear(3, 4, process_group="tp")
     with pytest.raises(TypeError, match=r"linear: expected a torch.nn.Linear, got ReLU"):

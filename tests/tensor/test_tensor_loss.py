@@ -160,6 +160,23 @@ def test_with_an_output_layer(world, sequence_parallel: bool) -> None:
 
 
 @ON_RANKS
+def test_losses_of_a_slice_of_the_sequence(world) -> None:
+    group = world.default_group
+    logits, targets = randn(3, 8, 8), targets_below(8, (3, 8), 2, (-100, 0.3))
+    for reduction in ("none", "mean", "sum"):
+        whole = logits.clone().requires_grad_()
+        expected = of_torch(whole, targets, reduction=reduction)
+        weights = randn(*expected.shape, seed=1)
+        (expected * weights).sum().backward()
+        own = part(logits, world, -1).requires_grad_()
+        found = ax.parallel_cross_entropy(own, targets, group=group, reduction=reduction, sequence_parallel=True)
+        is_slice = reduction == "none"
+        (found * (part(weights, world, 1) if is_slice else weights)).sum().backward()
+        assert_close(found, part(expected, world, 1) if is_slice else expected)
+        assert_close(own.grad, part(whole.grad, world, -1))
+
+
+@ON_RANKS
 def test_mistakes(world) -> None:
     logits, targets = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
     entries = 4 * world.size
@@ -181,6 +198,11 @@ def test_mistakes(world) -> None:
     refused(ValueError, "reduction: expected one of 'mean', 'sum', 'none', got 'max'", reduction="max")
     for smoothing in (-0.1, 1.1, math.nan):
         refused(ValueError, "label_smoothing: expected 0 to 1", label_smoothing=smoothing)
+    if world.size > 1:
+        long = torch.zeros(2, world.size + 1, 4)
+        options = {"reduction": "none", "sequence_parallel": True}
+        refused(ValueError, "a sequence whose length is a multiple", long, long[..., 0].long(), **options)
+    refused(TypeError, "^group: expected an axonmpi.ProcessGroup or None, got str", group="tp")
     for vocabulary in (0, entries + 1):
         refused(ValueError, f"vocabulary: expected 1 to {entries}", vocabulary=vocabulary)
     ax.barrier()

@@ -566,7 +566,7 @@ def test_arguments_of_a_wrong_kind(world):
         ((built(perceptron), {"0": 3}), r"plan\['0'\]: expected a style"),
         (
             (built(perceptron), {"0": "column"}, "tp"),
-            "process_group: expected an axonmpi.ProcessGroup or None, got str",
+            "^group: expected an axonmpi.ProcessGroup or None, got str",
         ),
     ):
         with pytest.raises(TypeError, match=message):

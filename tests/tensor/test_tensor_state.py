@@ -114,7 +114,7 @@ def test_loading_a_whole_state_from_rank_0(world):
     source.note, source.norm.running_mean[:] = "other", 3.0
     source.double()
     model = divided()
-    load_full_state_dict(model, source.state_dict() if world.rank == 0 else {})
+    load_full_state_dict(model, source.state_dict() if world.rank == 0 else None)
     assert_same(full_state_dict(model), source.float().state_dict())
     assert model.note == "other"
     assert model.up.weight.dtype is torch.float32
@@ -144,6 +144,12 @@ def test_what_is_not_whole_is_not_loaded(world):
     )
     with pytest.raises(ValueError, match=message):
         load_full_state_dict(model, wrong)
+    for wrong_on_rank_0, message in (
+        (None, "^rank 0: state_dict: expected a mapping of names to values, got NoneType"),
+        ({**wrong, "up.weight": 3}, r"wrong shapes: .*; up.weight: expected \[4, 8\], got int"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_full_state_dict(model, wrong_on_rank_0 if world.rank == 0 else None)
     with pytest.raises(
         ValueError, match=r"embedding.weight: expected size 5 along dim 0, got shape \[6, 4\]; up.weight"
     ):
