@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -111,7 +112,7 @@ class _TokenLosses(Function):
         rows = [top, powers.sum(1), _picked(values, columns, own)]
         if smoothing:
             rows.append(values.sum(1))
-        gathered = group.all_gather(torch.stack(rows)[None])  # [W, 3 or 4, N]
+        gathered = _gathered(torch.stack(rows), local, group)  # [W, 3 or 4, N]
         tops, sums = gathered[:, 0], gathered[:, 1]
         highest = tops.amax(0)
         total = (sums * (tops - highest).exp_()).sum(0)
@@ -143,6 +144,19 @@ class _TokenLosses(Function):
             at_target = (weights * (smoothing - 1)).masked_fill_(~own, 0).to(inner.dtype)
             inner.scatter_add_(1, columns[:, None], at_target[:, None])
         return gradient, None, None, None
+
+
+def _gathered(rows: Tensor, local: int, group: ProcessGroup) -> Tensor:
+    """Return all ranks' rows; collective. Raise on all ranks unless they have as many entries each."""
+    gathered: Tensor = group.all_gather(F.pad(rows, (0, 1), value=local)[None])
+    counts = gathered[:, 0, -1].tolist()
+    if len({*counts}) > 1:
+        found = ", ".join(f"{count:.0f}" for count in counts)
+        raise ValueError(
+            f"logits: expected as many entries on all ranks of the group, got {found}; "
+            "pad those of the last ranks, and say with vocabulary= how many there are"
+        )
+    return gathered[..., :-1]
 
 
 def _powers(values: Tensor) -> tuple[Tensor, Tensor]:

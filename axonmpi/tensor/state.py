@@ -99,8 +99,8 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any] | None
         strict: Missing and unexpected names are an error.
 
     Raises:
-        ValueError: `state_dict` is no mapping, names or shapes do not fit, or the model is on the meta device; on all
-            ranks, and nothing is changed.
+        ValueError: `state_dict` is no mapping, names or shapes do not fit, or the model is on the meta device; on
+            all ranks, and nothing is changed.
     """
     module = _unwrapped(module)
     group, shards = _cuts(module)
@@ -135,8 +135,9 @@ def copies(module: nn.Module) -> dict[str, int]:
         module: A model with parallel layers, also one that DDP or FSDP is around.
 
     Returns:
-        The number by parameter name: 1 for a parameter each element of which one rank has, the size of the group
-        for one that all ranks have.
+        The number by the parameter's name in the model inside such wrappers, as in
+        `clip_grad_norm(ddp.module, 1.0, copies=copies(ddp))`: 1 for a parameter each element of which one rank has,
+        the size of the group for one that all ranks have.
     """
     module = _unwrapped(module)
     group, shards = _cuts(module)

@@ -137,7 +137,7 @@ def test_one_message_and_one_tensor_of_the_size_of_the_logits() -> None:
         return sent, sorted(kept, reverse=True), backward.take()
 
     for sent, kept, backward in run_ranks(2, body):
-        assert sent == [("all_gather", 3 * 6 * 8)]
+        assert sent == [("all_gather", 3 * (6 + 1) * 8)]
         assert kept[0] == 6 * 50
         assert kept[1] <= 6
         assert backward == {}
@@ -202,6 +202,10 @@ def test_mistakes(world) -> None:
         long = torch.zeros(2, world.size + 1, 4)
         options = {"reduction": "none", "sequence_parallel": True}
         refused(ValueError, "a sequence whose length is a multiple", long, long[..., 0].long(), **options)
+    if world.size > 1:
+        uneven = torch.zeros(2, 3, 4 if world.rank else 5)
+        counts = ", ".join(["5", *["4"] * (world.size - 1)])
+        refused(ValueError, f"as many entries on all ranks of the group, got {counts}; pad", uneven, targets)
     refused(TypeError, "^group: expected an axonmpi.ProcessGroup or None, got str", group="tp")
     for vocabulary in (0, entries + 1):
         refused(ValueError, f"vocabulary: expected 1 to {entries}", vocabulary=vocabulary)
