@@ -109,10 +109,14 @@ def _wrong_product(config: Config, ranks: int) -> str:
     given = {axis: size for axis, size in asked.items() if size}
     product = math.prod(given.values())
     said = f"{' x '.join(given)} = {' x '.join(map(str, given.values()))} = {product}"
+    there = "is 1 rank" if ranks == 1 else f"are {ranks} ranks"
     if asked["dp"]:
-        wrong, other = f"but there are {ranks} ranks", f"start {product} ranks"
+        wrong, other = f"but there {there}", f"start {product} ranks"
     else:
-        wrong, other = f"which does not divide the {ranks} ranks", f"start a multiple of {product} ranks"
+        wrong = f"but there {there}" if ranks < product else f"which does not divide the {ranks} ranks"
+        other = f"start a multiple of {product} ranks"
+    if ranks == 1:
+        other += f", as mpirun -n {product} does"
     shapes = nearest_shapes({axis: size or -1 for axis, size in asked.items()}, ranks, None)
     fitting = [" x ".join(map(str, shape.values())) for shape in shapes if _fits(config, shape)]
     example = f"take for example dp x tp x pp = {' or '.join(fitting[:_SUGGESTIONS])}, or " if fitting else ""
@@ -123,9 +127,11 @@ def _fits(config: Config, shape: dict[str, int]) -> bool:
     """Say whether these settings could be used with another shape of the mesh."""
     model, run = config.model, config.run
     pipeline = dataclasses.replace(config.pipeline, pp=shape["pp"])
+    sequences = run.global_batch // shape["dp"] // run.accumulation
     divided = [model.heads, *([model.sequence_length] if config.mesh.sequence_parallel else [])]
     return (
         all(number % shape["tp"] == 0 for number in divided)
         and pipeline.pp * pipeline.stages_per_rank(model.layers) <= model.layers
         and run.global_batch % (shape["dp"] * run.accumulation) == 0
+        and pipeline.micro_batches <= sequences
     )

@@ -66,10 +66,10 @@ def test_options_are_sizes():
 @pytest.mark.ranks(2)
 def test_sizes_that_do_not_fit_are_named(world):
     for sizes, complaint in (
-        (Sizes(heads=3), "heads: expected a multiple of 2 on 2 ranks, got 3"),
-        (Sizes(width=100), "width: expected a multiple of 16 on 2 ranks, got 100"),
-        (Sizes(sequences=0), "sequences: expected a positive number on 2 ranks, got 0"),
-        (Sizes(lengths=(4, -1)), "lengths: expected a positive number on 2 ranks, got -1"),
+        (Sizes(heads=3), "heads: expected a multiple of ranks = 2, got 3"),
+        (Sizes(width=100), "width: expected a multiple of heads = 16, got 100"),
+        (Sizes(sequences=0), "sequences: expected a positive number, got 0"),
+        (Sizes(lengths=(4, -1)), "lengths: expected a positive number, got -1"),
     ):
         with pytest.raises(ValueError, match=complaint):
             measure(world, 1, sizes)

@@ -273,7 +273,7 @@ def test_a_text_missing_on_one_node_ends_the_job(tmp_path):
         (["--stepz", "3"], "--stepz"),
         (["--data", "/nowhere"], "No such file"),
         ([*SMALL, "--global-batch", "9"], "global_batch: expected a multiple of"),
-        (["--pp", "3"], "tp x pp = 1 x 3 = 3, which does not divide the 2 ranks: take for example dp x tp x pp = "),
+        (["--pp", "3"], "tp x pp = 1 x 3 = 3, but there are 2 ranks: take for example dp x tp x pp = "),
     ],
 )
 def test_real_ranks_refuse_together_with_code_2(flags, message):

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from axonmpi.testing import run_ranks
 from axonmpi.train import GPT, Config, Trainer
-from axonmpi.train.layout import Layout
+from axonmpi.train.layout import Layout, plan_schedule
 from axonmpi.train.memory import bytes_at_output, bytes_in_block
 from axonmpi.train.parallel import Held
 from axonmpi.train.table import Share, layout_table
@@ -30,7 +30,9 @@ SIX = "6 ranks: take for example dp x tp x pp = "
 REFUSED = [
     ({"dp": 2, "tp": 2}, 6, f"dp x tp x pp = 2 x 2 x 1 = 4, but there are {SIX}3 x 2 x 1 or "),
     ({"tp": 4}, 6, f"tp x pp = 4 x 1 = 4, which does not divide the {SIX}3 x 2 x 1 or "),
-    ({"tp": 4}, 2, "tp x pp = 4 x 1 = 4, which does not divide the 2 ranks: take for example dp x tp x pp = 1 x 2"),
+    ({"tp": 4}, 2, "tp x pp = 4 x 1 = 4, but there are 2 ranks: take for example dp x tp x pp = 1 x 2"),
+    ({"tp": 2}, 1, "but there is 1 rank: take for example dp x tp x pp = 1 x 1 x 1, or start a multiple"),
+    ({"pp": 4, "dp": 2}, 1, "or start 8 ranks, as mpirun -n 8 does"),
     ({"dp": 8}, 4, "dp x tp x pp = 8 x 1 x 1 = 8, but there are 4 ranks: take for example dp x tp x pp = 4 x 1"),
     ({"dp": 3}, 7, "dp x tp x pp = 3 x 1 x 1 = 3, but there are 7 ranks: start 3 ranks"),  # nothing fits seven
 ]
@@ -48,6 +50,19 @@ def test_a_wrong_product_is_answered_with_valid_ones(settings, ranks, message):
         assert Layout.of(valid, ranks, 0).shape == {"dp": dp, "pp": pp, "tp": tp}
         assert 24 % dp == 0
     assert len(set(suggestions)) == len(suggestions)
+
+
+def test_valid_products_leave_enough_sequences_for_the_micro_batches():
+    config = Config().replace(dp=2, tp=2, micro_batches=4, global_batch=12)
+    with pytest.raises(ValueError, match="take for example") as caught:
+        Layout.of(config, 6, 0)
+    suggestions = re.findall(r"\d+ x \d+ x \d+", str(caught.value).partition("take for example")[2])
+    assert "3 x 2 x 1" in suggestions
+    assert "6 x 1 x 1" not in suggestions  # 2 sequences for each replica
+    for suggestion in suggestions:
+        dp, tp, pp = map(int, suggestion.split(" x "))
+        valid = config.replace(dp=dp, tp=tp, pp=pp)
+        assert plan_schedule(valid, Layout.of(valid, 6, 0)).num_microbatches == 4
 
 
 def shown(config, ranks):
@@ -87,6 +102,15 @@ def test_what_is_shown_without_any_division(tiny):
     assert mesh == "mesh: dp 2 x pp 1 x tp 1 = 2 ranks"
     assert re.split(r"  +", row.strip())[:4] == ["0", "0-1", "all layers", "7,216"]
     assert note.endswith("* estimated, with 4 sequences")
+
+
+def test_what_lies_in_files_is_said():
+    config = Config().replace(fsdp="full", cpu_offload="full")
+    share = Share(0, "all layers", Held(4, 16, 16, 32), 0)
+    mesh = layout_table(config, Layout.of(config, 1, 0), None, [share]).splitlines()[0]
+    assert mesh.endswith("along dp (full); parameters, gradients and optimizer state in files")
+    config = config.replace(cpu_offload="params")
+    assert "; parameters in files\n" in layout_table(config, Layout.of(config, 1, 0), None, [share])
 
 
 def test_many_ranks_are_shown_in_few_rows():

@@ -339,7 +339,7 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
 
 def _check_sizes(world: World, sizes: Sizes) -> None:
     """Raise ValueError unless all variants can do with the sizes."""
-    divisors = {"width": sizes.heads, "heads": world.size}
+    divisors = {"width": (sizes.heads, f"heads = {sizes.heads}"), "heads": (world.size, f"ranks = {world.size}")}
     numbers: Iterable[tuple[str, int]] = [
         ("heads", sizes.heads),
         ("width", sizes.width),
@@ -347,7 +347,7 @@ def _check_sizes(world: World, sizes: Sizes) -> None:
         *(("lengths", length) for length in sizes.lengths),
     ]
     for name, value in numbers:
-        divisor = divisors.get(name, 1)
+        divisor, meaning = divisors.get(name, (1, ""))
         if value < 1 or value % divisor:
-            expected = f"a multiple of {divisor}" if divisor > 1 else "a positive number"
-            raise ValueError(f"{name}: expected {expected} on {world.size} ranks, got {value}")
+            expected = f"a multiple of {meaning}" if divisor > 1 else "a positive number"
+            raise ValueError(f"{name}: expected {expected}, got {value}")
