@@ -16,13 +16,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..mesh import nearest_shapes
 from ..pipeline import PipelineSchedule, Schedule, make_schedule
 from .config import Config
 
-__all__ = ["Layout", "plan_schedule"]
+__all__ = ["Layout", "check_nodes", "plan_schedule"]
 
 _MICRO_BATCHES_PER_RANK = 4
 _SUGGESTIONS = 6
@@ -99,6 +101,27 @@ def plan_schedule(config: Config, layout: Layout) -> Schedule:
     count = wanted.micro_batches or min(_MICRO_BATCHES_PER_RANK * layout.pp, sequences)
     chunks = wanted.stages_per_rank(config.model.layers)
     return make_schedule(PipelineSchedule(wanted.schedule), layout.pp, count, chunks)
+
+
+def check_nodes(layout: Layout, nodes: Sequence[int]) -> None:
+    """Raise unless replicas can be sharded within nodes, which every group along dp has to be able to; local.
+
+    Args:
+        layout: Where any of the ranks stands.
+        nodes: The node of each rank.
+
+    Raises:
+        ValueError: In a group, one node has more of the ranks than another.
+    """
+    stride = layout.pp * layout.tp
+    for first in range(stride):
+        group = range(first, layout.dp * stride, stride)
+        sizes = Counter(nodes[rank] for rank in group)
+        if len(set(sizes.values())) > 1:
+            raise ValueError(
+                f"fsdp: hybrid needs as many replicas on each node, got {list(sizes.values())} for ranks "
+                f"{', '.join(map(str, group))}: start the job with as many ranks on each node, or take full"
+            )
 
 
 # ---- wrong numbers ----------------------------------------------------------------------------------------------

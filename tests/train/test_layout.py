@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from axonmpi.testing import run_ranks
 from axonmpi.train import GPT, Config, Trainer
-from axonmpi.train.layout import Layout, plan_schedule
+from axonmpi.train.layout import Layout, check_nodes, plan_schedule
 from axonmpi.train.memory import bytes_at_output, bytes_in_block
 from axonmpi.train.parallel import Held
 from axonmpi.train.table import Share, layout_table
@@ -24,6 +24,23 @@ def test_the_last_axis_are_neighbours():
     assert [places[0].ranks_at(position) for position in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert places[0].shape == {"dp": 2, "pp": 2, "tp": 2}
     assert Layout.of(Config().replace(tp=2), 12, 0).dp == 6
+
+
+def test_replicas_that_cannot_be_sharded_within_nodes_are_an_error_on_every_rank():
+    config = Config().replace(fsdp="hybrid", tp=2)
+    layout = Layout.of(config, 8, 0)
+    check_nodes(layout, [0, 0, 0, 0, 1, 1, 1, 1])
+    check_nodes(layout, [0] * 8)
+    with pytest.raises(ValueError, match=r"got \[3, 1\] for ranks 0, 2, 4, 6: start the job with as many ranks"):
+        check_nodes(layout, [0] * 5 + [1] * 3)
+
+    def start(world):
+        with pytest.raises(ValueError, match="fsdp: hybrid needs as many replicas on each node"):
+            Trainer(config, world)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AXONMPI_RANKS_PER_NODE", "5")
+        run_ranks(8, start)
 
 
 SIX = "6 ranks: take for example dp x tp x pp = "
