@@ -24,7 +24,8 @@ _COMMANDS = {
     "chart": "draw a pipeline schedule: which rank does what, and when it waits",
     "doctor": "say what is wrong with the installation or the launch",
 }
-_BAD_USAGE = 2
+BAD_USAGE = 2
+"""The exit code for arguments that cannot be used."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +60,7 @@ def refuse(program: str, message: str) -> int:
     """Print an error on this rank, as one write so that ranks do not mix, and return the exit code of bad usage."""
     sys.stderr.write(f"{program}: error: {message}\n")
     sys.stderr.flush()
-    return _BAD_USAGE
+    return BAD_USAGE
 
 
 def print_on_first_rank(text: str) -> None:

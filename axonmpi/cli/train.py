@@ -20,7 +20,7 @@ from ..train.config import Config, MeshConfig, ModelConfig, OptimizerConfig, Pip
 from ..train.config_file import load_config
 from ..train.corpus import Corpus, load_corpus
 from ..train.trainer import Trainer
-from . import print_on_first_rank, refuse
+from . import BAD_USAGE, print_on_first_rank, refuse
 
 __all__ = ["main", "parse"]
 
@@ -57,14 +57,17 @@ def main(argv: Sequence[str]) -> int:
 
     Raises:
         SystemExit: A flag or a setting in the file is unknown or bad (code 2), or help was asked for (code 0), or
-            the text is missing on this node only (code 2).
+            the text or the settings cannot be used, maybe on this rank only (code 2).
     """
     config = parse(argv)
     try:
         corpus = load_corpus(config.text, config.model.sequence_length)
     except ValueError as error:
         return _refuse_file(str(error))
-    code = _train(config, init_process_group(), corpus)
+    world = init_process_group()
+    code = _train(config, world, corpus)
+    if code == BAD_USAGE and world.size > 1:
+        raise SystemExit(code)  # ranks that were given other settings may wait for this one: it ends the job
     destroy_process_group()  # not after an exception: it waits for the other ranks, who may wait for this one
     return code
 

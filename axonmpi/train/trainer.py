@@ -15,7 +15,6 @@ import math
 import time
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torch import nn
 
 from ..group import World
 from ..mesh import DeviceMesh
-from ..pipeline import Schedule
 from .batches import BatchPlan, HeldOutPlan, Stream, seeded_generator
 from .config import Config, OptimizerConfig
 from .corpus import Corpus, load_corpus
@@ -56,8 +54,8 @@ class Trainer:
 
     Raises:
         ValueError: The text cannot be used, the ranks are not as many as dp x tp x pp, the global batch cannot be
-            divided among the replicas, or settings or text differ between ranks. Raised on every rank, before
-            anything but that is sent.
+            divided among the replicas (all before anything is sent), or settings or text differ between ranks.
+            Raised on every rank.
 
     Attributes:
         model: This rank's model, or its part of it, without the wrapper; in a pipeline the list of its stages.
@@ -69,9 +67,12 @@ class Trainer:
         length, run = config.model.sequence_length, config.run
         self._config = config
         self._group = world.default_group
-        plans = _agreed_plans(config, world, corpus)
-        layout, schedule = plans.layout, plans.schedule
-        self._plan, self._held_out, self.corpus = plans.batches, plans.held_out, plans.corpus
+        layout = Layout.of(config, world.size, world.rank)
+        self._plan = _batch_plan(config, layout)
+        self._held_out = HeldOutPlan(run.held_out_sequences, length, _HELD_OUT_BATCH, layout.replica, layout.dp)
+        schedule = plan_schedule(config, layout) if config.pipeline.is_wanted else None
+        self.corpus = load_corpus(config.text, length) if corpus is None else corpus
+        self._check_same_on_all_ranks()
         mesh = DeviceMesh(layout.shape, world)
         if run.fsdp == "hybrid":
             check_nodes(layout, self._group.all_gather_object(min(self._group.backend.node_ranks)))
@@ -103,6 +104,17 @@ class Trainer:
     def held_out(self) -> list[HeldOutMetrics]:
         """The held-out evaluations made so far, on every rank."""
         return self._recorder.held_out
+
+    def _check_same_on_all_ranks(self) -> None:
+        settings = {name: value for name, value in self._config.flat().items() if name not in _MAY_DIFFER}
+        described = self._group.all_gather_object({**settings, "text": self.corpus.digest})
+        for rank, other in enumerate(described):
+            differing = [name for name, value in described[0].items() if other[name] != value]
+            if differing:
+                raise ValueError(
+                    f"ranks 0 and {rank} differ in {', '.join(differing)}: start all ranks with the same settings, "
+                    "and give them the same text"
+                )
 
     def run(self) -> Summary:
         """Train to the end; collective.
@@ -236,60 +248,6 @@ class Trainer:
             sample=sample,
             folder=str(run.folder),
         )
-
-
-@dataclass(frozen=True)
-class _Plans:
-    """What is known before anything is sent."""
-
-    layout: Layout
-    batches: BatchPlan
-    held_out: HeldOutPlan
-    schedule: Schedule | None
-    corpus: Corpus
-
-    @classmethod
-    def of(cls, config: Config, world: World, corpus: Corpus | None) -> _Plans:
-        """Make them; local.
-
-        Raises:
-            ValueError: The settings cannot be used on so many ranks, or the text cannot be used.
-        """
-        length = config.model.sequence_length
-        layout = Layout.of(config, world.size, world.rank)
-        batches = _batch_plan(config, layout)
-        held_out = HeldOutPlan(config.run.held_out_sequences, length, _HELD_OUT_BATCH, layout.replica, layout.dp)
-        schedule = plan_schedule(config, layout) if config.pipeline.is_wanted else None
-        return cls(
-            layout, batches, held_out, schedule, load_corpus(config.text, length) if corpus is None else corpus
-        )
-
-
-def _agreed_plans(config: Config, world: World, corpus: Corpus | None) -> _Plans:
-    """Make the plans; collective. What is wrong on one rank is an error on all, so that nobody waits for it.
-
-    Raises:
-        ValueError: They cannot be made, or settings or text differ between ranks.
-    """
-    plans, problem = None, None
-    try:
-        plans = _Plans.of(config, world, corpus)
-    except ValueError as error:
-        problem = error
-    settings = {name: value for name, value in config.flat().items() if name not in _MAY_DIFFER}
-    own = {**settings, "text": plans.corpus.digest if plans else None}
-    described = world.default_group.all_gather_object(own)
-    if problem is not None:
-        raise problem
-    assert plans is not None
-    for rank, other in enumerate(described):
-        differing = [name for name, value in described[0].items() if other[name] != value]
-        if differing:
-            raise ValueError(
-                f"ranks 0 and {rank} differ in {', '.join(differing)}: start all ranks with the same settings, "
-                "and give them the same text"
-            )
-    return plans
 
 
 def _batch_plan(config: Config, layout: Layout) -> BatchPlan:

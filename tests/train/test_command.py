@@ -247,23 +247,30 @@ def test_eight_real_ranks_in_three_dimensions(tmp_path):
     assert losses(tmp_path) == pytest.approx(plain_run(train.parse(settings)).losses, abs=1e-4)
 
 
-ONE_NODE_LACKS_THE_TEXT = """
+OTHER_FLAGS_ON_RANK_1 = """
 import sys
 from axonmpi import cli
 from axonmpi.cli import train
 from axonmpi.environment import detect_launchers
 
 train._on_several_nodes = lambda: True
-lacking = ["--data", "/nowhere"] if detect_launchers()[0].rank == 1 else []
-sys.exit(cli.main(["train", "--out", sys.argv[1], *lacking]))
+flags = sys.argv[2:] if detect_launchers()[0].rank == 1 else []
+sys.exit(cli.main(["train", "--out", sys.argv[1], *flags]))
 """
 
 
 @pytest.mark.slow
-def test_a_text_missing_on_one_node_ends_the_job(tmp_path):
-    result = ax.testing.launch(2, ONE_NODE_LACKS_THE_TEXT, tmp_path, timeout=240)
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data", "/nowhere"], "cannot read /nowhere: No such file"),
+        (["--pp", "3"], "tp x pp = 1 x 3 = 3, but there are 2 ranks"),
+    ],
+)
+def test_what_one_rank_cannot_use_ends_the_job(tmp_path, flags, message):
+    result = ax.testing.launch(2, OTHER_FLAGS_ON_RANK_1, tmp_path, *flags, timeout=240)
     assert (result.returncode, result.timed_out, result.leftover) == (2, False, ())
-    assert "cannot read /nowhere: No such file" in result.stderr
+    assert message in result.stderr
 
 
 @pytest.mark.slow

@@ -145,20 +145,19 @@ def test_weight_decay_spares_the_norms(tiny):
 
 @pytest.mark.ranks(4)
 def test_a_global_batch_that_does_not_divide_is_refused_on_every_rank(world, tiny):
-    sent = world.default_group.backend.observer = Operations()
+    before = world.default_group.backend.observer = Counter()
     with pytest.raises(ValueError, match="ranks x accumulation = 4 x 1 = 4, got 6"):
         Trainer(tiny.replace(global_batch=6), world)
     with pytest.raises(ValueError, match="No such file"):
         Trainer(tiny.replace(data="nowhere"), world)
-    assert sent.names == {"all_gather"}  # refused before anything was sent but what ranks have to agree on
+    assert before.operations == 0  # refused before anything was sent
 
 
-class Operations:
-    def __init__(self):
-        self.names = set()
+class Counter:
+    operations = 0
 
     def enter(self, operation, nbytes):
-        self.names.add(operation)
+        self.operations += 1
 
     def leave(self, operation):
         pass
@@ -172,16 +171,6 @@ def test_ranks_with_other_settings_or_another_text_are_refused_on_every_rank(wor
     text.write_bytes(bytes([65 + world.rank]) * 1000)
     with pytest.raises(ValueError, match="ranks 0 and 1 differ in text"):
         Trainer(tiny.replace(data=str(text)), world)
-
-
-@pytest.mark.ranks(2)
-def test_a_mistake_of_one_rank_is_an_error_on_every_rank(world, tiny, tmp_path):
-    with pytest.raises(
-        ValueError, match=("ranks 0 and 1 differ in tp", "does not divide|but there are")[world.rank]
-    ):
-        Trainer(tiny.replace(heads=3, width=48, tp=1 + 2 * world.rank), world)
-    with pytest.raises(ValueError, match=("ranks 0 and 1 differ in text", "No such file")[world.rank]):
-        Trainer(tiny.replace(data=str(tmp_path / "missing") if world.rank else None), world)
 
 
 @pytest.mark.ranks(2)
