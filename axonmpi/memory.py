@@ -1,17 +1,35 @@
-"""Memory that is quick to copy from and to (layer 0).
+"""Memory that is quick to copy from and to, and memory that is used again (layer 0).
 
 Large flat tensors that live long, such as gradient buckets, lie in huge pages where the system offers them on
 request: numpy asks for them, torch's allocator does not. Copies are quicker on them, since far fewer addresses have
 to be looked up.
+
+Gradients of large weights are dropped and made anew in every step. The system then finds and clears new pages for
+them, which can take as long as the products that they are filled with. Here the memory is kept:
+
+    backward takes it ─▶ param.grad ─▶ zero_grad() ─▶ no tensor refers to it ─▶ the next backward takes it again
+
+What is kept is at most what was in use at one time.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["flat_zeros"]
+__all__ = ["REUSED_BYTES", "ReusedMemory", "flat_zeros", "gradient_memory", "set_gradient_memory"]
+
+REUSED_BYTES = 512 << 10
+"""From this size on memory is kept here: smaller pieces are kept by the allocator."""
 
 
 def flat_zeros(numel: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -20,3 +38,79 @@ def flat_zeros(numel: int, dtype: torch.dtype, device: torch.device | None = Non
         return torch.zeros(numel, dtype=dtype, device=device)
     # numpy has fewer dtypes than torch, but bytes are bytes.
     return torch.from_numpy(np.zeros(numel * dtype.itemsize, dtype=np.uint8)).view(dtype)
+
+
+class ReusedMemory:
+    """Memory for one tensor at a time: the next one gets it when nothing refers to the one before.
+
+    Args:
+        memory: Contiguous bytes; kept alive.
+    """
+
+    def __init__(self, memory: memoryview | bytearray | mmap.mmap) -> None:
+        self._bytes = memoryview(memory)
+        self._user: weakref.ref[Any] | None = None
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+        """Return a contiguous tensor on the memory's beginning, its values any; None if it is in use; local."""
+        if self._user is not None and self._user() is not None:
+            return None
+        # A view has an owner of its own, whose end is the end of the last tensor on it.
+        view = np.frombuffer(self._bytes, dtype=np.uint8, count=math.prod(shape) * dtype.itemsize)
+        self._user = weakref.ref(view)
+        return torch.from_numpy(view).view(dtype).view(*shape)
+
+
+class _Pool:
+    """Reused memory of any size, as much of each as was in use at one time."""
+
+    def __init__(self) -> None:
+        self._of_size: dict[int, list[ReusedMemory]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        with self._lock:
+            known = self._of_size.setdefault(nbytes, [])
+            for memory in known:
+                tensor = memory.take(shape, dtype)
+                if tensor is not None:
+                    return tensor
+            # Not in huge pages: the rows of matrices are often as long as a power of 2, and where pages are larger
+            # than that, fewer places of the cache serve a block of a matrix.
+            known.append(ReusedMemory(mmap.mmap(-1, nbytes)))
+            tensor = known[-1].take(shape, dtype)
+        assert tensor is not None
+        return tensor
+
+
+_pool = _Pool()
+_own_memory: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def set_gradient_memory(parameter: Tensor, memory: ReusedMemory) -> None:
+    """Say where a parameter's gradient shall be put if it can, as long as the memory is alive; local."""
+    _own_memory[parameter] = weakref.ref(memory)
+
+
+def gradient_memory(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+    """Return memory for a parameter's gradient, or for that of what it was made into, its values any; local.
+
+    Args:
+        parameter: The parameter.
+        shape: Of the gradient.
+        dtype: Of the gradient.
+
+    Returns:
+        A contiguous tensor; None where new memory serves as well.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if parameter.device.type != "cpu" or nbytes < REUSED_BYTES or not parameter.is_contiguous():
+        return None
+    known = _own_memory.get(parameter)
+    own: ReusedMemory | None = None if known is None else known()
+    if own is not None and tuple(shape) == parameter.shape and dtype == parameter.dtype:
+        tensor = own.take(shape, dtype)
+        if tensor is not None:
+            return tensor
+    return _pool.take(shape, dtype)

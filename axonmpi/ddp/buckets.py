@@ -8,7 +8,8 @@ way in a gradient that autograd allocated itself is copied once; one that accumu
 The views have the strides of their parameters, so that optimizers find both laid out alike.
 
 A large gradient is not copied at all: it is a `LargeGradient`, reduced where autograd has put it. Copying it into a
-bucket would cost as much as reducing it does.
+bucket would cost as much as reducing it does. That of a linear layer's weight is computed in memory that the ranks
+of a node share, where reducing it is quickest.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..memory import flat_zeros
 from ..partition import bucket_by_size
 from ..wrapping.agreement import gradient_strides
 
-__all__ = ["Bucket", "LargeGradient", "make_buckets"]
+__all__ = ["Bucket", "LargeGradient", "is_large", "make_buckets"]
 
 FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that its reduction begins early in backward (Li et al. 2020, section 3.2.3)."""
@@ -207,7 +208,7 @@ def make_buckets(
         group: The ranks to reduce over.
         in_place: Whether large gradients are reduced in their own memory.
     """
-    large = [member for member in order if in_place and _is_large(parameters[member], reduce_dtype)]
+    large = [member for member in order if in_place and is_large(parameters[member], reduce_dtype)]
     groups: list[list[int]] = []
     small = [member for member in order if member not in set(large)]
     ordered = [parameters[position] for position in small]
@@ -221,7 +222,13 @@ def make_buckets(
     return sorted(buckets, key=lambda bucket: rank_in_order[bucket.members[-1]])
 
 
-def _is_large(parameter: nn.Parameter, reduce_dtype: torch.dtype | None) -> bool:
+def is_large(parameter: nn.Parameter, reduce_dtype: torch.dtype | None) -> bool:
+    """Say whether a gradient may be reduced in its own memory; local.
+
+    Args:
+        parameter: Whose gradient.
+        reduce_dtype: As for `make_buckets`.
+    """
     return parameter.nbytes >= LARGE_BYTES and not _converts(parameter, reduce_dtype)
 
 

@@ -15,7 +15,7 @@ After the first backward the buckets are laid out anew, in the order in which gr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,10 @@ from torch.autograd import Variable
 
 from ..errors import CollectiveTimeoutError, RankFailedError, UnusedParameterError
 from ..group import ProcessGroup
+from ..memory import ReusedMemory, set_gradient_memory
 from ..types import GradSyncStrategy, ReduceOp, Work
 from ..wrapping.outputs import outside_compile
-from .buckets import Bucket, LargeGradient, make_buckets
+from .buckets import Bucket, LargeGradient, is_large, make_buckets
 
 __all__ = ["Reducer"]
 
@@ -48,6 +49,7 @@ class Reducer:
         as_view: Whether `param.grad` becomes a view of its bucket.
         find_unused: Whether parameters without a gradient count as zero instead of being an error.
         reduce_dtype: Dtype of communication; None for the gradients' own.
+        direct: Those of the parameters whose gradients are put where `set_gradient_memory` says.
 
     Attributes:
         enabled: False while gradients only accumulate.
@@ -66,6 +68,7 @@ class Reducer:
         as_view: bool,
         find_unused: bool,
         reduce_dtype: torch.dtype | None,
+        direct: Collection[Tensor] = (),
     ) -> None:
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
@@ -86,6 +89,8 @@ class Reducer:
         self._open = False
         self._announced = False
         self._works: list[Work] = []
+        self._buckets: list[Bucket | LargeGradient] = []
+        self._memories = self._share_memory(direct)  # for as long as this lives
         self._lay_out(list(reversed(range(len(self._parameters)))))
         # The hooks outlive a wrapper that was dropped; a module can be wrapped again without them.
         own = weakref.ref(self)
@@ -301,6 +306,21 @@ class Reducer:
         if self._as_view:  # or the old buckets would live as long as the gradients in them
             for bucket in self._buckets:
                 bucket.adopt()
+
+    def _share_memory(self, direct: Collection[Tensor]) -> list[ReusedMemory]:
+        """Have large gradients computed where the ranks of a node can reduce them without a copy; collective."""
+        if self._group.size == 1 or any(parameter.device.type != "cpu" for parameter in self._parameters):
+            return []
+        told = {id(parameter) for parameter in direct}
+        shared = self._flags([self._as_view and id(parameter) in told for parameter in self._parameters])
+        self._group.all_reduce(shared, ReduceOp.MIN)
+        memories = []
+        for parameter, is_shared in zip(self._parameters, shared.tolist(), strict=True):
+            if is_shared and is_large(parameter, self._reduce_dtype):
+                memory = ReusedMemory(self._group.symmetric_empty((parameter.nbytes,), torch.uint8).numpy().data)
+                set_gradient_memory(parameter, memory)
+                memories.append(memory)
+        return memories
 
     def _lay_out(self, order: list[int]) -> None:
         self._buckets = make_buckets(

@@ -18,6 +18,7 @@ from ..errors import DtypeError
 from ..group import ProcessGroup, default_group
 from ..types import GradSyncStrategy
 from ..wrapping.agreement import check_same_model
+from ..wrapping.linear import LinearLayers
 from ..wrapping.outputs import accumulates_into, leaf_below, outside_compile, tensors_in
 from ..wrapping.state_names import hide_wrapper
 from .join import Join
@@ -116,7 +117,11 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; collective in training mode if it has buffers and they are broadcast."""
         self._before_forward()
-        return self._after_forward(self.module(*args, **kwargs))
+        if torch.compiler.is_compiling():
+            return self._after_forward(self.module(*args, **kwargs))
+        with self._layers.direct():
+            output = self.module(*args, **kwargs)
+        return self._after_forward(output)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -212,7 +217,8 @@ class DistributedDataParallel(nn.Module):
 
     def _make_reducer(self) -> Reducer:
         trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-        return Reducer(trained, self._group, **self._options)
+        self._layers = LinearLayers(self.module)
+        return Reducer(trained, self._group, **self._options, direct=self._layers.weights)
 
     @outside_compile
     def _before_forward(self) -> None:

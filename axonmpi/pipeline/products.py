@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from ..matmul import weight_gradient
+
 __all__ = ["Leaf", "Product", "add_gradients", "find_product", "has_saved_hooks", "is_of_python"]
 
 Leaf: type = type(get_gradient_edge(torch.ones((), requires_grad=True)).node)
@@ -79,11 +81,11 @@ class Product:
         left, right = (dy.t(), x.conj()) if self._is_transposed else (x.conj().t(), dy)
         weight, total = self.weight, self.weight.grad
         if type(self.edge.node) is not Leaf or _is_watched(weight):
-            return left.mm(right)
+            return weight_gradient(weight, left, right)
         if total is not None and _is_like(total, dy) and not total.requires_grad:
             total.addmm_(left, right)
         elif total is None and _is_like(weight, dy) and weight.is_contiguous():
-            weight.grad = left.mm(right)
+            weight.grad = weight_gradient(weight, left, right)
         else:
             return left.mm(right)
         return None

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..group import ProcessGroup
+from ..matmul import product
 from ..types import ReduceOp, Work
 
 __all__ = ["Entered", "Entry"]
@@ -99,7 +100,8 @@ class Entry:
         backward = torch._C._current_graph_task_id()
         if self._backward != backward:  # one that has failed may have left its parts
             self._begin(backward)
-        self._total = grad @ weight if self._total is None else self._total.addmm_(grad, weight)
+        part = product(grad, weight)
+        self._total = part if self._total is None else self._total.add_(part)
         self._added += 1
         if self._added == self.gradients and self._overlaps:
             self._under_way = _Sum(self.group, self._total.view(self._shape), self.dim, async_op=True)

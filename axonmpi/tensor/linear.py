@@ -15,11 +15,11 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from ..group import ProcessGroup
+from ..wrapping.linear import linear
 from .entry import Entered
 from .layer import ShardedLayer, chosen_group
 from .product import apply, product
@@ -260,11 +260,11 @@ class RowParallelLinear(_ParallelLinear):
         if self.sequence_parallel:
             check_sequence(input.shape, group, self._dim_of_sequence(input.shape))
         if group.size == 1:
-            return F.linear(input, self.weight, self.bias)
+            return linear(input, self.weight, self.bias, quick=True)
         if not self.input_is_parallel:
             input = apply(_Own, input, group, shard.along(-1))
         return leave(
-            F.linear(input, self.weight),
+            linear(input, self.weight, quick=True),
             group,
             sequence_parallel=self.sequence_parallel,
             sequence_dim=self.sequence_dim,

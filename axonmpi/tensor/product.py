@@ -18,11 +18,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from .. import autograd
+from .. import autograd, matmul
+from ..wrapping.linear import linear
 from .entry import Entered, Entry
 
 __all__ = ["apply", "autocast_dtype", "product"]
@@ -37,8 +37,10 @@ def product(input: Entered, weight: Tensor, bias: Tensor | None) -> Tensor:
         bias: [out], or None.
     """
     tensor, entry = input.tensor, input.entry
-    if entry is None or not torch.is_grad_enabled():
-        return F.linear(tensor, weight, bias)
+    if not torch.is_grad_enabled():
+        return matmul.linear(tensor, weight, bias)
+    if entry is None:
+        return linear(tensor, weight, bias, quick=True)
     dtype = autocast_dtype(tensor)
     values = tensor.to(dtype)
     if torch.is_autocast_enabled(tensor.device.type):  # else other dtypes are a mistake, as in torch's own layer
@@ -83,19 +85,25 @@ class _OfWeight(Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, shape: tuple[int, ...], entry: Entry, values: tuple[Tensor]) -> Tensor:
         ctx.entry = entry
-        ctx.save_for_backward(*values)
+        ctx.save_for_backward(*values, weight)
         entry.weights += 1
         return _nothing(weight, shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad, (values,), entry = grads[0], ctx.saved_tensors, ctx.entry
-        if entry.dim is not None:
-            if torch.is_grad_enabled():  # gradients of gradients are wanted
+        grad, (values, weight), entry = grads[0], ctx.saved_tensors, ctx.entry
+        if torch.is_grad_enabled():  # gradients of gradients are wanted
+            if entry.dim is not None:
                 values = autograd.all_gather(values, entry.group, entry.dim)
-            else:
-                values = entry.whole(values)
-        return _rows(grad).t() @ _rows(values.to(grad.dtype)), None, None, None
+            return _rows(grad).t() @ _rows(values.to(grad.dtype)), None, None, None
+        if entry.dim is not None:
+            values = entry.whole(values)
+        return (
+            matmul.weight_gradient(weight, _rows(grad).t(), _rows(values.to(grad.dtype)), quick=True),
+            None,
+            None,
+            None,
+        )
 
 
 class _OfInput(Function):
@@ -146,7 +154,7 @@ class _Product(Function):
     ) -> Tensor:
         # Not needed again, and kept elsewhere: so it can be seen that checkpointing will compute this node again.
         ctx.save_for_backward(operands[1])
-        return F.linear(*operands, bias)
+        return matmul.linear(*operands, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

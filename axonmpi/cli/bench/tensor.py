@@ -1,9 +1,9 @@
 """A transformer's two blocks divided among the ranks: ours, torch's on gloo, and the ideal (layer 7).
 
-The blocks are a perceptron (width to 4 x width and back) and causal self-attention. For each number of tokens four
+The blocks are a perceptron (width to 4 x width and back) and causal self-attention. For each number of tokens five
 variants take turns, each a forward and a backward: the computation alone, which is what a rank has to compute with
-nothing sent; the two all-reduces alone, of the tokens' activations; ours; and
-`torch.distributed.tensor.parallel` on gloo. The ideal is the first two together.
+nothing sent; the same by torch's own layers; the two all-reduces alone, of the tokens' activations; ours; and
+`torch.distributed.tensor.parallel` on gloo. The ideal is the first together with the all-reduces.
 
 Before anything is timed, the output and the gradients of ours and of torch's are compared with one process's.
 """
@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from ...comm import all_reduce, all_reduce_max
 from ...group import World
 from ...tensor import ColumnParallelLinear, ParallelMLP, RowParallelLinear, tensor_parallel_attention
+from ...wrapping.linear import linear
 from .cores import count_cores
 from .gloo import start_gloo
 from .timing import interleave
@@ -56,13 +57,21 @@ class Sizes:
     lengths: tuple[int, ...] = (16, 64, 256)
 
 
-class Perceptron(nn.Module):
-    """Plain torch: one rank's part of it, or with one part the whole."""
+class QuickLinear(nn.Linear):
+    """Computes as ours do, by the library that is quickest."""
 
-    def __init__(self, sizes: Sizes, parts: int) -> None:
+    def forward(self, input: Tensor) -> Tensor:
+        """Return [..., out] of [..., in]."""
+        return linear(input, self.weight, self.bias, quick=True)
+
+
+class Perceptron(nn.Module):
+    """One rank's part of it, or with one part the whole."""
+
+    def __init__(self, sizes: Sizes, parts: int, layer: type[nn.Linear] = nn.Linear) -> None:
         super().__init__()
-        self.up = nn.Linear(sizes.width, 4 * sizes.width // parts)
-        self.down = nn.Linear(4 * sizes.width // parts, sizes.width)
+        self.up = layer(sizes.width, 4 * sizes.width // parts)
+        self.down = layer(4 * sizes.width // parts, sizes.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [B, T, D] of [B, T, D]."""
@@ -71,7 +80,7 @@ class Perceptron(nn.Module):
 
 
 class Attention(nn.Module):
-    """Plain torch, with three projections: what torch divides, and with one part the whole."""
+    """With three projections: what torch divides, and with one part the whole."""
 
     def __init__(self, sizes: Sizes, parts: int) -> None:
         super().__init__()
@@ -86,13 +95,13 @@ class Attention(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Plain torch, with one projection for queries, keys and values: a rank's part, as quick as it can be."""
+    """With one projection for queries, keys and values: a rank's part, as quick as it can be."""
 
-    def __init__(self, sizes: Sizes, parts: int) -> None:
+    def __init__(self, sizes: Sizes, parts: int, layer: type[nn.Linear] = nn.Linear) -> None:
         super().__init__()
         self.head_width = sizes.width // sizes.heads
-        self.projection = nn.Linear(sizes.width, 3 * sizes.width // parts)
-        self.output = nn.Linear(sizes.width // parts, sizes.width)
+        self.projection = layer(sizes.width, 3 * sizes.width // parts)
+        self.output = layer(sizes.width // parts, sizes.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [B, T, D] of [B, T, D]."""
@@ -125,13 +134,15 @@ class Task:
         shape = sizes.sequences, length, sizes.width
         self.tokens = torch.randn(shape, generator=generator).requires_grad_()
         self.gradient = torch.randn(shape, generator=generator)
-        self.whole, self.ours, self.stock, self.part = BLOCKS[block](world, sizes)
+        self.whole, self.ours, self.stock, build = BLOCKS[block](world, sizes)
+        self.part, self.plain = build(sizes, world.size, QuickLinear), build(sizes, world.size)
         self._sent = torch.zeros(shape)
 
     def variants(self) -> dict[str, Step]:
         """Return what takes turns."""
         return {
             "compute": self.step(self.part),
+            "plain": self.step(self.plain),
             "collectives": self._collectives,
             "axonmpi": self.step(self.ours),
             "torch": self.step(self.stock),
@@ -152,8 +163,8 @@ class Task:
         all_reduce(self._sent)
 
 
-Forms = tuple[nn.Module, nn.Module, nn.Module, nn.Module]
-"""A block on one process, ours, torch's, and a rank's part of the computation."""
+Forms = tuple[nn.Module, nn.Module, nn.Module, Callable[..., nn.Module]]
+"""A block on one process, ours, torch's, and what builds a rank's part of the computation."""
 
 
 def _mlp_forms(world: World, sizes: Sizes) -> Forms:
@@ -162,7 +173,7 @@ def _mlp_forms(world: World, sizes: Sizes) -> Forms:
     for plain in (whole, stock):
         _copy([ours.up, ours.down], [plain.up, plain.down])
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    return whole, ours, _parallelized(world, stock, plan), Perceptron(sizes, world.size)
+    return whole, ours, _parallelized(world, stock, plan), Perceptron
 
 
 def _attention_forms(world: World, sizes: Sizes) -> Forms:
@@ -177,10 +188,10 @@ def _attention_forms(world: World, sizes: Sizes) -> Forms:
         whole.projection.bias.detach().chunk(3),
         strict=True,
     )
-    for linear, weight, bias in thirds:
-        linear.load_state_dict({"weight": weight, "bias": bias})
+    for layer, weight, bias in thirds:
+        layer.load_state_dict({"weight": weight, "bias": bias})
     plan = {**{name: ColwiseParallel() for name in ("query", "key", "value")}, "output": RowwiseParallel()}
-    return whole, ours, _parallelized(world, stock, plan), FusedAttention(sizes, world.size)
+    return whole, ours, _parallelized(world, stock, plan), FusedAttention
 
 
 BLOCKS: dict[str, Callable[[World, Sizes], Forms]] = {"mlp": _mlp_forms, "attention": _attention_forms}
@@ -289,8 +300,8 @@ def table(results: list[dict[str, Any]]) -> str:
             f"{result['heads']} heads, {result['sequences']} at once"
         )
         lines.append(
-            f"{'block':<10} {'tokens':>7} {'compute':>8} {'collectives':>12} {'axonmpi':>8} {'torch':>8} | "
-            f"{'ours / (compute + collectives)':>30} {'torch / ours':>12}"
+            f"{'block':<10} {'tokens':>7} {'compute':>8} {'by torch':>8} {'collectives':>12} {'axonmpi':>8} "
+            f"{'torch':>8} | {'ours / (compute + collectives)':>30} {'torch / ours':>12}"
         )
         for block, of_block in result["blocks"].items():
             lines += [_row(block, tokens, figures) for tokens, figures in of_block.items()]
@@ -298,9 +309,11 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def _row(block: str, tokens: str, figures: dict[str, float]) -> str:
-    compute, collectives, ours, stock = (figures[n] for n in ("compute", "collectives", "axonmpi", "torch"))
+    compute, plain, collectives, ours, stock = (
+        figures[n] for n in ("compute", "plain", "collectives", "axonmpi", "torch")
+    )
     return (
-        f"{block:<10} {tokens:>7} {compute:8.2f} {collectives:12.2f} {ours:8.2f} {stock:8.2f} | "
+        f"{block:<10} {tokens:>7} {compute:8.2f} {plain:8.2f} {collectives:12.2f} {ours:8.2f} {stock:8.2f} | "
         f"{ours / (compute + collectives):30.2f} {stock / ours:12.2f}"
     )
 
