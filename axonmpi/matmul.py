@@ -87,6 +87,8 @@ def weight_gradient(parameter: Tensor, left: Tensor, right: Tensor, *, quick: bo
 
 
 def _onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if not weight.is_contiguous() and not weight.t().is_contiguous():
+        weight = weight.contiguous()  # oneDNN has no quick way for others, and is a thousand times slower
     result: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
     return result
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch.autograd import Function
 from .. import matmul
 from ..memory import REUSED_BYTES
 
-__all__ = ["LinearLayers", "is_wanted", "linear"]
+__all__ = ["LinearLayers", "QuickLinear", "is_linear", "linear"]
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, quick: bool = False) -> Tensor:
@@ -69,7 +69,7 @@ class _Linear(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,), (input, weight), quick = grads, ctx.saved_tensors, ctx.quick
-        of_input, of_weight, of_bias = (is_wanted(ctx, number) for number in range(3))
+        of_input, of_weight, of_bias = (_is_wanted(ctx, number) for number in range(3))
         rows = grad.reshape(-1, grad.shape[-1])
         results: list[Tensor | None] = [None, None, rows.sum(0) if of_bias else None]
         if of_input:
@@ -82,7 +82,7 @@ class _Linear(Function):
         return *results, None
 
 
-def is_wanted(node: Any, number: int) -> bool:
+def _is_wanted(node: Any, number: int) -> bool:
     """Say whether this run of backward goes on to an input of a node: not if it is for other tensors only; local.
 
     Args:
@@ -98,6 +98,19 @@ def is_wanted(node: Any, number: int) -> bool:
     return wanted
 
 
+class QuickLinear(nn.Linear):
+    """A linear layer whose products are left to the library that is quickest."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return [..., out] of [..., in]."""
+        return linear(input, self.weight, self.bias, quick=True)
+
+
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Say whether a module is a linear layer that computes as they all do; local."""
+    return isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, QuickLinear.forward)
+
+
 class LinearLayers:
     """The large linear layers of a module, which compute by `linear` within `direct`.
 
@@ -109,11 +122,11 @@ class LinearLayers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._forwards: list[tuple[nn.Linear, Callable[[Tensor], Tensor]]] = []
-        for layer in module.modules():
-            if isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward and _is_large(layer):
-                self._forwards.append((layer, partial(_forward, layer)))
-        self.weights = list(dict.fromkeys(layer.weight for layer, _ in self._forwards))
+        layers = [layer for layer in module.modules() if is_linear(layer) and _is_large(layer)]
+        self.weights = list(dict.fromkeys(layer.weight for layer in layers))
+        self._forwards: list[tuple[nn.Linear, Callable[[Tensor], Tensor]]] = [
+            (layer, partial(_forward, layer)) for layer in layers if not isinstance(layer, QuickLinear)
+        ]
 
     @contextmanager
     def direct(self) -> Iterator[None]:

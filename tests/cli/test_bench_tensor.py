@@ -28,13 +28,13 @@ def test_real_run(tmp_path):
     for of_block in result["blocks"].values():
         assert list(of_block) == ["4", "8"]
         for figures in of_block.values():
-            assert list(figures) == ["compute", "collectives", "axonmpi", "torch"]
+            assert list(figures) == ["compute", "plain", "collectives", "axonmpi", "torch"]
             assert min(figures.values()) > 0
     assert table([result]) in job.stdout
 
 
 def test_table_shows_the_ratios():
-    figures = {"compute": 6.0, "collectives": 2.0, "axonmpi": 10.0, "torch": 25.0}
+    figures = {"compute": 6.0, "plain": 7.0, "collectives": 2.0, "axonmpi": 10.0, "torch": 25.0}
     result = {
         "ranks": 2,
         "cores": 2,
@@ -45,7 +45,7 @@ def test_table_shows_the_ratios():
         "blocks": {"mlp": {"8": figures}},
     }
     row = table([result]).splitlines()[-1].split()
-    assert row == ["mlp", "8", "6.00", "2.00", "10.00", "25.00", "|", "1.25", "2.50"]
+    assert row == ["mlp", "8", "6.00", "7.00", "2.00", "10.00", "25.00", "|", "1.25", "2.50"]
 
 
 @pytest.mark.parametrize("arguments", [["--width", "wide"], ["--lengths"], ["--depth"]])
@@ -86,7 +86,10 @@ class _OneProcessEach:
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("wrong", ["output", "gradient"])
 def test_wrong_results_are_noticed(world, wrong, monkeypatch):
-    monkeypatch.setitem(BLOCKS, "mlp", lambda world, sizes: (torch.nn.Linear(32, 32),) * 4)
+    def build(*_: object) -> torch.nn.Module:
+        return torch.nn.Linear(32, 32)
+
+    monkeypatch.setitem(BLOCKS, "mlp", lambda world, sizes: (build(),) * 3 + (build,))
     task = _OneProcessEach(Task(world, TINY, "mlp", 4))
     check_results(task)
     task.stock = torch.nn.Linear(32, 32)

@@ -69,9 +69,7 @@ def test_values(library, layout, shape):
 
 @LIBRARIES
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("rows", "out", "features"), [(16, 448, 384), (1, 448, 384), (40, 3000, 128), (33, 64, 64)]
-)
+@pytest.mark.parametrize("sizes", [(16, 448, 384), (1, 448, 384), (40, 3000, 128), (33, 64, 64)], ids=str)
 def test_gradients_of_weights(library, layout, sizes):
     rows, out, features = sizes
     weight = nn.Parameter(numbers(out, features))

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from ...comm import all_reduce, all_reduce_max
 from ...group import World
 from ...tensor import ColumnParallelLinear, ParallelMLP, RowParallelLinear, tensor_parallel_attention
-from ...wrapping.linear import linear
+from ...wrapping.linear import QuickLinear
 from .cores import count_cores
 from .gloo import start_gloo
 from .timing import interleave
@@ -55,14 +55,6 @@ class Sizes:
     heads: int = 16
     sequences: int = 1
     lengths: tuple[int, ...] = (16, 64, 256)
-
-
-class QuickLinear(nn.Linear):
-    """Computes as ours do, by the library that is quickest."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return [..., out] of [..., in]."""
-        return linear(input, self.weight, self.bias, quick=True)
 
 
 class Perceptron(nn.Module):
