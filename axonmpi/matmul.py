@@ -25,15 +25,14 @@ from torch import Tensor, nn
 from .environment import wanted_matmul
 from .memory import gradient_memory
 
-__all__ = ["PLAIN", "gains", "linear", "nothing_transforms", "onednn_is_quicker", "product", "weight_gradient"]
+__all__ = ["gains", "is_plain", "linear", "onednn_is_quicker", "product", "weight_gradient"]
 
 _LEAST_ROWS = 4
 _LEAST_PRODUCTS = 1 << 21
 """How many numbers are multiplied at least: below that oneDNN's preparations cost more than it gains."""
 _CHUNK_BYTES = 1 << 20
 """How much of a weight's gradient is computed at a time: it stays in a core's cache until it is copied."""
-PLAIN = (Tensor, nn.Parameter)
-"""The classes of tensors that are nothing more."""
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -45,7 +44,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         bias: [out], or None.
     """
     tensors = [weight, input] if bias is None else [weight, input, bias]
-    if gains(_rows_of(input), weight.numel(), tensors) and not _is_recorded(tensors):
+    if is_plain(tensors) and gains(_rows_of(input), weight.numel(), tensors) and not _is_recorded(tensors):
         return _onednn(input, weight, bias)
     return F.linear(input, weight, bias)
 
@@ -57,7 +56,8 @@ def product(left: Tensor, right: Tensor) -> Tensor:
         left: [..., M, K].
         right: [K, N].
     """
-    if gains(_rows_of(left), right.numel(), [left, right]) and not _is_recorded([left, right]):
+    tensors = [left, right]
+    if is_plain(tensors) and gains(_rows_of(left), right.numel(), tensors) and not _is_recorded(tensors):
         return _onednn(left, right.t(), None)
     return left @ right
 
@@ -71,6 +71,8 @@ def weight_gradient(parameter: Tensor, left: Tensor, right: Tensor, *, quick: bo
         right: [K, N].
         quick: Whether oneDNN may compute it.
     """
+    if not is_plain([left, right]):
+        return left @ right
     shape = left.shape[0], right.shape[1]
     memory = gradient_memory(parameter, shape, left.dtype)
     by_onednn = quick and gains(left.shape[1], shape[0] * shape[1], [left, right])
@@ -93,23 +95,43 @@ def _onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return result
 
 
+def is_plain(tensors: Sequence[Tensor]) -> bool:
+    """Say whether tensors are nothing but values in memory, and nothing looks at what is done with them; local.
+
+    Not so under transforms of functions (vmap, grad), forward-mode differentiation, modes that change functions,
+    and while torch traces.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch.autograd.forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
+        and all(type(tensor) in _PLAIN and _is_dense(tensor) for tensor in tensors)
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type != "cpu":
+        return False
+    functorch = torch._C._functorch
+    return not (functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
 def gains(rows: int, numbers: int, tensors: Sequence[Tensor]) -> bool:
     """Say whether oneDNN computes a product more quickly than torch would, and may; local.
 
     Args:
         rows: With how many others each number of a matrix is multiplied.
         numbers: How many these are.
-        tensors: All that takes part.
+        tensors: All that takes part, plain ones.
     """
     return (
         rows >= _LEAST_ROWS
         and rows * numbers >= _LEAST_PRODUCTS
-        and all(tensor.dtype is torch.float32 and type(tensor) in PLAIN for tensor in tensors)
-        and all(tensor.device.type == "cpu" for tensor in tensors)
+        and all(tensor.dtype is torch.float32 for tensor in tensors)
         and onednn_is_quicker()
-        and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled("cpu")
-        and nothing_transforms()
         and bool(torch._C._get_mkldnn_enabled())
     )
 
@@ -120,11 +142,6 @@ def _is_recorded(tensors: Sequence[Tensor]) -> bool:
 
 def _rows_of(tensor: Tensor) -> int:
     return tensor.numel() // max(tensor.shape[-1], 1) if tensor.dim() else 0
-
-
-def nothing_transforms() -> bool:
-    """Say whether no transform of functions is under way: vmap, grad, or forward-mode differentiation; local."""
-    return torch._C._functorch.peek_interpreter_stack() is None and torch.autograd.forward_ad._current_level < 0
 
 
 @functools.cache

@@ -9,13 +9,14 @@ them, which can take as long as the products that they are filled with. Here the
 
     backward takes it ─▶ param.grad ─▶ zero_grad() ─▶ no tensor refers to it ─▶ the next backward takes it again
 
-What is kept is at most what was in use at one time.
+What is kept is at most what was in use at one time. Processes that are forked off begin with none.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -51,46 +52,93 @@ class ReusedMemory:
         self._bytes = memoryview(memory)
         self._user: weakref.ref[Any] | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the memory."""
+        return self._bytes.nbytes
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a tensor refers to it."""
+        return self._user is not None and self._user() is not None
+
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Return a contiguous tensor on the memory's beginning, its values any; None if it is in use; local."""
-        if self._user is not None and self._user() is not None:
+        """Return a contiguous tensor on the memory's beginning, its values any; local.
+
+        Args:
+            shape: Of the tensor.
+            dtype: Of the tensor.
+
+        Returns:
+            The tensor; None if the memory is in use, or too small.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes > self.nbytes or self.in_use:
             return None
         # A view has an owner of its own, whose end is the end of the last tensor on it.
-        view = np.frombuffer(self._bytes, dtype=np.uint8, count=math.prod(shape) * dtype.itemsize)
+        view = np.frombuffer(self._bytes, dtype=np.uint8, count=nbytes)
         self._user = weakref.ref(view)
         return torch.from_numpy(view).view(dtype).view(*shape)
 
 
-class _Pool:
-    """Reused memory of any size, as much of each as was in use at one time."""
+class _Kept:
+    """Reused memory of all sizes, as much as was in use at one time, and what parameters have of their own."""
 
     def __init__(self) -> None:
+        self.own: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._of_size: dict[int, list[ReusedMemory]] = {}
+        self._most = 0
         self._lock = threading.Lock()
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        nbytes = math.prod(shape) * dtype.itemsize
+    def take(self, parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory for a gradient; local."""
         with self._lock:
-            known = self._of_size.setdefault(nbytes, [])
-            for memory in known:
+            known = self.own.get(parameter)
+            own: ReusedMemory | None = None if known is None else known()
+            if own is not None and tuple(shape) == parameter.shape and dtype == parameter.dtype:
+                tensor = own.take(shape, dtype)
+                if tensor is not None:
+                    return tensor
+            nbytes = math.prod(shape) * dtype.itemsize
+            for memory in self._of_size.get(nbytes, ()):
                 tensor = memory.take(shape, dtype)
                 if tensor is not None:
                     return tensor
-            # Not in huge pages: the rows of matrices are often as long as a power of 2, and where pages are larger
-            # than that, fewer places of the cache serve a block of a matrix.
-            known.append(ReusedMemory(mmap.mmap(-1, nbytes)))
-            tensor = known[-1].take(shape, dtype)
+            return self._add(shape, dtype, nbytes)
+
+    def _add(self, shape: Sequence[int], dtype: torch.dtype, nbytes: int) -> Tensor:
+        # Not in huge pages: the rows of matrices are often as long as a power of 2, and where pages are larger
+        # than that, fewer places of the cache serve a block of a matrix. Not shared with processes forked off.
+        memory = ReusedMemory(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        tensor = memory.take(shape, dtype)
         assert tensor is not None
+        self._of_size.setdefault(nbytes, []).append(memory)
+        pieces = [piece for of_size in self._of_size.values() for piece in of_size]
+        free = [piece for piece in pieces if not piece.in_use]
+        total = sum(piece.nbytes for piece in pieces)
+        self._most = max(self._most, total - sum(piece.nbytes for piece in free))
+        while free and total > self._most:  # of sizes that were wanted before
+            piece = free.pop(0)
+            total -= piece.nbytes
+            self._of_size[piece.nbytes].remove(piece)
         return tensor
 
 
-_pool = _Pool()
-_own_memory: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_kept = _Kept()
+
+
+def _begin_anew() -> None:
+    """Forget all memory: in a process that was forked, where it is that of another one, and a lock may be held."""
+    global _kept
+    _kept = _Kept()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def set_gradient_memory(parameter: Tensor, memory: ReusedMemory) -> None:
     """Say where a parameter's gradient shall be put if it can, as long as the memory is alive; local."""
-    _own_memory[parameter] = weakref.ref(memory)
+    _kept.own[parameter] = weakref.ref(memory)
 
 
 def gradient_memory(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
@@ -107,10 +155,4 @@ def gradient_memory(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     if parameter.device.type != "cpu" or nbytes < REUSED_BYTES or not parameter.is_contiguous():
         return None
-    known = _own_memory.get(parameter)
-    own: ReusedMemory | None = None if known is None else known()
-    if own is not None and tuple(shape) == parameter.shape and dtype == parameter.dtype:
-        tensor = own.take(shape, dtype)
-        if tensor is not None:
-            return tensor
-    return _pool.take(shape, dtype)
+    return _kept.take(parameter, shape, dtype)

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import CollectiveTimeoutError
 from ..types import Observer, Work
+from .turns import take_short_turns
 
 __all__ = ["Worker", "WorkerWork"]
 
@@ -121,6 +122,7 @@ class Worker:
         return ended
 
     def _loop(self) -> None:
+        take_short_turns()
         while (work := self._queue.get()) is not None:
             work.run()
             self._ended += 1  # before whoever waits goes on, so that its next operation finds an idle worker

@@ -198,7 +198,7 @@ class DistributedDataParallel(nn.Module):
         return self._reducer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        """Copy the module; the copy averages over the same group. Local, no communication."""
+        """Copy the module; the copy averages over the same group. Collective: the copy has buckets of its own."""
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         memo[id(self._group)] = self._group

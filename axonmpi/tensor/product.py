@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .. import autograd, matmul
-from ..wrapping.linear import linear
+from ..wrapping.linear import linear, unviewed
 from .entry import Entered, Entry
 
 __all__ = ["apply", "autocast_dtype", "product"]
@@ -84,26 +84,22 @@ class _OfWeight(Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, shape: tuple[int, ...], entry: Entry, values: tuple[Tensor]) -> Tensor:
-        ctx.entry = entry
-        ctx.save_for_backward(*values, weight)
+        ctx.entry, ctx.parameter = entry, weight
+        ctx.save_for_backward(*values)
         entry.weights += 1
         return _nothing(weight, shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad, (values, weight), entry = grads[0], ctx.saved_tensors, ctx.entry
+        grad, (values,), entry = grads[0], ctx.saved_tensors, ctx.entry
         if torch.is_grad_enabled():  # gradients of gradients are wanted
             if entry.dim is not None:
                 values = autograd.all_gather(values, entry.group, entry.dim)
-            return _rows(grad).t() @ _rows(values.to(grad.dtype)), None, None, None
+            return _rows(grad).t() @ _rows(values.to(grad.dtype)).conj(), None, None, None
         if entry.dim is not None:
             values = entry.whole(values)
-        return (
-            matmul.weight_gradient(weight, _rows(grad).t(), _rows(values.to(grad.dtype)), quick=True),
-            None,
-            None,
-            None,
-        )
+        left, right = _rows(grad).t(), _rows(values.to(grad.dtype)).conj()
+        return matmul.weight_gradient(ctx.parameter, left, right, quick=True), None, None, None
 
 
 class _OfInput(Function):
@@ -120,8 +116,8 @@ class _OfInput(Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad, (weight,) = grads[0], ctx.saved_tensors
         if torch.is_grad_enabled():
-            return grad @ weight, None, None, None
-        ctx.entry.add(_rows(grad), weight)
+            return grad @ weight.conj(), None, None, None
+        ctx.entry.add(_rows(grad), weight.conj())
         return None, None, None, None
 
 
@@ -154,7 +150,7 @@ class _Product(Function):
     ) -> Tensor:
         # Not needed again, and kept elsewhere: so it can be seen that checkpointing will compute this node again.
         ctx.save_for_backward(operands[1])
-        return matmul.linear(*operands, bias)
+        return unviewed(matmul.linear(*operands, bias))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

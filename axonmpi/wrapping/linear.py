@@ -22,7 +22,7 @@ from torch.autograd import Function
 from .. import matmul
 from ..memory import REUSED_BYTES
 
-__all__ = ["LinearLayers", "QuickLinear", "is_linear", "linear"]
+__all__ = ["LinearLayers", "QuickLinear", "is_linear", "linear", "unviewed"]
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, quick: bool = False) -> Tensor:
@@ -46,25 +46,23 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, quick: 
 def _is_worthwhile(input: Tensor, weight: Tensor, bias: Tensor | None, quick: bool) -> bool:
     """Say whether there is something to gain, and nothing else than autograd looks on."""
     tensors = [input, weight] if bias is None else [input, weight, bias]
+    if not torch.is_grad_enabled() or not matmul.is_plain(tensors) or torch.is_autocast_enabled("cpu"):
+        return False
+    if any(tensor.dtype != weight.dtype for tensor in tensors) or weight.dtype.is_complex:
+        return False
+    if weight.requires_grad and weight.nbytes >= REUSED_BYTES:
+        return True
     rows = input.numel() // max(weight.shape[-1], 1)
-    return (
-        torch.is_grad_enabled()
-        and any(tensor.requires_grad for tensor in tensors)
-        and not torch.compiler.is_compiling()
-        and (weight.nbytes >= REUSED_BYTES or (quick and matmul.gains(rows, weight.numel(), tensors)))
-        and all(tensor.device.type == "cpu" and tensor.dtype == weight.dtype for tensor in tensors)
-        and all(type(tensor) in matmul.PLAIN for tensor in tensors)
-        and not torch.is_autocast_enabled("cpu")
-        and matmul.nothing_transforms()
-    )
+    return quick and matmul.gains(rows, weight.numel(), tensors) and any(t.requires_grad for t in tensors)
 
 
 class _Linear(Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, quick: bool) -> Tensor:
-        ctx.save_for_backward(input, weight)
-        ctx.quick = quick
-        return matmul.linear(input, weight, bias) if quick else F.linear(input, weight, bias)
+        needed = ctx.needs_input_grad
+        ctx.save_for_backward(input if needed[1] else None, weight if needed[0] else None)
+        ctx.quick, ctx.parameter = quick, weight
+        return unviewed(matmul.linear(input, weight, bias) if quick else F.linear(input, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -76,10 +74,17 @@ class _Linear(Function):
             results[0] = matmul.product(grad, weight) if quick else grad @ weight
         if of_weight:
             left, right = rows.t(), input.reshape(-1, input.shape[-1])
-            # Gradients of gradients need a product that autograd knows.
-            recorded = torch.is_grad_enabled()
-            results[1] = left @ right if recorded else matmul.weight_gradient(weight, left, right, quick=quick)
+            if torch.is_grad_enabled():  # gradients of gradients need a product that autograd knows
+                results[1] = left @ right
+            else:
+                results[1] = matmul.weight_gradient(ctx.parameter, left, right, quick=quick)
         return *results, None
+
+
+def unviewed(result: Tensor) -> Tensor:
+    """Return the result of a product as no view, so that it can be changed in place later; local."""
+    whole: Tensor = torch.ops.aten._unsafe_view(result, result.shape) if result._is_view() else result
+    return whole
 
 
 def _is_wanted(node: Any, number: int) -> bool:
@@ -108,7 +113,7 @@ class QuickLinear(nn.Linear):
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Say whether a module is a linear layer that computes as they all do; local."""
-    return isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, QuickLinear.forward)
+    return isinstance(module, nn.Linear) and type(module).forward in (_plain_forward, QuickLinear.forward)
 
 
 class LinearLayers:
@@ -123,6 +128,8 @@ class LinearLayers:
 
     def __init__(self, module: nn.Module) -> None:
         layers = [layer for layer in module.modules() if is_linear(layer) and _is_large(layer)]
+        if _top_hooks is None:  # torch before 2.8 does not tell about activation checkpointing
+            layers = [layer for layer in layers if isinstance(layer, QuickLinear)]
         self.weights = list(dict.fromkeys(layer.weight for layer in layers))
         self._forwards: list[tuple[nn.Linear, Callable[[Tensor], Tensor]]] = [
             (layer, partial(_forward, layer)) for layer in layers if not isinstance(layer, QuickLinear)
@@ -134,21 +141,31 @@ class LinearLayers:
         changed = []
         try:
             for layer, forward in self._forwards:
-                if "forward" not in layer.__dict__:  # somebody else's, or ours in a call within a call
+                # Else it is somebody's own, or ours in a call within a call.
+                if "forward" not in layer.__dict__ and type(layer).forward is _plain_forward:
                     layer.__dict__["forward"] = forward
-                    changed.append(layer)
+                    changed.append((layer, forward))
             yield
         finally:
-            for layer in changed:
-                layer.__dict__.pop("forward", None)
+            for layer, forward in changed:
+                if layer.__dict__.get("forward") is forward:
+                    del layer.__dict__["forward"]
+
+
+_plain_forward = nn.Linear.forward
+_top_hooks: Callable[[bool], object] | None = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def _is_large(layer: nn.Linear) -> bool:
-    return isinstance(layer.weight, nn.Parameter) and layer.weight.nbytes >= REUSED_BYTES
+    # Attention of torch's reads its layer's weight, and does not call the layer.
+    if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return False
+    weight = layer.weight
+    return isinstance(weight, nn.Parameter) and weight.nbytes >= REUSED_BYTES and weight.is_contiguous()
 
 
 def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
     # What is computed again in backward would be computed in the other way, and keep other tensors.
-    if torch.compiler.is_compiling() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if torch.compiler.is_compiling() or _top_hooks is None or _top_hooks(True) is not None:
         return F.linear(input, layer.weight, layer.bias)
     return linear(input, layer.weight, layer.bias)

@@ -198,8 +198,54 @@ class Doubled(nn.Module):
         return self.large(torch.tanh(self.first(x)).double()).float()
 
 
+class InPlace(nn.Module):
+    """Changes what layers return, and what they were given, in place."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 520)
+        self.frozen = nn.Linear(520, 520).requires_grad_(trained)
+        self.large = nn.Linear(520, 520)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x)).unflatten(0, (-1, 1)) * 1
+        again = self.frozen(hidden).relu_()
+        if not self.frozen.weight.requires_grad:
+            hidden += 1  # which no gradient needs
+        return self.large(again).relu_().flatten(0, 1)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 260)
+        self.large = nn.Linear(260, 260, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.large(torch.complex(self.first(x), torch.ones(()))).abs()
+
+
+class WithAttention(nn.Module):
+    """torch's attention, which reads the weights of its layers and does not call them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 368)
+        self.mix = nn.MultiheadAttention(368, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).unsqueeze(1)
+        return self.mix(hidden, hidden, hidden)[0]
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("make", [TwiceUsed, frozen, strided, tied, of_its_own, Doubled])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(TwiceUsed, frozen, strided, tied, of_its_own, Doubled, Complex, WithAttention),
+        *(pytest.param(lambda trained=t: InPlace(trained), id=f"in place {t}") for t in (True, False)),
+    ],
+)
 def test_layers(world, make):
     model = wrapped(world, built(make))
     for step in range(3):
@@ -305,6 +351,60 @@ def test_gradients_that_are_only_returned(world, of):
     check_gradients(model, gradients_alone(model.module, joined_loss()))
 
 
+@pytest.mark.ranks(2)
+def test_a_weight_that_changes_between_forward_and_backward(world):
+    model = wrapped(world, nn.Sequential(nn.Linear(WIDTH, 30000)))
+    inputs = inputs_of(0, world.rank, world.size)
+    loss = model(inputs).sum()
+    with torch.no_grad():
+        model.module[0].weight += 1  # the gradient does not depend on it
+    loss.backward()
+    expected = ax.all_gather(inputs).sum(0) / world.size
+    torch.testing.assert_close(model.module[0].weight.grad, expected.expand(30000, -1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.ranks(2)
+def test_many_backwards_at_once(world):
+    model = wrapped(world, built(wide))
+    weight, found = model.module[2].weight, []
+    for one in (model, model.module):
+        rows = one(inputs_of(0)).square().sum(1)[:3]
+        found.append(torch.autograd.grad(rows, [weight], torch.eye(3), is_grads_batched=True)[0])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.ranks(1)
+def test_modes_that_change_functions(world):
+    class Doubling(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            return result * 2 if function is nn.functional.linear else result
+
+    model = wrapped(world, built(wide))
+    with Doubling():
+        own_loss(model, world).backward()
+        expected = gradients_alone(model.module, joined_loss())
+    check_gradients(model, expected)
+
+
+@pytest.mark.ranks(1)
+def test_sparse_inputs(world):
+    model = wrapped(world, nn.Sequential(nn.Linear(520, 260)))
+    dense = torch.randn(4, 520).relu()
+    torch.testing.assert_close(model(dense.to_sparse()), model.module(dense))
+    model(dense.to_sparse()).sum().backward()
+    expected = dense.sum(0).expand(260, -1)
+    torch.testing.assert_close(model.module[0].weight.grad, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.ranks(1, 2)
+def test_torch_that_does_not_tell_about_checkpointing(world, monkeypatch):
+    monkeypatch.setattr("axonmpi.wrapping.linear._top_hooks", None)  # before 2.8
+    model = wrapped(world, built(wide))
+    own_loss(model, world).backward()
+    check_gradients(model, gradients_alone(model.module, joined_loss()))
+
+
 @pytest.mark.ranks(1)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # used by torch itself
 def test_transforms_of_functions(world):
@@ -345,6 +445,23 @@ def test_a_forward_that_somebody_has_replaced_is_left_alone(world):
     layer.forward = lambda x: nn.Linear.forward(layer, x) * 3
     torch.testing.assert_close(model(inputs_of(0)), model.module(inputs_of(0)))
     assert "forward" in layer.__dict__
+
+
+@pytest.mark.ranks(1)
+def test_a_forward_that_is_set_meanwhile_stays(world):
+    model = wrapped(world, built(wide))
+    layer = model.module[2]
+
+    def three_times(x: Tensor) -> Tensor:
+        return nn.Linear.forward(layer, x) * 3
+
+    handle = model.module[0].register_forward_hook(lambda *_: setattr(layer, "forward", three_times))
+    model(inputs_of(0))
+    handle.remove()
+    assert layer.__dict__["forward"] is three_times
+    layer.__class__ = Transposed
+    del layer.forward
+    torch.testing.assert_close(model(inputs_of(0)), model.module(inputs_of(0)))
 
 
 @pytest.mark.ranks(2)

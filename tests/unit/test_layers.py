@@ -16,7 +16,7 @@ import axonmpi
 
 LAYERS = (
     ("errors", "types", "environment", "partition", "topology", "memory", "backends"),
-    ("matmul", "backends.reduction", "backends.flat_parts", "backends.futex"),
+    ("matmul", "backends.reduction", "backends.flat_parts", "backends.futex", "backends.turns"),
     ("backends.call", "backends.checks", "backends.node_counters"),
     ("backends.base",),
     (

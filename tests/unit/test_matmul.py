@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from axonmpi import matmul
 from axonmpi.environment import wanted_matmul
-from axonmpi.memory import REUSED_BYTES, ReusedMemory, gradient_memory, set_gradient_memory
+from axonmpi.memory import REUSED_BYTES, ReusedMemory, _Kept, gradient_memory, set_gradient_memory
 from axonmpi.wrapping.linear import linear
 
 LIBRARIES = pytest.mark.parametrize("library", ["torch", "onednn"], indirect=True)
@@ -88,7 +89,8 @@ def test_onednn_computes_what_is_large_enough(monkeypatch):
     assert not matmul.gains(64, 64 * 64, [weight, bias])
     assert not matmul.gains(16, weight.numel(), [weight.double(), bias.double()])
     assert not matmul.gains(16, weight.numel(), [weight.bfloat16()])
-    assert not matmul.gains(16, weight.numel(), [weight.to("meta")])
+    assert not matmul.is_plain([weight.to("meta")])
+    assert not matmul.is_plain([weight.to_sparse()])
     with torch.autocast("cpu", torch.bfloat16):
         assert not matmul.gains(16, weight.numel(), [weight, bias])
     monkeypatch.setattr(torch._C, "_get_mkldnn_enabled", lambda: False)  # torch.backends.mkldnn.enabled = False
@@ -174,6 +176,38 @@ def test_memory_of_the_pool_comes_back():
     assert len(places) == 1
     assert len({tensor.data_ptr() for tensor in held}) == 3
     assert places <= {tensor.data_ptr() for tensor in held}
+
+
+def test_no_more_is_kept_than_was_in_use_at_one_time(monkeypatch):
+    kept = _Kept()
+    monkeypatch.setattr("axonmpi.memory._kept", kept)
+    for size in range(300, 306):  # six models, one after the other
+        weight = nn.Parameter(torch.zeros(512, size))
+        held = [gradient_memory(weight, weight.shape, weight.dtype) for _ in range(4)]
+        assert all(tensor.shape == (512, size) for tensor in held)
+        held = None
+    pieces = [piece for of_size in kept._of_size.values() for piece in of_size]
+    assert 4 * weight.nbytes <= sum(piece.nbytes for piece in pieces) <= 4.1 * weight.nbytes
+
+
+def test_memory_too_small_is_not_taken():
+    memory = ReusedMemory(bytearray(16))
+    assert memory.take([5], torch.float32) is None
+    assert memory.take([4], torch.float32) is not None
+
+
+def test_a_process_that_is_forked_off_has_memory_of_its_own():
+    weight = nn.Parameter(torch.zeros(512, 300))
+    gradient = gradient_memory(weight, weight.shape, weight.dtype).fill_(1)
+    gradient_memory(weight, weight.shape, weight.dtype).fill_(3)  # which is free then
+    child = os.fork()
+    if not child:  # few numbers at once: torch's threads have stayed with the parent
+        gradient[0, :8] = 2
+        gradient_memory(weight, weight.shape, weight.dtype)[0, :8] = 2
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (gradient == 1).all()
+    assert (gradient_memory(weight, weight.shape, weight.dtype) == 3).all()
 
 
 def test_memory_of_its_own_comes_first():
