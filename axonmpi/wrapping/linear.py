@@ -22,7 +22,7 @@ from torch.autograd import Function
 from .. import matmul
 from ..memory import REUSED_BYTES
 
-__all__ = ["LinearLayers", "QuickLinear", "is_linear", "linear", "unviewed"]
+__all__ = ["LinearLayers", "QuickLinear", "is_linear", "linear", "saved_by_linear", "unviewed"]
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, quick: bool = False) -> Tensor:
@@ -79,6 +79,20 @@ class _Linear(Function):
             else:
                 results[1] = matmul.weight_gradient(ctx.parameter, left, right, quick=quick)
         return *results, None
+
+
+def saved_by_linear(node: object) -> tuple[Tensor, bool] | None:
+    """Return what a node of the graph has kept for the gradient of its weight, if it is one of `linear`; local.
+
+    Returns:
+        The input, [..., in], and whether its products are left to the quickest library; None for other nodes.
+    """
+    function: Any = _Linear
+    if type(node) is not function._backward_cls:
+        return None
+    known: Any = node
+    input = known.saved_tensors[0]
+    return None if input is None else (input, known.quick)
 
 
 def unviewed(result: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from axonmpi.pipeline.split_backward import input_gradients
+from axonmpi.wrapping.linear import QuickLinear
 
 
 class Doubled(torch.autograd.Function):
@@ -160,7 +161,25 @@ class Passing(nn.Module):
         return x, self.linear(x)
 
 
-KINDS = [Shared, Mixed, Functions, Checkpointed, Products, Convolution, Cast, Beside, WithoutInput, Passing]
+class Quick(nn.Module):
+    """The package's own linear layers, on three dimensions, one without a bias and one used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.twice = QuickLinear(4, 6), QuickLinear(6, 4, bias=False), QuickLinear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.last(torch.tanh(self.first(x[None])))[0]
+        return self.twice(torch.tanh(self.twice(hidden))), hidden
+
+
+KINDS = [Quick, Shared, Mixed, Functions, Checkpointed, Products, Convolution, Cast, Beside, WithoutInput, Passing]
+
+
+@pytest.fixture(autouse=True)
+def all_weights_are_large(monkeypatch):
+    """Let the package's own layers do with small weights what they do with large ones."""
+    monkeypatch.setattr("axonmpi.wrapping.linear.REUSED_BYTES", 1)
 
 
 def halves(module: nn.Module, inputs: list[Tensor], gradients: list[Tensor]) -> None:
@@ -213,7 +232,9 @@ def test_without_inputs_all_is_left_to_the_second_half() -> None:
     assert None not in [parameter.grad for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(1, 1, 1)], ids=["product", "run_again"])
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(4, 4), QuickLinear(4, 4), nn.Conv1d(1, 1, 1)], ids=["product", "quick", "again"]
+)
 def test_only_what_a_layer_was_given_is_kept_for_the_second_half(layer) -> None:
     """What autograd keeps above it is free after the first half, all of it after the second."""
     inputs = torch.randn(1, 1, 4, requires_grad=True)
@@ -228,8 +249,9 @@ def test_only_what_a_layer_was_given_is_kept_for_the_second_half(layer) -> None:
     assert [storage() is not None for storage in alive] == [False, False]
 
 
-def test_what_is_below_a_product_is_free_after_the_first_half() -> None:
-    linear = nn.Linear(4, 4)
+@pytest.mark.parametrize("kind", [nn.Linear, QuickLinear])
+def test_what_is_below_a_product_is_free_after_the_first_half(kind) -> None:
+    linear = kind(4, 4)
     inputs = torch.randn(2, 4, requires_grad=True)
     below = torch.tanh(inputs)
     alive = weakref.ref(below.untyped_storage())
@@ -240,6 +262,13 @@ def test_what_is_below_a_product_is_free_after_the_first_half() -> None:
     assert linear.weight.grad is None
     weights.compute()
     assert linear.weight.grad is not None
+
+
+@pytest.mark.parametrize("library", ["torch", "onednn"])
+def test_quick_products_are_added_up(library, monkeypatch) -> None:
+    monkeypatch.setattr("axonmpi.matmul.onednn_is_quicker", lambda: library == "onednn")
+    monkeypatch.setattr("axonmpi.matmul._LEAST_PRODUCTS", 1)
+    test_both_halves_make_the_whole(Quick)
 
 
 def test_checkpointed_parts_are_computed_again_once() -> None:
