@@ -356,6 +356,8 @@ class MpiBackend(Backend):
 
     def _release(self) -> None:
         _live.discard(self)
+        self._plans.clear()
+        self._all_plans.clear()
         self._paths.free()
         self._messages.comm.Free()
         self.mpi_comm.Free()

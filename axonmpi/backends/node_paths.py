@@ -304,9 +304,11 @@ class NodePaths:
         self._barrier.break_down(reason)
 
     def free(self) -> None:
-        """Let go of the shared memory; tensors on it keep theirs; collective."""
+        """Let go of the shared memory, not waiting for Python's garbage; tensors on it keep theirs; collective."""
         self._cut_before.clear()
         self._scratch = None
+        self._arena.close()
+        del self._direct
         for release in self._release:
             release()
 

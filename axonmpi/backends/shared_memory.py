@@ -291,6 +291,12 @@ class Arena:
             block = self._blocks.pop(number)
             self._free[block.segment].give_back(block.start, block.size)
 
+    def close(self) -> None:
+        """Let go of the segments; each lives as long as a tensor on it. Local; nothing is allocated afterwards."""
+        self.segments.clear()
+        self._free.clear()
+        self._blocks.clear()
+
     @property
     def bytes_in_use(self) -> int:
         """Size of the blocks in use, in each rank's region."""

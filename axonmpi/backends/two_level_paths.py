@@ -246,8 +246,10 @@ class TwoLevelPaths:
         self._barrier.break_down(reason)
 
     def free(self) -> None:
-        """Let go of the shared memory; collective."""
+        """Let go of the shared memory, not waiting for Python's garbage; tensors on it keep theirs; collective."""
         self._scratch = None
+        self._arena.close()
+        del self._spare
         for release in self._release:
             release()
 

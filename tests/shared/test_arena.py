@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -301,3 +302,38 @@ def test_pages_can_be_had_on_kernels_that_do_not_populate(world, arena, monkeypa
     segment.regions[segment.own][PAGE : 3 * PAGE] = 1 + world.rank
     world.default_group.barrier()
     assert [int(region[2 * PAGE]) for region in segment.regions] == [1 + rank for rank in range(world.size)]
+
+
+def mapped() -> int:
+    """Bytes of address space that hold memory shared by the ranks of this job."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "memfd:axonmpi" in line:
+            low, high = (int(number, 16) for number in line.split()[0].split("-"))
+            total += high - low
+    return total
+
+
+def test_memory_of_closed_groups_does_not_wait_for_garbage_to_be_collected(world, arena) -> None:
+    arena(world)  # or skips
+    gc.collect()
+    gc.disable()
+    try:
+        before, kept = mapped(), []
+        for _ in range(3):
+            known = world.num_groups
+            group = world.new_group(range(world.size))
+            kept.append(group.symmetric_empty((1 << 16,), torch.float32).fill_(world.rank))
+            for numel in (1, 1 << 16, 1 << 20):  # each way that data takes
+                group.all_reduce(torch.ones(numel))
+            group.all_reduce(kept[-1])
+            world.close_groups(known)
+            del group
+            during = mapped()
+        assert during > before  # tensors on it have kept theirs
+        assert all((tensor == sum(range(world.size))).all() for tensor in kept)
+        kept.clear()
+        after = mapped()
+    finally:
+        gc.enable()
+    assert after - before <= 3 * PAGE * world.size  # where the ranks met
