@@ -306,10 +306,8 @@ class NodePaths:
     def free(self) -> None:
         """Let go of the shared memory, not waiting for Python's garbage; tensors on it keep theirs; collective."""
         self._cut_before.clear()
-        self._scratch = None
-        self._arena.close()
-        del self._direct
-        for release in self._release:
+        del self._scratch, self._direct
+        for release in (self._arena.close, *self._release):
             release()
 
     def _begin(self, call: Call, tensor: Tensor) -> tuple[bool, int]:
@@ -397,5 +395,5 @@ class NodePaths:
             return [Piece(part, total) for part in rows.split(step // itemsize, dim=1)] if low < high else []
 
     def _peers_of(self, tensor: Tensor, address: int) -> list[Tensor]:
-        parts = self._arena.parts(address, tensor.nbytes)
-        return [torch.from_numpy(part).view(tensor.dtype).view(tensor.shape) for part in parts]
+        bytes_of = map(torch.from_numpy, self._arena.parts(address, tensor.nbytes))
+        return [part.view(tensor.dtype).view(tensor.shape) for part in bytes_of]
