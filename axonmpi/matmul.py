@@ -1,4 +1,4 @@
-"""Products of matrices by the quicker of two libraries that torch has, where torch does not choose it (layer 0).
+"""Products of matrices by the quicker of two libraries that torch has, where torch does not choose it (layer 1).
 
 torch multiplies float32 matrices by MKL, which on AMD's processors does without AVX-512 and takes twice as long as
 oneDNN. There, oneDNN computes what layers of this package compute, unless the product is too small to gain by it:

@@ -1,4 +1,4 @@
-"""The model with its layers divided among the ranks of the tp axis.
+"""The model with its layers divided among the ranks of the tp axis (layer 7).
 
     embedding          rows of the vocabulary                  a rank has some words' vectors
     query_key_value    heads ─┐

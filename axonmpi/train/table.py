@@ -1,4 +1,4 @@
-"""What is shown of the layout when a run begins.
+"""What is shown of the layout when a run begins (layer 7).
 
 mesh: dp 2 x pp 2 x tp 2 = 8 ranks, rank = (dp x 2 + pp) x 2 + tp; parameters sharded along dp (full)
 pp  ranks    what each has                       parameters  weights  gradients  optimizer  activations*  all*

@@ -1,4 +1,4 @@
-"""Numbers in words, for what the trainer shows."""
+"""Numbers in words, for what the trainer shows (layer 7)."""
 
 from __future__ import annotations
 
