@@ -43,6 +43,7 @@ from .checks import (
 from .flat_parts import FlatParts
 from .node_counters import WORDS_PER_COUNTER, NodeCounters
 from .reduction import check_reducible, wide_dtype
+from .turns import Steps, in_inference_mode
 
 __all__ = ["Backend", "TaskQueue"]
 
@@ -56,8 +57,10 @@ class TaskQueue(Protocol):
     def busy(self) -> bool:
         """Whether an operation is queued or running."""
 
-    def submit(self, operation: str, task: Callable[[], Any], observer: Observer | None = None) -> Work:
-        """Queue an operation."""
+    def submit(
+        self, operation: str, task: Callable[[], Any], observer: Observer | None = None, *, in_steps: bool = False
+    ) -> Work:
+        """Queue an operation; with `in_steps` one whose `task` returns its steps."""
 
     def close(self, timeout: float) -> bool:
         """End after the operations already queued; False if one is still running after `timeout` seconds."""
@@ -554,12 +557,17 @@ class Backend(ABC):
     def _queue(self, async_op: bool, call: Call, move: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         self._check_open(call.operation)
         inference = torch.is_inference_mode_enabled()
+        in_steps = self._goes_in_steps(call)
 
         def task() -> Any:
             with torch.inference_mode(inference):  # a mode is a thread's own, and tensors made in it need it
                 return self._execute(call.operation, call.nbytes, move, call, *args)
 
-        work = self._worker.submit(str(call), task, self.observer)
+        def steps() -> Steps[Any]:
+            begun = self._execute_in_steps(call, *args)
+            return in_inference_mode(begun) if inference else begun
+
+        work = self._worker.submit(str(call), steps if in_steps else task, self.observer, in_steps=in_steps)
         if async_op:
             return work
         work.wait(None if self.timeout is None else self.timeout + self.grace)
@@ -578,6 +586,27 @@ class Backend(ABC):
         finally:
             if observer is not None:
                 observer.leave(operation)
+
+    def _execute_in_steps(self, call: Call, *args: Any) -> Steps[Any]:
+        self._check_open(call.operation)
+        observer = self.observer
+        if observer is not None:
+            observer.enter(call.operation, call.nbytes)
+        try:
+            return (yield from self._steps(call, *args))
+        except self.failures as error:
+            raise CommunicatorError(f"{call.operation} failed on rank {self.rank}: {error}") from error
+        finally:
+            if observer is not None:
+                observer.leave(call.operation)
+
+    def _goes_in_steps(self, call: Call) -> bool:
+        """Say whether a queued operation is done by `_steps`, so that the next may begin while it is under way."""
+        return False
+
+    def _steps(self, call: Call, *args: Any) -> Steps[Any]:
+        """Do a queued operation in steps."""
+        raise NotImplementedError
 
     def _check_open(self, operation: str) -> None:
         if self._closed is not None:

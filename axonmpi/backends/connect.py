@@ -18,7 +18,7 @@ from .mpi_slots import SlotExchange
 from .node_barrier import Fence, NodeBarrier
 from .node_memory import NodeMemory, OneNode, OwnMemory, SeveralNodes
 from .node_paths import NodePaths
-from .node_plans import direct_bytes
+from .node_plans import direct_bytes, medium_bytes
 from .node_scratch import ALIGNMENT
 from .node_slots import NodeSlots
 from .plain_paths import Limits, Paths, PlainPaths
@@ -99,7 +99,8 @@ def _through_shared_memory(
     # Where memory runs short later, it serves as the four scratch buffers: with a line for each part of a chunk.
     parts = max(node.size, *map(len, nodes.carried))
     control = Segment.create(node, PAGE)
-    direct = Segment.create(node, max(2 * direct_bytes(node.size), 4 * ALIGNMENT * parts))
+    most = medium_bytes(node.size) if node.size == comm.size else direct_bytes(node.size)
+    direct = Segment.create(node, max(2 * most, 4 * ALIGNMENT * parts))
     problem = next((made for made in (control, direct) if isinstance(made, str)), None)
     if isinstance(control, Segment) and isinstance(direct, Segment):
         problem = control.populate(0, PAGE) or direct.populate(0, direct.region_bytes)

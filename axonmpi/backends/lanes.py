@@ -6,8 +6,6 @@ that it can go on while the ranks already fill and empty the memory that they sh
 
 from __future__ import annotations
 
-import os
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +15,24 @@ import torch
 from torch import Tensor
 
 from .node_scratch import round_down
+from .turns import Pause
 
-__all__ = ["COPIES", "RESULTS", "SUMS", "YIELDS", "Inbox", "Lane", "Nodes", "wait_gently"]
+__all__ = [
+    "COPIES",
+    "FIRST_STREAM",
+    "RESULTS",
+    "STREAM_TAGS",
+    "SUMS",
+    "Inbox",
+    "Lane",
+    "Message",
+    "Nodes",
+    "wait_gently",
+]
 
 _NEVER_SENT, SUMS, RESULTS, COPIES = range(4)
-YIELDS = 10
-"""How often a rank gives way before it naps: beside a thread that computes, a nap is over sooner."""
+FIRST_STREAM, STREAM_TAGS = 1 << 14, 2
 _AHEAD = 8
-_NAP_SECONDS = 1e-4
 
 
 @dataclass(frozen=True)
@@ -59,12 +67,54 @@ class Nodes:
 
 def wait_gently(request: Any) -> None:
     """Wait for an MPI request, asleep most of the time."""
-    for _ in range(YIELDS):
-        if request.Test():
-            return
-        os.sched_yield()
+    pause = Pause()
     while not request.Test():
-        time.sleep(_NAP_SECONDS)
+        pause.rest()
+
+
+class Message:
+    """Memory of a lane's own for one message; used again for others of about the size.
+
+    Args:
+        mpi: The module `mpi4py.MPI`.
+        size: Bytes of memory.
+
+    Attributes:
+        nbytes: Bytes of the message.
+        spec: What MPI is given.
+        request: What MPI has returned for it last.
+    """
+
+    __slots__ = ("_memory", "_mpi", "_views", "nbytes", "request", "size", "spec")
+
+    def __init__(self, mpi: Any, size: int) -> None:
+        self._mpi = mpi
+        self.size = size
+        with torch.inference_mode(False):
+            self._memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self._views: dict[torch.dtype, Tensor] = {}
+        self.nbytes = -1
+        self.spec: list[Any] = [mpi.buffer.fromaddress(self._memory.data_ptr(), size), 0, mpi.BYTE]
+        self.request: Any = None
+
+    def fit(self, nbytes: int) -> Message:
+        """Make it one of `nbytes` bytes."""
+        if nbytes != self.nbytes:
+            self.nbytes = self.spec[1] = nbytes
+            self._views.clear()
+        return self
+
+    def view(self, dtype: torch.dtype) -> Tensor:
+        """Return it as a tensor of one dimension."""
+        view = self._views.get(dtype)
+        if view is None:
+            with torch.inference_mode(False):
+                view = self._views[dtype] = self._memory[: self.nbytes].view(dtype)
+        return view
+
+    def is_through(self) -> bool:
+        """Say whether it has been sent, or has come; local."""
+        return bool(self.request.Test())
 
 
 class Lane:
@@ -78,32 +128,32 @@ class Lane:
     def __init__(self, mpi: Any, comm: Any) -> None:
         self._mpi = mpi
         self._comm = comm
-        self._free: dict[int, list[Tensor]] = {}
-        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._free: dict[int, list[Message]] = {}
+        self._sent: deque[Message] = deque()
 
-    def buffer(self, nbytes: int) -> Tensor:
-        """Take [nbytes] uint8 of memory for a message."""
+    def message(self, nbytes: int) -> Message:
+        """Take memory for a message of `nbytes` bytes."""
         size = round_down(nbytes + 4095, 4096)
-        free = self._free.setdefault(size, [])
-        with torch.inference_mode(False):
-            return (free.pop() if free else torch.empty(size, dtype=torch.uint8, device="cpu"))[:nbytes]
+        free = self._free.get(size)
+        return (free.pop() if free else Message(self._mpi, size)).fit(nbytes)
 
-    def give_back(self, memory: Tensor) -> None:
-        """Return memory from `buffer` that nothing uses any more."""
-        whole = round_down(memory.numel() + 4095, 4096)
-        with torch.inference_mode(False):
-            self._free.setdefault(whole, []).append(memory.as_strided((whole,), (1,), 0))
+    def give_back(self, message: Message) -> None:
+        """Return memory that nothing uses any more."""
+        self._free.setdefault(message.size, []).append(message)
 
-    def send(self, memory: Tensor, node: int, tag: int) -> None:
-        """Begin to send; the memory is given back when it is through."""
-        self._sent.append((self._comm.Isend(self._spec(memory), node, tag), memory))
-        while self._sent and self._sent[0][0].Test():
-            self._end_oldest()
+    def send(self, message: Message, node: int, tag: int) -> Message:
+        """Begin to send; the memory is given back when it is through, and may only be read until then."""
+        message.request = self._comm.Isend(message.spec, node, tag)
+        self._sent.append(message)
+        while self._sent and self._sent[0].is_through():
+            self.give_back(self._sent.popleft())
+        return message
 
-    def receive(self, nbytes: int, node: int, tag: int) -> tuple[Any, Tensor]:
-        """Begin to receive; returns the request and the memory."""
-        memory = self.buffer(nbytes)
-        return self._comm.Irecv(self._spec(memory), node, tag), memory
+    def receive(self, nbytes: int, node: int, tag: int) -> Message:
+        """Begin to receive."""
+        message = self.message(nbytes)
+        message.request = self._comm.Irecv(message.spec, node, tag)
+        return message
 
     def progress(self) -> None:
         """Let MPI move what is under way: it does so only when it is called."""
@@ -112,14 +162,8 @@ class Lane:
     def flush(self) -> None:
         """Wait until everything is sent."""
         while self._sent:
-            wait_gently(self._sent[0][0])
-            self._end_oldest()
-
-    def _end_oldest(self) -> None:
-        self.give_back(self._sent.popleft()[1])
-
-    def _spec(self, memory: Tensor) -> list[Any]:
-        return [self._mpi.buffer.fromaddress(memory.data_ptr(), memory.nbytes), memory.nbytes, self._mpi.BYTE]
+            wait_gently(self._sent[0].request)
+            self.give_back(self._sent.popleft())
 
     def free(self) -> None:
         """Release the communicator; collective over the lane."""
@@ -132,7 +176,7 @@ class Inbox:
     def __init__(self, lane: Lane, node: int, tag: int, sizes: Sequence[int]) -> None:
         self._lane, self._node, self._tag = lane, node, tag
         self._sizes = deque(sizes)
-        self._posted: deque[tuple[Any, Tensor]] = deque()
+        self._posted: deque[Message] = deque()
         for _ in range(_AHEAD):
             self._post()
 
@@ -140,9 +184,13 @@ class Inbox:
         if self._sizes:
             self._posted.append(self._lane.receive(self._sizes.popleft(), self._node, self._tag))
 
-    def take(self) -> Tensor:
+    def is_ready(self) -> bool:
+        """Say whether the next message has come; local."""
+        return self._posted[0].is_through()
+
+    def take(self) -> Message:
         """Wait for the next message; the memory is the lane's, to be given back."""
-        request, memory = self._posted.popleft()
-        wait_gently(request)
+        message = self._posted.popleft()
+        wait_gently(message.request)
         self._post()
-        return memory
+        return message

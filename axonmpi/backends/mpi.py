@@ -34,6 +34,8 @@ from .mpi_memory import as_bytes, empty, flat_elements, write_back
 from .mpi_messages import MessagePort, buffer_of
 from .mpi_slots import PAYLOAD_BYTES, describe, described
 from .plain_paths import Plan
+from .turns import Steps
+from .two_level_paths import TwoLevelPaths
 from .worker import Worker
 
 if TYPE_CHECKING:
@@ -169,6 +171,16 @@ class MpiBackend(Backend):
             return
         flat = flat_elements(tensor)
         self._paths.all_reduce(call, flat)
+        write_back(flat, tensor)
+
+    def _goes_in_steps(self, call: Call) -> bool:
+        return call.operation == "all_reduce" and self.path == "nodes" and not self._paths.is_small(call)
+
+    def _steps(self, call: Call, *args: Any) -> Steps[None]:
+        (tensor,) = args
+        assert isinstance(self._paths, TwoLevelPaths)
+        flat = flat_elements(tensor)
+        yield from self._paths.all_reduce_in_steps(call, flat)
         write_back(flat, tensor)
 
     def _plan_for(self, call: Call) -> Plan:

@@ -23,6 +23,7 @@ from ..types import ReduceOp
 from .call import Call, mismatch_error
 from .mpi_messages import buffer_of
 from .reduction import DTYPES, plain_binary, reduce_in_rank_order
+from .turns import Steps, is_beside_computation
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -93,9 +94,24 @@ class SlotExchange:
         extras: list[int] = self._extras.tolist()
         return extras
 
+    def agree_in_steps(self, call: Call, first: int, second: int) -> Steps[list[list[int]]]:
+        """Do what `agree` does in steps, with two words of payload; return those of all ranks. Collective."""
+        self._header[0] = call.key
+        self._header[1] = 0
+        self.own_words[0], self.own_words[1] = first, second
+        request = self._comm.Iallgather(self._out, self._in)
+        while not request.Test():
+            yield False
+        self._check(call)
+        words: list[list[int]] = self.words[:, :2].tolist()
+        return words
+
     def swap(self, call: Call, out: list[Any]) -> None:
         """Exchange a slot whose header is written already."""
         self._exchange(call, out)
+        self._check(call)
+
+    def _check(self, call: Call) -> None:
         if self._keys.tolist().count(call.key) != self.size:
             raise self._mismatch(call)
 
@@ -107,7 +123,7 @@ class SlotExchange:
 
     def _wait_gently(self, request: Any) -> None:
         """Wait without keeping a core from the ranks that have not come yet."""
-        polls = 0
+        polls = _YIELDS if is_beside_computation() else 0
         while not request.Test():
             polls += 1
             if polls < _YIELDS:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CollectiveTimeoutError, CommunicatorError, RankFailedError
 from .shared_memory import PAGE, Segment
+from .turns import Steps
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -86,6 +87,7 @@ class NodeBarrier:
         self._peers = [(peer * _WORDS, peer) for peer in peers]
         self._broken = ""
         self.count = 0
+        self._come_to = 0
         self.yields = _YIELDS
         self.while_waiting: Callable[[], None] | None = None
 
@@ -102,7 +104,7 @@ class NodeBarrier:
         words, count = self._words, self.count + 1
         if self._sync is not None:
             self._sync()
-        words[self._own] = count
+        words[self._own] = self._come_to = count
         waited = False
         for word, peer in self._peers:
             if words[word] < count:
@@ -116,6 +118,37 @@ class NodeBarrier:
             self._sync()
         self.count = count
 
+    def fence(self) -> None:
+        """Let what this rank has written be seen by those that it has met, and what they have here; local."""
+        if self._sync is not None:
+            self._sync()
+
+    def come(self, what: object) -> int:
+        """Come to the next barrier and go on, perhaps before the last is passed; returns its number.
+
+        Raises:
+            CommunicatorError: This rank has given up before.
+        """
+        if self._broken:
+            raise CommunicatorError(f"{what}: this group cannot be used: {self._broken}")
+        if self._sync is not None:
+            self._sync()
+        self._come_to += 1
+        self._words[self._own] = self._come_to
+        return self._come_to
+
+    def pass_in_steps(self, count: int, what: object) -> Steps[None]:
+        """Wait in steps until all ranks of the node have come to barrier `count`. Raises what `wait` raises."""
+        words = self._words
+        began = checked = time.monotonic()
+        for word, peer in [*self._peers, *self._peers]:  # one that had come may have given up in the meantime
+            while words[word] < count:
+                yield False
+                checked = self._check(word, peer, count, what, began, checked)
+        if self._sync is not None:
+            self._sync()
+        self.count = max(self.count, count)
+
     def _await(self, word: int, peer: int, count: int, what: object) -> None:
         words, give_way, meanwhile = self._words, os.sched_yield, self.while_waiting
         for _ in range(self.yields):
@@ -128,16 +161,21 @@ class NodeBarrier:
         nap = _NAP_SECONDS
         while words[word] < count:
             time.sleep(nap)
-            now = time.monotonic()
             if meanwhile is not None:
                 meanwhile()
-            elif now - began > 0.01:
+            if time.monotonic() - began > 0.01:
                 nap = min(2 * nap, _LONGEST_NAP_SECONDS)
-            if self._timeout is not None and now - began > self._timeout:
-                self._give_up(what)
-            if now - checked > _CHECK_SECONDS or words[word + _MARK]:
-                checked = now
-                self._look_after(word, peer, count, what)
+            checked = self._check(word, peer, count, what, began, checked)
+
+    def _check(self, word: int, peer: int, count: int, what: object, began: float, checked: float) -> float:
+        """Raise if the time is up or the other rank is lost; returns when that was looked at last."""
+        now = time.monotonic()
+        if self._timeout is not None and now - began > self._timeout:
+            self._give_up(what)
+        if now - checked > _CHECK_SECONDS or self._words[word + _MARK]:
+            self._look_after(word, peer, count, what)
+            return now
+        return checked
 
     def _give_up(self, what: object) -> None:
         late = [name for name, (word, _) in self._by_name() if self._words[word] <= self.count]

@@ -80,7 +80,7 @@ class Chain:
         parts = self._scratch.input_views(1 - place, low, high, self._dtype)
         before = self._sums.take() if self._sums is not None else None
         count = (high - low) // self._dtype.itemsize
-        total = self._lane.buffer(count * self._wide.itemsize)
+        total = self._lane.message(count * self._wide.itemsize)
         wide = total.view(self._wide)
         terms = parts if before is None else [before.view(self._wide), *parts]
         reduce_terms(terms, self._op, wide)
@@ -101,15 +101,15 @@ class Chain:
         low, high = self._bounds(chunk)
         if self._results is None or self._lane is None or low == high:
             return
-        memory = self._results.take()
+        message = self._results.take()
         result = self._scratch.output_view(place, self._place, low, high, self._dtype)
-        result.copy_(memory.view(self._dtype))
-        self._lane.give_back(memory)
+        result.copy_(message.view(self._dtype))
+        self._lane.give_back(message)
         self._pass_back(result)
 
     def _pass_back(self, result: Tensor) -> None:
         if self._node and self._lane is not None:
-            copy = self._lane.buffer(result.nbytes)
+            copy = self._lane.message(result.nbytes)
             copy.view(result.dtype).copy_(result)
             self._lane.send(copy, self._node - 1, RESULTS)
 
@@ -155,14 +155,14 @@ class Relay:
         """Get a slice from the own node's memory, or from the node before, and send it on."""
         assert self._lane is not None
         if self._inbox is not None:
-            memory = self._inbox.take()
-            target[...] = memory.numpy()
-            self._lane.give_back(memory)
+            message = self._inbox.take()
+            target[...] = message.view(torch.uint8).numpy()
+            self._lane.give_back(message)
         elif source is not None:
             target[...] = source
         for node in self._onward:
-            copy = self._lane.buffer(target.nbytes)
-            copy.numpy()[...] = target
+            copy = self._lane.message(target.nbytes)
+            copy.view(torch.uint8).numpy()[...] = target
             self._lane.send(copy, node, COPIES)
 
     def end(self) -> None:
@@ -203,15 +203,15 @@ class Exchange:
                 output[low : low + count] = inputs[place][:count]
                 for other in range(len(self._nodes.of)):
                     if other != node:
-                        copy = self._lane.buffer(count)
-                        copy.numpy()[...] = inputs[place][:count]
+                        copy = self._lane.message(count)
+                        copy.view(torch.uint8).numpy()[...] = inputs[place][:count]
                         self._lane.send(copy, other, COPIES + 1 + place)
             else:
-                arriving.append((output[low : low + count], *self._lane.receive(count, node, COPIES + 1 + place)))
-        for target, request, memory in arriving:
-            wait_gently(request)
-            target[...] = memory.numpy()
-            self._lane.give_back(memory)
+                arriving.append((output[low : low + count], self._lane.receive(count, node, COPIES + 1 + place)))
+        for target, message in arriving:
+            wait_gently(message.request)
+            target[...] = message.view(torch.uint8).numpy()
+            self._lane.give_back(message)
         self._lane.flush()
 
     def _count(self, rank: int, chunk: int) -> int:

@@ -31,7 +31,7 @@ from .call import Call
 from .mpi_memory import as_bytes, empty, flat_elements
 from .mpi_slots import PAYLOAD_BYTES
 from .node_barrier import NodeBarrier
-from .node_plans import DirectPlan, Piece, SymmetricPlan
+from .node_plans import DirectPlan, MediumPlan, Piece, SymmetricPlan, direct_bytes
 from .node_scratch import (
     ALIGNMENT,
     CHUNK_BYTES,
@@ -103,10 +103,9 @@ class NodePaths:
 
     def reduce_pieces(self, call: Call, pieces: Sequence[Piece]) -> None:
         """Reduce this rank's pieces of a symmetric tensor for all ranks; collective, agreed already."""
-        op = call.op
-        assert op is not None
+        assert call.op is not None
         for piece in pieces:
-            reduce_in_rank_order(piece.parts, op, piece.total)
+            reduce_in_rank_order(piece.parts, call.op, piece.total)
             piece.rows.copy_(piece.total)
         self._barrier.wait(call)
 
@@ -120,8 +119,10 @@ class NodePaths:
 
     def plan(self, call: Call) -> Plan:
         """Prepare all-reduces of tensors of this kind; local."""
-        if self.is_small(call):
+        if call.nbytes <= direct_bytes(self.size):
             return DirectPlan(self._slots, self._direct, call)
+        if self.is_small(call):
+            return MediumPlan(self._slots, self, self._direct, call)
         return SymmetricPlan(self._slots, self, call)
 
     def reduce(self, call: Call, flat: Tensor) -> None:

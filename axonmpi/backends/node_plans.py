@@ -6,7 +6,7 @@ the call's fingerprint along.
     put the own data into shared memory | barrier | reduce the data of all ranks into the own tensor
 
 A `SymmetricPlan` is for symmetric tensors: the pieces of the own slice, over all ranks' memory, are views made
-once.
+once. Between the two is a range of sizes for which a `MediumPlan` does either.
 """
 
 from __future__ import annotations
@@ -24,16 +24,23 @@ if TYPE_CHECKING:
     from .node_paths import NodePaths
     from .node_slots import NodeSlots
 
-__all__ = ["DIRECT_BYTES", "DirectPlan", "Piece", "SymmetricPlan", "direct_bytes"]
+__all__ = ["DirectPlan", "MediumPlan", "Piece", "SymmetricPlan", "direct_bytes", "medium_bytes"]
 
 DIRECT_BYTES = 512 << 10
 """The most that all ranks together put into shared memory for each of them to reduce it all."""
+MEDIUM_BYTES = 2 << 20
+"""The same where the tensors are not symmetric."""
 _MAX_TENSORS = 256
 
 
 def direct_bytes(ranks: int) -> int:
     """Return the size up to which every rank of so many reduces all of the data itself; local."""
     return max(DIRECT_BYTES // ranks // 4096 * 4096, 4096)
+
+
+def medium_bytes(ranks: int) -> int:
+    """Return the size up to which it does so for tensors that are not symmetric; local."""
+    return max(MEDIUM_BYTES // ranks // 4096 * 4096, 4096)
 
 
 class DirectPlan:
@@ -64,14 +71,23 @@ class DirectPlan:
 
     def run(self, tensor: Tensor) -> bool:
         """Reduce a contiguous tensor, in place; collective. Always applies."""
+        place = self.put(tensor)
+        self._slots.meet(self._call, 0)
+        self.take(tensor, place)
+        return True
+
+    def put(self, tensor: Tensor) -> int:
+        """Copy the own data to where the others find it; returns the place, for `take`."""
         place = self._slots.place
         self._own[place].copy_(tensor)
-        self._slots.meet(self._call, 0)
+        return place
+
+    def take(self, tensor: Tensor, place: int) -> None:
+        """Reduce what all ranks have put in, once they have."""
         if self._other is not None:
             tensor.add_(self._other[place])
         else:
             reduce_in_rank_order(self._parts[place], self._op, tensor)
-        return True
 
 
 class Piece:
@@ -109,19 +125,58 @@ class SymmetricPlan:
 
     def run(self, tensor: Tensor) -> bool:
         """Reduce a contiguous tensor, in place; collective. False, and nothing done, if it is not symmetric."""
-        known = self._known.get(tensor.data_ptr())
+        known = self.find(tensor)
         if known is None:
-            address = self._paths.address(tensor)
-            if not address:
-                return False
-            if len(self._known) >= _MAX_TENSORS:
-                self._known.clear()
-            known = address, self._paths.pieces(tensor.view(-1), address)
-            self._known[tensor.data_ptr()] = known
+            return False
         address, pieces = known
         if self._slots.meet(self._call, address):
             self._paths.reduce_pieces(self._call, pieces)
         else:
             self._paths.all_reduce_ordinary(self._call, tensor.view(-1))
+        torch.autograd.graph.increment_version(tensor)
+        return True
+
+    def find(self, tensor: Tensor) -> tuple[int, list[Piece]] | None:
+        """Return where a tensor lies and the pieces of the own slice, None if it is not symmetric; local."""
+        known = self._known.get(tensor.data_ptr())
+        if known is None:
+            address = self._paths.address(tensor)
+            if not address:
+                return None
+            if len(self._known) >= _MAX_TENSORS:
+                self._known.clear()
+            known = address, self._paths.pieces(tensor.view(-1), address)
+            self._known[tensor.data_ptr()] = known
+        return known
+
+
+class MediumPlan:
+    """An all-reduce of a size at which symmetric tensors are reduced where they lie, and others directly.
+
+    Args:
+        slots: Carries the fingerprint.
+        paths: Serves where only some ranks have a symmetric tensor.
+        memory: As for `DirectPlan`.
+        call: The call.
+    """
+
+    def __init__(self, slots: NodeSlots, paths: NodePaths, memory: Segment, call: Call) -> None:
+        self._slots = slots
+        self._paths = paths
+        self._call = call
+        self._direct = DirectPlan(slots, memory, call)
+        self._symmetric = SymmetricPlan(slots, paths, call)
+
+    def run(self, tensor: Tensor) -> bool:
+        """Reduce a contiguous tensor, in place; collective. Always applies."""
+        known = self._symmetric.find(tensor)
+        place = self._direct.put(tensor) if known is None else 0
+        if not self._slots.meet(self._call, 0 if known is None else known[0]):
+            self._paths.all_reduce_ordinary(self._call, tensor.view(-1))
+        elif known is None:
+            self._direct.take(tensor, place)
+            return True
+        else:
+            self._paths.reduce_pieces(self._call, known[1])
         torch.autograd.graph.increment_version(tensor)
         return True

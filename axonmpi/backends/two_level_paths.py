@@ -19,20 +19,23 @@ This file cuts the data and orders the turns; `node_chain` is what a lane does i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..memory import flat_zeros
 from .call import Call
-from .lanes import YIELDS, Lane, Nodes
+from .lanes import Lane, Nodes
 from .mpi_memory import as_bytes, empty, flat_elements
 from .mpi_slots import SlotExchange
 from .node_barrier import NodeBarrier
 from .node_chain import Chain, Exchange, Relay
 from .node_scratch import ALIGNMENT, Bytes, Scratch, bounds_of, round_down, run_turns, slices_of
+from .node_stream import Portion, Stream, cut_rows
 from .plain_paths import Limits, PlainPaths, Plan
 from .shared_memory import Arena, Block, Segment, warn_no_shared_memory
+from .turns import YIELDS, Steps, is_beside_computation, run_steps
 
 __all__ = ["TwoLevelPaths"]
 
@@ -41,6 +44,7 @@ CHUNK_BYTES = 2 << 20
 soon."""
 LEAST_CHUNK_BYTES = 256 << 10
 _CHUNKS = 16
+_MAX_PORTIONS = 4096
 
 
 class TwoLevelPaths:
@@ -86,6 +90,9 @@ class TwoLevelPaths:
         self._carried = nodes.carried
         self._unit = ALIGNMENT * max(map(len, self._carried))
         self._most = 0
+        self._cut_before: dict[Any, list[Portion]] = {}
+        self._deciding = False
+        self._begun = self._met = self._ended = 0
         # The other nodes' messages have to move on while this rank waits for its neighbours.
         # Beside a thread that computes, a nap is over sooner than the turn that giving way takes.
         barrier.yields = YIELDS
@@ -95,9 +102,71 @@ class TwoLevelPaths:
 
     def all_reduce(self, call: Call, flat: Tensor) -> None:
         """Reduce flat contiguous data over all ranks, in place; collective."""
-        self._slots.agree(call)
-        data = as_bytes(flat).numpy()
-        self._reduce(call, flat, [(0, data.nbytes)], data)
+        run_steps(self.all_reduce_in_steps(call, flat))
+
+    def all_reduce_in_steps(self, call: Call, flat: Tensor) -> Steps[None]:
+        """Do what `all_reduce` does in steps, between which the next one may begin; collective."""
+        while self._deciding:  # the one before may yet need the group for itself
+            yield False
+        self._deciding = True
+        try:
+            address = self._arena.address(flat)
+            self._barrier.fence()
+            words = yield from self._slots.agree_in_steps(call, address, is_beside_computation())
+            if not self._is_symmetric([word for word, _ in words]):
+                while self._ended < self._begun:
+                    yield False
+                data = as_bytes(flat).numpy()
+                self._reduce(call, flat, [(0, data.nbytes)], data)
+                return
+            number, self._begun = self._begun, self._begun + 1
+        finally:
+            self._deciding = False
+        try:
+            yield from self._reduce_symmetric(call, flat, address, number, long=all(beside for _, beside in words))
+        finally:
+            self._met = max(self._met, number + 1)
+            self._ended += 1
+
+    def _is_symmetric(self, addresses: list[int]) -> bool:
+        """Say whether all ranks have named an address, those of a node the same one."""
+        return all(addresses) and all(len({addresses[rank] for rank in ranks}) == 1 for ranks in self._nodes.of)
+
+    def _reduce_symmetric(self, call: Call, flat: Tensor, address: int, number: int, *, long: bool) -> Steps[None]:
+        """Reduce where the ranks of each node can reach all of it; the group's reduction of this `number`."""
+        assert call.op is not None
+        self._barrier.fence()
+        if self._lane is not None and (portions := self._portions(flat, address, long)):
+            yield from Stream(self._nodes, self._lane, portions, flat.dtype, call.op, number).run()
+        while self._met < number:
+            yield False
+        count = self._barrier.come(call)
+        self._met = number + 1
+        yield from self._barrier.pass_in_steps(count, call)
+
+    def _portions(self, flat: Tensor, address: int, long: bool) -> list[Portion]:
+        """Return what this rank's lane carries of a symmetric tensor, as it lies with all ranks of the node.
+
+        Beside computation they are `long`: the next reductions keep the network busy, and each portion costs.
+        """
+        key = (address, flat.dtype, flat.numel(), long)
+        portions = self._cut_before.get(key)
+        if portions is None:
+            itemsize = flat.element_size()
+            most = self._most_bytes()
+            bounds = []
+            for start, _, slices in self._cut(
+                flat.nbytes, itemsize, most, most // 2 if long else LEAST_CHUNK_BYTES
+            ):
+                low, high = slices[self._nodes.place]
+                bounds.append(((start + low) // itemsize, (start + high) // itemsize))
+            with torch.inference_mode(False):
+                rows = self._arena.rows(address, flat.nbytes).view(flat.dtype)
+            portions = cut_rows(rows, bounds)
+            if sum(map(len, self._cut_before.values())) + len(portions) > _MAX_PORTIONS:
+                self._cut_before.clear()
+            self._cut_before[key] = portions
+        return portions
 
     def reduce(self, call: Call, flat: Tensor) -> None:
         """Reduce flat contiguous data onto the call's root, in place there, untouched elsewhere; collective."""
@@ -248,6 +317,7 @@ class TwoLevelPaths:
     def free(self) -> None:
         """Let go of the shared memory, not waiting for Python's garbage; tensors on it keep theirs; collective."""
         self._scratch = None
+        self._cut_before.clear()
         self._arena.close()
         del self._spare
         for release in self._release:
@@ -266,16 +336,24 @@ class TwoLevelPaths:
             self._scratch = scratch
         return self._scratch
 
-    def _chunk_bytes(self) -> int:
+    def _most_bytes(self) -> int:
         # The limit is that of pieces that fit into a cache; the network wants several of them at a time.
-        return round_down(min(CHUNK_BYTES // (1 << 20) * self._limits.piece_bytes, self._most), self._unit)
+        return CHUNK_BYTES // (1 << 20) * self._limits.piece_bytes
+
+    def _chunk_bytes(self) -> int:
+        return round_down(min(self._most_bytes(), self._most), self._unit)
 
     def _chunks(self, nbytes: int, itemsize: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
+        """Cut `nbytes` bytes into chunks that fit into scratch memory."""
+        return self._cut(nbytes, itemsize, self._chunk_bytes(), LEAST_CHUNK_BYTES)
+
+    def _cut(
+        self, nbytes: int, itemsize: int, most: int, least: int
+    ) -> list[tuple[int, int, list[tuple[int, int]]]]:
         """Cut `nbytes` bytes into chunks of about equal size; return start, stop and each lane's slice of each."""
         unit = max(ALIGNMENT, itemsize)
         # Several chunks, so that the result of the first comes back while the last is still to be sent.
-        most = self._chunk_bytes()
-        count = -(-nbytes // min(most, max(nbytes // _CHUNKS, LEAST_CHUNK_BYTES)))
+        count = -(-nbytes // min(most, max(nbytes // _CHUNKS, least)))
         size = -(-nbytes // (count * unit)) * unit
         cut = []
         for start in range(0, nbytes, size):

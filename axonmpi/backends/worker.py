@@ -9,23 +9,30 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator
 from typing import Any
 
 from ..errors import CollectiveTimeoutError
 from ..types import Observer, Work
-from .turns import take_short_turns
+from .turns import Pause, Steps, take_short_turns
 
 __all__ = ["Worker", "WorkerWork"]
+
+_MOST_UNDER_WAY = 3
 
 
 class WorkerWork(Work):
     """An operation queued on, or run by, a worker thread."""
 
-    def __init__(self, operation: str, task: Callable[[], Any], observer: Observer | None = None) -> None:
+    def __init__(
+        self, operation: str, task: Callable[[], Any], observer: Observer | None = None, *, in_steps: bool = False
+    ) -> None:
         self.operation = operation
         self._observer = observer
+        self.in_steps = in_steps
         self._task: Callable[[], Any] | None = task
+        self._steps: Steps[Any] | None = None
         self._finished = threading.Lock()
         self._finished.acquire()
         self._complete = False
@@ -34,14 +41,35 @@ class WorkerWork(Work):
         self._error_seen = False
 
     def run(self) -> None:
-        """Run the operation and keep its value or its error; called by the worker."""
+        """Run the operation, or begin one in steps, and keep its value or its error; called by the worker."""
         assert self._task is not None
         try:
-            self._value = self._task()
+            value = self._task()
+            if isinstance(value, Generator):
+                self._steps = value
+            else:
+                self._value = value
         except BaseException as error:
             self._error = error
         finally:
             self._task = None  # the tensors it holds are the caller's to free
+
+    def advance(self) -> bool:
+        """Do a step of an operation in steps; say whether it got on. Called by the worker."""
+        assert self._steps is not None
+        try:
+            return next(self._steps)
+        except StopIteration as end:
+            self._value = end.value
+        except BaseException as error:
+            self._error = error
+        self._steps = None
+        return True
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether there are steps to do."""
+        return self._steps is not None
 
     def finish(self) -> None:
         """Release whoever waits; called by the worker after `run`."""
@@ -95,18 +123,30 @@ class Worker:
         self._thread: threading.Thread | None = None
         self._started = 0  # written by callers only
         self._ended = 0  # written by the thread only
+        self._next: WorkerWork | None = None
+        self._closing = False
 
     @property
     def busy(self) -> bool:
         """Whether an operation is queued or running."""
         return self._started != self._ended
 
-    def submit(self, operation: str, task: Callable[[], Any], observer: Observer | None = None) -> WorkerWork:
-        """Queue `task` behind the operations already there."""
+    def submit(
+        self, operation: str, task: Callable[[], Any], observer: Observer | None = None, *, in_steps: bool = False
+    ) -> WorkerWork:
+        """Queue `task` behind the operations already there.
+
+        Args:
+            operation: What to call it.
+            task: Does it; returns its value.
+            observer: Told about whoever waits for it.
+            in_steps: Whether `task` returns the operation's steps: then the next one of this kind may begin while
+                it is under way.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
-        work = WorkerWork(operation, task, observer)
+        work = WorkerWork(operation, task, observer, in_steps=in_steps)
         self._started += 1
         self._queue.put(work)
         return work
@@ -123,8 +163,34 @@ class Worker:
 
     def _loop(self) -> None:
         take_short_turns()
-        while (work := self._queue.get()) is not None:
+        under_way: deque[WorkerWork] = deque()
+        pause = Pause()
+        while self._take_in(under_way):
+            if self._advance(under_way):
+                pause.end()
+            elif under_way:
+                pause.rest()
+
+    def _take_in(self, under_way: deque[WorkerWork]) -> bool:
+        """Begin the next operation if it may begin beside those under way; False if there is no more to do."""
+        if self._next is None and not self._closing and (not under_way or not self._queue.empty()):
+            self._next = self._queue.get()
+            self._closing = self._next is None
+        work = self._next
+        if work is not None and (not under_way or (work.in_steps and len(under_way) < _MOST_UNDER_WAY)):
+            self._next = None  # or the last operation's tensors would live until the next one
             work.run()
+            under_way.append(work)
+        return bool(under_way) or not self._closing
+
+    def _advance(self, under_way: deque[WorkerWork]) -> bool:
+        """Do a step of each operation, end those that are complete; say whether anything got on."""
+        moved = False
+        for work in under_way:
+            moved |= work.is_under_way and work.advance()
+        while under_way and not under_way[0].is_under_way:
+            work = under_way.popleft()
             self._ended += 1  # before whoever waits goes on, so that its next operation finds an idle worker
             work.finish()
-            del work  # or the last operation's tensors would live until the next one
+            moved = True
+        return moved

@@ -26,7 +26,7 @@ _AGENT = """#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
 host=$1; shift
 case $host in {cases} esac
-exec nsenter -t "$process" -n -u -m -i --wdns="$PWD" -- /bin/sh -c "$*"
+exec nsenter -t "$process" -n -u -m -i --wdns="$PWD" -- {pin}/bin/sh -c "$*"
 """
 
 
@@ -35,10 +35,12 @@ class TwoNodes:
 
     Args:
         rate: Bandwidth of the cable in each direction, as `tc` takes it ("1gbit"); None: as quick as memory.
+        own_cores: Whether each has cores of its own, as machines do; else both use all of them.
     """
 
-    def __init__(self, rate: str | None = None) -> None:
+    def __init__(self, rate: str | None = None, *, own_cores: bool = False) -> None:
         self._rate = rate
+        self._own_cores = own_cores
         self._holders: list[subprocess.Popen[str]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="axonmpi-nodes-")
 
@@ -76,10 +78,13 @@ class TwoNodes:
                 limit = ("rate", self._rate, "burst", "256k", "latency", "50ms")
                 self._inside(node, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
         agent = folder / "agent"
+        cores = sorted(os.sched_getaffinity(0))
         cases = " ".join(
-            f"n{i + 1}|{address}) process={self._holders[i].pid};;" for i, address in enumerate(_ADDRESSES)
+            f"n{i + 1}|{address}) process={self._holders[i].pid}; cores={','.join(map(str, cores[i::2]))};;"
+            for i, address in enumerate(_ADDRESSES)
         )
-        agent.write_text(_AGENT.format(cases=cases))
+        pin = 'taskset -c "$cores" ' if self._own_cores and len(cores) > 1 else ""
+        agent.write_text(_AGENT.format(cases=cases, pin=pin))
         agent.chmod(0o755)
         return self
 
@@ -165,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if (obstacle := TwoNodes.obstacle()) is not None:
         raise SystemExit(obstacle)
-    with TwoNodes(options.rate) as nodes:
+    with TwoNodes(options.rate, own_cores=True) as nodes:
         print(nodes.run(tuple(options.ranks), *options.script, timeout=options.timeout), end="")
 
 

@@ -1,0 +1,135 @@
+"""All-reduces of symmetric tensors over several nodes, many under way at a time, against numpy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from placements import agree_on_bits
+
+import axonmpi as ax
+from axonmpi import CollectiveMismatchError, ProcessGroup, ReduceOp, World
+
+pytestmark = pytest.mark.ranks(2, 3, 4)
+SIZES = (40, 129, 5000, 70_001, 300_000)
+OPS = (ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MAX)
+
+
+@pytest.fixture(params=[2, 3], ids=["two_a_node", "three_a_node"])
+def nodes(request, monkeypatch) -> Callable[[World], ProcessGroup]:
+    """Makes a group of all ranks that take themselves for so many on each node: 2 + 2, 2 + 1, 3 + 1 or one node."""
+    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", str(request.param))
+
+    def make(world: World) -> ProcessGroup:
+        group = world.new_group(range(world.size))
+        if group.backend.name == "mpi":
+            assert group.backend.path == ("nodes" if world.size > request.param else "node")
+        return group
+
+    return make
+
+
+def values(number: int, rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    return torch.randn(size, generator=generator).to(dtype)
+
+
+def expected(number: int, ranks: int, size: int, dtype: torch.dtype, op: ReduceOp) -> np.ndarray:
+    parts = np.stack([values(number, rank, size, dtype).double().numpy() for rank in range(ranks)])
+    if op is ReduceOp.MAX:
+        return parts.max(0)
+    return parts.sum(0) / (ranks if op is ReduceOp.AVERAGE else 1)
+
+
+def check(number: int, tensor: torch.Tensor, group: ProcessGroup, op: ReduceOp) -> None:
+    wanted = expected(number, group.size, tensor.numel(), tensor.dtype, op)
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2}[tensor.dtype]
+    np.testing.assert_allclose(tensor.double().numpy(), wanted, rtol=tolerance, atol=tolerance)
+    assert agree_on_bits(group, tensor)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_at_once_among_other_operations(world, nodes, seed) -> None:
+    group = nodes(world)
+    chosen = random.Random(seed)
+    for _ in range(2):  # the second time in memory that is known
+        begun = []
+        for number in range(14):
+            size, op = chosen.choice(SIZES), chosen.choice(OPS)
+            dtype = chosen.choice((torch.float32, torch.float32, torch.bfloat16, torch.float64))
+            # Some lie in ordinary memory, of one rank only or of all of them.
+            where = chosen.choice(("shared", "shared", "shared", "ordinary", "ordinary_on_0"))
+            tensor = group.symmetric_empty((size,), dtype)
+            if where == "ordinary" or (where == "ordinary_on_0" and group.rank == 0):
+                tensor = torch.empty(size, dtype=dtype)
+            tensor.copy_(values(number, group.rank, size, dtype))
+            begun.append((number, tensor, op, group.all_reduce(tensor, op, True)))
+            if chosen.random() < 0.3:
+                small = torch.tensor([float(group.rank)])
+                group.all_reduce(small)
+                assert small.item() == sum(range(group.size))
+        for number, tensor, op, work in chosen.sample(begun, len(begun)):
+            work.wait()
+            check(number, tensor, group, op)
+
+
+def test_bits_are_those_of_one_node(world, nodes) -> None:
+    together, apart = world.default_group, nodes(world)
+    for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+        results = []
+        for group, asynchronous in ((together, False), (apart, False), (apart, True)):
+            tensor = group.symmetric_empty((90_001,), dtype)
+            tensor.copy_(values(number, world.rank, 90_001, dtype))
+            work = group.all_reduce(tensor, ReduceOp.SUM, asynchronous)
+            if work is not None:
+                work.wait()
+            results.append(tensor.view(torch.uint8).clone())
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
+
+
+def test_a_mismatch_among_them_harms_no_other(world, nodes) -> None:
+    group = nodes(world)
+    tensors = [group.symmetric_empty((60_000,), torch.float32) for _ in range(5)]
+    for number, tensor in enumerate(tensors):
+        tensor.copy_(values(number, group.rank, 60_000, torch.float32))
+    works = []
+    for number, tensor in enumerate(tensors):
+        wrong = number == 2 and group.rank == group.size - 1
+        works.append(group.all_reduce(tensor[:59_000] if wrong else tensor, ReduceOp.SUM, True))
+    for number, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
+        if number == 2:
+            with pytest.raises(CollectiveMismatchError, match="60000"):
+                work.wait()
+            assert torch.equal(tensor, values(2, group.rank, 60_000, torch.float32))
+        else:
+            work.wait()
+            check(number, tensor, group, ReduceOp.SUM)
+
+
+def test_tensors_of_inference_mode(world, nodes) -> None:
+    group = nodes(world)
+    with torch.inference_mode():
+        tensor = group.symmetric_empty((50_000,), torch.float32)
+        tensor.copy_(values(0, group.rank, 50_000, torch.float32))
+        group.all_reduce(tensor, ReduceOp.SUM, True).wait()
+    check(0, tensor.clone(), group, ReduceOp.SUM)
+
+
+def test_gradients_of_a_wrapped_model_are_averaged_while_backward_runs(world, nodes) -> None:
+    group = nodes(world)
+    model = torch.nn.Sequential(*[torch.nn.Linear(400, 400) for _ in range(4)])
+    plain = torch.nn.Sequential(*[torch.nn.Linear(400, 400) for _ in range(4)])
+    wrapped = ax.DDP(model, group)  # which copies rank 0's parameters
+    plain.load_state_dict(model.state_dict())
+    inputs = [torch.randn(3, 400, generator=torch.Generator().manual_seed(rank)) for rank in range(group.size)]
+    for _ in range(3):
+        wrapped.zero_grad()
+        plain.zero_grad()
+        wrapped(inputs[group.rank]).square().mean().backward()
+        torch.stack([plain(x).square().mean() for x in inputs]).mean().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-8)
