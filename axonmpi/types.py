@@ -79,7 +79,10 @@ class CompletedWork(Work):
 
 
 class Observer(Protocol):
-    """What a backend tells about its operations: called around each one, on the thread that runs it."""
+    """What a backend tells about its operations: called around each one, on the thread that runs it.
+
+    Between nodes an asynchronous all-reduce may begin before the one before it has ended, on the same thread.
+    """
 
     def enter(self, operation: str, nbytes: int) -> None:
         """An operation begins; `nbytes` is the size of this rank's tensor (0 where there is none)."""

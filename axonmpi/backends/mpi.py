@@ -179,9 +179,7 @@ class MpiBackend(Backend):
     def _steps(self, call: Call, *args: Any) -> Steps[None]:
         (tensor,) = args
         assert isinstance(self._paths, TwoLevelPaths)
-        flat = flat_elements(tensor)
-        yield from self._paths.all_reduce_in_steps(call, flat)
-        write_back(flat, tensor)
+        yield from self._paths.all_reduce_in_steps(call, tensor)
 
     def _plan_for(self, call: Call) -> Plan:
         """Find or make the plan for a kind of call; plain ones are found again before any check."""

@@ -101,7 +101,7 @@ class NodeBarrier:
         """
         if self._broken:
             raise CommunicatorError(f"{what}: this group cannot be used: {self._broken}")
-        words, count = self._words, self.count + 1
+        words, count = self._words, self._come_to + 1
         if self._sync is not None:
             self._sync()
         words[self._own] = self._come_to = count
@@ -144,6 +144,10 @@ class NodeBarrier:
         for word, peer in [*self._peers, *self._peers]:  # one that had come may have given up in the meantime
             while words[word] < count:
                 yield False
+                if self.while_waiting is not None:
+                    self.while_waiting()
+                if self.count < count - 1:  # the time of those before is not this one's
+                    began = time.monotonic()
                 checked = self._check(word, peer, count, what, began, checked)
         if self._sync is not None:
             self._sync()

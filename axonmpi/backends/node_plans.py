@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .call import Call
+from .mpi_memory import flat_elements, write_back
 from .reduction import plain_binary, reduce_in_rank_order
 from .shared_memory import Segment
 
@@ -168,11 +169,15 @@ class MediumPlan:
         self._symmetric = SymmetricPlan(slots, paths, call)
 
     def run(self, tensor: Tensor) -> bool:
-        """Reduce a contiguous tensor, in place; collective. Always applies."""
-        known = self._symmetric.find(tensor)
+        """Reduce a tensor of any strides, in place; collective. Always applies."""
+        # What lies in another order is not what the other ranks would take it for.
+        is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        known = self._symmetric.find(tensor) if is_plain else None
         place = self._direct.put(tensor) if known is None else 0
         if not self._slots.meet(self._call, 0 if known is None else known[0]):
-            self._paths.all_reduce_ordinary(self._call, tensor.view(-1))
+            flat = flat_elements(tensor)
+            self._paths.all_reduce_ordinary(self._call, flat)
+            write_back(flat, tensor)
         elif known is None:
             self._direct.take(tensor, place)
             return True

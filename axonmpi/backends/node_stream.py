@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,7 +90,7 @@ class Stream:
         if self._own < len(nodes.of) - 1:
             sizes = [count * dtype.itemsize for count in counts]
             self._results = Inbox(lane, self._own + 1, self._tag + 1, sizes)
-        self._sent: deque[Message] = deque()
+        self._sent: deque[Any] = deque()
 
     def run(self) -> Steps[None]:
         """Reduce all portions, in steps."""
@@ -107,7 +108,7 @@ class Stream:
                 finished, moved = finished + 1, True
             yield moved
         while self._sent:
-            if self._sent[0].is_through():
+            if self._sent[0].Test():
                 self._sent.popleft()
             else:
                 yield False
@@ -124,7 +125,7 @@ class Stream:
             reduce_terms([before.view(self._wide), *portion.parts], op, total)
             lane.give_back(before)
         if self._results is not None:
-            self._sent.append(lane.send(message, self._own + 1, self._tag))
+            self._sent.append(lane.send(message, self._own + 1, self._tag).request)
             return
         if op is ReduceOp.AVERAGE:
             total.div_(self._ranks)
@@ -138,7 +139,7 @@ class Stream:
     def _hand_out(self, message: Message, portion: Portion) -> None:
         """Send a result back, and write it to all ranks of this node."""
         if self._own:
-            self._sent.append(self._lane.send(message, self._own - 1, self._tag + 1))  # which only reads it
+            self._sent.append(self._lane.send(message, self._own - 1, self._tag + 1).request)  # it is only read
         portion.rows.copy_(message.view(self._dtype))
         if not self._own:
             self._lane.give_back(message)

@@ -27,7 +27,7 @@ from torch import Tensor
 from ..memory import flat_zeros
 from .call import Call
 from .lanes import Lane, Nodes
-from .mpi_memory import as_bytes, empty, flat_elements
+from .mpi_memory import as_bytes, empty, flat_elements, write_back
 from .mpi_slots import SlotExchange
 from .node_barrier import NodeBarrier
 from .node_chain import Chain, Exchange, Relay
@@ -91,6 +91,7 @@ class TwoLevelPaths:
         self._unit = ALIGNMENT * max(map(len, self._carried))
         self._most = 0
         self._cut_before: dict[Any, list[Portion]] = {}
+        self._spans: dict[int, tuple[int, int]] = {}
         self._deciding = False
         self._begun = self._met = self._ended = 0
         # The other nodes' messages have to move on while this rank waits for its neighbours.
@@ -104,12 +105,16 @@ class TwoLevelPaths:
         """Reduce flat contiguous data over all ranks, in place; collective."""
         run_steps(self.all_reduce_in_steps(call, flat))
 
-    def all_reduce_in_steps(self, call: Call, flat: Tensor) -> Steps[None]:
-        """Do what `all_reduce` does in steps, between which the next one may begin; collective."""
+    def all_reduce_in_steps(self, call: Call, tensor: Tensor) -> Steps[None]:
+        """Do what `all_reduce` does in steps, between which the next one may begin; collective. Any strides."""
         while self._deciding:  # the one before may yet need the group for itself
             yield False
         self._deciding = True
         try:
+            span = _span(tensor)
+            while any(span[0] < high and low < span[1] for low, high in self._spans.values()):
+                yield False  # it is changed by one that is under way
+            flat = flat_elements(tensor)
             address = self._arena.address(flat)
             self._barrier.fence()
             words = yield from self._slots.agree_in_steps(call, address, is_beside_computation())
@@ -118,13 +123,23 @@ class TwoLevelPaths:
                     yield False
                 data = as_bytes(flat).numpy()
                 self._reduce(call, flat, [(0, data.nbytes)], data)
+                write_back(flat, tensor)
                 return
             number, self._begun = self._begun, self._begun + 1
         finally:
             self._deciding = False
+        self._spans[number] = span
         try:
             yield from self._reduce_symmetric(call, flat, address, number, long=all(beside for _, beside in words))
+            write_back(flat, tensor)
+        except (
+            Exception,
+            KeyboardInterrupt,
+        ) as error:  # the others of this node must not go on as if this rank had done its part
+            self._barrier.break_down(f"{call} ended in {type(error).__name__}")
+            raise
         finally:
+            del self._spans[number]
             self._met = max(self._met, number + 1)
             self._ended += 1
 
@@ -141,7 +156,7 @@ class TwoLevelPaths:
         while self._met < number:
             yield False
         count = self._barrier.come(call)
-        self._met = number + 1
+        self._met = max(self._met, number + 1)
         yield from self._barrier.pass_in_steps(count, call)
 
     def _portions(self, flat: Tensor, address: int, long: bool) -> list[Portion]:
@@ -149,11 +164,11 @@ class TwoLevelPaths:
 
         Beside computation they are `long`: the next reductions keep the network busy, and each portion costs.
         """
-        key = (address, flat.dtype, flat.numel(), long)
+        most = self._most_bytes()
+        key = (address, flat.dtype, flat.numel(), long, most)
         portions = self._cut_before.get(key)
         if portions is None:
             itemsize = flat.element_size()
-            most = self._most_bytes()
             bounds = []
             for start, _, slices in self._cut(
                 flat.nbytes, itemsize, most, most // 2 if long else LEAST_CHUNK_BYTES
@@ -363,3 +378,9 @@ class TwoLevelPaths:
 
     def _own_slices(self, chunks: list[tuple[int, int, list[tuple[int, int]]]]) -> list[tuple[int, int]]:
         return [slices[self._nodes.place] for _, _, slices in chunks] if self._lane is not None else []
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return where in memory the elements of a tensor lie: the first byte and the one after the last; local."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -163,6 +163,7 @@ class Worker:
 
     def _loop(self) -> None:
         take_short_turns()
+        self._closing = False
         under_way: deque[WorkerWork] = deque()
         pause = Pause()
         while self._take_in(under_way):

@@ -110,6 +110,26 @@ def test_a_mismatch_among_them_harms_no_other(world, nodes) -> None:
             check(number, tensor, group, ReduceOp.SUM)
 
 
+def test_operations_on_the_same_memory_follow_each_other(world, nodes) -> None:
+    """In the order in which they were started, also where one sees the memory in another order, or part of it."""
+    group = nodes(world)
+    for kind in ("shared", "ordinary"):
+        whole = group.symmetric_empty((600, 500), torch.float32) if kind == "shared" else torch.empty(600, 500)
+        whole.copy_(values(0, group.rank, 300_000, torch.float32).view(600, 500))
+        views = (whole, whole, whole.t(), whole[100:], whole[:200], whole)
+        for work in [group.all_reduce(view, ReduceOp.AVERAGE, True) for view in views]:
+            work.wait()
+        # An average of equal values changes nothing but their last bits.
+        check(0, whole.view(-1), group, ReduceOp.AVERAGE)
+        whole.fill_(1)
+        for work in [group.all_reduce(view, ReduceOp.SUM, True) for view in views]:
+            work.wait()
+        wanted = torch.full((600, 500), float(group.size) ** 4)
+        wanted[100:] *= group.size
+        wanted[:200] *= group.size
+        assert torch.equal(whole, wanted)
+
+
 def test_tensors_of_inference_mode(world, nodes) -> None:
     group = nodes(world)
     with torch.inference_mode():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -233,3 +234,27 @@ def test_symmetric_tensors_of_overlapping_groups(world) -> None:
             group.all_reduce(tensor)
             assert bool((tensor == sum(group.ranks)).all()), group
             group.barrier()
+
+
+def test_memory_seen_in_another_order(world) -> None:
+    """A symmetric tensor, then the same memory with other strides, on all ranks or on one of them."""
+    group = world.new_group(range(world.size))
+    side = math.isqrt(direct_bytes(world.size) // 4) + 8
+    for odd in (range(world.size), [world.size - 1], [0]):
+        for turned in (lambda t: t.t(), lambda t: t.repeat_interleave(2, 0)[::2]):
+            tensor = group.symmetric_empty((side, side), torch.float32)
+            for _ in range(2):
+                own = torch.arange(side * side, dtype=torch.float32).view(side, side) % 97 + world.rank
+                expected = world.size * (own - world.rank) + sum(range(world.size))
+                tensor.copy_(own)
+                group.all_reduce(tensor)
+                assert torch.equal(tensor, expected)
+                seen = turned(tensor) if world.rank in odd else tensor
+                seen.copy_(own)
+                group.all_reduce(seen)
+                assert torch.equal(seen, expected)
+            buffer = group.symmetric_empty((2 * side * side,), torch.float32)
+            for view in (buffer[: side * side], buffer[::2], buffer[: side * side]):
+                view.copy_(own.view(-1))
+                group.all_reduce(view)
+                assert torch.equal(view, expected.view(-1))
