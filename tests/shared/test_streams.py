@@ -20,7 +20,7 @@ OPS = (ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MAX)
 
 @pytest.fixture(params=[2, 3], ids=["two_a_node", "three_a_node"])
 def nodes(request, monkeypatch) -> Callable[[World], ProcessGroup]:
-    """Makes a group of all ranks that take themselves for so many on each node: 2 + 2, 2 + 1, 3 + 1, or one node."""
+    """Makes a group of all ranks with so many on each node, as they believe: 2 + 2, 2 + 1, 3 + 1, or one node."""
     monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", str(request.param))
 
     def make(world: World) -> ProcessGroup:
