@@ -557,17 +557,18 @@ class Backend(ABC):
     def _queue(self, async_op: bool, call: Call, move: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         self._check_open(call.operation)
         inference = torch.is_inference_mode_enabled()
-        in_steps = self._goes_in_steps(call)
+        in_steps = self._steps(call, *args)
 
         def task() -> Any:
             with torch.inference_mode(inference):  # a mode is a thread's own, and tensors made in it need it
                 return self._execute(call.operation, call.nbytes, move, call, *args)
 
-        def steps() -> Steps[Any]:
-            begun = self._execute_in_steps(call, *args)
-            return in_inference_mode(begun) if inference else begun
-
-        work = self._worker.submit(str(call), steps if in_steps else task, self.observer, in_steps=in_steps)
+        if in_steps is None:
+            work = self._worker.submit(str(call), task, self.observer)
+        else:
+            steps = self._execute_in_steps(call, in_steps)
+            steps = in_inference_mode(steps) if inference else steps
+            work = self._worker.submit(str(call), lambda: steps, self.observer, in_steps=True)
         if async_op:
             return work
         work.wait(None if self.timeout is None else self.timeout + self.grace)
@@ -587,26 +588,22 @@ class Backend(ABC):
             if observer is not None:
                 observer.leave(operation)
 
-    def _execute_in_steps(self, call: Call, *args: Any) -> Steps[Any]:
+    def _execute_in_steps(self, call: Call, steps: Steps[Any]) -> Steps[Any]:
         self._check_open(call.operation)
         observer = self.observer
         if observer is not None:
             observer.enter(call.operation, call.nbytes)
         try:
-            return (yield from self._steps(call, *args))
+            return (yield from steps)
         except self.failures as error:
             raise CommunicatorError(f"{call.operation} failed on rank {self.rank}: {error}") from error
         finally:
             if observer is not None:
                 observer.leave(call.operation)
 
-    def _goes_in_steps(self, call: Call) -> bool:
-        """Say whether a queued operation is done by `_steps`, so that the next may begin while it is under way."""
-        return False
-
-    def _steps(self, call: Call, *args: Any) -> Steps[Any]:
-        """Do a queued operation in steps."""
-        raise NotImplementedError
+    def _steps(self, call: Call, *args: Any) -> Steps[Any] | None:
+        """Return the steps of an operation beside which the next may begin, None for others; local."""
+        return None
 
     def _check_open(self, operation: str) -> None:
         if self._closed is not None:

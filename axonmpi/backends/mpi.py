@@ -173,13 +173,11 @@ class MpiBackend(Backend):
         self._paths.all_reduce(call, flat)
         write_back(flat, tensor)
 
-    def _goes_in_steps(self, call: Call) -> bool:
-        return call.operation == "all_reduce" and self.path == "nodes" and not self._paths.is_small(call)
-
-    def _steps(self, call: Call, *args: Any) -> Steps[None]:
-        (tensor,) = args
-        assert isinstance(self._paths, TwoLevelPaths)
-        yield from self._paths.all_reduce_in_steps(call, tensor)
+    def _steps(self, call: Call, *args: Any) -> Steps[None] | None:
+        paths = self._paths
+        if call.operation != "all_reduce" or not isinstance(paths, TwoLevelPaths) or paths.is_small(call):
+            return None
+        return paths.all_reduce_in_steps(call, *args)
 
     def _plan_for(self, call: Call) -> Plan:
         """Find or make the plan for a kind of call; plain ones are found again before any check."""
