@@ -132,10 +132,8 @@ class TwoLevelPaths:
         try:
             yield from self._reduce_symmetric(call, flat, address, number, long=all(beside for _, beside in words))
             write_back(flat, tensor)
-        except (
-            Exception,
-            KeyboardInterrupt,
-        ) as error:  # the others of this node must not go on as if this rank had done its part
+        except (Exception, KeyboardInterrupt) as error:
+            # The others of this node must not go on as if this rank had done its part.
             self._barrier.break_down(f"{call} ended in {type(error).__name__}")
             raise
         finally:

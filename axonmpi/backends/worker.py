@@ -3,6 +3,9 @@
 MPI libraries hardly progress a non-blocking collective unless somebody polls it, but release Python's lock
 while they block. So an asynchronous operation is a blocking one on a thread of its own: one thread for each
 group, started by its first asynchronous operation, and operations run in the order in which they were started.
+
+An operation in steps waits for a network most of the time: up to three of these, one after the other in the queue,
+are under way at once. They begin and are complete in order, and any other operation waits for them.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import CollectiveTimeoutError
@@ -20,6 +23,7 @@ from .turns import Pause, Steps, take_short_turns
 __all__ = ["Worker", "WorkerWork"]
 
 _MOST_UNDER_WAY = 3
+"""Enough that the next one's data is on its way before the last of this one's is back."""
 
 
 class WorkerWork(Work):
@@ -45,7 +49,7 @@ class WorkerWork(Work):
         assert self._task is not None
         try:
             value = self._task()
-            if isinstance(value, Generator):
+            if self.in_steps:
                 self._steps = value
             else:
                 self._value = value
