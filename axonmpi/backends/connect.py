@@ -26,10 +26,11 @@ from .shared_memory import PAGE, Arena, Segment
 from .two_level_paths import TwoLevelPaths
 
 STRONGLY_ORDERED = frozenset({"x86_64", "AMD64", "i386", "i686"})
-"""Processors that keep a process's loads and stores in order for all others, but for a load that passes a
-store, which
-no rank relies on (Intel 64 manual, volume 3, section 9.2; AMD64 manual, volume 2, section 7.2): there a
+"""Processors that keep a process's loads and stores in order for all others, but for a load that passes a store,
+which no rank relies on (Intel 64 manual, volume 3, section 9.2; AMD64 manual, volume 2, section 7.2): there a
 barrier needs no fence."""
+_SPINS = 20
+"""Looks of a rank with a core of its own before it gives way: a microsecond or two, in which others mostly come."""
 
 __all__ = ["Connection", "connect", "node_communicator"]
 
@@ -79,7 +80,7 @@ def connect(mpi: Any, comm: Any, limits: Limits, *, crowded: bool, timeout: floa
     obstacle = ""
     if comm.size > 1 and environment.wants_shared_memory():
         node = node_communicator(mpi, comm)
-        connection = _through_shared_memory(mpi, comm, node, limits, timeout)
+        connection = _through_shared_memory(mpi, comm, node, limits, crowded, timeout)
         if isinstance(connection, Connection):
             return connection
         obstacle = connection
@@ -90,7 +91,7 @@ def connect(mpi: Any, comm: Any, limits: Limits, *, crowded: bool, timeout: floa
 
 
 def _through_shared_memory(
-    mpi: Any, comm: Any, node: Any, limits: Limits, timeout: float | None
+    mpi: Any, comm: Any, node: Any, limits: Limits, crowded: bool, timeout: float | None
 ) -> Connection | str:
     """Connect ranks of which at least two share a node; else why that cannot be, empty if none do."""
     nodes = _nodes(comm, node)
@@ -115,6 +116,7 @@ def _through_shared_memory(
     barrier = NodeBarrier(control, sync, list(processes), list(names), timeout)
     release = [node.Free] if fence is None else [fence.free, node.Free]
     if node.size == comm.size:
+        barrier.spins = 0 if crowded else _SPINS
         slots = NodeSlots(mpi, comm, control, barrier)
         arena = Arena(node)
         paths = NodePaths(slots, barrier, arena, direct, limits, release=release)

@@ -165,19 +165,18 @@ class MpiBackend(Backend):
         if self.size == 1:  # whatever the reduction, that of one tensor is the tensor
             write_back(tensor, tensor)
             return
-        plan = self._plan_for(call)
+        plan, flat = self._plan_for(call), flat_elements(tensor)
         if self._paths.is_small(call):
-            plan.run(tensor)  # whatever rank uses a plan for this, all have to: it decides where the data lie
-            return
-        flat = flat_elements(tensor)
-        self._paths.all_reduce(call, flat)
+            plan.run(flat.view(call.shape))  # if one rank uses a plan, all have to: it decides where the data lie
+        else:
+            self._paths.all_reduce(call, flat)
         write_back(flat, tensor)
 
     def _steps(self, call: Call, *args: Any) -> Steps[None] | None:
         paths = self._paths
-        if call.operation != "all_reduce" or not isinstance(paths, TwoLevelPaths) or paths.is_small(call):
+        if call.operation != "all_reduce" or not isinstance(paths, TwoLevelPaths):
             return None
-        return paths.all_reduce_in_steps(call, *args)
+        return (paths.small_in_steps if paths.is_small(call) else paths.all_reduce_in_steps)(call, *args)
 
     def _plan_for(self, call: Call) -> Plan:
         """Find or make the plan for a kind of call; plain ones are found again before any check."""

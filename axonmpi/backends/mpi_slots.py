@@ -99,16 +99,20 @@ class SlotExchange:
         self._header[0] = call.key
         self._header[1] = 0
         self.own_words[0], self.own_words[1] = first, second
-        request = self._comm.Iallgather(self._out, self._in)
-        while not request.Test():
-            yield False
-        self._check(call)
+        yield from self.swap_in_steps(call, self._out)
         words: list[list[int]] = self.words[:, :2].tolist()
         return words
 
     def swap(self, call: Call, out: list[Any]) -> None:
         """Exchange a slot whose header is written already."""
         self._exchange(call, out)
+        self._check(call)
+
+    def swap_in_steps(self, call: Call, out: list[Any]) -> Steps[None]:
+        """Do what `swap` does in steps; no other exchange may begin meanwhile."""
+        request = self._comm.Iallgather(out, self._in)
+        while not request.Test():
+            yield False
         self._check(call)
 
     def _check(self, call: Call) -> None:
@@ -187,11 +191,20 @@ class SmallPlan:
         """Reduce a tensor, in place; collective. Always applies."""
         self._own.copy_(tensor)
         self._slots.swap(self._call, self._out)
+        self._take(tensor)
+        return True
+
+    def run_in_steps(self, tensor: Tensor) -> Steps[None]:
+        """Do what `run` does in steps; no other exchange may begin meanwhile."""
+        self._own.copy_(tensor)
+        yield from self._slots.swap_in_steps(self._call, self._out)
+        self._take(tensor)
+
+    def _take(self, tensor: Tensor) -> None:
         if self._others:
             tensor.add_(self._others[0])
         else:
             reduce_in_rank_order(self._parts, self._op, tensor)
-        return True
 
 
 def _payload(slot: Tensor, call: Call) -> Tensor:

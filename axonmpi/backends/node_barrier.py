@@ -70,6 +70,7 @@ class NodeBarrier:
     Attributes:
         count: How many barriers this rank has passed; the same on all ranks between two barriers.
         while_waiting: Called again and again while this rank waits, if set.
+        spins: How often a rank looks before it gives way: where each has a core, the others are about to come.
         yields: How often a rank that waits gives way before it naps.
     """
 
@@ -88,6 +89,7 @@ class NodeBarrier:
         self._broken = ""
         self.count = 0
         self._come_to = 0
+        self.spins = 0
         self.yields = _YIELDS
         self.while_waiting: Callable[[], None] | None = None
 
@@ -155,6 +157,9 @@ class NodeBarrier:
 
     def _await(self, word: int, peer: int, count: int, what: object) -> None:
         words, give_way, meanwhile = self._words, os.sched_yield, self.while_waiting
+        for _ in range(self.spins):
+            if words[word] >= count:
+                return
         for _ in range(self.yields):
             give_way()
             if meanwhile is not None:

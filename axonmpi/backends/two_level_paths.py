@@ -40,8 +40,7 @@ from .turns import YIELDS, Steps, is_beside_computation, run_steps
 __all__ = ["TwoLevelPaths"]
 
 CHUNK_BYTES = 2 << 20
-"""How much of a rank's tensor is under way at a time: enough to keep the network busy, little enough to begin
-soon."""
+"""How much of a rank's tensor is under way at a time: it keeps the network busy, and is soon begun."""
 LEAST_CHUNK_BYTES = 256 << 10
 _CHUNKS = 16
 _MAX_PORTIONS = 4096
@@ -107,13 +106,9 @@ class TwoLevelPaths:
 
     def all_reduce_in_steps(self, call: Call, tensor: Tensor) -> Steps[None]:
         """Do what `all_reduce` does in steps, between which the next one may begin; collective. Any strides."""
-        while self._deciding:  # the one before may yet need the group for itself
-            yield False
-        self._deciding = True
+        yield from self._take_turn()
         try:
-            span = _span(tensor)
-            while any(span[0] < high and low < span[1] for low, high in self._spans.values()):
-                yield False  # it is changed by one that is under way
+            span = yield from self._until_free(tensor)
             flat = flat_elements(tensor)
             address = self._arena.address(flat)
             self._barrier.fence()
@@ -140,6 +135,27 @@ class TwoLevelPaths:
             del self._spans[number]
             self._met = max(self._met, number + 1)
             self._ended += 1
+
+    def small_in_steps(self, call: Call, tensor: Tensor) -> Steps[None]:
+        """Reduce what fits into a slot in steps, beside larger ones that are under way; collective. Any strides."""
+        yield from self._take_turn()
+        try:
+            yield from self._until_free(tensor)
+            yield from self._slots.plan(call).run_in_steps(tensor)
+        finally:
+            self._deciding = False
+
+    def _take_turn(self) -> Steps[None]:
+        while self._deciding:  # the one before may yet need the group for itself
+            yield False
+        self._deciding = True
+
+    def _until_free(self, tensor: Tensor) -> Steps[tuple[int, int]]:
+        """Wait in steps until none that is under way changes the tensor's memory; returns where that lies."""
+        span = _span(tensor)
+        while any(span[0] < high and low < span[1] for low, high in self._spans.values()):
+            yield False
+        return span
 
     def _is_symmetric(self, addresses: list[int]) -> bool:
         """Say whether all ranks have named an address, those of a node the same one."""
