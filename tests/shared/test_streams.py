@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -108,6 +110,105 @@ def test_a_mismatch_among_them_harms_no_other(world, nodes) -> None:
         else:
             work.wait()
             check(number, tensor, group, ReduceOp.SUM)
+
+
+@contextmanager
+def all_waiting(group: ProcessGroup) -> Iterator[None]:
+    """Let no asynchronous operation begin before all of them have been started."""
+    if group.backend.name != "mpi":
+        yield
+        return
+    begin = threading.Event()
+    group.backend._worker.submit("a task that waits", begin.wait)
+    try:
+        yield
+    finally:
+        begin.set()
+
+
+SMALL = (
+    torch.tensor([3], dtype=torch.uint8),
+    torch.tensor(True),
+    torch.tensor([-5]),
+    torch.tensor([0.5, 2.0]),
+    torch.linspace(-1, 1, 3),
+    torch.linspace(-1, 1, 28),
+    torch.zeros(0),
+)
+PLACES = (
+    slice(0, 1),
+    slice(2, 3),
+    (1, slice(0, 1)),
+    (slice(0, 2), slice(100, 9000)),
+    (slice(None), 7),
+    slice(None),
+)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_waits_behind_them(world, nodes, seed) -> None:
+    """Small and large, in memory of their own and in common, among other operations: in the order of the calls."""
+    group = nodes(world)
+    chosen = random.Random(seed)
+    memory = group.symmetric_empty((3, 20_000), torch.float32).fill_(1)
+    expected_there = torch.ones(3, 20_000)
+    kinds = chosen.choices(("large", "small", "there", "gather", "barrier"), weights=(2, 3, 1, 1, 1), k=30)
+    large = [group.symmetric_empty((chosen.choice(SIZES),), torch.float32) for kind in kinds if kind == "large"]
+    begun = []
+    with all_waiting(group):
+        for number, kind in enumerate(kinds):
+            if kind == "large":
+                tensor = large.pop()
+                tensor.copy_(values(number, group.rank, tensor.numel(), torch.float32))
+                wanted = torch.from_numpy(expected(number, group.size, tensor.numel(), torch.float32, ReduceOp.SUM))
+                begun.append((group.all_reduce(tensor, ReduceOp.SUM, True), tensor, wanted))
+            elif kind == "small":
+                wanted = chosen.choice(SMALL).clone()
+                tensor = wanted.clone()
+                if tensor.dtype is not torch.bool:
+                    tensor += group.rank
+                    wanted += group.size - 1
+                begun.append((group.all_reduce(tensor, ReduceOp.MAX, True), tensor, wanted))
+            elif kind == "there":
+                place = chosen.choice(PLACES)
+                expected_there[place] *= group.size
+                begun.append(
+                    (group.all_reduce(memory[place], ReduceOp.SUM, True), memory[:0], torch.zeros(0, 20_000))
+                )
+            elif kind == "gather":
+                wanted = torch.tensor([[number, rank] for rank in range(group.size)])
+                begun.append((group.all_gather(wanted[group.rank : group.rank + 1], async_op=True), None, wanted))
+            else:
+                begun.append((group.barrier(async_op=True), memory[:0], torch.zeros(0, 20_000)))
+    for work, tensor, wanted in begun:
+        work.wait()
+        result = work.result() if tensor is None else tensor
+        torch.testing.assert_close(result.double(), wanted.double(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(memory, expected_there)
+
+
+@pytest.mark.parametrize("other", ["smaller", "a flag", "a barrier"])
+def test_a_mismatch_behind_them_is_raised_in_its_turn(world, nodes, other) -> None:
+    group = nodes(world)
+    tensors = [group.symmetric_empty((5000,), torch.float32).fill_(1) for _ in range(6)]
+    with all_waiting(group):
+        works = []
+        for number, tensor in enumerate(tensors):
+            if number != 3 or group.rank != 1:
+                works.append(group.all_reduce(tensor, ReduceOp.SUM, True))
+            elif other == "a barrier":
+                works.append(group.barrier(async_op=True))
+            else:
+                wrong = tensor[:4000] if other == "smaller" else torch.ones(1)
+                works.append(group.all_reduce(wrong, ReduceOp.SUM, True))
+    for number, (tensor, work) in enumerate(zip(tensors, works, strict=True)):
+        if number == 3:
+            with pytest.raises(CollectiveMismatchError, match="5000"):
+                work.wait()
+            assert torch.equal(tensor, torch.ones(5000))
+        else:
+            work.wait()
+            assert torch.equal(tensor, torch.full((5000,), float(group.size)))
 
 
 def test_operations_on_the_same_memory_follow_each_other(world, nodes) -> None:
