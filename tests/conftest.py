@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from axonmpi import environment
 
@@ -15,6 +16,12 @@ START_JOBS = ("cli", "docs", "harness", "launch", "nodes", "slurm")
 
 
 FILES_THAT_START_JOBS = ("test_settings.py", "test_command.py", "test_fsdp_limits.py")
+
+
+def pytest_configure() -> None:
+    """Share the cores among the processes of pytest-xdist, or their threads would wait for each other."""
+    if count := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+        torch.set_num_threads(max(1, len(environment.usable_cores()) // int(count)))
 
 
 def starts_jobs(item: pytest.Item) -> bool:
