@@ -119,7 +119,7 @@ def test_a_group_that_finds_no_memory_later_works(job) -> None:
     assert ended.stdout.count("node") == 2
 
 
-@pytest.mark.parametrize(("ranks", "short"), [(4, (0, 1, 2, 3)), (4, (2, 3)), (3, (2,))], ids=str)
+@pytest.mark.parametrize(("ranks", "short"), [(4, (0, 1, 2, 3)), (4, (2, 3)), (3, (0, 1)), (3, (2,))], ids=str)
 def test_a_group_on_several_nodes_finds_no_memory_later(job, ranks, short) -> None:
     """A node that is short of memory has smaller buffers, and the others, which have theirs, go by these."""
     code = f"""
