@@ -18,10 +18,29 @@ START_JOBS = ("cli", "docs", "harness", "launch", "nodes", "slurm")
 FILES_THAT_START_JOBS = ("test_settings.py", "test_command.py", "test_fsdp_limits.py")
 
 
+ALL_CORES = environment.usable_cores()
+
+
+def cores_of_mock_ranks() -> set[int]:
+    """Return the core of this process of pytest-xdist, or all cores where it is the only process.
+
+    Threads take turns at Python's lock. On several cores they wake up only to find it taken, which costs twice the
+    processor time, and half as much time again.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    return {sorted(ALL_CORES)[int(worker) % len(ALL_CORES)]} if worker else set(ALL_CORES)
+
+
 def pytest_configure() -> None:
-    """Share the cores among the processes of pytest-xdist, or their threads would wait for each other."""
-    if count := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
-        torch.set_num_threads(max(1, len(environment.usable_cores()) // int(count)))
+    """Let a process that has one core compute with one thread."""
+    if len(cores_of_mock_ranks()) < len(ALL_CORES):
+        torch.set_num_threads(len(cores_of_mock_ranks()))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Keep mock ranks on the cores of this process; jobs may use all cores."""
+    os.sched_setaffinity(0, ALL_CORES if starts_jobs(item) else cores_of_mock_ranks())
 
 
 def starts_jobs(item: pytest.Item) -> bool:

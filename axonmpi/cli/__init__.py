@@ -10,6 +10,7 @@ the command, so every rank refuses a bad one, with exit code 2 and before MPI st
 from __future__ import annotations
 
 import difflib
+import gc
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -44,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = arguments[0] if arguments else ""
     if name in _COMMANDS:
         run: Callable[[Sequence[str]], int] = importlib.import_module(f".{name}", __name__).main
+        if argv is None:
+            # What imports have made stays to the end: collections, of which exit makes one, need not look through it.
+            gc.freeze()
         return run(arguments[1:])
     if name in ("-h", "--help", "help"):
         print_on_first_rank(_usage())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import io
 import sys
 from collections.abc import Sequence
@@ -88,7 +89,9 @@ def _on_several_nodes() -> bool:
 
 def _train(config: Config, world: World, corpus: Corpus) -> int:
     try:
-        Trainer(config, world, corpus=corpus).run()
+        trainer = Trainer(config, world, corpus=corpus)
+        gc.freeze()  # the model, and the compiler that optimizers load, stay to the end
+        trainer.run()
     except ValueError as error:
         return refuse(_PROGRAM, str(error))
     except FloatingPointError as error:

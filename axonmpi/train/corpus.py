@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,11 +77,21 @@ def load_corpus(config: TextConfig, sequence_length: int) -> Corpus:
     return Corpus(source, train, held_out, digest)
 
 
-def _library() -> list[Path]:
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    relative = (path.relative_to(folder) for path in folder.rglob("*.py"))
-    files = sorted(path for path in relative if not _NOT_LIBRARY.intersection(path.parts))
-    return [folder / path for path in files]
+def _library() -> Iterator[Path]:
+    return _modules(sysconfig.get_paths()["stdlib"])
+
+
+def _modules(folder: str) -> Iterator[Path]:
+    """Yield the modules below a folder in the order of their paths, looking into folders as they are needed."""
+    with os.scandir(folder) as entries:
+        inside = sorted(entries, key=lambda entry: entry.name)
+    for entry in inside:
+        if entry.name in _NOT_LIBRARY:
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from _modules(entry.path)
+        elif entry.name.endswith(".py"):
+            yield Path(entry.path)
 
 
 def _files(path: Path) -> list[Path]:
@@ -91,7 +102,7 @@ def _files(path: Path) -> list[Path]:
     return [path]
 
 
-def _read(files: Sequence[Path], limit: int) -> Tensor:
+def _read(files: Iterable[Path], limit: int) -> Tensor:
     """Join the files up to `limit` bytes."""
     content = bytearray()
     for file in files:

@@ -48,7 +48,8 @@ class Site:
         self._root = root
         programs = root / "programs"
         programs.mkdir()
-        self.env = command_environment(programs)
+        # Threads of a command would wait for a core that another test uses: seconds for every small operation.
+        self.env = {**command_environment(programs), "OMP_NUM_THREADS": "1"}
         self._ended: set[Path] = set()
 
     def folder(self, page: Path) -> Path:

@@ -196,7 +196,7 @@ def alone(tmp_path_factory):
     """Run the command on one rank, without a launcher; return the process's result and its folder."""
     folder = tmp_path_factory.mktemp("alone")
     command = [sys.executable, "-m", "axonmpi", "train", *SMALL, "--name", "first"]
-    environment = without_launcher_variables(process_environment())
+    environment = {**without_launcher_variables(process_environment()), "OMP_NUM_THREADS": "1"}
     finished = subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
     )

@@ -3,6 +3,7 @@
 import math
 import os
 import random
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,17 @@ def test_default_text_is_python_and_the_same_each_time():
     assert first.digest == second.digest
     assert b"import" in bytes(first.train.numpy())
     assert b"import" in bytes(first.held_out.numpy())
+
+
+def test_default_text_is_the_library_in_the_order_of_its_paths():
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    others = {"__pycache__", "dist-packages", "idlelib", "site-packages", "test", "tests"}
+    paths = sorted(path.relative_to(folder) for path in folder.rglob("*.py"))
+    text = b"".join((folder / path).read_bytes() for path in paths if not others.intersection(path.parts))
+    corpus = load_corpus(TextConfig(data_limit=3, held_out_fraction=0.1), 128)
+    expected = split_blocks(torch.frombuffer(bytearray(text[:3_000_000]), dtype=torch.uint8), 0.1, 129)
+    assert torch.equal(corpus.train, expected[0])
+    assert torch.equal(corpus.held_out, expected[1])
 
 
 def test_a_folder_is_read_in_sorted_order(tmp_path):
