@@ -40,7 +40,8 @@ def pytest_configure() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Keep mock ranks on the cores of this process; jobs may use all cores."""
-    os.sched_setaffinity(0, ALL_CORES if starts_jobs(item) else cores_of_mock_ranks())
+    if hasattr(os, "sched_setaffinity"):  # not on macOS
+        os.sched_setaffinity(0, ALL_CORES if starts_jobs(item) else cores_of_mock_ranks())
 
 
 def starts_jobs(item: pytest.Item) -> bool:
