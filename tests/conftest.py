@@ -16,8 +16,6 @@ START_JOBS = ("cli", "docs", "harness", "launch", "nodes", "slurm")
 
 
 FILES_THAT_START_JOBS = ("test_settings.py", "test_command.py", "test_fsdp_limits.py")
-
-
 ALL_CORES = environment.usable_cores()
 
 

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in _COMMANDS:
         run: Callable[[Sequence[str]], int] = importlib.import_module(f".{name}", __name__).main
         if argv is None:
-            # What imports have made stays to the end: no collection, least the one at exit, need look through it.
+            # What imports have made stays to the end, so collections need not look through it, nor does the exit.
             gc.freeze()
         return run(arguments[1:])
     if name in ("-h", "--help", "help"):
