@@ -2,10 +2,14 @@
 
 import gc
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import cases
 import pytest
 import torch
+import warm
 
 from axonmpi import environment
 
@@ -17,6 +21,7 @@ START_JOBS = ("cli", "docs", "harness", "launch", "nodes", "slurm")
 
 FILES_THAT_START_JOBS = ("test_settings.py", "test_command.py", "test_fsdp_limits.py")
 ALL_CORES = environment.usable_cores()
+COLD = sys.executable
 
 
 def cores_of_mock_ranks() -> set[int]:
@@ -27,6 +32,10 @@ def cores_of_mock_ranks() -> set[int]:
     """
     worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
     return {sorted(ALL_CORES)[int(worker) % len(ALL_CORES)]} if worker else set(ALL_CORES)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cases", metavar="K/N", help="of tests above the backends, the K-th of N shares of their cases")
 
 
 def pytest_configure() -> None:
@@ -47,7 +56,10 @@ def starts_jobs(item: pytest.Item) -> bool:
     return path.parts[0] in START_JOBS or path.name in FILES_THAT_START_JOBS
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if share := config.getoption("--cases"):
+        items[:], others = cases.shared(items, cases.parse(share))
+        config.hook.pytest_deselected(items=others)
     for item in items:
         if starts_jobs(item) and item.get_closest_marker("rank_timeout") is None:
             item.add_marker(pytest.mark.rank_timeout(300))
@@ -58,6 +70,31 @@ def _short_collections() -> None:
     """Spare the garbage collector, which some tests call often, what tests before have left for good."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def _warm_python() -> Iterator[warm.WarmPython]:
+    with warm.WarmPython() as python:
+        yield python
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _jobs_start_soon(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Have jobs of tests run in forks of a Python that has imported torch, as `warm.py` says."""
+    if not (warm.WarmPython.is_possible() and starts_jobs(request.node)):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(request.getfixturevalue("_warm_python").python))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have jobs of tests that are marked so run in interpreters of their own."""
+    if request.node.get_closest_marker("cold"):
+        monkeypatch.setattr(sys, "executable", COLD)
 
 
 @pytest.fixture(autouse=True)

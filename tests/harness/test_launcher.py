@@ -13,6 +13,8 @@ from axonmpi.testing import launch
 from axonmpi.testing.launcher import _processes_with
 from axonmpi.testing.mpirun import find_mpirun, mpirun_command
 
+pytestmark = pytest.mark.cold
+
 RANKS = """
     import sys
     from mpi4py import MPI

@@ -337,6 +337,7 @@ def test_wrong_settings_are_refused(run, setting):
     result.stderr.fnmatch_lines([f"*{name}: expected *got '{value}'*"])
 
 
+@pytest.mark.cold
 def test_the_library_is_imported_without_pytest_and_starts_no_mpi(pytester):
     code = "import axonmpi, axonmpi.testing, sys; print([name in sys.modules for name in ('pytest', 'mpi4py.MPI')])"
     result = pytester.run(sys.executable, "-c", code)

@@ -258,6 +258,7 @@ def test_it(rank):
 """
 
 
+@pytest.mark.cold
 def test_different_collections_are_refused(mpirun_pytest):
     result = mpirun_pytest(2, MISMATCH, "-p", "no:cacheprovider")
     assert result.returncode == pytest.ExitCode.USAGE_ERROR, result.stdout + result.stderr
@@ -277,6 +278,7 @@ def test_never():
 """
 
 
+@pytest.mark.cold
 def test_a_rank_that_ends_its_session_ends_it_for_all(mpirun_pytest):
     result = mpirun_pytest(2, ONE_LEAVES, "-p", "no:cacheprovider")
     assert result.returncode == 7, result.stdout + result.stderr

@@ -5,6 +5,8 @@ import signal
 
 import pytest
 
+pytestmark = pytest.mark.cold
+
 
 def test_an_exception_ends_the_job_with_one_traceback(job):
     ended = job(

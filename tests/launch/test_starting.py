@@ -235,6 +235,7 @@ def test_a_disagreement_on_one_rank_is_an_error_on_all(job):
     assert sorted(ended.out.splitlines()) == [f"0 {message}", f"1 {message}"]
 
 
+@pytest.mark.cold
 def test_a_leftover_world_size_ends_a_real_job(job):
     ended = job(2, "print('not reached')", WORLD_SIZE="3")
     assert ended.code == 1

@@ -13,11 +13,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from axonmpi.testing.mpirun import find_mpirun
 
+LINK_SECONDS = 20.0
 _NAMESPACES = ("--net", "--uts", "--mount", "--ipc")
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _SETUP = "hostname {name} && mount -t tmpfs tmpfs /dev/shm && mount --bind {hosts} /etc/hosts && ip link set lo up"
@@ -77,6 +79,8 @@ class TwoNodes:
             if self._rate:
                 limit = ("rate", self._rate, "burst", "256k", "latency", "50ms")
                 self._inside(node, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
+        for node in (0, 1):
+            self._wait_for_link(node)
         agent = folder / "agent"
         cores = sorted(os.sched_getaffinity(0))
         cases = " ".join(
@@ -115,6 +119,12 @@ class TwoNodes:
             [*self._enter(node), *command], check=True, capture_output=True, text=True, timeout=20
         )
         return done.stdout
+
+    def _wait_for_link(self, node: int) -> None:
+        """Wait until the node's end of the cable works, which it does not as soon as both are set up."""
+        deadline = time.monotonic() + LINK_SECONDS
+        while "state UP" not in (state := self._inside(node, "ip", "-o", "link", "show", "eth0")):
+            assert time.monotonic() < deadline, f"the cable does not work: {state}"
 
     def traffic(self) -> tuple[int, int]:
         """Return how many bytes have gone from the first node to the second, and back."""

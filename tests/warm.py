@@ -1,0 +1,75 @@
+"""A stand-in for this Python where tests start jobs, which has imported torch already.
+
+Most jobs of the tests take a second or two for each rank to import torch, and a tenth of that for what they test. The
+ranks of these tests are forks of a process that has imported it: `warm_server.py` forks, `warm_client.py` is what
+launchers start and deal with. Everything of axonmpi and of MPI happens in each rank for itself.
+
+Programs with other settings of Python, or without `OMP_NUM_THREADS=1`, run in a Python of their own; so do all under
+tests marked `cold`, which are about how Python starts and ends, and all where there is no Linux.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from axonmpi import environment
+
+LONGEST_ADDRESS = 100
+"""Of a socket, in characters."""
+
+PYTHON = """#!{python} -ISE
+import sys
+sys.path.insert(0, {tests!r})
+import warm_client
+warm_client.main({python!r}, {address!r})
+"""
+
+
+class WarmPython:
+    """Programs `python`, `python3`, `axonmpi` and `mpirun` in a folder, and the server behind them; a context manager.
+
+    Attributes:
+        python: What stands for `sys.executable`.
+    """
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="warm-"))
+        self.python = self._folder / "python"
+
+    @staticmethod
+    def is_possible() -> bool:
+        return sys.platform == "linux" and hasattr(os, "pidfd_open") and environment.launched_ranks() == 1
+
+    def __enter__(self) -> WarmPython:
+        tests = Path(__file__).parent
+        address = self._folder / "server"
+        assert len(str(address)) < LONGEST_ADDRESS, f"too long for a socket: {address}"
+        self._write("python", PYTHON.format(python=sys.executable, tests=str(tests), address=str(address)))
+        (self._folder / "python3").symlink_to(self.python)
+        self._write("axonmpi", f'#!/bin/sh\nexec "{self.python}" -m axonmpi "$@"\n')
+        if mpirun := shutil.which("mpirun", path=str(Path(sys.executable).parent)):
+            self._write("mpirun", f'#!/bin/sh\nexec "{mpirun}" "$@"\n')
+        variables = environment.without_launcher_variables(os.environ)
+        self._server = subprocess.Popen(
+            [sys.executable, str(tests / "warm_server.py"), str(address)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**variables, "OMP_NUM_THREADS": "1"},
+        )
+        assert self._server.stdout is not None
+        assert self._server.stdout.readline() == b"ready\n"
+        return self
+
+    def _write(self, name: str, text: str) -> None:
+        program = self._folder / name
+        program.write_text(text)
+        program.chmod(0o755)
+
+    def __exit__(self, *_: object) -> None:
+        self._server.communicate()  # closes its input, upon which it ends
+        shutil.rmtree(self._folder)
