@@ -90,6 +90,12 @@ def _jobs_start_soon(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def cold_python() -> str:
+    """The Python that the tests run in."""
+    return COLD
+
+
 @pytest.fixture(autouse=True)
 def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have jobs of tests that are marked so run in interpreters of their own."""

@@ -1,11 +1,11 @@
 """A stand-in for this Python where tests start jobs, which has imported torch already.
 
-Most jobs of the tests take a second or two for each rank to import torch, and a tenth of that for what they test. The
-ranks of these tests are forks of a process that has imported it: `warm_server.py` forks, `warm_client.py` is what
-launchers start and deal with. Everything of axonmpi and of MPI happens in each rank for itself.
+In most of these jobs each rank takes a second or two to import torch, and a tenth of that for what is tested. Here
+ranks are forks of a process that has imported it: `warm_server.py` forks, `warm_client.py` is what launchers start and
+deal with. Everything of axonmpi and of MPI happens in each rank for itself.
 
-Programs with other settings of Python, or without `OMP_NUM_THREADS=1`, run in a Python of their own; so do all under
-tests marked `cold`, which are about how Python starts and ends, and all where there is no Linux.
+Programs with other settings of Python, or without `OMP_NUM_THREADS=1`, run in a Python of their own. So do all in
+tests that are marked `cold`, which are about how Python starts and ends, and all where there is no Linux.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ warm_client.main({python!r}, {address!r})
 
 
 class WarmPython:
-    """Programs `python`, `python3`, `axonmpi` and `mpirun` in a folder, and the server behind them; a context manager.
+    """A folder of programs, `python`, `axonmpi` and `mpirun`, and the server behind them; a context manager.
 
     Attributes:
         python: What stands for `sys.executable`.

@@ -1,6 +1,6 @@
-"""What stands for `python` where tests start jobs: the server's forks run the program, this process passes on the rest.
+"""What stands for `python` where tests start jobs; the program runs in a fork of the server.
 
-Those who have started this process deal with it: its exit status, its signals and its end are the program's.
+Whoever has started this process deals with it: its exit status, its signals and its end are the program's.
 Where a fork would not be the same, a new interpreter takes this process's place.
 """
 
@@ -70,7 +70,7 @@ def main(python: str, address: str) -> None:
 
 def can_be_forked(arguments: list[str]) -> bool:
     """Say whether a fork does what a new interpreter would."""
-    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-c", "-m")):
+    if not arguments or (arguments[0] not in ("-c", "-m") and not os.path.isfile(arguments[0])):
         return False
     settings = {name for name in os.environb if name.startswith(b"PYTHON")}
     # The server has read how many threads there should be, when it imported torch.

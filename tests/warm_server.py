@@ -7,6 +7,7 @@ imported by each fork for itself, as in a new interpreter. See `warm_client.py` 
 """
 
 # Everything imported here has been imported in every program, too.
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -62,10 +63,8 @@ def serve(address: str) -> "tuple[dict, list[int]]":
                 process, client = running.pop(each)
                 os.close(each)
                 _, status = os.waitpid(process, 0)
-                try:
+                with contextlib.suppress(OSError):  # it may have ended, and have ended the program with it
                     client.sendall(struct.pack("<i", status))
-                except OSError:
-                    pass  # it has ended, and has ended the program with it
                 client.close()
 
 
@@ -116,7 +115,7 @@ def become(request: dict, received: "list[int]") -> None:
 
 def open_stream(number: int, mode: str, unbuffered: bool) -> object:
     errors = "backslashreplace" if number == 2 else "strict"
-    stream = open(number, mode, encoding="utf-8", errors=errors, closefd=False)
+    stream = open(number, mode, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115 - for its whole life
     if mode == "w":
         stream.reconfigure(line_buffering=number == 2 or stream.isatty(), write_through=unbuffered)
     return stream
@@ -169,11 +168,8 @@ def prepare(request: dict) -> "tuple[str, str, types.ModuleType]":
 def code_of(kind: str, what: str) -> types.CodeType:
     if kind == "-c":
         return compile(what, "<string>", "exec")
-    try:
-        with open(what, "rb") as file:
-            return compile(file.read(), what, "exec")
-    except FileNotFoundError as error:
-        sys.exit(f"{sys.executable}: can't open file {os.path.abspath(what)!r}: {error.strerror}")
+    with open(what, "rb") as file:
+        return compile(file.read(), what, "exec")
 
 
 if __name__ == "__main__":
