@@ -35,7 +35,9 @@ def cores_of_mock_ranks() -> set[int]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cases", metavar="K/N", help="of tests above the backends, the K-th of N shares of their cases")
+    parser.addoption(
+        "--cases", metavar="K/N", help="of tests above the backends, the K-th of N shares of their cases"
+    )
 
 
 def pytest_configure() -> None:
