@@ -1,8 +1,8 @@
 """A stand-in for this Python where tests start jobs, which has imported torch already.
 
 In most of these jobs each rank takes a second or two to import torch, and a tenth of that for what is tested. Here
-ranks are forks of a process that has imported it: `warm_server.py` forks, `warm_client.py` is what launchers start and
-deal with. Everything of axonmpi and of MPI happens in each rank for itself.
+ranks are forks of a process that has imported it: `warm_server.py` forks, `warm_client.py` is what launchers start
+and deal with. Everything of axonmpi and of MPI happens in each rank for itself.
 
 Programs with other settings of Python, or without `OMP_NUM_THREADS=1`, run in a Python of their own. So do all in
 tests that are marked `cold`, which are about how Python starts and ends, and all where there is no Linux.
