@@ -1,8 +1,9 @@
 """`--cases 1/4`: of a test with several cases, one in four, chosen so that no parameter decides.
 
 The parallelism is written once for all backends, and the mock runs every case of it. Real ranks show that processes
-and an MPI library change nothing, for which a share of the cases does: each test still runs, and different shares
-under different libraries add up. Tests of what is about a library, and those with a single case, always run.
+and an MPI library change nothing, for which a share of the cases does: each test still runs, with some of those of
+its cases that the session would run without a share. Tests of what is about a library and tests with a single case
+always run.
 """
 
 from __future__ import annotations

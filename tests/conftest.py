@@ -58,13 +58,16 @@ def starts_jobs(item: pytest.Item) -> bool:
     return path.parts[0] in START_JOBS or path.name in FILES_THAT_START_JOBS
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if share := config.getoption("--cases"):
-        items[:], others = cases.shared(items, cases.parse(share))
-        config.hook.pytest_deselected(items=others)
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[object]:
     for item in items:
         if starts_jobs(item) and item.get_closest_marker("rank_timeout") is None:
             item.add_marker(pytest.mark.rank_timeout(300))
+    result = yield
+    if share := config.getoption("--cases"):  # of what is left by now
+        items[:], others = cases.shared(items, cases.parse(share))
+        config.hook.pytest_deselected(items=others)
+    return result
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,6 +6,10 @@ and deal with. Everything of axonmpi and of MPI happens in each rank for itself.
 
 Programs with other settings of Python, or without `OMP_NUM_THREADS=1`, run in a Python of their own. So do all in
 tests that are marked `cold`, which are about how Python starts and ends, and all where there is no Linux.
+
+What differs: forks iterate over sets of strings in the same order, since they hash alike; their environment in
+/proc is the server's; they are in the tests' process group and not in the job's, and end with the process that stands
+for them. Tests that this matters to are `cold`, and ranks of `mpirun -n 4 python -m pytest` are Pythons of their own.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from pathlib import Path
 
 from axonmpi import environment
 
+TESTS = Path(__file__).parent
+PATIENCE_SECONDS = 20.0
 LONGEST_ADDRESS = 100
 """Of a socket, in characters."""
 
@@ -46,23 +52,25 @@ class WarmPython:
         return sys.platform == "linux" and hasattr(os, "pidfd_open") and environment.launched_ranks() == 1
 
     def __enter__(self) -> WarmPython:
-        tests = Path(__file__).parent
         address = self._folder / "server"
         assert len(str(address)) < LONGEST_ADDRESS, f"too long for a socket: {address}"
-        self._write("python", PYTHON.format(python=sys.executable, tests=str(tests), address=str(address)))
+        self._write("python", PYTHON.format(python=sys.executable, tests=str(TESTS), address=str(address)))
         (self._folder / "python3").symlink_to(self.python)
         self._write("axonmpi", f'#!/bin/sh\nexec "{self.python}" -m axonmpi "$@"\n')
         if mpirun := shutil.which("mpirun", path=str(Path(sys.executable).parent)):
             self._write("mpirun", f'#!/bin/sh\nexec "{mpirun}" "$@"\n')
         variables = environment.without_launcher_variables(os.environ)
+        variables.pop("PYTHONPATH", None)  # that of each program comes with it
         self._server = subprocess.Popen(
-            [sys.executable, str(tests / "warm_server.py"), str(address)],
+            [sys.executable, str(TESTS / "warm_server.py"), str(address)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**variables, "OMP_NUM_THREADS": "1"},
         )
         assert self._server.stdout is not None
-        assert self._server.stdout.readline() == b"ready\n"
+        if self._server.stdout.readline() != b"ready\n":
+            self.__exit__()
+            raise OSError(f"the server of warm interpreters ended with {self._server.returncode}")
         return self
 
     def _write(self, name: str, text: str) -> None:
@@ -71,5 +79,11 @@ class WarmPython:
         program.chmod(0o755)
 
     def __exit__(self, *_: object) -> None:
-        self._server.communicate()  # closes its input, upon which it ends
-        shutil.rmtree(self._folder)
+        try:
+            self._server.communicate(timeout=PATIENCE_SECONDS)  # closes its input, upon which it ends
+        except subprocess.TimeoutExpired:
+            self._server.kill()
+            self._server.communicate()
+            raise
+        finally:
+            shutil.rmtree(self._folder)

@@ -63,9 +63,11 @@ def main(python: str, address: str) -> None:
     program = number_from(server)
     for number in PASSED_ON:
         if number not in ignored:
-            _signal.signal(number, lambda received, _frame: os.kill(program, received))
+            _signal.signal(number, lambda received, _frame: pass_on(program, received))
     _signal.pthread_sigmask(_signal.SIG_UNBLOCK, PASSED_ON)
-    end_like(number_from(server))
+    status = number_from(server)
+    _signal.pthread_sigmask(_signal.SIG_BLOCK, PASSED_ON)
+    end_like(status)
 
 
 def can_be_forked(arguments: list[str]) -> bool:
@@ -98,6 +100,13 @@ def umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
+
+
+def pass_on(program: int, number: int) -> None:
+    try:  # noqa: SIM105 - contextlib would have to be imported
+        os.kill(program, number)
+    except ProcessLookupError:
+        pass  # it has ended by itself, and how is on its way here
 
 
 def number_from(server: "_socket.socket") -> int:

@@ -12,7 +12,9 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import io
 import marshal
+import multiprocessing.process
 import os
 import random
 import resource
@@ -27,6 +29,8 @@ import types
 THIRD_PARTIES = ("torch", "torch._dynamo", "numpy", "mpi4py", "yaml", "pytest")
 NAMESPACES = ("net", "uts", "ipc", "mnt")
 F_SETSIG = 10
+PATIENCE_SECONDS = 10.0
+"""For a client that has begun to ask."""
 ASIDE = 600
 """No program has open files with such numbers."""
 
@@ -43,33 +47,41 @@ def serve(address: str) -> "tuple[dict, list[int]]":
         for each in ready:
             if each == 0:
                 sys.exit()  # nothing is ever written there: whom this serves has ended
-            elif each is listener:
-                client, _ = listener.accept()
-                try:
-                    request, files = request_from(client)
-                except EOFError:
-                    client.close()
-                    continue
+            if each is not listener:
+                process, client = running.pop(each)
+                os.close(each)
+                _, status = os.waitpid(process, 0)
+                tell(client, status)
+                client.close()
+                continue
+            client, _ = listener.accept()
+            files: list[int] = []
+            try:
+                request = request_from(client, files)
                 process = os.fork()
+            except (EOFError, OSError):  # the client, which has been ended, or the system's limits
+                client.close()
+            else:
                 if process == 0:
                     for one in (listener, client, *(other for _, other in running.values())):
                         one.detach()
                     return request, files
-                client.sendall(struct.pack("<i", process))
-                for number in files:
-                    os.close(number)
+                tell(client, process)
                 running[os.pidfd_open(process)] = (process, client)
-            else:
-                process, client = running.pop(each)
-                os.close(each)
-                _, status = os.waitpid(process, 0)
-                with contextlib.suppress(OSError):  # it may have ended, and have ended the program with it
-                    client.sendall(struct.pack("<i", status))
-                client.close()
+            for number in files:
+                os.close(number)
 
 
-def request_from(client: socket.socket) -> "tuple[dict, list[int]]":
-    length, files, _, _ = socket.recv_fds(client, 8, 253)
+def tell(client: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # it may have ended, which ends the program, too
+        client.sendall(struct.pack("<i", number))
+
+
+def request_from(client: socket.socket, files: "list[int]") -> dict:
+    """Receive a request, and its open files into `files`."""
+    client.settimeout(PATIENCE_SECONDS)
+    length, received, _, _ = socket.recv_fds(client, 8, 253)
+    files += received
     if len(length) < 8:
         raise EOFError
     left = struct.unpack("<q", length)[0]
@@ -79,7 +91,8 @@ def request_from(client: socket.socket) -> "tuple[dict, list[int]]":
         left -= len(parts[-1])
         if not parts[-1]:
             raise EOFError
-    return marshal.loads(b"".join(parts)), files
+    client.settimeout(None)
+    return marshal.loads(b"".join(parts))
 
 
 def become(request: dict, received: "list[int]") -> None:
@@ -103,6 +116,7 @@ def become(request: dict, received: "list[int]") -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
@@ -113,12 +127,14 @@ def become(request: dict, received: "list[int]") -> None:
     sys.modules["numpy"].random.seed()
 
 
-def open_stream(number: int, mode: str, unbuffered: bool) -> object:
+def open_stream(number: int, mode: str, unbuffered: bool) -> io.TextIOWrapper:
     errors = "backslashreplace" if number == 2 else "strict"
-    stream = open(number, mode, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115 - for its whole life
-    if mode == "w":
-        stream.reconfigure(line_buffering=number == 2 or stream.isatty(), write_through=unbuffered)
-    return stream
+    if mode == "r":
+        return open(number, encoding="utf-8", errors=errors, closefd=False)
+    file = io.FileIO(number, "w", closefd=False)
+    lines = number == 2 or file.isatty()
+    binary = file if unbuffered else io.BufferedWriter(file)
+    return io.TextIOWrapper(binary, "utf-8", errors, line_buffering=lines, write_through=unbuffered)
 
 
 def end_with(alive: int) -> None:
@@ -155,10 +171,11 @@ def prepare(request: dict) -> "tuple[str, str, types.ModuleType]":
         sys.argv = [first, *rest]
         folder = "" if kind == "-c" else os.getcwd()
     else:
-        kind, what = "script", first
+        kind, what = "script", os.path.abspath(first)
         sys.argv = [first, *rest]
         folder = os.path.dirname(os.path.realpath(first))
-        main.__file__ = first
+        main.__file__ = what
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()
     path = os.environ.get("PYTHONPATH", "")
     sys.path[0:1] = [folder, *(os.path.abspath(entry) for entry in path.split(os.pathsep) if entry)]
     importlib.invalidate_caches()
@@ -175,7 +192,8 @@ def code_of(kind: str, what: str) -> types.CodeType:
 if __name__ == "__main__":
     for third_party in THIRD_PARTIES:
         importlib.import_module(third_party)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # that of a terminal is for the tests
+    # That of a terminal is for the tests; one for a fork waits until that is what it will be.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     gc.freeze()
     become_what, become_with = serve(sys.argv[1])
     become(become_what, become_with)

@@ -1,8 +1,11 @@
 """Programs of the tests' warm Python see and do what they would in a Python of their own."""
 
+import marshal
 import os
 import resource
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -113,9 +116,7 @@ def test_what_is_random_differs():
 
 WAITING = """
 import os, signal
-def answer(*_):
-    print("got it", flush=True)
-signal.signal(signal.SIGUSR1, answer)
+signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b"got it\\n"))
 print(os.getpid(), flush=True)
 while True:
     signal.pause()
@@ -135,3 +136,19 @@ def test_signals_are_passed_on_and_a_killed_python_leaves_no_program():
     while Path(f"/proc/{program}").exists():
         assert time.monotonic() < deadline, "the program is still there"
         os.sched_yield()
+
+
+@pytest.mark.parametrize("sent", ["nothing", "half", "all"])
+def test_a_client_that_ends_early_is_no_ones_trouble(sent):
+    address = str(Path(sys.executable).parent / "server")
+    reading, writing = os.pipe()
+    request = marshal.dumps({"files": [1]})
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(address)
+        if sent != "nothing":
+            socket.send_fds(client, [struct.pack("<q", len(request))], [reading, writing])
+            client.sendall(request if sent == "all" else request[:3])
+    os.close(writing)
+    assert run(sys.executable, "-c", "print('served')").stdout == "served\n"
+    with open(reading, "rb") as pipe:
+        assert pipe.read() == b""  # nobody else has it open for writing

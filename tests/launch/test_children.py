@@ -4,6 +4,8 @@ import pytest
 
 from axonmpi.testing import launch
 
+pytestmark = pytest.mark.cold
+
 # Workers that are spawned import the script again, so what the rank does is behind a guard.
 SCRIPT = """
 import multiprocessing

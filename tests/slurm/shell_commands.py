@@ -29,11 +29,12 @@ def command_environment(folder: Path) -> dict[str, str]:
     Args:
         folder: An existing folder, for the stand-ins.
     """
+    # What stands for this interpreter may have a folder of its own, and its programs another process group.
+    python = str(Path(sysconfig.get_path("scripts"), "python"))
     for name in fake_slurm.COMMANDS:
         program = folder / name
-        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{fake_slurm.__file__}" {name} "$@"\n')
+        program.write_text(f'#!/bin/sh\nexec "{python}" "{fake_slurm.__file__}" {name} "$@"\n')
         program.chmod(0o755)
-    # What stands for this interpreter may have a folder of its own.
     programs = [str(folder), str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
     inherited = environment.without_launcher_variables(os.environ)
     return {
