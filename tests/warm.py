@@ -8,8 +8,9 @@ Programs with other settings of Python, or without `OMP_NUM_THREADS=1`, run in a
 tests that are marked `cold`, which are about how Python starts and ends, and all where there is no Linux.
 
 What differs: forks iterate over sets of strings in the same order, since they hash alike; their environment in
-/proc is the server's; they are in the tests' process group and not in the job's, and end with the process that stands
-for them. Tests that this matters to are `cold`, and ranks of `mpirun -n 4 python -m pytest` are Pythons of their own.
+/proc is the server's; they are in the tests' process group and not in the job's, and end with the process that
+stands for them. Tests that this matters to are `cold`, and ranks of `mpirun -n 4 python -m pytest` are Pythons
+of their own.
 """
 
 from __future__ import annotations
