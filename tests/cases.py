@@ -1,9 +1,9 @@
-"""`--cases 1/4`: of a test with several cases, one in four, chosen so that no parameter decides.
+"""`--cases 1/4`: of a test with many cases, one in four, chosen so that no parameter decides.
 
 The parallelism is written once for all backends, and the mock runs every case of it. Real ranks show that processes
-and an MPI library change nothing, for which a share of the cases does: each test still runs, with some of those of
-its cases that the session would run without a share. Tests of what is about a library and tests with a single case
-always run.
+and an MPI library change nothing, for which a share of the cases does, of those that the session would run without
+one. Two neighbouring shares, such as 1/4 and 2/4, have every test between them: both have cases of a test that has
+several, one of them has a single case. Tests of what is about a library always run.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ def shared(items: list[pytest.Item], share: tuple[int, int]) -> tuple[list[pytes
         cases[item.nodeid.partition("[")[0]].append(item.nodeid)
     chosen = set()
     for test, names in cases.items():
-        if is_shared(test) and len(names) > 1:
+        if is_shared(test):
             mixed = sorted(names, key=lambda name: (zlib.crc32(name.encode()), name))
-            chosen.update(mixed[(number - 1) % len(names) :: shares])
+            step = min(shares, max(2, len(names)))
+            first = (number + zlib.crc32(test.encode())) % step
+            chosen.update(mixed[first::step])
         else:
             chosen.update(names)
     return [i for i in items if i.nodeid in chosen], [i for i in items if i.nodeid not in chosen]

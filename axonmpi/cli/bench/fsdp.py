@@ -16,8 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from ...comm import all_reduce_sum, barrier
 from ...ddp import DistributedDataParallel
@@ -96,6 +94,10 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def _torch_fsdp(model: nn.Sequential, world: World) -> nn.Module:
+    # These take a second to import, which is none of the other benchmarks' business.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
     mesh = init_device_mesh("cpu", (world.size,))
     for layer in model:
         if isinstance(layer, nn.Linear):

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed import pipelining
 from torch.nn.functional import mse_loss
 
 from ...comm import all_gather_object
@@ -138,20 +137,23 @@ def our_step(task: Task, kind: PipelineSchedule, chunks: int) -> Step:
     return step
 
 
-def torch_step(task: Task, schedule: Schedule, made_by: Callable[..., Any]) -> Step:
+def torch_step(task: Task, schedule: Schedule, made_by: str) -> Step:
     """Return a step of `torch.distributed.pipelining`; collective, as is the step.
 
     Args:
         task: The model and the batch.
         schedule: Where the stages live.
-        made_by: The class of torch's schedule.
+        made_by: The name of the class of torch's schedule.
     """
+    from torch.distributed import pipelining  # takes a second, which is none of the other benchmarks' business
+
     modules = task.stages(schedule.num_stages)
     own = schedule.stages_of(task.world.rank)
     device = torch.device("cpu")
     stages = [pipelining.PipelineStage(modules[stage], stage, schedule.num_stages, device) for stage in own]
-    takes_many = "stages" in inspect.signature(made_by).parameters
-    runner = made_by(stages if takes_many else stages[0], task.sizes.microbatches, loss_fn=mse_loss)
+    torch_schedule = getattr(pipelining, made_by)
+    takes_many = "stages" in inspect.signature(torch_schedule).parameters
+    runner = torch_schedule(stages if takes_many else stages[0], task.sizes.microbatches, loss_fn=mse_loss)
     inputs = (task.input,) if own[0] == 0 else ()
     settings: dict[str, Any] = {"target": task.target} if own[-1] == schedule.num_stages - 1 else {}
     if "return_outputs" in inspect.signature(runner.step).parameters:  # not in older ones

@@ -19,9 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 from ...comm import all_reduce, all_reduce_max
@@ -164,8 +161,7 @@ def _mlp_forms(world: World, sizes: Sizes) -> Forms:
     whole, stock = Perceptron(sizes, 1), Perceptron(sizes, 1)
     for plain in (whole, stock):
         _copy([ours.up, ours.down], [plain.up, plain.down])
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    return whole, ours, _parallelized(world, stock, plan), Perceptron
+    return whole, ours, _parallelized(world, stock, ["up"], "down"), Perceptron
 
 
 def _attention_forms(world: World, sizes: Sizes) -> Forms:
@@ -182,8 +178,7 @@ def _attention_forms(world: World, sizes: Sizes) -> Forms:
     )
     for layer, weight, bias in thirds:
         layer.load_state_dict({"weight": weight, "bias": bias})
-    plan = {**{name: ColwiseParallel() for name in ("query", "key", "value")}, "output": RowwiseParallel()}
-    return whole, ours, _parallelized(world, stock, plan), FusedAttention
+    return whole, ours, _parallelized(world, stock, ["query", "key", "value"], "output"), FusedAttention
 
 
 BLOCKS: dict[str, Callable[[World, Sizes], Forms]] = {"mlp": _mlp_forms, "attention": _attention_forms}
@@ -194,7 +189,12 @@ def _copy(divided: Sequence[ColumnParallelLinear | RowParallelLinear], plain: Se
         target.load_state_dict({"weight": source.full_weight(), "bias": source.full_bias()})
 
 
-def _parallelized(world: World, module: nn.Module, plan: dict[str, Any]) -> nn.Module:
+def _parallelized(world: World, module: nn.Module, first: Sequence[str], last: str) -> nn.Module:
+    # These take a second to import, which is none of the other benchmarks' business.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {**{name: ColwiseParallel() for name in first}, last: RowwiseParallel()}
     return parallelize_module(module, init_device_mesh("cpu", (world.size,)), plan)
 
 
@@ -268,7 +268,8 @@ def _squared_norm(module: nn.Module) -> Tensor:
         for name, parameter in layer.named_parameters(recurse=False):
             gradient = parameter.grad
             assert gradient is not None
-            part = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).square().sum()
+            whole = getattr(gradient, "full_tensor", None)  # torch's divided tensors have it
+            part = (gradient if whole is None else whole()).square().sum()
             if name in divided:
                 all_reduce(part)
             total += part
