@@ -1,13 +1,18 @@
-"""`--cases 1/4`: of a test with many cases, one in four, chosen so that no parameter decides.
+"""`--cases 1/2` and `--cases 1/8`: a share of the cases of tests above the backends.
 
-The parallelism is written once for all backends, and the mock runs every case of it. Real ranks show that processes
-and an MPI library change nothing, for which a share of the cases does, of those that the session would run without
-one. Two neighbouring shares, such as 1/4 and 2/4, have every test between them: both have cases of a test that has
-several, one of them has a single case. Tests of what is about a library always run.
+The parallelism is written once for all backends, and its tests are products of settings and numbers of ranks. A
+share is taken of what the session would run without one, so that no parameter decides; tests of what is below
+always run.
+
+A half, for mock ranks, has every setting of every test, with half of its numbers of ranks. A smaller share, for
+real ranks, has that part of each test's cases. Two neighbours such as 1/8 and 2/8 have every test between them:
+both have cases of a test that has several, one of them has a single case. Tests marked `every_count`, whose
+settings depend on the number of ranks, are one for each number.
 """
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections import defaultdict
 from pathlib import Path
@@ -16,6 +21,8 @@ import pytest
 
 ABOVE_THE_BACKENDS = ("data", "ddp", "fsdp", "mesh", "pipeline", "tensor", "train")
 """Folders of tests that a share is taken of."""
+RANK_COUNT = r"\b\d+ranks?\b"
+"""What the harness writes into the name of a case."""
 
 
 def parse(text: str) -> tuple[int, int]:
@@ -23,26 +30,28 @@ def parse(text: str) -> tuple[int, int]:
     first, _, second = text.partition("/")
     if first.isdecimal() and second.isdecimal() and 1 <= int(first) <= int(second):
         return int(first), int(second)
-    raise pytest.UsageError(f"--cases: expected K/N with 1 <= K <= N, such as 1/4, got {text!r}")
+    raise pytest.UsageError(f"--cases: expected K/N with 1 <= K <= N, such as 1/8, got {text!r}")
 
 
 def shared(items: list[pytest.Item], share: tuple[int, int]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Return what runs and what does not, both in the order of `items`."""
     number, shares = share
-    cases: dict[str, list[str]] = defaultdict(list)
+    chosen, groups = set(), defaultdict(list)
     for item in items:
-        cases[item.nodeid.partition("[")[0]].append(item.nodeid)
-    chosen = set()
-    for test, names in cases.items():
-        if is_shared(test):
-            mixed = sorted(names, key=lambda name: (zlib.crc32(name.encode()), name))
-            step = min(shares, max(2, len(names)))
-            first = (number + zlib.crc32(test.encode())) % step
-            chosen.update(mixed[first::step])
+        test = item.nodeid.partition("[")[0]
+        if not any(folder in Path(test.partition("::")[0]).parts for folder in ABOVE_THE_BACKENDS):
+            chosen.add(item.nodeid)
+        elif item.get_closest_marker("every_count"):
+            groups[item.nodeid].append(item.nodeid)
+        elif shares <= 2:
+            groups[re.sub(RANK_COUNT, "", item.nodeid)].append(item.nodeid)
         else:
-            chosen.update(names)
+            groups[test].append(item.nodeid)
+    for group, names in groups.items():
+        if shares <= 2:
+            step = min(shares, len(names))
+        else:
+            names.sort(key=lambda name: (zlib.crc32(name.encode()), name))
+            step = min(shares, max(2, len(names)))
+        chosen.update(names[(number + zlib.crc32(group.encode())) % step :: step])
     return [i for i in items if i.nodeid in chosen], [i for i in items if i.nodeid not in chosen]
-
-
-def is_shared(test: str) -> bool:
-    return any(folder in Path(test.partition("::")[0]).parts for folder in ABOVE_THE_BACKENDS)
