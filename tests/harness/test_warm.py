@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+import warm
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks with what only Linux tells of a process")
+pytestmark = pytest.mark.skipif(not warm.WarmPython.is_possible(), reason="needs Linux, and a short TMPDIR")
 
 SURROUNDINGS = """
 import os, resource, signal, sys, threading
