@@ -72,8 +72,8 @@ def alone():
 
     def run(code, **env):
         variables = environment.without_launcher_variables(os.environ)
-        variables.pop("MKL_NUM_THREADS", None)
-        variables["OMP_NUM_THREADS"] = "1"
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            variables.pop(name, None)
         return subprocess.run(
             [sys.executable, "-c", textwrap.dedent(code)],
             env={**variables, **env},
