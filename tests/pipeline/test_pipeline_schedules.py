@@ -21,8 +21,7 @@ from schedule_cases import (
     last_of_backward,
     schedule_of,
 )
-from torch.distributed.pipelining import schedules as torch_schedules
-from torch_tables import torch_actions, torch_lists
+from torch_tables import torch_actions, torch_lists, torch_schedules
 
 import axonmpi.pipeline
 from axonmpi.pipeline import (
@@ -306,11 +305,11 @@ def test_torch_finds_our_schedules_valid_and_makes_the_same_messages():
     kinds = {"SEND_F": "SF", "RECV_F": "RF", "SEND_B": "SB", "RECV_B": "RB"}
     for schedule, _ in every_schedule(range(1, 6), range(1, 10, 4)):
         lists = {rank: torch_actions(computed(schedule, rank)) for rank in range(schedule.num_ranks)}
-        placement = torch_schedules._validate_schedule(
+        placement = torch_schedules()._validate_schedule(
             lists, schedule.num_ranks, schedule.num_stages, schedule.num_microbatches
         )
         assert placement == dict(enumerate(schedule.placement))
-        made = torch_schedules._add_send_recv(lists, schedule.placement.__getitem__, schedule.num_stages)
+        made = torch_schedules()._add_send_recv(lists, schedule.placement.__getitem__, schedule.num_stages)
         for rank, actions in enumerate(schedule.actions):
             theirs = {
                 (kinds[a.computation_type.value], a.stage_index, a.microbatch_index)

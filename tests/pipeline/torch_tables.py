@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from torch.distributed.pipelining import schedules as torch_schedules
+from types import ModuleType
 
 from axonmpi.pipeline import Action, ActionKind
 from axonmpi.pipeline.actions import ComputeLists
+
+
+def torch_schedules() -> ModuleType:
+    """Torch's module, which takes longer to import than all tests to collect: sessions of others spare it."""
+    from torch.distributed.pipelining import schedules
+
+    return schedules
 
 
 def torch_lists(name: str, num_ranks: int, num_microbatches: int, chunks: int) -> ComputeLists:
@@ -14,7 +21,7 @@ def torch_lists(name: str, num_ranks: int, num_microbatches: int, chunks: int) -
     Raises:
         ValueError: Torch has no such schedule for these numbers.
     """
-    made = object.__new__(getattr(torch_schedules, name))
+    made = object.__new__(getattr(torch_schedules(), name))
     rounds = max(1, num_microbatches // num_ranks)
     if "Interleaved" in name and num_microbatches % rounds:
         raise ValueError(f"{num_microbatches} micro-batches are no multiple of {rounds} rounds")
@@ -39,4 +46,5 @@ def _ours(entry) -> Action:
 
 def torch_actions(actions) -> list:
     """Our actions as torch's."""
-    return [torch_schedules._Action.from_str(f"{a.stage}{a.kind.value}{a.micro_batch}") for a in actions]
+    action = torch_schedules()._Action
+    return [action.from_str(f"{a.stage}{a.kind.value}{a.micro_batch}") for a in actions]
