@@ -6,15 +6,7 @@ own slice over the memory of all ranks, piece by piece, and writes the result wh
     rank 0's memory  | a0 | b0 |      rank 0: a0 + a1 → both a      rank 1: b0 + b1 → both b
     rank 1's memory  | a1 | b1 |      two barriers, the first with the fingerprint of the call
 
-An ordinary tensor goes through scratch memory, in chunks that stay in the cache. The three steps of a chunk are one
-barrier apart, and different chunks are at different steps at the same time:
-
-    turn 0   copy in chunk 0                                                            agree on the call
-    turn 1   copy in chunk 1    reduce own slice of chunk 0                              barrier
-    turn 2   copy in chunk 2    reduce own slice of chunk 1    copy out chunk 0          barrier ...
-
-What one turn writes the next one reads, so there are two of each scratch buffer, used in turn. A rank's own slice
-never leaves its tensor.
+An ordinary tensor goes through scratch memory, in chunks that stay in the cache: `node_chunks` has the reductions.
 """
 
 from __future__ import annotations
@@ -31,6 +23,7 @@ from .call import Call
 from .mpi_memory import as_bytes, empty, flat_elements
 from .mpi_slots import PAYLOAD_BYTES
 from .node_barrier import NodeBarrier
+from .node_chunks import ChunkPlan
 from .node_plans import DirectPlan, MediumPlan, Piece, SymmetricPlan, direct_bytes
 from .node_scratch import (
     ALIGNMENT,
@@ -89,6 +82,7 @@ class NodePaths:
         self._scratch: Scratch | None = None
         self._total = torch.zeros(PIECE_BYTES, dtype=torch.uint8, device="cpu")
         self._cut_before: dict[Any, list[Piece]] = {}
+        self._chunk_plans: dict[int, ChunkPlan] = {}
 
     # ---- reductions ---------------------------------------------------------------------------------------
 
@@ -99,7 +93,7 @@ class NodePaths:
         if address:
             self.reduce_pieces(call, self.pieces(flat, address))
         else:
-            self._reduce_chunks(call, flat, agreed, in_place=True, copies_out=True)
+            self.ordinary(call).run(flat.data_ptr(), agreed)
 
     def reduce_pieces(self, call: Call, pieces: Sequence[Piece]) -> None:
         """Reduce this rank's pieces of a symmetric tensor for all ranks; collective, agreed already."""
@@ -109,9 +103,21 @@ class NodePaths:
             piece.rows.copy_(piece.total)
         self._barrier.wait(call)
 
-    def all_reduce_ordinary(self, call: Call, flat: Tensor) -> None:
-        """Reduce data that is not symmetric on all ranks; collective, agreed already."""
-        self._reduce_chunks(call, flat, True, in_place=True, copies_out=True)
+    def ordinary(self, call: Call, *, has_result: bool = True) -> ChunkPlan:
+        """Find or make the plan that reduces tensors which are not symmetric; collective the first time."""
+        plan = self._chunk_plans.get(call.key)
+        if plan is None:
+            self.scratch_memory()
+            if len(self._chunk_plans) >= _MAX_TENSORS:
+                self._chunk_plans.clear()
+            plan = ChunkPlan(self._slots, self._barrier, self, call, has_result=has_result)
+            self._chunk_plans[call.key] = plan
+        return plan
+
+    @property
+    def has_scratch(self) -> bool:
+        """Whether ordinary tensors may be copied in before the ranks have agreed."""
+        return self._scratch is not None
 
     def is_small(self, call: Call) -> bool:
         """Say whether every rank reduces all of the data itself; local."""
@@ -137,42 +143,7 @@ class NodePaths:
                 piece.parts[call.root].copy_(piece.total)
             self._barrier.wait(call)
             return
-        self._reduce_chunks(call, flat, agreed, in_place=is_root, copies_out=is_root)
-
-    def _reduce_chunks(self, call: Call, flat: Tensor, agreed: bool, *, in_place: bool, copies_out: bool) -> None:
-        op, scratch = call.op, self.scratch_memory()
-        assert op is not None
-        data = as_bytes(flat).numpy()
-        itemsize = flat.element_size()
-        chunks = self._chunks(data.nbytes, itemsize)
-
-        def copy_in(chunk: int, place: int) -> None:
-            start, stop, bounds = chunks[chunk]
-            low, high = bounds[self.rank]
-            target = scratch.inputs[place][self.rank]
-            target[:low] = data[start : start + low]
-            target[high : stop - start] = data[start + high : stop]
-
-        def reduce(chunk: int, place: int) -> None:
-            start, _, bounds = chunks[chunk]
-            low, high = bounds[self.rank]
-            if low == high:
-                return
-            parts = list(scratch.input_views(1 - place, low, high, flat.dtype))
-            own = flat[(start + low) // itemsize : (start + high) // itemsize]
-            parts[self.rank] = own
-            result = scratch.output_view(place, self.rank, low, high, flat.dtype)
-            reduce_in_rank_order(parts, op, result)
-            if in_place:
-                own.copy_(result)
-
-        def copy_out(chunk: int, place: int) -> None:
-            start, _, bounds = chunks[chunk]
-            for rank, (low, high) in enumerate(bounds):
-                if rank != self.rank and copies_out:
-                    data[start + low : start + high] = scratch.outputs[1 - place][rank][low:high]
-
-        self.pipeline(call, len(chunks), (copy_in, reduce, copy_out), agreed)
+        self.ordinary(call, has_result=is_root).run(flat.data_ptr(), agreed)
 
     def reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
         """Reduce a tensor and return the own slice along `dim`; collective."""
@@ -307,6 +278,9 @@ class NodePaths:
     def free(self) -> None:
         """Let go of the shared memory, not waiting for Python's garbage; tensors on it keep theirs; collective."""
         self._cut_before.clear()
+        for plan in self._chunk_plans.values():
+            plan.forget()
+        self._chunk_plans.clear()
         del self._scratch, self._direct
         for release in (self._arena.close, *self._release):
             release()
@@ -362,17 +336,6 @@ class NodePaths:
         """How much of a rank's tensor goes through the scratch memory at a time; a slice for each rank."""
         most = min(self._limits.piece_bytes, self.scratch_memory().chunk_bytes)
         return round_down(most, ALIGNMENT * self.size)
-
-    def _chunks(self, nbytes: int, itemsize: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
-        """Cut `nbytes` bytes into chunks of about equal size; return start, stop and each rank's slice of each."""
-        unit = self.size * max(ALIGNMENT, itemsize)
-        count = -(-nbytes // self.chunk_bytes())
-        size = -(-nbytes // (count * unit)) * unit
-        cut = []
-        for start in range(0, nbytes, size):
-            stop = min(start + size, nbytes)
-            cut.append((start, stop, slices_of(stop - start, self.size, unit // self.size)))
-        return cut
 
     def pieces(self, flat: Tensor, address: int) -> list[Piece]:
         """Cut this rank's slice of a symmetric tensor into pieces; local."""

@@ -142,15 +142,16 @@ class SymmetricPlan:
         self._known: dict[int, tuple[int, list[Piece]]] = {}
 
     def run(self, tensor: Tensor) -> bool:
-        """Reduce a contiguous tensor, in place; collective. False, and nothing done, if it is not symmetric."""
+        """Reduce a contiguous tensor, in place; collective. False, and nothing done, without scratch memory."""
         known = self.find(tensor)
         if known is None:
-            return False
-        address, pieces = known
-        if self._slots.meet(self._call, address):
-            self._paths.reduce_pieces(self._call, pieces)
+            if not self._paths.has_scratch:
+                return False
+            self._paths.ordinary(self._call).run(tensor.data_ptr(), False)
+        elif self._slots.meet(self._call, known[0]):
+            self._paths.reduce_pieces(self._call, known[1])
         else:
-            self._paths.all_reduce_ordinary(self._call, tensor.view(-1))
+            self._paths.ordinary(self._call).run(tensor.data_ptr(), True)
         torch.autograd.graph.increment_version(tensor)
         return True
 
@@ -190,7 +191,7 @@ class MediumPlan:
         known = self._symmetric.find(tensor)
         place = self._direct.put(tensor) if known is None else 0
         if not self._slots.meet(self._call, 0 if known is None else known[0]):
-            self._paths.all_reduce_ordinary(self._call, tensor.view(-1))
+            self._paths.ordinary(self._call).run(tensor.data_ptr(), True)
         elif known is None:
             self._direct.take(tensor, place)
             return True

@@ -14,6 +14,8 @@ from placements import PLACEMENTS, SYMMETRIC, Places, places_in
 from symmetric_checks import SymmetricChecks
 
 from axonmpi import ReduceOp
+from axonmpi.backends import node_chunks
+from axonmpi.backends.node_chunks import MANY_CHUNKS_BYTES
 from axonmpi.backends.node_paths import CHUNK_BYTES, PIECE_BYTES
 from axonmpi.backends.node_plans import direct_bytes
 from axonmpi.backends.reduction import DTYPES
@@ -131,7 +133,7 @@ def test_sizes_around_every_limit(world, kind) -> None:
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", ["view", "mixed"])
 def test_pieces_and_chunks_as_large_as_they_are(world, kind) -> None:
-    limits = (PIECE_BYTES * world.size, CHUNK_BYTES, 2 * CHUNK_BYTES)
+    limits = (PIECE_BYTES * world.size, CHUNK_BYTES, 2 * CHUNK_BYTES, 3 * MANY_CHUNKS_BYTES)
     with places_in(world, kind, max(limits) + 64) as places:
         checks = SymmetricChecks(places.group, places)
         for limit in limits:
@@ -173,6 +175,32 @@ def test_any_cases_one_after_the_other(world, cases, piece_bytes) -> None:
         checks[kind, way].every_symmetric_operation(dtype, shape, choices[which % len(choices)])
     for each in checks.values():
         each.finish()
+    group.close()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("remembered", [1, 7, 1000])
+def test_ordinary_tensors_again_and_again(world, monkeypatch, remembered) -> None:
+    """Whether or not their chunks are remembered, and when the size of chunks changes in between."""
+    monkeypatch.setattr(node_chunks, "_MAX_CHUNKS", remembered)
+    group = world.new_group(range(world.size))
+    size, count = world.size, 2 * direct_bytes(world.size) + 5
+    tensors = [torch.empty(count, dtype=torch.int32) for _ in range(3)]
+    total = size * (size - 1) // 2
+    line = torch.arange(count, dtype=torch.int32)
+    for piece_bytes in (1 << 20, 1 << 14, 3 << 14, 1 << 20):
+        if group.backend.name == "mpi":
+            group.backend.piece_bytes = piece_bytes
+        for repeat in range(3):
+            for number, tensor in enumerate(tensors):
+                tensor.copy_(line).add_(world.rank + number)
+                group.all_reduce(tensor)
+                assert torch.equal(tensor, line * size + total + number * size)
+                root = (repeat + number) % size
+                tensor.copy_(line).mul_(world.rank)
+                group.reduce(tensor, root)
+                assert torch.equal(tensor, line * (total if world.rank == root else world.rank))
+            tensors[repeat] = torch.empty(count, dtype=torch.int32)  # perhaps where the last one was
     group.close()
 
 
