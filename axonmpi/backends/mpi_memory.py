@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["as_bytes", "empty", "flat_elements", "write_back"]
+__all__ = ["as_bytes", "empty", "flat_elements", "pointer_of", "write_back"]
 
 
 def flat_elements(tensor: Tensor) -> Tensor:
@@ -26,6 +26,21 @@ def write_back(flat: Tensor, tensor: Tensor) -> None:
 def as_bytes(tensor: Tensor) -> Tensor:
     """View contiguous memory as bytes; local."""
     return _line(tensor).view(torch.uint8) if tensor.numel() else empty([0], torch.uint8)
+
+
+def pointer_of(tensor: Tensor) -> int:
+    """Return where a contiguous tensor's elements, of which there are some, lie; local.
+
+    Raises:
+        RuntimeError: The tensor's storage is smaller than the tensor, or there is none, as in wrapper subclasses.
+    """
+    _line(tensor)
+    pointer = tensor.data_ptr()
+    if not pointer:
+        raise RuntimeError(
+            f"expected a tensor with a storage of its own, got a {type(tensor).__name__} without any"
+        )
+    return pointer
 
 
 def _line(tensor: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .call import Call
+from .mpi_memory import pointer_of
 from .node_scratch import ALIGNMENT, Bytes, Scratch, run_turns, slices_of
 from .reduction import reduce_in_rank_order
 
@@ -35,7 +36,6 @@ __all__ = ["ChunkPlan"]
 MANY_CHUNKS_BYTES = 768 << 10
 """The most that goes at a time where it takes several times. Chunks of 512 KiB or 1 MiB take up to a fifth longer:
 buffers at distances of a power of two compete for the same places in a cache."""
-_MAX_CHUNKS = 1024
 
 
 class ChunkPlan:
@@ -65,14 +65,14 @@ class ChunkPlan:
         self._cuts: list[_Cut] = []
         self._seen: dict[int, list[_Chunk]] = {}
 
-    def run(self, pointer: int, agreed: bool) -> None:
-        """Reduce the contiguous data at an address, in place where this rank gets the result; collective.
+    def run(self, flat: Tensor, agreed: bool) -> None:
+        """Reduce contiguous data, in place where this rank gets the result; collective.
 
         Args:
-            pointer: Where the data lie.
+            flat: The data, of any shape.
             agreed: Whether the ranks have agreed on the call; if not, the first chunk is copied in before they do.
         """
-        chunks, rank, op = self._chunks(pointer), self._slots.rank, self._op
+        chunks, rank, op, dtype = self._chunks(flat), self._slots.rank, self._op, self._dtype
         has_result = self._has_result
 
         def copy_in(number: int, place: int) -> None:
@@ -82,10 +82,11 @@ class ChunkPlan:
 
         def reduce(number: int, place: int) -> None:
             chunk = chunks[number]
-            own, cut = chunk.own, chunk.cut
-            if own is None:
+            cut = chunk.cut
+            if not chunk.own.nbytes:
                 return
-            parts, result = cut.parts[place], cut.results[place]
+            own = torch.from_numpy(chunk.own).view(dtype)
+            parts, result = [*cut.parts[place]], cut.results[place]
             parts[rank] = own
             reduce_in_rank_order(parts, op, result)
             if has_result:
@@ -103,25 +104,26 @@ class ChunkPlan:
             copy_in(0, self._slots.place)
             # If some ranks have a symmetric tensor, they have put nothing in yet: begin anew, with them.
             first = 1 if self._slots.meet(self._call, 0) else 0
+        if has_result:  # now, since what fails later leaves a part of it changed
+            torch.autograd.graph.increment_version(flat)
         run_turns(self._barrier, self._call, len(chunks), (copy_in, reduce, copy_out), first)
 
     def forget(self) -> None:
-        """Let go of all views of memory; local."""
-        self._cuts = []
+        """Let go of all views of tensors; local."""
         self._seen.clear()
-        self._chunk_bytes = 0
 
-    def _chunks(self, pointer: int) -> list[_Chunk]:
-        if self._paths.chunk_bytes() != self._chunk_bytes:
-            self.forget()
-            self._cuts = self._cut(self._paths.chunk_bytes())
-            self._chunk_bytes = self._paths.chunk_bytes()
+    def _chunks(self, flat: Tensor) -> list[_Chunk]:
+        most = self._paths.chunk_bytes()
+        if most != self._chunk_bytes:
+            self._seen.clear()
+            self._cuts = self._cut(most)
+            self._chunk_bytes = most
+        pointer = flat.data_ptr()
         chunks = self._seen.get(pointer)
-        if chunks is None:
-            chunks = self._look_at(pointer)
-            if (len(self._seen) + 1) * len(chunks) > _MAX_CHUNKS:
-                self._seen.clear()
-            self._seen[pointer] = chunks
+        if chunks is None or flat.untyped_storage().nbytes() < flat.storage_offset() * flat.itemsize + flat.nbytes:
+            chunks = self._look_at(flat)
+            if self._paths.may_keep(len(chunks) * (self._slots.size + 2)):
+                self._seen[pointer] = chunks
         return chunks
 
     def _cut(self, most: int) -> list[_Cut]:
@@ -136,13 +138,13 @@ class ChunkPlan:
         cuts = {size: _Cut(scratch, rank, slices_of(size, ranks, unit // ranks), self._dtype) for size in {*sizes}}
         return [cuts[size] for size in sizes]
 
-    def _look_at(self, pointer: int) -> list[_Chunk]:
+    def _look_at(self, flat: Tensor) -> list[_Chunk]:
         """Make the views of a tensor, which keep nothing alive: whatever lies there next has as many bytes."""
-        memory: Any = (ctypes.c_uint8 * self._call.nbytes).from_address(pointer)
+        memory: Any = (ctypes.c_uint8 * self._call.nbytes).from_address(pointer_of(flat))
         data = np.frombuffer(memory, np.uint8)
         chunks, start = [], 0
         for cut in self._cuts:
-            chunks.append(_Chunk(cut, data[start : start + cut.nbytes], self._dtype))
+            chunks.append(_Chunk(cut, data[start : start + cut.nbytes]))
             start += cut.nbytes
         return chunks
 
@@ -193,23 +195,18 @@ class _Chunk:
     Args:
         cut: How it is cut.
         data: Its bytes.
-        dtype: Of its elements.
 
     Attributes:
         cut: How it is cut.
-        own: The own slice; None if it is empty.
+        own: The own slice. Not as a tensor, which others would find in the garbage collector's lists.
         sources: What goes into scratch memory.
         targets: Where the other slices' results go.
     """
 
     __slots__ = ("cut", "own", "sources", "targets")
 
-    def __init__(self, cut: _Cut, data: Bytes, dtype: torch.dtype) -> None:
-        low, high = cut.own
+    def __init__(self, cut: _Cut, data: Bytes) -> None:
         self.cut = cut
-        self.own: Tensor | None = None
-        if low < high:
-            with torch.inference_mode(False):
-                self.own = torch.from_numpy(data[low:high]).view(dtype)
+        self.own = data[slice(*cut.own)]
         self.sources = [data[start:stop] for start, stop in cut.around]
         self.targets = [data[start:stop] for start, stop in cut.others]

@@ -45,6 +45,8 @@ __all__ = ["NodePaths"]
 
 _MAX_TENSORS = 64
 _MAX_PIECES = 4096
+_MAX_PLANS = 256
+_MAX_VIEWS = 1 << 14
 
 
 class NodePaths:
@@ -83,6 +85,7 @@ class NodePaths:
         self._total = torch.zeros(PIECE_BYTES, dtype=torch.uint8, device="cpu")
         self._cut_before: dict[Any, list[Piece]] = {}
         self._chunk_plans: dict[int, ChunkPlan] = {}
+        self._kept_views = 0
 
     # ---- reductions ---------------------------------------------------------------------------------------
 
@@ -93,7 +96,7 @@ class NodePaths:
         if address:
             self.reduce_pieces(call, self.pieces(flat, address))
         else:
-            self.ordinary(call).run(flat.data_ptr(), agreed)
+            self.ordinary(call).run(flat, agreed)
 
     def reduce_pieces(self, call: Call, pieces: Sequence[Piece]) -> None:
         """Reduce this rank's pieces of a symmetric tensor for all ranks; collective, agreed already."""
@@ -108,11 +111,22 @@ class NodePaths:
         plan = self._chunk_plans.get(call.key)
         if plan is None:
             self.scratch_memory()
-            if len(self._chunk_plans) >= _MAX_TENSORS:
+            if len(self._chunk_plans) >= _MAX_PLANS:
                 self._chunk_plans.clear()
             plan = ChunkPlan(self._slots, self._barrier, self, call, has_result=has_result)
             self._chunk_plans[call.key] = plan
         return plan
+
+    def may_keep(self, views: int) -> bool:
+        """Say whether that many views of a tensor may be kept; lets go of others where they would be too many."""
+        if views > _MAX_VIEWS:
+            return False
+        self._kept_views += views
+        if self._kept_views > _MAX_VIEWS:
+            for plan in self._chunk_plans.values():
+                plan.forget()
+            self._kept_views = views
+        return True
 
     @property
     def has_scratch(self) -> bool:
@@ -143,7 +157,7 @@ class NodePaths:
                 piece.parts[call.root].copy_(piece.total)
             self._barrier.wait(call)
             return
-        self.ordinary(call, has_result=is_root).run(flat.data_ptr(), agreed)
+        self.ordinary(call, has_result=is_root).run(flat, agreed)
 
     def reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
         """Reduce a tensor and return the own slice along `dim`; collective."""
@@ -278,8 +292,6 @@ class NodePaths:
     def free(self) -> None:
         """Let go of the shared memory, not waiting for Python's garbage; tensors on it keep theirs; collective."""
         self._cut_before.clear()
-        for plan in self._chunk_plans.values():
-            plan.forget()
         self._chunk_plans.clear()
         del self._scratch, self._direct
         for release in (self._arena.close, *self._release):

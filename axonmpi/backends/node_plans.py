@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .call import Call
+from .mpi_memory import pointer_of
 from .reduction import plain_binary, reduce_in_rank_order
 from .shared_memory import Segment
 
@@ -94,10 +95,11 @@ class DirectPlan:
         """
         if not self._call.nbytes:
             return self._own[0]
+        pointer = pointer_of(tensor)
         if len(self._seen) >= _MAX_TENSORS:
             self._seen.clear()
-        memory: Any = (ctypes.c_uint8 * self._call.nbytes).from_address(tensor.data_ptr())
-        source = self._seen[tensor.data_ptr()] = np.frombuffer(memory, np.uint8)
+        memory: Any = (ctypes.c_uint8 * self._call.nbytes).from_address(pointer)
+        source = self._seen[pointer] = np.frombuffer(memory, np.uint8)
         return source
 
     def take(self, tensor: Tensor, place: int) -> None:
@@ -147,11 +149,11 @@ class SymmetricPlan:
         if known is None:
             if not self._paths.has_scratch:
                 return False
-            self._paths.ordinary(self._call).run(tensor.data_ptr(), False)
+            self._paths.ordinary(self._call).run(tensor, False)
         elif self._slots.meet(self._call, known[0]):
             self._paths.reduce_pieces(self._call, known[1])
         else:
-            self._paths.ordinary(self._call).run(tensor.data_ptr(), True)
+            self._paths.ordinary(self._call).run(tensor, True)
         torch.autograd.graph.increment_version(tensor)
         return True
 
@@ -191,7 +193,7 @@ class MediumPlan:
         known = self._symmetric.find(tensor)
         place = self._direct.put(tensor) if known is None else 0
         if not self._slots.meet(self._call, 0 if known is None else known[0]):
-            self._paths.ordinary(self._call).run(tensor.data_ptr(), True)
+            self._paths.ordinary(self._call).run(tensor, True)
         elif known is None:
             self._direct.take(tensor, place)
             return True

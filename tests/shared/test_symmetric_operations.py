@@ -14,7 +14,7 @@ from placements import PLACEMENTS, SYMMETRIC, Places, places_in
 from symmetric_checks import SymmetricChecks
 
 from axonmpi import ReduceOp
-from axonmpi.backends import node_chunks
+from axonmpi.backends import node_paths
 from axonmpi.backends.node_chunks import MANY_CHUNKS_BYTES
 from axonmpi.backends.node_paths import CHUNK_BYTES, PIECE_BYTES
 from axonmpi.backends.node_plans import direct_bytes
@@ -179,10 +179,10 @@ def test_any_cases_one_after_the_other(world, cases, piece_bytes) -> None:
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("remembered", [1, 7, 1000])
+@pytest.mark.parametrize("remembered", [1, 40, 1000])
 def test_ordinary_tensors_again_and_again(world, monkeypatch, remembered) -> None:
     """Whether or not their chunks are remembered, and when the size of chunks changes in between."""
-    monkeypatch.setattr(node_chunks, "_MAX_CHUNKS", remembered)
+    monkeypatch.setattr(node_paths, "_MAX_VIEWS", remembered)
     group = world.new_group(range(world.size))
     size, count = world.size, 2 * direct_bytes(world.size) + 5
     tensors = [torch.empty(count, dtype=torch.int32) for _ in range(3)]
@@ -202,6 +202,36 @@ def test_ordinary_tensors_again_and_again(world, monkeypatch, remembered) -> Non
                 assert torch.equal(tensor, line * (total if world.rank == root else world.rank))
             tensors[repeat] = torch.empty(count, dtype=torch.int32)  # perhaps where the last one was
     group.close()
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("nbytes", [4000, 1 << 19, 1 << 22])
+def test_a_tensor_whose_memory_was_given_back(world, nbytes) -> None:
+    """Whichever plan serves tensors of that size, it reads no memory that is not the tensor's."""
+    if world.default_group.backend.name != "mpi":
+        pytest.skip("there are no plans on mock ranks")
+    group = world.new_group(range(world.size))
+    tensor = torch.ones(nbytes // 4)
+    for _ in range(3):
+        group.all_reduce(tensor)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="storage"):
+        group.all_reduce(tensor)
+    again = torch.ones(nbytes // 4)
+    group.all_reduce(again)
+    assert again.eq(world.size).all()
+    group.close()
+
+
+@pytest.mark.ranks(2, 4)
+def test_autograd_sees_that_a_tensor_has_changed(world) -> None:
+    for nbytes in (4, 4000, 1 << 19, 1 << 22):
+        for _ in range(3):
+            factor = torch.ones(nbytes // 4)
+            loss = (torch.ones_like(factor, requires_grad=True) * factor).sum()
+            world.default_group.all_reduce(factor)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
 
 
 # ---- the same tensor again and again --------------------------------------------------------------------------
