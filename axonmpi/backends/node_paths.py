@@ -113,6 +113,7 @@ class NodePaths:
             self.scratch_memory()
             if len(self._chunk_plans) >= _MAX_PLANS:
                 self._chunk_plans.clear()
+                self._kept_views = 0
             plan = ChunkPlan(self._slots, self._barrier, self, call, has_result=has_result)
             self._chunk_plans[call.key] = plan
         return plan

@@ -151,10 +151,10 @@ class SymmetricPlan:
                 return False
             self._paths.ordinary(self._call).run(tensor, False)
         elif self._slots.meet(self._call, known[0]):
+            torch.autograd.graph.increment_version(tensor)  # before what may fail halfway
             self._paths.reduce_pieces(self._call, known[1])
         else:
             self._paths.ordinary(self._call).run(tensor, True)
-        torch.autograd.graph.increment_version(tensor)
         return True
 
     def find(self, tensor: Tensor) -> tuple[int, list[Piece]] | None:
@@ -196,8 +196,7 @@ class MediumPlan:
             self._paths.ordinary(self._call).run(tensor, True)
         elif known is None:
             self._direct.take(tensor, place)
-            return True
         else:
+            torch.autograd.graph.increment_version(tensor)
             self._paths.reduce_pieces(self._call, known[1])
-        torch.autograd.graph.increment_version(tensor)
         return True
