@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["ChunkPlan"]
 
 MANY_CHUNKS_BYTES = 768 << 10
-"""The most that goes at a time where it takes several times. Chunks of 512 KiB or 1 MiB took up to a fifth longer in
-`axonmpi bench collectives`; perhaps since buffers at distances of a power of two compete for places in a cache."""
+"""The most that goes at a time where it takes several times. Chunks of 512 KiB or 1 MiB took up to a fifth longer,
+perhaps since buffers at distances of a power of two compete for places in a cache."""
 
 
 class ChunkPlan:
