@@ -27,7 +27,7 @@ __all__ = ["Chain", "Exchange", "Relay", "nothing", "reduce_terms"]
 _TURNS_PER_NODE = 4
 
 
-def nothing(chunk: int, place: int) -> None:
+def nothing(chunk: int, place: int, before: int) -> None:
     """Do nothing: a turn in which a chunk is on its way; local."""
 
 
@@ -72,20 +72,20 @@ class Chain:
             if self._node < self._last:
                 self._results = Inbox(self._lane, self._node + 1, RESULTS, sizes)
 
-    def add(self, chunk: int, place: int) -> None:
+    def add(self, chunk: int, place: int, before: int) -> None:
         """Add this node's part of a chunk to the sum, and send it on; the last node has the result."""
         low, high = self._bounds(chunk)
         if self._lane is None or low == high:
             return
-        parts = self._scratch.input_views(1 - place, low, high, self._dtype)
-        before = self._sums.take() if self._sums is not None else None
+        parts = self._scratch.input_views(before, low, high, self._dtype)
+        message = self._sums.take() if self._sums is not None else None
         count = (high - low) // self._dtype.itemsize
         total = self._lane.message(count * self._wide.itemsize)
         wide = total.view(self._wide)
-        terms = parts if before is None else [before.view(self._wide), *parts]
+        terms = parts if message is None else [message.view(self._wide), *parts]
         reduce_terms(terms, self._op, wide)
-        if before is not None:
-            self._lane.give_back(before)
+        if message is not None:
+            self._lane.give_back(message)
         if self._node < self._last:
             self._lane.send(total, self._node + 1, SUMS)
             return
@@ -96,7 +96,7 @@ class Chain:
         self._lane.give_back(total)
         self._pass_back(result)
 
-    def finish(self, chunk: int, place: int) -> None:
+    def finish(self, chunk: int, place: int, before: int) -> None:
         """Receive the result of a chunk, and send it on."""
         low, high = self._bounds(chunk)
         if self._results is None or self._lane is None or low == high:

@@ -7,8 +7,8 @@ chunks are at different steps at the same time:
     turn 1   copy in chunk 1    reduce own slice of chunk 0                              barrier
     turn 2   copy in chunk 2    reduce own slice of chunk 1    copy out chunk 0          barrier ...
 
-What one turn writes the next one reads, so there are two of each scratch buffer, used in turn. A rank's own slice
-never leaves its tensor. Where ranks outnumber the cores, some wait for what Python does for others: so all views
+`node_turns` says which scratch memory a turn writes and the next one reads. A rank's own slice never leaves its
+tensor. Where ranks outnumber the cores, some wait for what Python does for others: so all views
 that a chunk takes are made once, and found again by the tensor's address.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .call import Call
 from .mpi_memory import pointer_of
-from .node_scratch import ALIGNMENT, Bytes, Scratch, run_turns, slices_of
+from .node_scratch import ALIGNMENT, Bytes, Scratch, slices_of
 from .reduction import reduce_in_rank_order
 
 if TYPE_CHECKING:
@@ -73,40 +73,40 @@ class ChunkPlan:
             agreed: Whether the ranks have agreed on the call; if not, the first chunk is copied in before they do.
         """
         chunks, rank, op, dtype = self._chunks(flat), self._slots.rank, self._op, self._dtype
-        has_result = self._has_result
+        turns, has_result = self._paths.turns(), self._has_result
 
-        def copy_in(number: int, place: int) -> None:
+        def copy_in(number: int, place: int, before: int) -> int:
             chunk = chunks[number]
-            for target, source in zip(chunk.cut.inputs[place], chunk.sources, strict=True):
+            for target, source in zip(chunk.cut.at(place).inputs, chunk.sources, strict=True):
                 target[...] = source
+            return chunk.cut.nbytes - chunk.own.nbytes
 
-        def reduce(number: int, place: int) -> None:
+        def reduce(number: int, place: int, before: int) -> None:
             chunk = chunks[number]
-            cut = chunk.cut
             if not chunk.own.nbytes:
                 return
             own = torch.from_numpy(chunk.own).view(dtype)
-            parts, result = [*cut.parts[place]], cut.results[place]
+            parts, result = [*chunk.cut.at(before).parts], chunk.cut.at(place).result
             parts[rank] = own
             reduce_in_rank_order(parts, op, result)
             if has_result:
                 own.copy_(result)
 
-        def copy_out(number: int, place: int) -> None:
+        def copy_out(number: int, place: int, before: int) -> None:
             if not has_result:
                 return
             chunk = chunks[number]
-            for target, source in zip(chunk.targets, chunk.cut.outputs[place], strict=True):
+            for target, source in zip(chunk.targets, chunk.cut.at(before).outputs, strict=True):
                 target[...] = source
 
         first = 0
         if not agreed:
-            copy_in(0, self._slots.place)
+            turns.put_first(copy_in)
             # If some ranks have a symmetric tensor, they have put nothing in yet: begin anew, with them.
             first = 1 if self._slots.meet(self._call, 0) else 0
         if has_result:  # now, since what fails later leaves a part of it changed
             torch.autograd.graph.increment_version(flat)
-        run_turns(self._barrier, self._call, len(chunks), (copy_in, reduce, copy_out), first)
+        turns.run(self._call, len(chunks), (copy_in, reduce, copy_out), first)
 
     def forget(self) -> None:
         """Let go of all views of tensors; local."""
@@ -163,10 +163,6 @@ class _Cut:
         own: The own slice.
         others: The other ranks' slices.
         around: All but the own slice, in one piece or two.
-        inputs: Where this rank puts the latter, in a turn of either place.
-        parts: All ranks' parts of the own slice, the own one still missing.
-        results: Where its reduction goes.
-        outputs: Where the other slices' reductions lie.
     """
 
     def __init__(self, scratch: Scratch, rank: int, bounds: list[tuple[int, int]], dtype: torch.dtype) -> None:
@@ -174,19 +170,36 @@ class _Cut:
         self.own = low, high = bounds[rank]
         self.others = bounds[:rank] + bounds[rank + 1 :]
         self.around = [(start, stop) for start, stop in ((0, low), (high, self.nbytes)) if start < stop]
-        peers = [peer for peer in range(len(bounds)) if peer != rank]
-        self.inputs: list[list[Bytes]] = []
-        self.parts: list[list[Tensor]] = []
-        self.results: list[Tensor] = []
-        self.outputs: list[list[Bytes]] = []
-        for place in (0, 1):
-            mine, outputs = scratch.inputs[place][rank], scratch.outputs[1 - place]
-            self.inputs.append([mine[start:stop] for start, stop in self.around])
-            self.parts.append(list(scratch.input_views(1 - place, low, high, dtype)))
-            self.results.append(scratch.output_view(place, rank, low, high, dtype))
-            self.outputs.append(
-                [outputs[peer][start:stop] for peer, (start, stop) in zip(peers, self.others, strict=True)]
-            )
+        self._scratch, self._rank, self._dtype = scratch, rank, dtype
+        self._places: dict[int, _Place] = {}
+
+    def at(self, place: int) -> _Place:
+        """Return its views of a place of scratch memory; local."""
+        found = self._places.get(place)
+        if found is None:
+            found = self._places[place] = _Place(self, place, self._scratch, self._rank, self._dtype)
+        return found
+
+
+class _Place:
+    """Views of one place of scratch memory, for chunks of one size.
+
+    Attributes:
+        inputs: Where this rank puts what is not its slice.
+        parts: All ranks' parts of the own slice, the own one missing.
+        result: Where its reduction goes.
+        outputs: Where the other slices' reductions lie.
+    """
+
+    __slots__ = ("inputs", "outputs", "parts", "result")
+
+    def __init__(self, cut: _Cut, place: int, scratch: Scratch, rank: int, dtype: torch.dtype) -> None:
+        mine, outputs = scratch.inputs[place][rank], scratch.outputs[place]
+        peers = [peer for peer in range(len(outputs)) if peer != rank]
+        self.inputs = [mine[start:stop] for start, stop in cut.around]
+        self.parts = scratch.input_views(place, *cut.own, dtype)
+        self.result = scratch.output_view(place, rank, *cut.own, dtype)
+        self.outputs = [outputs[peer][start:stop] for peer, (start, stop) in zip(peers, cut.others, strict=True)]
 
 
 class _Chunk:

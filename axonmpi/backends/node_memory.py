@@ -144,18 +144,20 @@ class OneNode(_Common):
         count = step // dtype.itemsize
         bounds = bounds_of(sizes)
 
-        def copy_in(chunk: int, place: int) -> None:
-            target = scratch.inputs[place][rank]
+        def copy_in(chunk: int, place: int, before: int) -> int:
+            target, elements = scratch.inputs[place][rank], 0
             for slice_, (low, high) in enumerate(bounds):
                 start, stop = low + chunk * count, min(low + (chunk + 1) * count, high)
                 if start < stop:
                     parts.read(start, stop, target[slice_ * step :])
+                    elements += stop - start
+            return elements * dtype.itemsize
 
-        def reduce(chunk: int, place: int) -> None:
+        def reduce(chunk: int, place: int, before: int) -> None:
             target = output[chunk * count : (chunk + 1) * count]
             if target.numel():
                 low = rank * step
-                views = scratch.input_views(1 - place, low, low + target.numel() * dtype.itemsize, dtype)
+                views = scratch.input_views(before, low, low + target.numel() * dtype.itemsize, dtype)
                 reduce_wide_into(views, op, target)
 
         self._paths.pipeline(call, -(-max(sizes) // count), (copy_in, reduce), agreed)

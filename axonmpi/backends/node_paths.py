@@ -33,10 +33,10 @@ from .node_scratch import (
     bounds_of,
     reduce_in_pieces,
     round_down,
-    run_turns,
     slices_of,
 )
 from .node_slots import NodeSlots
+from .node_turns import PlaceChoice, Stage, Turns
 from .plain_paths import Limits, Plan
 from .reduction import reduce_in_rank_order
 from .shared_memory import Arena, Block, Segment, warn_no_shared_memory
@@ -82,6 +82,7 @@ class NodePaths:
         self._limits = limits
         self._release = release
         self._scratch: Scratch | None = None
+        self._turns: Turns | None = None
         self._total = torch.zeros(PIECE_BYTES, dtype=torch.uint8, device="cpu")
         self._cut_before: dict[Any, list[Piece]] = {}
         self._chunk_plans: dict[int, ChunkPlan] = {}
@@ -186,18 +187,21 @@ class NodePaths:
         longest = sources[0].nbytes if slices[0].numel() else 0  # tensor_split puts the larger slices first
         count = -(-longest // step)
 
-        def copy_in(chunk: int, place: int) -> None:
+        def copy_in(chunk: int, place: int, before: int) -> int:
+            written = 0
             for rank, source in enumerate(sources):
                 part = source[chunk * step : (chunk + 1) * step]
                 if rank != self.rank:
                     scratch.inputs[place][self.rank][rank * step : rank * step + part.nbytes] = part
+                    written += part.nbytes
+            return written
 
-        def reduce(chunk: int, place: int) -> None:
+        def reduce(chunk: int, place: int, before: int) -> None:
             target = flat[chunk * step // itemsize : (chunk + 1) * step // itemsize]
             if not target.numel():
                 return
             low = self.rank * step
-            parts = list(scratch.input_views(1 - place, low, low + target.nbytes, tensor.dtype))
+            parts = list(scratch.input_views(before, low, low + target.nbytes, tensor.dtype))
             parts[self.rank] = slices[self.rank][chunk * step // itemsize :][: target.numel()]
             reduce_in_rank_order(parts, op, target)
 
@@ -219,15 +223,17 @@ class NodePaths:
         scratch = self.scratch_memory()
         size = self.chunk_bytes()
 
-        def copy_in(chunk: int, place: int) -> None:
-            if is_root:
-                part = data[chunk * size : (chunk + 1) * size]
-                scratch.inputs[place][root][: part.nbytes] = part
+        def copy_in(chunk: int, place: int, before: int) -> int:
+            if not is_root:
+                return 0
+            part = data[chunk * size : (chunk + 1) * size]
+            scratch.inputs[place][root][: part.nbytes] = part
+            return part.nbytes
 
-        def copy_out(chunk: int, place: int) -> None:
+        def copy_out(chunk: int, place: int, before: int) -> None:
             if not is_root:
                 part = data[chunk * size : (chunk + 1) * size]
-                part[...] = scratch.inputs[1 - place][root][: part.nbytes]
+                part[...] = scratch.inputs[before][root][: part.nbytes]
 
         self.pipeline(call, -(-data.nbytes // size), (copy_in, copy_out), agreed)
 
@@ -256,15 +262,16 @@ class NodePaths:
         scratch = self.scratch_memory()
         size = self.chunk_bytes()
 
-        def copy_in(chunk: int, place: int) -> None:
+        def copy_in(chunk: int, place: int, before: int) -> int:
             part = source[chunk * size : (chunk + 1) * size]
             scratch.inputs[place][self.rank][: part.nbytes] = part
+            return part.nbytes
 
-        def copy_out(chunk: int, place: int) -> None:
+        def copy_out(chunk: int, place: int, before: int) -> None:
             for rank, (low, high) in enumerate(bounds):
                 part = target[low:high][chunk * size : (chunk + 1) * size]
                 if rank != self.rank:
-                    part[...] = scratch.inputs[1 - place][rank][: part.nbytes]
+                    part[...] = scratch.inputs[before][rank][: part.nbytes]
 
         self.pipeline(call, -(-max(rows) * row_bytes // size), (copy_in, copy_out), True)
 
@@ -294,7 +301,7 @@ class NodePaths:
         """Let go of the shared memory, not waiting for Python's garbage; tensors on it keep theirs; collective."""
         self._cut_before.clear()
         self._chunk_plans.clear()
-        del self._scratch, self._direct
+        del self._scratch, self._turns, self._direct
         for release in (self._arena.close, *self._release):
             release()
 
@@ -327,23 +334,31 @@ class NodePaths:
         self._slots.agree(call)
         return True
 
-    def pipeline(self, call: Call, chunks: int, stages: Sequence[Callable[[int, int], None]], agreed: bool) -> None:
+    def pipeline(self, call: Call, chunks: int, stages: Sequence[Stage], agreed: bool) -> None:
         """Run each chunk through the stages, a barrier between them; the first barrier agrees on the call."""
+        turns = self.turns()
         if agreed:
-            run_turns(self._barrier, call, chunks, stages)
+            turns.run(call, chunks, stages)
             return
         if chunks:
-            stages[0](0, self._barrier.count & 1)
+            turns.put_first(stages[0])
         self._slots.agree(call)
         # If some ranks have a symmetric tensor, they have put nothing in yet: begin anew, with them.
         anew = any(self._slots.words[:, 0].tolist())
-        run_turns(self._barrier, call, chunks, stages, first=0 if anew else 1)
+        turns.run(call, chunks, stages, first=0 if anew else 1)
 
     def scratch_memory(self) -> Scratch:
         """Return the scratch memory; collective the first time."""
         if self._scratch is None:
             self._scratch = Scratch(self._arena, round_down(CHUNK_BYTES, ALIGNMENT * self.size), self._direct)
+            self._turns = Turns(self._barrier, self._scratch, PlaceChoice(self._slots), self._arena)
         return self._scratch
+
+    def turns(self) -> Turns:
+        """Return what gives chunks their turns in scratch memory; collective the first time."""
+        self.scratch_memory()
+        assert self._turns is not None
+        return self._turns
 
     def chunk_bytes(self) -> int:
         """How much of a rank's tensor goes through the scratch memory at a time; a slice for each rank."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..types import ReduceOp
-from .node_barrier import NodeBarrier
 from .reduction import reduce_in_rank_order
 from .shared_memory import Arena, Segment
 
@@ -23,7 +22,6 @@ __all__ = [
     "bounds_of",
     "reduce_in_pieces",
     "round_down",
-    "run_turns",
     "slices_of",
 ]
 
@@ -39,7 +37,7 @@ _MAX_VIEWS = 512
 
 
 class Scratch:
-    """Two buffers for what ranks put in and two for results, in each rank's region, used in turn.
+    """Buffers for what ranks put in and for results, in each rank's region: two places of both, or more.
 
     Args:
         arena: Where they are allocated; collective.
@@ -48,8 +46,8 @@ class Scratch:
 
     Attributes:
         chunk_bytes: Size of each buffer, as it has become.
-        inputs: [2][local ranks] buffers that hold what each rank put in.
-        outputs: [2][local ranks] buffers that hold what each rank has reduced.
+        inputs: [places][local ranks] buffers that hold what each rank put in.
+        outputs: [places][local ranks] buffers that hold what each rank has reduced.
 
     Raises:
         MemoryError: There is not enough memory, and nothing to spare.
@@ -58,6 +56,7 @@ class Scratch:
     def __init__(self, arena: Arena, chunk_bytes: int, spare: Segment | None = None) -> None:
         # Halves by turn: what is written in a turn lies in that turn's half, as it does for direct all-reduces.
         block = arena.allocate(4 * chunk_bytes)
+        self._is_spare = isinstance(block, str)
         if not isinstance(block, str):
             regions, start, half = arena.segments[block.segment].regions, block.start, 2 * chunk_bytes
         elif spare is not None:
@@ -66,14 +65,33 @@ class Scratch:
         else:
             raise MemoryError(f"no scratch memory could be shared with the other ranks of this node: {block}")
         self.chunk_bytes = chunk_bytes
-
-        def part(place: int, which: int) -> list[Bytes]:
-            at = start + place * half + which * chunk_bytes
-            return [region[at : at + chunk_bytes] for region in regions]
-
-        self.inputs: list[list[Bytes]] = [part(place, 0) for place in (0, 1)]
-        self.outputs: list[list[Bytes]] = [part(place, 1) for place in (0, 1)]
+        self.inputs: list[list[Bytes]] = []
+        self.outputs: list[list[Bytes]] = []
         self._views: dict[Any, list[Tensor]] = {}
+        for place in (0, 1):
+            self._add_place(regions, start + place * half)
+
+    @property
+    def places(self) -> int:
+        """How many places there are."""
+        return len(self.inputs)
+
+    def widen(self, arena: Arena, places: int) -> bool:
+        """Make more places, up to `places`; collective. Says whether there is memory for them."""
+        if self._is_spare:
+            return False
+        more, step = places - self.places, 2 * self.chunk_bytes
+        block = arena.allocate(more * step)
+        if isinstance(block, str):
+            return False
+        for number in range(more):
+            self._add_place(arena.segments[block.segment].regions, block.start + number * step)
+        return True
+
+    def _add_place(self, regions: list[Bytes], start: int) -> None:
+        middle, stop = start + self.chunk_bytes, start + 2 * self.chunk_bytes
+        self.inputs.append([region[start:middle] for region in regions])
+        self.outputs.append([region[middle:stop] for region in regions])
 
     def input_views(self, place: int, start: int, stop: int, dtype: torch.dtype) -> list[Tensor]:
         """Return bytes `start` to `stop` of all ranks' input buffers as tensors; local."""
@@ -95,28 +113,6 @@ class Scratch:
                 self._views.clear()
             self._views[key] = views
         return views
-
-
-def run_turns(
-    barrier: NodeBarrier, what: object, chunks: int, stages: Sequence[Callable[[int, int], None]], first: int = 0
-) -> None:
-    """Run each chunk through the stages, one stage a turn, with a barrier between turns; collective on the node.
-
-    Args:
-        barrier: The barrier.
-        what: What waiting ranks name.
-        chunks: Number of chunks.
-        stages: Called with a chunk's number and the turn's place, 0 or 1: what one turn writes at its place,
-            the next turn reads at the other.
-        first: The turn to begin with.
-    """
-    for turn in range(first, chunks + len(stages) - 1):
-        place = barrier.count & 1
-        for stage in reversed(range(len(stages))):
-            if 0 <= turn - stage < chunks:
-                stages[stage](turn - stage, place)
-        if turn < chunks + len(stages) - 2:
-            barrier.wait(what)
 
 
 def slices_of(nbytes: int, ranks: int, unit: int) -> list[tuple[int, int]]:

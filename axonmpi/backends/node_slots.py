@@ -23,6 +23,8 @@ __all__ = ["NodeSlots"]
 
 _PLACES = (256, 512)
 """Where in each rank's page its slots lie: on cache lines that the barrier does not use."""
+_VOTE = 768
+"""Where its vote lies."""
 _ADDRESS = HEADER_BYTES // 8
 """The word of a slot that says where a symmetric tensor lies: the first of the payload."""
 
@@ -49,6 +51,8 @@ class NodeSlots(SlotExchange):
         starts = range(0, len(self._words), segment.region_bytes // 8)
         self._heads = [[start + place // 8 for start in starts] for place in _PLACES]
         self._own_head = [heads[segment.own] for heads in self._heads]
+        self._votes = [start + _VOTE // 8 for start in starts]
+        self._own_vote = self._votes[segment.own]
 
     @property
     def place(self) -> int:
@@ -76,6 +80,17 @@ class NodeSlots(SlotExchange):
             if words[head + _ADDRESS] != address:
                 same = False
         return same
+
+    def vote(self, few: int, many: int) -> None:
+        """Show two numbers to the other ranks after the next barrier; local.
+
+        Whoever votes anew has seen the others come to a barrier since they looked at `votes`.
+        """
+        self._words[self._own_vote], self._words[self._own_vote + 1] = few, many
+
+    def votes(self) -> list[tuple[int, int]]:
+        """Return what all ranks have shown before the last barrier; local."""
+        return [(self._words[place], self._words[place + 1]) for place in self._votes]
 
     def _exchange(self, call: Call, out: list[Any]) -> None:
         place = self._barrier.count & 1

@@ -31,8 +31,9 @@ from .mpi_memory import as_bytes, empty, flat_elements, write_back
 from .mpi_slots import SlotExchange
 from .node_barrier import NodeBarrier
 from .node_chain import Chain, Exchange, Relay
-from .node_scratch import ALIGNMENT, Bytes, Scratch, bounds_of, round_down, run_turns, slices_of
+from .node_scratch import ALIGNMENT, Bytes, Scratch, bounds_of, round_down, slices_of
 from .node_stream import Portion, Stream, cut_rows
+from .node_turns import Turns
 from .plain_paths import Limits, PlainPaths, Plan
 from .shared_memory import Arena, Block, Segment, warn_no_shared_memory
 from .turns import YIELDS, Steps, is_beside_computation, run_steps
@@ -228,22 +229,22 @@ class TwoLevelPaths:
         chunks = self._chunks(source.nbytes, itemsize)
         chain = Chain(self._nodes, self._lane, scratch, chunks, flat.dtype, op)
 
-        def copy_in(chunk: int, place: int) -> None:
+        def copy_in(chunk: int, place: int, before: int) -> None:
             start, stop, _ = chunks[chunk]
             scratch.inputs[place][self._nodes.place][: stop - start] = source[start:stop]
 
-        def copy_out(chunk: int, place: int) -> None:
+        def copy_out(chunk: int, place: int, before: int) -> None:
             start, _, slices = chunks[chunk]
             at = 0
             for low, high in wanted:
                 for lane, (first, last) in enumerate(slices):
                     begin, end = max(low, start + first), min(high, start + last)
                     if begin < end:
-                        piece = scratch.outputs[1 - place][lane][begin - start : end - start]
+                        piece = scratch.outputs[before][lane][begin - start : end - start]
                         target[at + begin - low : at + end - low] = piece
                 at += high - low
 
-        run_turns(self._barrier, call, len(chunks), [copy_in, chain.add, *chain.stages_after, copy_out])
+        Turns(self._barrier, scratch).run(call, len(chunks), [copy_in, chain.add, *chain.stages_after, copy_out])
         chain.end()
 
     # ---- copies -------------------------------------------------------------------------------------------
@@ -258,25 +259,25 @@ class TwoLevelPaths:
         node, place_of_root = self._nodes.find(call.root)
         relay = Relay(self._nodes, self._lane, node, [high - low for low, high in self._own_slices(chunks)])
 
-        def copy_in(chunk: int, place: int) -> None:
+        def copy_in(chunk: int, place: int, before: int) -> None:
             start, stop, _ = chunks[chunk]
             if self.rank == call.root:
                 scratch.inputs[place][place_of_root][: stop - start] = data[start:stop]
 
-        def pass_on(chunk: int, place: int) -> None:
+        def pass_on(chunk: int, place: int, before: int) -> None:
             low, high = chunks[chunk][2][self._nodes.place] if self._lane is not None else (0, 0)
             if low < high:
                 target = scratch.outputs[place][self._nodes.place][low:high]
                 is_here = self._nodes.own == node
-                relay.run(scratch.inputs[1 - place][place_of_root][low:high] if is_here else None, target)
+                relay.run(scratch.inputs[before][place_of_root][low:high] if is_here else None, target)
 
-        def copy_out(chunk: int, place: int) -> None:
+        def copy_out(chunk: int, place: int, before: int) -> None:
             start, _, slices = chunks[chunk]
             if self.rank != call.root:
                 for lane, (low, high) in enumerate(slices):
-                    data[start + low : start + high] = scratch.outputs[1 - place][lane][low:high]
+                    data[start + low : start + high] = scratch.outputs[before][lane][low:high]
 
-        run_turns(self._barrier, call, len(chunks), (copy_in, pass_on, copy_out))
+        Turns(self._barrier, scratch).run(call, len(chunks), (copy_in, pass_on, copy_out))
         relay.end()
 
     def all_gather(self, call: Call, own: Tensor, rows: list[int], result: Tensor, *, common: bool = False) -> None:
@@ -298,24 +299,24 @@ class TwoLevelPaths:
         mine = slots[nodes.place] if self._lane is not None else []
         exchange = Exchange(self._nodes, self._lane, mine, bounds, size)
 
-        def copy_in(chunk: int, place: int) -> None:
+        def copy_in(chunk: int, place: int, before: int) -> None:
             part = source[chunk * size : (chunk + 1) * size]
             scratch.inputs[place][nodes.place][: part.nbytes] = part
 
-        def swap(chunk: int, place: int) -> None:
+        def swap(chunk: int, place: int, before: int) -> None:
             if mine:
-                exchange.run(chunk, scratch.inputs[1 - place], scratch.outputs[place][nodes.place])
+                exchange.run(chunk, scratch.inputs[before], scratch.outputs[place][nodes.place])
 
-        def copy_out(chunk: int, place: int) -> None:
+        def copy_out(chunk: int, place: int, before: int) -> None:
             for lane, ranks in enumerate(slots):
                 for slot, rank in enumerate(ranks):
                     first, last = bounds[rank]
                     part = target[first:last][chunk * size : (chunk + 1) * size]
                     if rank not in here and (not common or rank % len(here) == nodes.place):
-                        part[...] = scratch.outputs[1 - place][lane][slot * size : slot * size + part.nbytes]
+                        part[...] = scratch.outputs[before][lane][slot * size : slot * size + part.nbytes]
 
         longest = max(last - first for first, last in bounds)
-        run_turns(self._barrier, call, -(-longest // size), (copy_in, swap, copy_out))
+        Turns(self._barrier, scratch).run(call, -(-longest // size), (copy_in, swap, copy_out))
 
     # ---- the rest -----------------------------------------------------------------------------------------
 
