@@ -29,6 +29,7 @@ def figures(ranks: int = 2) -> dict:
     kinds = [("float32", 4, times), ("float32", 65536, times), ("bfloat16", 4, without_mpi)]
     cases = [
         {"operation": "all_reduce", "dtype": dtype, "bytes": nbytes, "microseconds": microseconds}
+        | {"line_nanoseconds": 1.5 if dtype == "float32" else None}
         for dtype, nbytes, microseconds in kinds
     ]
     return {"ranks": ranks, "cores": 2, "path": "node", "mpi": "Intel MPI", "blocks": 1, "cases": cases}
@@ -55,6 +56,7 @@ def test_real_run(tmp_path):
         expected = VARIANTS if case["dtype"] == "float32" else [name for name in VARIANTS if name != "mpi"]
         assert sorted(case["microseconds"]) == sorted(expected)
         assert min(case["microseconds"].values()) > 0
+        assert 0.01 < case["line_nanoseconds"] < 1e4
         assert f"{case['operation']}, {case['dtype']}, 2 ranks" in job.stdout
     assert (tmp_path / "figures.png").read_bytes().startswith(PNG)
 
@@ -112,7 +114,8 @@ def test_table_shows_times_and_ratios():
     lines = table([figures()]).splitlines()
     assert lines[0] == "2 ranks, 2 cores; path between the ranks: node, through memory that they share"
     small, large = (next(line for line in lines if line.lstrip().startswith(start)) for start in ("4 B", "64 KiB"))
-    times, ratios = small.split("|")
+    times, ratios, line = small.split("|")
+    assert line.strip() == "1.5 ns"
     for shown in ("2.00 µs", "4.00 µs", "8.00 µs", "3.00 ms", "1.00 µs"):
         assert shown in times
     assert ratios.split() == ["2.00", "4.00", "2.00", "1500.00"]
@@ -123,6 +126,7 @@ def test_table_shows_times_and_ratios():
 def test_table_without_mpi():
     row = table([figures()]).splitlines()[-1]
     assert row.split("|")[1].split() == ["2.00", "-", "-", "1500.00"]
+    assert row.split("|")[2].strip() == "-"
     assert len({len(line) for line in table([figures()]).splitlines() if "|" in line}) == 1
 
 

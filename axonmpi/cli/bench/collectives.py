@@ -24,6 +24,7 @@ from ...group import World
 from .collectives_cases import OPERATIONS, Case, Variant, variants_of
 from .cores import count_cores
 from .gloo import start_gloo
+from .lines import LineProbe
 from .sizes import format_size
 from .timing import calls_for, interleave
 
@@ -48,7 +49,8 @@ def measure(
 
     Returns:
         The ranks, their cores, how they reach each other, the MPI library's name, and the cases, each with the
-        variants' times in microseconds.
+        variants' times in microseconds, and what it took meanwhile to write a cache line that another rank had
+        read, in nanoseconds, None where ranks do not read each other's memory.
 
     Raises:
         RuntimeError: A variant's result is wrong; raised on all ranks.
@@ -61,7 +63,8 @@ def measure(
         for dtype in dtypes
         for nbytes in sizes
     ]
-    measured = [_measure_case(case, mpi, blocks) for case in cases]
+    probe = LineProbe(world)
+    measured = [_measure_case(case, mpi, blocks, probe) for case in cases]
     dist.destroy_process_group()
     return {
         "ranks": world.size,
@@ -73,16 +76,17 @@ def measure(
     }
 
 
-def _measure_case(case: Case, mpi: Any, blocks: int) -> dict[str, Any]:
+def _measure_case(case: Case, mpi: Any, blocks: int, probe: LineProbe) -> dict[str, Any]:
     variants = variants_of(case, mpi)
     check(case, variants)
     calls = {name: variant.call for name, variant in variants.items()}
-    samples = interleave(calls, blocks=blocks, calls=calls_for(calls, BLOCK_SECONDS))
+    samples = interleave(calls, blocks=blocks, calls=calls_for(calls, BLOCK_SECONDS), before=probe.sample)
     return {
         "operation": case.operation,
         "dtype": str(case.dtype).removeprefix("torch."),
         "bytes": case.nbytes,
         "microseconds": {name: sample.median * 1e6 for name, sample in samples.items()},
+        "line_nanoseconds": probe.median(),
     }
 
 

@@ -51,14 +51,15 @@ def _header(result: dict[str, Any]) -> list[str]:
     names = "".join(f" {label(variant, result):>{_WIDTH}}" for variant in VARIANTS)
     above = "".join(f" {label(over, result):>{_WIDTH}}" for over, _ in RATIOS)
     below = "".join(f" {'/ ' + label(under, result):>{_WIDTH}}" for _, under in RATIOS)
-    return [f"{'':>8}{'':>{len(names)}} |{above}", f"{'size':>8}{names} |{below}"]
+    return [f"{'':>8}{'':>{len(names)}} |{above} |{'line':>8}", f"{'size':>8}{names} |{below} |{'write':>8}"]
 
 
 def _row(case: dict[str, Any]) -> str:
     times = case["microseconds"]
     shown = "".join(f" {_time(times.get(variant)):>{_WIDTH}}" for variant in VARIANTS)
     ratios = "".join(f" {_ratio(times.get(over), times.get(under)):>{_WIDTH}}" for over, under in RATIOS)
-    return f"{format_size(case['bytes']):>8}{shown} |{ratios}"
+    line = case["line_nanoseconds"]
+    return f"{format_size(case['bytes']):>8}{shown} |{ratios} |{'-' if line is None else f'{line:.1f} ns':>8}"
 
 
 def count_of(number: int, noun: str) -> str:

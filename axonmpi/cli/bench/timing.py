@@ -33,7 +33,11 @@ class Samples:
 
 
 def interleave(
-    variants: Mapping[str, Callable[[], object]], *, blocks: int, calls: int | Mapping[str, int]
+    variants: Mapping[str, Callable[[], object]],
+    *,
+    blocks: int,
+    calls: int | Mapping[str, int],
+    before: Callable[[], object] | None = None,
 ) -> dict[str, Samples]:
     """Time each variant in `blocks` short blocks, taking turns; collective.
 
@@ -43,10 +47,13 @@ def interleave(
         variants: What to call, in the same order on all ranks.
         blocks: How often each takes its turn.
         calls: Calls a block, of all variants or of each; the same on all ranks.
+        before: Called before the variants take turns once more, untimed.
     """
     numbers = calls if isinstance(calls, Mapping) else dict.fromkeys(variants, calls)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for block in range(blocks + 1):
+        if before is not None and block:
+            before()
         for name, call in variants.items():
             taken = _seconds_per_call(call, numbers[name])
             if block:
