@@ -19,6 +19,7 @@ from .node_barrier import Fence, NodeBarrier
 from .node_memory import NodeMemory, OneNode, OwnMemory, SeveralNodes
 from .node_paths import NodePaths
 from .node_plans import direct_bytes, medium_bytes
+from .node_room import NodeRoom
 from .node_scratch import ALIGNMENT
 from .node_slots import NodeSlots
 from .plain_paths import Limits, Paths, PlainPaths
@@ -119,7 +120,8 @@ def _through_shared_memory(
         barrier.spins = 0 if crowded else _SPINS
         slots = NodeSlots(mpi, comm, control, barrier)
         arena = Arena(node)
-        paths = NodePaths(slots, barrier, arena, direct, limits, release=release)
+        room = NodeRoom(slots, barrier, arena, direct, limits)
+        paths = NodePaths(slots, barrier, arena, room, limits, release=release)
         return Connection("node", slots, paths, OneNode(slots, barrier, arena, paths), fence=sync)
     return replace(_between_nodes(mpi, comm, node, nodes, barrier, direct, limits, release), fence=sync)
 

@@ -73,7 +73,7 @@ class ChunkPlan:
             agreed: Whether the ranks have agreed on the call; if not, the first chunk is copied in before they do.
         """
         chunks, rank, op, dtype = self._chunks(flat), self._slots.rank, self._op, self._dtype
-        turns, has_result = self._paths.turns(), self._has_result
+        turns, has_result = self._paths.room.turns(), self._has_result
 
         def copy_in(number: int, place: int, before: int) -> int:
             chunk = chunks[number]
@@ -106,14 +106,14 @@ class ChunkPlan:
             first = 1 if self._slots.meet(self._call, 0) else 0
         if has_result:  # now, since what fails later leaves a part of it changed
             torch.autograd.graph.increment_version(flat)
-        turns.run(self._call, len(chunks), (copy_in, reduce, copy_out), first)
+        turns.run(self._call, len(chunks), (copy_in, reduce, copy_out), first, self._cuts[0].nbytes)
 
     def forget(self) -> None:
         """Let go of all views of tensors; local."""
         self._seen.clear()
 
     def _chunks(self, flat: Tensor) -> list[_Chunk]:
-        most = self._paths.chunk_bytes()
+        most = self._paths.room.chunk_bytes()
         if most != self._chunk_bytes:
             self._seen.clear()
             self._cuts = self._cut(most)
@@ -134,7 +134,7 @@ class ChunkPlan:
         unit = ranks * max(ALIGNMENT, self._dtype.itemsize)
         size = -(-nbytes // (-(-nbytes // most) * unit)) * unit
         sizes = [min(size, nbytes - start) for start in range(0, nbytes, size)]
-        scratch, rank = self._paths.scratch_memory(), self._slots.rank
+        scratch, rank = self._paths.room.scratch(), self._slots.rank
         cuts = {size: _Cut(scratch, rank, slices_of(size, ranks, unit // ranks), self._dtype) for size in {*sizes}}
         return [cuts[size] for size in sizes]
 

@@ -139,8 +139,8 @@ class OneNode(_Common):
         op, dtype, rank = call.op, parts.dtype, self._slots.rank
         assert op is not None
         agreed = self._paths.begin_ordinary(call)
-        scratch = self._paths.scratch_memory()
-        step = round_down(self._paths.chunk_bytes() // self._slots.size, max(ALIGNMENT, dtype.itemsize))
+        scratch = self._paths.room.scratch()
+        step = round_down(self._paths.room.chunk_bytes() // self._slots.size, max(ALIGNMENT, dtype.itemsize))
         count = step // dtype.itemsize
         bounds = bounds_of(sizes)
 
@@ -160,7 +160,8 @@ class OneNode(_Common):
                 views = scratch.input_views(before, low, low + target.numel() * dtype.itemsize, dtype)
                 reduce_wide_into(views, op, target)
 
-        self._paths.pipeline(call, -(-max(sizes) // count), (copy_in, reduce), agreed)
+        chunks, chunk_bytes = -(-max(sizes) // count), min(max(sizes), count) * dtype.itemsize * len(sizes)
+        self._paths.pipeline(call, chunks, (copy_in, reduce), agreed, chunk_bytes)
 
 
 class SeveralNodes(_Common):

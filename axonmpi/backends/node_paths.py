@@ -25,21 +25,20 @@ from .mpi_slots import PAYLOAD_BYTES
 from .node_barrier import NodeBarrier
 from .node_chunks import ChunkPlan
 from .node_plans import DirectPlan, MediumPlan, Piece, SymmetricPlan, direct_bytes
+from .node_room import NodeRoom
 from .node_scratch import (
     ALIGNMENT,
-    CHUNK_BYTES,
     PIECE_BYTES,
-    Scratch,
     bounds_of,
     reduce_in_pieces,
     round_down,
     slices_of,
 )
 from .node_slots import NodeSlots
-from .node_turns import PlaceChoice, Stage, Turns
+from .node_turns import Stage
 from .plain_paths import Limits, Plan
 from .reduction import reduce_in_rank_order
-from .shared_memory import Arena, Block, Segment, warn_no_shared_memory
+from .shared_memory import Arena, Block, warn_no_shared_memory
 
 __all__ = ["NodePaths"]
 
@@ -57,10 +56,13 @@ class NodePaths:
     Args:
         slots: Exchanges fingerprints.
         barrier: The barrier that they travel with.
-        arena: Where symmetric tensors and the scratch memory lie.
-        direct: Shared memory for `DirectPlan`.
-        limits: How much of an ordinary tensor goes at a time.
+        arena: Where symmetric tensors lie.
+        room: Where ordinary tensors go through.
+        limits: How much of a symmetric tensor is reduced at a time.
         release: Called by `free`, in order.
+
+    Attributes:
+        room: The same.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class NodePaths:
         slots: NodeSlots,
         barrier: NodeBarrier,
         arena: Arena,
-        direct: Segment,
+        room: NodeRoom,
         limits: Limits,
         *,
         release: Sequence[Callable[[], None]] = (),
@@ -78,11 +80,9 @@ class NodePaths:
         self._slots = slots
         self._barrier = barrier
         self._arena = arena
-        self._direct = direct
+        self.room = room
         self._limits = limits
         self._release = release
-        self._scratch: Scratch | None = None
-        self._turns: Turns | None = None
         self._total = torch.zeros(PIECE_BYTES, dtype=torch.uint8, device="cpu")
         self._cut_before: dict[Any, list[Piece]] = {}
         self._chunk_plans: dict[int, ChunkPlan] = {}
@@ -111,7 +111,7 @@ class NodePaths:
         """Find or make the plan that reduces tensors which are not symmetric; collective the first time."""
         plan = self._chunk_plans.get(call.key)
         if plan is None:
-            self.scratch_memory()
+            self.room.scratch()
             if len(self._chunk_plans) >= _MAX_PLANS:
                 self._chunk_plans.clear()
                 self._kept_views = 0
@@ -130,21 +130,16 @@ class NodePaths:
             self._kept_views = views
         return True
 
-    @property
-    def has_scratch(self) -> bool:
-        """Whether ordinary tensors may be copied in before the ranks have agreed."""
-        return self._scratch is not None
-
     def is_small(self, call: Call) -> bool:
         """Say whether every rank reduces all of the data itself; local."""
-        return call.nbytes <= self._direct.region_bytes // 2
+        return call.nbytes <= self.room.direct.region_bytes // 2
 
     def plan(self, call: Call) -> Plan:
         """Prepare all-reduces of tensors of this kind; local."""
         if call.nbytes <= direct_bytes(self.size):
-            return DirectPlan(self._slots, self._direct, call)
+            return DirectPlan(self._slots, self.room, call)
         if self.is_small(call):
-            return MediumPlan(self._slots, self, self._direct, call)
+            return MediumPlan(self._slots, self, call)
         return SymmetricPlan(self._slots, self, call)
 
     def reduce(self, call: Call, flat: Tensor) -> None:
@@ -178,12 +173,12 @@ class NodePaths:
         return result
 
     def _reduce_scatter_chunks(self, call: Call, tensor: Tensor, dim: int, flat: Tensor, agreed: bool) -> None:
-        op, scratch = call.op, self.scratch_memory()
+        op, scratch = call.op, self.room.scratch()
         assert op is not None
         slices = [flat_elements(part) for part in tensor.tensor_split(self.size, dim)]
         sources = [as_bytes(part).numpy() for part in slices]
         itemsize = tensor.element_size()
-        step = round_down(self.chunk_bytes() // self.size, max(ALIGNMENT, itemsize))
+        step = round_down(self.room.chunk_bytes() // self.size, max(ALIGNMENT, itemsize))
         longest = sources[0].nbytes if slices[0].numel() else 0  # tensor_split puts the larger slices first
         count = -(-longest // step)
 
@@ -205,7 +200,7 @@ class NodePaths:
             parts[self.rank] = slices[self.rank][chunk * step // itemsize :][: target.numel()]
             reduce_in_rank_order(parts, op, target)
 
-        self.pipeline(call, count, (copy_in, reduce), agreed)
+        self.pipeline(call, count, (copy_in, reduce), agreed, min(longest, step) * self.size)
 
     # ---- copies -------------------------------------------------------------------------------------------
 
@@ -220,8 +215,8 @@ class NodePaths:
                 data[...] = self._arena.parts(address, data.nbytes)[root]
             self._barrier.wait(call)
             return
-        scratch = self.scratch_memory()
-        size = self.chunk_bytes()
+        scratch = self.room.scratch()
+        size = self.room.chunk_bytes()
 
         def copy_in(chunk: int, place: int, before: int) -> int:
             if not is_root:
@@ -235,7 +230,7 @@ class NodePaths:
                 part = data[chunk * size : (chunk + 1) * size]
                 part[...] = scratch.inputs[before][root][: part.nbytes]
 
-        self.pipeline(call, -(-data.nbytes // size), (copy_in, copy_out), agreed)
+        self.pipeline(call, -(-data.nbytes // size), (copy_in, copy_out), agreed, min(data.nbytes, size))
 
     def all_gather(self, call: Call, own: Tensor, rows: list[int], result: Tensor) -> None:
         """Put the blocks of all ranks one after the other into `result`; collective, after agreeing on the call.
@@ -259,8 +254,8 @@ class NodePaths:
                     target[low:high] = self._arena.parts(address, high - low)[rank]
             self._barrier.wait(call)
             return
-        scratch = self.scratch_memory()
-        size = self.chunk_bytes()
+        scratch = self.room.scratch()
+        size = self.room.chunk_bytes()
 
         def copy_in(chunk: int, place: int, before: int) -> int:
             part = source[chunk * size : (chunk + 1) * size]
@@ -273,7 +268,8 @@ class NodePaths:
                 if rank != self.rank:
                     part[...] = scratch.inputs[before][rank][: part.nbytes]
 
-        self.pipeline(call, -(-max(rows) * row_bytes // size), (copy_in, copy_out), True)
+        longest = max(rows) * row_bytes
+        self.pipeline(call, -(-longest // size), (copy_in, copy_out), True, min(longest, size))
 
     def note_address(self, tensor: Tensor) -> int:
         """Put the place of a tensor, if it is symmetric, into the own slot; local. Returns it, 0 for others."""
@@ -301,7 +297,7 @@ class NodePaths:
         """Let go of the shared memory, not waiting for Python's garbage; tensors on it keep theirs; collective."""
         self._cut_before.clear()
         self._chunk_plans.clear()
-        del self._scratch, self._turns, self._direct
+        self.room.free()
         for release in (self._arena.close, *self._release):
             release()
 
@@ -312,7 +308,7 @@ class NodePaths:
             Whether the ranks have agreed, and where the tensor lies if it is symmetric on all of them, else 0.
         """
         address = self.note_address(tensor)
-        if self._scratch is not None and not address:
+        if self.room.has_scratch and not address:
             return False, 0
         self._slots.agree(call)
         return True, self._common([True] * self.size)
@@ -329,41 +325,26 @@ class NodePaths:
     def begin_ordinary(self, call: Call) -> bool:
         """Agree on a call without a symmetric tensor, unless its first chunk can be copied in before that."""
         self._slots.own_words[0] = 0
-        if self._scratch is not None:
+        if self.room.has_scratch:
             return False
         self._slots.agree(call)
         return True
 
-    def pipeline(self, call: Call, chunks: int, stages: Sequence[Stage], agreed: bool) -> None:
-        """Run each chunk through the stages, a barrier between them; the first barrier agrees on the call."""
-        turns = self.turns()
+    def pipeline(self, call: Call, chunks: int, stages: Sequence[Stage], agreed: bool, chunk_bytes: int) -> None:
+        """Run each chunk through the stages, a barrier between them; the first barrier agrees on the call.
+
+        All ranks name the same number of chunks, and how large most of them are, `chunk_bytes`.
+        """
+        turns = self.room.turns()
         if agreed:
-            turns.run(call, chunks, stages)
+            turns.run(call, chunks, stages, 0, chunk_bytes)
             return
         if chunks:
             turns.put_first(stages[0])
         self._slots.agree(call)
         # If some ranks have a symmetric tensor, they have put nothing in yet: begin anew, with them.
         anew = any(self._slots.words[:, 0].tolist())
-        turns.run(call, chunks, stages, first=0 if anew else 1)
-
-    def scratch_memory(self) -> Scratch:
-        """Return the scratch memory; collective the first time."""
-        if self._scratch is None:
-            self._scratch = Scratch(self._arena, round_down(CHUNK_BYTES, ALIGNMENT * self.size), self._direct)
-            self._turns = Turns(self._barrier, self._scratch, PlaceChoice(self._slots), self._arena)
-        return self._scratch
-
-    def turns(self) -> Turns:
-        """Return what gives chunks their turns in scratch memory; collective the first time."""
-        self.scratch_memory()
-        assert self._turns is not None
-        return self._turns
-
-    def chunk_bytes(self) -> int:
-        """How much of a rank's tensor goes through the scratch memory at a time; a slice for each rank."""
-        most = min(self._limits.piece_bytes, self.scratch_memory().chunk_bytes)
-        return round_down(most, ALIGNMENT * self.size)
+        turns.run(call, chunks, stages, 0 if anew or not chunks else 1, chunk_bytes)
 
     def pieces(self, flat: Tensor, address: int) -> list[Piece]:
         """Cut this rank's slice of a symmetric tensor into pieces; local."""

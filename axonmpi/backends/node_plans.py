@@ -12,6 +12,7 @@ once. Between the two is a range of sizes for which a `MediumPlan` does either.
 from __future__ import annotations
 
 import ctypes
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,10 +22,10 @@ from torch import Tensor
 from .call import Call
 from .mpi_memory import pointer_of
 from .reduction import plain_binary, reduce_in_rank_order
-from .shared_memory import Segment
 
 if TYPE_CHECKING:
     from .node_paths import NodePaths
+    from .node_room import NodeRoom
     from .node_slots import NodeSlots
 
 __all__ = ["DirectPlan", "MediumPlan", "Piece", "SymmetricPlan", "direct_bytes", "medium_bytes"]
@@ -33,7 +34,11 @@ DIRECT_BYTES = 512 << 10
 """The most that all ranks together put into shared memory for each of them to reduce it all."""
 MEDIUM_BYTES = 2 << 20
 """The same where the tensors are not symmetric."""
+CHOICE_BYTES = 32 << 10
+"""From this size on it counts where the data is put."""
 _MAX_TENSORS = 256
+_IN_RING = 2
+"""Places below are the two of `DirectPlan.memory`; others lie so many bytes into the ring, and this."""
 
 
 def direct_bytes(ranks: int) -> int:
@@ -51,11 +56,11 @@ class DirectPlan:
 
     Args:
         slots: Carries the fingerprint.
-        memory: Shared memory with two places of `direct_bytes(ranks)` in each region.
+        room: Shared memory with two places of `direct_bytes(ranks)` in each region, and a ring.
         call: The call.
     """
 
-    def __init__(self, slots: NodeSlots, memory: Segment, call: Call) -> None:
+    def __init__(self, slots: NodeSlots, room: NodeRoom, call: Call) -> None:
         assert call.op is not None
         assert call.dtype is not None
         self._slots = slots
@@ -63,6 +68,7 @@ class DirectPlan:
         self._op = call.op
         self._parts = []
         self._seen: dict[int, Any] = {}
+        memory = room.direct
         half = memory.region_bytes // 2
         own = memory.regions[slots.rank]
         self._own = [own[start : start + call.nbytes] for start in (0, half)]
@@ -70,6 +76,10 @@ class DirectPlan:
             for start in (0, half):
                 rows = [torch.from_numpy(region[start : start + call.nbytes]) for region in memory.regions]
                 self._parts.append([row.view(call.dtype).view(call.shape) for row in rows])
+        self._room = room
+        self._choice = room.direct_choice if call.nbytes >= CHOICE_BYTES else None
+        self._seconds = 0.0
+        self._dtype, self._shape, self._nbytes = call.dtype, call.shape, call.nbytes
         adds = plain_binary(call.dtype, call.op) is torch.add
         # Of two, the order does not matter: the own part is in the tensor already.
         self._other = [parts[1 - slots.rank] for parts in self._parts] if adds and slots.size == 2 else None
@@ -78,14 +88,27 @@ class DirectPlan:
         """Reduce a contiguous tensor, in place; collective. Always applies."""
         place = self.put(tensor)
         self._slots.meet(self._call, 0)
+        self.take_note()
         self.take(tensor, place)
         return True
 
     def put(self, tensor: Tensor) -> int:
         """Copy the own data to where the others find it; returns the place, for `take`."""
-        place = self._slots.place
+        place, choice = self._slots.place, self._choice
         source = self._seen.get(tensor.data_ptr())
-        self._own[place][...] = self._look_at(tensor) if source is None else source
+        if source is None:
+            source = self._look_at(tensor)
+        if choice is None or (choice.quiet and not choice.many):
+            self._own[place][...] = source
+            return place
+        began = time.perf_counter()
+        if choice.many:
+            offset = self._room.ring.offset(self._slots.turn, self._nbytes)
+            self._room.ring.regions[self._slots.rank][offset : offset + self._nbytes] = source
+            place = _IN_RING + offset
+        else:
+            self._own[place][...] = source
+        self._seconds = time.perf_counter() - began
         return place
 
     def _look_at(self, tensor: Tensor) -> Any:
@@ -104,10 +127,30 @@ class DirectPlan:
 
     def take(self, tensor: Tensor, place: int) -> None:
         """Reduce what all ranks have put in, once they have."""
-        if self._other is not None:
-            tensor.add_(self._other[place])
+        if place < _IN_RING:
+            if self._other is not None:
+                tensor.add_(self._other[place])
+            else:
+                reduce_in_rank_order(self._parts[place], self._op, tensor)
+        elif self._other is not None:
+            tensor.add_(self._in_ring(1 - self._slots.rank, place - _IN_RING))
         else:
-            reduce_in_rank_order(self._parts[place], self._op, tensor)
+            parts = [self._in_ring(rank, place - _IN_RING) for rank in range(self._slots.size)]
+            reduce_in_rank_order(parts, self._op, tensor)
+
+    def take_note(self) -> None:
+        """Count what was put, once all ranks are known to have put theirs; before anything that may fail."""
+        choice = self._choice
+        if choice is None:
+            return
+        if choice.quiet:
+            choice.quiet -= 1
+        else:
+            choice.note(self._slots.turn, self._nbytes, self._seconds)
+
+    def _in_ring(self, rank: int, offset: int) -> Tensor:
+        part = torch.from_numpy(self._room.ring.regions[rank][offset : offset + self._nbytes])
+        return part.view(self._dtype).view(self._shape)
 
 
 class Piece:
@@ -147,7 +190,7 @@ class SymmetricPlan:
         """Reduce a contiguous tensor, in place; collective. False, and nothing done, without scratch memory."""
         known = self.find(tensor)
         if known is None:
-            if not self._paths.has_scratch:
+            if not self._paths.room.has_scratch:
                 return False
             self._paths.ordinary(self._call).run(tensor, False)
         elif self._slots.meet(self._call, known[0]):
@@ -177,15 +220,14 @@ class MediumPlan:
     Args:
         slots: Carries the fingerprint.
         paths: Serves where only some ranks have a symmetric tensor.
-        memory: As for `DirectPlan`.
         call: The call.
     """
 
-    def __init__(self, slots: NodeSlots, paths: NodePaths, memory: Segment, call: Call) -> None:
+    def __init__(self, slots: NodeSlots, paths: NodePaths, call: Call) -> None:
         self._slots = slots
         self._paths = paths
         self._call = call
-        self._direct = DirectPlan(slots, memory, call)
+        self._direct = DirectPlan(slots, paths.room, call)
         self._symmetric = SymmetricPlan(slots, paths, call)
 
     def run(self, tensor: Tensor) -> bool:
@@ -195,6 +237,7 @@ class MediumPlan:
         if not self._slots.meet(self._call, 0 if known is None else known[0]):
             self._paths.ordinary(self._call).run(tensor, True)
         elif known is None:
+            self._direct.take_note()
             self._direct.take(tensor, place)
         else:
             torch.autograd.graph.increment_version(tensor)

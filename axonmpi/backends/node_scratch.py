@@ -18,8 +18,10 @@ __all__ = [
     "CHUNK_BYTES",
     "PIECE_BYTES",
     "Bytes",
+    "Ring",
     "Scratch",
     "bounds_of",
+    "many_places",
     "reduce_in_pieces",
     "round_down",
     "slices_of",
@@ -34,10 +36,44 @@ PIECE_BYTES = 256 << 10
 """How much of its slice a rank reduces at a time: the pieces of all ranks should fit into its core's cache."""
 ALIGNMENT = 64
 _MAX_VIEWS = 512
+_PLACES_OF_ALL = 32
+
+
+class Ring:
+    """Memory that is used from one end to the other before any of it is used again.
+
+    Turns of even number use one half of it, those of odd number the other: what a turn writes is not touched in the
+    next one, whatever that writes.
+
+    Args:
+        regions: [local ranks] the memory of each rank, of the same size.
+
+    Attributes:
+        regions: The same.
+        half_bytes: Size of a half.
+    """
+
+    def __init__(self, regions: list[Bytes]) -> None:
+        self.regions = regions
+        self.half_bytes = regions[0].nbytes // 2
+
+    @classmethod
+    def allocate(cls, arena: Arena, nbytes: int) -> Ring | None:
+        """Make a ring of `nbytes` bytes for each rank; collective. None if there is no memory for it."""
+        block = arena.allocate(nbytes)
+        if isinstance(block, str):
+            return None
+        regions = arena.segments[block.segment].regions
+        return cls([region[block.start : block.start + nbytes] for region in regions])
+
+    def offset(self, turn: int, nbytes: int) -> int:
+        """Return where a turn writes, if others write as many bytes, no more than half of all; local."""
+        step = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        return (turn & 1) * self.half_bytes + (turn >> 1) % (self.half_bytes // step) * step
 
 
 class Scratch:
-    """Buffers for what ranks put in and for results, in each rank's region: two places of both, or more.
+    """Buffers for what ranks put in and for results, in each rank's region: two places with both, or more.
 
     Args:
         arena: Where they are allocated; collective.
@@ -56,7 +92,6 @@ class Scratch:
     def __init__(self, arena: Arena, chunk_bytes: int, spare: Segment | None = None) -> None:
         # Halves by turn: what is written in a turn lies in that turn's half, as it does for direct all-reduces.
         block = arena.allocate(4 * chunk_bytes)
-        self._is_spare = isinstance(block, str)
         if not isinstance(block, str):
             regions, start, half = arena.segments[block.segment].regions, block.start, 2 * chunk_bytes
         elif spare is not None:
@@ -71,22 +106,21 @@ class Scratch:
         for place in (0, 1):
             self._add_place(regions, start + place * half)
 
-    @property
-    def places(self) -> int:
-        """How many places there are."""
-        return len(self.inputs)
+    def widen(self, ring: Ring) -> None:
+        """Add as many places as fit into a ring, up to a limit; local, on all ranks."""
+        pairs = min(ring.half_bytes // (2 * self.chunk_bytes), _PLACES_OF_ALL // 2)
+        for number in range(2 * pairs):
+            at = (number & 1) * ring.half_bytes + (number >> 1) * 2 * self.chunk_bytes
+            self._add_place(ring.regions, at)
 
-    def widen(self, arena: Arena, places: int) -> bool:
-        """Make more places, up to `places`; collective. Says whether there is memory for them."""
-        if self._is_spare:
-            return False
-        more, step = places - self.places, 2 * self.chunk_bytes
-        block = arena.allocate(more * step)
-        if isinstance(block, str):
-            return False
-        for number in range(more):
-            self._add_place(arena.segments[block.segment].regions, block.start + number * step)
-        return True
+    @property
+    def is_wide(self) -> bool:
+        """Whether there are more than two places."""
+        return len(self.inputs) > 2
+
+    def place(self, turn: int, *, many: bool) -> int:
+        """Return where a turn writes: in turn one of the first two places, or one of those that were added."""
+        return 2 + turn % (len(self.inputs) - 2) if many else turn & 1
 
     def _add_place(self, regions: list[Bytes], start: int) -> None:
         middle, stop = start + self.chunk_bytes, start + 2 * self.chunk_bytes
@@ -113,6 +147,14 @@ class Scratch:
                 self._views.clear()
             self._views[key] = views
         return views
+
+
+def many_places(ranks: int) -> int:
+    """Return how many places of scratch memory are more than caches hold; local.
+
+    All together they are 64 MiB for up to 8 ranks, and 8 MiB a rank for more, which share more caches.
+    """
+    return max(4, _PLACES_OF_ALL // ranks // 2 * 2)
 
 
 def slices_of(nbytes: int, ranks: int, unit: int) -> list[tuple[int, int]]:

@@ -19,12 +19,12 @@ from .shared_memory import PAGE, Segment
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["NodeSlots"]
+__all__ = ["NodeSlots", "NodeVotes"]
 
 _PLACES = (256, 512)
 """Where in each rank's page its slots lie: on cache lines that the barrier does not use."""
 _VOTE = 768
-"""Where its vote lies."""
+"""Where its votes lie."""
 _ADDRESS = HEADER_BYTES // 8
 """The word of a slot that says where a symmetric tensor lies: the first of the payload."""
 
@@ -51,13 +51,18 @@ class NodeSlots(SlotExchange):
         starts = range(0, len(self._words), segment.region_bytes // 8)
         self._heads = [[start + place // 8 for start in starts] for place in _PLACES]
         self._own_head = [heads[segment.own] for heads in self._heads]
-        self._votes = [start + _VOTE // 8 for start in starts]
-        self._own_vote = self._votes[segment.own]
+        self._vote_words = [start + _VOTE // 8 for start in starts]
+        self._own_vote = self._vote_words[segment.own]
 
     @property
     def place(self) -> int:
         """Which of the two places the next exchange uses, 0 or 1."""
         return self._barrier.count & 1
+
+    @property
+    def turn(self) -> int:
+        """The number of the next exchange."""
+        return self._barrier.count
 
     def meet(self, call: Call, address: int) -> bool:
         """Compare the call and the place of its tensor with the other ranks'; collective.
@@ -81,19 +86,38 @@ class NodeSlots(SlotExchange):
                 same = False
         return same
 
-    def vote(self, few: int, many: int) -> None:
-        """Show two numbers to the other ranks after the next barrier; local.
-
-        Whoever votes anew has seen the others come to a barrier since they looked at `votes`.
-        """
-        self._words[self._own_vote], self._words[self._own_vote + 1] = few, many
-
-    def votes(self) -> list[tuple[int, int]]:
-        """Return what all ranks have shown before the last barrier; local."""
-        return [(self._words[place], self._words[place + 1]) for place in self._votes]
+    def votes(self, which: int) -> NodeVotes:
+        """Return the words of vote 0, 1 or 2; local."""
+        return NodeVotes(self._words, [word + 2 * which for word in self._vote_words], self._own_vote + 2 * which)
 
     def _exchange(self, call: Call, out: list[Any]) -> None:
         place = self._barrier.count & 1
         self._mine[place][:] = out[0]
         self._barrier.wait(call)
         self._copy[...] = self._theirs[place]
+
+
+class NodeVotes:
+    """Two numbers of each rank, which the others see after the next barrier.
+
+    Between the barrier after which a rank looks and the next vote lies another barrier: whoever votes anew has seen
+    the others look.
+
+    Args:
+        words: The node's shared memory.
+        places: Where in it each rank has its first number; the second one follows.
+        own: Where this rank's lie.
+    """
+
+    def __init__(self, words: memoryview, places: list[int], own: int) -> None:
+        self._words = words
+        self._places = places
+        self._own = own
+
+    def vote(self, usual: int, other: int) -> None:
+        """Show two numbers to the other ranks after the next barrier; local."""
+        self._words[self._own], self._words[self._own + 1] = usual, other
+
+    def votes(self) -> list[tuple[int, int]]:
+        """Return what all ranks have shown before the last barrier; local."""
+        return [(self._words[place], self._words[place + 1]) for place in self._places]

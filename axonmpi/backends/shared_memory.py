@@ -112,6 +112,12 @@ class Segment:
                 raise
             os.posix_fallocate(self._descriptor, first, length)  # a kernel before Linux 5.14
 
+    def give_back(self, start: int, stop: int, region: int | None = None) -> None:
+        """Return the memory behind bytes of a region, by default the own, to the system; local."""
+        first = (self.own if region is None else region) * self.region_bytes
+        if hasattr(mmap, "MADV_REMOVE"):
+            _attempt(lambda: self.memory.madvise(mmap.MADV_REMOVE, first + start, stop - start))
+
     def keep_open(self, process: int, number: int) -> None:
         """Keep a descriptor of the file, for kernels on which only that gets its pages; local."""
         descriptor = _attempt(lambda: os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))
@@ -244,6 +250,8 @@ class Arena:
         own = self._populate(block, nbytes, common)
         problems = [text for text in self._comm.allgather(own) if text]
         if problems:
+            segment = self.segments[block.segment]
+            segment.give_back(block.start, block.start + block.size, 0 if common else None)
             self.release([block.number])
             return str(problems[0])
         return block

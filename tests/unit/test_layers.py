@@ -23,7 +23,15 @@ LAYERS = (
         *("objects", "bucketing", "backends.worker", "backends.children", "backends.cores", "backends.exits"),
         *("backends.runtime", "backends.mpi_memory", "backends.mpi_messages", "backends.mpi_slots"),
         *("backends.shared_memory", "backends.node_barrier", "backends.node_slots", "backends.plain_paths"),
-        *("backends.node_scratch", "backends.node_turns", "backends.node_chunks", "backends.node_plans", "backends.node_paths"),
+        *(
+            "backends.node_scratch",
+            "backends.node_choice",
+            "backends.node_turns",
+            "backends.node_room",
+            "backends.node_chunks",
+            "backends.node_plans",
+            "backends.node_paths",
+        ),
         *(
             "backends.lanes",
             "backends.node_chain",
