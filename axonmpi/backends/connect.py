@@ -18,7 +18,7 @@ from .mpi_slots import SlotExchange
 from .node_barrier import Fence, NodeBarrier
 from .node_memory import NodeMemory, OneNode, OwnMemory, SeveralNodes
 from .node_paths import NodePaths
-from .node_plans import direct_bytes, medium_bytes
+from .node_plans import medium_bytes
 from .node_room import NodeRoom
 from .node_scratch import ALIGNMENT
 from .node_slots import NodeSlots
@@ -31,6 +31,8 @@ STRONGLY_ORDERED = frozenset({"x86_64", "AMD64", "i386", "i686"})
 which no rank relies on (Intel 64 manual, volume 3, section 9.2; AMD64 manual, volume 2, section 7.2): there a
 barrier needs no fence."""
 _SPINS = 20
+_SPARE_BYTES = 512 << 10
+"""What the ranks of a node have together, at least, where there is no memory for anything larger."""
 """Looks of a rank with a core of its own before it gives way: a microsecond or two, in which others mostly come."""
 
 __all__ = ["Connection", "connect", "node_communicator"]
@@ -101,7 +103,9 @@ def _through_shared_memory(
     # Where memory runs short later, it serves as the four scratch buffers: with a line for each part of a chunk.
     parts = max(node.size, *map(len, nodes.carried))
     control = Segment.create(node, PAGE)
-    most = medium_bytes(node.size) if node.size == comm.size else direct_bytes(node.size)
+    most = _SPARE_BYTES // node.size // PAGE * PAGE
+    if node.size == comm.size:
+        most = max(most, medium_bytes(node.size))
     direct = Segment.create(node, max(2 * most, 4 * ALIGNMENT * parts))
     problem = next((made for made in (control, direct) if isinstance(made, str)), None)
     if isinstance(control, Segment) and isinstance(direct, Segment):

@@ -10,7 +10,8 @@ forgotten the oldest, it does not wait:
     many places     | a | b | c | d | e | f | ...       it holds the last few at most
 
 Which is quicker is not known beforehand, and changes where a system moves ranks from core to core. So ranks
-measure: every so often a few copies go the other way, ranks exchange what they took, and all choose the same.
+measure: every so often a few copies go the other way, ranks exchange what writing and reading took, and all choose
+the same.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from statistics import median
 from typing import Protocol
 
 __all__ = ["PACE", "Pace", "PlaceChoice", "Votes"]
-
-_FEWEST = 2
 
 
 @dataclass(frozen=True)
@@ -37,19 +36,17 @@ class Pace:
         longest: The most.
         trial: How many are measured one way, and then the other.
         unsettled: How many of a trial do not count, since what went before still shows.
-        least_chunk: Chunks of less do not count; a size that all ranks agree on.
-        least_bytes: Where a rank writes less, it does not measure that.
+        least_chunk: Chunks of less do not count.
         gain: What a copy has to take in a trial, relative to what it usually takes, for a change.
     """
 
     first: int = 8
     shortest: int = 96
     longest: int = 384
-    trial: int = 8
-    unsettled: int = 2
+    trial: int = 9
+    unsettled: int = 3
     least_chunk: int = 256 << 10
-    least_bytes: int = 16 << 10
-    gain: float = 0.87
+    gain: float = 0.93
 
 
 PACE = Pace()
@@ -99,8 +96,9 @@ class PlaceChoice:
 
         Args:
             turn: How many barriers all ranks have passed.
-            nbytes: What this rank has written.
-            seconds: What it took; of no account while all is quiet.
+            nbytes: How large it was; the same on all ranks, above 0.
+            seconds: What writing it and reading that of the others took, waiting left out; of no account while all
+                is quiet.
         """
         if self.quiet:
             self.quiet -= 1
@@ -111,7 +109,7 @@ class PlaceChoice:
             return
         pace = self.pace
         settled = self._usual is None or self._left <= pace.trial - pace.unsettled
-        if settled and nbytes >= pace.least_bytes:
+        if settled:
             self._taken.append(seconds / nbytes)
         self._left -= 1
         if self._left:
@@ -123,10 +121,8 @@ class PlaceChoice:
             else:
                 self.quiet = sys.maxsize
             return
-        picoseconds = [0, 0]
-        if min(len(self._usual), len(self._taken)) >= _FEWEST:
-            picoseconds = [round(median(times) * 1e12) for times in (self._usual, self._taken)]
-        self._votes.vote(*picoseconds)
+        usual, other = (round(median(times or [0.0]) * 1e15) for times in (self._usual, self._taken))
+        self._votes.vote(usual, other)
         self._asked = turn
         self.many = self._chosen
 

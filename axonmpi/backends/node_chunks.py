@@ -75,11 +75,10 @@ class ChunkPlan:
         chunks, rank, op, dtype = self._chunks(flat), self._slots.rank, self._op, self._dtype
         turns, has_result = self._paths.room.turns(), self._has_result
 
-        def copy_in(number: int, place: int, before: int) -> int:
+        def copy_in(number: int, place: int, before: int) -> None:
             chunk = chunks[number]
             for target, source in zip(chunk.cut.at(place).inputs, chunk.sources, strict=True):
                 target[...] = source
-            return chunk.cut.nbytes - chunk.own.nbytes
 
         def reduce(number: int, place: int, before: int) -> None:
             chunk = chunks[number]

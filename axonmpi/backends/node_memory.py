@@ -144,14 +144,12 @@ class OneNode(_Common):
         count = step // dtype.itemsize
         bounds = bounds_of(sizes)
 
-        def copy_in(chunk: int, place: int, before: int) -> int:
-            target, elements = scratch.inputs[place][rank], 0
+        def copy_in(chunk: int, place: int, before: int) -> None:
+            target = scratch.inputs[place][rank]
             for slice_, (low, high) in enumerate(bounds):
                 start, stop = low + chunk * count, min(low + (chunk + 1) * count, high)
                 if start < stop:
                     parts.read(start, stop, target[slice_ * step :])
-                    elements += stop - start
-            return elements * dtype.itemsize
 
         def reduce(chunk: int, place: int, before: int) -> None:
             target = output[chunk * count : (chunk + 1) * count]

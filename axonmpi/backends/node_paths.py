@@ -182,14 +182,11 @@ class NodePaths:
         longest = sources[0].nbytes if slices[0].numel() else 0  # tensor_split puts the larger slices first
         count = -(-longest // step)
 
-        def copy_in(chunk: int, place: int, before: int) -> int:
-            written = 0
+        def copy_in(chunk: int, place: int, before: int) -> None:
             for rank, source in enumerate(sources):
                 part = source[chunk * step : (chunk + 1) * step]
                 if rank != self.rank:
                     scratch.inputs[place][self.rank][rank * step : rank * step + part.nbytes] = part
-                    written += part.nbytes
-            return written
 
         def reduce(chunk: int, place: int, before: int) -> None:
             target = flat[chunk * step // itemsize : (chunk + 1) * step // itemsize]
@@ -218,12 +215,10 @@ class NodePaths:
         scratch = self.room.scratch()
         size = self.room.chunk_bytes()
 
-        def copy_in(chunk: int, place: int, before: int) -> int:
-            if not is_root:
-                return 0
-            part = data[chunk * size : (chunk + 1) * size]
-            scratch.inputs[place][root][: part.nbytes] = part
-            return part.nbytes
+        def copy_in(chunk: int, place: int, before: int) -> None:
+            if is_root:
+                part = data[chunk * size : (chunk + 1) * size]
+                scratch.inputs[place][root][: part.nbytes] = part
 
         def copy_out(chunk: int, place: int, before: int) -> None:
             if not is_root:
@@ -257,10 +252,9 @@ class NodePaths:
         scratch = self.room.scratch()
         size = self.room.chunk_bytes()
 
-        def copy_in(chunk: int, place: int, before: int) -> int:
+        def copy_in(chunk: int, place: int, before: int) -> None:
             part = source[chunk * size : (chunk + 1) * size]
             scratch.inputs[place][self.rank][: part.nbytes] = part
-            return part.nbytes
 
         def copy_out(chunk: int, place: int, before: int) -> None:
             for rank, (low, high) in enumerate(bounds):

@@ -30,10 +30,14 @@ if TYPE_CHECKING:
 
 __all__ = ["DirectPlan", "MediumPlan", "Piece", "SymmetricPlan", "direct_bytes", "medium_bytes"]
 
-DIRECT_BYTES = 512 << 10
-"""The most that all ranks together put into shared memory for each of them to reduce it all."""
-MEDIUM_BYTES = 2 << 20
-"""The same where the tensors are not symmetric."""
+DIRECT_BYTES = 64 << 10
+"""The most that all ranks together put into shared memory for each of them to reduce it all, although it may be
+symmetric: then a slice for each is quicker from about here on, as it costs a barrier and moves less."""
+MEDIUM_BYTES = 6 << 20
+"""The same where the tensors are not symmetric, times the number of ranks: slices cost two barriers, and each rank
+reads less by that number."""
+MEDIUM_BYTES_OF_TWO = 2 << 20
+"""The same for each of two ranks: slices would move as much."""
 CHOICE_BYTES = 32 << 10
 """From this size on it counts where the data is put."""
 _MAX_TENSORS = 256
@@ -48,7 +52,9 @@ def direct_bytes(ranks: int) -> int:
 
 def medium_bytes(ranks: int) -> int:
     """Return the size up to which it does so for tensors that are not symmetric; local."""
-    return max(MEDIUM_BYTES // ranks // 4096 * 4096, 4096)
+    if ranks == 2:
+        return MEDIUM_BYTES_OF_TWO
+    return max(MEDIUM_BYTES // ranks**2 // 4096 * 4096, direct_bytes(ranks))
 
 
 class DirectPlan:
@@ -88,7 +94,6 @@ class DirectPlan:
         """Reduce a contiguous tensor, in place; collective. Always applies."""
         place = self.put(tensor)
         self._slots.meet(self._call, 0)
-        self.take_note()
         self.take(tensor, place)
         return True
 
@@ -127,6 +132,20 @@ class DirectPlan:
 
     def take(self, tensor: Tensor, place: int) -> None:
         """Reduce what all ranks have put in, once they have."""
+        choice = self._choice
+        if choice is None:
+            self._reduce(tensor, place)
+        elif choice.quiet:
+            choice.quiet -= 1
+            self._reduce(tensor, place)
+        else:
+            began = time.perf_counter()
+            try:
+                self._reduce(tensor, place)
+            finally:  # what fails here, on this rank, counts for all
+                choice.note(self._slots.turn, self._nbytes, self._seconds + time.perf_counter() - began)
+
+    def _reduce(self, tensor: Tensor, place: int) -> None:
         if place < _IN_RING:
             if self._other is not None:
                 tensor.add_(self._other[place])
@@ -137,16 +156,6 @@ class DirectPlan:
         else:
             parts = [self._in_ring(rank, place - _IN_RING) for rank in range(self._slots.size)]
             reduce_in_rank_order(parts, self._op, tensor)
-
-    def take_note(self) -> None:
-        """Count what was put, once all ranks are known to have put theirs; before anything that may fail."""
-        choice = self._choice
-        if choice is None:
-            return
-        if choice.quiet:
-            choice.quiet -= 1
-        else:
-            choice.note(self._slots.turn, self._nbytes, self._seconds)
 
     def _in_ring(self, rank: int, offset: int) -> Tensor:
         part = torch.from_numpy(self._room.ring.regions[rank][offset : offset + self._nbytes])
@@ -237,7 +246,6 @@ class MediumPlan:
         if not self._slots.meet(self._call, 0 if known is None else known[0]):
             self._paths.ordinary(self._call).run(tensor, True)
         elif known is None:
-            self._direct.take_note()
             self._direct.take(tensor, place)
         else:
             torch.autograd.graph.increment_version(tensor)

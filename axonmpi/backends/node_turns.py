@@ -16,9 +16,8 @@ from .node_scratch import Scratch
 
 __all__ = ["Stage", "Turns"]
 
-Stage = Callable[[int, int, int], object]
-"""Called with a chunk's number, the place that this turn writes, and the one that the turn before wrote. The first
-one returns how many bytes of scratch memory this rank wrote."""
+Stage = Callable[[int, int, int], None]
+"""Called with a chunk's number, the place that this turn writes, and the one that the turn before wrote."""
 
 
 class Turns:
@@ -37,12 +36,14 @@ class Turns:
         self._at = -1
         self._place = 0
         self._before = 0
-        self._first = (0, 0.0)
+        self._seconds = 0.0
 
     def put_first(self, stage: Stage) -> None:
         """Let the first chunk take its first step before the ranks have agreed on the call; local."""
         self._enter()
-        self._first = self._timed(stage, 0)
+        began = time.perf_counter()
+        stage(0, self._place, self._before)
+        self._seconds += time.perf_counter() - began
 
     def run(self, what: object, chunks: int, stages: Sequence[Stage], first: int = 0, chunk_bytes: int = 0) -> None:
         """Run each chunk through the stages, one a turn, with a barrier between turns; collective on the node.
@@ -52,30 +53,31 @@ class Turns:
             chunks: Number of chunks.
             stages: The steps, at least two.
             first: The turn to begin with: 1 after `put_first`, if all ranks have done that.
-            chunk_bytes: How large most chunks are; what all ranks agree on.
+            chunk_bytes: How large most chunks are; the same on all ranks.
         """
         last, barrier, choice = chunks + len(stages) - 2, self._barrier, self._choice
         if choice is not None and chunk_bytes < choice.pace.least_chunk:
             choice = None
         # Only now, when all ranks are known to have had the same copy.
         if first and choice is not None:
-            choice.note(barrier.count, *self._first)
+            self._note(choice, chunk_bytes)
         for turn in range(first, last + 1):
             self._enter()
+            began = time.perf_counter()
             for stage in range(min(turn, len(stages) - 1), max(0, turn - chunks + 1) - 1, -1):
-                if stage:
-                    stages[stage](turn - stage, self._place, self._before)
-                    continue
-                written = self._timed(stages[0], turn)
-                if choice is not None:
-                    choice.note(barrier.count, *written)
+                stages[stage](turn - stage, self._place, self._before)
+            self._seconds += time.perf_counter() - began
+            if turn < chunks and choice is not None:
+                self._note(choice, chunk_bytes)
             if turn < last:
                 barrier.wait(what)
+        if choice is None:
+            self._seconds = 0.0
 
-    def _timed(self, stage: Stage, chunk: int) -> tuple[int, float]:
-        began = time.perf_counter()
-        written = stage(chunk, self._place, self._before)
-        return written if isinstance(written, int) else 0, time.perf_counter() - began
+    def _note(self, choice: PlaceChoice, chunk_bytes: int) -> None:
+        """Count a chunk, with the steps since the one before: as many as a chunk takes, if of several."""
+        choice.note(self._barrier.count, chunk_bytes, self._seconds)
+        self._seconds = 0.0
 
     def _enter(self) -> None:
         """Find this turn's place: not that of the turn before, of which this one reads."""

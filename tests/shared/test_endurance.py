@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from axonmpi import ProcessGroup, ReduceOp, World
+from axonmpi.backends import node_choice
+from axonmpi.backends.node_choice import Pace
 
 REAL_STEPS, MOCK_STEPS = 5000, 800
 """Of each of three runs: what is remembered about calls after the first one serves the others too."""
@@ -150,7 +152,10 @@ def compare(case: str, got: Tensor, expected: np.ndarray, dtype: torch.dtype) ->
 @pytest.mark.ranks(4)
 @pytest.mark.slow
 @pytest.mark.rank_timeout(180)
-def test_thousands_of_collectives(world) -> None:
+def test_thousands_of_collectives(world, monkeypatch) -> None:
+    """While each group changes all the time between few places in shared memory and many."""
+    pace = Pace(first=1, shortest=2, longest=2, trial=2, unsettled=0, least_chunk=1, gain=1e9)
+    monkeypatch.setattr(node_choice, "PACE", pace)
     program = Program(world)
     steps = MOCK_STEPS if world.default_group.backend.name == "mock" else REAL_STEPS
     program.run(steps)

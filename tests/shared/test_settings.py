@@ -134,7 +134,7 @@ def test_a_group_on_several_nodes_finds_no_memory_later(job, ranks, short) -> No
     group.all_reduce(tensor)
     assert torch.equal(tensor, large * sum(range(1, world.size + 1)))
     assert group.backend.path == "nodes"
-    assert (group.backend._paths.room.scratch().chunk_bytes < 1 << 20) == (world.rank in {short})
+    assert (group.backend._paths._scratch.chunk_bytes < 1 << 20) == (world.rank in {short})
     print("done")
     """
     ended = job(ranks, LIMITED + SUBSET + code, AXONMPI_RANKS_PER_NODE="2")

@@ -16,8 +16,8 @@ from symmetric_checks import SymmetricChecks
 from axonmpi import ReduceOp
 from axonmpi.backends import node_paths
 from axonmpi.backends.node_chunks import MANY_CHUNKS_BYTES
-from axonmpi.backends.node_paths import CHUNK_BYTES, PIECE_BYTES
-from axonmpi.backends.node_plans import direct_bytes
+from axonmpi.backends.node_plans import direct_bytes, medium_bytes
+from axonmpi.backends.node_scratch import CHUNK_BYTES, PIECE_BYTES
 from axonmpi.backends.reduction import DTYPES
 
 pytestmark = [
@@ -44,7 +44,9 @@ def around(nbytes: int, itemsize: int) -> tuple[int, int, int]:
 def test_every_dtype_and_reduction(world, kind) -> None:
     """Just beyond what every rank reduces by itself: the shortest all-reduce of each kind in shared memory."""
     most = direct_bytes(world.size)
-    with places_in(world, kind, most + 16, piece_bytes=SMALL_PIECE_BYTES if kind == "view" else None) as places:
+    with places_in(
+        world, kind, max(most, 40_000) + 16, piece_bytes=SMALL_PIECE_BYTES if kind == "view" else None
+    ) as places:
         checks = SymmetricChecks(places.group, places)
         for number, dtype in enumerate(DTYPES):
             large = most // dtype.itemsize + 1
@@ -64,7 +66,7 @@ def test_every_dtype_and_reduction(world, kind) -> None:
 @EVERYWHERE
 def test_every_operation_wherever_the_tensors_lie(world, kind, asynchronous) -> None:
     most = direct_bytes(world.size)
-    with places_in(world, kind, most + 16, piece_bytes=SMALL_PIECE_BYTES) as places:
+    with places_in(world, kind, max(most, 40_000) + 16, piece_bytes=SMALL_PIECE_BYTES) as places:
         checks = SymmetricChecks(places.group, places, asynchronous=asynchronous)
         turns = itertools.cycle(range(5))
         for dtype in (
@@ -133,7 +135,8 @@ def test_sizes_around_every_limit(world, kind) -> None:
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", ["view", "mixed"])
 def test_pieces_and_chunks_as_large_as_they_are(world, kind) -> None:
-    limits = (PIECE_BYTES * world.size, CHUNK_BYTES, 2 * CHUNK_BYTES, 3 * MANY_CHUNKS_BYTES)
+    medium = medium_bytes(world.size)
+    limits = sorted({PIECE_BYTES * world.size, medium, CHUNK_BYTES, 2 * CHUNK_BYTES, 3 * MANY_CHUNKS_BYTES})
     with places_in(world, kind, max(limits) + 64) as places:
         checks = SymmetricChecks(places.group, places)
         for limit in limits:
@@ -184,7 +187,7 @@ def test_ordinary_tensors_again_and_again(world, monkeypatch, remembered) -> Non
     """Whether or not their chunks are remembered, and when the size of chunks changes in between."""
     monkeypatch.setattr(node_paths, "_MAX_VIEWS", remembered)
     group = world.new_group(range(world.size))
-    size, count = world.size, 2 * direct_bytes(world.size) + 5
+    size, count = world.size, medium_bytes(world.size) // 2 + 5
     tensors = [torch.empty(count, dtype=torch.int32) for _ in range(3)]
     total = size * (size - 1) // 2
     line = torch.arange(count, dtype=torch.int32)
