@@ -37,6 +37,8 @@ MANY_CHUNKS_BYTES = 768 << 10
 """The most that goes at a time where it takes several times. Chunks of 512 KiB or 1 MiB took up to a fifth longer,
 perhaps since buffers at distances of a power of two compete for places in a cache."""
 
+_MAX_PLACES = 256
+
 
 class ChunkPlan:
     """A reduction of ordinary tensors of one dtype and size.
@@ -170,13 +172,16 @@ class _Cut:
         self.others = bounds[:rank] + bounds[rank + 1 :]
         self.around = [(start, stop) for start, stop in ((0, low), (high, self.nbytes)) if start < stop]
         self._scratch, self._rank, self._dtype = scratch, rank, dtype
-        self._places: dict[int, _Place] = {}
 
     def at(self, place: int) -> _Place:
         """Return its views of a place of scratch memory; local."""
-        found = self._places.get(place)
+        kept = self._scratch.kept
+        key = (place, self.nbytes, self._dtype)
+        found: _Place | None = kept.get(key)
         if found is None:
-            found = self._places[place] = _Place(self, place, self._scratch, self._rank, self._dtype)
+            if len(kept) >= _MAX_PLACES:
+                kept.clear()
+            found = kept[key] = _Place(self, place, self._scratch, self._rank, self._dtype)
         return found
 
 

@@ -84,6 +84,7 @@ class Scratch:
         chunk_bytes: Size of each buffer, as it has become.
         inputs: [places][local ranks] buffers that hold what each rank put in.
         outputs: [places][local ranks] buffers that hold what each rank has reduced.
+        kept: What users of the buffers keep, for as long as there are these.
 
     Raises:
         MemoryError: There is not enough memory, and nothing to spare.
@@ -102,6 +103,7 @@ class Scratch:
         self.chunk_bytes = chunk_bytes
         self.inputs: list[list[Bytes]] = []
         self.outputs: list[list[Bytes]] = []
+        self.kept: dict[Any, Any] = {}
         self._views: dict[Any, list[Tensor]] = {}
         for place in (0, 1):
             self._add_place(regions, start + place * half)
