@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..errors import DtypeError
 from .reduction import DTYPES
@@ -52,6 +53,22 @@ def check_tensor(tensor: object, backend: str, device_types: tuple[str, ...]) ->
         raise ValueError(f"expected a dense tensor, got layout {tensor.layout}; use .to_dense()")
     if tensor.dtype not in _DTYPES:
         raise DtypeError(f"tensors of dtype {tensor.dtype} cannot be sent; convert them first")
+    if type(tensor) in (Tensor, Parameter) and tensor.numel():
+        _check_storage(tensor)
+
+
+def _check_storage(tensor: Tensor) -> None:
+    try:
+        held = tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # those of torch.func have no storage of their own
+        return
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.itemsize
+    if held < needed:
+        raise RuntimeError(
+            f"expected a tensor whose storage holds its elements, {needed} bytes, got a storage of {held} bytes; "
+            "its memory has been given back, as by untyped_storage().resize_()"
+        )
 
 
 def check_readable(tensor: object, backend: str, device_types: tuple[str, ...]) -> Tensor:

@@ -30,6 +30,7 @@ class LineProbe:
 
     Attributes:
         nanoseconds: What was measured, on rank 0; empty elsewhere, and where ranks do not read each other's memory.
+            Where there was too little memory to share (a warning says so) it is about memory of rank 0 alone.
     """
 
     def __init__(self, world: World) -> None:
