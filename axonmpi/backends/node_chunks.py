@@ -136,7 +136,9 @@ class ChunkPlan:
         size = -(-nbytes // (-(-nbytes // most) * unit)) * unit
         sizes = [min(size, nbytes - start) for start in range(0, nbytes, size)]
         scratch, rank = self._paths.room.scratch(), self._slots.rank
-        cuts = {size: _Cut(scratch, rank, slices_of(size, ranks, unit // ranks), self._dtype) for size in {*sizes}}
+        # The last one, perhaps shorter, is cut alike: a result goes where its rank has put nothing in.
+        bounds = slices_of(size, ranks, unit // ranks)
+        cuts = {most: _Cut(scratch, rank, _up_to(most, bounds), self._dtype) for most in {*sizes}}
         return [cuts[size] for size in sizes]
 
     def _look_at(self, flat: Tensor) -> list[_Chunk]:
@@ -148,6 +150,11 @@ class ChunkPlan:
             chunks.append(_Chunk(cut, data[start : start + cut.nbytes]))
             start += cut.nbytes
         return chunks
+
+
+def _up_to(most: int, bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Cut ranges off at `most`."""
+    return [(min(low, most), min(high, most)) for low, high in bounds]
 
 
 class _Cut:
@@ -167,7 +174,7 @@ class _Cut:
     """
 
     def __init__(self, scratch: Scratch, rank: int, bounds: list[tuple[int, int]], dtype: torch.dtype) -> None:
-        self.nbytes = bounds[-1][1]
+        self.nbytes, self._width = bounds[-1][1], bounds[0][1]
         self.own = low, high = bounds[rank]
         self.others = bounds[:rank] + bounds[rank + 1 :]
         self.around = [(start, stop) for start, stop in ((0, low), (high, self.nbytes)) if start < stop]
@@ -176,7 +183,7 @@ class _Cut:
     def at(self, place: int) -> _Place:
         """Return its views of a place of scratch memory; local."""
         kept = self._scratch.kept
-        key = (place, self.nbytes, self._dtype)
+        key = (place, self.nbytes, self._width, self._dtype)
         found: _Place | None = kept.get(key)
         if found is None:
             if len(kept) >= _MAX_PLACES:

@@ -61,7 +61,9 @@ class NodeRoom:
     def scratch(self) -> Scratch:
         """Return the scratch memory; collective the first time."""
         if self._scratch is None:
-            self._scratch = Scratch(self._arena, round_down(CHUNK_BYTES, ALIGNMENT * self._size), self.direct)
+            self._scratch = Scratch(
+                self._arena, round_down(CHUNK_BYTES, ALIGNMENT * self._size), self.direct, one=True
+            )
             self._turns = Turns(self._barrier, self._scratch, self._turns_choice)
         return self._scratch
 
@@ -82,7 +84,7 @@ class NodeRoom:
 
     def _make_ring(self) -> bool:
         if self._ring is None:
-            self._ring = Ring.allocate(self._arena, 2 * CHUNK_BYTES * many_places(self._size))
+            self._ring = Ring.allocate(self._arena, CHUNK_BYTES * many_places(self._size))
         return self._ring is not None
 
     def _widen(self) -> bool:

@@ -79,6 +79,7 @@ class Scratch:
         arena: Where they are allocated; collective.
         chunk_bytes: Size of each buffer.
         spare: Serves where the arena has no memory: the buffers are as large as fit into it.
+        one: Whether a place has one buffer for both, in which a rank puts its results where it has put nothing in.
 
     Attributes:
         chunk_bytes: Size of each buffer, as it has become.
@@ -90,14 +91,15 @@ class Scratch:
         MemoryError: There is not enough memory, and nothing to spare.
     """
 
-    def __init__(self, arena: Arena, chunk_bytes: int, spare: Segment | None = None) -> None:
+    def __init__(self, arena: Arena, chunk_bytes: int, spare: Segment | None = None, *, one: bool = False) -> None:
+        self._buffers = 1 if one else 2
         # Halves by turn: what is written in a turn lies in that turn's half, as it does for direct all-reduces.
-        block = arena.allocate(4 * chunk_bytes)
+        block = arena.allocate(2 * self._buffers * chunk_bytes)
         if not isinstance(block, str):
-            regions, start, half = arena.segments[block.segment].regions, block.start, 2 * chunk_bytes
+            regions, start, half = arena.segments[block.segment].regions, block.start, self._buffers * chunk_bytes
         elif spare is not None:
             regions, start, half = spare.regions, 0, spare.region_bytes // 2
-            chunk_bytes = half // 2
+            chunk_bytes = min(chunk_bytes, half // self._buffers)
         else:
             raise MemoryError(f"no scratch memory could be shared with the other ranks of this node: {block}")
         self.chunk_bytes = chunk_bytes
@@ -110,9 +112,10 @@ class Scratch:
 
     def widen(self, ring: Ring) -> None:
         """Add as many places as fit into a ring, up to a limit; local, on all ranks."""
-        pairs = min(ring.half_bytes // (2 * self.chunk_bytes), _PLACES_OF_ALL // 2)
+        step = self._buffers * self.chunk_bytes
+        pairs = min(ring.half_bytes // step, _PLACES_OF_ALL // 2)
         for number in range(2 * pairs):
-            at = (number & 1) * ring.half_bytes + (number >> 1) * 2 * self.chunk_bytes
+            at = (number & 1) * ring.half_bytes + (number >> 1) * step
             self._add_place(ring.regions, at)
 
     @property
@@ -125,9 +128,10 @@ class Scratch:
         return 2 + turn % (len(self.inputs) - 2) if many else turn & 1
 
     def _add_place(self, regions: list[Bytes], start: int) -> None:
-        middle, stop = start + self.chunk_bytes, start + 2 * self.chunk_bytes
-        self.inputs.append([region[start:middle] for region in regions])
-        self.outputs.append([region[middle:stop] for region in regions])
+        starts = [start + number * self.chunk_bytes for number in range(self._buffers)]
+        buffers = [[region[at : at + self.chunk_bytes] for region in regions] for at in starts]
+        self.inputs.append(buffers[0])
+        self.outputs.append(buffers[-1])
 
     def input_views(self, place: int, start: int, stop: int, dtype: torch.dtype) -> list[Tensor]:
         """Return bytes `start` to `stop` of all ranks' input buffers as tensors; local."""
@@ -154,7 +158,7 @@ class Scratch:
 def many_places(ranks: int) -> int:
     """Return how many places of scratch memory are more than caches hold; local.
 
-    All together they are 64 MiB for up to 8 ranks, and 8 MiB a rank for more, which share more caches.
+    All together they are 32 MiB for up to 8 ranks, and 4 MiB a rank for more, which share more caches.
     """
     return max(4, _PLACES_OF_ALL // ranks // 2 * 2)
 

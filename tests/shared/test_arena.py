@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,27 @@ def test_a_block_is_free_when_every_rank_has_dropped_it(world, arena) -> None:
         del overwritten
         settle(arena)
         assert arena.bytes_in_use == 0
+
+
+@pytest.mark.parametrize("common", [False, True])
+def test_what_only_some_ranks_got_is_given_back(world, arena, monkeypatch, common) -> None:
+    """One rank finds no memory: the others do not keep theirs."""
+    own = arena(world)
+    kept, tensor = allocated(own, 3 * PAGE)
+    tensor.fill_(7)
+    populate = Segment.populate
+
+    def fail_on_the_last(segment, start, stop, region=None) -> str | None:
+        return populate(segment, start, stop, region) or ("none left" if world.rank == world.size - 1 else None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "populate", fail_on_the_last)
+        assert own.allocate(8 << 20, common=common) == "none left"
+    world.default_group.barrier()
+    held = os.fstat(own.segments[kept.segment]._descriptor).st_blocks * 512
+    assert 3 * PAGE <= held <= (4 << 20) * world.size  # pages of 2 MiB, perhaps, on either side of the block
+    assert tensor.eq(7).all()
+    world.default_group.barrier()
 
 
 def test_a_view_keeps_the_block(world, arena) -> None:

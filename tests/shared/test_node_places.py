@@ -201,7 +201,7 @@ def test_how_many_places() -> None:
     counts = [many_places(ranks) for ranks in range(1, 200)]
     assert all(count % 2 == 0 and count >= 4 for count in counts)  # even: see Turns
     assert counts == sorted(counts, reverse=True)
-    assert max(2 * CHUNK_BYTES * count * ranks for ranks, count in enumerate(counts[:8], 1)) <= 64 * MIB
+    assert max(CHUNK_BYTES * count * ranks for ranks, count in enumerate(counts[:8], 1)) <= 32 * MIB
 
 
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -421,7 +421,7 @@ def test_without_memory_for_more_places_two_serve(world, real_group, changes, mo
             group.all_reduce(tensor)
             assert torch.equal(tensor, line[:count] * (world.size * (world.size - 1) // 2 + repeat * world.size))
     group.close()
-    assert asked == [2 * CHUNK_BYTES * many_places(world.size)] * 2  # for either kind of reduction
+    assert asked == [CHUNK_BYTES * many_places(world.size)] * 2  # for either kind of reduction
     assert changes == []
 
 
@@ -442,4 +442,4 @@ def test_more_places_cost_what_they_say(world, real_group, changes) -> None:
     places = [group.backend._paths.room.scratch().place(turn, many=True) for turn in range(100)]
     group.close()
     assert len(set(places)) == many_places(world.size)
-    assert max(in_use) == 2 * CHUNK_BYTES * many_places(world.size) + 4 * CHUNK_BYTES
+    assert max(in_use) == CHUNK_BYTES * (many_places(world.size) + 2)

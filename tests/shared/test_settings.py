@@ -120,6 +120,25 @@ def test_a_group_that_finds_no_memory_later_works(job) -> None:
     assert ended.stdout.count("node") == 2
 
 
+def test_ordinary_tensors_again_and_again_where_memory_is_short(job) -> None:
+    """Often enough for many places in shared memory to be tried, for which there is none."""
+    code = """
+    warnings.simplefilter("ignore")
+    group.barrier()
+    limit_files(4096)
+    for repeat in range(40):
+        for count in (16_000, 300_000, 1_000_003):
+            line = (torch.arange(count) % 1000).float()
+            tensor = line * (world.rank + 1)
+            group.all_reduce(tensor)
+            assert torch.equal(tensor, line * sum(range(1, world.size + 1)))
+    print(group.backend.path, "done")
+    """
+    ended = job(2, LIMITED + SUBSET + code)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("node done") == 2
+
+
 @pytest.mark.parametrize(("ranks", "short"), [(4, (0, 1, 2, 3)), (4, (2, 3)), (3, (0, 1)), (3, (2,))], ids=str)
 def test_a_group_on_several_nodes_finds_no_memory_later(job, ranks, short) -> None:
     """A node that is short of memory has smaller buffers, and the others, which have theirs, go by these."""
