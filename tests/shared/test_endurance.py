@@ -17,8 +17,9 @@ from axonmpi.backends import node_choice
 from axonmpi.backends.node_choice import Pace
 
 REAL_STEPS, MOCK_STEPS = 5000, 800
-"""Of each of three runs: what is remembered about calls after the first one serves the others too."""
-GROWTH_PER_STEP = 2400
+"""Of each run: what is remembered about calls after the first ones serves the others too."""
+MEASURED_RUNS = 4
+GROWTH_PER_STEP = 1200
 DTYPES = (torch.int8, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 REDUCTIONS = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
 COMBINE = {ReduceOp.SUM: np.add, ReduceOp.PRODUCT: np.multiply, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
@@ -160,16 +161,17 @@ def test_thousands_of_collectives(world, monkeypatch) -> None:
     steps = MOCK_STEPS if world.default_group.backend.name == "mock" else REAL_STEPS
     program.run(steps)
     private, shared = [], []
-    for _ in range(3):
+    for run in range(MEASURED_RUNS + 1):
+        if run:
+            program.run(steps)
         in_private, in_shared = program.memory()
         private.append(in_private)
         shared.append(in_shared)
-        if len(private) < 3:
-            program.run(steps)
     assert len(set(shared)) == 1, shared
-    # Once, an allocator may keep more than before for reasons of its own; what is lost is lost in every run.
-    grown = min(later - earlier for earlier, later in pairwise(private))
-    assert grown < GROWTH_PER_STEP * steps, f"{grown >> 10} KiB more after each run"
+    # Views are kept up to a limit, and an allocator may keep more than before: neither goes on. What is lost is lost
+    # in every run.
+    grown = [later - earlier for earlier, later in pairwise(private)]
+    assert min(grown) < GROWTH_PER_STEP * steps, f"KiB more after each run: {[each >> 10 for each in grown]}"
 
 
 @pytest.mark.ranks(2, 3)
