@@ -168,8 +168,8 @@ def test_thousands_of_collectives(world, monkeypatch) -> None:
         private.append(in_private)
         shared.append(in_shared)
     assert len(set(shared)) == 1, shared
-    # Views are kept up to a limit, and an allocator may keep more than before: neither goes on. What is lost is lost
-    # in every run.
+    # Views are kept up to a limit, and an allocator may keep more than before: neither goes on. What is lost is
+    # lost in every run.
     grown = [later - earlier for earlier, later in pairwise(private)]
     assert min(grown) < GROWTH_PER_STEP * steps, f"KiB more after each run: {[each >> 10 for each in grown]}"
 
