@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .call import Call
 from .mpi_memory import pointer_of
-from .node_scratch import ALIGNMENT, Bytes, Scratch, slices_of
+from .node_scratch import ALIGNMENT, Bytes, Scratch, slices_of, views_of
 from .reduction import reduce_in_rank_order
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ MANY_CHUNKS_BYTES = 768 << 10
 """The most that goes at a time where it takes several times. Chunks of 512 KiB or 1 MiB took up to a fifth longer,
 perhaps since buffers at distances of a power of two compete for places in a cache."""
 
-_MAX_PLACES = 256
+_MAX_PLACES = 1024
 
 
 class ChunkPlan:
@@ -65,6 +65,7 @@ class ChunkPlan:
         self._has_result = has_result
         self._chunk_bytes = 0
         self._cuts: list[_Cut] = []
+        self._kinds: list[_Cut] = []
         self._seen: dict[int, list[_Chunk]] = {}
 
     def run(self, flat: Tensor, agreed: bool) -> None:
@@ -76,6 +77,8 @@ class ChunkPlan:
         """
         chunks, rank, op, dtype = self._chunks(flat), self._slots.rank, self._op, self._dtype
         turns, has_result = self._paths.room.turns(), self._has_result
+        for cut in self._kinds:  # not while it is measured how long a chunk takes
+            cut.prepare(turns.first_place)
 
         def copy_in(number: int, place: int, before: int) -> None:
             chunk = chunks[number]
@@ -118,6 +121,7 @@ class ChunkPlan:
         if most != self._chunk_bytes:
             self._seen.clear()
             self._cuts = self._cut(most)
+            self._kinds = [*{*self._cuts}]
             self._chunk_bytes = most
         pointer = flat.data_ptr()
         chunks = self._seen.get(pointer)
@@ -174,22 +178,28 @@ class _Cut:
     """
 
     def __init__(self, scratch: Scratch, rank: int, bounds: list[tuple[int, int]], dtype: torch.dtype) -> None:
-        self.nbytes, self._width = bounds[-1][1], bounds[0][1]
+        self.nbytes = bounds[-1][1]
         self.own = low, high = bounds[rank]
         self.others = bounds[:rank] + bounds[rank + 1 :]
         self.around = [(start, stop) for start, stop in ((0, low), (high, self.nbytes)) if start < stop]
         self._scratch, self._rank, self._dtype = scratch, rank, dtype
+        self._key = (self.nbytes, bounds[0][1], dtype)
 
     def at(self, place: int) -> _Place:
         """Return its views of a place of scratch memory; local."""
+        found: _Place | None = self._scratch.kept.get((place, self._key))
+        return found or self.prepare(place)
+
+    def prepare(self, place: int) -> _Place:
+        """Make its views of a place and of those alike, unless there are some; local."""
         kept = self._scratch.kept
-        key = (place, self.nbytes, self._width, self._dtype)
-        found: _Place | None = kept.get(key)
-        if found is None:
+        if (place, self._key) not in kept:
             if len(kept) >= _MAX_PLACES:
                 kept.clear()
-            found = kept[key] = _Place(self, place, self._scratch, self._rank, self._dtype)
-        return found
+            for each in self._scratch.alike(place):
+                kept[each, self._key] = _Place(self, each, self._scratch, self._rank, self._dtype)
+        made: _Place = kept[place, self._key]
+        return made
 
 
 class _Place:
@@ -208,8 +218,8 @@ class _Place:
         mine, outputs = scratch.inputs[place][rank], scratch.outputs[place]
         peers = [peer for peer in range(len(outputs)) if peer != rank]
         self.inputs = [mine[start:stop] for start, stop in cut.around]
-        self.parts = scratch.input_views(place, *cut.own, dtype)
-        self.result = scratch.output_view(place, rank, *cut.own, dtype)
+        self.parts = views_of(scratch.inputs[place], *cut.own, dtype)
+        self.result = views_of([outputs[rank]], *cut.own, dtype)[0]
         self.outputs = [outputs[peer][start:stop] for peer, (start, stop) in zip(peers, cut.others, strict=True)]
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "reduce_in_pieces",
     "round_down",
     "slices_of",
+    "views_of",
 ]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -35,7 +36,7 @@ cache."""
 PIECE_BYTES = 256 << 10
 """How much of its slice a rank reduces at a time: the pieces of all ranks should fit into its core's cache."""
 ALIGNMENT = 64
-_MAX_VIEWS = 512
+_MAX_VIEWS = 1024
 _PLACES_OF_ALL = 32
 
 
@@ -85,7 +86,8 @@ class Scratch:
         chunk_bytes: Size of each buffer, as it has become.
         inputs: [places][local ranks] buffers that hold what each rank put in.
         outputs: [places][local ranks] buffers that hold what each rank has reduced.
-        kept: What users of the buffers keep, for as long as there are these.
+        kept: What users of the buffers keep, for as long as there are these. What stays and is made between large
+            tensors that come and go cuts up the memory that they leave: make it for all places `alike` at once.
 
     Raises:
         MemoryError: There is not enough memory, and nothing to spare.
@@ -127,6 +129,10 @@ class Scratch:
         """Return where a turn writes: in turn one of the first two places, or one of those that were added."""
         return 2 + turn % (len(self.inputs) - 2) if many else turn & 1
 
+    def alike(self, place: int) -> range:
+        """Return the places that take turns with one: the first two, or those that were added."""
+        return range(2, len(self.inputs)) if place > 1 else range(2)
+
     def _add_place(self, regions: list[Bytes], start: int) -> None:
         starts = [start + number * self.chunk_bytes for number in range(self._buffers)]
         buffers = [[region[at : at + self.chunk_bytes] for region in regions] for at in starts]
@@ -135,24 +141,32 @@ class Scratch:
 
     def input_views(self, place: int, start: int, stop: int, dtype: torch.dtype) -> list[Tensor]:
         """Return bytes `start` to `stop` of all ranks' input buffers as tensors; local."""
-        return self._typed("in", self.inputs[place], place, start, stop, dtype)
+        key = (place, start, stop, dtype)
+        if key not in self._views:
+            self._make_room()
+            for each in self.alike(place):
+                self._views[each, start, stop, dtype] = views_of(self.inputs[each], start, stop, dtype)
+        return self._views[key]
 
     def output_view(self, place: int, rank: int, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Return bytes `start` to `stop` of one rank's output buffer as a tensor; local."""
-        return self._typed(rank, [self.outputs[place][rank]], place, start, stop, dtype)[0]
+        key = (place, rank, start, stop, dtype)
+        if key not in self._views:
+            self._make_room()
+            for each in self.alike(place):
+                buffer = self.outputs[each][rank]
+                self._views[each, rank, start, stop, dtype] = views_of([buffer], start, stop, dtype)
+        return self._views[key][0]
 
-    def _typed(
-        self, kind: object, buffers: list[Bytes], place: int, start: int, stop: int, dtype: torch.dtype
-    ) -> list[Tensor]:
-        key = (kind, place, start, stop, dtype)
-        views = self._views.get(key)
-        if views is None:
-            with torch.inference_mode(False):
-                views = [torch.from_numpy(buffer[start:stop]).view(dtype) for buffer in buffers]
-            if len(self._views) >= _MAX_VIEWS:
-                self._views.clear()
-            self._views[key] = views
-        return views
+    def _make_room(self) -> None:
+        if len(self._views) >= _MAX_VIEWS:
+            self._views.clear()
+
+
+def views_of(buffers: Sequence[Bytes], start: int, stop: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return bytes `start` to `stop` of buffers as tensors, no inference tensors; local."""
+    with torch.inference_mode(False):
+        return [torch.from_numpy(buffer[start:stop]).view(dtype) for buffer in buffers]
 
 
 def many_places(ranks: int) -> int:

@@ -38,6 +38,11 @@ class Turns:
         self._before = 0
         self._seconds = 0.0
 
+    @property
+    def first_place(self) -> int:
+        """The place that turn 0 would write, of those between which turns change now."""
+        return self._scratch.place(0, many=self._choice is not None and self._choice.many)
+
     def put_first(self, stage: Stage) -> None:
         """Let the first chunk take its first step before the ranks have agreed on the call; local."""
         self._enter()

@@ -17,7 +17,7 @@ from placements import Places
 from symmetric_checks import SymmetricChecks
 
 from axonmpi import ReduceOp
-from axonmpi.backends import node_choice
+from axonmpi.backends import node_choice, node_chunks, node_scratch
 from axonmpi.backends.node_barrier import NodeBarrier
 from axonmpi.backends.node_choice import Pace, PlaceChoice
 from axonmpi.backends.node_plans import CHOICE_BYTES, medium_bytes
@@ -443,3 +443,25 @@ def test_more_places_cost_what_they_say(world, real_group, changes) -> None:
     group.close()
     assert len(set(places)) == many_places(world.size)
     assert max(in_use) == CHUNK_BYTES * (many_places(world.size) + 2)
+
+
+@pytest.mark.ranks(2, 4)
+def test_what_stays_is_made_at_once(world, real_group, changes, monkeypatch) -> None:
+    """A view for a further place, made after a large tensor has gone, would lie where the next one wants to be."""
+    made: list[int] = []
+
+    def views_of(buffers, start, stop, dtype):
+        made.append(stop - start)
+        return node_scratch.views_of(buffers, start, stop, dtype)
+
+    monkeypatch.setattr(node_choice, "PACE", replace(RESTLESS, first=10))
+    monkeypatch.setattr(node_chunks, "views_of", views_of)
+    group = real_group(world)
+    tensor, after = torch.zeros(3 * MIB // 4), []  # four chunks of a size
+    for _ in range(20):
+        group.all_reduce(tensor)
+        after.append(len(made))
+    group.close()
+    assert {True, False} <= set(changes)
+    # For two places in the first call, for all others in the one that comes to them.
+    assert {*after} == {after[0], after[0] // 2 * (2 + many_places(world.size))}
