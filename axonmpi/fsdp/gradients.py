@@ -35,6 +35,7 @@ class FlatGradient:
     Attributes:
         shard: [S] memory of the gradient's shard, once there is one.
         launched: Whether the reduction of this backward has begun.
+        whole_bytes: Size of what autograd leaves, of the whole parameter.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class FlatGradient:
         self._order = sorted(
             range(len(flat.members)), key=lambda i: (flat.layout.offsets[i], flat.layout.numels[i])
         )
+        self.whole_bytes = sum(flat.sizes) * self._wire_dtype.itemsize
         self._target: Tensor | None = None
         self._work: Work | None = None
 
@@ -86,6 +88,15 @@ class FlatGradient:
         for full in self.flat.fulls:
             full.grad = None
 
+    def wait(self, timeout: float | None) -> None:
+        """Wait until the reduction, if one is under way, has let go of the whole gradients; local.
+
+        Args:
+            timeout: Seconds to wait.
+        """
+        if self._work is not None:
+            self._work.wait(timeout)
+
     def finish(self, used: Sequence[bool], timeout: float | None) -> None:
         """Wait for the reduction and add its result to the parts' gradients; collective among replicas.
 
@@ -93,8 +104,7 @@ class FlatGradient:
             used: For each parameter, whether any rank has a gradient.
             timeout: Seconds to wait.
         """
-        if self._work is not None:
-            self._work.wait(timeout)
+        self.wait(timeout)
         assert self._target is not None
         if self._replicas is not None:
             self._replicas.all_reduce(self._target, ReduceOp.AVERAGE)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -68,6 +69,8 @@ class Run:
         self._reading = False
         self._open = False
         self._next = 0
+        self._under_way: deque[FlatGradient] = deque()
+        self._most_under_way = 0
 
     def start(self, units: Sequence[Unit], gradients: Sequence[FlatGradient], cast: torch.dtype | None) -> None:
         """Take over the units; local.
@@ -78,6 +81,8 @@ class Run:
             cast: Dtype to convert floating-point inputs of units to, if any.
         """
         self.units, self.gradients = list(units), list(gradients)
+        # Whole gradients of two units at a time, or a slow network would leave those of the whole model in memory.
+        self._most_under_way = 2 * max((gradient.whole_bytes for gradient in gradients), default=0)
         self._gathers = not all(unit.is_resident for unit in units)
         for unit in units:
             unit.module.register_forward_pre_hook(partial(_before, weakref.ref(self), unit, cast), with_kwargs=True)
@@ -256,8 +261,13 @@ class Run:
             self._launch_next()
 
     def _launch_next(self) -> None:
-        gradient = self.gradients[self._next]
         self._next += 1
+        self._launch(self.gradients[self._next - 1])
+
+    def _launch(self, gradient: FlatGradient) -> None:
+        self._under_way.append(gradient)
+        while sum(each.whole_bytes for each in self._under_way) > self._most_under_way:
+            self._under_way.popleft().wait(self.timeout)
         gradient.launch(async_op=self._reduces_ahead)
 
     def _open_backward(self) -> None:
@@ -288,7 +298,7 @@ class Run:
         late = any(g.launched and any(holds) for g, holds in zip(self.gradients, held, strict=True))
         for gradient in self.gradients:
             if not gradient.launched:
-                gradient.launch(async_op=self._reduces_ahead)
+                self._launch(gradient)
         flags = self._agree([late, *used])
         at = 1
         for gradient in self.gradients:
@@ -296,6 +306,7 @@ class Run:
             gradient.finish(flags[at : at + count], self.timeout)
             at += count
         self._next = 0
+        self._under_way.clear()
         self._reading = False
         if flags[0]:
             self._reduce_rest()
@@ -313,6 +324,7 @@ class Run:
         for gradient in self.gradients:
             gradient.discard()
         self._open, self._next = False, 0
+        self._under_way.clear()
 
     # ---- by hand --------------------------------------------------------------------------------------------
 

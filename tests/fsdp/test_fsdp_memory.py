@@ -110,6 +110,49 @@ def test_frozen_parameters_have_no_gradient_and_no_state(world):
     assert stats.unsharded_bytes == 4 * (4 * TOTAL - 3 * 3 * BLOCK)
 
 
+class Watched(ax.Work):
+    """A reduction whose memory counts as taken until somebody has waited for it."""
+
+    def __init__(self, work: ax.Work, under_way: list[ax.Work]) -> None:
+        self.work, self.under_way = work, under_way
+        under_way.append(self)
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.work.wait(timeout)
+        if self in self.under_way:
+            self.under_way.remove(self)
+
+    def done(self) -> bool:
+        return self.work.done()
+
+    def result(self) -> None:
+        return self.work.result()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("ranks_per_node", ["2", "1"])
+def test_no_more_than_two_whole_gradients_are_under_way(world, ranks_per_node, monkeypatch):
+    """However slow a network is beside the computation."""
+    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", ranks_per_node)
+    under_way: list[ax.Work] = []
+    most: list[int] = []
+
+    def reduce_scatter_into(*arguments, async_op, **options):
+        assert async_op
+        work = Watched(reduce(*arguments, async_op=True, **options), under_way)
+        most.append(len(under_way))
+        return work
+
+    with new_group(world) as group:
+        group.backend.overlaps = True
+        model = ax.FSDP(built(blocks), group)
+        shards = model.process_group
+        reduce, shards.reduce_scatter_into = shards.reduce_scatter_into, reduce_scatter_into
+        model(torch.randn(2, WIDTH)).sum().backward()
+        assert most == [1, *[2] * COUNT]
+        assert under_way == []
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells")
 @pytest.mark.ranks(1)
 def test_memory_of_the_process(world):
