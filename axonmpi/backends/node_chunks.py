@@ -24,7 +24,7 @@ from torch import Tensor
 from .call import Call
 from .mpi_memory import pointer_of
 from .node_scratch import ALIGNMENT, Bytes, Scratch, slices_of, views_of
-from .reduction import reduce_in_rank_order
+from .reduction import choose_reducer
 
 if TYPE_CHECKING:
     from .node_barrier import NodeBarrier
@@ -60,7 +60,7 @@ class ChunkPlan:
         self._barrier = barrier
         self._paths = paths
         self._call = call
-        self._op = call.op
+        self._reducer = choose_reducer(call.dtype, call.op, slots.size)
         self._dtype = call.dtype
         self._has_result = has_result
         self._chunk_bytes = 0
@@ -75,7 +75,7 @@ class ChunkPlan:
             flat: The data, of any shape.
             agreed: Whether the ranks have agreed on the call; if not, the first chunk is copied in before they do.
         """
-        chunks, rank, op, dtype = self._chunks(flat), self._slots.rank, self._op, self._dtype
+        chunks, rank, reduce_parts, dtype = self._chunks(flat), self._slots.rank, self._reducer.run, self._dtype
         turns, has_result = self._paths.room.turns(), self._has_result
         for cut in self._kinds:  # not while it is measured how long a chunk takes
             cut.prepare(turns.first_place)
@@ -90,11 +90,11 @@ class ChunkPlan:
             if not chunk.own.nbytes:
                 return
             own = torch.from_numpy(chunk.own).view(dtype)
-            parts, result = [*chunk.cut.at(before).parts], chunk.cut.at(place).result
+            parts, target = [*chunk.cut.at(before).parts], chunk.cut.at(place)
             parts[rank] = own
-            reduce_in_rank_order(parts, op, result)
+            reduce_parts(parts, target.result)
             if has_result:
-                own.copy_(result)
+                chunk.own[...] = target.result_bytes
 
         def copy_out(number: int, place: int, before: int) -> None:
             if not has_result:
@@ -209,10 +209,11 @@ class _Place:
         inputs: Where this rank puts what is not its slice.
         parts: All ranks' parts of the own slice, the own one missing.
         result: Where its reduction goes.
+        result_bytes: The same.
         outputs: Where the other slices' reductions lie.
     """
 
-    __slots__ = ("inputs", "outputs", "parts", "result")
+    __slots__ = ("inputs", "outputs", "parts", "result", "result_bytes")
 
     def __init__(self, cut: _Cut, place: int, scratch: Scratch, rank: int, dtype: torch.dtype) -> None:
         mine, outputs = scratch.inputs[place][rank], scratch.outputs[place]
@@ -220,6 +221,7 @@ class _Place:
         self.inputs = [mine[start:stop] for start, stop in cut.around]
         self.parts = views_of(scratch.inputs[place], *cut.own, dtype)
         self.result = views_of([outputs[rank]], *cut.own, dtype)[0]
+        self.result_bytes = outputs[rank][slice(*cut.own)]
         self.outputs = [outputs[peer][start:stop] for peer, (start, stop) in zip(peers, cut.others, strict=True)]
 
 

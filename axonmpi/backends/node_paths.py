@@ -37,7 +37,7 @@ from .node_scratch import (
 from .node_slots import NodeSlots
 from .node_turns import Stage
 from .plain_paths import Limits, Plan
-from .reduction import reduce_in_rank_order
+from .reduction import Reducer, choose_reducer, reduce_in_rank_order
 from .shared_memory import Arena, Block, warn_no_shared_memory
 
 __all__ = ["NodePaths"]
@@ -95,16 +95,15 @@ class NodePaths:
         assert call.op is not None
         agreed, address = self._begin(call, flat)
         if address:
-            self.reduce_pieces(call, self.pieces(flat, address))
+            assert call.dtype is not None
+            self.reduce_pieces(call, self.pieces(flat, address), choose_reducer(call.dtype, call.op, self.size))
         else:
             self.ordinary(call).run(flat, agreed)
 
-    def reduce_pieces(self, call: Call, pieces: Sequence[Piece]) -> None:
+    def reduce_pieces(self, call: Call, pieces: Sequence[Piece], reducer: Reducer) -> None:
         """Reduce this rank's pieces of a symmetric tensor for all ranks; collective, agreed already."""
-        assert call.op is not None
         for piece in pieces:
-            reduce_in_rank_order(piece.parts, call.op, piece.total)
-            piece.rows.copy_(piece.total)
+            piece.reduce(reducer)
         self._barrier.wait(call)
 
     def ordinary(self, call: Call, *, has_result: bool = True) -> ChunkPlan:
@@ -359,7 +358,11 @@ class NodePaths:
         with torch.inference_mode(False):
             total = self._total[:step].view(flat.dtype)
             rows = self._arena.rows(address + low, high - low).view(flat.dtype)
-            return [Piece(part, total) for part in rows.split(step // itemsize, dim=1)] if low < high else []
+            return (
+                [Piece(part, total, self.rank) for part in rows.split(step // itemsize, dim=1)]
+                if low < high
+                else []
+            )
 
     def _peers_of(self, tensor: Tensor, address: int) -> list[Tensor]:
         bytes_of = map(torch.from_numpy, self._arena.parts(address, tensor.nbytes))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .call import Call
 from .mpi_memory import pointer_of
-from .reduction import plain_binary, reduce_in_rank_order
+from .reduction import Reducer, choose_reducer, plain_binary
 
 if TYPE_CHECKING:
     from .node_paths import NodePaths
@@ -71,7 +71,6 @@ class DirectPlan:
         assert call.dtype is not None
         self._slots = slots
         self._call = call
-        self._op = call.op
         self._parts = []
         self._seen: dict[int, Any] = {}
         memory = room.direct
@@ -86,6 +85,7 @@ class DirectPlan:
         self._choice = room.direct_choice if call.nbytes >= CHOICE_BYTES else None
         self._seconds = 0.0
         self._dtype, self._shape, self._nbytes = call.dtype, call.shape, call.nbytes
+        self._reducer = choose_reducer(call.dtype, call.op, slots.size)
         adds = plain_binary(call.dtype, call.op) is torch.add
         # Of two, the order does not matter: the own part is in the tensor already.
         self._other = [parts[1 - slots.rank] for parts in self._parts] if adds and slots.size == 2 else None
@@ -150,12 +150,12 @@ class DirectPlan:
             if self._other is not None:
                 tensor.add_(self._other[place])
             else:
-                reduce_in_rank_order(self._parts[place], self._op, tensor)
+                self._reducer.run(self._parts[place], tensor)
         elif self._other is not None:
             tensor.add_(self._in_ring(1 - self._slots.rank, place - _IN_RING))
         else:
             parts = [self._in_ring(rank, place - _IN_RING) for rank in range(self._slots.size)]
-            reduce_in_rank_order(parts, self._op, tensor)
+            self._reducer.run(parts, tensor)
 
     def _in_ring(self, rank: int, offset: int) -> Tensor:
         part = torch.from_numpy(self._room.ring.regions[rank][offset : offset + self._nbytes])
@@ -168,14 +168,32 @@ class Piece:
     Args:
         rows: [ranks, elements] the part in the memory of each rank.
         total: [elements] scratch memory for the sum.
+        rank: This rank, on its node.
+
+    Attributes:
+        parts: The rows.
+        total: As much of the scratch memory as a row takes.
     """
 
-    __slots__ = ("parts", "rows", "total")
+    __slots__ = ("_rank", "_raw", "_sum", "parts", "total")
 
-    def __init__(self, rows: Tensor, total: Tensor) -> None:
-        self.rows = rows
+    def __init__(self, rows: Tensor, total: Tensor, rank: int) -> None:
         self.parts = list(rows.unbind(0))
         self.total = total[: rows.shape[1]]
+        self._rank = rank
+        # Numpy has copied before torch has begun to; bytes, since it does not know all dtypes.
+        self._raw = rows.view(torch.uint8).numpy()
+        self._sum = self.total.view(torch.uint8).numpy()
+
+    def reduce(self, reducer: Reducer) -> None:
+        """Reduce the part for all ranks; local."""
+        rank, raw = self._rank, self._raw
+        if reducer.in_place:  # of two
+            reducer.run(self.parts, self.parts[rank])
+            raw[1 - rank] = raw[rank]
+        else:
+            reducer.run(self.parts, self.total)
+            raw[...] = self._sum
 
 
 class SymmetricPlan:
@@ -189,10 +207,11 @@ class SymmetricPlan:
 
     def __init__(self, slots: NodeSlots, paths: NodePaths, call: Call) -> None:
         assert call.op is not None
+        assert call.dtype is not None
         self._slots = slots
         self._paths = paths
         self._call = call
-        self._op = call.op
+        self._reducer = choose_reducer(call.dtype, call.op, slots.size)
         self._known: dict[int, tuple[int, list[Piece]]] = {}
 
     def run(self, tensor: Tensor) -> bool:
@@ -204,10 +223,14 @@ class SymmetricPlan:
             self._paths.ordinary(self._call).run(tensor, False)
         elif self._slots.meet(self._call, known[0]):
             torch.autograd.graph.increment_version(tensor)  # before what may fail halfway
-            self._paths.reduce_pieces(self._call, known[1])
+            self.reduce(known[1])
         else:
             self._paths.ordinary(self._call).run(tensor, True)
         return True
+
+    def reduce(self, pieces: list[Piece]) -> None:
+        """Reduce the own slice for all ranks; collective, after all have met."""
+        self._paths.reduce_pieces(self._call, pieces, self._reducer)
 
     def find(self, tensor: Tensor) -> tuple[int, list[Piece]] | None:
         """Return where a tensor lies and the pieces of the own slice, None if it is not symmetric; local."""
@@ -249,5 +272,5 @@ class MediumPlan:
             self._direct.take(tensor, place)
         else:
             torch.autograd.graph.increment_version(tensor)
-            self._paths.reduce_pieces(self._call, known[1])
+            self._symmetric.reduce(known[1])
         return True

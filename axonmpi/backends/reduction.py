@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,16 @@ from torch import Tensor
 from ..errors import DtypeError
 from ..types import ReduceOp
 
-__all__ = ["DTYPES", "check_reducible", "plain_binary", "reduce_in_rank_order", "reduce_wide_into", "wide_dtype"]
+__all__ = [
+    "DTYPES",
+    "Reducer",
+    "check_reducible",
+    "choose_reducer",
+    "plain_binary",
+    "reduce_in_rank_order",
+    "reduce_wide_into",
+    "wide_dtype",
+]
 
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 _NAMES = (
@@ -83,15 +93,15 @@ def reduce_in_rank_order(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> 
     """
     dtype = out.dtype
     if dtype is torch.bool:
-        _fold(parts, torch.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else torch.logical_and, out)
+        _fold(parts, out, torch.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else torch.logical_and)
     elif len(parts) == 2 and dtype in _ROUNDED_ONCE and op is not ReduceOp.AVERAGE:
-        _fold(parts, _BINARY[op], out)
+        _fold(parts, out, _BINARY[op])
     elif dtype in _ACCUMULATE_IN:
         _reduce_wide(parts, op, out, _ACCUMULATE_IN[dtype])
     elif dtype in _SIGNED_TWIN:
         _reduce_unsigned(parts, op, out, _SIGNED_TWIN[dtype])
     else:
-        _fold(parts, _BINARY[op], out)
+        _fold(parts, out, _BINARY[op])
         if op is ReduceOp.AVERAGE:
             out.div_(len(parts))
 
@@ -128,7 +138,34 @@ def plain_binary(dtype: torch.dtype, op: ReduceOp) -> Callable[..., Tensor] | No
     return None if special else _BINARY[op]
 
 
-def _fold(parts: Sequence[Tensor], binary: Callable[..., Tensor], out: Tensor) -> None:
+class Reducer(NamedTuple):
+    """How tensors of one dtype and a number of ranks are reduced, found once: looking takes longer than small sums.
+
+    Attributes:
+        run: Called with the parts, one a rank in rank order, and where the result goes.
+        in_place: Whether the result may go where one of the parts lies.
+    """
+
+    run: Callable[[Sequence[Tensor], Tensor], None]
+    in_place: bool
+
+
+def choose_reducer(dtype: torch.dtype, op: ReduceOp, ranks: int) -> Reducer:
+    """Return what does the same as `reduce_in_rank_order` for as many ranks; local."""
+    is_wide = dtype in _ACCUMULATE_IN and not (ranks == 2 and dtype in _ROUNDED_ONCE and op is not ReduceOp.AVERAGE)
+    if dtype is torch.bool or dtype in _SIGNED_TWIN or is_wide:
+        return Reducer(lambda parts, out: reduce_in_rank_order(parts, op, out), False)
+    if op is not ReduceOp.AVERAGE:
+        return Reducer(partial(_fold, binary=_BINARY[op]), ranks == 2)
+
+    def average(parts: Sequence[Tensor], out: Tensor) -> None:
+        _fold(parts, out, torch.add)
+        out.div_(ranks)
+
+    return Reducer(average, ranks == 2)
+
+
+def _fold(parts: Sequence[Tensor], out: Tensor, binary: Callable[..., Tensor]) -> None:
     if len(parts) == 1:
         out.copy_(parts[0])
         return
@@ -178,10 +215,10 @@ def _reduce_unsigned(parts: Sequence[Tensor], op: ReduceOp, out: Tensor, signed:
     twins = [part.view(signed) for part in parts]
     result = torch.empty_like(out).view(signed)
     if op in (ReduceOp.SUM, ReduceOp.PRODUCT):
-        _fold(twins, _BINARY[op], result)
+        _fold(twins, result, _BINARY[op])
     else:
         # Flipping the sign bit maps unsigned order onto signed order.
         flip = torch.iinfo(signed).min
-        _fold([twin ^ flip for twin in twins], _BINARY[op], result)
+        _fold([twin ^ flip for twin in twins], result, _BINARY[op])
         result ^= flip
     out.copy_(result.view(out.dtype))

@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from axonmpi import ReduceOp
-from axonmpi.backends.reduction import DTYPES, check_reducible, plain_binary, reduce_in_rank_order
+from axonmpi.backends.reduction import (
+    DTYPES,
+    check_reducible,
+    choose_reducer,
+    plain_binary,
+    reduce_in_rank_order,
+)
 from axonmpi.errors import DtypeError
 
 INTEGERS = [dtype for dtype in DTYPES if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)]
@@ -25,13 +31,24 @@ UFUNCS = {
 
 
 def reduced(parts: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    """Reduce in every way there is, and see that all give the same bits."""
     out = torch.empty_like(parts[0])
     before = [part.clone() for part in parts]
     reduce_in_rank_order(parts, op, out)
-    assert all(
-        torch.equal(part.view(torch.uint8), old.view(torch.uint8)) for part, old in zip(parts, before, strict=True)
-    )
+    reducer = choose_reducer(out.dtype, op, len(parts))
+    again = torch.empty_like(out)
+    reducer.run(parts, again)
+    assert raw(again) == raw(out)
+    assert list(map(raw, parts)) == list(map(raw, before))
+    for place in range(len(parts) if reducer.in_place else 0):
+        copies = [part.clone() for part in parts]
+        reducer.run(copies, copies[place])
+        assert raw(copies[place]) == raw(out)
     return out
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.view(torch.uint8).numpy().tobytes()
 
 
 def test_each_dtype_is_listed_once_and_all_of_torch_are() -> None:
@@ -112,6 +129,17 @@ def test_what_is_allowed() -> None:
         check_reducible(torch.complex64, ReduceOp.MIN)
     with pytest.raises(TypeError, match=r"op: expected an axonmpi\.ReduceOp, got 0"):
         check_reducible(torch.float32, 0)
+
+
+def test_two_ranks_reduce_where_one_of_them_has_its_part() -> None:
+    """All but what is done in other memory: a wider dtype, another sign."""
+    for dtype in DTYPES:
+        elsewhere = dtype in (*NARROW, torch.complex32, torch.bool, torch.uint16, torch.uint32, torch.uint64)
+        in_place = not elsewhere or dtype in (torch.float16, torch.bfloat16)
+        assert choose_reducer(dtype, ReduceOp.SUM, 2).in_place is in_place, dtype
+        assert not choose_reducer(dtype, ReduceOp.SUM, 3).in_place
+    assert choose_reducer(torch.float32, ReduceOp.AVERAGE, 2).in_place
+    assert not choose_reducer(torch.bfloat16, ReduceOp.AVERAGE, 2).in_place
 
 
 def test_plain_reductions_are_one_function_of_two() -> None:
