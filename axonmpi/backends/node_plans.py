@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DirectPlan", "MediumPlan", "Piece", "SymmetricPlan", "direct_bytes", "medium_bytes"]
 
-DIRECT_BYTES = 64 << 10
+DIRECT_BYTES = 32 << 10
 """The most that all ranks together put into shared memory for each of them to reduce it all, although it may be
 symmetric: then a slice for each is quicker from about here on, as it costs a barrier and moves less."""
 MEDIUM_BYTES = 6 << 20
