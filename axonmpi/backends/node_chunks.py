@@ -24,7 +24,7 @@ from torch import Tensor
 from .call import Call
 from .mpi_memory import pointer_of
 from .node_scratch import ALIGNMENT, Bytes, Scratch, slices_of, views_of
-from .reduction import choose_reducer
+from .reduction import choose_reduction
 
 if TYPE_CHECKING:
     from .node_barrier import NodeBarrier
@@ -37,7 +37,7 @@ MANY_CHUNKS_BYTES = 768 << 10
 """The most that goes at a time where it takes several times. Chunks of 512 KiB or 1 MiB took up to a fifth longer,
 perhaps since buffers at distances of a power of two compete for places in a cache."""
 
-_MAX_PLACES = 1024
+_MAX_VIEWS = 4096
 
 
 class ChunkPlan:
@@ -60,7 +60,7 @@ class ChunkPlan:
         self._barrier = barrier
         self._paths = paths
         self._call = call
-        self._reducer = choose_reducer(call.dtype, call.op, slots.size)
+        self._reduction = choose_reduction(call.dtype, call.op, slots.size)
         self._dtype = call.dtype
         self._has_result = has_result
         self._chunk_bytes = 0
@@ -75,10 +75,10 @@ class ChunkPlan:
             flat: The data, of any shape.
             agreed: Whether the ranks have agreed on the call; if not, the first chunk is copied in before they do.
         """
-        chunks, rank, reduce_parts, dtype = self._chunks(flat), self._slots.rank, self._reducer.run, self._dtype
+        chunks, rank, reduce_parts, dtype = self._chunks(flat), self._slots.rank, self._reduction.run, self._dtype
         turns, has_result = self._paths.room.turns(), self._has_result
         for cut in self._kinds:  # not while it is measured how long a chunk takes
-            cut.prepare(turns.first_place)
+            cut.prepare(turns.any_place)
 
         def copy_in(number: int, place: int, before: int) -> None:
             chunk = chunks[number]
@@ -194,7 +194,7 @@ class _Cut:
         """Make its views of a place and of those alike, unless there are some; local."""
         kept = self._scratch.kept
         if (place, self._key) not in kept:
-            if len(kept) >= _MAX_PLACES:
+            if len(kept) * (len(self.others) + 1) >= _MAX_VIEWS:
                 kept.clear()
             for each in self._scratch.alike(place):
                 kept[each, self._key] = _Place(self, each, self._scratch, self._rank, self._dtype)

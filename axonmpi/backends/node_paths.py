@@ -37,7 +37,7 @@ from .node_scratch import (
 from .node_slots import NodeSlots
 from .node_turns import Stage
 from .plain_paths import Limits, Plan
-from .reduction import Reducer, choose_reducer, reduce_in_rank_order
+from .reduction import Reduction, choose_reduction, reduce_in_rank_order
 from .shared_memory import Arena, Block, warn_no_shared_memory
 
 __all__ = ["NodePaths"]
@@ -96,14 +96,14 @@ class NodePaths:
         agreed, address = self._begin(call, flat)
         if address:
             assert call.dtype is not None
-            self.reduce_pieces(call, self.pieces(flat, address), choose_reducer(call.dtype, call.op, self.size))
+            self.reduce_pieces(call, self.pieces(flat, address), choose_reduction(call.dtype, call.op, self.size))
         else:
             self.ordinary(call).run(flat, agreed)
 
-    def reduce_pieces(self, call: Call, pieces: Sequence[Piece], reducer: Reducer) -> None:
+    def reduce_pieces(self, call: Call, pieces: Sequence[Piece], reduction: Reduction) -> None:
         """Reduce this rank's pieces of a symmetric tensor for all ranks; collective, agreed already."""
         for piece in pieces:
-            piece.reduce(reducer)
+            piece.reduce(reduction)
         self._barrier.wait(call)
 
     def ordinary(self, call: Call, *, has_result: bool = True) -> ChunkPlan:

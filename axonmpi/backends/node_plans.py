@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .call import Call
 from .mpi_memory import pointer_of
-from .reduction import Reducer, choose_reducer, plain_binary
+from .reduction import Reduction, choose_reduction, plain_binary
 
 if TYPE_CHECKING:
     from .node_paths import NodePaths
@@ -85,7 +85,7 @@ class DirectPlan:
         self._choice = room.direct_choice if call.nbytes >= CHOICE_BYTES else None
         self._seconds = 0.0
         self._dtype, self._shape, self._nbytes = call.dtype, call.shape, call.nbytes
-        self._reducer = choose_reducer(call.dtype, call.op, slots.size)
+        self._reduction = choose_reduction(call.dtype, call.op, slots.size)
         adds = plain_binary(call.dtype, call.op) is torch.add
         # Of two, the order does not matter: the own part is in the tensor already.
         self._other = [parts[1 - slots.rank] for parts in self._parts] if adds and slots.size == 2 else None
@@ -150,12 +150,12 @@ class DirectPlan:
             if self._other is not None:
                 tensor.add_(self._other[place])
             else:
-                self._reducer.run(self._parts[place], tensor)
+                self._reduction.run(self._parts[place], tensor)
         elif self._other is not None:
             tensor.add_(self._in_ring(1 - self._slots.rank, place - _IN_RING))
         else:
             parts = [self._in_ring(rank, place - _IN_RING) for rank in range(self._slots.size)]
-            self._reducer.run(parts, tensor)
+            self._reduction.run(parts, tensor)
 
     def _in_ring(self, rank: int, offset: int) -> Tensor:
         part = torch.from_numpy(self._room.ring.regions[rank][offset : offset + self._nbytes])
@@ -185,14 +185,14 @@ class Piece:
         self._raw = rows.view(torch.uint8).numpy()
         self._sum = self.total.view(torch.uint8).numpy()
 
-    def reduce(self, reducer: Reducer) -> None:
+    def reduce(self, reduction: Reduction) -> None:
         """Reduce the part for all ranks; local."""
         rank, raw = self._rank, self._raw
-        if reducer.in_place:  # of two
-            reducer.run(self.parts, self.parts[rank])
+        if reduction.in_place:  # of two
+            reduction.run(self.parts, self.parts[rank])
             raw[1 - rank] = raw[rank]
         else:
-            reducer.run(self.parts, self.total)
+            reduction.run(self.parts, self.total)
             raw[...] = self._sum
 
 
@@ -211,7 +211,7 @@ class SymmetricPlan:
         self._slots = slots
         self._paths = paths
         self._call = call
-        self._reducer = choose_reducer(call.dtype, call.op, slots.size)
+        self._reduction = choose_reduction(call.dtype, call.op, slots.size)
         self._known: dict[int, tuple[int, list[Piece]]] = {}
 
     def run(self, tensor: Tensor) -> bool:
@@ -230,7 +230,7 @@ class SymmetricPlan:
 
     def reduce(self, pieces: list[Piece]) -> None:
         """Reduce the own slice for all ranks; collective, after all have met."""
-        self._paths.reduce_pieces(self._call, pieces, self._reducer)
+        self._paths.reduce_pieces(self._call, pieces, self._reduction)
 
     def find(self, tensor: Tensor) -> tuple[int, list[Piece]] | None:
         """Return where a tensor lies and the pieces of the own slice, None if it is not symmetric; local."""

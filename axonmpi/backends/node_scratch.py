@@ -36,7 +36,7 @@ cache."""
 PIECE_BYTES = 256 << 10
 """How much of its slice a rank reduces at a time: the pieces of all ranks should fit into its core's cache."""
 ALIGNMENT = 64
-_MAX_VIEWS = 1024
+_MAX_VIEWS = 4096
 _PLACES_OF_ALL = 32
 
 
@@ -159,7 +159,7 @@ class Scratch:
         return self._views[key][0]
 
     def _make_room(self) -> None:
-        if len(self._views) >= _MAX_VIEWS:
+        if len(self._views) * len(self.inputs[0]) >= _MAX_VIEWS:
             self._views.clear()
 
 

@@ -39,8 +39,8 @@ class Turns:
         self._seconds = 0.0
 
     @property
-    def first_place(self) -> int:
-        """The place that turn 0 would write, of those between which turns change now."""
+    def any_place(self) -> int:
+        """One of the places between which turns change now."""
         return self._scratch.place(0, many=self._choice is not None and self._choice.many)
 
     def put_first(self, stage: Stage) -> None:

@@ -1,6 +1,6 @@
 """Reducing the tensors of all ranks, in rank order (layer 1).
 
-Every backend reduces with the function below, so that all of them give the same bits: the parts are taken in
+Every backend reduces with the functions below, so that all of them give the same bits: the parts are taken in
 the order of the ranks, one after the other, and 16-bit and 8-bit floating-point types accumulate in
 float32 (complex32 in complex64) and are rounded once, at the end.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +22,9 @@ from ..types import ReduceOp
 
 __all__ = [
     "DTYPES",
-    "Reducer",
+    "Reduction",
     "check_reducible",
-    "choose_reducer",
+    "choose_reduction",
     "plain_binary",
     "reduce_in_rank_order",
     "reduce_wide_into",
@@ -91,19 +91,35 @@ def reduce_in_rank_order(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> 
         op: A reduction that `check_reducible` allows for the dtype.
         out: Overwritten with the result; any strides.
     """
-    dtype = out.dtype
+    choose_reduction(out.dtype, op, len(parts)).run(parts, out)
+
+
+class Reduction(NamedTuple):
+    """How tensors of one dtype and a number of ranks are reduced.
+
+    Attributes:
+        run: Called with the parts, one a rank in rank order, and where the result goes.
+        in_place: Whether the result may go where one of the parts lies.
+    """
+
+    run: Callable[[Sequence[Tensor], Tensor], None]
+    in_place: bool
+
+
+@cache
+def choose_reduction(dtype: torch.dtype, op: ReduceOp, ranks: int) -> Reduction:
+    """Return how tensors of as many ranks are reduced; local. For small ones finding that out takes as long."""
     if dtype is torch.bool:
-        _fold(parts, out, torch.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else torch.logical_and)
-    elif len(parts) == 2 and dtype in _ROUNDED_ONCE and op is not ReduceOp.AVERAGE:
-        _fold(parts, out, _BINARY[op])
-    elif dtype in _ACCUMULATE_IN:
-        _reduce_wide(parts, op, out, _ACCUMULATE_IN[dtype])
-    elif dtype in _SIGNED_TWIN:
-        _reduce_unsigned(parts, op, out, _SIGNED_TWIN[dtype])
-    else:
-        _fold(parts, out, _BINARY[op])
-        if op is ReduceOp.AVERAGE:
-            out.div_(len(parts))
+        logic = torch.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else torch.logical_and
+        return Reduction(partial(_fold, binary=logic), ranks == 2)
+    if dtype in _SIGNED_TWIN:
+        return Reduction(partial(_reduce_unsigned, op=op, signed=_SIGNED_TWIN[dtype]), False)
+    is_rounded_once = ranks == 2 and dtype in _ROUNDED_ONCE and op is not ReduceOp.AVERAGE
+    if dtype in _ACCUMULATE_IN and not is_rounded_once:
+        return Reduction(partial(_reduce_wide, op=op, wide=_ACCUMULATE_IN[dtype]), False)
+    if op is ReduceOp.AVERAGE:
+        return Reduction(_average, ranks == 2)
+    return Reduction(partial(_fold, binary=_BINARY[op]), ranks == 2)
 
 
 def reduce_wide_into(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
@@ -138,33 +154,6 @@ def plain_binary(dtype: torch.dtype, op: ReduceOp) -> Callable[..., Tensor] | No
     return None if special else _BINARY[op]
 
 
-class Reducer(NamedTuple):
-    """How tensors of one dtype and a number of ranks are reduced, found once: looking takes longer than small sums.
-
-    Attributes:
-        run: Called with the parts, one a rank in rank order, and where the result goes.
-        in_place: Whether the result may go where one of the parts lies.
-    """
-
-    run: Callable[[Sequence[Tensor], Tensor], None]
-    in_place: bool
-
-
-def choose_reducer(dtype: torch.dtype, op: ReduceOp, ranks: int) -> Reducer:
-    """Return what does the same as `reduce_in_rank_order` for as many ranks; local."""
-    is_wide = dtype in _ACCUMULATE_IN and not (ranks == 2 and dtype in _ROUNDED_ONCE and op is not ReduceOp.AVERAGE)
-    if dtype is torch.bool or dtype in _SIGNED_TWIN or is_wide:
-        return Reducer(lambda parts, out: reduce_in_rank_order(parts, op, out), False)
-    if op is not ReduceOp.AVERAGE:
-        return Reducer(partial(_fold, binary=_BINARY[op]), ranks == 2)
-
-    def average(parts: Sequence[Tensor], out: Tensor) -> None:
-        _fold(parts, out, torch.add)
-        out.div_(ranks)
-
-    return Reducer(average, ranks == 2)
-
-
 def _fold(parts: Sequence[Tensor], out: Tensor, binary: Callable[..., Tensor]) -> None:
     if len(parts) == 1:
         out.copy_(parts[0])
@@ -174,11 +163,16 @@ def _fold(parts: Sequence[Tensor], out: Tensor, binary: Callable[..., Tensor]) -
         binary(out, part, out=out)
 
 
-def _reduce_wide(parts: Sequence[Tensor], op: ReduceOp, out: Tensor, wide: torch.dtype) -> None:
+def _average(parts: Sequence[Tensor], out: Tensor) -> None:
+    _fold(parts, out, torch.add)
+    out.div_(len(parts))
+
+
+def _reduce_wide(parts: Sequence[Tensor], out: Tensor, op: ReduceOp, wide: torch.dtype) -> None:
     if out.numel() > _WIDE_ELEMENTS and out.dim() and out.shape[0] > 1:
         rows = max(1, _WIDE_ELEMENTS * out.shape[0] // out.numel())
         for at in range(0, out.shape[0], rows):
-            _reduce_wide([part[at : at + rows] for part in parts], op, out[at : at + rows], wide)
+            _reduce_wide([part[at : at + rows] for part in parts], out[at : at + rows], op, wide)
         return
     total, term = _workspace(out, wide)
     binary = _BINARY[op]
@@ -210,7 +204,7 @@ def _workspace(out: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     return found
 
 
-def _reduce_unsigned(parts: Sequence[Tensor], op: ReduceOp, out: Tensor, signed: torch.dtype) -> None:
+def _reduce_unsigned(parts: Sequence[Tensor], out: Tensor, op: ReduceOp, signed: torch.dtype) -> None:
     """Torch has few kernels for these dtypes: wrap-around arithmetic is that of the signed twin."""
     twins = [part.view(signed) for part in parts]
     result = torch.empty_like(out).view(signed)

@@ -35,7 +35,7 @@ class FlatGradient:
     Attributes:
         shard: [S] memory of the gradient's shard, once there is one.
         launched: Whether the reduction of this backward has begun.
-        whole_bytes: Size of what autograd leaves, of the whole parameter.
+        whole_bytes: Size of what goes into its reduction.
     """
 
     def __init__(

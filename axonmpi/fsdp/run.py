@@ -81,8 +81,9 @@ class Run:
             cast: Dtype to convert floating-point inputs of units to, if any.
         """
         self.units, self.gradients = list(units), list(gradients)
-        # Whole gradients of two units at a time, or a slow network would leave those of the whole model in memory.
-        self._most_under_way = 2 * max((gradient.whole_bytes for gradient in gradients), default=0)
+        # Whole gradients of two blocks at a time, or a slow network would leave those of the whole model in memory.
+        sizes = [gradient.whole_bytes for gradient in gradients if gradient.unit is not units[0]]
+        self._most_under_way = 2 * max(sizes, default=0)
         self._gathers = not all(unit.is_resident for unit in units)
         for unit in units:
             unit.module.register_forward_pre_hook(partial(_before, weakref.ref(self), unit, cast), with_kwargs=True)
@@ -266,7 +267,8 @@ class Run:
 
     def _launch(self, gradient: FlatGradient) -> None:
         self._under_way.append(gradient)
-        while sum(each.whole_bytes for each in self._under_way) > self._most_under_way:
+        # Only where all ranks come here in one order: another one may first want something else of this rank.
+        while self._gathers and sum(each.whole_bytes for each in self._under_way) > self._most_under_way:
             self._under_way.popleft().wait(self.timeout)
         gradient.launch(async_op=self._reduces_ahead)
 

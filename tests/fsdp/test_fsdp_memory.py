@@ -130,10 +130,10 @@ class Watched(ax.Work):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("ranks_per_node", ["2", "1"])
-def test_no_more_than_two_whole_gradients_are_under_way(world, ranks_per_node, monkeypatch):
-    """However slow a network is beside the computation."""
-    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", ranks_per_node)
+@pytest.mark.parametrize(("outputs", "last"), [(3, 2), (8 * WIDTH, 1)])
+def test_no_more_than_two_whole_gradients_are_under_way(world, monkeypatch, outputs, last):
+    """However slow a network is beside the computation, and however large what is no block."""
+    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", "1")
     under_way: list[ax.Work] = []
     most: list[int] = []
 
@@ -145,11 +145,12 @@ def test_no_more_than_two_whole_gradients_are_under_way(world, ranks_per_node, m
 
     with new_group(world) as group:
         group.backend.overlaps = True
-        model = ax.FSDP(built(blocks), group)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(COUNT)]
+        model = ax.FSDP(nn.Sequential(*layers, nn.Linear(WIDTH, outputs)), group)
         shards = model.process_group
         reduce, shards.reduce_scatter_into = shards.reduce_scatter_into, reduce_scatter_into
         model(torch.randn(2, WIDTH)).sum().backward()
-        assert most == [1, *[2] * COUNT]
+        assert most == [1, *[2] * (COUNT - 1), last]
         assert under_way == []
 
 
