@@ -31,9 +31,9 @@ STRONGLY_ORDERED = frozenset({"x86_64", "AMD64", "i386", "i686"})
 which no rank relies on (Intel 64 manual, volume 3, section 9.2; AMD64 manual, volume 2, section 7.2): there a
 barrier needs no fence."""
 _SPINS = 20
+"""Looks of a rank with a core of its own before it gives way: a microsecond or two, in which others mostly come."""
 _SPARE_BYTES = 512 << 10
 """What the ranks of a node have together, at least, where there is no memory for anything larger."""
-"""Looks of a rank with a core of its own before it gives way: a microsecond or two, in which others mostly come."""
 
 __all__ = ["Connection", "connect", "node_communicator"]
 
