@@ -25,15 +25,17 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .arguments import either_group_name
 from .backends.checks import check_tensor, wrap_dim
 from .errors import DtypeError
-from .group import ProcessGroup, default_group
+from .group import ProcessGroup, chosen_group
 from .partition import split_sizes
 from .types import ReduceOp
 
 __all__ = ["all_gather", "all_to_all", "copy", "gather", "reduce", "reduce_scatter", "scatter"]
 
 
+@either_group_name
 def copy(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the tensor; backward sums the ranks' gradients. Local forward, collective backward.
 
@@ -44,11 +46,12 @@ def copy(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Raises:
         DtypeError: The tensor has no gradient (integers, bool).
     """
-    group = default_group() if group is None else group
+    group = chosen_group(group)
     _check(tensor, group)
     return _apply(_Copy, tensor, group)
 
 
+@either_group_name
 def reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the sum over all ranks; backward passes the gradient on. Collective forward, local backward.
 
@@ -59,11 +62,12 @@ def reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     Raises:
         DtypeError: The tensor has no gradient (integers, bool).
     """
-    group = default_group() if group is None else group
+    group = chosen_group(group)
     _check(tensor, group)
     return _apply(_Reduce, tensor, group)
 
 
+@either_group_name
 def scatter(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> Tensor:
     """Return this rank's slice along `dim`; backward concatenates the ranks' gradients.
 
@@ -74,32 +78,34 @@ def scatter(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> 
 
     Raises:
         DtypeError: The tensor has no gradient (integers, bool).
-        IndexError: `dim` is out of range.
+        DimensionError: `dim` is out of range.
     """
-    group = default_group() if group is None else group
+    group = chosen_group(group)
     _check(tensor, group)
     dim = wrap_dim(dim, tensor.dim())
     return _apply(_Scatter, tensor, group, dim, split_sizes(tensor.shape[dim], group.size))
 
 
+@either_group_name
 def gather(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> Tensor:
     """Return all ranks' tensors concatenated along `dim`; backward takes this rank's slice of the gradient.
 
     Args:
-        tensor: The ranks may differ in size along `dim`.
+        tensor: The ranks may differ in size along `dim`. A 0-d tensor counts as one of shape [1].
         group: The ranks; None means all.
         dim: Dimension to concatenate along.
 
     Raises:
         DtypeError: The tensor has no gradient (integers, bool).
-        IndexError: `dim` is out of range.
+        DimensionError: `dim` is out of range.
     """
-    group = default_group() if group is None else group
-    _check(tensor, group)
+    group = chosen_group(group)
+    tensor = _check_joined(tensor, group)
     dim = wrap_dim(dim, tensor.dim())
     return _apply(_Gather, tensor, group, dim, _sizes_here(tensor, group, dim))
 
 
+@either_group_name
 def reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> Tensor:
     """Return this rank's slice of the sum over all ranks; backward concatenates the ranks' gradients.
 
@@ -110,50 +116,54 @@ def reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None, dim: int =
 
     Raises:
         DtypeError: The tensor has no gradient (integers, bool).
-        IndexError: `dim` is out of range.
+        DimensionError: `dim` is out of range.
     """
-    group = default_group() if group is None else group
+    group = chosen_group(group)
     _check(tensor, group)
     dim = wrap_dim(dim, tensor.dim())
     return _apply(_ReduceScatter, tensor, group, dim, split_sizes(tensor.shape[dim], group.size))
 
 
+@either_group_name
 def all_gather(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> Tensor:
     """Return all ranks' tensors concatenated along `dim`; backward sums the gradients and takes this rank's slice.
 
     Args:
-        tensor: The ranks may differ in size along `dim`.
+        tensor: The ranks may differ in size along `dim`. A 0-d tensor counts as one of shape [1].
         group: The ranks; None means all.
         dim: Dimension to concatenate along.
 
     Raises:
         DtypeError: The tensor has no gradient (integers, bool).
-        IndexError: `dim` is out of range.
+        DimensionError: `dim` is out of range.
     """
-    group = default_group() if group is None else group
-    _check(tensor, group)
+    group = chosen_group(group)
+    tensor = _check_joined(tensor, group)
     dim = wrap_dim(dim, tensor.dim())
     return _apply(_AllGather, tensor, group, dim, _sizes_here(tensor, group, dim))
 
 
+@either_group_name
 def all_to_all(
     tensor: Tensor, group: ProcessGroup | None = None, split_dim: int = 0, concat_dim: int = 0
 ) -> Tensor:
     """Cut along `split_dim`, send slice i to rank i, concatenate what arrives along `concat_dim`; collective.
 
     Args:
-        tensor: Cut as `torch.tensor_split` does.
+        tensor: Cut as `torch.tensor_split` does; dtype and shape the same on all ranks, but for `concat_dim`.
         group: The ranks; None means all.
         split_dim: Dimension to cut.
         concat_dim: Dimension to concatenate along.
 
     Raises:
         DtypeError: The tensor has no gradient (integers, bool).
-        IndexError: A dimension is out of range.
+        DimensionError: A dimension is out of range.
+        CollectiveMismatchError: The ranks differ in dtype, shape or dimensions.
     """
-    group = default_group() if group is None else group
+    group = chosen_group(group)
     _check(tensor, group)
-    split_dim, concat_dim = wrap_dim(split_dim, tensor.dim()), wrap_dim(concat_dim, tensor.dim())
+    split_dim = wrap_dim(split_dim, tensor.dim(), "split_dim")
+    concat_dim = wrap_dim(concat_dim, tensor.dim(), "concat_dim")
     sizes = split_sizes(tensor.shape[split_dim], group.size)
     return _apply(_AllToAll, tensor, group, split_dim, concat_dim, sizes)
 
@@ -165,6 +175,12 @@ def _check(tensor: Tensor, group: ProcessGroup) -> None:
         raise DtypeError(
             f"tensors of dtype {tensor.dtype} have no gradient; use the function of this purpose in axonmpi.comm"
         )
+
+
+def _check_joined(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Check a tensor that is joined with those of other ranks and return it with at least one dimension."""
+    _check(tensor, group)
+    return tensor.reshape(1) if tensor.dim() == 0 else tensor
 
 
 def _sizes_here(tensor: Tensor, group: ProcessGroup, dim: int) -> tuple[int, ...]:
@@ -263,7 +279,9 @@ class _AllToAll(Function):
     def forward(
         ctx: Any, tensor: Tensor, group: ProcessGroup, split_dim: int, concat_dim: int, sizes: tuple[int, ...]
     ) -> Tensor:
-        received = group.all_to_all(tensor.split(list(sizes), split_dim))
+        shape = (*tensor.shape[:concat_dim], -1, *tensor.shape[concat_dim + 1 :])
+        parts = tensor.split(list(sizes), split_dim)
+        received = group.operations.all_to_all(parts, cut_from=(tensor.dtype, shape, split_dim))
         ctx.options = group, concat_dim, split_dim, tuple(part.shape[concat_dim] for part in received)
         return torch.cat(received, concat_dim)
 

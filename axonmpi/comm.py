@@ -1,7 +1,7 @@
 """The collectives as free functions, and the life cycle of the default group (layer 4).
 
-Every function takes the group last; None means the group of all ranks. What each does, its errors and
-its shapes are documented once, at the method of `Backend` that it names.
+Every function takes the group last, None means the group of all ranks, and calls the group's method of the same
+name. What each does, its errors and its shapes are documented once, at the method of `Backend` that it names.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bucketing import all_reduce_coalesced
+from .arguments import either_group_name, given_twice
 from .errors import CommunicatorError
-from .group import ProcessGroup, World, current_world, default_group, forget_world, set_process_world
-from .types import ReduceOp, Work
+from .group import ProcessGroup, World, chosen_group, current_world, default_group
+from .types import ReduceOp, Seconds, Work
 
 __all__ = [
     "all_gather",
@@ -38,6 +38,7 @@ __all__ = [
     "get_node_rank",
     "get_num_nodes",
     "get_rank",
+    "get_world",
     "get_world_size",
     "init_process_group",
     "irecv",
@@ -59,13 +60,9 @@ __all__ = [
 ]
 
 
-def _resolve(group: ProcessGroup | None) -> ProcessGroup:
-    if group is None:
-        return default_group()
-    if not isinstance(group, ProcessGroup):
-        raise TypeError(f"group: expected an axonmpi.ProcessGroup or None, got {type(group).__name__}")
-    return group
-
+_DIM = "the result is returned, and the dimension is named, as dim="
+_TAG = "the tag is named, as tag="
+_ROOT = "the rank stands before the group"
 
 # ---- life cycle -------------------------------------------------------------------------------------------
 
@@ -74,7 +71,7 @@ def init_process_group(
     backend: str = "mpi",
     init_method: str | None = None,
     *,
-    timeout: float | None = None,
+    timeout: Seconds | None = None,
     num_threads: int | None = None,
 ) -> World:
     """Start the world of all ranks of the job and make it the default; collective.
@@ -96,9 +93,7 @@ def init_process_group(
             "the process group is initialised already; call axonmpi.destroy_process_group() before a second "
             "init_process_group(), or make further groups with world.new_group(ranks)"
         )
-    world = World.init(backend, init_method, timeout=timeout, num_threads=num_threads)
-    set_process_world(world)
-    return world
+    return World.init(backend, init_method, timeout=timeout, num_threads=num_threads)
 
 
 def is_initialized() -> bool:
@@ -111,10 +106,14 @@ def destroy_process_group() -> None:
     world = current_world()
     if world is not None:
         world.close()
-        forget_world(world)
 
 
-def _world() -> World:
+def get_world() -> World:
+    """Return the default world, wherever it was made; local.
+
+    Raises:
+        CommunicatorError: There is none yet.
+    """
     world = current_world()
     if world is None:
         raise CommunicatorError("no process group yet: call axonmpi.init_process_group() first")
@@ -123,118 +122,145 @@ def _world() -> World:
 
 def get_rank() -> int:
     """Return this rank's number in the world; local."""
-    return _world().rank
+    return get_world().rank
 
 
 def get_world_size() -> int:
     """Return the number of ranks in the world; local."""
-    return _world().size
+    return get_world().size
 
 
 def get_local_rank() -> int:
     """Return this rank's number on its node, from MPI's shared-memory split; local."""
-    return _world().local_rank
+    return get_world().local_rank
 
 
 def get_local_world_size() -> int:
     """Return the number of ranks on this node; local."""
-    return _world().local_size
+    return get_world().local_size
 
 
 def get_node_rank() -> int:
     """Return this node's number; nodes are ordered by their lowest rank; local."""
-    return _world().node_rank
+    return get_world().node_rank
 
 
 def get_num_nodes() -> int:
     """Return the number of nodes; local."""
-    return _world().num_nodes
+    return get_world().num_nodes
 
 
 def new_group(ranks: Sequence[int]) -> ProcessGroup:
     """Make a group of some of the world's ranks; collective over the world. See `World.new_group`."""
-    return _world().new_group(ranks)
+    return get_world().new_group(ranks)
 
 
+@either_group_name
 def rank(group: ProcessGroup | None = None) -> int:
     """Return this rank's number in the group, -1 outside it; local."""
-    return _resolve(group).rank
+    return chosen_group(group).rank
 
 
+@either_group_name
 def world_size(group: ProcessGroup | None = None) -> int:
     """Return the number of ranks in the group; local."""
-    return _resolve(group).size
+    return chosen_group(group).size
 
 
+@either_group_name
 def is_main_process(group: ProcessGroup | None = None) -> bool:
     """Say whether this is rank 0 of the group; local."""
-    return _resolve(group).rank == 0
+    return chosen_group(group).rank == 0
 
 
 # ---- reductions -------------------------------------------------------------------------------------------
 
 
 def all_reduce(
-    t: Tensor, op: ReduceOp = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+    t: Tensor,
+    op: ReduceOp | str = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    process_group: ProcessGroup | None = None,  # written out: of a small one a wrapper would be a noticeable part
 ) -> Work | None:
     """Reduce over all ranks, in place; collective; a `Work` when asynchronous. See `Backend.all_reduce`."""
-    operations = (default_group() if group is None else _resolve(group)).operations
+    if process_group is not None:
+        if group is not None:
+            raise given_twice("group", "process_group")
+        group = process_group
+    operations = (default_group() if group is None else chosen_group(group)).operations
     work: Work | None = operations.all_reduce(t, op, async_op=async_op)
     return work
 
 
+@either_group_name
 def all_reduce_sum(t: Tensor, group: ProcessGroup | None = None) -> None:
     """Sum over all ranks, in place, in rank order; collective. See `Backend.all_reduce`."""
-    _resolve(group).all_reduce(t, ReduceOp.SUM)
+    chosen_group(group).all_reduce_sum(t)
 
 
+@either_group_name
 def all_reduce_mean(t: Tensor, group: ProcessGroup | None = None) -> None:
     """Average over all ranks, in place; floating point or complex; collective. See `Backend.all_reduce`."""
-    _resolve(group).all_reduce(t, ReduceOp.AVERAGE)
+    chosen_group(group).all_reduce_mean(t)
 
 
+@either_group_name
 def all_reduce_min(t: Tensor, group: ProcessGroup | None = None) -> None:
     """Take the element-wise minimum over all ranks, in place; collective. See `Backend.all_reduce`."""
-    _resolve(group).all_reduce(t, ReduceOp.MIN)
+    chosen_group(group).all_reduce_min(t)
 
 
+@either_group_name
 def all_reduce_max(t: Tensor, group: ProcessGroup | None = None) -> None:
     """Take the element-wise maximum over all ranks, in place; collective. See `Backend.all_reduce`."""
-    _resolve(group).all_reduce(t, ReduceOp.MAX)
+    chosen_group(group).all_reduce_max(t)
 
 
+@either_group_name
 def all_reduce_product(t: Tensor, group: ProcessGroup | None = None) -> None:
     """Multiply over all ranks, in place, in rank order; collective. See `Backend.all_reduce`."""
-    _resolve(group).all_reduce(t, ReduceOp.PRODUCT)
+    chosen_group(group).all_reduce_product(t)
 
 
+@either_group_name
 def reduce(
-    t: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, group: ProcessGroup | None = None, async_op: bool = False
+    t: Tensor,
+    dst: int,
+    op: ReduceOp | str = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
 ) -> Work | None:
     """Reduce onto rank `dst`, in place there, untouched elsewhere; collective. See `Backend.reduce`."""
-    return _resolve(group).reduce(t, dst, op, async_op)
+    return chosen_group(group, habit=_ROOT).reduce(t, dst, op, async_op)
 
 
+@either_group_name
 def reduce_scatter_sum(t: Tensor, group: ProcessGroup | None = None, dim: int = 0, async_op: bool = False) -> Any:
     """Return this rank's slice along `dim` of the sum over all ranks; collective. See `Backend.reduce_scatter`."""
-    return _resolve(group).reduce_scatter(t, ReduceOp.SUM, dim, async_op)
+    return chosen_group(group, habit=_DIM).reduce_scatter_sum(t, dim, async_op)
 
 
+@either_group_name
 def reduce_scatter_mean(t: Tensor, group: ProcessGroup | None = None, dim: int = 0, async_op: bool = False) -> Any:
     """Return this rank's slice of the average over all ranks; collective. See `Backend.reduce_scatter`."""
-    return _resolve(group).reduce_scatter(t, ReduceOp.AVERAGE, dim, async_op)
+    return chosen_group(group, habit=_DIM).reduce_scatter_mean(t, dim, async_op)
 
 
+@either_group_name
 def symmetric_empty(shape: Sequence[int], dtype: torch.dtype, group: ProcessGroup | None = None) -> Tensor:
     """Allocate a tensor that all ranks of a node can read and write; collective. See `Backend`."""
-    return _resolve(group).symmetric_empty(shape, dtype)
+    return chosen_group(group).symmetric_empty(shape, dtype)
 
 
+@either_group_name
 def sync_gradient(t: Tensor, group: ProcessGroup | None = None) -> None:
     """Average one gradient over all ranks, in place; collective. See `Backend.all_reduce`."""
-    _resolve(group).all_reduce(t, ReduceOp.AVERAGE)
+    chosen_group(group).sync_gradient(t)
 
 
+@either_group_name
 def sync_gradients(tensors: Sequence[Tensor], group: ProcessGroup | None = None) -> None:
     """Average gradients over all ranks, in place, as few large reductions; collective.
 
@@ -246,77 +272,92 @@ def sync_gradients(tensors: Sequence[Tensor], group: ProcessGroup | None = None)
         TypeError: `tensors` is one tensor, or holds something else than tensors.
         CollectiveMismatchError: The ranks' lists differ.
     """
-    all_reduce_coalesced(_resolve(group).backend, tensors, ReduceOp.AVERAGE)
+    chosen_group(group).sync_gradients(tensors)
 
 
 # ---- copies -----------------------------------------------------------------------------------------------
 
 
+@either_group_name
 def broadcast(t: Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Copy rank 0's tensor to all ranks, in place; collective. See `Backend.broadcast`."""
-    return _resolve(group).broadcast(t, 0, async_op)
+    return chosen_group(group, habit="broadcast_from(t, src) copies from a rank that is named").broadcast(
+        t, 0, async_op
+    )
 
 
+@either_group_name
 def broadcast_from(t: Tensor, src: int, group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Copy rank `src`'s tensor to all ranks, in place; collective. See `Backend.broadcast`."""
-    return _resolve(group).broadcast(t, src, async_op)
+    return chosen_group(group, habit=_ROOT).broadcast_from(t, src, async_op)
 
 
+@either_group_name
 def all_gather(t: Tensor, group: ProcessGroup | None = None, dim: int = 0, async_op: bool = False) -> Any:
     """Return all ranks' tensors concatenated along `dim`; collective. See `Backend.all_gather`."""
-    return _resolve(group).all_gather(t, dim, async_op)
+    return chosen_group(group, habit=_DIM).all_gather(t, dim, async_op)
 
 
+@either_group_name
 def gather_tensor(t: Tensor, dst: int = 0, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
     """Return the list of all ranks' tensors on rank `dst`, None elsewhere; collective. See `Backend.gather`."""
-    return _resolve(group).gather(t, dst, async_op)
+    return chosen_group(group, habit=_ROOT).gather_tensor(t, dst, async_op)
 
 
+@either_group_name
 def scatter_tensor(
     t: Tensor | None, src: int = 0, group: ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
     """Return this rank's part of rank `src`'s tensor, cut along dim 0; collective. See `Backend.scatter`."""
-    return _resolve(group).scatter(t, src, async_op)
+    return chosen_group(group, habit=_ROOT).scatter_tensor(t, src, async_op)
 
 
+@either_group_name
 def all_to_all(tensors: Sequence[Tensor], group: ProcessGroup | None = None, async_op: bool = False) -> Any:
     """Send `tensors[i]` to rank i and return what each rank sent here; collective. See `Backend.all_to_all`."""
-    return _resolve(group).all_to_all(tensors, async_op)
+    return chosen_group(group).all_to_all(tensors, async_op)
 
 
+@either_group_name
 def barrier(group: ProcessGroup | None = None, async_op: bool = False) -> Work | None:
     """Wait until all ranks have come here; collective."""
-    return _resolve(group).barrier(async_op)
+    return chosen_group(group).barrier(async_op)
 
 
+@either_group_name
 def broadcast_object(obj: Any, src: int = 0, group: ProcessGroup | None = None) -> Any:
     """Return rank `src`'s picklable object on all ranks; collective."""
-    return _resolve(group).broadcast_object(obj, src)
+    return chosen_group(group).broadcast_object(obj, src)
 
 
+@either_group_name
 def all_gather_object(obj: Any, group: ProcessGroup | None = None) -> list[Any]:
     """Return the picklable objects of all ranks, in rank order; collective."""
-    return _resolve(group).all_gather_object(obj)
+    return chosen_group(group).all_gather_object(obj)
 
 
 # ---- point to point ---------------------------------------------------------------------------------------
 
 
+@either_group_name
 def send(t: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
     """Send to rank `dst`; returns when the tensor may be changed. See `Backend.send`."""
-    _resolve(group).send(t, dst, tag)
+    chosen_group(group, habit=_TAG).send(t, dst, tag)
 
 
+@either_group_name
 def recv(t: Tensor, src: int, group: ProcessGroup | None = None, tag: int = 0) -> None:
     """Receive from rank `src`, in place. See `Backend.recv`."""
-    _resolve(group).recv(t, src, tag)
+    chosen_group(group, habit=_TAG).recv(t, src, tag)
 
 
+@either_group_name
 def isend(t: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0) -> Work:
     """Begin to send to rank `dst`. See `Backend.isend`."""
-    return _resolve(group).isend(t, dst, tag)
+    return chosen_group(group, habit=_TAG).isend(t, dst, tag)
 
 
+@either_group_name
 def irecv(t: Tensor, src: int, group: ProcessGroup | None = None, tag: int = 0) -> Work:
     """Begin to receive from rank `src`, in place. See `Backend.irecv`."""
-    return _resolve(group).irecv(t, src, tag)
+    return chosen_group(group, habit=_TAG).irecv(t, src, tag)

@@ -12,7 +12,6 @@ at any number of ranks:
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import SupportsIndex
@@ -20,6 +19,7 @@ from typing import SupportsIndex
 import torch
 from torch.utils.data import Sampler
 
+from .arguments import check_flags, either_name, integer
 from .group import current_world
 
 __all__ = ["DistributedSampler"]
@@ -56,8 +56,8 @@ class DistributedSampler(Sampler[int]):
     Local: nothing is communicated. All ranks must be given the same arguments, but for `rank`.
 
     Args:
-        dataset_or_length: A dataset with `len()`, or the number of samples itself; at least 1. The length is
-            read once, here.
+        dataset: A dataset with `len()`, or the number of samples itself; at least 1. The length is read once,
+            here. It may be named `dataset_or_length` as well.
         num_replicas: Number of ranks that share the dataset; default: the size of the default group, or 1
             before `init_process_group()`.
         rank: Which of them this one is; default: the rank in the default group, or 0.
@@ -70,33 +70,48 @@ class DistributedSampler(Sampler[int]):
         TypeError: A dataset without `len()`, or a number that is not an integer.
 
     Attributes:
+        dataset: As given.
         epoch: The epoch in hand; set by `set_epoch`.
         length: Number of samples in the dataset.
     """
 
+    @either_name("dataset", "dataset_or_length")
     def __init__(
         self,
-        dataset_or_length: Sized | int,
+        dataset: Sized | int,
         num_replicas: int | None = None,
         rank: int | None = None,
-        *,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        self.length = _length(dataset_or_length)
+        check_flags(shuffle=shuffle, drop_last=drop_last)
+        self.dataset = dataset
+        self.length = _length(dataset)
         self.num_replicas, self.rank = _place(num_replicas, rank)
-        self.shuffle = bool(shuffle)
-        self.drop_last = bool(drop_last)
-        self.seed = _integer("seed", seed)
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.seed = integer("seed", seed)
         self.epoch = 0
         self._check_seed(self.epoch)
         self._pass = _Pass()
 
+    @property
+    def num_samples(self) -> int:
+        """How many indices a whole epoch gives this rank."""
+        return self._share(self.length)
+
+    @property
+    def total_size(self) -> int:
+        """How many indices a whole epoch gives all ranks together."""
+        return self.num_samples * self.num_replicas
+
+    def _share(self, samples: int) -> int:
+        return samples // self.num_replicas if self.drop_last else -(-samples // self.num_replicas)
+
     def __len__(self) -> int:
         """Return how many indices a pass gives this rank: of a resumed epoch, those that are left."""
-        left = self.length - self._pass.start
-        return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
+        return self._share(self.length - self._pass.start)
 
     def __iter__(self) -> Iterator[int]:
         """Begin a pass through the epoch: what is left of a resumed one, else all of it."""
@@ -129,7 +144,7 @@ class DistributedSampler(Sampler[int]):
             ValueError: `epoch` is negative.
             TypeError: `epoch` is not an integer.
         """
-        epoch = _integer("epoch", epoch, minimum=0)
+        epoch = integer("epoch", epoch, minimum=0)
         self._check_seed(epoch)
         self._pass = _Pass(start=self._pass.start if epoch == self.epoch else 0)
         self.epoch = epoch
@@ -158,7 +173,7 @@ class DistributedSampler(Sampler[int]):
             TypeError: `samples_consumed` is not an integer.
         """
         given = self._pass.yielded
-        consumed = given if samples_consumed is None else _integer("samples_consumed", samples_consumed, 0)
+        consumed = given if samples_consumed is None else integer("samples_consumed", samples_consumed, 0)
         if consumed > given:
             raise ValueError(
                 f"samples_consumed: expected at most {given}, what this rank was given in this pass through "
@@ -200,8 +215,8 @@ class DistributedSampler(Sampler[int]):
                     "another order of the samples; construct the sampler as it was when the state was saved, "
                     "or begin without the state"
                 )
-        epoch = _integer("epoch", state["epoch"], minimum=0)
-        position = _integer("position", state["position"], minimum=0)
+        epoch = integer("epoch", state["epoch"], minimum=0)
+        position = integer("position", state["position"], minimum=0)
         if position > self.length:
             raise ValueError(f"position: expected at most {self.length}, the length, got {position}")
         self._check_seed(epoch)
@@ -216,29 +231,19 @@ class DistributedSampler(Sampler[int]):
             )
 
 
-def _integer(name: str, value: object, minimum: int | None = None) -> int:
-    """Return `value` as a plain int; booleans are not taken for numbers."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise TypeError(f"{name}: expected an integer, got {value!r}")
-    number = operator.index(value)
-    if minimum is not None and number < minimum:
-        raise ValueError(f"{name}: expected at least {minimum}, got {number}")
-    return number
-
-
-def _length(dataset_or_length: Sized | int) -> int:
+def _length(dataset: Sized | int) -> int:
     # A dataset may itself be a tensor of one element, which would pass for an integer: ask for len() first.
-    if isinstance(dataset_or_length, Sized):
-        length = len(dataset_or_length)
-    elif isinstance(dataset_or_length, SupportsIndex):
-        length = _integer("dataset_or_length", dataset_or_length)
+    if isinstance(dataset, Sized):
+        length = len(dataset)
+    elif isinstance(dataset, SupportsIndex):
+        length = integer("dataset", dataset)
     else:
         raise TypeError(
-            "dataset_or_length: expected a dataset with len() or a number of samples, got "
-            f"{type(dataset_or_length).__name__}; give the number of samples instead"
+            "dataset: expected a dataset with len() or a number of samples, got "
+            f"{type(dataset).__name__}; give the number of samples instead"
         )
     if length < 1:
-        raise ValueError(f"dataset_or_length: expected at least 1 sample, got {length}")
+        raise ValueError(f"dataset: expected at least 1 sample, got {length}")
     return length
 
 
@@ -250,8 +255,8 @@ def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
         num_replicas = 1 if group is None else group.size
     if rank is None:
         rank = 0 if group is None else group.rank
-    num_replicas = _integer("num_replicas", num_replicas, minimum=1)
-    rank = _integer("rank", rank)
+    num_replicas = integer("num_replicas", num_replicas, minimum=1)
+    rank = integer("rank", rank)
     if not 0 <= rank < num_replicas:
         raise ValueError(
             f"rank: expected 0 to {num_replicas - 1} for num_replicas={num_replicas}, got {rank}; give both, "

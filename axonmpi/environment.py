@@ -23,6 +23,8 @@ __all__ = [
     "check_protocol",
     "child_environment",
     "detect_launchers",
+    "is_first_launched",
+    "is_first_on_node",
     "launched_ranks",
     "parent_rank",
     "prepare_for_mpi",
@@ -191,6 +193,29 @@ def launched_ranks(env: Mapping[str, str] | None = None) -> int:
     """Return how many ranks the launchers say there are, 1 where nothing says more; local."""
     launchers = detect_launchers(env)
     return max((max(launcher.size or 1, (launcher.rank or 0) + 1) for launcher in launchers), default=1)
+
+
+def is_first_launched(env: Mapping[str, str] | None = None) -> bool:
+    """Say whether this is rank 0 as the launcher numbers the ranks, before MPI tells; local.
+
+    `RANK` and `WORLD_SIZE` alone may be left over from another job, in which case there is no other rank 0.
+    """
+    launcher = _trusted_launcher(env)
+    return launcher is None or not launcher.rank
+
+
+def is_first_on_node(env: Mapping[str, str] | None = None) -> bool:
+    """Say whether this is, or may be, the first process that the launcher has started on this node; local."""
+    launcher = _trusted_launcher(env)
+    if launcher is None:
+        return True
+    number = launcher.local_rank
+    return not (_number(os.environ if env is None else env, "SLURM_LOCALID") if number is None else number)
+
+
+def _trusted_launcher(env: Mapping[str, str] | None) -> Launcher | None:
+    """Return the launcher by whose numbers the processes can tell each other apart, if there is one."""
+    return next((found for found in detect_launchers(env) if found.name != "RANK/WORLD_SIZE"), None)
 
 
 def without_launcher_variables(env: Mapping[str, str]) -> dict[str, str]:

@@ -13,7 +13,8 @@ other kind: the launch, the machine or another rank is at fault, and the code at
     ├── CheckpointError           a checkpoint cannot be written or read
     └── NcclError                 NCCL reported an error
 
-One class serves the caller's side: `DtypeError` is both a `TypeError` and a `ValueError`.
+Two classes serve the caller's side: `DtypeError` is both a `TypeError` and a `ValueError`, `DimensionError` a
+`ValueError` and, as torch's own, an `IndexError`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = [
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "CommunicatorError",
+    "DimensionError",
     "DtypeError",
     "LaunchError",
     "NcclError",
@@ -70,3 +72,7 @@ class NcclError(AxonmpiError):
 
 class DtypeError(TypeError, ValueError):
     """A tensor's dtype does not allow the operation; the message says which dtypes do."""
+
+
+class DimensionError(ValueError, IndexError):
+    """A tensor does not have the dimension that a call names."""

@@ -4,242 +4,42 @@
       └─ ProcessGroup        an ordered set of ranks with its own numbering, and every collective as a method
            └─ Backend        moves the data
 
-A process has one world, made by `init_process_group`; a thread can have another one for a while
-(`World.activate`), which is how mock ranks live side by side in one process.
-
-The file is long because a group has every collective as a method.
+A process has one default world, the first that `init_process_group` or `World.init` made; a thread can have another
+one for a while (`World.activate`), which is how mock ranks live side by side in one process.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
-
-import torch
-from torch import Tensor
 
 from . import objects
+from .arguments import hint, integer, seconds
 from .backends.base import Backend
-from .backends.checks import check_parts, check_ranks, check_timeout
+from .backends.checks import check_parts, check_ranks
 from .backends.mock import MockBackend
 from .errors import CommunicatorError
+from .process_group import ProcessGroup
 from .topology import Topology
-from .types import ReduceOp, Work
+from .types import Seconds
 
-__all__ = ["ProcessGroup", "World", "current_world", "default_group", "forget_world", "set_process_world"]
+__all__ = [
+    "ProcessGroup",
+    "World",
+    "chosen_group",
+    "current_world",
+    "default_group",
+    "forget_world",
+    "group_of_this_rank",
+    "set_process_world",
+]
 
 BACKENDS = ("mpi", "mock")
-
-
-class _Outside:
-    """Stands for the backend on ranks outside a group: whatever is asked of it is an error."""
-
-    rank = -1
-
-    def __init__(self, ranks: tuple[int, ...], own: int) -> None:
-        self._message = (
-            f"rank {own} is not in this group of ranks {list(ranks)}; "
-            "check group.contains(rank) before calling its operations"
-        )
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise ValueError(self._message)
-
-
-class ProcessGroup:
-    """An ordered set of ranks that communicate; the ranks inside are numbered from 0.
-
-    Args:
-        backend: The communicator. On ranks outside the group, None.
-        ranks: The members' numbers in the world, in order; by default 0 to the backend's size.
-        own_rank: This rank's number in the world, needed on ranks outside.
-
-    Attributes:
-        operations: The backend; on ranks outside, something whose every attribute is an error.
-    """
-
-    def __init__(
-        self, backend: Backend | None, ranks: Sequence[int] | None = None, *, own_rank: int | None = None
-    ) -> None:
-        if backend is not None and not isinstance(backend, Backend):
-            raise TypeError(f"backend: expected an axonmpi.Backend, got {type(backend).__name__}")
-        if backend is None and (ranks is None or own_rank is None):
-            raise ValueError("a group without a backend needs its ranks and the own rank")
-        if ranks is None:
-            assert backend is not None
-            ranks = range(backend.size)
-        self._ranks = tuple(ranks)
-        self._members = frozenset(self._ranks)
-        self._private: dict[tuple[int, ...], Backend | None] = {}
-        self.operations: Any = backend if backend is not None else _Outside(self._ranks, own_rank or 0)
-
-    @classmethod
-    def mock(cls) -> ProcessGroup:
-        """Make a group of one rank that needs no MPI; local."""
-        return cls(MockBackend.create_world(1)[0])
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the group; -1 outside it."""
-        rank: int = self.operations.rank
-        return rank
-
-    @property
-    def size(self) -> int:
-        """How many ranks the group has."""
-        return len(self._ranks)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The members' numbers in the world, in the group's order."""
-        return self._ranks
-
-    @property
-    def backend(self) -> Backend:
-        """The communicator; ValueError on ranks outside the group."""
-        if isinstance(self.operations, _Outside):
-            _ = self.operations.backend
-        backend: Backend = self.operations
-        return backend
-
-    def contains(self, global_rank: int) -> bool:
-        """Say whether the world's rank `global_rank` is a member; local."""
-        return global_rank in self._members
-
-    def __repr__(self) -> str:
-        return f"ProcessGroup(ranks={list(self._ranks)}, rank={self.rank})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessGroup:
-        """Return the group itself, so that a copied module communicates with the same ranks; local."""
-        return self
-
-    # Each method below is the backend's of the same name, which documents it.
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Work | None:
-        """Reduce over all ranks, in place; collective. See `Backend.all_reduce`."""
-        work: Work | None = self.operations.all_reduce(tensor, op, async_op=async_op)
-        return work
-
-    def reduce(self, tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, async_op: bool = False) -> Work | None:
-        """Reduce onto rank `dst`, in place there; collective. See `Backend.reduce`."""
-        work: Work | None = self.operations.reduce(tensor, dst, op, async_op=async_op)
-        return work
-
-    def broadcast(self, tensor: Tensor, src: int = 0, async_op: bool = False) -> Work | None:
-        """Copy rank `src`'s tensor to all ranks, in place; collective. See `Backend.broadcast`."""
-        work: Work | None = self.operations.broadcast(tensor, src, async_op=async_op)
-        return work
-
-    def all_gather(self, tensor: Tensor, dim: int = 0, async_op: bool = False) -> Any:
-        """Return all ranks' tensors concatenated along `dim`; collective. See `Backend.all_gather`."""
-        return self.operations.all_gather(tensor, dim, async_op=async_op)
-
-    def reduce_scatter(
-        self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, dim: int = 0, async_op: bool = False
-    ) -> Any:
-        """Return this rank's slice of the reduced tensor; collective. See `Backend.reduce_scatter`."""
-        return self.operations.reduce_scatter(tensor, op, dim, async_op=async_op)
-
-    def gather(self, tensor: Tensor, dst: int = 0, async_op: bool = False) -> Any:
-        """Return the list of all ranks' tensors on rank `dst`; collective. See `Backend.gather`."""
-        return self.operations.gather(tensor, dst, async_op=async_op)
-
-    def scatter(self, tensor: Tensor | None, src: int = 0, async_op: bool = False) -> Any:
-        """Return this rank's part of rank `src`'s tensor; collective. See `Backend.scatter`."""
-        return self.operations.scatter(tensor, src, async_op=async_op)
-
-    def all_to_all(self, tensors: Sequence[Tensor], async_op: bool = False) -> Any:
-        """Send one tensor to each rank, return those received; collective. See `Backend.all_to_all`."""
-        return self.operations.all_to_all(tensors, async_op=async_op)
-
-    def barrier(self, async_op: bool = False) -> Work | None:
-        """Wait for all ranks; collective. See `Backend.barrier`."""
-        work: Work | None = self.operations.barrier(async_op=async_op)
-        return work
-
-    def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate a tensor that all ranks of the node can read and write; collective. See `Backend`."""
-        tensor: Tensor = self.operations.symmetric_empty(shape, dtype)
-        return tensor
-
-    def node_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate a tensor that the ranks of each node have in common; collective. See `Backend.node_empty`."""
-        tensor: Tensor = self.operations.node_empty(shape, dtype)
-        return tensor
-
-    def all_gather_into(
-        self, output: Tensor, tensor: Tensor | None, sizes: Sequence[int], async_op: bool = False
-    ) -> Work | None:
-        """Put the parts of all ranks into memory that each node has in common; collective. See `Backend`."""
-        work: Work | None = self.operations.all_gather_into(output, tensor, sizes, async_op=async_op)
-        return work
-
-    def reduce_scatter_into(
-        self,
-        output: Tensor,
-        tensors: Sequence[Tensor | int],
-        sizes: Sequence[int],
-        op: ReduceOp = ReduceOp.SUM,
-        *,
-        dtype: torch.dtype | None = None,
-        async_op: bool = False,
-    ) -> Work | None:
-        """Reduce tensors that lie end to end and put this rank's part into `output`; collective. See `Backend`."""
-        work: Work | None = self.operations.reduce_scatter_into(
-            output, tensors, sizes, op, dtype=dtype, async_op=async_op
-        )
-        return work
-
-    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
-        """Send to rank `dst`. See `Backend.send`."""
-        self.operations.send(tensor, dst, tag)
-
-    def recv(self, tensor: Tensor, src: int, tag: int = 0) -> None:
-        """Receive from rank `src`, in place. See `Backend.recv`."""
-        self.operations.recv(tensor, src, tag)
-
-    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
-        """Begin to send to rank `dst`. See `Backend.isend`."""
-        work: Work = self.operations.isend(tensor, dst, tag)
-        return work
-
-    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
-        """Begin to receive from rank `src`. See `Backend.irecv`."""
-        work: Work = self.operations.irecv(tensor, src, tag)
-        return work
-
-    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Return rank `src`'s picklable object on all ranks; collective."""
-        return objects.broadcast_object(self.operations, obj, src)
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        """Return the picklable objects of all ranks, in rank order; collective."""
-        return objects.all_gather_object(self.operations, obj)
-
-    def private(self, ranks: Sequence[int] | None = None) -> Backend | None:
-        """Return a communicator for messages that must not meet the user's; collective the first time.
-
-        Args:
-            ranks: Some ranks of this group, the same on all; None means all.
-
-        Returns:
-            The communicator, the same one whenever it is asked for; None on ranks outside.
-        """
-        chosen = tuple(range(self.size)) if ranks is None else check_ranks(ranks, self.size)
-        if chosen not in self._private:
-            self._private[chosen] = self.backend.split(chosen)
-        return self._private[chosen]
-
-    def close(self) -> None:
-        """Release the group's communicators; collective in effect, may be called twice; nothing outside."""
-        while self._private:
-            _, private = self._private.popitem()
-            if private is not None:
-                private.close()
-        if not isinstance(self.operations, _Outside):
-            self.operations.close()
+_MISSING = {
+    "nccl": "; this version sends tensors on the CPU only, by 'mpi', and has no NCCL yet",
+    "gloo": "; tensors on the CPU are sent by 'mpi', with the job started by mpirun or srun",
+}
 
 
 class World:
@@ -264,10 +64,10 @@ class World:
         backend: str = "mpi",
         init_method: str | None = None,
         *,
-        timeout: float | None = None,
+        timeout: Seconds | None = None,
         num_threads: int | None = None,
     ) -> World:
-        """Start a world of all ranks of the job; collective.
+        """Start a world of all ranks of the job, the default one where there is none yet; collective.
 
         Args:
             backend: `"mpi"`, or `"mock"` for a world of one rank without MPI.
@@ -280,12 +80,24 @@ class World:
             LaunchError: The processes were not started as one MPI job.
             ValueError: `backend` or `init_method` is unknown, or `timeout` is not positive.
         """
+        world = cls._start(backend, init_method, timeout, num_threads)
+        if current_world() is None:
+            set_process_world(world)
+        return world
+
+    @classmethod
+    def _start(
+        cls, backend: str, init_method: str | None, timeout: Seconds | None, num_threads: int | None
+    ) -> World:
         if backend not in BACKENDS:
-            raise ValueError(f"backend: expected one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
-        check_timeout(timeout)
+            todo = _MISSING.get(backend, "") if isinstance(backend, str) else ""
+            raise ValueError(f"backend: expected one of {', '.join(map(repr, BACKENDS))}, got {backend!r}{todo}")
+        timeout = seconds("timeout", timeout)
+        from .backends import runtime
+
+        runtime.check_arguments(init_method, num_threads)
         if backend == "mock":
             return cls.mock(1, timeout=timeout)
-        from .backends import runtime
         from .backends.mpi import MpiBackend
 
         started = runtime.start_world(init_method, num_threads=num_threads)
@@ -295,7 +107,7 @@ class World:
         return cls(MpiBackend(started.comm, timeout=timeout), topology)
 
     @classmethod
-    def mock(cls, world_size: int = 1, *, timeout: float | None = None) -> World:
+    def mock(cls, world_size: int = 1, *, timeout: Seconds | None = None) -> World:
         """Make a world of `world_size` mock ranks on one node and return rank 0's view of it; local.
 
         Args:
@@ -322,6 +134,16 @@ class World:
         return self.default_group.size
 
     @property
+    def world_size(self) -> int:
+        """The same as `size`."""
+        return self.default_group.size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
     def local_rank(self) -> int:
         """This rank's number on its node."""
         return self._topology.local_rank
@@ -344,6 +166,10 @@ class World:
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size}, node={self.node_rank} of {self.num_nodes})"
 
+    def barrier(self) -> None:
+        """Wait for all ranks of the world; collective."""
+        self.default_group.barrier()
+
     def new_group(self, ranks: Sequence[int]) -> ProcessGroup:
         """Make a group of some of the world's ranks, numbered in the order given; collective over the world.
 
@@ -360,7 +186,7 @@ class World:
         chosen = check_ranks(ranks, self.size)
         backend = self.default_group.backend.split(chosen)
         group = ProcessGroup(backend, chosen, own_rank=self.rank)
-        self._groups.append(group)
+        self._keep(group)
         return group
 
     def partition(self, parts: Sequence[Sequence[int]]) -> ProcessGroup:
@@ -379,7 +205,7 @@ class World:
         chosen = check_parts(parts, self.size)
         backend = self.default_group.backend.partition(chosen)
         group = ProcessGroup(backend, next(part for part in chosen if self.rank in part))
-        self._groups.append(group)
+        self._keep(group)
         return group
 
     def subworld(self, size: int) -> World | None:
@@ -388,15 +214,19 @@ class World:
         Raises:
             ValueError: `size` is not from 1 to the world's.
         """
-        if not 1 <= size <= self.size:
+        if not 1 <= integer("size", size) <= self.size:
             raise ValueError(f"size: expected 1 to {self.size} ranks, got {size}")
         backend = self.default_group.backend.split(range(size))
         if backend is None:
             return None
         nodes = objects.all_gather_object(backend, self.node_rank)
         world = World(backend, Topology.of(nodes, backend.rank))
-        self._groups.append(world)
+        self._keep(world)
         return world
+
+    def _keep(self, group: ProcessGroup | World) -> None:
+        """Remember a group of this rank until it is closed: else its communicators would never be released."""
+        self._groups = [*self.groups, group]
 
     @contextmanager
     def activate(self) -> Iterator[World]:
@@ -420,23 +250,34 @@ class World:
         backend.fail(error)
 
     @property
-    def num_groups(self) -> int:
-        """How many groups have been made of this world and not been released with `close_groups`."""
-        return len(self._groups)
+    def is_open(self) -> bool:
+        """Whether the world has not been closed."""
+        return self.default_group.is_open
 
-    def close_groups(self, keep: int = 0) -> None:
+    @property
+    def groups(self) -> tuple[ProcessGroup | World, ...]:
+        """The open groups and worlds that were made of this one and have this rank, oldest first."""
+        return tuple(group for group in self._groups if group.is_open)
+
+    def close_groups(self, keep: Collection[ProcessGroup | World] = ()) -> None:
         """Release groups of this world, the newest first; collective in effect.
 
         Args:
-            keep: How many of them to keep, the oldest ones.
+            keep: Those to keep, such as what `groups` was at an earlier time; on all ranks the same ones.
         """
-        while len(self._groups) > keep:
-            self._groups.pop().close()
+        for group in reversed(self.groups):
+            if group not in keep:
+                group.close()
+        self._groups = list(self.groups)
 
     def close(self) -> None:
-        """Release all groups of this world, the newest first; collective in effect, may be called twice."""
+        """Release all groups of this world, the newest first; collective in effect, may be called twice.
+
+        It is no default world any more: another one can be made.
+        """
         self.close_groups()
         self.default_group.close()
+        forget_world(self)
 
 
 _thread = threading.local()
@@ -473,4 +314,35 @@ def default_group() -> ProcessGroup:
     if world is None:
         raise CommunicatorError("no process group yet: call axonmpi.init_process_group() first")
     group: ProcessGroup = world.default_group
+    return group
+
+
+def chosen_group(given: object, argument: str = "group", habit: str = "") -> ProcessGroup:
+    """Return the group, the default one for None; local.
+
+    Args:
+        given: The group, or None.
+        argument: What the caller calls it.
+        habit: What to do where something else is given, for the message.
+
+    Raises:
+        TypeError: It is no group.
+    """
+    if given is None:
+        return default_group()
+    if isinstance(given, ProcessGroup):
+        return given
+    todo = hint(given) or (f"; {habit}" if habit else "")
+    raise TypeError(f"{argument}: expected an axonmpi.ProcessGroup or None, got {type(given).__name__}{todo}")
+
+
+def group_of_this_rank(given: object, argument: str = "process_group") -> ProcessGroup:
+    """Return the group as `chosen_group` does; this rank has to be in it; local.
+
+    Raises:
+        TypeError: It is no group.
+        ValueError: This rank is outside.
+    """
+    group = chosen_group(given, argument)
+    _ = group.backend  # which a rank outside does not have
     return group

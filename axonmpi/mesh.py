@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from . import objects
+from .arguments import integer
 from .backends.mock import MockBackend
 from .errors import CommunicatorError
 from .group import ProcessGroup, World, current_world
@@ -50,7 +51,7 @@ class DeviceMesh:
 
     Raises:
         CommunicatorError: There is no world yet.
-        TypeError: `shape` is no mapping of names to integers.
+        TypeError: `shape` is no mapping of names to integers, or `world` no world.
         ValueError: The product of the sizes is not the number of ranks, or the ranks' shapes differ; on all ranks.
     """
 
@@ -58,6 +59,8 @@ class DeviceMesh:
         world = current_world() if world is None else world
         if world is None:
             raise CommunicatorError("no world yet: call axonmpi.init_process_group() first")
+        if not isinstance(world, World):
+            raise TypeError(f"world: expected an axonmpi.World or None, got {type(world).__name__}")
         self._world = world
         self.shape, self._nodes = _agreed(world, shape)
         self.axes = tuple(self.shape)
@@ -92,6 +95,12 @@ class DeviceMesh:
             self._groups[key] = self._world.partition([[start + step for step in along] for start in starts])
         return self._groups[key]
 
+    def close(self) -> None:
+        """Release the groups that were made for this mesh; collective in effect, may be called twice."""
+        for group in self._groups.values():
+            if group is not self._world.default_group:
+                group.close()
+
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Return the world's ranks that `group` of the same axes has; local."""
         chosen = self._checked(axes)
@@ -117,7 +126,7 @@ class DeviceMesh:
         Raises:
             ValueError: It is no rank of the world.
         """
-        if not 0 <= rank < self._world.size:
+        if not 0 <= integer("rank", rank) < self._world.size:
             raise ValueError(f"rank: expected one of the world's, 0 to {self._world.size - 1}, got {rank}")
         return {axis: rank // self._strides[axis] % size for axis, size in self.shape.items()}
 
@@ -132,7 +141,7 @@ class DeviceMesh:
         """
         place = dict(self.coordinates)
         for axis in self._checked(coordinates) if coordinates else ():
-            place[axis] = coordinates[axis]
+            place[axis] = integer(axis, coordinates[axis])
             if not 0 <= place[axis] < self.shape[axis]:
                 raise ValueError(f"{axis}: expected a place from 0 to {self.shape[axis] - 1}, got {place[axis]}")
         return sum(place[axis] * self._strides[axis] for axis in self.axes)
@@ -178,7 +187,7 @@ class DeviceMesh:
     def _checked(self, axes: Iterable[str]) -> tuple[str, ...]:
         """Check names of axes and return them in the mesh's order; none stand for all."""
         given = list(axes)
-        unknown = [axis for axis in given if axis not in self.shape]
+        unknown = [axis for axis in given if not isinstance(axis, str) or axis not in self.shape]
         if unknown:
             known = ", ".join(map(repr, self.axes))
             raise ValueError(f"axis: expected one of the mesh's, {known}, got {unknown[0]!r}")

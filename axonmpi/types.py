@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from datetime import timedelta
 from typing import Any, Protocol
 
-__all__ = ["CompletedWork", "GradSyncStrategy", "Observer", "ReduceOp", "Work"]
+__all__ = ["CompletedWork", "GradSyncStrategy", "Observer", "ReduceOp", "Seconds", "Work"]
+
+Seconds = float | timedelta
+"""A time, in seconds where it is a number."""
 
 
 class ReduceOp(enum.IntEnum):
@@ -40,7 +44,7 @@ class Work(ABC):
     """An operation under way. Operations of one group run in the order in which they were started."""
 
     @abstractmethod
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: Seconds | None = None) -> None:
         """Block until the operation is complete.
 
         Args:
@@ -66,7 +70,7 @@ class CompletedWork(Work):
     def __init__(self, value: Any = None) -> None:
         self._value = value
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: Seconds | None = None) -> None:
         """Return at once."""
 
     def done(self) -> bool:

@@ -22,8 +22,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..arguments import check_flags, member, seconds
 from ..errors import CommunicatorError, DtypeError
-from ..types import Observer, ReduceOp, Work
+from ..types import Observer, ReduceOp, Seconds, Work
 from .call import Call, Layout
 from .checks import (
     check_dtype,
@@ -36,7 +37,6 @@ from .checks import (
     check_sizes,
     check_tag,
     check_tensor_list,
-    check_timeout,
     check_writable,
     wrap_dim,
 )
@@ -87,22 +87,26 @@ class Backend(ABC):
     overlaps: bool = True
     grace: float = 0.0
 
-    def __init__(self, rank: int, size: int, worker: TaskQueue, *, timeout: float | None = None) -> None:
-        check_timeout(timeout)
+    def __init__(self, rank: int, size: int, worker: TaskQueue, *, timeout: Seconds | None = None) -> None:
         self.rank = rank
         self.size = size
-        self.timeout = timeout
+        self.timeout = seconds("timeout", timeout)
         self.observer: Observer | None = None
         self._closed: str | None = None
         self._calls: dict[Any, Call] = {}
         self._worker = worker
+
+    @property
+    def world_size(self) -> int:
+        """The same as `size`."""
+        return self.size
 
     # ---- collectives: check, then hand over -------------------------------------------------------------
 
     def all_reduce(
         self,
         tensor: Tensor,
-        op: ReduceOp = ReduceOp.SUM,
+        op: ReduceOp | str = ReduceOp.SUM,
         *,
         async_op: bool = False,
         layout: Layout | None = None,
@@ -111,7 +115,7 @@ class Backend(ABC):
 
         Args:
             tensor: Any shape and strides, the same shape and dtype on all ranks.
-            op: The reduction; sums are taken in rank order, 16-bit floats in float32.
+            op: The reduction, or its name; sums are taken in rank order, 16-bit floats in float32.
             async_op: Return a `Work` at once; leave the tensor alone until it is done.
             layout: What a flat tensor is made of, the same on all ranks.
 
@@ -125,7 +129,7 @@ class Backend(ABC):
         return work
 
     def reduce(
-        self, tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
+        self, tensor: Tensor, dst: int, op: ReduceOp | str = ReduceOp.SUM, *, async_op: bool = False
     ) -> Work | None:
         """Reduce over all ranks, in place on rank `dst`, untouched on the others; collective.
 
@@ -176,7 +180,7 @@ class Backend(ABC):
             async_op: Return a `Work` at once, whose `result()` is the tensor.
 
         Raises:
-            IndexError: `dim` is out of range.
+            DimensionError: `dim` is out of range.
             CollectiveMismatchError: The ranks differ in dtype or in another dimension.
         """
         tensor = check_readable(tensor, self.name, self.device_types)
@@ -187,7 +191,7 @@ class Backend(ABC):
         return self._run(async_op, call, self._all_gather, tensor, dim)
 
     def reduce_scatter(
-        self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM, dim: int = 0, *, async_op: bool = False
+        self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, dim: int = 0, *, async_op: bool = False
     ) -> Any:
         """Reduce over all ranks and return this rank's slice along `dim`; collective, returns a new tensor.
 
@@ -198,7 +202,7 @@ class Backend(ABC):
             async_op: Return a `Work` at once, whose `result()` is the slice.
 
         Raises:
-            IndexError: `dim` is out of range.
+            DimensionError: `dim` is out of range.
             DtypeError: The dtype does not allow `op`.
             CollectiveMismatchError: The ranks' calls differ.
         """
@@ -251,12 +255,20 @@ class Backend(ABC):
         call = self._call("scatter", None, (), None, src)
         return self._run(async_op, call, self._scatter, tensor if self.rank == src else None)
 
-    def all_to_all(self, tensors: Sequence[Tensor], *, async_op: bool = False) -> Any:
+    def all_to_all(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        async_op: bool = False,
+        cut_from: tuple[torch.dtype, tuple[int, ...], int] | None = None,
+    ) -> Any:
         """Send `tensors[i]` to rank i and return what each rank sent here; collective.
 
         Args:
             tensors: One a rank; shapes and dtypes are free (up to 12 dimensions).
             async_op: Return a `Work` at once, whose `result()` is the list.
+            cut_from: Dtype, shape and dimension of what the tensors were cut from, where all ranks have to have
+                the same; a size of -1 is free.
 
         Returns:
             A list of new tensors: entry i came from rank i.
@@ -269,7 +281,9 @@ class Backend(ABC):
         checked = [check_readable(tensor, self.name, self.device_types) for tensor in tensors]
         if any(tensor.dim() > 12 for tensor in checked):
             raise ValueError("all_to_all: expected tensors of at most 12 dimensions")
-        return self._run(async_op, self._call("all_to_all"), self._all_to_all, checked)
+        dtype, shape, dim = (None, (), None) if cut_from is None else cut_from
+        call = self._call("all_to_all", dtype, shape, None, dim)
+        return self._run(async_op, call, self._all_to_all, checked)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Wait until all ranks have come here; collective."""
@@ -420,7 +434,7 @@ class Backend(ABC):
         output: Tensor,
         tensors: Sequence[Tensor | int],
         sizes: Sequence[int],
-        op: ReduceOp = ReduceOp.SUM,
+        op: ReduceOp | str = ReduceOp.SUM,
         *,
         dtype: torch.dtype | None = None,
         async_op: bool = False,
@@ -523,6 +537,11 @@ class Backend(ABC):
 
     # ---- life ---------------------------------------------------------------------------------------------
 
+    @property
+    def is_open(self) -> bool:
+        """Whether operations can be called: the group has not been closed, here or by a fork."""
+        return self._closed is None
+
     @abstractmethod
     def abort(self, code: int = 1) -> None:
         """End the whole job now, with exit code `code`; local."""
@@ -550,11 +569,12 @@ class Backend(ABC):
     # ---- running --------------------------------------------------------------------------------------------
 
     def _run(self, async_op: bool, call: Call, move: Callable[..., Any], *args: Any) -> Any:
-        if async_op or self._worker.busy or self.timeout is not None:
-            return self._queue(async_op, call, move, args)
-        return self._execute(call.operation, call.nbytes, move, call, *args)
+        if async_op is False and not self._worker.busy and self.timeout is None:
+            return self._execute(call.operation, call.nbytes, move, call, *args)
+        return self._queue(async_op, call, move, args)
 
     def _queue(self, async_op: bool, call: Call, move: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        check_flags(async_op=async_op)
         self._check_open(call.operation)
         inference = torch.is_inference_mode_enabled()
         in_steps = self._steps(call, *args)
@@ -614,19 +634,20 @@ class Backend(ABC):
         operation: str,
         dtype: torch.dtype | None = None,
         shape: tuple[int, ...] = (),
-        op: ReduceOp | None = None,
+        op: ReduceOp | str | None = None,
         root: int | None = None,
         layout: Layout | None = None,
     ) -> Call:
         """Find or make the Call; what depends on dtype and reduction alone is checked once."""
         if op is not None and op.__class__ is not ReduceOp:  # 0 and True would be found as SUM and PRODUCT
-            raise TypeError(f"op: expected an axonmpi.ReduceOp, got {op!r}")
+            op = member("op", ReduceOp, op)
         index = (operation, dtype, shape, op, root, layout)
         call = self._calls.get(index)
         if call is None:
+            assert not isinstance(op, str)
             if operation in ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_into"):
                 assert dtype is not None
-                check_reducible(dtype, op)
+                check_reducible(dtype, op)  # no reduction at all, None, is refused here
             call = Call(operation, dtype, tuple(shape), op, root, layout)
             if len(self._calls) >= _MAX_CACHED_CALLS:
                 self._calls.clear()
@@ -652,14 +673,16 @@ class Backend(ABC):
         os.sched_yield()
 
     @abstractmethod
-    def check_peers(self, what: str) -> None:
+    def check_peers(self, what: str, peer: int | None = None) -> None:
         """Raise if a rank has failed, where nothing else ends the waiting for it; local.
 
         Args:
             what: What waits.
+            peer: The rank of this group that it waits for, where that is known.
 
         Raises:
             RankFailedError: A rank has failed.
+            CollectiveMismatchError: `peer` is a mock rank that has returned.
         """
 
     # ---- what a backend provides: arguments are checked; tensors may have any strides -----------------------

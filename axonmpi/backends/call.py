@@ -36,7 +36,7 @@ _OPERATIONS = (
 )
 _CODE = {name: code for code, name in enumerate(_OPERATIONS)}
 _DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
-_WITH_DIM = ("all_gather", "reduce_scatter")
+_WITH_DIM = ("all_gather", "reduce_scatter", "all_to_all")
 _MAX_SHOWN = 6
 
 Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]

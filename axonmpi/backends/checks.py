@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..errors import DtypeError
+from ..arguments import hint
+from ..errors import DimensionError, DtypeError
 from .reduction import DTYPES
 
 __all__ = [
@@ -27,7 +28,6 @@ __all__ = [
     "check_tag",
     "check_tensor",
     "check_tensor_list",
-    "check_timeout",
     "check_writable",
     "wrap_dim",
 ]
@@ -41,7 +41,7 @@ _DTYPES = frozenset(DTYPES)
 def check_tensor(tensor: object, backend: str, device_types: tuple[str, ...]) -> None:
     """Raise unless `tensor` is a dense tensor that the backend can carry."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"expected a torch.Tensor, got {type(tensor).__name__}; wrap it in torch.as_tensor()")
+        raise TypeError(_no_tensor(tensor))
     if tensor.device.type not in device_types:
         raise ValueError(
             f"the {backend} backend takes tensors on {' or '.join(device_types)}, "
@@ -55,6 +55,13 @@ def check_tensor(tensor: object, backend: str, device_types: tuple[str, ...]) ->
         raise DtypeError(f"tensors of dtype {tensor.dtype} cannot be sent; convert them first")
     if type(tensor) in (Tensor, Parameter) and tensor.numel():
         _check_storage(tensor)
+
+
+def _no_tensor(given: object) -> str:
+    todo = "wrap it in torch.as_tensor()"
+    if isinstance(given, list | tuple):
+        todo = "give one tensor; results are returned, none is written into a list"
+    return f"expected a torch.Tensor, got {type(given).__name__}{hint(given) or '; ' + todo}"
 
 
 def _check_storage(tensor: Tensor) -> None:
@@ -111,7 +118,7 @@ def check_tensor_list(tensors: object, size: int) -> None:
 def check_rank(rank: object, what: str, size: int) -> None:
     """Raise unless `rank` is a rank of a group of `size`."""
     if not isinstance(rank, int) or isinstance(rank, bool):
-        raise TypeError(f"{what}: expected a rank of the group as an int, got {rank!r}")
+        raise TypeError(f"{what}: expected a rank of the group as an int, got {rank!r}{hint(rank)}")
     if not 0 <= rank < size:
         raise ValueError(f"{what}: expected a rank of the group, 0 to {size - 1}, got {rank}")
 
@@ -142,14 +149,6 @@ def check_parts(parts: Sequence[Sequence[int]], size: int) -> tuple[tuple[int, .
             f"parts: expected every rank of the group in one of them, got rank {wrong[0]} in {times[wrong[0]]}"
         )
     return chosen
-
-
-def check_timeout(timeout: object) -> None:
-    """Raise unless `timeout` is a positive number of seconds or None."""
-    if timeout is None:
-        return
-    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0:
-        raise ValueError(f"timeout: expected a positive number of seconds or None, got {timeout!r}")
 
 
 def check_dtype(dtype: object) -> None:
@@ -193,15 +192,15 @@ def check_flat(tensor: Tensor, numel: int, what: str, backend: str, device_types
 def check_tag(tag: object) -> None:
     """Raise unless `tag` is a message tag that every MPI library has."""
     if not isinstance(tag, int) or isinstance(tag, bool) or not 0 <= tag <= MAX_TAG:
-        raise ValueError(f"tag: expected an int from 0 to {MAX_TAG}, got {tag!r}")
+        raise ValueError(f"tag: expected an int from 0 to {MAX_TAG}, got {tag!r}{hint(tag)}")
 
 
-def wrap_dim(dim: object, dims: int) -> int:
+def wrap_dim(dim: object, dims: int, name: str = "dim") -> int:
     """Turn a dimension, negative ones from the end, into an index."""
     if not isinstance(dim, int) or isinstance(dim, bool):
-        raise TypeError(f"dim: expected an int, got {dim!r}")
+        raise TypeError(f"{name}: expected an int, got {dim!r}{hint(dim)}")
     if dims == 0:
-        raise IndexError("dim: expected a tensor of at least 1 dimension, got a 0-d one; use .reshape(1)")
+        raise DimensionError(f"{name}: expected a tensor of at least 1 dimension, got a 0-d one; use .reshape(1)")
     if not -dims <= dim < dims:
-        raise IndexError(f"dim: expected {-dims} to {dims - 1} for a tensor of {dims} dimensions, got {dim}")
+        raise DimensionError(f"{name}: expected {-dims} to {dims - 1} for a tensor of {dims} dimensions, got {dim}")
     return dim % dims

@@ -3,6 +3,7 @@
 By itself a rank that fails leaves the others waiting for it forever. Here, once MPI runs with several ranks:
 
     an exception nobody caught, in any thread    one traceback, prefixed with the rank, then MPI_Abort
+    ctrl-C, a launch that cannot work            the same, from rank 0
     sys.exit(3), raise SystemExit(3)             code 3 for the whole job, unless all ranks end at the same time
     the end of the program                       waits for the other ranks' ends, then MPI_Finalize
     os._exit, a signal, a crash                  nothing to do: the launcher sees it and ends the job
@@ -32,10 +33,10 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
-from ..errors import RankFailedError
+from ..errors import LaunchError, RankFailedError
 from .children import after_fork
 
-__all__ = ["after_fork", "before_finalize", "end_together", "install", "meet_on"]
+__all__ = ["after_fork", "before_finalize", "end_together", "install", "leave_unsaid", "let_first_speak", "meet_on"]
 
 FAILED_MEETING_SECONDS = 1.0
 """How long a rank that ends with an error gives the others to end as well, before it aborts the job."""
@@ -46,9 +47,14 @@ CLOSING_SECONDS = 5.0
 ABORT_SECONDS = 3.0
 """How long MPI_Abort may take before the process ends without it, which the launcher notices."""
 CAUSE_SECONDS = 1.5
-"""How long a rank that failed because another one did gives that one to end the job, before it speaks."""
+"""How long a rank gives another one, which failed before it or with it, to speak and to end the job."""
+FIRST_SECONDS = 3.0
+"""How long a process that leaves an error unsaid gives the first one to say it."""
 READ_SECONDS = 0.5
 """How long an aborting rank waits for the launcher to read what it has printed."""
+
+_OF_ALL_RANKS = (KeyboardInterrupt, LaunchError)
+"""What all ranks raise at the same time: rank 0 says it."""
 
 _before_finalize: list[Callable[[], None]] = []
 _job: _Job | None = None
@@ -88,6 +94,30 @@ def meet_on(comm: Any) -> None:
         _job.meeting = comm.Dup()
 
 
+def leave_unsaid(kind: type[BaseException]) -> None:
+    """Have an error of this kind that nobody catches end a process without other ranks in silence; local."""
+    if _job is not None and _job.size > 1:
+        return
+    hook = sys.excepthook
+
+    def quiet(raised: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(raised, kind):
+            let_first_speak()
+        else:
+            hook(raised, error, trace)
+
+    sys.excepthook = quiet
+
+
+def let_first_speak() -> None:
+    """Wait before ending with an error that another process says: the first to end may end the whole job; local.
+
+    Ranks that have found each other end together, so they need not wait.
+    """
+    if _job is None or _job.size == 1:
+        time.sleep(FIRST_SECONDS)
+
+
 def end_together() -> None:
     """Say that all ranks are at their ends: one with an error gives the others all the time they need; local."""
     assert _job is not None
@@ -117,8 +147,8 @@ class _Job:
         if self._is_out():
             self._exception_hook(kind, error, trace)
             return
-        if isinstance(error, RankFailedError):
-            time.sleep(CAUSE_SECONDS)  # the launcher ends this process when the rank that failed ends the job
+        if isinstance(error, RankFailedError) or (self._rank and isinstance(error, _OF_ALL_RANKS)):
+            time.sleep(CAUSE_SECONDS)  # the launcher ends this process when the other rank ends the job
         text = ""
         if self._exception_hook is not sys.__excepthook__:
             text = _printed_by(lambda: self._exception_hook(kind, error, trace))

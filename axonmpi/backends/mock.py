@@ -8,7 +8,8 @@ threads. They meet in a `Room`: each rank puts its part down, and when all are t
     rank 2 ── put part 2 ─┘                 └─ [part 0, part 1, part 2]
 
 A rank that fails says so to the `House` which all rooms of a world share, and every rank that waits, now or later,
-raises `RankFailedError`. Results are the same bits as MPI's. Each backend keeps a log of its operations.
+raises `RankFailedError`. A rank that has returned leaves the rooms, and whoever waits for it raises, too. Results
+are the same bits as MPI's. Each backend keeps a log of its operations.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import torch
 from torch import Tensor
 
 from .. import environment
+from ..arguments import seconds
 from ..errors import CollectiveMismatchError
-from ..types import CompletedWork, ReduceOp, Work
+from ..types import CompletedWork, ReduceOp, Seconds, Work
 from .base import Backend
 from .call import Call, mismatch_error
-from .checks import check_timeout
 from .flat_parts import FlatParts
 from .mock_room import House, Room
 from .reduction import reduce_in_rank_order, reduce_wide_into
@@ -74,24 +75,24 @@ class _ReceiveWork(Work):
         self._complete = False
         self._error: Exception | None = None
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: Seconds | None = None) -> None:
         """Block until the message is in the tensor; see `Work.wait`."""
         if not self._complete:
-            self._receive(timeout)
+            self._receive(seconds("timeout", timeout, positive=False))
         if self._error is not None:
             raise self._error
 
     def _receive(self, timeout: float | None) -> None:
-        message = self._backend.room.take(self._channel, self._ticket, timeout)
         try:
+            message = self._backend.room.take(self._channel, self._ticket, timeout)
             _copy_message(message, self._tensor, self._channel[0])
         except CollectiveMismatchError as error:
             self._error = error
         self._complete = True
 
     def done(self) -> bool:
-        """Say whether the message is there, or was of another size."""
-        if not self._complete and self._backend.room.arrived(self._channel, self._ticket):
+        """Say whether the message is there, was of another size, or will never come."""
+        if not self._complete and self._backend.room.is_settled(self._channel, self._ticket):
             self._receive(None)
         return self._complete
 
@@ -122,14 +123,16 @@ class MockBackend(Backend):
     device_types = ("cpu", "cuda")
 
     def __init__(self, room: Room, rank: int, *, timeout: float | None = None) -> None:
-        super().__init__(rank, len(room.ranks), Worker(f"axonmpi-mock-rank{room.ranks[rank]}"))
+        worker = Worker(f"axonmpi-mock-rank{room.ranks[rank]}")
+        super().__init__(rank, len(room.ranks), worker)
         self.room = room
+        room.enter(rank, worker)
         self.log: list[LoggedCall] = []
         self._wait_limit = timeout
         self._round = 0
 
     @classmethod
-    def create_world(cls, size: int, *, timeout: float | None = None) -> list[MockBackend]:
+    def create_world(cls, size: int, *, timeout: Seconds | None = None) -> list[MockBackend]:
         """Make `size` backends that talk to each other, each to be used by a thread of its own; local.
 
         Args:
@@ -144,14 +147,21 @@ class MockBackend(Backend):
         """
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"size: expected a positive number of ranks, got {size!r}")
-        check_timeout(timeout)
-        house = House(DEFAULT_TIMEOUT if timeout is None else timeout)
+        limit = seconds("timeout", timeout)
+        house = House(DEFAULT_TIMEOUT if limit is None else limit)
         room = house.room("world", tuple(range(size)))
-        return [cls(room, rank, timeout=timeout) for rank in range(size)]
+        return [cls(room, rank, timeout=limit) for rank in range(size)]
 
     def fail(self, error: BaseException) -> None:
         """Say that this rank has failed: ranks that wait, now or later, raise `RankFailedError`; local."""
         self.room.house.fail(self.room.ranks[self.rank], error)
+
+    def leave(self) -> None:
+        """Say that this rank has returned: ranks that wait for a call of it raise `CollectiveMismatchError`; local.
+
+        What the rank has begun in any of its groups is done before.
+        """
+        self.room.house.leave(self.room.ranks[self.rank])
 
     def abort(self, code: int = 1) -> None:
         """Fail this rank, which releases the others; local."""
@@ -253,9 +263,9 @@ class MockBackend(Backend):
         """Let other threads run: sleeping gives Python's lock away, which yielding the core does not."""
         time.sleep(0)
 
-    def check_peers(self, what: str) -> None:
-        """Raise `RankFailedError` if a mock rank has failed; local."""
-        self.room.house.check(what)
+    def check_peers(self, what: str, peer: int | None = None) -> None:
+        """Raise if a mock rank has failed, or if `peer` has returned; local. See `Backend.check_peers`."""
+        self.room.check(what, [] if peer is None else [peer])
 
     def _all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
         places = output.split(sizes)
@@ -273,14 +283,12 @@ class MockBackend(Backend):
         reduce_wide_into([flat.split(sizes)[self.rank] for flat in given], call.op, output)
 
     def _divide(self, call: Call, parts: tuple[tuple[int, ...], ...]) -> MockBackend | None:
-        number = self._round
-        self._agree(call)
-        ranks = next((part for part in parts if self.rank in part), None)
-        if ranks is None:
-            return None
+        ranks = next((part for part in parts if self.rank in part), ())
         members = tuple(self.room.ranks[rank] for rank in ranks)
-        room = self.room.house.room((id(self.room), number, members), members)
-        return MockBackend(room, ranks.index(self.rank), timeout=self._wait_limit)
+        # Found before ranks meet: one that is quick may send, close its group and be gone before another looks.
+        room = self.room.house.room((self.room.number, self._round, members), members)
+        self._agree(call)
+        return MockBackend(room, ranks.index(self.rank), timeout=self._wait_limit) if ranks else None
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
         self._note("send", tensor, dst, tensor.nbytes)

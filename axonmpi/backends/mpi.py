@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,7 @@ from .mpi_memory import as_bytes, empty, flat_elements, write_back
 from .mpi_messages import MessagePort, buffer_of
 from .mpi_slots import PAYLOAD_BYTES, describe, described
 from .plain_paths import Plan
+from .shared_memory import warn_no_shared_memory
 from .turns import Steps
 from .two_level_paths import TwoLevelPaths
 from .worker import Worker
@@ -70,6 +72,19 @@ def _register_with_exits() -> None:
     children.after_fork(_leave_to_parent)
 
 
+@contextmanager
+def _making_communicators(mpi: Any) -> Iterator[None]:
+    """Say what to do where MPI has no communicator left."""
+    try:
+        yield
+    except mpi.Exception as error:
+        raise CommunicatorError(
+            f"MPI cannot make another group: {error}\nA process has room for some hundred groups (MPICH: 2,048 "
+            "communicators, of which a group takes four). Release those that are used no more: group.close(), "
+            "mesh.close(), or world.close_groups() for all of them"
+        ) from error
+
+
 class MpiBackend(Backend):
     """A communicator over MPI for tensors on the CPU.
 
@@ -97,15 +112,19 @@ class MpiBackend(Backend):
         comm = self._mpi.COMM_WORLD if comm is None else comm
         rank = comm.Get_rank()
         super().__init__(rank, comm.Get_size(), Worker(f"axonmpi-mpi-rank{rank}"), timeout=timeout)
-        self.mpi_comm = comm.Dup() if parent is None else comm
-        self.cores: CoreShare = core_share(self._mpi, self.mpi_comm) if parent is None else parent.cores
         self.piece_bytes = PIECE_BYTES
         self.max_message_bytes = MAX_MESSAGE_BYTES
-        self._messages = MessagePort(self._mpi, comm.Dup())
-        self._pairs = MessagePort(self._mpi, self.mpi_comm)
-        connection = connect(self._mpi, self.mpi_comm, self, crowded=self.cores.crowded, timeout=timeout)
+        with _making_communicators(self._mpi):
+            self.mpi_comm = comm.Dup() if parent is None else comm
+            self.cores: CoreShare = core_share(self._mpi, self.mpi_comm) if parent is None else parent.cores
+            self._messages = MessagePort(self._mpi, comm.Dup())
+            self._pairs = MessagePort(self._mpi, self.mpi_comm)
+            connection = connect(self._mpi, self.mpi_comm, self, crowded=self.cores.crowded, timeout=timeout)
+        if connection.obstacle:
+            warn_no_shared_memory(connection.obstacle)
         self._slots, self._paths, self._memory = connection.slots, connection.paths, connection.memory
         self._fence_of_node = connection.fence
+        self._node_ranks = self._memory.ranks
         self.path = connection.name
         self.grace = 1.0 if timeout is not None and self.path != "plain" else 0.0
         # Ranks wait for a network asleep, so the thread that communicates takes little from the one that computes.
@@ -118,8 +137,9 @@ class MpiBackend(Backend):
 
     def abort(self, code: int = 1) -> None:
         """End the whole job now, with exit code `code`; local."""
-        self._paths.break_down(f"rank {self.rank} has aborted the job")
-        self.mpi_comm.Abort(code)
+        if self.is_open:
+            self._paths.break_down(f"rank {self.rank} has aborted the job")
+        self._mpi.COMM_WORLD.Abort(code)
 
     def stop_worker(self, timeout: float) -> bool:
         """End the worker thread; False if it is still busy after `timeout` seconds; local."""
@@ -130,7 +150,7 @@ class MpiBackend(Backend):
     def all_reduce(
         self,
         tensor: Tensor,
-        op: ReduceOp = ReduceOp.SUM,
+        op: ReduceOp | str = ReduceOp.SUM,
         *,
         async_op: bool = False,
         layout: Layout | None = None,
@@ -140,7 +160,7 @@ class MpiBackend(Backend):
         A small tensor of a kind that was reduced before skips what need not be done twice.
         """
         is_usual = tensor.__class__ is Tensor and not tensor.is_nested and op.__class__ is ReduceOp
-        if is_usual and not async_op and layout is None:
+        if is_usual and async_op is False and layout is None:
             plan = self._plans.get((tensor.dtype, tensor.shape, op))
             if plan is not None and self._is_plain(tensor) and plan.run(tensor):
                 return None
@@ -296,10 +316,11 @@ class MpiBackend(Backend):
     def _divide(self, call: Call, parts: tuple[tuple[int, ...], ...]) -> MpiBackend | None:
         self._agree(call)
         color = next((number for number, part in enumerate(parts) if self.rank in part), None)
-        if color is None:
-            self.mpi_comm.Split(self._mpi.UNDEFINED, 0)
-            return None
-        comm: Any = self.mpi_comm.Split(color, parts[color].index(self.rank))
+        with _making_communicators(self._mpi):
+            if color is None:
+                self.mpi_comm.Split(self._mpi.UNDEFINED, 0)
+                return None
+            comm: Any = self.mpi_comm.Split(color, parts[color].index(self.rank))
         return MpiBackend(comm, timeout=self.timeout, parent=self)
 
     # ---- point to point -----------------------------------------------------------------------------------
@@ -333,7 +354,7 @@ class MpiBackend(Backend):
     @property
     def node_ranks(self) -> tuple[int, ...]:
         """Ranks of this group that share what `node_empty` returns here; local. See `Backend.node_ranks`."""
-        return self._memory.ranks
+        return self._node_ranks
 
     def _node_empty(self, call: Call) -> Tensor:
         self._agree(call)
@@ -347,7 +368,7 @@ class MpiBackend(Backend):
         """Whether ranks outnumber the cores anywhere."""
         return self.cores.crowded
 
-    def check_peers(self, what: str) -> None:
+    def check_peers(self, what: str, peer: int | None = None) -> None:
         """Return: a rank that fails ends the job, and with it whoever waits."""
 
     def _fence(self) -> Callable[[], None] | None:
@@ -368,6 +389,8 @@ class MpiBackend(Backend):
         self._paths.free()
         self._messages.comm.Free()
         self.mpi_comm.Free()
+        # Its memory goes with the group, however long anybody keeps the closed one.
+        del self._slots, self._agree, self._paths, self._memory, self._fence_of_node, self._messages, self._pairs
 
     def _spec(self, tensor: Tensor, count: int | None = None) -> list[Any]:
         """Describe contiguous memory to MPI; `count` is the bytes per rank where an operation wants that."""

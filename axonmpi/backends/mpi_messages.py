@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..arguments import seconds
 from ..errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorError
-from ..types import Work
+from ..types import Seconds, Work
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -133,12 +134,13 @@ class RequestWork(Work):
         self._complete = complete
         self._error: Exception | None = None
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: Seconds | None = None) -> None:
         """Block until the messages are through; see `Work.wait`."""
-        if timeout is None:
+        limit = seconds("timeout", timeout, positive=False)
+        if limit is None:
             self._ask(self._port.mpi.Request.Waitall)
         else:
-            self._poll(timeout)
+            self._poll(limit)
         if self._error is not None:
             raise self._error
 

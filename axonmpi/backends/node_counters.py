@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..errors import CollectiveTimeoutError
+from ..errors import AxonmpiError, CollectiveTimeoutError
 from .futex import Futex
 
 __all__ = ["WORDS_PER_COUNTER", "NodeCounters"]
@@ -39,7 +39,7 @@ class NodeCounters:
         memory: [count * WORDS_PER_COUNTER] int64, common to the ranks and zero.
         fence: A full memory barrier, None where the processor needs none.
         timeout: Seconds after which a rank gives up waiting; None never does.
-        check: Called now and then while waiting; raises if the rank that is waited for has failed.
+        check: Called now and then while waiting, with what waits and for which rank; raises if that is in vain.
         give_way: Lets others run for a moment.
         crowded: Whether ranks outnumber the cores, so that a rank that waits should soon sleep.
     """
@@ -49,7 +49,7 @@ class NodeCounters:
         memory: Tensor,
         fence: Callable[[], None] | None,
         timeout: float | None,
-        check: Callable[[str], None],
+        check: Callable[[str, int | None], None],
         give_way: Callable[[], object],
         crowded: bool,
     ) -> None:
@@ -80,7 +80,14 @@ class NodeCounters:
             self._fence()
         return True
 
-    def wait(self, index: int, value: int, what: str, meanwhile: Callable[[], None] = _nothing) -> None:
+    def wait(
+        self,
+        index: int,
+        value: int,
+        what: str,
+        meanwhile: Callable[[], None] = _nothing,
+        peer: int | None = None,
+    ) -> None:
         """Wait until a counter has come to a value, giving the core away; local.
 
         Args:
@@ -88,10 +95,12 @@ class NodeCounters:
             value: What it has to come to.
             what: What is waited for, for messages.
             meanwhile: Called again and again while waiting.
+            peer: The rank that counts up, where it is known.
 
         Raises:
             CollectiveTimeoutError: It has not come within the time-out.
             RankFailedError: A mock rank has failed.
+            CollectiveMismatchError: `peer` is a mock rank that has returned.
         """
         for _ in range(self._yields):
             if self.reached(index, value):
@@ -105,7 +114,12 @@ class NodeCounters:
             if seen < value:  # a wake-up that is missed all the same costs no more than the longest sleep
                 self._futex.sleep(word, seen, _LONGEST_SLEEP_SECONDS)
             meanwhile()
-            self._check(what)
+            try:
+                self._check(what, peer)
+            except AxonmpiError:
+                if self.reached(index, value):  # it has counted up, and then failed or returned
+                    return
+                raise
             waited = time.monotonic() - began
             if self._timeout is not None and waited > self._timeout:
                 raise CollectiveTimeoutError(f"{what} waited {self._timeout:g} s")

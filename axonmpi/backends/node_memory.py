@@ -26,7 +26,7 @@ from .node_scratch import ALIGNMENT, bounds_of, round_down
 from .node_slots import NodeSlots
 from .plain_paths import PlainPaths
 from .reduction import reduce_wide_into
-from .shared_memory import Arena
+from .shared_memory import Arena, remedy
 from .two_level_paths import TwoLevelPaths
 
 __all__ = ["NodeMemory", "OneNode", "OwnMemory", "SeveralNodes"]
@@ -102,8 +102,8 @@ class _Common:
         block = self._arena.allocate(nbytes, common=True)
         if isinstance(block, str):
             raise MemoryError(
-                f"no {nbytes / 2**20:.0f} MiB could be shared with the other ranks of this node ({block}); give "
-                "the job more memory (sbatch --mem, the limit of the container or cgroup)"
+                f"no {nbytes / 2**20:.0f} MiB could be shared with the other ranks of this node ({block}). "
+                f"What helps: {remedy(block)}"
             )
         return self._arena.tensor(block, nbytes, common=True)
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import member
 from ..errors import DtypeError
 from ..types import ReduceOp
 
@@ -71,7 +72,7 @@ def check_reducible(dtype: torch.dtype, op: object) -> None:
         DtypeError: the dtype is unknown, unordered (MIN, MAX) or integral (AVERAGE).
     """
     if not isinstance(op, ReduceOp):
-        raise TypeError(f"op: expected an axonmpi.ReduceOp, got {op!r}")
+        op = member("op", ReduceOp, op)
     if dtype not in DTYPES:
         raise DtypeError(f"cannot reduce tensors of dtype {dtype}; convert them first, to float32 for example")
     if op is ReduceOp.AVERAGE and not (dtype.is_floating_point or dtype.is_complex):

@@ -5,15 +5,16 @@
                   gives each rank its share of the node's cores
 
 Where there is no MPI at all, a program that was started alone is a world of one rank; one that was started by
-a launcher is refused.
+a launcher is refused. A launch that cannot work is told once, and not by every process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,16 @@ from . import children, exits
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MpiLibrary", "Started", "library_info", "start_mpi", "start_world"]
+__all__ = [
+    "MpiLibrary",
+    "Started",
+    "check_arguments",
+    "library_info",
+    "speaks_of_launch",
+    "start_mpi",
+    "start_world",
+    "thread_level",
+]
 
 INIT_METHODS = (None, "mpi://", "env://")
 
@@ -70,6 +80,29 @@ class Started:
     threads_reason: str
 
 
+@contextlib.contextmanager
+def _told_once() -> Iterator[None]:
+    """Have one process of each node print a LaunchError that nobody catches, where ranks do not know each other."""
+    try:
+        yield
+    except LaunchError:
+        if not environment.is_first_on_node():
+            exits.leave_unsaid(LaunchError)
+        raise
+
+
+def speaks_of_launch() -> bool:
+    """Say whether it is up to this process to tell of a launch that failed; local.
+
+    It is rank 0's where ranks have found each other, else the first one's on each node.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1:
+        return bool(mpi.COMM_WORLD.rank == 0)
+    return environment.is_first_on_node()
+
+
+@_told_once()
 def start_mpi() -> Any:
     """Start MPI, if it is not running, and return the module `mpi4py.MPI`; collective over all ranks of the job.
 
@@ -89,6 +122,7 @@ def start_mpi() -> Any:
     return mpi
 
 
+@_told_once()
 def start_world(init_method: str | None = None, num_threads: int | None = None) -> Started:
     """Start MPI, check the launch and place this rank on its node; collective over all ranks of the job.
 
@@ -103,7 +137,7 @@ def start_world(init_method: str | None = None, num_threads: int | None = None) 
         ValueError: `init_method` is another one, or `num_threads` is below 1.
         TypeError: `num_threads` is no integer.
     """
-    _check_arguments(init_method, num_threads)
+    check_arguments(init_method, num_threads)
     children.refuse()
     try:
         mpi = _load()
@@ -119,13 +153,19 @@ def start_world(init_method: str | None = None, num_threads: int | None = None) 
     masks = local.allgather(environment.usable_cores())
     if (core := environment.core_to_keep_to(local.rank, masks)) is not None:
         environment.keep_to_core(core)
-    threads, reason = _set_threads(num_threads, masks, comm.size)
+    threads, reason = _set_threads(num_threads, masks)
     place = (comm.rank, comm.size, local.rank, local.size, node_rank, num_nodes)
     local.Free()
     return Started(comm, *place, library, threads, reason)
 
 
-def _check_arguments(init_method: object, num_threads: object) -> None:
+def check_arguments(init_method: object, num_threads: object) -> None:
+    """Raise unless a world can be started with these; local.
+
+    Raises:
+        ValueError: `init_method` is unknown, or `num_threads` below 1.
+        TypeError: `num_threads` is no integer.
+    """
     if init_method not in INIT_METHODS:
         raise ValueError(
             f"init_method: expected None, 'mpi://' or 'env://', got {init_method!r}; "
@@ -137,6 +177,12 @@ def _check_arguments(init_method: object, num_threads: object) -> None:
         raise TypeError(f"num_threads: expected an integer or None, got {type(num_threads).__name__}")
     if num_threads < 1:
         raise ValueError(f"num_threads: expected at least 1, got {num_threads}")
+
+
+def thread_level(mpi: Any) -> str:
+    """Name the thread level that MPI has granted, such as MPI_THREAD_MULTIPLE; local. MPI runs."""
+    levels = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
+    return {getattr(mpi, level.removeprefix("MPI_")): level for level in levels}[mpi.Query_thread()]
 
 
 # ---- MPI --------------------------------------------------------------------------------------------------------
@@ -174,7 +220,7 @@ def _start_alone(error: BaseException, num_threads: int | None) -> Started:
             f"{name}={value}" for launcher in environment.detect_launchers() for name, value in launcher.variables
         )
         raise LaunchError(f"{ranks} ranks were launched ({seen}), but {_missing(error)}") from error
-    threads, reason = _set_threads(num_threads, [environment.usable_cores()], 1)
+    threads, reason = _set_threads(num_threads, [environment.usable_cores()])
     return Started(None, 0, 1, 0, 1, 0, 1, None, threads, reason)
 
 
@@ -226,25 +272,25 @@ def _node(comm: Any, local: Any) -> tuple[int, int]:
 # ---- threads ----------------------------------------------------------------------------------------------------
 
 
-def _set_threads(requested: int | None, masks: Sequence[frozenset[int]], size: int) -> tuple[int, str]:
+def _set_threads(requested: int | None, masks: Sequence[frozenset[int]]) -> tuple[int, str]:
     """Set torch's threads; return their number and the reason.
 
     Args:
         requested: What the caller wants, `None` for a share.
         masks: The logical CPUs of each rank of this node.
-        size: Number of ranks of the job.
     """
     chosen_by_user = environment.user_threads()
     if requested is not None:
         threads, reason = requested, f"num_threads={requested} was given"
     elif chosen_by_user is not None:
         return torch.get_num_threads(), f"{chosen_by_user} is set"
-    elif size == 1:
-        return torch.get_num_threads(), "torch's own choice for a single rank"
+    elif not environment.detect_launchers():  # under one, what torch computes with chooses a single thread
+        return torch.get_num_threads(), "torch's own choice for a program without a launcher"
     else:
         own = environment.usable_cores()
         threads = environment.share_of_cores(own, masks)
-        reason = f"its share of its logical CPUs ({len(own)}), {len(masks)} ranks on the node"
+        ranks = f"{len(masks)} ranks" if len(masks) > 1 else "one rank"
+        reason = f"its share of its logical CPUs ({len(own)}), {ranks} on the node"
     torch.set_num_threads(threads)
     return threads, reason
 

@@ -31,7 +31,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Arena", "Block", "FreeList", "Segment", "warn_no_shared_memory"]
+__all__ = ["Arena", "Block", "FreeList", "Segment", "remedy", "warn_no_shared_memory"]
 
 PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
@@ -359,11 +359,24 @@ def warn_no_shared_memory(reason: str) -> None:
         _warned = True
         warnings.warn(
             f"no memory could be shared with the other ranks of this node ({reason}); ordinary memory is used, "
-            "which makes collectives slower. Give the job more memory (sbatch --mem, the limit of the container or "
-            "cgroup), or raise the limit on file sizes (ulimit -f unlimited)",
+            f"which makes collectives slower. What helps: {remedy(reason)}",
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def remedy(reason: str) -> str:
+    """Say what helps where memory could not be shared for a reason; local."""
+    if os.strerror(errno.EMFILE) in reason:
+        return (
+            "raise the limit on open files (ulimit -n), or release groups that are used no more with group.close()"
+        )
+    if "/proc/" in reason:
+        return "ranks have to be processes of one user who see each other: start those of a node in one container"
+    return (
+        "give the job more memory (sbatch --mem, the limit of the container or cgroup), or raise the limit on file "
+        "sizes (ulimit -f unlimited)"
+    )
 
 
 def _round_up(size: int, unit: int) -> int:

@@ -16,8 +16,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import CollectiveTimeoutError
-from ..types import Observer, Work
+from ..arguments import seconds
+from ..errors import CollectiveTimeoutError, RankFailedError
+from ..types import Observer, Seconds, Work
 from .turns import Pause, Steps, take_short_turns
 
 __all__ = ["Worker", "WorkerWork"]
@@ -80,15 +81,16 @@ class WorkerWork(Work):
         self._complete = True
         self._finished.release()
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: Seconds | None = None) -> None:
         """Block until the operation is complete; see `Work.wait`."""
         if not self._complete:
+            limit = seconds("timeout", timeout, positive=False)
             if self._observer is None:
-                self._block(timeout)
+                self._block(limit)
             else:
                 self._observer.enter("wait", 0)
                 try:
-                    self._block(timeout)
+                    self._block(limit)
                 finally:
                     self._observer.leave("wait")
         if self._error is not None:
@@ -114,8 +116,9 @@ class WorkerWork(Work):
         return self._value
 
     def __del__(self) -> None:
-        if self._error is not None and not self._error_seen:
-            raise self._error  # nobody waited for it: Python prints it as an unraisable error
+        # Nobody waited for it: Python prints it as an unraisable error. A rank that failed tells by itself.
+        if self._error is not None and not self._error_seen and not isinstance(self._error, RankFailedError):
+            raise self._error
 
 
 class Worker:

@@ -88,6 +88,24 @@ def test_beginning_again_after_the_end() -> None:
 
 
 @pytest.mark.usefixtures("_no_world")
+def test_the_first_world_is_the_default() -> None:
+    """However it was made; until it is closed, however that is done."""
+    for end in (World.close, lambda world: ax.destroy_process_group()):
+        first, second = World.init("mock"), World.init("mock")
+        World.mock()
+        model = ax.DistributedDataParallel(torch.nn.Linear(2, 1))
+        assert model.process_group is first.default_group
+        with pytest.raises(CommunicatorError, match="initialised already"):
+            ax.init_process_group("mock")
+        second.close()
+        assert ax.is_initialized()
+        end(first)
+        assert not ax.is_initialized()
+        with pytest.raises(CommunicatorError, match="closed"):
+            first.default_group.barrier()
+
+
+@pytest.mark.usefixtures("_no_world")
 def test_after_the_end() -> None:
     world = ax.init_process_group("mock")
     part = world.new_group([0])
@@ -115,7 +133,9 @@ def test_arguments_of_the_beginning() -> None:
             ax.init_process_group("mpi", method)
     for timeout in (0, -1, float("nan"), "5"):
         for backend in ("mpi", "mock"):
-            with pytest.raises(ValueError, match="timeout: expected a positive number of seconds or None, got"):
+            with pytest.raises(
+                ValueError, match=r"timeout: expected a positive number .*, a timedelta or None, got"
+            ):
                 ax.init_process_group(backend, timeout=timeout)
     assert ("mpi4py.MPI" in sys.modules) == before
     assert not ax.is_initialized()
@@ -131,6 +151,8 @@ def test_sizes_of_a_mock_world(size) -> None:
 def test_parts_of_a_group() -> None:
     with pytest.raises(TypeError, match=r"backend: expected an axonmpi\.Backend, got str"):
         ProcessGroup("mpi")
+    with pytest.raises(TypeError, match=r"got list; world\.new_group\(ranks\) makes a group of some ranks"):
+        ProcessGroup([0, 1])
     with pytest.raises(ValueError, match="a group without a backend needs its ranks and the own rank"):
         ProcessGroup(None)
 
@@ -146,6 +168,9 @@ def test_failing_is_for_mock_ranks(world) -> None:
 @pytest.mark.ranks(1, 2, 4)
 def test_a_second_world_beside_the_first(world) -> None:
     """In a job that runs already, on mock and on real ranks."""
+    other = World.init("mock")
+    assert ax.get_world_size() == world.size
+    other.close()
     with pytest.raises(CommunicatorError, match="initialised already"):
         ax.init_process_group("mock")
     assert ax.get_world_size() == world.size

@@ -309,7 +309,7 @@ def test_dim_out_of_range(world, name: str, option: str, dim: int) -> None:
 
 
 @SOME_RANKS
-@pytest.mark.parametrize("name", [name for name in OPERATORS if DIMS[name]])
+@pytest.mark.parametrize("name", [name for name in OPERATORS if DIMS[name] and not name.endswith("gather")])
 def test_a_tensor_without_dimensions_cannot_be_cut(world, name: str) -> None:
     with pytest.raises(IndexError, match="dim: expected"):
         getattr(ax.autograd, name)(torch.tensor(1.0))
@@ -320,3 +320,39 @@ def test_a_tensor_without_dimensions_cannot_be_cut(world, name: str) -> None:
 def test_shapes_that_differ_are_refused_on_every_rank(world, name: str) -> None:
     with pytest.raises(ax.CollectiveMismatchError):
         getattr(ax.autograd, name)(torch.ones(4 + (world.rank == 0)))
+
+
+OTHERS = {
+    "dtype": lambda: (torch.ones(4, 4, dtype=torch.float64), {}),
+    "size of the last dimension": lambda: (torch.ones(4, 8), {}),
+    "number of dimensions": lambda: (torch.ones(4, 4, 1), {}),
+    "dimension": lambda: (torch.ones(4, 4), {"dim": 1}),
+    "split dimension": lambda: (torch.ones(4, 4), {"split_dim": 1}),
+    "concat dimension": lambda: (torch.ones(4, 4), {"concat_dim": 1}),
+}
+"""What the last rank's call differs in."""
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [(name, other) for name in OPERATORS for other in OTHERS if set(OTHERS[other]()[1]) <= set(DIMS[name])],
+)
+def test_every_rank_learns_of_a_call_that_differs(world, name: str, other: str) -> None:
+    """In forward, or in backward where forward is local."""
+    x, options = OTHERS[other]() if world.rank == world.size - 1 else (torch.ones(4, 4), {})
+    with pytest.raises(ax.CollectiveMismatchError):
+        getattr(ax.autograd, name)(x.requires_grad_(), **options).sum().backward()
+    ax.barrier()
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize(("name", "slope"), [("gather", 1), ("all_gather", None)])
+def test_a_tensor_without_dimensions_is_one_of_one_element(world, name: str, slope: int | None) -> None:
+    x = torch.tensor(float(world.rank), requires_grad=True)
+    joined = getattr(ax.autograd, name)(x)
+    assert joined.tolist() == list(range(world.size)) == ax.all_gather(x.detach()).tolist()
+    joined.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == ()
+    assert x.grad.item() == (slope or world.size)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -138,50 +140,72 @@ def test_a_closed_group_leaves_the_others_alone(world: World) -> None:
         first.all_reduce(torch.ones(2))
 
 
-def test_functions_are_the_methods(world: World) -> None:
-    """The free functions, once each, on the default group and on one that is named."""
+def as_function(name: str, group: ProcessGroup | None, *arguments: Any, **options: Any) -> Any:
+    return getattr(ax, name)(*arguments, group=group, **options)
+
+
+def as_method(name: str, group: ProcessGroup, *arguments: Any, **options: Any) -> Any:
+    found = getattr(group, name)
+    return found(*arguments, **options) if callable(found) else found
+
+
+@pytest.mark.parametrize("way", ["default group", "named group", "methods"])
+def test_each_operation_is_a_function_and_a_method(world: World, way: str) -> None:
+    group = None if way == "default group" else world.new_group(range(world.size))
+    call = as_method if way == "methods" else as_function
     size, rank = world.size, world.rank
     average, root = (size - 1) / 2, size - 1
-    for group in (None, world.new_group(range(size))):
-        for function, expected in (
-            (ax.all_reduce, sum(range(size))),
-            (ax.all_reduce_sum, sum(range(size))),
-            (ax.all_reduce_mean, average),
-            (ax.all_reduce_min, 0),
-            (ax.all_reduce_max, root),
-            (ax.all_reduce_product, 0),
-            (ax.sync_gradient, average),
-            (ax.broadcast, 0),
-        ):
-            tensor = torch.full((3,), float(rank))
-            function(tensor, group=group)
-            assert tensor.tolist() == [expected] * 3, function.__name__
-        tensor = torch.full((2,), float(rank))
-        ax.broadcast_from(tensor, root, group)
-        assert tensor.tolist() == [root] * 2
-        ax.reduce(tensor, root, ax.ReduceOp.SUM, group)
-        assert tensor.tolist() == [root * (size if rank == root else 1)] * 2
-        own = torch.tensor([[rank]])
-        assert ax.all_gather(own, group).tolist() == [[other] for other in range(size)]
-        assert ax.all_gather(own, group, dim=1).tolist() == [list(range(size))]
-        ranks = torch.arange(float(size))
-        assert ax.reduce_scatter_sum(ranks, group).tolist() == [size * rank]
-        assert ax.reduce_scatter_mean(ranks, group).tolist() == [rank]
-        gathered = ax.gather_tensor(own, root, group)
-        assert gathered == [torch.tensor([[other]]) for other in range(size)] if rank == root else gathered is None
-        assert ax.scatter_tensor(ranks if rank == root else None, root, group).tolist() == [rank]
-        received = ax.all_to_all([torch.tensor(10 * rank + other) for other in range(size)], group)
-        assert torch.stack(received).tolist() == [10 * other + rank for other in range(size)]
-        gradients = [torch.full((2,), float(rank)), torch.tensor(float(rank), dtype=torch.float64)]
-        ax.sync_gradients(gradients, group)
-        assert [gradient.tolist() for gradient in gradients] == [[average] * 2, average]
-        assert ax.broadcast_object({"rank": rank}, root, group) == {"rank": root}
-        assert ax.all_gather_object(rank, group) == list(range(size))
-        message = torch.zeros(1)
-        work = ax.isend(torch.tensor([float(rank)]), (rank + 1) % size, group, 5)
-        ax.irecv(message, (rank - 1) % size, group, 5).wait()
-        work.wait()
-        assert message.item() == (rank - 1) % size
-        ax.barrier(group)
-        assert ax.rank(group) == ax.get_rank() == rank
-        assert ax.world_size(group) == ax.get_world_size() == size
+    for name, expected in (
+        ("all_reduce", sum(range(size))),
+        ("all_reduce_sum", sum(range(size))),
+        ("all_reduce_mean", average),
+        ("all_reduce_min", 0),
+        ("all_reduce_max", root),
+        ("all_reduce_product", 0),
+        ("sync_gradient", average),
+        ("broadcast", 0),
+    ):
+        tensor = torch.full((3,), float(rank))
+        call(name, group, tensor)
+        assert tensor.tolist() == [expected] * 3, name
+    tensor = torch.full((2,), float(rank))
+    call("broadcast_from", group, tensor, root)
+    assert tensor.tolist() == [root] * 2
+    call("reduce", group, tensor, root, ax.ReduceOp.SUM)
+    assert tensor.tolist() == [root * (size if rank == root else 1)] * 2
+    own = torch.tensor([[rank]])
+    assert call("all_gather", group, own).tolist() == [[other] for other in range(size)]
+    assert call("all_gather", group, own, dim=1).tolist() == [list(range(size))]
+    ranks = torch.arange(float(size))
+    assert call("reduce_scatter_sum", group, ranks).tolist() == [size * rank]
+    assert call("reduce_scatter_mean", group, ranks.view(1, size), dim=1).tolist() == [[rank]]
+    gathered = call("gather_tensor", group, own, root)
+    assert gathered == [torch.tensor([[other]]) for other in range(size)] if rank == root else gathered is None
+    assert call("scatter_tensor", group, ranks if rank == root else None, root).tolist() == [rank]
+    received = call("all_to_all", group, [torch.tensor(10 * rank + other) for other in range(size)])
+    assert torch.stack(received).tolist() == [10 * other + rank for other in range(size)]
+    gradients = [torch.full((2,), float(rank)), torch.tensor(float(rank), dtype=torch.float64)]
+    call("sync_gradients", group, gradients)
+    assert [gradient.tolist() for gradient in gradients] == [[average] * 2, average]
+    assert call("broadcast_object", group, {"rank": rank}, root) == {"rank": root}
+    assert call("all_gather_object", group, rank) == list(range(size))
+    message = torch.zeros(1)
+    work = call("isend", group, torch.tensor([float(rank)]), (rank + 1) % size, tag=5)
+    call("irecv", group, message, (rank - 1) % size, tag=5).wait()
+    work.wait()
+    assert message.item() == (rank - 1) % size
+    call("barrier", group)
+    assert call("rank", group) == ax.get_rank() == rank
+    assert call("world_size", group) == ax.get_world_size() == size
+
+
+@pytest.mark.ranks(1)
+def test_every_function_with_a_group_is_there_as_a_method() -> None:
+    """With the same arguments, in the same order, less the group; `broadcast` can say from which rank, too."""
+    for name in ax.comm.__all__:
+        arguments = list(inspect.signature(getattr(ax.comm, name)).parameters)
+        if name in ("rank", "world_size", "is_main_process") or "group" not in arguments:
+            continue
+        own = list(inspect.signature(getattr(ProcessGroup, name)).parameters)[1:]
+        expected = ["tensor" if each == "t" else each for each in arguments if "group" not in each]
+        assert [each for each in own if (name, each) != ("broadcast", "src")] == expected, name

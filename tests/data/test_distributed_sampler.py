@@ -51,6 +51,7 @@ def test_indices_are_those_of_torch(length, size, shuffle, drop_last, seed, epoc
         ours = DistributedSampler(length, size, rank, **options)
         theirs = TorchSampler(range(length), size, rank, **options)
         assert list(ours) == list(theirs)
+        assert (ours.num_samples, ours.total_size) == (theirs.num_samples, theirs.total_size)
         for epoch in epochs:
             ours.set_epoch(epoch)
             theirs.set_epoch(epoch)
@@ -123,6 +124,23 @@ def test_ranks_together_see_every_sample_and_agree_on_the_state(world) -> None:
 
 
 # ---- resuming ---------------------------------------------------------------------------------------------
+
+
+def test_arguments_are_those_of_torch() -> None:
+    dataset = list(range(17))
+    for make in (
+        lambda kind: kind(dataset, 3, 1, False, 5, True),
+        lambda kind: kind(dataset=dataset, num_replicas=3, rank=2, shuffle=True, seed=5, drop_last=False),
+    ):
+        ours, theirs = make(DistributedSampler), make(TorchSampler)
+        assert list(ours) == list(theirs)
+        assert ours.dataset is theirs.dataset
+        names = ("num_replicas", "rank", "shuffle", "seed", "drop_last", "epoch", "num_samples", "total_size")
+        assert [getattr(ours, name) for name in names] == [getattr(theirs, name) for name in names]
+    assert list(DistributedSampler(dataset_or_length=4, num_replicas=1)) == list(DistributedSampler(4, 1))
+    resumed = DistributedSampler(dataset, 3, 0)
+    resumed.load_state_dict({**resumed.state_dict(), "position": 9})
+    assert (len(resumed), resumed.num_samples, resumed.total_size) == (3, 6, 18)
 
 
 @given(
@@ -319,10 +337,10 @@ class Stream(IterableDataset):
         ((10, 2.0, 0), {}, TypeError, "num_replicas: expected an integer, got 2.0"),
         ((10, 2, "0"), {}, TypeError, "rank: expected an integer, got '0'"),
         ((10, 2, True), {}, TypeError, "rank: expected an integer, got True"),
-        ((0, 1, 0), {}, ValueError, "dataset_or_length: expected at least 1 sample, got 0"),
-        (([], 1, 0), {}, ValueError, "dataset_or_length: expected at least 1 sample, got 0"),
-        ((-3, 1, 0), {}, ValueError, "dataset_or_length: expected at least 1 sample, got -3"),
-        ((2.5, 1, 0), {}, TypeError, r"dataset_or_length: expected a dataset with len\(\)"),
+        ((0, 1, 0), {}, ValueError, "dataset: expected at least 1 sample, got 0"),
+        (([], 1, 0), {}, ValueError, "dataset: expected at least 1 sample, got 0"),
+        ((-3, 1, 0), {}, ValueError, "dataset: expected at least 1 sample, got -3"),
+        ((2.5, 1, 0), {}, TypeError, r"dataset: expected a dataset with len\(\)"),
         ((Stream(), 1, 0), {}, TypeError, "got Stream; give the number of samples"),
         ((10, 1, 0), {"seed": 0.5}, TypeError, "seed: expected an integer, got 0.5"),
         ((10, 1, 0), {"seed": 2**64}, ValueError, "seed: expected seed"),

@@ -99,15 +99,15 @@ def test_groups_of_one_rank_do_everything(world) -> None:
 
 @pytest.mark.ranks(1, 2, 4)
 def test_few_groups_are_made_and_released_with_the_world(world) -> None:
-    before = world.num_groups
+    before = world.groups
     mesh = ax.DeviceMesh({"dp": world.size, "pp": 1, "tp": 1})
-    assert world.num_groups == before
+    assert world.groups == before
     assert mesh.group("dp") is mesh.group() is mesh.group("tp", "dp") is world.default_group
     assert mesh.group("pp") is mesh.group("tp") is mesh.group("pp", "tp")
     if world.size < 4:
         return
     mesh = ax.DeviceMesh({"dp": 2, "one": 1, "tp": 2})
-    assert world.num_groups == before + 2
+    assert len(world.groups) == len(before) + 2
     assert mesh.group("one", "tp") is mesh.group("tp")
     assert mesh.group("dp", "tp") is world.default_group
     tp = mesh.group("tp")
@@ -121,10 +121,11 @@ def test_few_groups_are_made_and_released_with_the_world(world) -> None:
 def test_joined_axes_are_made_once_by_one_call(world) -> None:
     mesh = ax.DeviceMesh({"dp": 2, "pp": 2, "tp": 2})
     log = world.default_group.backend.log if hasattr(world.default_group.backend, "log") else None
-    count = world.num_groups
+    before = world.groups
     joined = mesh.group("dp", "tp")
     assert mesh.group("tp", "dp") is joined
-    assert world.num_groups == count + 1 == 4
+    assert world.groups == (*before, joined)
+    assert len(before) == 3
     assert joined.ranks == ((0, 1, 4, 5), (2, 3, 6, 7))[mesh.rank("pp")]
     if log is not None:
         made = [entry.operation for entry in log if entry.operation == "partition"]

@@ -200,7 +200,7 @@ def test_mistakes(world) -> None:
         ((parameter, 1.0, 0), ValueError, "norm_type: expected a positive number or infinity, got 0.0"),
         ((parameter, 1.0, math.nan), ValueError, "norm_type"),
         (([1.0], 1.0), TypeError, "parameters: expected a module or tensors, got float"),
-        ((parameter, "much"), ValueError, "much"),
+        ((parameter, "much"), TypeError, "max_norm: expected a number, got .much."),
     ):
         with pytest.raises(error, match=message):
             ax.clip_grad_norm(*arguments)

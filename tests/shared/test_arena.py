@@ -343,7 +343,7 @@ def test_memory_of_closed_groups_does_not_wait_for_garbage_to_be_collected(world
     try:
         before, kept = mapped(), []
         for _ in range(3):
-            known = world.num_groups
+            known = world.groups
             group = world.new_group(range(world.size))
             kept.append(group.symmetric_empty((1 << 16,), torch.float32).fill_(world.rank))
             for numel in (1, 1 << 16, 1 << 20):  # each way that data takes

@@ -105,6 +105,57 @@ def test_a_group_that_finds_no_memory_works(job) -> None:
     ended = job(2, LIMITED + SUBSET + code)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("plain") == 2
+    assert "RuntimeWarning: no memory could be shared" in ended.stderr
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_group_that_finds_no_descriptors_works_after_one_warning(job, before) -> None:
+    code = """
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        made = [world.new_group(range(world.size)) for _ in range(BEFORE)]
+        limit = len(os.listdir("/proc/self/fd")) - 1  # of which one was open for listing
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        group, another = (world.new_group(range(world.size)) for _ in range(2))
+    assert [made.backend.path for made in made] == ["node"] * BEFORE
+    assert group.backend.path == another.backend.path == "plain"
+    assert [warning.category for warning in seen] == [RuntimeWarning], seen
+    assert "ulimit -n" in str(seen[0].message) and "group.close()" in str(seen[0].message)
+    for made in (group, *made):
+        assert made.all_gather_object(world.rank) == [0, 1]
+        made.close()
+    made = world.new_group(range(world.size))
+    assert made.backend.path == ("node" if BEFORE else "plain")  # what was closed has made room
+    print("done")
+    """
+    ended = job(2, code.replace("BEFORE", str(before)))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("done") == 2
+
+
+def test_a_group_that_finds_no_communicator_says_what_to_do(job) -> None:
+    """MPICH has room for 2,048 communicators; Open MPI for as many as there is memory for."""
+    code = """
+    from mpi4py import MPI
+
+    groups, others = [], []
+    try:
+        others.extend(MPI.COMM_SELF.Dup() for _ in range(2000))
+        groups.extend(world.new_group(range(world.size)) for _ in range(20))
+    except ax.CommunicatorError as error:
+        assert "MPI cannot make another group" in str(error) and "group.close()" in str(error)
+        assert groups
+    else:
+        assert not MPI.Get_library_version().startswith("MPICH")
+    for group in groups:
+        group.close()
+    group = world.new_group(range(world.size))
+    assert group.all_gather_object(world.rank) == [0, 1]
+    print("done")
+    """
+    ended = job(2, code)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("done") == 2
 
 
 def test_a_group_that_finds_no_memory_later_works(job) -> None:

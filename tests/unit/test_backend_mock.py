@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
+import weakref
 
 import pytest
 import torch
 
 import axonmpi as ax
-from axonmpi import CollectiveTimeoutError, MockBackend, ProcessGroup, RankFailedError, ReduceOp, World
+from axonmpi import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    MockBackend,
+    ProcessGroup,
+    RankFailedError,
+    ReduceOp,
+    World,
+)
 from axonmpi.backends import mock
 from axonmpi.backends.mock import LoggedCall
 from axonmpi.testing import run_ranks
@@ -216,6 +227,22 @@ def test_the_first_failure_is_the_one_that_is_named() -> None:
         backends[2].barrier()
 
 
+def test_ranks_that_have_left_are_named_by_their_numbers_in_the_world() -> None:
+    worlds = World.mock(4).peers
+    threads = [threading.Thread(target=world.new_group, args=([3, 1, 2],)) for world in worlds[:3]]
+    for thread in threads:
+        thread.start()
+    group = worlds[3].new_group([3, 1, 2])
+    for rank, thread in enumerate(threads):
+        thread.join()
+        worlds[rank].default_group.backend.leave()
+    with pytest.raises(CollectiveMismatchError, match=r"^barrier\(\) waits for ranks 1, 2, which have returned"):
+        group.barrier()
+    worlds[1].fail(KeyError("gone"))  # says more than that rank 2 has returned
+    with pytest.raises(RankFailedError, match="rank 1 failed while"):
+        group.barrier()
+
+
 # ---- time limits ------------------------------------------------------------------------------------------
 
 
@@ -299,3 +326,44 @@ def test_threads_end_with_their_group() -> None:
     assert threading.active_count() == before + 2
     world.close()
     assert threading.active_count() == before
+
+
+def test_closed_groups_are_forgotten():
+    def body(world):
+        group = world.new_group([1, 0])
+        group.barrier()
+        room = weakref.ref(group.backend.room)
+        group.close()
+        world.close_groups()
+        del group
+        world.barrier()
+        if world.rank == 0:  # the ranks have one collector
+            gc.collect()
+        world.barrier()
+        return room() is None
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_a_message_waits_for_a_rank_that_is_slow_to_make_its_group() -> None:
+    def exchange(world):
+        received = []
+        for number in range(200):
+            group = world.new_group([0, 1])
+            if world.rank == number % 2:
+                group.send(torch.tensor([number]), 1 - world.rank)
+            else:
+                message = torch.empty(1, dtype=torch.int64)
+                group.recv(message, 1 - world.rank)
+                received.append(message.item())
+            group.close()
+            world.close_groups()
+            del group
+        return received
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that ranks overtake each other at any place
+    try:
+        assert run_ranks(2, exchange, timeout=20) == [list(range(1, 200, 2)), list(range(0, 200, 2))]
+    finally:
+        sys.setswitchinterval(before)

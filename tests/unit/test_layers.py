@@ -16,6 +16,7 @@ import axonmpi
 
 LAYERS = (
     ("errors", "types", "environment", "partition", "topology", "memory", "backends"),
+    ("arguments",),
     ("matmul", "backends.reduction", "backends.flat_parts", "backends.futex", "backends.turns"),
     ("backends.call", "backends.checks", "backends.node_counters"),
     ("backends.base",),
@@ -43,10 +44,12 @@ LAYERS = (
     ),
     ("backends.mock_room",),
     ("backends.mock", "backends.mpi"),
+    ("process_group",),
     ("group",),
     ("mesh",),
-    ("comm", "autograd", "norms"),
+    ("comm", "autograd"),
     ("wrapping.*",),
+    ("norms",),
     ("ddp.*", "fsdp.*", "pipeline.*", "tensor.*", "data"),
     ("testing.*",),
     ("train.*",),

@@ -1,0 +1,75 @@
+"""Flags and groups of every public call: what is none is refused by name, and nothing is sent."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from public_calls import Arguments, PublicCall, public_calls
+
+import axonmpi as ax
+
+CALLS = public_calls()
+WITH_FLAGS = [call for call in CALLS if call.flags]
+WITH_GROUP = [call for call in CALLS if call.group]
+BLOCKING = ("send", "recv")
+SIMPLE = re.compile(r"(int|float|bool|str|ReduceOp \| str)( \| None)?")
+
+pytestmark = pytest.mark.ranks(1, 2)
+
+
+def belongs_to(call: PublicCall, world: ax.World) -> bool:
+    """Whether the world's backend is of the class that the call is a method of."""
+    backend = type(world.default_group.backend).__name__
+    return call.name.partition(".")[0] not in {"MockBackend", "MpiBackend"} - {backend}
+
+
+def test_what_is_walked_over() -> None:
+    """What this file is about is found, so that a call without arguments in the table fails below."""
+    names = {call.name for call in WITH_FLAGS}
+    assert {"DDP", "FSDP", "all_reduce", "ColumnParallelLinear", "DistributedSampler", "tensor.enter"} <= names
+    assert {"Pipeline.from_modules", "testing.parallel_assert"} <= {call.name for call in WITH_GROUP}
+    assert len(names) > 70
+
+
+def test_flags(world) -> None:
+    arguments = Arguments(world)
+    for call in WITH_FLAGS:
+        if not belongs_to(call, world):
+            continue
+        for flag in call.flags:
+            wrong = [1, "True", np.True_, torch.tensor(True)]
+            wrong += [] if "ProcessGroup" in flag.annotation else [arguments.group]
+            for value in wrong:
+                with pytest.raises(TypeError, match=f"{flag.name}: expected") as caught:
+                    arguments.call(call, **{flag.name: value})
+                assert value is not arguments.group or "as group=" in str(caught.value), call.name
+    arguments.finish()
+
+
+def test_a_group_has_two_names(world) -> None:
+    arguments = Arguments(world)
+    for call in WITH_GROUP:
+        for name in ("group", "process_group"):
+            if call.name not in BLOCKING:
+                arguments.call(call, **{name: arguments.group})
+        with pytest.raises(TypeError, match=f"{call.group}: expected it once, got it also as"):
+            arguments.call(call, group=arguments.group, process_group=arguments.group)
+        for thing in (world, "world", 0, True, torch.ones(2)):
+            with pytest.raises(TypeError, match=r"group: expected an axonmpi.ProcessGroup or None, got"):
+                arguments.call(call, **{call.group: thing})
+    arguments.finish()
+
+
+def test_a_group_in_the_place_of_another_argument(world) -> None:
+    arguments = Arguments(world)
+    for call in WITH_GROUP:
+        for parameter in call.parameters:
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and SIMPLE.fullmatch(parameter.annotation):
+                with pytest.raises(
+                    (TypeError, ValueError), match=f"{parameter.name}: expected .*; name the group, as group="
+                ):
+                    arguments.call(call, **{parameter.name: arguments.group})
+    arguments.finish()
