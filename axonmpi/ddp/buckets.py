@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 from ..bucketing import by_dtype
 from ..group import ProcessGroup
-from ..memory import flat_zeros
+from ..memory import ReusedMemory, flat_zeros, set_gradient_memory
 from ..partition import bucket_by_size
+from ..types import ReduceOp
 from ..wrapping.agreement import gradient_strides
 
-__all__ = ["Bucket", "LargeGradient", "is_large", "make_buckets"]
+__all__ = ["Bucket", "LargeGradient", "make_buckets", "share_memory"]
 
 FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that its reduction begins early in backward (Li et al. 2020, section 3.2.3)."""
@@ -60,8 +61,9 @@ class Bucket:
         converts = _converts(first, reduce_dtype)
         self.numel, self.device = sum(sizes), first.device
         self.flat = _zeros(self.numel, first.dtype, first.device, None if converts else group)
-        parts = torch.split(self.flat, sizes)
-        self._views = [_shaped_like(part, p) for part, p in zip(parts, self._parameters, strict=True)]
+        self._parts = torch.split(self.flat, sizes)
+        self._views = [_shaped_like(part, p) for part, p in zip(self._parts, self._parameters, strict=True)]
+        self._addresses = [view.data_ptr() for view in self._views]
         self.wire = self.flat
         if converts:
             assert reduce_dtype is not None
@@ -81,21 +83,24 @@ class Bucket:
 
     def put(self, member: int, *, as_view: bool) -> None:
         """Take in the gradient of one member, zero if it has none."""
-        parameter, view = self._parameters[self._slot[member]], self._views[self._slot[member]]
+        slot = self._slot[member]
+        parameter, view = self._parameters[slot], self._views[slot]
+        if view.data_ptr() != self._addresses[slot]:  # the module was converted, and its gradients with it
+            view = self._views[slot] = _shaped_like(self._parts[slot], parameter)
         grad = parameter.grad
         if grad is None:
             view.zero_()
         elif grad is not view:
-            view.copy_(grad.detach())  # it has a history after backward(create_graph=True)
-            if as_view:
+            view.copy_(grad.detach())
+            if as_view and not grad.requires_grad:
                 parameter.grad = view
         self.pending.discard(member)
 
     def adopt(self) -> None:
         """Make the gradients that there are views of this bucket, with the values they have."""
         for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.grad is not None:
-                view.copy_(parameter.grad.detach())
+            if parameter.grad is not None and not parameter.grad.requires_grad:
+                view.copy_(parameter.grad)
                 parameter.grad = view
 
     def pack(self) -> None:
@@ -112,12 +117,7 @@ class Bucket:
         for member, parameter, view in zip(self.members, self._parameters, self._views, strict=True):
             if not used[member]:
                 continue
-            if as_view:
-                parameter.grad = view
-            elif parameter.grad is None:
-                parameter.grad = view.clone()
-            else:
-                parameter.grad.copy_(view)
+            _set_gradient(parameter, view, as_view=as_view)
 
 
 class LargeGradient:
@@ -159,9 +159,7 @@ class LargeGradient:
     def put(self, member: int, *, as_view: bool) -> None:
         """Take in the gradient, zero if there is none."""
         grad = self._parameter.grad
-        if grad is not None and grad.requires_grad:  # it has a history after backward(create_graph=True)
-            grad = self._parameter.grad = grad.detach().clone()
-        self._gradient = grad
+        self._gradient = grad.detach().clone() if grad is not None and grad.requires_grad else grad
         self.pending.discard(member)
 
     def adopt(self) -> None:
@@ -175,7 +173,7 @@ class LargeGradient:
         if scale != 1.0:
             self.wire.mul_(scale)
         if used[self.members[0]]:
-            self._parameter.grad = self.wire
+            _set_gradient(self._parameter, self.wire, as_view=True)
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup | None) -> Tensor:
@@ -183,6 +181,17 @@ def _zeros(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessG
     if group is None or device.type != "cpu":
         return flat_zeros(numel, dtype, device)
     return group.symmetric_empty((numel,), dtype).zero_()
+
+
+def _set_gradient(parameter: nn.Parameter, average: Tensor, *, as_view: bool) -> None:
+    """Make an average the parameter's gradient; one that has a history keeps it.
+
+    Backward through such a gradient gives each rank its part of the next one, which is averaged in its turn.
+    """
+    if parameter.grad is not None and (parameter.grad.requires_grad or not as_view):
+        parameter.grad.copy_(average)
+    else:
+        parameter.grad = average if as_view else average.clone()
 
 
 def _shaped_like(part: Tensor, parameter: Tensor) -> Tensor:
@@ -220,6 +229,36 @@ def make_buckets(
     buckets: list[Bucket | LargeGradient] = [Bucket(parameters, members, reduce_dtype, group) for members in groups]
     buckets += [LargeGradient(parameters, member) for member in large]
     return sorted(buckets, key=lambda bucket: rank_in_order[bucket.members[-1]])
+
+
+def share_memory(
+    parameters: Sequence[nn.Parameter],
+    wanted: Sequence[bool],
+    reduce_dtype: torch.dtype | None,
+    group: ProcessGroup,
+) -> list[ReusedMemory]:
+    """Have large gradients computed where the ranks of a node can reduce them without a copy; collective.
+
+    Args:
+        parameters: All parameters.
+        wanted: For each whether its gradient is put where `set_gradient_memory` says.
+        reduce_dtype: As for `make_buckets`.
+        group: The ranks to reduce over.
+
+    Returns:
+        The memory, which has to be kept.
+    """
+    if group.size == 1 or any(parameter.device.type != "cpu" for parameter in parameters):
+        return []
+    shared = torch.tensor(wanted, dtype=torch.uint8)
+    group.all_reduce(shared, ReduceOp.MIN)
+    memories = []
+    for parameter, is_shared in zip(parameters, shared.tolist(), strict=True):
+        if is_shared and is_large(parameter, reduce_dtype):
+            memory = ReusedMemory(group.symmetric_empty((parameter.nbytes,), torch.uint8).numpy().data)
+            set_gradient_memory(parameter, memory)
+            memories.append(memory)
+    return memories
 
 
 def is_large(parameter: nn.Parameter, reduce_dtype: torch.dtype | None) -> bool:

@@ -18,15 +18,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ..arguments import either_group_name, member
 from ..errors import CollectiveMismatchError, DtypeError
-from ..group import ProcessGroup, default_group
+from ..group import ProcessGroup, chosen_group
 from ..partition import bucket_by_size
 from ..types import GradSyncStrategy, ReduceOp, Work
 
 __all__ = ["GradientBucket", "GradientSynchronizer"]
-
-_NAMED_INDICES = 10
-"""How many indices an error lists before it only counts."""
 
 
 class GradientBucket:
@@ -133,8 +131,8 @@ class GradientBucket:
 class GradientSynchronizer:
     """Average gradients over ranks in buckets, whatever the order in which they become ready.
 
-    One round is `add_gradient` for every index, `sync_all`, `gradients`, `clear`. Gradients are copied when
-    they are added; the tensors given are never changed.
+    One round is `add_gradient` for each gradient that there is, `sync_all`, `gradients`, `clear`. Gradients are
+    copied when they are added; the tensors given are never changed.
 
     Args:
         strategy: SYNCHRONOUS reduces one bucket after the other; OVERLAPPED starts the reduction of each
@@ -148,17 +146,20 @@ class GradientSynchronizer:
     """
 
     def __init__(
-        self, strategy: GradSyncStrategy = GradSyncStrategy.SYNCHRONOUS, bucket_size: int = 25_000_000
+        self, strategy: GradSyncStrategy | str = GradSyncStrategy.SYNCHRONOUS, bucket_size: int = 25_000_000
     ) -> None:
-        if not isinstance(strategy, GradSyncStrategy):
-            raise TypeError(f"strategy: expected an axonmpi.GradSyncStrategy, got {strategy!r}")
-        self._strategy = strategy
+        self._strategy = member("strategy", GradSyncStrategy, strategy)
         self._bucket_size = _positive("bucket_size", bucket_size)
         self._num_params: int | None = None
         self.clear()
 
+    @property
+    def strategy(self) -> GradSyncStrategy:
+        """When gradients are averaged."""
+        return self._strategy
+
     def prepare(self, num_params: int) -> None:
-        """Say how many gradients a round has, and begin one; local.
+        """Say how many gradients a round may have, and begin one; local.
 
         Args:
             num_params: Number of gradients, the same on all ranks.
@@ -171,7 +172,7 @@ class GradientSynchronizer:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the gradients of this round and begin the next one, of as many gradients; local."""
+        """Forget the gradients of this round and begin the next one; local."""
         self._added: dict[int, Tensor] = {}
         self._synced: list[Tensor] | None = None
 
@@ -201,37 +202,34 @@ class GradientSynchronizer:
             raise DtypeError(f"t: expected a floating-point or complex gradient, got {t.dtype}")
         self._added[index] = torch.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t.detach())
 
+    @either_group_name
     def sync_all(self, group: ProcessGroup | None = None) -> None:
-        """Average this round's gradients over the ranks of a group; collective, but local with NO_SYNC.
+        """Average the gradients added in this round over the ranks of a group; collective, but local with NO_SYNC.
 
-        The ranks first compare indices, shapes and dtypes, so that a difference is an error on every rank
-        and no gradient has been reduced. After any other error the round is void: call `clear()`.
+        Not every gradient has to be added, but the same ones on all ranks. The ranks first compare indices, shapes
+        and dtypes, so that a difference is an error on every rank and no gradient has been reduced. After any other
+        error the round is void: call `clear()`.
 
         Args:
             group: The ranks to average over; None means all.
 
         Raises:
-            ValueError: Gradients are missing on all ranks, `prepare` was not called, or the round has been
-                synchronised before.
+            ValueError: `prepare` was not called, or the round has been synchronised before.
             CollectiveMismatchError: The ranks added gradients of different indices, shapes or dtypes.
         """
         num_params = self._prepared()
         if self._synced is not None:
             raise ValueError("sync_all() twice in a round: call clear() to begin the next one")
-        if self._strategy is GradSyncStrategy.NO_SYNC:
-            group = None
-        else:
-            group = default_group() if group is None else group
-            _check_same_on_all_ranks(self._description(num_params), group)
-        missing = [index for index in range(num_params) if index not in self._added]
-        if missing:
-            raise ValueError(f"sync_all() needs gradients that were not added: {_name_indices(missing)}")
         if group is not None:
+            chosen_group(group)
+        if self._strategy is not GradSyncStrategy.NO_SYNC:
+            group = chosen_group(group)
+            _check_same_on_all_ranks(self._description(num_params), group)
             self._average(group)
-        self._synced = [self._added.pop(index) for index in range(num_params)]
+        self._synced = [self._added.pop(index) for index in sorted(self._added)]
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients after `sync_all`, in the order of their indices; local.
+        """Return the gradients that were added, after `sync_all`, in the order of their indices; local.
 
         They belong to the caller: the next round does not change them.
 
@@ -239,12 +237,12 @@ class GradientSynchronizer:
             ValueError: `sync_all` was not called in this round.
         """
         if self._synced is None:
-            raise ValueError("gradients() before sync_all(): add all gradients and call sync_all() first")
+            raise ValueError("gradients() before sync_all(): call sync_all() first")
         return list(self._synced)
 
     def _prepared(self) -> int:
         if self._num_params is None:
-            raise ValueError("prepare() was not called: say first how many gradients a round has")
+            raise ValueError("prepare() was not called: say first how many gradients a round may have")
         return self._num_params
 
     def _description(self, num_params: int) -> list[str]:
@@ -274,7 +272,7 @@ class GradientSynchronizer:
 def _layout(gradients: Mapping[int, Tensor], bucket_size: int) -> list[list[int]]:
     """Return the indices in each bucket: one dtype and device each, in the order of the indices."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for index in range(len(gradients)):
+    for index in sorted(gradients):
         kinds.setdefault((gradients[index].dtype, gradients[index].device), []).append(index)
     return [
         [indices[position] for position in bucket]
@@ -327,8 +325,3 @@ def _integer(name: str, value: object, minimum: int | None = None) -> int:
 
 def _positive(name: str, value: object) -> int:
     return _integer(name, value, minimum=1)
-
-
-def _name_indices(indices: Sequence[int]) -> str:
-    named = ", ".join(map(str, indices[:_NAMED_INDICES]))
-    return named if len(indices) <= _NAMED_INDICES else f"{named} and {len(indices) - _NAMED_INDICES} more"

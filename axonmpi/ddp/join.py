@@ -3,29 +3,46 @@
 Before each synchronisation the ranks tell each other who takes part, and in what:
 
     rank 0   batch · batch · batch · batch · leaves ─┐
-    rank 1   batch · batch · leaves ─ zeros ─ zeros ─┤ rank 0's parameters for everybody
+    rank 1   batch · batch · leaves ─ zeros ─ zeros ─┤ rank 0's parameters and optimizer state for everybody
 
-A rank that has left the loop answers with zeros until nobody is left, and then all take the parameters and
-buffers of a rank that trained to the end. The idea is that of `torch.distributed.algorithms.join`.
+A rank that has left the loop answers with zeros until nobody is left, and then all take the parameters, the buffers
+and the optimizer's state of a rank that trained to the end. An optimizer with state that was not given here must
+not go on: gradients would be the same on all ranks, and its steps would not. The idea is that of
+`torch.distributed.algorithms.join`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import CollectiveMismatchError, RankFailedError
 from ..types import ReduceOp
-from .reducer import Reducer
 
 if TYPE_CHECKING:
     from .wrapper import DistributedDataParallel
 
-__all__ = ["Join"]
+__all__ = ["Join", "Stateful"]
 
 _EVENTS = ("none", "gradients", "by hand", "buffers")
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What has a state that can be taken and given."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Take a state over."""
 
 
 class Join:
@@ -34,15 +51,25 @@ class Join:
     def __init__(
         self,
         model: DistributedDataParallel,
-        reducer: Reducer,
+        state: Sequence[Stateful],
         *,
         enable: bool,
         divide_by_initial: bool,
         throw_on_early: bool,
     ) -> None:
+        for each in state:
+            if not isinstance(each, Stateful):
+                raise TypeError(
+                    "join: expected optimizers, schedulers and the like, which have state_dict() and "
+                    f"load_state_dict(), got {each!r}; settings go by name, as in join(optimizer, enable=False)"
+                )
         self._model = model
         self._group = model.process_group
-        self._reducer = reducer
+        self._reducer = model.current_reducer
+        self._state = list(state)
+        self._stepped: dict[int, Optimizer] = {}
+        self._steps = 0
+        self._is_uneven = False
         self._enable = enable
         self._divide_by_initial = divide_by_initial
         self._throw_on_early = throw_on_early
@@ -51,6 +78,7 @@ class Join:
     def __enter__(self) -> Join:
         if self._enable:
             self._reducer.announce = self._announce
+            self._watch = register_optimizer_step_post_hook(self._after_step)
         return self
 
     def __exit__(
@@ -61,11 +89,14 @@ class Join:
     ) -> None:
         if not self._enable:
             return
+        self._watch.remove()
         self._reducer = self._model.current_reducer
         try:
             if error is None:
                 self._accompany()
                 self._model.broadcast_state(self._last_active[0])
+                if self._is_uneven or len(set(self._group.all_gather_object(self._steps))) > 1:
+                    self._bring_into_step()
         finally:
             self._reducer.announce = None
             self._reducer.scale = 1.0
@@ -86,6 +117,7 @@ class Join:
         active = [rank for rank, event in enumerate(events) if event != "none"]
         if active:
             self._last_active = active
+            self._is_uneven |= len(active) < len(events)
             self._check(events, active)
         return events[active[0]] if active else "none"
 
@@ -105,3 +137,36 @@ class Join:
                 self._model.broadcast_buffers_from(self._last_active[0])
             else:
                 self._reducer.shadow(by_hand=event == "by hand")
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        own = {id(parameter) for parameter in self._model.parameters()}
+        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            self._stepped[id(optimizer)] = optimizer
+            self._steps += 1
+
+    def _bring_into_step(self) -> None:
+        """Give all ranks the state of one that trained to the end; collective."""
+        for each in self._state:
+            each.load_state_dict(self._group.broadcast_object(each.state_dict(), self._last_active[0]))
+        given = {id(each) for each in self._state}
+        for optimizer in self._stepped.values():
+            if id(optimizer) not in given and _counts_steps(optimizer):
+                refusal = optimizer.register_step_pre_hook(_refuse)
+                optimizer.register_load_state_dict_post_hook(partial(_remove, refusal))
+
+
+def _counts_steps(optimizer: Optimizer) -> bool:
+    """Say whether an optimizer's next step depends on those before: by its state, or by a schedule of its rates."""
+    return any(optimizer.state.values()) or any("initial_lr" in group for group in optimizer.param_groups)
+
+
+def _remove(refusal: RemovableHandle, _optimizer: Optimizer) -> None:
+    refusal.remove()
+
+
+def _refuse(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    raise RuntimeError(
+        "the ranks made different numbers of steps with this optimizer within join(), so its state differs between "
+        "them, and this step would as well: give it to join, with its scheduler if it has one, as in "
+        "`with model.join(optimizer, scheduler):`, or load the same state on all ranks"
+    )

@@ -1,7 +1,8 @@
 """Averaging gradients while backward runs (layer 5).
 
-Autograd calls a hook on each parameter when its gradient is complete. The hook puts the gradient into its bucket;
-a full bucket is reduced, in the buckets' order, which is the same on all ranks whatever order gradients come in:
+Autograd calls a hook on each parameter's node when its gradient is complete, after all hooks on the parameter
+itself, whenever they were registered. It puts the gradient into its bucket; a full bucket is reduced, in the
+buckets' order, which is the same on all ranks whatever order gradients come in:
 
     backward     ── grad ── grad ── grad ── grad ── grad ──┐ end of backward
     bucket 0         └──── full ─▶ all-reduce ─────────────┤
@@ -10,32 +11,35 @@ a full bucket is reduced, in the buckets' order, which is the same on all ranks 
 
 Where ranks have no core to spare for a thread that communicates, the reductions all come at the end.
 After the first backward the buckets are laid out anew, in the order in which gradients became ready on rank 0.
+
+The gradients of a backward are reduced if any forward that it goes through was outside `no_sync()`: hooks on the
+outputs say so, which run first.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import Node, get_gradient_edge
 
 from ..errors import CollectiveTimeoutError, RankFailedError, UnusedParameterError
 from ..group import ProcessGroup
-from ..memory import ReusedMemory, set_gradient_memory
 from ..types import GradSyncStrategy, ReduceOp, Work
-from ..wrapping.outputs import outside_compile
-from .buckets import Bucket, LargeGradient, is_large, make_buckets
+from ..wrapping.outputs import hook_gradient, outside_compile
+from ..wrapping.partial import mark_gradients
+from ..wrapping.parts import Axis, axes_of, replicate
+from .buckets import Bucket, LargeGradient, make_buckets, share_memory
+from .unused import named_ranks, unused_message
 
 __all__ = ["Reducer"]
 
 COMPLETE, PARTIAL, ABANDONED = range(3)
 """How a backward ended on a rank: with every gradient, without some, or with an exception."""
-
-_NAMED_PARAMETERS = 10
-"""How many parameters an error lists before it only counts."""
 
 
 class Reducer:
@@ -52,7 +56,7 @@ class Reducer:
         direct: Those of the parameters whose gradients are put where `set_gradient_memory` says.
 
     Attributes:
-        enabled: False while gradients only accumulate.
+        enabled: False within `no_sync()`.
         announce: Called before each synchronisation; uneven inputs use it (`join`).
         scale: Factor on the averages; uneven inputs use it.
         learns: Whether the next complete backward may lay the buckets out anew.
@@ -72,6 +76,9 @@ class Reducer:
     ) -> None:
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
+        self._axis = Axis(group, group.size)
+        replicate(self._parameters, self._axis)
+        self._divided = [parameter for parameter in self._parameters if axes_of(parameter)]
         self._kinds = [_kind(parameter) for parameter in self._parameters]
         self._group = group
         self._strategy = strategy
@@ -86,19 +93,21 @@ class Reducer:
         self.scale = 1.0
         self.learns = strategy is GradSyncStrategy.OVERLAPPED and group.size > 1
         self._touched: dict[int, None] = {}  # gradients changed since they were last reduced, in order
-        self._open = False
+        self._open = False  # a backward is under way that is reduced
+        self._accumulates = False  # one is under way that is not
         self._announced = False
         self._works: list[Work] = []
         self._buckets: list[Bucket | LargeGradient] = []
-        self._memories = self._share_memory(direct)  # for as long as this lives
+        told = {id(parameter) for parameter in direct} if as_view else set()
+        wanted = [id(parameter) in told for parameter in self._parameters]
+        self._memories = share_memory(self._parameters, wanted, reduce_dtype, group)  # for as long as this lives
         self._lay_out(list(reversed(range(len(self._parameters)))))
-        # The hooks outlive a wrapper that was dropped; a module can be wrapped again without them.
-        own = weakref.ref(self)
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(_make_hook(own, position))
-            for position, parameter in enumerate(self._parameters)
-        ]
-        self._remove_hooks = weakref.finalize(self, _remove, hooks)
+        self._nodes: dict[int, Node] = {}  # autograd forgets a node that nobody holds, and its hooks
+        self._hooks: dict[int, Any] = {}
+        for position in range(len(self._parameters)):
+            self._hook(position)
+        # A module can be wrapped again after its wrapper was dropped.
+        self._remove_hooks = weakref.finalize(self, _remove, self._hooks)
         self._remove_hooks.atexit = False
 
     @property
@@ -122,8 +131,24 @@ class Reducer:
             for new, old, kind in zip(parameters, self._parameters, self._kinds, strict=True)
         )
 
-    def take_over(self, before: Reducer) -> None:
+    def _hook(self, position: int) -> None:
+        hook = _make_hook(weakref.ref(self), position)
+        self._nodes[position], self._hooks[position] = hook_gradient(self._parameters[position], hook)
+
+    def _follow_nodes(self, positions: Sequence[int]) -> None:
+        """Hook parameters that were converted to another dtype and back since: they have got new nodes; local."""
+        for position in positions:
+            parameter = self._parameters[position]
+            if parameter.requires_grad and get_gradient_edge(parameter).node is not self._nodes[position]:
+                self._hook(position)
+                if parameter.grad is not None:
+                    self._touched[position] = None
+
+    def take_over(self, before: Reducer) -> list[nn.Parameter]:
         """Go on in place of `before`, which reduced other parameters; local.
+
+        Returns:
+            The parameters that `before` did not have.
 
         Raises:
             ValueError: One of those is no longer trained and has a gradient that was not averaged.
@@ -140,38 +165,54 @@ class Reducer:
                 )
         self.enabled = before.enabled
         self.announce = before.announce
+        known = {id(parameter) for parameter in before._parameters}
+        return [parameter for parameter in self._parameters if id(parameter) not in known]
 
     # ---- during backward ----------------------------------------------------------------------------------
 
     @outside_compile
-    def on_gradient(self, position: int, parameter: Tensor) -> None:
+    def on_gradient(self, position: int) -> None:
         """Take note of a gradient that is complete; called by autograd."""
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+        gradient = self._parameters[position].grad
+        if gradient is not None and gradient.layout is not torch.strided:
             raise ValueError(
                 f"the gradient of {self._names[position]!r} is sparse, which cannot be averaged over ranks; "
                 "build its module with sparse=False"
             )
         self._touched[position] = None
-        if not self.enabled or self._strategy is GradSyncStrategy.NO_SYNC:
-            return
-        self.open_backward()
-        if self._strategy is GradSyncStrategy.OVERLAPPED:
+        if not (self._open or self._accumulates):  # no forward of the wrapper leads here
+            self.begin_backward(reduces=self.enabled)
+        if self._open and self._strategy is GradSyncStrategy.OVERLAPPED:
             self._announce_once()
             self._take_in(position)
 
-    def open_backward(self) -> None:
-        """Arrange for `_finish` to run when the outermost backward under way ends; local."""
-        if self._open or not self.enabled or not self._parameters or self._strategy is GradSyncStrategy.NO_SYNC:
+    def begin_backward(self, *, reduces: bool) -> None:
+        """Arrange for what is to be done when the outermost backward under way ends; local.
+
+        Args:
+            reduces: Whether the forward that it goes through was outside `no_sync()`. One such forward is enough.
+        """
+        if self._open or self._strategy is GradSyncStrategy.NO_SYNC or not self._parameters:
             return
-        self._open = True
-        Variable._execution_engine.queue_callback(self._finish)
+        if reduces:
+            self._open = True
+            Variable._execution_engine.queue_callback(self._finish)
+        elif not self._accumulates:
+            self._accumulates = True
+            Variable._execution_engine.queue_callback(self._end_accumulation)
+
+    def _end_accumulation(self) -> None:
+        self._accumulates = False
 
     def settle(self) -> None:
         """Let the other ranks know if an earlier backward ended in an exception; collective in that case.
 
         They wait for this rank's gradients, and get an error instead.
         """
-        if self._open and torch._C._current_graph_task_id() == -1:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self._accumulates = False
+        if self._open:
             try:
                 self._announce_once()
                 self._exchange(ABANDONED, [False] * len(self._parameters), async_op=False)
@@ -220,6 +261,7 @@ class Reducer:
     def sync(self) -> None:
         """Reduce gradients that have changed since they were last reduced, if there are any; collective."""
         self.settle()
+        self._follow_nodes(range(len(self._parameters))[:1])  # of one that was converted and back, all are
         if self.announce is not None:
             self.announce("by hand")
         if self._anything_changed():
@@ -252,16 +294,15 @@ class Reducer:
             if not bucket.launched:
                 for position in sorted(bucket.pending):
                     bucket.put(position, as_view=self._as_view)
-        own = [
-            position in self._touched or parameter.grad is not None
-            for position, parameter in enumerate(self._parameters)
-        ]
+        own = [parameter.grad is not None for parameter in self._parameters]
+        self._follow_nodes([position for position in range(len(own)) if position not in self._touched])
         state = COMPLETE if len(self._touched) == len(self._parameters) else PARTIAL
         worst, used = self._exchange(state, own, async_op)
         for bucket in self._buckets:
             bucket.unpack(used, as_view=self._as_view, scale=self.scale)
         if self.learns and self.announce is None and worst == COMPLETE:
             self._learn()
+        mark_gradients(self._divided)
 
     def _exchange(self, state: int, own: list[bool], async_op: bool) -> tuple[int, list[bool]]:
         """Send what has not gone yet, and how backward ended here.
@@ -292,10 +333,10 @@ class Reducer:
             return
         if abandoned:
             raise RankFailedError(
-                f"gradients were not averaged: backward ended in an exception on {_ranks(abandoned)}, "
+                f"gradients were not averaged: backward ended in an exception on {named_ranks(abandoned)}, "
                 "which then went on with another forward"
             )
-        raise UnusedParameterError(_unused_message([names for _, names in notes]))
+        raise UnusedParameterError(unused_message([names for _, names in notes]))
 
     def _learn(self) -> None:
         """Lay the buckets out in the order in which gradients became ready on rank 0."""
@@ -306,21 +347,6 @@ class Reducer:
         if self._as_view:  # or the old buckets would live as long as the gradients in them
             for bucket in self._buckets:
                 bucket.adopt()
-
-    def _share_memory(self, direct: Collection[Tensor]) -> list[ReusedMemory]:
-        """Have large gradients computed where the ranks of a node can reduce them without a copy; collective."""
-        if self._group.size == 1 or any(parameter.device.type != "cpu" for parameter in self._parameters):
-            return []
-        told = {id(parameter) for parameter in direct}
-        shared = self._flags([self._as_view and id(parameter) in told for parameter in self._parameters])
-        self._group.all_reduce(shared, ReduceOp.MIN)
-        memories = []
-        for parameter, is_shared in zip(self._parameters, shared.tolist(), strict=True):
-            if is_shared and is_large(parameter, self._reduce_dtype):
-                memory = ReusedMemory(self._group.symmetric_empty((parameter.nbytes,), torch.uint8).numpy().data)
-                set_gradient_memory(parameter, memory)
-                memories.append(memory)
-        return memories
 
     def _lay_out(self, order: list[int]) -> None:
         self._buckets = make_buckets(
@@ -339,17 +365,17 @@ class Reducer:
         self._announced = False
 
 
-def _make_hook(owner: weakref.ref[Reducer], position: int) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
+def _make_hook(owner: weakref.ref[Reducer], position: int) -> Callable[[object, object], None]:
+    def hook(_inputs: object, _gradients: object) -> None:
         reducer = owner()
         if reducer is not None:
-            reducer.on_gradient(position, parameter)
+            reducer.on_gradient(position)
 
     return hook
 
 
-def _remove(hooks: Sequence[Any]) -> None:
-    for hook in hooks:
+def _remove(hooks: Mapping[int, Any]) -> None:
+    for hook in hooks.values():
         hook.remove()
 
 
@@ -369,22 +395,3 @@ def _wait_all(works: Sequence[Work], timeout: float | None) -> None:
             errors.append(error)
     if errors:
         raise errors[0]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _unused_message(names_of: Sequence[Sequence[str]]) -> str:
-    """Name the parameters without a gradient, and the ranks; `names_of` has the names of each rank."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, names in enumerate(names_of):
-        for name in names:
-            ranks_of.setdefault(name, []).append(rank)
-    listed = [f"{name} ({_ranks(ranks)})" for name, ranks in ranks_of.items()][:_NAMED_PARAMETERS]
-    more = len(ranks_of) - len(listed)
-    return (
-        f"{len(ranks_of)} parameter{'s' if len(ranks_of) > 1 else ''} got no gradient in this backward: "
-        f"{', '.join(listed)}{f' and {more} more' if more else ''}. Use every parameter in every forward, freeze "
-        "those that are not trained with requires_grad_(False), or wrap with find_unused_parameters=True."
-    )

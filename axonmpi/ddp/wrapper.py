@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -13,15 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from ..arguments import check_flags, either_group_name, hint, member
 from ..bucketing import broadcast_coalesced
 from ..errors import DtypeError
-from ..group import ProcessGroup, default_group
+from ..group import ProcessGroup, group_of_this_rank
 from ..types import GradSyncStrategy
 from ..wrapping.agreement import check_same_model
 from ..wrapping.linear import LinearLayers
 from ..wrapping.outputs import accumulates_into, leaf_below, outside_compile, tensors_in
-from ..wrapping.state_names import hide_wrapper
-from .join import Join
+from ..wrapping.parts import check_not_divided, mark_divided
+from ..wrapping.state_names import Wrapper, hide_wrapper
+from .join import Join, Stateful
 from .reducer import Reducer
 
 __all__ = ["DistributedDataParallel"]
@@ -29,7 +32,7 @@ __all__ = ["DistributedDataParallel"]
 _REDUCE_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(Wrapper):
     """Trains one model on all ranks of a group: each rank computes a part of the batch, gradients are averaged.
 
     Parameters and buffers are copied from rank 0 when the model is wrapped. With equal parts, a step equals one of
@@ -39,7 +42,7 @@ class DistributedDataParallel(nn.Module):
     Args:
         module: The model, built in the same way on all ranks, its parameters on devices that the group takes.
         process_group: The ranks; None means all.
-        sync_strategy: When gradients are reduced.
+        sync_strategy: When gradients are reduced; a `GradSyncStrategy`, or its name.
         bucket_cap_mb: Gradients reduced together, in MiB; a larger gradient gets a bucket of its own.
         broadcast_buffers: Copy rank 0's buffers to all ranks before each forward in training mode.
         gradient_as_bucket_view: `param.grad` is a view of the bucket, which saves a copy of all gradients.
@@ -54,12 +57,13 @@ class DistributedDataParallel(nn.Module):
     Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
     """
 
+    @either_group_name
     def __init__(
         self,
         module: nn.Module,
         process_group: ProcessGroup | None = None,
         *,
-        sync_strategy: GradSyncStrategy = GradSyncStrategy.OVERLAPPED,
+        sync_strategy: GradSyncStrategy | str = GradSyncStrategy.OVERLAPPED,
         bucket_cap_mb: float = 25,
         broadcast_buffers: bool = True,
         gradient_as_bucket_view: bool = True,
@@ -68,24 +72,26 @@ class DistributedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         _check_module(module)
-        self._group = _checked_group(process_group)
-        _check_options(sync_strategy, bucket_cap_mb, reduce_dtype)
-        _check_flags(
+        self._group = group_of_this_rank(process_group)
+        strategy = member("sync_strategy", GradSyncStrategy, sync_strategy)
+        _check_options(bucket_cap_mb, reduce_dtype)
+        check_flags(
             broadcast_buffers=broadcast_buffers,
             gradient_as_bucket_view=gradient_as_bucket_view,
             find_unused_parameters=find_unused_parameters,
         )
         self.module = module
+        self._equal_buffers: list[tuple[int, int]] | None = None  # as they were when they were last rank 0's
         self._broadcast_buffers = broadcast_buffers
         self._options: dict[str, Any] = {
-            "strategy": sync_strategy,
+            "strategy": strategy,
             "cap_bytes": max(1, int(bucket_cap_mb * (1 << 20))),
             "as_view": gradient_as_bucket_view,
             "find_unused": find_unused_parameters,
             "reduce_dtype": reduce_dtype,
         }
         arguments = {
-            "sync_strategy": sync_strategy.name,
+            "sync_strategy": strategy.name,
             "bucket_cap_mb": bucket_cap_mb,
             "broadcast_buffers": broadcast_buffers,
             "find_unused_parameters": find_unused_parameters,
@@ -95,6 +101,7 @@ class DistributedDataParallel(nn.Module):
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError("module: no parameter of it requires grad, so there is nothing to average")
         self.sync_parameters()
+        mark_divided(module)
         self._reducer = self._make_reducer()
         hide_wrapper(self)
 
@@ -125,9 +132,11 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let gradients of backwards in this context accumulate on each rank; local.
+        """Let gradients of forwards in this context accumulate on each rank; local.
 
-        The next backward outside reduces what has accumulated, as does `sync_gradients()`.
+        The forward decides, as in torch: its backward may come later. The next backward through a forward outside
+        reduces what has accumulated, as does `sync_gradients()`. After a call of `.module` itself, which the
+        wrapper does not see, it is the backward that has to be in the context.
         """
         before = self._reducer.enabled
         self._reducer.enabled = False
@@ -138,9 +147,10 @@ class DistributedDataParallel(nn.Module):
 
     @outside_compile
     def sync_gradients(self) -> None:
-        """Average the gradients that have changed since they were last averaged, in place; collective.
+        """Average the gradients that backwards have changed since they were last averaged, in place; collective.
 
-        Does nothing if backward has averaged them already. A parameter without a gradient counts as zero with
+        Does nothing if backward has averaged them already, whatever was done to them by hand since:
+        `axonmpi.sync_gradients` averages any. A parameter without a gradient counts as zero with
         `find_unused_parameters`, and is an error otherwise.
 
         Raises:
@@ -155,7 +165,7 @@ class DistributedDataParallel(nn.Module):
 
     def join(
         self,
-        *,
+        *state: Stateful,
         enable: bool = True,
         divide_by_initial_world_size: bool = True,
         throw_on_early_termination: bool = False,
@@ -163,34 +173,47 @@ class DistributedDataParallel(nn.Module):
         """Train with a different number of batches on each rank; collective context manager.
 
         A rank that leaves the loop takes part in the others' reductions with zeros until all have left, and then
-        gets their parameters. Its optimizer has made fewer steps, which matters if its state is used further.
+        gets the parameters and buffers of a rank that trained to the end, and that rank's `state`. An optimizer
+        that has state and is not given refuses its next step, for the ranks' steps would differ from then on.
 
         Args:
+            *state: What else changes from batch to batch, on all ranks in the same order: the optimizer, a learning
+                rate scheduler, a gradient scaler, anything with `state_dict()` and `load_state_dict()`.
             enable: False does nothing.
             divide_by_initial_world_size: Averages divide by the group's size; else by the ranks still training.
             throw_on_early_termination: Raise on all ranks as soon as one has left.
 
         Raises:
+            TypeError: Something in `state` has no state dict.
             RankFailedError: One has left, with `throw_on_early_termination`.
         """
+        check_flags(
+            enable=enable,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
+        )
         return Join(
             self,
-            self._reducer,
+            state,
             enable=enable,
             divide_by_initial=divide_by_initial_world_size,
             throw_on_early=throw_on_early_termination,
         )
 
     def broadcast_buffers_from(self, src: int) -> None:
-        """Copy the buffers of rank `src` to all ranks, in place; collective."""
+        """Copy the buffers of rank `src` to all ranks, in place; collective if there are any."""
+        buffers = list(self.module.buffers())
         # Through .data as batch norm itself does it, so that a backward through an earlier forward still works.
-        buffers = [buffer.data for buffer in self.module.buffers() if buffer.numel()]
-        broadcast_coalesced(self._group.backend, buffers, src)
+        if sent := [buffer.data for buffer in buffers if buffer.numel()]:
+            broadcast_coalesced(self._group.backend, sent, src)
+        self._equal_buffers = _versions(buffers)
 
     def broadcast_state(self, src: int) -> None:
         """Copy the parameters and buffers of rank `src` to all ranks, in place; collective."""
+        check_not_divided(self.module, self._group)  # layers may have been divided after wrapping
         tensors = [*self.module.parameters(), *self.module.buffers()]
         broadcast_coalesced(self._group.backend, [tensor.detach() for tensor in tensors if tensor.numel()], src)
+        self._equal_buffers = _versions(self.module.buffers())
 
     @property
     def current_reducer(self) -> Reducer:
@@ -204,6 +227,7 @@ class DistributedDataParallel(nn.Module):
         memo[id(self._group)] = self._group
         memo[id(self._reducer)] = None
         copied.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
+        copied._equal_buffers = None
         copied._reducer = copied._make_reducer()
         return copied
 
@@ -222,6 +246,8 @@ class DistributedDataParallel(nn.Module):
 
     @outside_compile
     def _before_forward(self) -> None:
+        if not self.training:
+            self._warn_of_own_buffers()
         if not torch.is_grad_enabled():
             return
         self._reducer.settle()
@@ -234,27 +260,53 @@ class DistributedDataParallel(nn.Module):
             active = [0] if self._reducer.announce is None else self._reducer.announce("buffers")
             self.broadcast_buffers_from(active[0])
 
+    def _warn_of_own_buffers(self) -> None:
+        """Warn in the first evaluation after training, if this rank's model gives other results than rank 0's."""
+        equal, self._equal_buffers = self._equal_buffers, None
+        if equal is None or not self._broadcast_buffers or self._group.rank == 0:
+            return
+        if equal != _versions(self.module.buffers()):
+            warnings.warn(
+                "this rank's buffers are no longer rank 0's, as running means of a batch norm change with each "
+                "rank's own batches, so the model may give another result than on rank 0: call sync_parameters() "
+                "on all ranks before evaluation, or evaluate on rank 0 alone",
+                stacklevel=2,
+            )
+
     def _follow_changes(self) -> None:
-        """Lay the gradients out anew if parameters were frozen, unfrozen or converted since."""
-        if not self._reducer.fits([p for p in self.module.parameters() if p.requires_grad]):
-            reducer = self._make_reducer()
-            reducer.take_over(self._reducer)
-            self._reducer.detach()
-            self._reducer = reducer
+        """Lay the gradients out anew if parameters were added, frozen, unfrozen or converted since."""
+        shown = list(self.module.parameters())
+        if not all(isinstance(parameter, nn.Parameter) for parameter in shown):
+            return  # torch.func.functional_call shows others: their gradients reach the parameters, or nobody
+        trained = [parameter for parameter in shown if parameter.requires_grad]
+        if self._reducer.fits(trained):
+            return
+        check_not_divided(self.module, self._group)
+        reducer = self._make_reducer()
+        added = reducer.take_over(self._reducer)
+        self._reducer.detach()
+        self._reducer = reducer
+        broadcast_coalesced(self._group.backend, [tensor.detach() for tensor in added if tensor.numel()], 0)
 
     @outside_compile
     def _after_forward(self, output: Any) -> Any:
-        """See to it that the end of the outermost backward is noticed, also when checkpointing nests others."""
+        """See to it that the outermost backward is noticed, also when checkpointing nests others."""
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad and not tensor.is_leaf:  # a leaf would gather a hook in every forward
-                    tensor.register_hook(partial(self._open_backward, leaf_below(tensor)))
+                    leaf = leaf_below(tensor)
+                    tensor.register_hook(partial(self._begin_backward, leaf, self._reducer.enabled))
         return output
 
     @outside_compile
-    def _open_backward(self, leaf: Node | None, _gradient: Tensor) -> None:
+    def _begin_backward(self, leaf: Node | None, reduces: bool, _gradient: Tensor) -> None:
         if accumulates_into(leaf):
-            self._reducer.open_backward()
+            self._reducer.begin_backward(reduces=reduces)
+
+
+def _versions(buffers: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Return what tells whether buffers were changed or replaced; local."""
+    return [(id(buffer), 0 if buffer.is_inference() else buffer._version) for buffer in buffers]
 
 
 def _check_module(module: object) -> None:
@@ -268,20 +320,9 @@ def _check_module(module: object) -> None:
             )
 
 
-def _checked_group(group: object) -> ProcessGroup:
-    if group is None:
-        return default_group()
-    if not isinstance(group, ProcessGroup):
-        raise TypeError(f"process_group: expected an axonmpi.ProcessGroup or None, got {type(group).__name__}")
-    _ = group.backend  # ValueError on ranks outside it
-    return group
-
-
-def _check_options(strategy: object, bucket_cap_mb: object, dtype: object) -> None:
-    if not isinstance(strategy, GradSyncStrategy):
-        raise TypeError(f"sync_strategy: expected an axonmpi.GradSyncStrategy, got {strategy!r}")
+def _check_options(bucket_cap_mb: object, dtype: object) -> None:
     if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, int | float):
-        raise TypeError(f"bucket_cap_mb: expected a number of MiB, got {bucket_cap_mb!r}")
+        raise TypeError(f"bucket_cap_mb: expected a number of MiB, got {bucket_cap_mb!r}{hint(bucket_cap_mb)}")
     if not 0 < bucket_cap_mb < math.inf:
         raise ValueError(f"bucket_cap_mb: expected a positive, finite number of MiB, got {bucket_cap_mb!r}")
     if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -291,9 +332,3 @@ def _check_options(strategy: object, bucket_cap_mb: object, dtype: object) -> No
             "reduce_dtype: expected torch.bfloat16, torch.float16, torch.float32, torch.float64 or None, "
             f"got {dtype}"
         )
-
-
-def _check_flags(**flags: object) -> None:
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}: expected True or False, got {value!r}")

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from ..group import ProcessGroup
+from .parts import check_not_divided
 
-__all__ = ["check_same_model", "gradient_strides"]
+__all__ = ["check_batch_norms", "check_same_model", "gradient_strides"]
 
 Entry = tuple[str, str]
 
@@ -23,23 +24,54 @@ Entry = tuple[str, str]
 def check_same_model(module: nn.Module, group: ProcessGroup, arguments: Mapping[str, object]) -> None:
     """Raise on every rank unless names, shapes and dtypes of parameters and buffers agree; collective.
 
+    Parameters that are divided over ranks of the group have the same shapes, and are refused for all that.
+
     Args:
         module: This rank's model.
         group: The ranks to compare.
         arguments: What else has to agree, by name.
 
     Raises:
-        ValueError: Naming the first argument, parameter or buffer that differs, and the ranks; or a parameter
-            without a shape.
+        ValueError: Naming the first argument, parameter or buffer that differs, and the ranks; or a module whose
+            parameters are divided over them; or a `SyncBatchNorm`; or a parameter without a shape.
     """
     entries = _entries(module, arguments)
     digest = hashlib.sha256(repr(entries).encode()).digest()[:16]
-    digests = group.all_gather_object(digest)
-    if len(set(digests)) > 1:
+    told = group.all_gather_object((digest, _problem(module, group)))
+    problem = next((problem for _, problem in told if problem), "")
+    if problem:
+        raise ValueError(problem)
+    if len({digest for digest, _ in told}) > 1:
         raise ValueError(_first_difference(group.all_gather_object(entries)))
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run one forward before wrapping the model")
+
+
+def check_batch_norms(module: nn.Module) -> None:
+    """Raise if a batch norm is to use all ranks' batches and has no way to them; local.
+
+    Raises:
+        ValueError: Naming the first `torch.nn.SyncBatchNorm`; it communicates by `torch.distributed` alone.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            raise ValueError(
+                f"module: {name or 'it'} is a torch.nn.SyncBatchNorm, which without torch.distributed is an "
+                "ordinary batch norm of each rank's own batch; use torch.nn.BatchNorm1d, 2d or 3d if that is "
+                "meant, and a norm that does not depend on the batch if not, such as torch.nn.GroupNorm"
+            )
+
+
+def _problem(module: nn.Module, group: ProcessGroup) -> str:
+    try:
+        check_not_divided(module, group)
+        check_batch_norms(module)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _entries(module: nn.Module, arguments: Mapping[str, object]) -> list[Entry]:

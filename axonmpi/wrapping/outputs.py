@@ -1,6 +1,7 @@
 """How wrappers of modules meet autograd and the compiler (layer 4).
 
-What a model's output says about the backward that will start from it, and what torch.compile must not look into.
+What a model's output says about the backward that will start from it, where a wrapper hears of gradients, and what
+torch.compile must not look into.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
-__all__ = ["accumulates_into", "leaf_below", "outside_compile", "tensors_in"]
+from .partial import mark_gradient
+
+__all__ = ["accumulates_into", "hook_gradient", "is_watched", "leaf_below", "outside_compile", "tensors_in"]
 
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
+_WATCHED = "_axonmpi_watched"
 _LEAF = "torch::autograd::AccumulateGrad"
 
 
@@ -69,6 +74,28 @@ def accumulates_into(leaf: Node | None) -> bool:
     except RuntimeError:  # torch.autograd.grad, asked for this very leaf
         return False
     return runs
+
+
+def hook_gradient(parameter: Tensor, hook: Callable[[Any, Any], None]) -> tuple[Node, RemovableHandle]:
+    """Have a function called when a backward is done with a parameter's gradient, after all hooks on it; local.
+
+    Args:
+        parameter: One that requires grad.
+        hook: Called with two values of no use; also where backward has come to the parameter without a gradient.
+
+    Returns:
+        The parameter's node, which has to be kept, or autograd makes another one; and the hook's handle.
+    """
+    node = get_gradient_edge(parameter).node
+    setattr(parameter, _WATCHED, True)  # autograd does not tell about hooks on nodes
+    return node, node.register_hook(hook)
+
+
+def is_watched(parameter: Any) -> bool:
+    """Say whether hooks want to see a parameter's gradient; local."""
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    only_marks = all(hook is mark_gradient for hook in hooks)
+    return bool(parameter._backward_hooks) or not only_marks or getattr(parameter, _WATCHED, False)
 
 
 def outside_compile(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

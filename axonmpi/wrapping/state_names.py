@@ -1,21 +1,59 @@
-"""State dicts of a wrapped module, under the names of the module itself (layer 4).
+"""A wrapped module has the names of the module itself (layer 4).
 
-    wrapper.state_dict()        {"0.weight": ...}           and not "module.0.weight"
-    wrapper.load_state_dict()   takes these names, those with "module." before them, and reports errors without it
+    wrapper.state_dict()         {"0.weight": ...}           and not "module.0.weight"
+    wrapper.load_state_dict()    takes these names, those with "module." before them, and reports errors without it
+    wrapper.named_parameters()   "0.weight", ...             and so named_buffers()
 
-So a checkpoint does not show whether the module was wrapped when it was written.
+So neither a checkpoint nor what is chosen by name shows whether a module is wrapped. `named_modules()` has torch's
+paths, which begin with the wrapper itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["hide_wrapper"]
+__all__ = ["Wrapper", "hide_wrapper"]
 
 _PREFIX = "module."
+
+
+class Wrapper(nn.Module):
+    """A module around another one, its attribute `module`."""
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters under the names of the wrapped module; local."""
+        yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers under the names of the wrapped module; local."""
+        yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    # torch.func.functional_call finds and replaces by attributes what it is given by name.
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            inner = self._modules.get("module")
+            if inner is None or not any(name in own for own in (inner._modules, inner._parameters, inner._buffers)):
+                raise
+            return getattr(inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner: Any = self._modules.get("module") if isinstance(value, Tensor) else None
+        if inner is not None and name in inner._parameters:
+            inner._parameters[name] = value
+        elif inner is not None and name in inner._buffers:
+            inner._buffers[name] = value
+        else:
+            super().__setattr__(name, value)
 
 
 def hide_wrapper(wrapper: nn.Module) -> None:
@@ -46,7 +84,7 @@ def _add_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, *rest: A
 
 def _has_prefix(wrapper: nn.Module, keys: Sequence[str]) -> bool:
     """Say under which names more of the keys are known; a module may have a submodule called "module" itself."""
-    # Not the wrapper's own methods, which may have left out the prefix already.
+    # Not the wrapper's own methods, which leave the prefix out.
     parameters, buffers = nn.Module.named_parameters(wrapper), nn.Module.named_buffers(wrapper)
     names = {name for name, _ in [*parameters, *buffers]}
     return sum(key in names for key in keys) > sum(_PREFIX + key in names for key in keys)

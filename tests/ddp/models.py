@@ -33,10 +33,13 @@ def built(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
         return make()
 
 
-def wrapped(world: ax.World, module: nn.Module, *, overlaps: bool = True, **options) -> ax.DistributedDataParallel:
-    """Wrap a model so that reductions overlap backward, also where a machine has no core to spare for it."""
+def wrapped(
+    world: ax.World, module: nn.Module, *, overlaps: bool | None = None, **options
+) -> ax.DistributedDataParallel:
+    """Wrap a model so that reductions overlap backward or do not, by default as the test's `--overlap` says."""
     backend = options.get("process_group", world.default_group).backend
-    before, backend.overlaps = backend.overlaps, overlaps
+    before = backend.overlaps
+    backend.overlaps = before if overlaps is None else overlaps
     try:
         return ax.DistributedDataParallel(module, **options)
     finally:

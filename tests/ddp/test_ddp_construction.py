@@ -191,7 +191,7 @@ def test_sync_parameters_copies_again(world):
     [
         (TypeError, "module: expected a torch.nn.Module, got list", {"module": []}),
         (TypeError, "process_group: expected an axonmpi.ProcessGroup or None, got int", {"process_group": 0}),
-        (TypeError, "sync_strategy: expected an axonmpi.GradSyncStrategy, got 'no'", {"sync_strategy": "no"}),
+        (ValueError, "sync_strategy: expected an axonmpi.GradSyncStrategy, .* got 'no'", {"sync_strategy": "no"}),
         (TypeError, "bucket_cap_mb: expected a number of MiB, got '25'", {"bucket_cap_mb": "25"}),
         (TypeError, "bucket_cap_mb: expected a number of MiB, got True", {"bucket_cap_mb": True}),
         (ValueError, "bucket_cap_mb: expected a positive, finite number of MiB, got 0", {"bucket_cap_mb": 0}),

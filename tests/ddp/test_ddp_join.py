@@ -157,6 +157,80 @@ def test_again_and_without(world):
     assert_same_on_all_ranks(world, gradients_of(model.module))
 
 
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("initial_size", [True, False])
+def test_an_optimizer_and_its_scheduler_stay_in_step(world, initial_size):
+    """Two epochs with Adam: the second begins with the state of a rank that trained to the end of the first."""
+    epochs = [COUNTS[world.size], list(reversed(COUNTS[world.size]))]
+
+    def prepare(module: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+        optimizer = adamw(module)
+        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+    model, alone = wrapped(world, built(mlp)), built(mlp)
+    ours, our_rates = prepare(model)
+    theirs, their_rates = prepare(alone)
+    for counts in epochs:
+        with model.join(ours, our_rates, divide_by_initial_world_size=initial_size):
+            for step in range(counts[world.rank]):
+                ours.zero_grad()
+                inputs, targets = batch(model.module, world.rank, step)
+                loss_of(model(inputs), targets).backward()
+                ours.step()
+                our_rates.step()
+        for step in range(max(counts)):
+            active = [rank for rank, count in enumerate(counts) if count > step]
+            theirs.zero_grad()
+            for rank in active:
+                inputs, targets = batch(alone, rank, step)
+                divisor = world.size if initial_size else len(active)
+                (loss_of(alone(inputs), targets) / divisor).backward()
+            theirs.step()
+            their_rates.step()
+        check(world, model, alone.state_dict())
+    assert our_rates.state_dict() == their_rates.state_dict()
+    for own, other in zip(model.parameters(), alone.parameters(), strict=True):
+        assert_close(ours.state[own], theirs.state[other])
+
+
+def scheduled(module: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("uneven", [True, False])
+@pytest.mark.parametrize("make", [adamw, scheduled, lambda m: torch.optim.SGD(m.parameters(), lr=0.1)])
+def test_an_optimizer_that_was_not_given_refuses_to_go_on_out_of_step(world, make, uneven):
+    model = wrapped(world, built(mlp))
+    optimizer = make(model)
+
+    def train_on(count: int) -> None:
+        for step in range(count):
+            optimizer.zero_grad()
+            inputs, targets = batch(model.module, world.rank, step)
+            loss_of(model(inputs), targets).backward()
+            optimizer.step()
+
+    with model.join():
+        train_on(2 - world.rank if uneven else 2)
+    if uneven and (make is adamw or make is scheduled):
+        with pytest.raises(RuntimeError, match=r"different numbers of steps .*model.join\(optimizer, scheduler\)"):
+            train_on(1)
+        optimizer.load_state_dict(ax.broadcast_object(optimizer.state_dict()))
+    train_on(2)
+    assert_same_on_all_ranks(world, model.state_dict())
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("given", [True, 1, "optimizer"])
+def test_what_has_no_state_is_refused(world, given):
+    model = wrapped(world, built(mlp))
+    with pytest.raises(TypeError, match=r"join: expected optimizers, schedulers .* settings go by name"):
+        model.join(given)
+
+
 class Head(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -249,3 +323,19 @@ def test_ranks_that_are_not_at_the_same_step(world):
     message = "the ranks that still train are not at the same step: rank 0: gradients, rank 2: by hand"
     with pytest.raises(CollectiveMismatchError, match=message):
         train_differently()
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_stays_in_step_where_a_rank_has_made_steps_by_itself(world):
+    model = wrapped(world, built(mlp))
+    optimizer = adamw(model)
+    with model.join(optimizer):
+        loss_of(model(batch(model.module, world.rank, 0)[0]), batch(model.module, world.rank, 0)[1]).backward()
+        optimizer.step()
+        for number in range(3 * world.rank):
+            with model.no_sync():
+                inputs, targets = batch(model.module, world.rank, number)
+                loss_of(model(inputs), targets).backward()
+            optimizer.step()
+    for parameter in model.parameters():
+        assert_same_on_all_ranks(world, optimizer.state[parameter])

@@ -178,7 +178,44 @@ def test_training_goes_on_from_a_checkpoint(world):
 @pytest.mark.ranks(2)
 def test_names_of_parameters_match_the_optimizer(world):
     model = ax.DDP(built(mlp))
-    assert [name for name, _ in model.named_parameters()] == [
-        f"module.{n}" for n, _ in model.module.named_parameters()
-    ]
     assert [id(p) for p in adamw(model).param_groups[0]["params"]] == [id(p) for p in model.module.parameters()]
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("wrapper", [ax.DDP, ax.FSDP])
+@KIND
+def test_parameters_and_buffers_have_the_names_of_the_module(world, kind, wrapper):
+    """So groups of parameters made by name are the same with and without a wrapper, and with another one."""
+    plain, model = built(KINDS[kind]), wrapper(built(KINDS[kind]))
+    for listed in ("named_parameters", "named_buffers"):
+        names = [name for name, _ in getattr(plain, listed)()]
+        assert [name for name, _ in getattr(model, listed)()] == names
+        assert [name for name, _ in getattr(model, listed)("p", recurse=False)] == [
+            name for name, _ in getattr(plain, listed)("p", recurse=False)
+        ]
+    assert set(dict(plain.named_parameters())) <= set(model.state_dict())
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("make", [mlp, BatchNormalised, lambda: nn.Linear(5, 3)])
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_functional_call_by_the_names_of_parameters(world, make, prefix):
+    """Values computed from the parameters: gradients go through them to the parameters, and are averaged."""
+    model, alone = wrapped(world, built(make)), built(make)
+
+    def loss(module: nn.Module, prefix: str, batch: tuple[Tensor, Tensor]) -> Tensor:
+        named = alone.named_parameters() if module is alone else model.module.named_parameters()
+        values = {f"{prefix}{name}": 2 * p + 0.1 for name, p in named}
+        return loss_of(torch.func.functional_call(module, values, (batch[0],)), batch[1])
+
+    for module in (model, alone):
+        module.eval()
+    before = copy.deepcopy(model.state_dict())
+    for step in range(2):
+        for module in (model, alone):
+            module.zero_grad()
+        loss(alone, "", batch_of(alone, step)).backward()
+        loss(model, prefix, part_of(batch_of(alone, step), world.rank, world.size)).backward()
+        gradients = {name: p.grad for name, p in model.module.named_parameters()}
+        assert_close(gradients, {name: p.grad for name, p in alone.named_parameters()})
+    assert_close(tensors(model.state_dict()), tensors(before), tolerance=0)

@@ -109,7 +109,7 @@ def test_batch_norm(world, broadcasts):
 
 @pytest.mark.ranks(2)
 def test_evaluation_sends_nothing_and_keeps_buffers(world):
-    model = wrapped(world, built(BatchNormalised))
+    model = wrapped(world, built(BatchNormalised), broadcast_buffers=False)
     inputs, _ = batch_of(model.module, world.rank)
     model.module.norm.running_mean.fill_(world.rank)
     if world.rank == 1:  # the other rank does not take part
@@ -120,6 +120,54 @@ def test_evaluation_sends_nothing_and_keeps_buffers(world):
         with torch.inference_mode():
             model(inputs)
     assert world.rank == 0 or not torch.equal(model.module.norm.running_mean, torch.zeros(4))
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("grad", [True, False])
+def test_evaluation_after_training_warns_where_buffers_are_not_rank_0s(world, grad, recwarn):
+    """Each rank ends with statistics of its own batch; after `sync_parameters()` all have rank 0's."""
+    model = wrapped(world, built(BatchNormalised))
+    same, _ = batch_of(model, 100)
+
+    def evaluate() -> list[torch.Tensor]:
+        model.eval()
+        with torch.set_grad_enabled(grad):
+            output = model(same).detach()
+        model.train()
+        return ax.all_gather_object(output)
+
+    def warned() -> list[bool]:
+        """Mock ranks are threads, whose warnings are all in one list."""
+        mine = [str(entry.message) for entry in recwarn.list if "sync_parameters()" in str(entry.message)]
+        return ax.all_gather_object(bool(mine))
+
+    first = evaluate()
+    assert not any(warned())
+    train(model, world, steps=2)
+    second = evaluate()
+    assert any(warned()) == (world.size > 1)
+    ax.barrier()
+    recwarn.clear()
+    train(model, world, steps=2)
+    ax.barrier()
+    model.sync_parameters()
+    third = evaluate()
+    assert not any(warned())
+    for outputs, equal in ((first, True), (second, world.size == 1), (third, True)):
+        assert all(torch.equal(output, outputs[0]) for output in outputs) == equal
+
+
+def one_stage_a_rank(module: nn.Module) -> ax.Pipeline:
+    return ax.Pipeline.from_modules([module] * ax.get_world_size())
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("wrapper", [ax.DDP, ax.FSDP, one_stage_a_rank])
+def test_a_batch_norm_of_all_ranks_is_refused(world, wrapper):
+    """It would be an ordinary one."""
+    module = nn.SyncBatchNorm.convert_sync_batchnorm(built(BatchNormalised))
+    with pytest.raises(ValueError, match=r"norm is a torch.nn.SyncBatchNorm, .*BatchNorm1d.*GroupNorm"):
+        wrapper(module)
 
 
 @pytest.mark.ranks(2)
