@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..group import ProcessGroup
-from ..norms import Copies, copy_counts
-from ..norms import clip_grad_norm as clip_over_group
+from ..group import ProcessGroup, chosen_group
+from ..norms import Copies, clip_over, copy_counts, divided_axes
 from .groups import ShardingGroups
 from .run import Run
 
@@ -30,7 +29,8 @@ def clip_grad_norm(
         groups: The ranks that share it out, and those that hold replicas.
         max_norm: The largest norm.
         norm_type: Its exponent.
-        group: Those ranks and others with other parts of the model; None: those that share it out.
+        group: Those ranks and others with other parts of the model; None: all ranks that parameters are divided
+            among.
         copies: On how many ranks of the group a part is, replicas apart.
         error_if_nonfinite: Raise if the norm is infinite or no number.
 
@@ -47,21 +47,23 @@ def clip_grad_norm(
         for member, part in zip(flat.members, flat.parts, strict=True)
     ]
     replicas = _replicas_in(group, groups)
-    counts = {part: n * replicas for (_, part), n in zip(named, copy_counts(named, copies), strict=True)}
-    return clip_over_group(
-        counts,
-        max_norm,
-        norm_type,
-        group=groups.shard if group is None else group,
-        copies=counts,
-        error_if_nonfinite=error_if_nonfinite,
-    )
+    if group is not None:
+        asked = [group]
+    elif copies is not None:
+        asked = [groups.shard]
+    else:
+        asked = [axis.group for axis in divided_axes(part for _, part in named)]
+    counts = copy_counts(named, copies, asked)
+    times = 1 if copies is None else replicas  # else the parts know
+    pairs = [(part, count * times) for (_, part), count in zip(named, counts, strict=True)]
+    return clip_over(pairs, asked, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
 
 def _replicas_in(group: ProcessGroup | None, groups: ShardingGroups) -> int:
     """Return how many ranks of a group have the same parts; the ones that share the model out must be in it."""
     if group is None:
         return 1
+    chosen_group(group)
     missing = [rank for rank in groups.shard.ranks if not group.contains(rank)]
     if groups.shard.size > 1 and missing:
         raise ValueError(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..group import ProcessGroup
+from ..wrapping.parts import mark_divided
 from .flat import FlatParameter, State
 from .layout import by_elements, by_parameters
 from .offload import Files
@@ -56,6 +57,7 @@ class Choices:
 
 def build_flats(plans: Sequence[UnitPlan], choices: Choices) -> list[list[FlatParameter]]:
     """Lay out the parameters of each unit: a flat one for each dtype, the trained and the frozen apart; local."""
+    mark_divided(plans[0].module)
     loads = [0] * choices.group.size
     return [_flats_of(plan, choices, loads) for plan in plans]
 
@@ -79,7 +81,6 @@ def _flats_of(plan: UnitPlan, choices: Choices, loads: list[int]) -> list[FlatPa
                 dtype,
                 compute,
                 state,
-                shapes_kept=choices.by_parameters,
                 in_file=choices.files is not None,
             )
         )

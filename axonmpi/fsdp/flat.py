@@ -2,7 +2,7 @@
 
     buffer   [P]  | weight ............... | bias | pad |     what the unit computes with, once a node
     shard    [S]       | this rank's |                        what this rank updates
-    parts              | weight |                             what the optimizer sees: views of the shard, 1-D
+    parts              | weight |                             what the optimizer sees: views of the shard
     fulls         | weight ............... | bias |           what forward sees: views of the buffer
 
 Where all ranks are on one node and compute in the dtype of the parameters, the shard lies in the buffer: it is
@@ -13,19 +13,22 @@ when it is needed.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ..group import ProcessGroup
 from ..types import Work
-from ..wrapping.parts import mark_part
+from ..wrapping.parts import divide, mark_part
 from .layout import Layout
 from .offload import Files, OffloadedParameter
 from .units import Member
 
-__all__ = ["FlatParameter", "State"]
+__all__ = ["COMPUTED_WITH", "FlatParameter", "State"]
+
+COMPUTED_WITH = "_axonmpi_computed_with"
+"""Attribute of a whole parameter that a unit computes with: its name. Optimizers are to have the parts instead."""
 
 
 class State(enum.Enum):
@@ -52,7 +55,6 @@ class FlatParameter:
         dtype: Dtype of the shard.
         compute_dtype: Dtype of the buffer.
         state: Where its values are.
-        shapes_kept: Whether a part that is a whole parameter has its shape.
         in_file: Whether the shard lies in a file.
 
     Attributes:
@@ -60,7 +62,7 @@ class FlatParameter:
         shard: [S] this rank's shard.
         buffer: [P] what the unit computes with, once there is one.
         parts: This rank's part of each parameter.
-        made: Address and shape that each part has.
+        made: Address and shape that each part was given.
         fulls: The whole parameters, views of the buffer, once there is one.
         is_valid: Whether the buffer holds the parameters' values.
         trains: Whether its parameters are trained.
@@ -75,7 +77,6 @@ class FlatParameter:
         compute_dtype: torch.dtype,
         state: State,
         *,
-        shapes_kept: bool,
         in_file: bool = False,
     ) -> None:
         self.members = list(members)
@@ -93,7 +94,7 @@ class FlatParameter:
         self.parts: list[nn.Parameter] = []
         self.fulls: list[nn.Parameter] = []
         self.made: list[tuple[int, torch.Size]] = []
-        self._shapes_kept = shapes_kept
+        self._wholes: Sequence[Tensor] | None = None
         self._in_file = in_file
         self._marks = [dict(member.parameter.__dict__) for member in members]
 
@@ -123,6 +124,7 @@ class FlatParameter:
             view = buffer[offset : offset + self.layout.numels[index]].view(self.shapes[index])
             full = nn.Parameter(view, requires_grad=member.parameter.requires_grad)
             full.__dict__.update(self._marks[index])
+            setattr(full, COMPUTED_WITH, member.name)
             self.fulls.append(full)
         if self.in_place:
             low, high = self.layout.bounds(self.group.rank)
@@ -135,9 +137,43 @@ class FlatParameter:
         for index, member in enumerate(self.members):
             part = nn.Parameter(self.part_of(shard, index), requires_grad=member.parameter.requires_grad)
             part.__dict__.update(self._marks[index])
-            mark_part(part, *self.layout.part(index, self.group.rank))
+            mark_part(part, *self.layout.part(index, self.group.rank), self.shapes[index])
+            divide(part, self.group)
             self.parts.append(part)
+        self._note_made()
+
+    def _note_made(self) -> None:
         self.made = [(part.data_ptr(), part.shape) for part in self.parts]
+
+    def show(self, wholes: Sequence[Tensor] | None) -> None:
+        """Let the parts show whole parameters that are copies, in their shapes; None: the shard; local."""
+        self._wholes = wholes
+        for index, part in enumerate(self.parts):
+            part.data = self.home(index)
+        self._note_made()
+
+    def set_gradient(self, index: int, gradient: Tensor) -> None:
+        """Give a part a gradient that is laid out as it is in the shard, whatever it shows; local."""
+        part = self.parts[index]
+        shown = part.data
+        if self._wholes is not None:
+            part.data = self.part_of(self.shard, index)
+        part.grad = gradient
+        if self._wholes is not None:
+            part.data = shown
+
+    def home(self, index: int) -> Tensor:
+        """Return the memory that a part shows, of the shard or of a copy of the whole parameter; local."""
+        return self.part_of(self.shard, index) if self._wholes is None else self._wholes[index]
+
+    def changed(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield which parts differ from the whole parameters that are shown: index, in the shard, new; local."""
+        for index, whole in enumerate(self._wholes or ()):
+            own = self.part_of(self.shard, index)
+            first, last = self.layout.part(index, self.group.rank)
+            new = whole.reshape(-1)[first:last].view(own.shape)
+            if not torch.equal(own, new):
+                yield index, own, new
 
     def offload_state(self, files: Files) -> None:
         """Let optimizers put their state for these parameters into files; local."""
@@ -150,13 +186,18 @@ class FlatParameter:
         self.parts = list(offloaded)
 
     def part_of(self, shard: Tensor, index: int) -> Tensor:
-        """Return this rank's part of a parameter, a view of [S] elements laid out as the shard is; local."""
+        """Return this rank's part of a parameter, a view of [S] elements laid out as the shard is; local.
+
+        It has the shape of the parameter if it is all of it, and else as many dims, which optimizers and those who
+        make groups of parameters look at: [elements, 1, ...], or [0, ...].
+        """
         first, last = self.layout.part(index, self.group.rank)
+        shape = self.shapes[index]
+        if first == last:
+            return shard[:0].view(0, *shape[1:])
         start = self.layout.offsets[index] + first - self.layout.bounds(self.group.rank)[0]
-        if first == last:  # optimizers of matrices look at the number of dims
-            return shard[:0].view(0, *self.shapes[index][1:]) if self._shapes_kept else shard[:0]
         part = shard[start : start + last - first]
-        return part.view(self.shapes[index]) if self._shapes_kept else part
+        return part.view(shape if last - first == shape.numel() else (-1, *[1] * (len(shape) - 1)))
 
     # ---- moving values ------------------------------------------------------------------------------------
 
@@ -187,7 +228,7 @@ class FlatParameter:
         self.group.barrier()  # nobody reads the old values any more
         for full, value in zip(self.fulls, values, strict=False):
             if value is not None:
-                full.data.copy_(value)
+                full.detach().copy_(value)
         self.group.barrier()
 
     def _load_shards(self, values: Sequence[Tensor | None]) -> None:
@@ -202,7 +243,7 @@ class FlatParameter:
                 whole.view(self.shapes[index]).copy_(value)
             self.group.broadcast(whole)
             first, last = self.layout.part(index, self.group.rank)
-            part = self.parts[index].data
+            part = self.part_of(self.shard.detach(), index)
             part.copy_(whole[first:last].view(part.shape))
         self.is_valid = False
 
@@ -215,7 +256,7 @@ class FlatParameter:
         """
         if own is None and self.is_resident:  # what the others have changed is there: callers have met before
             return self.fulls[index].detach().clone()
-        part = (self.parts[index] if own is None else own).detach().reshape(-1)
+        part = (self.part_of(self.shard, index) if own is None else own).detach().reshape(-1)
         whole: Tensor = part.clone() if self.group.size == 1 else self.group.all_gather(part)
         return whole.reshape(self.shapes[index])
 
@@ -223,6 +264,6 @@ class FlatParameter:
         """Return what `whole` does on rank 0, None elsewhere; collective."""
         if self.group.size == 1 or (own is None and self.is_resident):
             return self.whole(index, own) if self.group.rank == 0 else None
-        part = (self.parts[index] if own is None else own).detach().reshape(-1)
+        part = (self.part_of(self.shard, index) if own is None else own).detach().reshape(-1)
         parts = self.group.gather(part, 0)
         return None if parts is None else torch.cat(parts).reshape(self.shapes[index])

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from ..backends.reduction import wide_dtype
 from ..group import ProcessGroup
 from ..types import ReduceOp, Work
+from ..wrapping.partial import mark_gradients, ordinary_gradients
+from ..wrapping.parts import Axis, axes_of, replicate
 from .flat import FlatParameter
 from .offload import Files
 from .unit import Unit
@@ -35,6 +38,9 @@ class FlatGradient:
     Attributes:
         shard: [S] memory of the gradient's shard, once there is one.
         launched: Whether the reduction of this backward has begun.
+        arrived: Which parameters backward has come to.
+        defined: Which of them had a gradient when the reduction began.
+        nodes: Autograd's, which bring the gradients.
         whole_bytes: Size of what goes into its reduction.
     """
 
@@ -51,6 +57,8 @@ class FlatGradient:
         self.shard: Tensor | None = None
         self.launched = False
         self.arrived: set[int] = set()
+        self.defined: set[int] = set()
+        self.nodes: list[Node] = []
         self._sum_dtype = sum_dtype
         computed = flat.compute_dtype
         self._wire_dtype = computed if sum_dtype in (computed, wide_dtype(computed)) else sum_dtype
@@ -60,6 +68,10 @@ class FlatGradient:
         self._order = sorted(
             range(len(flat.members)), key=lambda i: (flat.layout.offsets[i], flat.layout.numels[i])
         )
+        self._axis = None if replicas is None else Axis(replicas, replicas.size)
+        if self._axis is not None:
+            replicate(flat.parts, self._axis)
+        self._divided = [part for part in flat.parts if axes_of(part)]
         self.whole_bytes = sum(flat.sizes) * self._wire_dtype.itemsize
         self._target: Tensor | None = None
         self._work: Work | None = None
@@ -76,6 +88,7 @@ class FlatGradient:
     def launch(self, *, async_op: bool) -> None:
         """Begin to reduce what gradients there are, zeros for the others; collective."""
         self.launched = True
+        self.defined.update(index for index, holds in enumerate(self.holds()) if holds)
         self._target = self._make_target()
         self._work = self.flat.group.reduce_scatter_into(
             self._target,
@@ -100,6 +113,8 @@ class FlatGradient:
     def finish(self, used: Sequence[bool], timeout: float | None) -> None:
         """Wait for the reduction and add its result to the parts' gradients; collective among replicas.
 
+        Hooks of users on the parts are called here, as autograd only comes to the whole parameters.
+
         Args:
             used: For each parameter, whether any rank has a gradient.
             timeout: Seconds to wait.
@@ -108,15 +123,22 @@ class FlatGradient:
         assert self._target is not None
         if self._replicas is not None:
             self._replicas.all_reduce(self._target, ReduceOp.AVERAGE)
+        with ordinary_gradients(self.flat.parts):
+            for index, part in enumerate(self.flat.parts):
+                if used[index] and part.numel():
+                    self._add(index, self.flat.part_of(self._target, index))
+        mark_gradients(self._divided)
         for index, part in enumerate(self.flat.parts):
             if used[index] and part.numel():
-                self._add(index, self.flat.part_of(self._target, index))
+                for hook in list((part._post_accumulate_grad_hooks or {}).values()):  # they may remove themselves
+                    hook(part)
         self.reset()
 
     def reset(self) -> None:
         """Forget what has arrived and what is under way; local."""
         self.launched, self._work, self._target = False, None, None
         self.arrived.clear()
+        self.defined.clear()
 
     def discard(self) -> None:
         """Drop gradients that were not reduced; local."""
@@ -132,7 +154,7 @@ class FlatGradient:
         home = self.flat.part_of(self._shard_memory(), index)
         if home.data_ptr() != piece.data_ptr():
             home.copy_(piece)
-        part.grad = home
+        self.flat.set_gradient(index, home)
 
     def _make_target(self) -> Tensor:
         size = self.flat.sizes[self.flat.group.rank]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..group import ProcessGroup
+from ..group import ProcessGroup, group_of_this_rank
 from .options import ShardingStrategy
 
 __all__ = ["ShardingGroups", "checked_groups", "sharding_groups"]
@@ -50,11 +50,7 @@ def checked_groups(groups: object, strategy: ShardingStrategy) -> tuple[ProcessG
     if isinstance(groups, tuple) and (strategy is not ShardingStrategy.HYBRID_SHARD or len(groups) != 2):
         raise TypeError("process_group: a pair of groups is for ShardingStrategy.HYBRID_SHARD alone")
     given = groups if isinstance(groups, tuple) else (groups,)
-    for group in given:
-        if not isinstance(group, ProcessGroup):
-            raise TypeError(f"process_group: expected an axonmpi.ProcessGroup or None, got {type(group).__name__}")
-        _ = group.backend  # ValueError on ranks outside it
-    return given
+    return tuple(group_of_this_rank(group) for group in given)
 
 
 def sharding_groups(given: tuple[ProcessGroup, ...], strategy: ShardingStrategy) -> ShardingGroups:

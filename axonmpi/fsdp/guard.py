@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from ..wrapping.partial import mark_state
+
 __all__ = ["GuardedParameters", "ScatteredParameterError", "guard"]
 
 
@@ -46,6 +48,7 @@ def guard(module: nn.Module, attribute: str, unit: Any, name: str) -> None:
     if not isinstance(module._parameters, GuardedParameters):
         object.__setattr__(module, "_parameters", GuardedParameters(module._parameters))
         module.register_forward_pre_hook(_check_gathered)
+        mark_state(module)
     parameters: Any = module._parameters
     parameters.unit_of[attribute] = unit
     parameters.names[attribute] = name
@@ -54,7 +57,7 @@ def guard(module: nn.Module, attribute: str, unit: Any, name: str) -> None:
 def _check_gathered(module: nn.Module, _args: object) -> None:
     parameters: Any = module._parameters
     for attribute, unit in parameters.unit_of.items():
-        if unit.active or unit.shown or unit.module is module or unit.run.by_hand:
+        if unit.active or unit.shown or unit.module is module or unit.run.shows_wholes:
             continue
         if not unit.run.shows_in_backward(unit):
             raise ScatteredParameterError(_message(unit, parameters.names[attribute]))
@@ -65,5 +68,6 @@ def _message(unit: Any, name: str) -> str:
     return (
         f"parameter {name!r} belongs to {where} and was used outside of that unit's forward, while its values are "
         "spread over the ranks. Call the wrapped model (or the unit), put the modules that use the parameter into "
-        "one unit with units=..., or use it within `with fsdp.full_parameters():`"
+        "one unit with units=..., or use it within `with fsdp.full_parameters():` "
+        "and torch.no_grad()"
     )

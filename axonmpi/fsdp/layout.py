@@ -9,6 +9,7 @@ Everything begins at a multiple of 64 bytes or more, as memory that torch alloca
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,6 +49,12 @@ class Layout:
         start, numel = self.offsets[index], self.numels[index]
         first, last = max(low, start) - start, min(high, start + numel) - start
         return (first, last) if first < last else (0, 0)
+
+    @functools.cached_property
+    def keeps_whole(self) -> bool:
+        """Whether no parameter is divided."""
+        parts = [[self.part(index, rank) for rank in range(len(self.sizes))] for index in range(len(self.numels))]
+        return all((0, numel) in own for numel, own in zip(self.numels, parts, strict=True))
 
     def gaps(self) -> list[int]:
         """Return the elements of padding before each parameter, and after the last one."""

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..arguments import integer
 from .flat import FlatParameter, State
 from .groups import ShardingGroups
 from .layout import by_elements
@@ -43,7 +44,8 @@ class FSDPMemoryStats:
         grad_memory_bytes: The gradient's shard.
         optim_memory_bytes: The optimizer's state for the shard.
         world_size: Ranks that train the model together.
-        unsharded_bytes: What parameters, gradients and state take together without sharding.
+        unsharded_bytes: What parameters, gradients and state take together without sharding; None: what all ranks
+            have together, as if all of it were divided equally.
         resident_bytes: All memory of the process, what it has in common with others in equal shares (its
             proportional set size); 0 in an estimate, and where the system does not tell.
         peak_bytes: The most memory that the process has had by itself so far, its resident set's high-water
@@ -55,7 +57,7 @@ class FSDPMemoryStats:
     grad_memory_bytes: int
     optim_memory_bytes: int
     world_size: int
-    unsharded_bytes: int
+    unsharded_bytes: int | None = None
     resident_bytes: int = 0
     peak_bytes: int = 0
 
@@ -69,8 +71,13 @@ class FSDPMemoryStats:
         return self.total_memory_bytes / _MIB
 
     def memory_savings(self) -> float:
-        """Return the part of the memory that sharding saves, 0 to 1; 0.75 with everything on four ranks."""
-        return 1 - self.total_memory_bytes / self.unsharded_bytes if self.unsharded_bytes else 0.0
+        """Return the part of the memory that sharding saves, 0 to 1; 0.75 with everything on four ranks.
+
+        0 where it saves nothing, as on one rank, whose parts are padded.
+        """
+        own, whole = self.total_memory_bytes, self.unsharded_bytes
+        whole = own * self.world_size if whole is None else whole
+        return max(0.0, 1 - own / whole) if whole else 0.0
 
 
 def measured(run: Run, groups: ShardingGroups) -> FSDPMemoryStats:
@@ -83,7 +90,9 @@ def measured(run: Run, groups: ShardingGroups) -> FSDPMemoryStats:
     own = sum(flat.shard.nbytes for flat in flats if not flat.in_place)
     gradients = sum(gradient.shard.nbytes for gradient in run.gradients if gradient.shard is not None)
     state = sum(tensor.nbytes for tensor in StateOf(run).tensors())
-    trained = sum(part.nbytes for flat in flats if flat.trains for part in flat.parts)
+    trained = sum(
+        flat.part_of(flat.shard, index).nbytes for flat in flats if flat.trains for index in range(len(flat.parts))
+    )
     resident, peak = process_memory()
     return FSDPMemoryStats(
         total_params=_count(flats),
@@ -91,7 +100,7 @@ def measured(run: Run, groups: ShardingGroups) -> FSDPMemoryStats:
         grad_memory_bytes=gradients,
         optim_memory_bytes=state,
         world_size=groups.size,
-        unsharded_bytes=_unsharded(flats, round(state / trained) if trained else 0),
+        unsharded_bytes=_unsharded(flats, bool(gradients) + (round(state / trained) if trained else 0)),
         resident_bytes=resident,
         peak_bytes=peak,
     )
@@ -107,10 +116,13 @@ def estimated(
     precision: MixedPrecision,
 ) -> FSDPMemoryStats:
     """Compute what a strategy would take; local."""
-    world = groups.size if world_size is None else world_size
+    world = groups.size if world_size is None else integer("world_size", world_size, minimum=1)
+    integer("optimizer_states", states, minimum=0)
     here = max(len(group.backend.node_ranks) for group in (groups.shard, groups.replicas) if group is not None)
+    if ranks_per_node is not None:
+        integer("ranks_per_node", ranks_per_node, minimum=1)
     local = ranks_per_node or (world if world_size is not None else max(here, 1))
-    if world < 1 or local < 1 or world % local:
+    if world % local:
         raise ValueError(f"world_size: expected a multiple of ranks_per_node ({local}), got {world}")
     shards = {ShardingStrategy.NO_SHARD: 1, ShardingStrategy.HYBRID_SHARD: local}.get(strategy, world)
     sharers = min(local, shards)
@@ -136,7 +148,7 @@ def estimated(
     lent = sum(max(sizes) * min(2, sum(map(bool, sizes))) for sizes in depths.values())
     flats = [flat for unit in run.units for flat in unit.flats]
     return FSDPMemoryStats(
-        _count(flats), parameters + lent // sharers, gradients, state, world, _unsharded(flats, states)
+        _count(flats), parameters + lent // sharers, gradients, state, world, _unsharded(flats, 1 + states)
     )
 
 
@@ -144,8 +156,9 @@ def _count(flats: Iterable[FlatParameter]) -> int:
     return sum(sum(flat.layout.numels) for flat in flats)
 
 
-def _unsharded(flats: Iterable[FlatParameter], states: int) -> int:
-    copies = [(flat, 2 + states if flat.trains else 1) for flat in flats]
+def _unsharded(flats: Iterable[FlatParameter], others: int) -> int:
+    """Return the bytes of whole parameters and as many `others` of each: its gradient, an optimizer's numbers."""
+    copies = [(flat, 1 + others if flat.trains else 1) for flat in flats]
     return sum(sum(flat.layout.numels) * flat.dtype.itemsize * count for flat, count in copies)
 
 

@@ -1,13 +1,16 @@
 """Parameters, gradients and optimizer state in files that are mapped into memory (layer 5).
 
 The system keeps as much of them in memory as there is room for, and writes the rest to the files. The files have no
-names once they are mapped: nothing is left behind, however the job ends.
+names once they are mapped: nothing is left behind, however the job ends. A folder that was made for them goes with
+the last model that has files in it, or with the job.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -18,19 +21,27 @@ from torch import Tensor, nn
 
 from ..group import ProcessGroup
 
-__all__ = ["Files", "OffloadedParameter"]
+__all__ = ["IN_MEMORY", "Files", "OffloadedParameter", "file_system_of"]
+
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+"""File systems whose files are memory, so that nothing is gained by putting anything there."""
 
 
 class Files:
     """Tensors in files of one folder.
 
     Args:
-        folder: Where the files are made; on a disk with room for them. Made if it is missing.
+        folder: Where the files are made; on a disk with room for them. Made with the first file if it is missing
+            then. None: the first folder for temporary files that is no memory.
+
+    Raises:
+        ValueError: There is no such folder.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: str | os.PathLike[str] | None) -> None:
+        self.folder = _temporary_folder() if folder is None else Path(folder)
+        missing = [place for place in (self.folder, *self.folder.parents) if not place.exists()]
+        weakref.finalize(self, _remove_empty, missing)
 
     def own(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor of zeros in a file of this rank; local."""
@@ -57,12 +68,43 @@ class Files:
         return tensor
 
     def _make(self, nbytes: int) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(prefix="axonmpi-", dir=self.folder)
         try:
             os.ftruncate(descriptor, nbytes)
         finally:
             os.close(descriptor)
         return Path(name)
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Remove folders, the innermost first, that others have no files in; local."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _temporary_folder() -> Path:
+    """Return the first of the usual folders that is on a disk and can be written to; local."""
+    tried = list(dict.fromkeys([tempfile.gettempdir(), "/var/tmp", os.getcwd()]))  # noqa: S108
+    for folder in map(Path, tried):
+        if os.access(folder, os.W_OK) and file_system_of(folder) not in IN_MEMORY:
+            return folder
+    raise ValueError(
+        f"offload_folder: expected a folder on a disk with room for what is offloaded, got None, and none of "
+        f"{', '.join(tried)} is one"
+    )
+
+
+def file_system_of(folder: Path) -> str:
+    """Return the kind of file system that a folder is on, empty where the system does not tell; local."""
+    try:
+        mounts = [line.split() for line in Path("/proc/self/mounts").read_text("utf-8").splitlines()]
+    except OSError:
+        return ""
+    above = [folder.resolve(), *folder.resolve().parents]
+    found = [(place, kind) for _, place, kind, *_ in mounts if Path(place) in above]
+    return max(reversed(found), key=lambda entry: len(entry[0]), default=("", ""))[1]  # the last hides the others
 
 
 def _mapped(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

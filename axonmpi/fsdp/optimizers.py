@@ -1,7 +1,8 @@
 """What has to be so when an optimizer steps (layer 5).
 
-One hook on all of torch's optimizers: an optimizer that still has the parameters of before wrapping is refused, and
-ranks meet first if any of them may still be reading the parameters that are about to change.
+Hooks on all of torch's optimizers refuse those that have other parameters than this rank's parts, that would leave
+out gradients which have not been averaged yet, or that need more of the parameters than a rank has. Ranks meet
+before a step if any of them may still be reading the parameters that are about to change.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..wrapping.partial import OF_ALL_PARAMETERS, OF_WHOLE_PARAMETERS
 from .construction import REPLACED
+from .flat import COMPUTED_WITH
 from .run import Run
 
 __all__ = ["StateOf", "watch_optimizers"]
@@ -61,13 +64,18 @@ def _install() -> None:
 
 
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    for run in _runs_of(optimizer):
-        run.fence()
+    runs = _runs_of(optimizer)
+    for run in runs:
+        _check_sees_enough(optimizer, run)
+        _check_averaged(optimizer, run)
+    for run in runs:
+        run.begin_step()
 
 
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for run in _runs_of(optimizer):
         _runs[run].add(optimizer)
+        run.end_step()
 
 
 def _runs_of(optimizer: Optimizer) -> list[Run]:
@@ -83,9 +91,40 @@ def _runs_of(optimizer: Optimizer) -> list[Run]:
 
 
 def _check_current(parameter: nn.Parameter | torch.Tensor) -> None:
-    name = getattr(parameter, REPLACED, None)
-    if name is not None:
+    replaced, computed = getattr(parameter, REPLACED, None), getattr(parameter, COMPUTED_WITH, None)
+    if replaced is not None or computed is not None:
+        when = "was before the model was wrapped" if computed is None else "is within a forward"
         raise ValueError(
-            f"this optimizer has parameter {name!r} as it was before the model was wrapped, and would change "
-            "nothing: build the optimizer after wrapping, on fsdp.parameters()"
+            f"this optimizer has parameter {replaced or computed!r} as it {when}, and would change nothing: build "
+            "the optimizer after wrapping, on fsdp.parameters()"
         )
+
+
+def _check_sees_enough(optimizer: Optimizer, run: Run) -> None:
+    if run.group.size == 1:
+        return
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, OF_ALL_PARAMETERS):
+        raise ValueError(
+            f"{kind} takes products over all parameters, of which a rank has a part: wrap the model with "
+            "sharding_strategy=ax.ShardingStrategy.NO_SHARD, or choose another optimizer"
+        )
+    if isinstance(optimizer, OF_WHOLE_PARAMETERS) and not run.has_whole_parameters:
+        raise ValueError(
+            f"the step of {kind} needs whole parameters, and a rank has parts of them: wrap the model with "
+            "shard_by='parameters'"
+        )
+
+
+def _check_averaged(optimizer: Optimizer, run: Run) -> None:
+    if not run.accumulates:
+        return
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for gradient in run.gradients:
+        for member, part, waits in zip(gradient.flat.members, gradient.flat.parts, gradient.holds(), strict=True):
+            if waits and id(part) in own:
+                raise ValueError(
+                    f"the gradient of {member.name!r} has accumulated in no_sync() and was not averaged, so a step "
+                    "would leave it out: call backward outside no_sync(), or sync_gradients(), before the step; "
+                    "the model's zero_grad() drops it"
+                )

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..arguments import hint
 from ..errors import DtypeError
 
-__all__ = ["CPUOffload", "MixedPrecision", "ShardingStrategy", "check_choices", "checked_precision"]
+__all__ = ["CPUOffload", "MixedPrecision", "ShardingStrategy", "check_shard_by", "checked_precision"]
 
 _SHARD_BY = ("elements", "parameters")
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -100,24 +101,16 @@ def checked_precision(mixed_precision: object) -> MixedPrecision:
     if mixed_precision is False:
         return MixedPrecision(param_dtype=None)
     if not isinstance(mixed_precision, MixedPrecision):
-        raise TypeError(f"mixed_precision: expected True, False or a MixedPrecision, got {mixed_precision!r}")
+        todo = hint(mixed_precision)
+        raise TypeError(f"mixed_precision: expected True, False or a MixedPrecision, got {mixed_precision!r}{todo}")
     return mixed_precision
 
 
-def check_choices(strategy: object, offload: object, shard_by: object, folder: object) -> None:
-    """Raise unless the other choices of a user are some; local.
+def check_shard_by(shard_by: object) -> None:
+    """Raise unless a user's choice of `shard_by` is one; local.
 
     Raises:
-        TypeError: One is of the wrong type.
-        ValueError: `shard_by` is unknown, or offload has no folder.
+        ValueError: It is unknown.
     """
-    if not isinstance(strategy, ShardingStrategy):
-        raise TypeError(f"sharding_strategy: expected an axonmpi.ShardingStrategy, got {strategy!r}")
-    if not isinstance(offload, CPUOffload):
-        raise TypeError(f"cpu_offload: expected an axonmpi.CPUOffload, got {offload!r}")
     if shard_by not in _SHARD_BY:
         raise ValueError(f"shard_by: expected 'elements' or 'parameters', got {shard_by!r}")
-    if offload is not CPUOffload.NONE and folder is None:
-        raise ValueError(
-            "cpu_offload: on the CPU it needs offload_folder=, a folder on a disk with room for what is offloaded"
-        )

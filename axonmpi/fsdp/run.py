@@ -12,23 +12,24 @@ backward follows a forward, the ranks meet when an optimizer is about to step.
 from __future__ import annotations
 
 import math
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.autograd import Variable
 
 from ..group import ProcessGroup
 from ..types import ReduceOp
 from ..wrapping.outputs import accumulates_into, leaf_below, outside_compile, tensors_in
+from . import hooks
 from .flat import State
 from .gradients import FlatGradient
 from .unit import Unit, check_parts
+
+if TYPE_CHECKING:
+    from .byhand import GatheredByHand
 
 __all__ = ["Run"]
 
@@ -45,7 +46,8 @@ class Run:
         gradients: The gradients, in the order in which they are reduced.
         enabled: False while gradients only accumulate.
         gathers_ahead: Whether the next unit is gathered while the present one computes.
-        by_hand: Whether parameters are gathered by hand.
+        by_hand: What shows whole parameters to the user, if anything does.
+        accumulates: Whether a backward has left gradients that were not averaged.
     """
 
     def __init__(self, group: ProcessGroup, replicas: ProcessGroup | None) -> None:
@@ -55,7 +57,8 @@ class Run:
         self.units: list[Unit] = []
         self.gradients: list[FlatGradient] = []
         self.enabled = True
-        self.by_hand = False
+        self.by_hand: GatheredByHand | None = None
+        self.accumulates = False
         self.gathers_ahead = backend.overlaps and len(backend.node_ranks) < group.size
         self._reduces_ahead = backend.overlaps and group.size > 1
         self._gathers = False
@@ -85,12 +88,7 @@ class Run:
         sizes = [gradient.whole_bytes for gradient in gradients if gradient.unit is not units[0]]
         self._most_under_way = 2 * max(sizes, default=0)
         self._gathers = not all(unit.is_resident for unit in units)
-        for unit in units:
-            unit.module.register_forward_pre_hook(partial(_before, weakref.ref(self), unit, cast), with_kwargs=True)
-            unit.module.register_forward_hook(partial(_after, weakref.ref(self), unit), always_call=True)
-        for gradient in gradients:
-            for index, full in enumerate(gradient.flat.fulls):
-                full.register_post_accumulate_grad_hook(partial(_on_gradient, weakref.ref(self), gradient, index))
+        hooks.attach(self, cast)
 
     @property
     def depth(self) -> int:
@@ -102,18 +100,22 @@ class Run:
         """Seconds to wait for a collective."""
         return self.group.backend.timeout
 
+    @property
+    def has_whole_parameters(self) -> bool:
+        """Whether each parameter is on one rank as a whole."""
+        return all(flat.layout.keeps_whole for unit in self.units for flat in unit.flats)
+
+    @property
+    def shows_wholes(self) -> bool:
+        """Whether modules compute with the whole parameters that users have gathered: without gradients."""
+        shown = self.by_hand is not None and self.by_hand.shown
+        return shown and not self._stack and not torch.is_grad_enabled()
+
     # ---- forward --------------------------------------------------------------------------------------------
 
     @outside_compile
     def before_forward(self, unit: Unit) -> None:
         """Make a unit's parameters whole; collective."""
-        if self.by_hand:
-            if torch.is_grad_enabled():
-                raise ValueError(
-                    "parameters are gathered by hand, so no gradients can be computed: call reshard_parameters() "
-                    "first, leave `with full_parameters()`, or compute under torch.no_grad()"
-                )
-            return
         if not self._stack and torch._C._current_graph_task_id() == -1:
             self._begin_pass()
         unit.begin_gather()
@@ -155,9 +157,7 @@ class Run:
             node = tensor.grad_fn
             if node is not None and node._sequence_nr() >= start:  # not one that the unit was given
                 leaf = leaf_below(tensor) if is_outermost else None
-                tensor.register_hook(
-                    partial(_on_backward, weakref.ref(self), unit, unit.version, event, is_outermost, leaf)
-                )
+                hooks.watch(self, tensor, unit, event, is_outermost, leaf)
 
     def _begin_pass(self) -> None:
         """See that the parameters are what they were, and that all ranks have made their changes; collective."""
@@ -165,9 +165,7 @@ class Run:
             self._abandon()
         self._hide()
         self._records = torch.is_grad_enabled()
-        for unit in self.units:
-            if unit.has_changed():
-                check_parts(unit)
+        self.take_changes()
         self._order, self._next_order = self._next_order or self._order, []
         resident = False
         for unit in self.units:
@@ -283,6 +281,7 @@ class Run:
         for unit in self.units:
             unit.first_event = math.inf
         if not self.enabled:
+            self.accumulates = True
             for gradient in self.gradients:
                 gradient.arrived.clear()
             return
@@ -292,7 +291,7 @@ class Run:
         """Reduce what is left, compare notes, and hand the averages out; collective."""
         held = [gradient.holds() for gradient in self.gradients]
         used = [
-            held_now or index in gradient.arrived
+            held_now or index in gradient.defined
             for gradient, holds in zip(self.gradients, held, strict=True)
             for index, held_now in enumerate(holds)
         ]
@@ -302,14 +301,18 @@ class Run:
             if not gradient.launched:
                 self._launch(gradient)
         flags = self._agree([late, *used])
+        self._reading = self.accumulates = False  # hooks on parts may step
         at = 1
-        for gradient in self.gradients:
-            count = len(gradient.flat.members)
-            gradient.finish(flags[at : at + count], self.timeout)
-            at += count
+        try:
+            for gradient in self.gradients:
+                count = len(gradient.flat.members)
+                gradient.finish(flags[at : at + count], self.timeout)
+                at += count
+        except BaseException:  # of a hook on a part: what was not handed out would be added to the next averages
+            self._abandon()
+            raise
         self._next = 0
         self._under_way.clear()
-        self._reading = False
         if flags[0]:
             self._reduce_rest()
 
@@ -323,10 +326,15 @@ class Run:
         return [bool(flag) for flag in flags.tolist()]
 
     def _abandon(self) -> None:
-        for gradient in self.gradients:
-            gradient.discard()
+        self.discard()
         self._open, self._next = False, 0
         self._under_way.clear()
+
+    def discard(self) -> None:
+        """Drop gradients that were not averaged; local."""
+        self.accumulates = False
+        for gradient in self.gradients:
+            gradient.discard()
 
     # ---- by hand --------------------------------------------------------------------------------------------
 
@@ -351,49 +359,38 @@ class Run:
         if self.group.size > 1:
             self.group.barrier()
 
-    def fence(self) -> None:
-        """Before shards change: wait for ranks that still read them; collective if anybody may."""
+    def take_changes(self) -> None:
+        """Take over values that were put elsewhere; collective while users see whole parameters.
+
+        Raises:
+            ValueError: A parameter was replaced, or changed in shape or dtype.
+        """
+        for unit in self.units:
+            if unit.has_changed():
+                check_parts(unit)
+        if self.by_hand is not None:
+            self.by_hand.write()
+
+    @contextmanager
+    def as_parts(self) -> Iterator[None]:
+        """Let parameters be parts, with all changes in them; collective."""
+        self.barrier()  # nobody computes any more
+        self.begin_step()
+        self.take_changes()
+        try:
+            yield
+        finally:
+            self.end_step()
+
+    def begin_step(self) -> None:
+        """Before an optimizer changes shards: wait for ranks that still read them; collective if anybody may."""
+        if self.by_hand is not None:
+            self.by_hand.hide()
         if self._reading:
             self._reading = False
             self.barrier()
 
-
-# ---- hooks, which must not keep the model alive ------------------------------------------------------------
-
-
-def _before(
-    owner: weakref.ref[Run], unit: Unit, cast: torch.dtype | None, _module: Any, args: Any, kwargs: Any
-) -> Any:
-    run = owner()
-    if run is None:
-        return None
-    run.before_forward(unit)
-    if cast is None or run.by_hand:  # parameters that were gathered by hand have their own dtype
-        return None
-    return tuple(_converted(value, cast) for value in args), {k: _converted(v, cast) for k, v in kwargs.items()}
-
-
-def _converted(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.to(dtype)
-    return value
-
-
-def _after(owner: weakref.ref[Run], unit: Unit, _module: Any, _args: Any, output: Any) -> None:
-    run = owner()
-    if run is not None:
-        run.after_forward(unit, output)
-
-
-def _on_backward(
-    owner: weakref.ref[Run], unit: Unit, version: int, event: int | None, is_outermost: bool, leaf: Any, _: Tensor
-) -> None:
-    run = owner()
-    if run is not None:
-        run.before_backward(unit, version, event, is_outermost, leaf)
-
-
-def _on_gradient(owner: weakref.ref[Run], gradient: FlatGradient, index: int, _full: Tensor) -> None:
-    run = owner()
-    if run is not None:
-        run.on_gradient(gradient, index)
+    def end_step(self) -> None:
+        """After a step: show users whole parameters again, if they have gathered them; collective then."""
+        if self.by_hand is not None:
+            self.by_hand.show()

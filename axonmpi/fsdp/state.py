@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import check_flags
+from ..wrapping.partial import as_part_of_state
+from ..wrapping.parts import axes_of
 from .flat import FlatParameter
 from .groups import ShardingGroups
 from .run import Run
@@ -35,13 +38,14 @@ def _named(run: Run) -> Iterator[tuple[str, FlatParameter, int]]:
 @torch.no_grad()
 def full_state_dict(module: nn.Module, run: Run, groups: ShardingGroups, *, rank0_only: bool) -> dict[str, Tensor]:
     """Return the state dict of the module without sharding; collective."""
+    check_flags(rank0_only=rank0_only)
     run.barrier()
     wants = not rank0_only or _is_first(groups)
     wholes: dict[str, Tensor] = {}
     for name, flat, index in _named(run):
         whole = flat.whole_on_first(index) if rank0_only else flat.whole(index)
         if whole is not None and wants:
-            wholes[name] = whole
+            wholes[name] = as_part_of_state(whole) if axes_of(flat.fulls[index]) else whole
     run.barrier()  # shards may change again
     if not wants:
         return {}
@@ -65,6 +69,7 @@ def load_full_state_dict(
     module: nn.Module, run: Run, groups: ShardingGroups, state_dict: Mapping[str, Tensor], *, strict: bool
 ) -> None:
     """Take the values of a state dict of the module without sharding, from rank 0; collective."""
+    check_flags(strict=strict)
     shown = module.state_dict(keep_vars=True)
     parts = {id(flat.parts[index]): (name, flat, index) for name, flat, index in _named(run)}
     shapes = {
@@ -144,6 +149,7 @@ def full_optimizer_state_dict(
     run: Run, groups: ShardingGroups, optimizer: torch.optim.Optimizer, *, rank0_only: bool
 ) -> dict[str, Any]:
     """Return an optimizer's state without sharding, by parameter name; collective."""
+    check_flags(rank0_only=rank0_only)
     places = {id(flat.parts[index]): (name, flat, index) for name, flat, index in _named(run)}
     options, states = [], {}
     wants = not rank0_only or _is_first(groups)

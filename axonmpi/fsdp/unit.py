@@ -106,12 +106,6 @@ class Unit:
                 full.requires_grad_(part.requires_grad)
             _put(owner, attribute, full)
 
-    def install(self, wholes: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Let the modules show parameters from elsewhere, in the order of the flat ones; local."""
-        of_flat = {id(flat): list(own) for flat, own in zip(self.flats, wholes, strict=True)}
-        for owner, attribute, flat, index in self._homes:
-            _put(owner, attribute, of_flat[id(flat)][index])
-
     def installed(self) -> list[tuple[str, FlatParameter, int, Any]]:
         """Return what the modules show now: name, flat parameter, index and parameter."""
         return [
@@ -125,6 +119,7 @@ class Unit:
             dict.get(owner._parameters, attribute) is not flat.parts[index]
             or (flat.parts[index].data_ptr(), flat.parts[index].shape) != flat.made[index]
             or (flat.parts[index].requires_grad and not flat.trains)
+            or len(flat.parts[index]._backward_hooks or ()) > 1  # one is our own
             for owner, attribute, flat, index in self._homes
         )
 
@@ -173,18 +168,24 @@ def _put(module: nn.Module, attribute: str, parameter: nn.Parameter) -> None:
 
 
 def check_parts(unit: Unit) -> None:
-    """Raise if a parameter was replaced or changed in shape; take back values that were put elsewhere; local.
+    """Raise if a parameter was replaced, changed in shape or given a hook, take back values put elsewhere; local.
 
     Raises:
         ValueError: Naming the parameter.
     """
     for name, flat, index, shown in unit.installed():
         part = flat.parts[index]
-        view = flat.part_of(flat.shard, index)
+        view = flat.home(index)
         if part.requires_grad and not flat.trains:
             raise ValueError(
                 f"parameter {name!r} was frozen when the model was wrapped, so there is no room for its gradient: "
                 "freeze it after wrapping instead"
+            )
+        if len(part._backward_hooks or ()) > 1:
+            raise ValueError(
+                f"parameter {name!r} has a hook from register_hook(), which autograd would not call: it computes "
+                "the gradient of the whole parameter. Use register_post_accumulate_grad_hook(), which is called "
+                "when p.grad is the average"
             )
         if shown is part and part.shape == view.shape and part.dtype == view.dtype:
             if part.data_ptr() != view.data_ptr() and part.numel():
@@ -192,10 +193,11 @@ def check_parts(unit: Unit) -> None:
                     view.copy_(part)
                 part.data = view
             continue
+        expected = "this rank's part" if view.numel() < flat.layout.numels[index] else "the whole parameter"
         got = "nothing" if shown is None else f"{shown.dtype} {list(shown.shape)}"
         what = "was replaced or changed" if shown is not part else "was changed in shape or dtype"
         raise ValueError(
-            f"parameter {name!r} {what} after wrapping: expected this rank's part, {view.dtype} "
+            f"parameter {name!r} {what} after wrapping: expected {expected}, {view.dtype} "
             f"{list(view.shape)}, got {got}. Change values in place under torch.no_grad(), or change the model "
             "before it is wrapped"
         )

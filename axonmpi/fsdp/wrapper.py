@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import check_flags, check_functions, either_group_name, member
 from ..bucketing import broadcast_coalesced
-from ..group import ProcessGroup, default_group
+from ..group import ProcessGroup
 from ..norms import Copies
 from ..wrapping.agreement import check_same_model
 from ..wrapping.outputs import outside_compile
-from ..wrapping.state_names import hide_wrapper
+from ..wrapping.state_names import Wrapper, hide_wrapper
 from . import clipping, memory, state
 from .byhand import GatheredByHand
 from .construction import Choices, build_flats, initialise, initialise_buffers, make_slots
@@ -24,7 +25,7 @@ from .groups import checked_groups, sharding_groups
 from .memory import FSDPMemoryStats
 from .offload import Files
 from .optimizers import watch_optimizers
-from .options import CPUOffload, MixedPrecision, ShardingStrategy, check_choices, checked_precision
+from .options import CPUOffload, MixedPrecision, ShardingStrategy, check_shard_by, checked_precision
 from .run import Run
 from .unit import Unit
 from .units import find_units, plan_units
@@ -32,7 +33,7 @@ from .units import find_units, plan_units
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(Wrapper):
     """Trains one model whose parameters, gradients and optimizer state are divided among the ranks of a group.
 
     The parameters become this rank's parts of them, under their names; any `torch.optim` optimizer on
@@ -47,14 +48,15 @@ class FullyShardedDataParallel(nn.Module):
         module: The model, built in the same way on all ranks; on the meta device it is initialised unit by unit.
         process_group: The ranks; None means all. For HYBRID_SHARD also a pair: the group that shares a replica out,
             and the group of ranks with the same shard.
-        sharding_strategy: What is divided.
+        sharding_strategy: What is divided; a `ShardingStrategy`, or its name.
         cpu_offload: What lies in files of `offload_folder` that are mapped into memory.
         mixed_precision: True computes in bfloat16 and sums gradients in float32; or a `MixedPrecision`.
         units: Which submodules are gathered as one: classes, names (with wildcards) or functions of a module; None
             finds repeated blocks.
-        shard_by: `"elements"` cuts every unit into equal shards, and a parameter's part is 1-D; `"parameters"`
-            gives each rank whole parameters in their shapes, for optimizers that need matrices.
-        offload_folder: Where the files of `cpu_offload` are.
+        shard_by: `"elements"` cuts every unit into equal shards; `"parameters"` gives each rank whole parameters,
+            for optimizers that need matrices. A part has as many dims as the parameter.
+        offload_folder: Where the files of `cpu_offload` are; None: the system's folder for temporary files, or
+            `/var/tmp` or the current folder if that is memory.
         param_init_fn: Initialises a module of a model on the meta device, by default its `reset_parameters()`.
 
     Raises:
@@ -64,13 +66,14 @@ class FullyShardedDataParallel(nn.Module):
     Source: Rajbhandari et al., ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023.
     """
 
+    @either_group_name
     def __init__(
         self,
         module: nn.Module,
         process_group: ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None = None,
         *,
-        sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
-        cpu_offload: CPUOffload = CPUOffload.NONE,
+        sharding_strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD,
+        cpu_offload: CPUOffload | str = CPUOffload.NONE,
         mixed_precision: bool | MixedPrecision = False,
         units: Any = None,
         shard_by: str = "elements",
@@ -80,8 +83,11 @@ class FullyShardedDataParallel(nn.Module):
         super().__init__()
         _check_module(module)
         precision = checked_precision(mixed_precision)
-        check_choices(sharding_strategy, cpu_offload, shard_by, offload_folder)
-        given = checked_groups(default_group() if process_group is None else process_group, sharding_strategy)
+        sharding_strategy = member("sharding_strategy", ShardingStrategy, sharding_strategy)
+        cpu_offload = member("cpu_offload", CPUOffload, cpu_offload)
+        check_shard_by(shard_by)
+        check_functions(param_init_fn=param_init_fn)
+        given = checked_groups(process_group, sharding_strategy)
         plans = plan_units(module, find_units(module, units))
         arguments = {
             "sharding_strategy": sharding_strategy,
@@ -90,6 +96,8 @@ class FullyShardedDataParallel(nn.Module):
             "mixed_precision": precision,
             "units": [plan.name for plan in plans],
         }
+        # Ranks look for the folder before they agree on the rest: each knows whether it was made for this model.
+        self._files = files = None if cpu_offload is CPUOffload.NONE else Files(offload_folder)
         for group in given:
             check_same_model(module, group, arguments)
         if next(module.parameters(), None) is None:
@@ -98,7 +106,6 @@ class FullyShardedDataParallel(nn.Module):
         self._strategy, self._offload, self._precision = sharding_strategy, cpu_offload, precision
         self.module = module
         keeps = sharding_strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
-        files = Files(offload_folder) if cpu_offload is not CPUOffload.NONE and offload_folder is not None else None
         choices = Choices(
             self._groups.shard, self._groups.replicas, keeps, precision, shard_by == "parameters", files
         )
@@ -163,22 +170,12 @@ class FullyShardedDataParallel(nn.Module):
         """What is divided among the ranks."""
         return self._strategy
 
+    strategy = sharding_strategy
+
     @property
     def unit_names(self) -> list[str]:
         """Names of the submodules that are gathered as one; the model itself, with the rest, is the empty name."""
         return [unit.name for unit in self._run.units]
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's part of each parameter, under the names of the wrapped module; local."""
-        yield from self.module.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers under the names of the wrapped module; local."""
-        yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     # ---- training -------------------------------------------------------------------------------------------
 
@@ -206,9 +203,9 @@ class FullyShardedDataParallel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also those that accumulate in `no_sync()`; local."""
         super().zero_grad(set_to_none)
-        for gradient in self._run.gradients:
-            gradient.discard()
+        self._run.discard()
 
+    @either_group_name
     def clip_grad_norm(
         self,
         max_norm: float,
@@ -223,10 +220,11 @@ class FullyShardedDataParallel(nn.Module):
         Args:
             max_norm: The largest norm; infinity only measures.
             norm_type: 1, 2, any other positive number, or infinity.
-            group: Where other ranks have other parts of the model, such as those of tensor parallelism: these and
-                the ranks that share the parameters out. None means the latter alone.
+            group: Where other ranks have other parts of the model: these and the ranks that share the parameters
+                out. None means the latter, and those among which tensor parallelism divides parameters.
             copies: On how many ranks of `group` the same part of a parameter is, this wrapper's replicas apart: a
-                number, a mapping by name or by parameter, or a function of the parameter. None means 1.
+                number, a mapping by name or by parameter, or a function of the parameter. None means 1, or what
+                follows from tensor parallelism.
             error_if_nonfinite: Raise if the norm is infinite or no number.
 
         Returns:
@@ -249,30 +247,35 @@ class FullyShardedDataParallel(nn.Module):
     # ---- whole parameters -----------------------------------------------------------------------------------
 
     def gather_parameters(self) -> None:
-        """Give every rank a copy of all parameters, whole, until `reshard_parameters()`; collective."""
+        """Let the parameters be whole, a copy on every rank, until `reshard_parameters()`; collective.
+
+        Forward, backward, optimizers and `zero_grad()` go on as always: gradients are this rank's parts of the
+        averages, and a step changes the whole parameters. Forwards without gradients need no other rank.
+        """
         if self._by_hand is None:
             self._by_hand = GatheredByHand(self._run)
 
     def reshard_parameters(self) -> None:
-        """Take this rank's part of the parameters back from the whole ones, changes included; collective."""
+        """Show this rank's parts again, with the changes of the whole parameters; collective."""
         gathered, self._by_hand = self._by_hand, None
         if gathered is not None:
-            gathered.end(writeback=True)
+            gathered.end()
 
     _by_hand: GatheredByHand | None = None
 
     @contextmanager
     def full_parameters(self, *, writeback: bool = True) -> Iterator[None]:
-        """Give every rank a copy of all parameters, whole, for a `with` block; collective at both ends.
+        """Let the parameters be whole, a copy on every rank, for a `with` block; collective at both ends.
 
         Args:
             writeback: Take changes of the values over, each rank those of its part.
         """
-        gathered = GatheredByHand(self._run)
+        check_flags(writeback=writeback)
+        gathered = GatheredByHand(self._run, writeback=writeback)
         try:
             yield
         finally:
-            gathered.end(writeback=writeback)
+            gathered.end()
 
     # ---- state ----------------------------------------------------------------------------------------------
 
@@ -282,7 +285,8 @@ class FullyShardedDataParallel(nn.Module):
         Args:
             rank0_only: Only rank 0 gets it; the others get an empty dict.
         """
-        return state.full_state_dict(self.module, self._run, self._groups, rank0_only=rank0_only)
+        with self._run.as_parts():
+            return state.full_state_dict(self.module, self._run, self._groups, rank0_only=rank0_only)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take the values of a state dict of the module without sharding; collective.
@@ -294,7 +298,8 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             ValueError: Names or shapes do not fit; on all ranks, and nothing is changed.
         """
-        state.load_full_state_dict(self.module, self._run, self._groups, state_dict, strict=strict)
+        with self._run.as_parts():
+            state.load_full_state_dict(self.module, self._run, self._groups, state_dict, strict=strict)
 
     def full_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False
@@ -308,7 +313,8 @@ class FullyShardedDataParallel(nn.Module):
         Returns:
             `"state"`: for each parameter's name its state, whole; `"param_groups"`: the options, with names.
         """
-        return state.full_optimizer_state_dict(self._run, self._groups, optimizer, rank0_only=rank0_only)
+        with self._run.as_parts():
+            return state.full_optimizer_state_dict(self._run, self._groups, optimizer, rank0_only=rank0_only)
 
     def load_full_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
@@ -322,7 +328,8 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             ValueError: The parameters do not fit; on all ranks.
         """
-        state.load_full_optimizer_state_dict(self._run, self._groups, optimizer, state_dict)
+        with self._run.as_parts():
+            state.load_full_optimizer_state_dict(self._run, self._groups, optimizer, state_dict)
 
     # ---- memory ---------------------------------------------------------------------------------------------
 
@@ -335,7 +342,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def memory_estimate(
         self,
-        sharding_strategy: ShardingStrategy | None = None,
+        sharding_strategy: ShardingStrategy | str | None = None,
         world_size: int | None = None,
         *,
         ranks_per_node: int | None = None,
@@ -353,10 +360,11 @@ class FullyShardedDataParallel(nn.Module):
             mixed_precision: None: as now.
         """
         precision = self._precision if mixed_precision is None else checked_precision(mixed_precision)
+        given = self._strategy if sharding_strategy is None else sharding_strategy
         return memory.estimated(
             self._run,
             self._groups,
-            sharding_strategy or self._strategy,
+            member("sharding_strategy", ShardingStrategy, given),
             world_size,
             ranks_per_node,
             optimizer_states,

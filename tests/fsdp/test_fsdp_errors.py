@@ -27,9 +27,16 @@ from axonmpi.testing import run_ranks
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"sharding_strategy": "full"}, TypeError, "sharding_strategy: expected an .*ShardingStrategy, got 'full'"),
-        ({"cpu_offload": True}, TypeError, "cpu_offload: expected an axonmpi.CPUOffload, got True"),
-        ({"cpu_offload": ax.CPUOffload.PARAMS}, ValueError, "cpu_offload: .* needs offload_folder="),
+        (
+            {"sharding_strategy": "all"},
+            ValueError,
+            "sharding_strategy: .*FULL_SHARD .'full'.*, got 'all'",
+        ),
+        (
+            {"cpu_offload": True},
+            TypeError,
+            "cpu_offload: expected .* NONE, PARAMS, FULL, got True",
+        ),
         ({"shard_by": "rows"}, ValueError, "shard_by: expected 'elements' or 'parameters', got 'rows'"),
         ({"mixed_precision": torch.bfloat16}, TypeError, "mixed_precision: expected True, False or a Mixed"),
         ({"process_group": 3}, TypeError, "process_group: expected an axonmpi.ProcessGroup or None, got int"),
@@ -154,7 +161,7 @@ def remove(model: nn.Module) -> None:
 
 
 def reshape(model: nn.Module) -> None:
-    model.first.weight.data = model.first.weight.data.reshape(-1, 1)
+    model.first.weight.data = model.first.weight.data.reshape(-1)
 
 
 def convert(model: nn.Module) -> None:
@@ -168,7 +175,7 @@ def unfreeze(model: nn.Module) -> None:
 CHANGES = {
     replace: r"replaced or changed after wrapping: .*got torch.float32 \[12, 5\]",
     remove: r"replaced or changed after wrapping: .*got nothing",
-    reshape: r"changed in shape or dtype after wrapping: .*got torch.float32 \[\d+, 1\]",
+    reshape: r"changed in shape or dtype after wrapping: .*got torch.float32 \[\d+\]",
     convert: r"changed in shape or dtype after wrapping: .*expected .*torch.float32.*got torch.float64",
     unfreeze: r"was frozen when the model was wrapped",
 }
@@ -361,7 +368,7 @@ def test_sparse_gradients(world):
 def test_estimates_of_worlds_that_cannot_be(world):
     model = ax.FSDP(built(Blocks))
     for options in ({"world_size": 0}, {"world_size": 6, "ranks_per_node": 4}, {"world_size": -4}):
-        with pytest.raises(ValueError, match="world_size: expected a multiple of ranks_per_node"):
+        with pytest.raises(ValueError, match=r"world_size: expected (a multiple of ranks_per_node|at least 1)"):
             model.memory_estimate(**options)
 
 

@@ -65,7 +65,7 @@ def test_a_model_larger_than_the_memory_trains_from_files(tmp_path: Path) -> Non
     job = one_step("full", 32, tmp_path)
     assert job.returncode == 0, job.stdout + job.stderr
     assert re.findall(r"rank \d: trained 9\d MiB", job.stdout) != []
-    assert list((tmp_path / "files").iterdir()) == []
+    assert not (tmp_path / "files").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits what Linux counts as data")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import gc
 import sys
+import tempfile
+import weakref
 from pathlib import Path
 
 import pytest
@@ -163,6 +168,28 @@ def test_memory_of_the_process(world):
     assert model.memory_estimate().resident_bytes == model.memory_estimate().peak_bytes == 0
 
 
+def test_statistics_of_five_numbers():
+    stats = ax.FSDPMemoryStats(
+        total_params=1000,
+        param_memory_bytes=1 << 20,
+        grad_memory_bytes=1 << 20,
+        optim_memory_bytes=2 << 20,
+        world_size=4,
+    )
+    assert stats.total_memory_mb() == 4.0
+    assert stats.memory_savings() == 0.75  # a quarter of everything on each rank
+    assert dataclasses.replace(stats, world_size=1).memory_savings() == 0.0
+    assert ax.FSDPMemoryStats(0, 0, 0, 0, world_size=4).memory_savings() == 0.0
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_rank_saves_nothing(world, strategy):
+    model = ax.FSDP(nn.Linear(3, 5), sharding_strategy=strategy)  # padded to twice its elements
+    assert model.strategy is model.sharding_strategy is strategy
+    assert model.memory_stats().memory_savings() == model.memory_estimate().memory_savings() == 0.0
+
+
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +230,94 @@ def test_training_from_files_equals_one_process(world, setting, shared_tmp_path,
             state = optimizer.state[part]
             offloaded = [in_files(tensor, folder) for tensor in (part.grad, state["exp_avg"], state["exp_avg_sq"])]
             assert offloaded == [offload is CPUOffload.FULL] * 3
+
+
+def collect(group: ax.ProcessGroup) -> None:
+    """Collect garbage, one rank after the other: of threads that do so at once all but one do nothing."""
+    for rank in range(group.size):
+        if rank == group.rank:
+            gc.collect()
+        group.barrier()
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_folder_that_was_made_for_files_goes_with_the_model(world, setting, shared_tmp_path):
+    with new_group(world) as group:
+        for folder in (shared_tmp_path / "made" / "here", shared_tmp_path):
+            options = {"cpu_offload": CPUOffload.FULL, "offload_folder": folder}
+            model = ax.FSDP(built(Blocks), group, sharding_strategy=setting, **options)
+            optimizer = train(model, group, steps=1)
+            group.barrier()
+            assert folder.exists()
+            group.barrier()
+            del model, optimizer
+            collect(group)
+            assert list(shared_tmp_path.iterdir()) == []
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("use", ["nothing", "training", "gathered"])
+def test_a_model_that_is_dropped_is_freed(world, setting, use):
+    with new_group(world) as group:
+        model = ax.FSDP(built(lambda: nn.Sequential(blocks(), nn.BatchNorm1d(3))), group, sharding_strategy=setting)
+        kept = [model, model.module, *model.parameters(), *model.buffers()]
+        if use != "nothing":
+            optimizer = adamw_of(model)
+            with model.full_parameters() if use == "gathered" else contextlib.nullcontext():
+                usual_step(model, optimizer, (torch.ones(2, WIDTH), torch.zeros(2, 3)))
+            kept += [part.grad for part in model.parameters() if part.grad is not None]
+            kept += [optimizer, *(value for state in optimizer.state.values() for value in state.values())]
+            del optimizer
+        references = [weakref.ref(each) for each in kept]
+        del model, kept
+        collect(group)
+        assert [each() for each in references if each() is not None] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells")
+@pytest.mark.ranks(2)
+def test_memory_in_common_is_freed_with_the_model(world):
+    """6 models of 8 MiB, one after the other."""
+
+    def dropped() -> None:
+        model = ax.FSDP(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(2))), group)
+        model(torch.ones(1, 1024)).sum().backward()
+        del model
+        collect(group)
+
+    group = world.default_group
+    for _ in range(2):
+        dropped()
+    before = memory_in_common()
+    for _ in range(6):
+        dropped()
+    assert memory_in_common() - before < 16 << 20
+
+
+def memory_in_common() -> int:
+    """Bytes of all mappings that this process shares with others, whether it uses them or not."""
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, mode, *_ = line.split()
+        if mode.endswith("s"):
+            low, high = addresses.split("-")
+            total += int(high, 16) - int(low, 16)
+    return total
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_mount(), reason="no folder is known to be memory")
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("offload", [CPUOffload.PARAMS, CPUOffload.FULL])
+def test_files_without_a_folder_of_their_own_are_on_a_disk(world, monkeypatch, offload):
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")  # as TMPDIR=/dev/shm
+    model = ax.FSDP(built(Blocks), cpu_offload=offload)
+    train(model, world.default_group, steps=2)
+    assert_close(model.full_state_dict(), alone(Blocks, steps=2))
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [line for line in lines if line.rpartition("/")[2].startswith("axonmpi-")]  # by the file's own name
+    assert mapped
+    assert not any("/dev/shm/" in line for line in mapped)
+    assert all(line.endswith("(deleted)") for line in mapped)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what is mapped")

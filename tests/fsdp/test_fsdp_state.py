@@ -1,4 +1,4 @@
-"""State of a sharded model and its optimizer, whole and in parts, parameters by hand, and the gradient's norm."""
+"""State of a sharded model and its optimizer, whole and in parts, and the gradient's norm."""
 
 from __future__ import annotations
 
@@ -292,79 +292,6 @@ def test_optimizers_that_do_not_fit(world):
         model.load_full_optimizer_state_dict(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1), saved)
     with pytest.raises(ValueError, match="state_dict does not fit the optimizer: expected groups of"):
         model.load_full_optimizer_state_dict(halves(model), saved)
-
-
-# ---- whole parameters by hand -----------------------------------------------------------------------------------
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(("shard_by", "writeback"), [("elements", True), ("parameters", True), ("elements", False)])
-def test_full_parameters(world, setting, shard_by, writeback):
-    plain = built(TiedBlocks)
-    inputs, _ = data_for(plain, 0)
-    with new_group(world) as group:
-        model = ax.FSDP(built(TiedBlocks), group, sharding_strategy=setting, shard_by=shard_by)
-        model(inputs)
-        with model.full_parameters(writeback=writeback):
-            assert same(dict(model.named_parameters()), dict(plain.named_parameters()))
-            with torch.no_grad():
-                torch.testing.assert_close(model(inputs), plain(inputs))
-                torch.testing.assert_close(
-                    model.module.blocks[0](torch.ones(1, 8)), plain.blocks[0](torch.ones(1, 8))
-                )
-                for parameter in model.parameters():
-                    parameter.mul_(2)
-        with torch.no_grad():
-            for parameter in plain.parameters():
-                parameter.mul_(2 if writeback else 1)
-        assert same(model.full_state_dict(), plain.state_dict())
-        torch.testing.assert_close(model(inputs), plain(inputs))
-
-
-@pytest.mark.ranks(2)
-def test_gathering_by_hand_and_training(world, setting):
-    plain = built(Blocks)
-    with new_group(world) as group:
-        model = ax.FSDP(built(Blocks), group, sharding_strategy=setting)
-        optimizers = adamw_of(model), adamw_of(plain)
-        for number in range(2):
-            model.gather_parameters()
-            model.gather_parameters()  # nothing more to do
-            with torch.no_grad():
-                model.module.head.bias.add_(1)
-                plain.head.bias.add_(1)
-            model.reshard_parameters()
-            model.reshard_parameters()
-            steps(model, optimizers[0], [number], group.rank, group.size)
-            steps(plain, optimizers[1], [number])
-        assert_close(model.full_state_dict(), plain.state_dict())
-
-
-@pytest.mark.ranks(2)
-def test_what_cannot_be_done_with_parameters_gathered_by_hand(world, setting):
-    with new_group(world) as group:
-        model = ax.FSDP(built(Blocks), group, sharding_strategy=setting)
-        inputs, targets = data_for(model.module, 0)
-        with model.full_parameters():
-            with pytest.raises(ValueError, match="gathered by hand, so no gradients can be computed"):
-                model(inputs)
-            for gather in (model.gather_parameters, model.full_parameters().__enter__):
-                with pytest.raises(ValueError, match="parameters are gathered already"):
-                    gather()
-        handle = model.module.head.register_forward_hook(lambda *_: model.gather_parameters())
-        with pytest.raises(ValueError, match=r"gathered already: .* or in a forward"):
-            model(inputs)
-        handle.remove()
-        loss_of(model(inputs), targets).backward()
-
-
-@pytest.mark.ranks(2)
-def test_an_exception_with_full_parameters(world):
-    model = ax.FSDP(built(Blocks))
-    with pytest.raises(ArithmeticError), model.full_parameters():
-        raise ArithmeticError
-    assert all(part.dim() == 1 for part in model.parameters())
-    model(data_for(model.module, 0)[0])
 
 
 # ---- the norm ---------------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import axonmpi as ax
+from axonmpi import ShardingStrategy
 
 
 def again(function, x: Tensor, reentrant: bool) -> Tensor:
@@ -331,8 +334,32 @@ def penalised(model, optimizer, batch):
 
 
 @pytest.mark.ranks(1, 2)
-def test_gradient_penalty(world):
-    equals_alone(world, Blocks, penalised, batches=range(2))
+def test_gradient_penalty(world, setting):
+    if setting is ShardingStrategy.FULL_SHARD and os.environ["AXONMPI_RANKS_PER_NODE"] and world.size > 1:
+        with pytest.raises(ValueError, match=r"create_graph=True: units take turns .*SHARD_GRAD_OP keeps them"):
+            equals_alone(world, Blocks, penalised, batches=range(2), sharding_strategy=setting)
+    else:
+        equals_alone(world, Blocks, penalised, batches=range(2), sharding_strategy=setting)
+
+
+@pytest.mark.ranks(2)
+def test_gradient_penalty_in_another_dtype(world):
+    precision = ax.MixedPrecision(torch.float64)
+    with pytest.raises(ValueError, match="create_graph=True: units take turns"):
+        equals_alone(world, Blocks, penalised, mixed_precision=precision)
+    kept = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "mixed_precision": precision}
+    equals_alone(world, Blocks, penalised, batches=range(2), **kept)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.ranks(1, 2)
+def test_gradients_that_keep_their_graph(world, setting):
+    with new_group(world) as group:
+        model = ax.FSDP(built(Blocks), group, sharding_strategy=setting)
+        inputs, targets = part_of(data_for(model.module, 0), group.rank, group.size)
+        with pytest.raises(ValueError, match=r"backward\(create_graph=True\): p.grad would have no graph"):
+            loss_of(model(inputs), targets).backward(create_graph=True)
+        assert all(part.grad is None for part in model.parameters())
 
 
 # ---- outputs ----------------------------------------------------------------------------------------------------
@@ -427,6 +454,29 @@ def test_parameters_unused_on_all_ranks_have_no_gradient(world, setting):
 
     state = equals_alone(world, Optional, step, sharding_strategy=setting)
     assert torch.equal(state["never"], torch.ones(40))  # AdamW would have let it decay
+
+
+class PassesNothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, unused: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Undefined(Optional):
+    """Backward comes to a parameter that it has no gradient for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(PassesNothing.apply(x, self.never))
+
+
+@pytest.mark.ranks(2)
+def test_undefined_gradients_are_none(world, setting):
+    state = equals_alone(world, Undefined, sharding_strategy=setting)
+    assert torch.equal(state["never"], torch.ones(40))
 
 
 @pytest.mark.ranks(2, 3)
@@ -582,12 +632,18 @@ def by_name(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
+def by_dims(model: nn.Module) -> torch.optim.Optimizer:
+    plain, decayed = ([p for p in model.parameters() if (p.ndim < 2) is is_plain] for is_plain in (True, False))
+    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.3}, {"params": plain, "weight_decay": 0.0}])
+
+
 def rate_by_parameter(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(model.parameters())])
 
 
 OPTIMIZERS = {
     "by_name": by_name,
+    "by_dims": by_dims,
     "rate_by_parameter": rate_by_parameter,
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True),
     "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.05),
@@ -630,14 +686,15 @@ def test_an_optimizer_of_matrices(world, placement):
     equals_alone(world, Blocks, optimizer_of=Both, shard_by="parameters", tolerance=2e-3)
 
 
-@pytest.mark.ranks(3)
-def test_parts_keep_their_dimensions_where_a_rank_has_none_of_a_parameter(world):
-    model = ax.FSDP(built(Blocks), world.default_group, shard_by="parameters")
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("shard_by", ["elements", "parameters"])
+def test_parts_keep_their_dimensions_whatever_a_rank_has_of_a_parameter(world, shard_by):
+    model = ax.FSDP(built(Blocks), world.default_group, shard_by=shard_by)
     plain = built(Blocks)
     for (name, part), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert part.dim() == whole.dim(), name
-        assert part.numel() in (0, whole.numel())
-        assert part.numel() == 0 or part.shape == whole.shape
+        assert part.numel() < whole.numel() or part.shape == whole.shape
+        assert shard_by == "elements" or part.numel() in (0, whole.numel())
 
 
 @pytest.mark.ranks(2)
@@ -653,3 +710,121 @@ def test_a_scheduler_and_closures(world):
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
 
     equals_alone(world, Blocks, step)
+
+
+# ---- hooks ------------------------------------------------------------------------------------------------------
+
+
+def triple(parameter: Tensor) -> None:
+    parameter.grad = parameter.grad * 3
+
+
+def sgd_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Make an optimizer that takes notice of how large gradients are."""
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+class Hooked(nn.Module):
+    """Puts hooks on its parameters in its forward, where they are whole."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(HookedBlock() for _ in range(depth))
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class HookedBlock(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(5, 5)
+        self.is_hooked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_hooked:
+            self.is_hooked = True
+            for parameter in (self.weight, self.bias):
+                parameter.register_post_accumulate_grad_hook(triple)
+        return super().forward(x)
+
+
+@pytest.mark.ranks(2)
+def test_hooks_on_whole_parameters_come_before_the_average(world, setting):
+    equals_alone(world, Hooked, optimizer_of=sgd_of, sharding_strategy=setting)
+
+
+@pytest.mark.ranks(2)
+def test_hooks_on_parts_see_the_average(world, setting):
+    def step(model, optimizer, batch):
+        if not hasattr(optimizer, "hooked"):
+            optimizer.hooked = True
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(triple)
+        usual_step(model, optimizer, batch)
+
+    equals_alone(world, Optional, step, sgd_of, sharding_strategy=setting)
+
+
+@pytest.mark.ranks(2)
+def test_hooks_on_parts_may_remove_themselves(world):
+    def step(model, optimizer, batch):
+        for parameter in model.parameters():
+            handles = []
+
+            def triple_once(hooked, handles=handles):
+                triple(hooked)
+                handles[0].remove()
+
+            handles.append(parameter.register_post_accumulate_grad_hook(triple_once))
+            handles.append(parameter.register_post_accumulate_grad_hook(lambda _: None))
+        usual_step(model, optimizer, batch)
+
+    equals_alone(world, Optional, step, sgd_of)
+
+
+@pytest.mark.ranks(2)
+def test_a_hook_that_raises_leaves_nothing_for_the_next_backward(world):
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError
+
+    def step(model, optimizer, batch):
+        handles = [parameter.register_post_accumulate_grad_hook(fail) for parameter in model.parameters()]
+        with pytest.raises(ArithmeticError):
+            (3 * loss_of(model(batch[0]), batch[1])).backward()
+        for handle in handles:
+            handle.remove()
+        usual_step(model, optimizer, batch)
+
+    equals_alone(world, Blocks, step, sgd_of)
+
+
+@pytest.mark.ranks(1, 2)
+def test_hooks_on_parts_that_would_not_be_called_are_refused(world, setting):
+    model = ax.FSDP(built(Optional), sharding_strategy=setting)
+    model.module.first.weight.register_hook(lambda gradient: 3 * gradient)
+    inputs, _ = batch_of(model, 0)
+    with pytest.raises(ValueError, match=r"first.weight' has a hook .*register_post_accumulate_grad_hook"):
+        model(inputs)
+
+
+@pytest.mark.ranks(1, 2)
+def test_steps_with_a_compiled_block_are_those_of_one_process(world):
+    if world.default_group.backend.__class__ is ax.MockBackend and world.size > 1:
+        pytest.skip("torch compiles in one thread of a process at a time")
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    module = copy.deepcopy(plain)
+    module[0].compile(backend="eager")
+    model = ax.FSDP(module)
+    own, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+    x = torch.randn(4 * world.size, 8)
+    for _ in range(3):
+        model(x.tensor_split(world.size)[world.rank]).square().mean().backward()
+        plain(x).square().mean().backward()
+        for optimizer in (own, other):
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.full_state_dict(), dict(plain.state_dict()))
