@@ -10,6 +10,7 @@ several stages, `F5.2` is the forward of stage 5 for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,9 @@ def text_chart(timeline: Timeline, width: int = 240, scale: float | None = None)
         A line for each rank, from left to right in time.
     """
     scale = text_scale(timeline, width) if scale is None else scale
-    indent = _indent(timeline)
-    rows = (f"{f'rank {rank}':{indent}}{_row(timeline, spans, scale)}" for rank, spans in enumerate(timeline.spans))
-    return "\n".join(row.rstrip() for row in rows)
+    indent, label = _indent(timeline), _labels(timeline)
+    rows = (_row(timeline.start, spans, label, scale) for spans in timeline.spans)
+    return "\n".join(f"{f'rank {rank}':{indent}}{row}".rstrip() for rank, row in enumerate(rows))
 
 
 def text_scale(timeline: Timeline, width: int) -> float:
@@ -63,7 +64,8 @@ def text_scale(timeline: Timeline, width: int) -> float:
     spans = [span for spans in timeline.spans for span in spans if span.end > span.start]
     if not spans:
         return 1.0
-    longest = max(len(_label(timeline, span.action)) for span in spans)
+    label = _labels(timeline)
+    longest = max(len(label(span.action)) for span in spans)
     shortest = min(span.end - span.start for span in spans)
     return min((longest + 1) / shortest, max(width - _indent(timeline), 1) / timeline.makespan)
 
@@ -72,19 +74,21 @@ def _indent(timeline: Timeline) -> int:
     return len(f"rank {len(timeline.spans) - 1}  ")
 
 
-def _row(timeline: Timeline, spans: tuple[Span, ...], scale: float) -> str:
+def _row(first: float, spans: tuple[Span, ...], label: Callable[[Action], str], scale: float) -> str:
+    """Draw the boxes of a rank in a chart that begins at the time `first`."""
     row = ""
     for span in spans:
-        start, end = (round((time - timeline.start) * scale) for time in (span.start, span.end))
-        label = _label(timeline, span.action)
-        row = row.ljust(start) + (label + "-" * (end - start - len(label) - 1))[: end - start].ljust(end - start)
+        start, end = (round((time - first) * scale) for time in (span.start, span.end))
+        text = label(span.action)
+        row = row.ljust(start) + (text + "-" * (end - start - len(text) - 1))[: end - start].ljust(end - start)
     return row
 
 
-def _label(timeline: Timeline, action: Action) -> str:
-    """Return the text in a box: the stage is left out where each rank has but one."""
-    alone = all(len({span.action.stage for span in spans}) <= 1 for spans in timeline.spans)
-    return f"{action.kind.value}{action.micro_batch}" if alone else str(action)
+def _labels(timeline: Timeline) -> Callable[[Action], str]:
+    """Return what makes the text in a box: the stage is left out where each rank has but one."""
+    if any(len({span.action.stage for span in spans}) > 1 for spans in timeline.spans):
+        return str
+    return lambda action: f"{action.kind.value}{action.micro_batch}"
 
 
 def draw_chart(timeline: Timeline, path: Path, measured: Timeline | None = None) -> None:

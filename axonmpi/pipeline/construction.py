@@ -7,18 +7,31 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..arguments import member
 from ..backends.base import Backend
 from ..group import ProcessGroup
 from ..objects import all_gather_object
+from ..wrapping.agreement import check_batch_norms
+from ..wrapping.parts import divided_modules, in_common
 from .actions import Schedule, chain
 from .agreement import raise_together
 from .schedules import PipelineSchedule, make_schedule
-from .stage import PipelineStage
+from .stage import PipelineStage, Synchronized
 from .ties import Tie
 from .transfers import with_transfers
 from .validator import validate
 
-__all__ = ["Plan", "ScheduleMaker", "agree_on", "check_stages", "lay_out", "placement_for", "schedule_for"]
+__all__ = [
+    "Plan",
+    "ScheduleMaker",
+    "agree_on",
+    "check_groups",
+    "check_stages",
+    "chosen_schedule",
+    "lay_out",
+    "placement_for",
+    "schedule_for",
+]
 
 ScheduleMaker = Callable[[int], Schedule]
 """Makes the schedule for a number of micro-batches."""
@@ -67,7 +80,7 @@ def check_stages(stages: Iterable[PipelineStage], group: ProcessGroup) -> tuple[
     Raises:
         TypeError: Something else is among them.
         ValueError: Numbers are missing or double, a rank has none or is not in the group, ranks have different
-            numbers of stages, or this rank's own module is missing.
+            numbers of stages, or this rank's own module is missing or has a `SyncBatchNorm`.
     """
     given = tuple(stages)
     for stage in given:
@@ -85,20 +98,56 @@ def check_stages(stages: Iterable[PipelineStage], group: ProcessGroup) -> tuple[
             f"stages with device_rank {ranks}"
         )
     for stage in ordered:
-        if stage.device_rank == group.rank and stage.module is None:
-            raise ValueError(f"stages: expected a module for stage {stage.stage_id} on its own rank, got None")
+        if stage.device_rank == group.rank:
+            if stage.module is None:
+                raise ValueError(f"stages: expected a module for stage {stage.stage_id} on its own rank, got None")
+            check_batch_norms(stage.module)
     return ordered
+
+
+def check_groups(modules: Mapping[int, nn.Module], group: ProcessGroup) -> None:
+    """Raise if a rank of the pipeline shares parameters or gradients of its stages with another one; local.
+
+    Args:
+        modules: This rank's stages.
+        group: The ranks of the pipeline, which have different stages.
+
+    Raises:
+        ValueError: A layer of a stage is divided over ranks of the pipeline, or a wrapper in it averages over them.
+    """
+    for stage, module in modules.items():
+        wrappers = [(name, part) for name, part in module.named_modules() if isinstance(part, Synchronized)]
+        averaged = [
+            (name, getattr(part, attribute, None))
+            for name, part in wrappers
+            for attribute in ("process_group", "replicate_group")
+        ]
+        for name, other in [*averaged, *divided_modules(module)]:
+            if isinstance(other, ProcessGroup) and (ranks := in_common(group, other)):
+                raise ValueError(
+                    f"process_group: expected ranks with different stages, got ranks {list(group.ranks)}, of which "
+                    f"{ranks} share module {name!r} of stage {stage} with each other (its group has ranks "
+                    f"{list(other.ranks)}); give the pipeline the group of one axis, as in "
+                    "process_group=mesh.group('pp'), and the modules of its stages those of others"
+                )
+
+
+def chosen_schedule(schedule: PipelineSchedule | ScheduleMaker | str) -> PipelineSchedule | ScheduleMaker:
+    """Return a schedule that was given, or the one of this name.
+
+    Raises:
+        TypeError: It is neither, nor a function.
+        ValueError: No schedule has this name.
+    """
+    return schedule if callable(schedule) else member("schedule", PipelineSchedule, schedule)
 
 
 def placement_for(num_stages: int, num_ranks: int, schedule: PipelineSchedule | ScheduleMaker) -> tuple[int, ...]:
     """Return the rank of each stage for a schedule.
 
     Raises:
-        TypeError: The schedule is neither one of those there are nor a function.
         ValueError: The stages cannot be dealt out to the ranks.
     """
-    if not isinstance(schedule, PipelineSchedule) and not callable(schedule):
-        raise TypeError(f"schedule: expected a PipelineSchedule or a function, got {schedule!r}")
     if num_stages % num_ranks or not num_stages:
         fitting = max(num_stages // num_ranks, 1) * num_ranks
         raise ValueError(
@@ -202,7 +251,7 @@ def agree_on(backend: Backend, plan: Plan | None, problem: str) -> None:
 def lay_out(
     stages: Sequence[PipelineStage],
     group: ProcessGroup,
-    schedule: PipelineSchedule | ScheduleMaker,
+    schedule: PipelineSchedule | ScheduleMaker | str,
     modules: Mapping[int, nn.Module],
     skips: Mapping[str, tuple[int, int]] | None,
     ties: Sequence[Sequence[tuple[int, str]]],
@@ -217,6 +266,7 @@ def lay_out(
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
         raise TypeError(f"seed: expected an int or None, got {seed!r}")
     placement = tuple(stage.device_rank for stage in stages)
+    schedule = chosen_schedule(schedule)
     expected = placement_for(len(stages), group.size, schedule)
     if placement != expected:
         raise ValueError(

@@ -103,16 +103,20 @@ class Mailbox:
         ring: Its size.
         counters: Of all rings of the node.
         first: Number of the first of this ring's counters: for each slot filled, then for each slot freed.
-        name: For messages.
+        line: The stages at its ends.
+        ranks: The ranks of these stages.
     """
 
-    def __init__(self, memory: Tensor, ring: Ring, counters: NodeCounters, first: int, name: str) -> None:
+    def __init__(
+        self, memory: Tensor, ring: Ring, counters: NodeCounters, first: int, line: Line, ranks: tuple[int, int]
+    ) -> None:
         self._memory = memory
         self._ring = ring
         self._counters = counters
         self._filled = first
         self._freed = first + ring.slots
-        self._name = name
+        self._name = f"from stage {line[0]} at stage {line[1]}"
+        self._sender, self._receiver = ranks
         self._views: list[list[Tensor]] = [[] for _ in range(ring.slots)]
 
     @property
@@ -125,7 +129,7 @@ class Mailbox:
         slot = number % self._ring.slots
         free = number + 1 - self._ring.slots
         if free > 0:
-            self._counters.wait(self._freed + slot, free, f"sending {self._name}", meanwhile)
+            self._counters.wait(self._freed + slot, free, f"sending {self._name}", meanwhile, self._receiver)
         for view, tensor in zip(self._tensors(slot, tensors), tensors, strict=True):
             view.copy_(tensor)
         self._counters.post(self._filled + slot, number + 1)
@@ -133,7 +137,7 @@ class Mailbox:
     def take(self, number: int, forms: Sequence[TensorForm], meanwhile: Callable[[], None]) -> list[Tensor]:
         """Wait for payload `number`; return its tensors, which are the slot itself."""
         slot = number % self._ring.slots
-        self._counters.wait(self._filled + slot, number + 1, f"receiving {self._name}", meanwhile)
+        self._counters.wait(self._filled + slot, number + 1, f"receiving {self._name}", meanwhile, self._sender)
         # Slots lie in one memory, but what is written to one of them is no change of the others.
         return [view.data for view in self._tensors(slot, forms)]
 
@@ -161,13 +165,13 @@ class Mailbox:
         return self._memory[offset : offset + nbytes].view(dtype).view(shape)
 
 
-def allocate_rings(backend: Backend, rings: Mapping[Line, Ring], ranks: Mapping[Line, int]) -> dict[Line, Mailbox]:
+def allocate_rings(backend: Backend, rings: Mapping[Line, Ring], placement: Sequence[int]) -> dict[Line, Mailbox]:
     """Allocate the rings of this node; collective.
 
     Args:
         backend: Of the pipeline's ranks.
         rings: The size of the ring of each line between two ranks of one node, on all nodes; the same on all ranks.
-        ranks: The rank that each line leads to.
+        placement: The rank of each stage.
 
     Returns:
         The ends of the rings of this rank's node.
@@ -177,7 +181,7 @@ def allocate_rings(backend: Backend, rings: Mapping[Line, Ring], ranks: Mapping[
     counters: Counter[int] = Counter()
     nodes = backend.all_gather(torch.tensor([backend.node_ranks[0]])).tolist()
     for line in sorted(rings):
-        node = nodes[ranks[line]]
+        node = nodes[placement[line[1]]]
         places[line] = nbytes[node], counters[node]
         nbytes[node] += rings[line].slots * rings[line].slot_bytes
         counters[node] += 2 * rings[line].slots
@@ -186,8 +190,9 @@ def allocate_rings(backend: Backend, rings: Mapping[Line, Ring], ranks: Mapping[
     own = nodes[backend.rank]
     made = {}
     for line, (start, first) in places.items():
-        if nodes[ranks[line]] == own:
+        ranks = placement[line[0]], placement[line[1]]
+        if nodes[ranks[1]] == own:
             ring = rings[line]
             part = memory[start : start + ring.slots * ring.slot_bytes]
-            made[line] = Mailbox(part, ring, words, first, f"from stage {line[0]} at stage {line[1]}")
+            made[line] = Mailbox(part, ring, words, first, line, ranks)
     return made

@@ -8,8 +8,7 @@ from collections.abc import Collection, Sequence
 from torch import Tensor
 
 from ..group import ProcessGroup
-from ..norms import Copies, copy_counts
-from ..norms import clip_grad_norm as clip_over_group
+from ..norms import Copies, clip_over, copy_counts, divided_axes
 
 __all__ = ["clip_grad_norm"]
 
@@ -21,7 +20,7 @@ def clip_grad_norm(
     max_norm: float,
     norm_type: float,
     *,
-    group: ProcessGroup,
+    group: ProcessGroup | None,
     copies: Copies | None,
     error_if_nonfinite: bool,
 ) -> Tensor:
@@ -33,7 +32,7 @@ def clip_grad_norm(
         stages: The ranks of the pipeline.
         max_norm: The largest norm that is left as it is.
         norm_type: Which norm.
-        group: Those ranks, and others with other parts of the model.
+        group: Those ranks, and others with other parts of the model; None: all that parameters are divided among.
         copies: On how many ranks of the group a gradient is.
         error_if_nonfinite: Raise if the norm is infinite or no number.
 
@@ -43,15 +42,16 @@ def clip_grad_norm(
     Raises:
         ValueError: An argument does not fit.
     """
-    if not all(group.contains(rank) for rank in stages.ranks):
+    asked = [stages if group is None else group]
+    if not all(asked[0].contains(rank) for rank in stages.ranks):
         raise ValueError(
-            f"group: expected one with all ranks of the pipeline, {list(stages.ranks)}, got {list(group.ranks)}; "
-            "join the axes, as in mesh.group('pp', 'tp')"
+            f"group: expected one with all ranks of the pipeline, {list(stages.ranks)}, got "
+            f"{list(asked[0].ranks)}; join the axes, as in mesh.group('pp', 'tp')"
         )
-    counts = {
-        parameter: math.inf if id(parameter) in elsewhere else count
-        for (_, parameter), count in zip(named, copy_counts(named, copies), strict=True)
-    }
-    return clip_over_group(
-        counts, max_norm, norm_type, group=group, copies=counts, error_if_nonfinite=error_if_nonfinite
-    )
+    if group is None and copies is None:
+        asked = [*(axis.group for axis in divided_axes(parameter for _, parameter in named)), stages]
+    pairs = [
+        (parameter, math.inf if id(parameter) in elsewhere else count)
+        for (_, parameter), count in zip(named, copy_counts(named, copies, asked), strict=True)
+    ]
+    return clip_over(pairs, asked, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

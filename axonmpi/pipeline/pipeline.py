@@ -20,10 +20,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..group import ProcessGroup
-from ..group import default_group as find_default_group
+from ..arguments import check_flags, check_functions, either_group_name
+from ..group import ProcessGroup, chosen_group, group_of_this_rank
 from ..norms import Copies
 from ..objects import all_gather_object, broadcast_object
+from ..wrapping.partial import mark_gradients
 from .actions import Schedule
 from .agreement import Header, Mode, agree
 from .batches import batch_size, digest_of, joined, loss_weights, split_batch
@@ -31,7 +32,9 @@ from .chart import text_chart
 from .construction import (
     ScheduleMaker,
     agree_on,
+    check_groups,
     check_stages,
+    chosen_schedule,
     lay_out,
     placement_for,
     schedule_for,
@@ -59,8 +62,8 @@ class Pipeline(nn.Module):
     Args:
         stages: All stages, the same list on all ranks; modules of other ranks' stages may be None and are dropped.
         process_group: The ranks; None means the default group.
-        schedule: In which order the ranks compute. Or a function that makes a `Schedule` for a number of
-            micro-batches, which is checked before it is used.
+        schedule: In which order the ranks compute, a `PipelineSchedule` or its name. Or a function that makes a
+            `Schedule` for a number of micro-batches, which is checked before it is used.
         num_microbatches: Into how many parts a batch is cut; a batch with fewer samples is cut into single ones.
         loss_fn: `loss_fn(output, target)` returns the mean loss of a micro-batch as a tensor of one element; used
             on the last stage's rank.
@@ -82,12 +85,13 @@ class Pipeline(nn.Module):
         ValueError: The stages do not fit the ranks or the schedule, or the ranks' arguments differ; on all ranks.
     """
 
+    @either_group_name
     def __init__(
         self,
         stages: Sequence[PipelineStage],
         process_group: ProcessGroup | None = None,
         *,
-        schedule: PipelineSchedule | ScheduleMaker = PipelineSchedule.ONE_F_ONE_B,
+        schedule: PipelineSchedule | ScheduleMaker | str = PipelineSchedule.ONE_F_ONE_B,
         num_microbatches: int = 1,
         loss_fn: Callable[[Any, Any], Tensor] | None = None,
         loss_weight: Callable[[Any], float] | None = None,
@@ -96,7 +100,7 @@ class Pipeline(nn.Module):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        self._group = find_default_group() if process_group is None else process_group
+        self._group = group_of_this_rank(process_group)
         backend = self._group.private()
         assert backend is not None
         self._backend = backend
@@ -107,8 +111,10 @@ class Pipeline(nn.Module):
         plan, modules, problem = None, {}, ""
         try:
             _check_count(num_microbatches)
+            check_functions(loss_fn=loss_fn, loss_weight=loss_weight)
             ordered = check_stages(stages, self._group)
             modules = {s.stage_id: s.module for s in ordered if s.device_rank == self._group.rank and s.module}
+            check_groups(modules, self._group)
             plan = lay_out(ordered, self._group, schedule, modules, skips, ties, seed)
         except (TypeError, ValueError) as error:
             problem = str(error)
@@ -127,12 +133,13 @@ class Pipeline(nn.Module):
         self._times: list[Span] | None = None
 
     @classmethod
+    @either_group_name
     def from_modules(
         cls,
         modules: Sequence[nn.Module | None],
         process_group: ProcessGroup | None = None,
         *,
-        schedule: PipelineSchedule | ScheduleMaker = PipelineSchedule.ONE_F_ONE_B,
+        schedule: PipelineSchedule | ScheduleMaker | str = PipelineSchedule.ONE_F_ONE_B,
         ties: Sequence[Sequence[tuple[int, str]]] | None = None,
         **settings: Any,
     ) -> Pipeline:
@@ -150,8 +157,9 @@ class Pipeline(nn.Module):
             TypeError: An argument is of the wrong kind.
             ValueError: The number of modules is no multiple of the number of ranks, or the ranks' arguments differ.
         """
-        group = find_default_group() if process_group is None else process_group
+        group = group_of_this_rank(process_group)
         given = list(modules)
+        schedule = chosen_schedule(schedule)
         placement = placement_for(len(given), group.size, schedule)
         stages = [PipelineStage(module, stage, placement[stage]) for stage, module in enumerate(given)]
         found = shared_parameters(given) if ties is None else ties
@@ -166,6 +174,11 @@ class Pipeline(nn.Module):
     def num_stages(self) -> int:
         """Number of stages, on all ranks."""
         return len(self._plan.placement)
+
+    @property
+    def schedule(self) -> PipelineSchedule | ScheduleMaker:
+        """In which order the ranks compute."""
+        return self._plan.schedule
 
     @property
     def has_first_stage(self) -> bool:
@@ -217,6 +230,8 @@ class Pipeline(nn.Module):
             for _, run in sorted(self._runs.items()):
                 run.sync_gradients()
             self._ties.sum(kept)
+            if self._group.size > 1:
+                mark_gradients(self.parameters())
         else:
             self._ties.leave(kept)
         self.steps += 1
@@ -238,6 +253,7 @@ class Pipeline(nn.Module):
         finally:
             self._shares = before
 
+    @either_group_name
     def clip_grad_norm(
         self,
         max_norm: float,
@@ -252,10 +268,10 @@ class Pipeline(nn.Module):
         Args:
             max_norm: The largest norm that is left as it is; infinity only measures.
             norm_type: 1, 2, any other positive number, or infinity, the largest absolute value.
-            group: Where other ranks have other parts of the stages, such as those of tensor parallelism: these and
-                the pipeline's ranks. None means the latter alone.
+            group: Where other ranks have other parts of the stages: these and the pipeline's ranks. None means the
+                latter, and those among which FSDP or tensor parallelism divide the stages.
             copies: On how many ranks of `group` a gradient is: a number, a mapping by name or by parameter, or a
-                function of the parameter. None means 1.
+                function of the parameter. None means 1, or what follows from how the stages are divided.
             error_if_nonfinite: Raise if the norm is infinite or no number.
 
         Returns:
@@ -268,10 +284,10 @@ class Pipeline(nn.Module):
         return clip_grad_norm(
             list(self.named_parameters()),
             self._ties.elsewhere,
-            self._group,
+            ProcessGroup(self._backend, self._group.ranks),
             max_norm,
             norm_type,
-            group=ProcessGroup(self._backend, self._group.ranks) if group is None else group,
+            group=None if group is None else chosen_group(group),
             copies=copies,
             error_if_nonfinite=error_if_nonfinite,
         )
@@ -288,6 +304,7 @@ class Pipeline(nn.Module):
 
     def record_times(self, wanted: bool = True) -> None:
         """Begin to keep when this rank's actions run, or stop it and forget; local."""
+        check_flags(wanted=wanted)
         self._times = [] if wanted else None
 
     def write_trace(self, path: str | Path) -> None:

@@ -12,7 +12,7 @@ read again. Autograd adds it where hooks want to see it, and where the weight is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ..matmul import gains, weight_gradient
 from ..wrapping.linear import saved_by_linear
+from ..wrapping.outputs import is_watched
 
 __all__ = ["Leaf", "Product", "add_gradients", "find_product", "has_saved_hooks", "is_of_python"]
 
@@ -86,7 +87,7 @@ class Product:
         dy = dy.reshape(-1, dy.shape[-1])
         left, right = (dy.t(), x.conj()) if self._is_transposed else (x.conj().t(), dy)
         weight, total = self.weight, self.weight.grad
-        if type(self.edge.node) is not Leaf or _is_watched(weight):
+        if type(self.edge.node) is not Leaf or is_watched(weight):
             return self._product(left, right)
         if total is not None and _is_like(total, dy) and not total.requires_grad:
             if self._quick and gains(len(dy), weight.numel(), [left, right]):
@@ -101,11 +102,6 @@ class Product:
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
         return weight_gradient(self.weight, left, right, quick=self._quick)
-
-
-def _is_watched(weight: Any) -> bool:
-    """Say whether hooks want to see a parameter's gradient."""
-    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 def _is_like(one: Tensor, other: Tensor) -> bool:

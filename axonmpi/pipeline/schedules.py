@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from itertools import count
 
+from ..arguments import member
 from ..partition import split_bounds
 from .actions import Action, ActionKind, ComputeLists, Schedule, chain
 from .transfers import with_transfers
@@ -253,7 +254,7 @@ def _check(num_ranks: int, num_microbatches: int, chunks: int) -> None:
 
 
 def make_schedule(
-    kind: PipelineSchedule,
+    kind: PipelineSchedule | str,
     num_ranks: int,
     num_microbatches: int,
     chunks: int = 1,
@@ -265,7 +266,7 @@ def make_schedule(
     and ZERO_BUBBLE with two is the one placed as a V.
 
     Args:
-        kind: Which schedule.
+        kind: Which schedule, or its name.
         num_ranks: Ranks of the pipeline.
         num_microbatches: Micro-batches in a step.
         chunks: Stages on each rank.
@@ -276,7 +277,9 @@ def make_schedule(
             than two stages on a rank.
     """
     _check(num_ranks, num_microbatches, chunks)
-    name, placement, lists = _compute_lists(PipelineSchedule(kind), num_ranks, num_microbatches, chunks)
+    name, placement, lists = _compute_lists(
+        member("kind", PipelineSchedule, kind), num_ranks, num_microbatches, chunks
+    )
     links = tuple(sorted({*chain(len(placement)), *(() if edges is None else edges)}))
     for source, target in links:
         if not 0 <= source < target < len(placement):

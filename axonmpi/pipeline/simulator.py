@@ -14,7 +14,9 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
+from ..arguments import check_flags
 from .actions import Action, ActionKind, Schedule
 from .execution import Span, execute
 
@@ -85,12 +87,12 @@ class Timeline:
     name: str
     spans: tuple[tuple[Span, ...], ...]
 
-    @property
+    @cached_property
     def start(self) -> float:
         """When the first action begins."""
         return min((span.start for spans in self.spans for span in spans), default=0.0)
 
-    @property
+    @cached_property
     def end(self) -> float:
         """When the last action ends."""
         return max((span.end for spans in self.spans for span in spans), default=0.0)
@@ -166,4 +168,5 @@ def simulate(schedule: Schedule, costs: Costs | None = None, rendezvous: bool = 
         ValueError: Costs are given for each stage, but not for every one.
     """
     costs = costs or Costs()
+    check_flags(rendezvous=rendezvous)
     return Timeline(schedule.name, execute(schedule, costs.of, costs.transfer, rendezvous))

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..group import ProcessGroup, current_world
+from ..arguments import either_group_name, integer
+from ..group import ProcessGroup, chosen_group, current_world
 from .payload import pack, unpack
 from .skips import skip_scope
 
@@ -40,6 +41,7 @@ class _Piece(NamedTuple):
         return f"{'.'.join(self.path)!r}, a {type(self.module).__name__}"
 
 
+@either_group_name
 def split_module(
     module: nn.Sequential | nn.ModuleList | Sequence[nn.Module],
     num_stages: int,
@@ -95,16 +97,11 @@ def split_module(
 
 def _check_options(num_stages: object, balance: object, process_group: object, repeats: object) -> None:
     for name, number in (("num_stages", num_stages), ("repeats", repeats)):
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"{name}: expected an integer of at least 1, got {number!r}")
-        if number < 1:
-            raise ValueError(f"{name}: expected at least 1, got {number}")
+        integer(name, number, minimum=1)
     if balance not in ("parameters", "time"):
         raise ValueError(f"balance: expected 'parameters' or 'time', got {balance!r}")
-    if process_group is not None and not isinstance(process_group, ProcessGroup):
-        raise TypeError(
-            f"process_group: expected an axonmpi.ProcessGroup or None, got {type(process_group).__name__}"
-        )
+    if process_group is not None:
+        chosen_group(process_group, "process_group")
 
 
 # ---- pieces -----------------------------------------------------------------------------------------------------

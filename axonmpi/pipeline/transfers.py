@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 
 from .actions import Action, ActionKind, Datum, Links
 
@@ -58,12 +59,14 @@ def _ideal_steps(lists: Sequence[Sequence[Action]], links: Links) -> tuple[dict[
     """Return the step at which each datum is made, and those at which each rank's actions end."""
     made: dict[Datum, int] = {}
     ends: list[list[int]] = [[] for _ in lists]
-    for step in range(sum(map(len, lists))):
+    for step in count():
         heads = [
             (own, actions[len(own)]) for own, actions in zip(ends, lists, strict=True) if len(own) < len(actions)
         ]
+        if not heads:
+            break
         ready = [(own, head) for own, head in heads if all(datum in made for datum in links.needs(head))]
-        if heads and not ready:
+        if not ready:
             stuck = ", ".join(str(head) for _, head in heads)
             raise ValueError(
                 f"compute_lists: expected that every action can begin at some time, got stuck at {stuck}"

@@ -84,9 +84,8 @@ class Transport:
         for line in missing:
             self._rings[line] = wanted[line].joined(self._rings.get(line, Ring(0, 0)))
         self._mailboxes = {}
-        leads_to = {line: self._placement[line[1]] for line in self._rings}
         try:
-            made = allocate_rings(self._backend, self._rings, leads_to)
+            made = allocate_rings(self._backend, self._rings, self._placement)
         except MemoryError as error:
             warnings.warn(f"stages hand over their tensors by messages, which takes longer: {error}", stacklevel=2)
             self._rings = {}

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..group import ProcessGroup
+from ..arguments import check_flags, either_group_name, integer, number
+from ..group import ProcessGroup, group_of_this_rank
 from .dropout import ShardedDropout
-from .layer import chosen_group
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .norm import sum_over_copies
 from .shards import Shard
@@ -37,6 +37,7 @@ from .shards import Shard
 __all__ = ["ParallelSelfAttention", "tensor_parallel_attention"]
 
 
+@either_group_name
 def tensor_parallel_attention(
     hidden: int,
     num_heads: int,
@@ -109,6 +110,7 @@ class ParallelSelfAttention(nn.Module):
         dropout: Of attention weights; its `generator` may be set.
     """
 
+    @either_group_name
     def __init__(
         self,
         hidden: int,
@@ -127,7 +129,13 @@ class ParallelSelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.process_group = chosen_group(group, "group")
+        self.process_group = group_of_this_rank(group, "group")
+        check_flags(bias=bias, causal=causal, rotary=rotary, sequence_parallel=sequence_parallel)
+        counts = {"hidden": hidden, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, count in counts.items():
+            if count is not None:
+                integer(name, count)
+        number("rotary_base", rotary_base)
         ranks = self.process_group.size
         pairs = num_heads if num_kv_heads is None else num_kv_heads
         _check_heads(num_heads, pairs, ranks)

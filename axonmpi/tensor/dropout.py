@@ -21,8 +21,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..group import ProcessGroup
-from .layer import chosen_group
+from ..arguments import check_flags, either_group_name, hint, integer, number
+from ..group import ProcessGroup, group_of_this_rank
 
 __all__ = ["BLOCKS", "ShardedDropout"]
 
@@ -51,6 +51,7 @@ class ShardedDropout(nn.Module):
         ValueError: `p` is not from 0 to 1, or `blocks` is below 1.
     """
 
+    @either_group_name
     def __init__(
         self,
         p: float = 0.5,
@@ -62,12 +63,15 @@ class ShardedDropout(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        if not 0 <= p <= 1:
+        if not 0 <= number("p", p) <= 1:
             raise ValueError(f"p: expected the chance of an element to become zero, from 0 to 1, got {p}")
-        if blocks < 1:
-            raise ValueError(f"blocks: expected at least 1, got {blocks}")
+        integer("blocks", blocks, minimum=1)
         self.p = p
-        self.process_group = chosen_group(process_group)
+        check_flags(replicated=replicated)
+        integer("dim", dim)
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator: expected a torch.Generator or None, got {generator!r}{hint(generator)}")
+        self.process_group = group_of_this_rank(process_group)
         self.dim = dim
         self.blocks = blocks
         self.replicated = replicated

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..arguments import check_flags, either_group_name, integer
 from ..group import ProcessGroup
-from .layer import ShardedLayer, chosen_group
+from .layer import ShardedLayer, group_third
 from .regions import check_sequence, leave
 from .shards import Shard
 
@@ -33,7 +34,8 @@ class VocabParallelEmbedding(ShardedLayer):
     Args:
         num_embeddings: Rows of the whole embedding, any number: those of the last ranks are padded with zeros.
         embedding_dim: Size of each row.
-        padding_idx: A row that is zero at first and gets no gradient; negative ones count from the end.
+        padding_idx: A row that is zero at first and gets no gradient; negative ones count from the end. Or the
+            group, which all layers take third.
         process_group: The ranks; None means all.
         sequence_parallel: Return this rank's slice of the sequence.
         sequence_dim: Which dimension of the output is the sequence.
@@ -41,6 +43,7 @@ class VocabParallelEmbedding(ShardedLayer):
         dtype: Of the parameters.
 
     Raises:
+        TypeError: An argument is of the wrong type.
         ValueError: A size is not positive, or `padding_idx` is no row.
 
     Source: Shoeybi et al. 2019 (Megatron-LM).
@@ -48,11 +51,12 @@ class VocabParallelEmbedding(ShardedLayer):
 
     weight: nn.Parameter
 
+    @either_group_name
     def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
-        padding_idx: int | None = None,
+        padding_idx: int | ProcessGroup | None = None,
         process_group: ProcessGroup | None = None,
         *,
         sequence_parallel: bool = False,
@@ -60,23 +64,25 @@ class VocabParallelEmbedding(ShardedLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if num_embeddings < 1 or embedding_dim < 1:
-            raise ValueError(f"expected sizes of at least 1, got {num_embeddings} rows of size {embedding_dim}")
-        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ValueError(f"padding_idx: expected one of {num_embeddings} rows or None, got {padding_idx}")
-        group = chosen_group(process_group)
+        padding, group = group_third("padding_idx", padding_idx, process_group, None)
+        check_flags(sequence_parallel=sequence_parallel)
+        integer("num_embeddings", num_embeddings, minimum=1)
+        integer("embedding_dim", embedding_dim, minimum=1)
+        if padding is not None and not -num_embeddings <= integer("padding_idx", padding) < num_embeddings:
+            raise ValueError(f"padding_idx: expected one of {num_embeddings} rows or None, got {padding}")
         shard = Shard.padded(0, num_embeddings, group.size)
         super().__init__(
             {"weight": (num_embeddings, embedding_dim)}, {"weight": shard}, group, device=device, dtype=dtype
         )
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
-        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.padding_idx = None if padding is None else padding % num_embeddings
         self.sequence_parallel = sequence_parallel
-        self.sequence_dim = sequence_dim
+        self.sequence_dim = integer("sequence_dim", sequence_dim)
         self.reset_parameters()
 
     @classmethod
+    @either_group_name
     def from_embedding(
         cls,
         embedding: nn.Embedding,
@@ -149,6 +155,7 @@ class VocabParallelEmbedding(ShardedLayer):
             TypeError: `input` has another dtype.
             ValueError: A number is no row, or the sequence cannot be divided; on all ranks.
         """
+        self.mark_parts()
         self._check(input)
         rank, shard = self.process_group.rank, self.shards["weight"]
         start, rows = rank * shard.local, shard.rows(rank)

@@ -11,33 +11,42 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..backends.checks import wrap_dim
-from ..group import ProcessGroup, default_group
+from ..group import ProcessGroup, group_of_this_rank
+from ..wrapping.partial import mark_gradient, mark_state, watch_optimizers
+from ..wrapping.parts import axes_of, divide
 from .shards import Shard
 
-__all__ = ["ShardedLayer", "chosen_group"]
+__all__ = ["ShardedLayer", "group_third"]
+
+T = TypeVar("T")
 
 
-def chosen_group(given: ProcessGroup | None, argument: str = "process_group") -> ProcessGroup:
-    """Return the group, the default one for None; local.
+def group_third(
+    name: str, third: T | ProcessGroup, given: ProcessGroup | None, default: T
+) -> tuple[T, ProcessGroup]:
+    """Return a layer's third argument and its group, for which the third argument may stand; local.
 
     Args:
-        given: The group, or None.
-        argument: What the caller calls it.
+        name: The third argument's name, for the message.
+        third: What was given.
+        given: What was given as the group; None means the default group.
+        default: What the third argument is where the group stands for it.
 
     Raises:
-        TypeError: It is no group.
-        ValueError: This rank is not in it.
+        TypeError: There are two groups, or what was given as one is none.
+        ValueError: This rank is not in the group.
     """
-    group = default_group() if given is None else given
-    if not isinstance(group, ProcessGroup):
-        raise TypeError(f"{argument}: expected an axonmpi.ProcessGroup or None, got {type(group).__name__}")
-    _ = group.backend  # which a rank outside does not have
-    return group
+    if not isinstance(third, ProcessGroup):
+        return third, group_of_this_rank(given)
+    if given is not None:
+        raise TypeError(f"{name}: expected one group, got two, {third!r} as {name} and {given!r} as process_group")
+    return default, group_of_this_rank(third)
 
 
 class ShardedLayer(nn.Module, ABC):
@@ -83,6 +92,18 @@ class ShardedLayer(nn.Module, ABC):
                 shard = _checked(self.shards[name], shape, self.process_group.size)
                 local[shard.dim] = shard.local
             self.register_parameter(name, nn.Parameter(torch.empty(local, device=device, dtype=dtype)))
+        self.mark_parts()
+        mark_state(self)
+
+    def mark_parts(self) -> None:
+        """Say of parameters that are cut that they are parts, where that was not said of them yet; local."""
+        for name, shard in self.shards.items():
+            parameter = self._parameters[name]
+            if parameter is not None and not axes_of(parameter) and isinstance(parameter, nn.Parameter):
+                divide(parameter, self.process_group, shard.copies, of_layer=True)
+                watch_optimizers()
+                if parameter.requires_grad and axes_of(parameter):
+                    parameter.register_post_accumulate_grad_hook(mark_gradient)
 
     def _dim_of_sequence(self, shape: Sequence[int]) -> int:
         """Return which dimension is the sequence, from 0, of activations whose last one is their features."""
@@ -149,6 +170,7 @@ class ShardedLayer(nn.Module, ABC):
                 whole, shard = layer.get_parameter(name), self.shards.get(name)
                 parameter.copy_(whole if shard is None else shard.cut(whole, self.process_group.rank))
                 parameter.requires_grad_(whole.requires_grad)
+        self.mark_parts()
 
     def _full(self, name: str) -> Tensor:
         """Return a whole parameter, a new tensor; collective if it is cut."""

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from ..arguments import check_flags, either_group_name, integer
 from ..group import ProcessGroup
 from ..wrapping.linear import linear
 from .entry import Entered
-from .layer import ShardedLayer, chosen_group
+from .layer import ShardedLayer, group_third
 from .product import apply, product
 from .regions import check_sequence, enter_once, leave
 from .shards import Shard
@@ -47,6 +48,8 @@ class _ParallelLinear(ShardedLayer):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
+        integer("in_features", in_features, minimum=1)
+        integer("out_features", out_features, minimum=1)
         shapes = {"weight": (out_features, in_features), "bias": (out_features,) if bias else None}
         cut = ("weight", "bias") if shard.dim == 0 else ("weight",)
         super().__init__(shapes, dict.fromkeys(cut, shard), process_group, device, dtype)
@@ -55,6 +58,7 @@ class _ParallelLinear(ShardedLayer):
         self.reset_parameters()
 
     @classmethod
+    @either_group_name
     def from_linear(
         cls: type[_Layer], linear: nn.Linear, process_group: ProcessGroup | None = None, **options: Any
     ) -> _Layer:
@@ -124,7 +128,7 @@ class ColumnParallelLinear(_ParallelLinear):
     Args:
         in_features: Size of the last dimension of the input.
         out_features: Size of the last dimension of the whole output.
-        bias: Whether to add a bias.
+        bias: Whether to add a bias; or the group, which all layers take third.
         process_group: The ranks; None means all.
         gather_output: Return the whole output on all ranks; one more all-gather.
         sequence_parallel: The input is this rank's slice of the sequence; the output is of the whole sequence.
@@ -138,15 +142,16 @@ class ColumnParallelLinear(_ParallelLinear):
         shards: How "weight" and "bias" are cut.
 
     Raises:
-        TypeError: `shard` is none, or `process_group` no group.
+        TypeError: An argument is of the wrong type.
         ValueError: `out_features` cannot be divided, or `shard` does not fit.
     """
 
+    @either_group_name
     def __init__(
         self,
         in_features: int,
         out_features: int,
-        bias: bool = True,
+        bias: bool | ProcessGroup = True,
         process_group: ProcessGroup | None = None,
         gather_output: bool = False,
         *,
@@ -157,14 +162,20 @@ class ColumnParallelLinear(_ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        group = chosen_group(process_group)
+        has_bias, group = group_third("bias", bias, process_group, True)
+        check_flags(
+            bias=has_bias,
+            gather_output=gather_output,
+            sequence_parallel=sequence_parallel,
+            input_is_entered=input_is_entered,
+        )
         shard = _even(0, out_features, group, "out_features") if shard is None else shard
         _check_shard(shard, 0, several=not gather_output)
-        super().__init__(in_features, out_features, bias, group, shard, device, dtype)
+        super().__init__(in_features, out_features, has_bias, group, shard, device, dtype)
         self.gather_output = gather_output
         self.input_is_entered = input_is_entered
         self.sequence_parallel = sequence_parallel
-        self.sequence_dim = sequence_dim
+        self.sequence_dim = integer("sequence_dim", sequence_dim)
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute this rank's outputs; collective where the class says so.
@@ -178,6 +189,7 @@ class ColumnParallelLinear(_ParallelLinear):
         Raises:
             ValueError: `input` has another number of features.
         """
+        self.mark_parts()
         self._check_features(input, self.in_features, "the whole input")
         group = self.process_group
         if self.input_is_entered:
@@ -200,7 +212,7 @@ class RowParallelLinear(_ParallelLinear):
     Args:
         in_features: Size of the last dimension of the whole input.
         out_features: Size of the last dimension of the output.
-        bias: Whether to add a bias, once, after the sum.
+        bias: Whether to add a bias, once, after the sum; or the group, which all layers take third.
         process_group: The ranks; None means all.
         input_is_parallel: The input is this rank's features. Otherwise it is whole, the same on all ranks, and its
             gradient is put together by one all-gather.
@@ -214,15 +226,16 @@ class RowParallelLinear(_ParallelLinear):
         shards: How "weight" is cut; "bias" is the same on all ranks, and its gradient is complete on each.
 
     Raises:
-        TypeError: `shard` is none, or `process_group` no group.
+        TypeError: An argument is of the wrong type.
         ValueError: `in_features` cannot be divided, or `shard` does not fit.
     """
 
+    @either_group_name
     def __init__(
         self,
         in_features: int,
         out_features: int,
-        bias: bool = True,
+        bias: bool | ProcessGroup = True,
         process_group: ProcessGroup | None = None,
         input_is_parallel: bool = True,
         *,
@@ -232,13 +245,14 @@ class RowParallelLinear(_ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        group = chosen_group(process_group)
+        has_bias, group = group_third("bias", bias, process_group, True)
+        check_flags(bias=has_bias, input_is_parallel=input_is_parallel, sequence_parallel=sequence_parallel)
         shard = _even(1, in_features, group, "in_features") if shard is None else shard
         _check_shard(shard, 1, several=False)
-        super().__init__(in_features, out_features, bias, group, shard, device, dtype)
+        super().__init__(in_features, out_features, has_bias, group, shard, device, dtype)
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel = sequence_parallel
-        self.sequence_dim = sequence_dim
+        self.sequence_dim = integer("sequence_dim", sequence_dim)
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute the outputs; collective.
@@ -252,6 +266,7 @@ class RowParallelLinear(_ParallelLinear):
         Raises:
             ValueError: `input` has another number of features, or the sequence cannot be divided.
         """
+        self.mark_parts()
         group, shard = self.process_group, self.shards["weight"]
         if self.input_is_parallel:
             self._check_features(input, shard.local, f"this rank's share of {self.in_features} features")
@@ -274,7 +289,7 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def _even(dim: int, features: int, group: ProcessGroup, argument: str) -> Shard:
-    if features % group.size:
+    if integer(argument, features, minimum=1) % group.size:
         raise ValueError(
             f"{argument}: expected a multiple of the {group.size} ranks of the group, got {features}; use another "
             "size or number of ranks, or say with shard= how it is divided"

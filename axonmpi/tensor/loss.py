@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ..group import ProcessGroup
-from .layer import chosen_group
+from ..arguments import check_flags, either_group_name, integer, number
+from ..group import ProcessGroup, group_of_this_rank
 from .product import apply
 from .regions import check_sequence, split_sequence
 
@@ -31,6 +31,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _TARGET_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+@either_group_name
 def parallel_cross_entropy(
     logits: Tensor,
     targets: Tensor,
@@ -66,12 +67,14 @@ def parallel_cross_entropy(
         logits' dtype.
 
     Raises:
-        IndexError: `sequence_dim` is out of range.
+        DimensionError: `sequence_dim` is out of range.
         TypeError: `targets` are no integers, or `logits` are.
         ValueError: A target is no entry, shapes do not fit, an option is out of range, or the sequence cannot be
             divided; on all ranks.
     """
-    group = chosen_group(group, "group")
+    group = group_of_this_rank(group, "group")
+    check_flags(sequence_parallel=sequence_parallel)
+    integer("ignore_index", ignore_index)
     _check_tensors(logits, targets, group.rank)
     entries = logits.shape[-1] * group.size
     vocabulary = entries if vocabulary is None else vocabulary
@@ -178,9 +181,9 @@ def _picked(values: Tensor, columns: Tensor, own: Tensor) -> Tensor:
 def _check_options(vocabulary: int, entries: int, label_smoothing: float, reduction: str) -> None:
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction: expected one of {', '.join(map(repr, _REDUCTIONS))}, got {reduction!r}")
-    if not 0 <= label_smoothing <= 1:
+    if not 0 <= number("label_smoothing", label_smoothing) <= 1:
         raise ValueError(f"label_smoothing: expected 0 to 1, got {label_smoothing}")
-    if not 1 <= vocabulary <= entries:
+    if not 1 <= integer("vocabulary", vocabulary) <= entries:
         raise ValueError(f"vocabulary: expected 1 to {entries}, the entries of all ranks' logits, got {vocabulary}")
 
 

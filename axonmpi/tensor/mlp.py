@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..group import ProcessGroup
+from ..arguments import check_flags, either_group_name, integer
+from ..group import ProcessGroup, group_of_this_rank
 from .dropout import ShardedDropout
-from .layer import chosen_group
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .shards import Shard
 
@@ -68,6 +68,7 @@ class ParallelMLP(nn.Module):
             0 to 1.
     """
 
+    @either_group_name
     def __init__(
         self,
         hidden: int,
@@ -82,7 +83,10 @@ class ParallelMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        group = chosen_group(group, "group")
+        group = group_of_this_rank(group, "group")
+        check_flags(bias=bias, sequence_parallel=sequence_parallel)
+        integer("hidden", hidden, minimum=1)
+        integer("intermediate", intermediate, minimum=1)
         self.activation = _find_activation(activation)
         self.dropout = ShardedDropout(dropout, group, 1, replicated=not sequence_parallel)
         shard = _shard([intermediate], group)
@@ -137,6 +141,7 @@ class ParallelGatedMLP(nn.Module):
         ValueError: `intermediate` does not divide by the ranks, or `activation` is unknown.
     """
 
+    @either_group_name
     def __init__(
         self,
         hidden: int,
@@ -150,7 +155,10 @@ class ParallelGatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        group = chosen_group(group, "group")
+        group = group_of_this_rank(group, "group")
+        check_flags(bias=bias, sequence_parallel=sequence_parallel)
+        integer("hidden", hidden, minimum=1)
+        integer("intermediate", intermediate, minimum=1)
         self.activation = _find_activation(activation)
         shard = _shard([intermediate, intermediate], group)
         self.gate_up = ColumnParallelLinear(

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..group import ProcessGroup
-from .layer import chosen_group
+from ..arguments import either_group_name
+from ..group import ProcessGroup, group_of_this_rank
 from .regions import shared
 from .shards import Sharded
 
@@ -31,6 +31,7 @@ ACROSS_POSITIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalRespon
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
+@either_group_name
 def sequence_parallel_norm(module: _Module, group: ProcessGroup | None = None) -> _Module:
     """Let a module compute on parts of a sequence: its parameters' gradients are summed over the ranks; local.
 
@@ -51,7 +52,7 @@ def sequence_parallel_norm(module: _Module, group: ProcessGroup | None = None) -
             alone, or its `forward` is an attribute of the instance.
     """
     _check(module)
-    _sum_gradients(module, chosen_group(group, "group"))
+    _sum_gradients(module, group_of_this_rank(group, "group"))
     return module
 
 

@@ -20,9 +20,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..group import ProcessGroup
+from ..arguments import check_flags, either_group_name, integer
+from ..group import ProcessGroup, group_of_this_rank
 from ..wrapping.agreement import check_same_model
-from .layer import chosen_group
 from .plan import Column, Join, Plan, Region, Split, Style, Tied, find_modules
 from .presets import preset
 from .shards import Shard, Sharded
@@ -36,6 +36,7 @@ Place = tuple[nn.Module, str]
 """A module and a name in it."""
 
 
+@either_group_name
 def tensor_parallelize(
     module: _Module,
     plan: Plan | str | None = None,
@@ -71,10 +72,12 @@ def tensor_parallelize(
 
     Source: Shoeybi et al. 2019 (arXiv:1909.08053); Korthikanti et al. 2022 (arXiv:2205.05198).
     """
-    group = chosen_group(group, "group")
+    group = group_of_this_rank(group, "group")
     setting = Setting(group, sequence_parallel, sequence_dim, generator)
     work, problem = None, None
     try:
+        check_flags(sequence_parallel=sequence_parallel)
+        integer("sequence_dim", sequence_dim)
         work = _plan_work(module, plan, group.size)
         if sequence_parallel:
             _check_sequence(module, work)
@@ -118,6 +121,12 @@ def _plan_work(model: object, plan: Plan | str | None, ranks: int) -> _Work:
     divided = [name for name, part in model.named_modules() if isinstance(part, Sharded)]
     if divided:
         raise ValueError(f"module: {divided[0] or 'it'} is divided already; tensor_parallelize is called once")
+    wrappers = [part for part in model.modules() if hasattr(part, "no_sync") and hasattr(part, "sync_gradients")]
+    if wrappers:
+        raise ValueError(
+            f"module: it is wrapped in {type(wrappers[0]).__name__}, which knows the whole parameters; "
+            "divide the model before it is wrapped"
+        )
     plan = preset(model, ranks, plan) if plan is None or isinstance(plan, str) else plan
     styles = find_modules(plan, model)
     shards: dict[str, dict[str, Shard]] = {}

@@ -17,10 +17,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 
 from torch import nn
+
+from ..arguments import check_flags
 
 __all__ = [
     "Assign",
@@ -45,7 +47,21 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Style:
-    """What is done with a module; see its subclasses."""
+    """What is done with a module; see its subclasses.
+
+    Raises:
+        TypeError: A value is of another type than its attribute.
+    """
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "bool":
+                check_flags(**{field.name: value})
+            elif field.type == "tuple[str, ...]" and isinstance(value, str):
+                raise TypeError(f"{field.name}: expected a tuple of names, got {value!r}")
+            elif isinstance(field.type, str) and field.type.startswith("int") and isinstance(value, bool | float):
+                raise TypeError(f"{field.name}: expected an integer, got {value!r}")
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .. import autograd
+from ..arguments import check_flags, either_group_name
 from ..backends.base import Backend
 from ..backends.checks import wrap_dim
-from ..group import ProcessGroup, default_group
+from ..group import ProcessGroup, chosen_group
 from ..types import ReduceOp
 from .entry import Entered, Entry
 from .product import apply, autocast_dtype
@@ -38,6 +39,7 @@ from .product import apply, autocast_dtype
 __all__ = ["check_sequence", "enter", "enter_once", "join_sequence", "leave", "shared", "split_sequence"]
 
 
+@either_group_name
 def enter(
     tensor: Tensor, group: ProcessGroup | None = None, *, sequence_parallel: bool = False, sequence_dim: int = 1
 ) -> Tensor:
@@ -56,10 +58,11 @@ def enter(
         sequence_dim: Which dimension is the sequence.
 
     Raises:
-        IndexError: `sequence_dim` is out of range.
+        DimensionError: `sequence_dim` is out of range.
         ValueError: The ranks' slices are not of the same length.
     """
-    group = default_group() if group is None else group
+    group = chosen_group(group)
+    check_flags(sequence_parallel=sequence_parallel)
     dim = wrap_dim(sequence_dim, tensor.dim()) if sequence_parallel else None
     if group.size == 1 or (dim is None and not _is_differentiated(tensor)):
         return tensor
@@ -96,6 +99,7 @@ def enter_once(tensor: Tensor, group: ProcessGroup, dim: int | None, user: objec
     return found if dim is None else Entered(found.tensor, found.entry, tensor.to(dtype))
 
 
+@either_group_name
 def leave(
     tensor: Tensor,
     group: ProcessGroup | None = None,
@@ -118,10 +122,11 @@ def leave(
         in_place: Whether the tensor's memory may be used for the result; the tensor must not be used afterwards.
 
     Raises:
-        IndexError: `sequence_dim` is out of range.
+        DimensionError: `sequence_dim` is out of range.
         ValueError: The sequence cannot be divided.
     """
-    group = default_group() if group is None else group
+    group = chosen_group(group)
+    check_flags(sequence_parallel=sequence_parallel, in_place=in_place)
     dim = check_sequence(tensor.shape, group, sequence_dim) if sequence_parallel else None
     if group.size == 1:
         return tensor if bias is None else tensor + bias
@@ -130,6 +135,7 @@ def leave(
     return apply(_Leave, tensor, bias, group, dim)
 
 
+@either_group_name
 def split_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 1) -> Tensor:
     """Return this rank's slice of the sequence; local, and backward is one all-gather.
 
@@ -139,16 +145,17 @@ def split_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int =
         dim: Which dimension is the sequence.
 
     Raises:
-        IndexError: `dim` is out of range.
+        DimensionError: `dim` is out of range.
         ValueError: The sequence cannot be divided.
     """
-    group = default_group() if group is None else group
+    group = chosen_group(group)
     dim = check_sequence(tensor.shape, group, dim)
     if group.size == 1:
         return tensor
     return apply(_Split, tensor, group, dim)
 
 
+@either_group_name
 def join_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 1) -> Tensor:
     """Return the whole sequence, with which all ranks go on to do the same; one all-gather, backward is local.
 
@@ -158,10 +165,10 @@ def join_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 
         dim: Which dimension is the sequence.
 
     Raises:
-        IndexError: `dim` is out of range.
+        DimensionError: `dim` is out of range.
         ValueError: The ranks' slices are not of the same length.
     """
-    group = default_group() if group is None else group
+    group = chosen_group(group)
     dim = wrap_dim(dim, tensor.dim())
     if group.size == 1:
         return tensor
@@ -190,7 +197,7 @@ def check_sequence(shape: Sequence[int], group: ProcessGroup, dim: int) -> int:
     """Raise unless a sequence can be divided, and return its dimension, from 0; local.
 
     Raises:
-        IndexError: `dim` is out of range.
+        DimensionError: `dim` is out of range.
         ValueError: The length is no multiple of the number of ranks.
     """
     dim = wrap_dim(dim, len(shape))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import check_flags
 from ..group import ProcessGroup
 from .shards import Shard, Sharded
 from .transposed import TransposedShard, whole_shape
@@ -42,6 +43,7 @@ def full_state_dict(
     Raises:
         ValueError: The ranks' names differ, or a tensor is not a part of its parameter; on all ranks.
     """
+    check_flags(rank0_only=rank0_only)
     module = _unwrapped(module)
     group, shards = _cuts(module)
     state = module.state_dict() if state is None else state
@@ -102,6 +104,7 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any] | None
         ValueError: `state_dict` is no mapping, names or shapes do not fit, or the model is on the meta device; on
             all ranks, and nothing is changed.
     """
+    check_flags(strict=strict)
     module = _unwrapped(module)
     group, shards = _cuts(module)
     own = module.state_dict()
@@ -135,9 +138,8 @@ def copies(module: nn.Module) -> dict[str, int]:
         module: A model with parallel layers, also one that DDP or FSDP is around.
 
     Returns:
-        The number by the parameter's name in the model inside such wrappers, as in
-        `clip_grad_norm(ddp.module, 1.0, copies=copies(ddp))`: 1 for a parameter each element of which one rank has,
-        the size of the group for one that all ranks have.
+        The number by the parameter's name in the model inside such wrappers: 1 for a parameter each element of
+        which one rank has, the size of the group for one that all ranks have.
     """
     module = _unwrapped(module)
     group, shards = _cuts(module)

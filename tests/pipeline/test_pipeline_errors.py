@@ -142,8 +142,9 @@ def test_schedules_of_others(world) -> None:
 
     other = Pipeline.from_modules(built(block, size), schedule=larger, num_microbatches=3, loss_fn=F.mse_loss)
     refused(world, lambda: other.train_step(inputs, targets), "schedule: expected one for stages on ranks")
-    named = "schedule: expected a PipelineSchedule"
-    refused(world, lambda: Pipeline.from_modules(built(block, size), schedule="1f1b"), named)
+    for schedule, named in (("2f2b", "schedule: expected an axonmpi.PipelineSchedule"), (3, "got 3")):
+        with pytest.raises((TypeError, ValueError), match=f"{named}.*"):
+            Pipeline.from_modules(built(block, size), schedule=schedule)
 
 
 @pytest.mark.ranks(2)

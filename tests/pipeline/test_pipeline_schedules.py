@@ -122,7 +122,7 @@ def test_what_a_schedule_knows():
         ((ZERO_BUBBLE, 2, 1, 3), "expected 1 or 2 stages on each rank for the zero-bubble schedule, got 3"),
         ((GPIPE, 2, 1, 1, [(0, 2)]), r"edges: expected pairs of stages from 0 to 1, .* got \(0, 2\)"),
         ((GPIPE, 2, 1, 1, [(1, 0)]), r"the lower one first, got \(1, 0\)"),
-        (("gpipes", 2, 1), "'gpipes' is not a valid PipelineSchedule"),
+        (("gpipes", 2, 1), "kind: expected an axonmpi.PipelineSchedule, GPIPE, .*, got 'gpipes'"),
     ],
 )
 def test_numbers_that_make_no_schedule(arguments, message):

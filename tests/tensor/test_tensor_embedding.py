@@ -141,7 +141,7 @@ def test_mistakes(world) -> None:
             layer(torch.zeros(1, 3, dtype=torch.int64))
     with pytest.raises(ValueError, match="padding_idx: expected one of 7 rows or None, got 7"):
         ax.VocabParallelEmbedding(7, 3, 7)
-    with pytest.raises(ValueError, match="sizes of at least 1, got 0 rows of size 3"):
+    with pytest.raises(ValueError, match="num_embeddings: expected at least 1, got 0"):
         ax.VocabParallelEmbedding(0, 3)
     with pytest.raises(TypeError, match=r"expected a torch.nn.Embedding, got Linear"):
         ax.VocabParallelEmbedding.from_embedding(nn.Linear(2, 2, device="meta"))
