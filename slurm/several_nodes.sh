@@ -36,7 +36,7 @@ if [ -z "${SRUN_MPI:-}" ]; then
     case $library in
         "Open MPI") spoken="pmix" ;;
         Cray*) spoken="cray_shasta pmi2" ;;
-        *) spoken="pmi2 pmix" ;;
+        *) spoken="pmi2" ;;
     esac
     # What this site's srun speaks; some versions print the list as an error.
     offered=$(srun --mpi=list 2>&1)

@@ -4,18 +4,27 @@
                         └─ axonmpi.cli.train.main(["--steps", "500"]) -> exit code
 
 A subcommand is a module of this package with `main(argv) -> int`, imported when it is asked for. Every rank runs
-the command, so every rank refuses a bad one, with exit code 2 and before MPI starts; only rank 0 prints help.
+the command, so every rank refuses a bad one, with exit code 2 and before MPI starts; what all ranks would print,
+rank 0 prints.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import difflib
 import gc
 import importlib
+import io
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TextIO
 
-from ..environment import detect_launchers
+from ..backends.exits import let_first_speak
+from ..environment import is_first_launched
+from ..errors import LaunchError
 
 __all__ = ["main"]
 
@@ -27,6 +36,8 @@ _COMMANDS = {
 }
 BAD_USAGE = 2
 """The exit code for arguments that cannot be used."""
+_NOBODY_READS = 141
+"""The exit code that a shell shows for a program whose output nobody reads any more, as before `| head`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,13 +52,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: A subcommand refuses its arguments (code 2), or has shown its help (code 0).
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is not None:
+        return _run(list(argv))
+    _prepare_streams()
+    sys.excepthook = _say_briefly
+    try:
+        # What imports have made stays to the end, so collections need not look through it, nor does the exit.
+        return _run(sys.argv[1:], imported=gc.freeze)
+    except BrokenPipeError:
+        if not _is_unread(sys.stdout):
+            raise
+        return _NOBODY_READS
+
+
+def _run(arguments: Sequence[str], imported: Callable[[], None] = lambda: None) -> int:
     name = arguments[0] if arguments else ""
     if name in _COMMANDS:
         run: Callable[[Sequence[str]], int] = importlib.import_module(f".{name}", __name__).main
-        if argv is None:
-            # What imports have made stays to the end, so collections need not look through it, nor does the exit.
-            gc.freeze()
+        imported()
         return run(arguments[1:])
     if name in ("-h", "--help", "help"):
         print_on_first_rank(_usage())
@@ -60,23 +82,78 @@ def main(argv: Sequence[str] | None = None) -> int:
     return refuse("axonmpi", (f"unknown command {name!r}" if name else "no command given") + hint)
 
 
+# ---- what commands print ----------------------------------------------------------------------------------------
+
+
 def refuse(program: str, message: str) -> int:
-    """Print an error on this rank, as one write so that ranks do not mix, and return the exit code of bad usage."""
-    sys.stderr.write(f"{program}: error: {message}\n")
-    sys.stderr.flush()
+    """Print an error that all ranks have found, on rank 0, and return the exit code of bad usage."""
+    if is_first_launched():
+        sys.stderr.write(f"{program}: error: {message}\n")
+        sys.stderr.flush()
+    else:
+        let_first_speak()
     return BAD_USAGE
 
 
 def print_on_first_rank(text: str) -> None:
     """Print on rank 0 only."""
-    if is_first_rank():
+    if is_first_launched():
         print(text, flush=True)
 
 
-def is_first_rank() -> bool:
-    """Say whether this is rank 0, as the launcher numbers the ranks: MPI has not started."""
-    launchers = detect_launchers()
-    return not launchers or not launchers[0].rank
+@contextlib.contextmanager
+def said_once() -> Iterator[None]:
+    """Let what is printed in the block be printed by rank 0 only; all ranks do the same in it."""
+    if is_first_launched():
+        yield
+        return
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    except SystemExit as end:
+        if end.code:
+            let_first_speak()
+        raise
+
+
+def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options; every rank refuses bad ones or ends after help, as argparse does, and rank 0 says so."""
+    with said_once():
+        return parser.parse_args(argv)
+
+
+# ---- how commands end -------------------------------------------------------------------------------------------
+
+
+def _prepare_streams() -> None:
+    """See that anything can be printed: with an output that is closed, and one that has few letters."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - stays open to the end
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+
+
+def _say_briefly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Stand in for `sys.excepthook`: what is no fault of the program needs no traceback."""
+    program = " ".join(["axonmpi", *sys.argv[1:2]])
+    if issubclass(kind, KeyboardInterrupt):
+        sys.stderr.write(f"{program}: interrupted\n")
+    elif issubclass(kind, LaunchError):
+        sys.stderr.write(f"{program}: error: {error}\n")
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
+def _is_unread(stream: TextIO) -> bool:
+    """Say whether the reader of a stream is gone, and if so let nothing more be written to it."""
+    try:
+        stream.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return True
+    return False
 
 
 def _usage() -> str:

@@ -17,11 +17,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..environment import is_first_launched
 from ..pipeline import Costs, PipelineSchedule, Schedule, Timeline, make_schedule, simulate
 from ..pipeline.chart import describe, draw_chart, text_chart, text_scale
 from ..pipeline.simulator import measured_costs
 from ..pipeline.trace import last_step, read_trace
-from . import is_first_rank, print_on_first_rank, refuse
+from . import parse_arguments, print_on_first_rank, refuse
 
 __all__ = ["main"]
 
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: A flag is unknown or bad (code 2), or help was asked for (code 0).
     """
-    options = _parser().parse_args(argv)
+    options = parse_arguments(_parser(), argv)
     try:
         schedule = _schedule(options)
         measured = None if options.trace is None else last_step(read_trace(options.trace), schedule)
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         return refuse(_PROGRAM, str(error))
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _MOST_COLUMNS
     print_on_first_rank(_text(ideal, measured, columns))
-    if options.output is not None and is_first_rank():
+    if options.output is not None and is_first_launched():
         draw_chart(ideal, options.output, measured)
     return 0
 

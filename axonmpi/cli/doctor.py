@@ -4,8 +4,7 @@
     mpirun -n 4 axonmpi doctor         does this launcher start one job of four ranks, where are they, and do they
                                        share memory?
 
-Rank 0 prints one report for all ranks. Where every process is a world of its own, the one that its launcher
-calls rank 0 prints it.
+Rank 0 prints one report for all ranks. Where every process is a world of its own, the first one on each node does.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from typing import Any
 from ..backends import runtime
 from ..backends.connect import connect
 from ..backends.runtime import Started
+from ..backends.shared_memory import remedy
 from ..environment import (
     Launcher,
     MpiLibrary,
@@ -32,12 +32,13 @@ from ..environment import (
     wants_shared_memory,
 )
 from ..errors import LaunchError
+from . import parse_arguments
 
 __all__ = ["main"]
 
-_SMALL_SHARED_MEMORY = 1 << 30
+_RANKS_SHARED_MEMORY = 16 << 20
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - looked at, not written to
-_GIB = float(1 << 30)
+_MIB = float(1 << 20)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="axonmpi doctor",
         description="Say what is installed, how this process was launched and whether that works.",
     )
-    parser.parse_args(argv)
+    parse_arguments(parser, argv)
     launchers = detect_launchers()
     try:
         started, problem = runtime.start_world(), ""
@@ -64,8 +65,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif started is not None and started.comm is not None and started.size > 1:
         problem = _wrong_settings(started.comm)
         path = [] if problem else _path(started.comm)
-    if _speaks(started, launchers):
-        sections = [*_installed(), *_mpi(library), *_launch(launchers, started, ranks), *_shared_memory(), *path]
+    if runtime.speaks_of_launch():
+        sections = [
+            *_installed(),
+            *_mpi(library),
+            *_launch(launchers, started, ranks),
+            *_shared_memory(started),
+            *path,
+        ]
         verdict = f"PROBLEM: {problem}" if problem else "All is well."
         sys.stdout.write("\n".join([*sections, "", verdict, ""]))
         sys.stdout.flush()
@@ -78,13 +85,6 @@ def _library() -> MpiLibrary | str:
         return runtime.library_info()
     except LaunchError as error:
         return str(error)
-
-
-def _speaks(started: Started | None, launchers: Sequence[Launcher]) -> bool:
-    """Say whether this process prints the report of all."""
-    if started is not None:
-        return started.rank == 0
-    return not any(launcher.rank for launcher in launchers)
 
 
 # ---- sections ---------------------------------------------------------------------------------------------------
@@ -121,13 +121,7 @@ def _thread_level() -> str:
 
     if not MPI.Is_initialized() or MPI.Is_finalized():
         return "not known, MPI was not started"
-    names = {
-        MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
-        MPI.THREAD_FUNNELED: "MPI_THREAD_FUNNELED",
-        MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
-        MPI.THREAD_MULTIPLE: "MPI_THREAD_MULTIPLE",
-    }
-    return names[MPI.Query_thread()]
+    return runtime.thread_level(MPI)
 
 
 def _launch(launchers: Iterable[Launcher], started: Started | None, ranks: Iterable[str]) -> list[str]:
@@ -165,14 +159,16 @@ def _ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _shared_memory() -> list[str]:
+def _shared_memory(started: Started | None) -> list[str]:
+    """Say how much there is where MPI libraries pass messages between the ranks of a node."""
     try:
         total, _, free = shutil.disk_usage(_SHARED_MEMORY)
     except OSError:
         return ["memory", _line(_SHARED_MEMORY, "there is none")]
-    lines = ["memory", _line(_SHARED_MEMORY, f"{total / _GIB:.2f} GiB, {free / _GIB:.2f} GiB free")]
-    if total < _SMALL_SHARED_MEMORY:
-        lines.append(_line("", "small: ranks share memory there; in a container enlarge it with --shm-size=8g"))
+    lines = ["memory", _line(_SHARED_MEMORY, f"{total / _MIB:,.0f} MiB, {free / _MIB:,.0f} MiB free")]
+    ranks = max(0 if started is None else started.local_size, len(usable_cores()), 2)
+    if total < ranks * _RANKS_SHARED_MEMORY:
+        lines.append(_line("", f"small for {ranks} ranks: MPI may crash; in a container enlarge it, --shm-size=1g"))
     return lines
 
 
@@ -213,18 +209,8 @@ def _path(comm: Any) -> list[str]:
     return [
         _line("path", "plain: by MPI alone, slower: the ranks of a node cannot share memory"),
         _line("", f"because of {connection.obstacle}"),
-        _line("", _cure(connection.obstacle)),
+        _line("", remedy(connection.obstacle)),
     ]
-
-
-def _cure(obstacle: str) -> str:
-    """Say what may help against what is in the way of sharing memory; local."""
-    if "/proc/" in obstacle:
-        return "ranks have to be processes of one user who see each other: start those of a node in one container"
-    return (
-        "give the job more memory (sbatch --mem, the limit of the container), or raise the limit on file sizes "
-        "(ulimit -f unlimited)"
-    )
 
 
 def _line(name: str, value: str) -> str:

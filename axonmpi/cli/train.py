@@ -6,10 +6,7 @@ Whatever can be wrong without asking another rank is found before MPI starts: fl
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-import io
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +18,7 @@ from ..train.config import Config, MeshConfig, ModelConfig, OptimizerConfig, Pip
 from ..train.config_file import load_config
 from ..train.corpus import Corpus, load_corpus
 from ..train.trainer import Trainer
-from . import BAD_USAGE, print_on_first_rank, refuse
+from . import refuse, said_once
 
 __all__ = ["main", "parse"]
 
@@ -66,20 +63,27 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         return _refuse_file(str(error))
     world = init_process_group()
+    _agree_on_files(world)
     code = _train(config, world, corpus)
-    if code == BAD_USAGE and world.size > 1:
-        raise SystemExit(code)  # ranks that were given other settings may wait for this one: it ends the job
     destroy_process_group()  # not after an exception: it waits for the other ranks, who may wait for this one
     return code
 
 
 def _refuse_file(message: str) -> int:
     """Refuse a file that this rank cannot use, before anything is sent; other nodes may have it."""
-    code = refuse(_PROGRAM, message)
     if _on_several_nodes():
-        init_process_group()  # or ranks of other nodes would wait in MPI_Init for this one, for ever
-        raise SystemExit(code)  # this ends the job, while a returned code would not be seen before Python 3.12
-    return code
+        # else ranks of other nodes would wait in MPI_Init for this one, for ever
+        _agree_on_files(init_process_group(), message)
+    return refuse(_PROGRAM, message)
+
+
+def _agree_on_files(world: World, problem: str = "") -> None:
+    """End on all ranks, with code 2 and one message, if any of them has a problem with a file; collective."""
+    problems = world.default_group.all_gather_object(problem)
+    found = [rank for rank, problem in enumerate(problems) if problem]
+    if found:
+        where = "" if len(found) == len(problems) else f"rank {found[0]}: "
+        raise SystemExit(refuse(_PROGRAM, where + problems[found[0]]))
 
 
 def _on_several_nodes() -> bool:
@@ -95,8 +99,7 @@ def _train(config: Config, world: World, corpus: Corpus) -> int:
     except ValueError as error:
         return refuse(_PROGRAM, str(error))
     except FloatingPointError as error:
-        if world.rank == 0:
-            refuse(_PROGRAM, str(error))
+        refuse(_PROGRAM, str(error))
         return _DIVERGED
     return 0
 
@@ -120,19 +123,10 @@ def parse(argv: Sequence[str]) -> Config:
     except ValueError as error:
         raise SystemExit(_refuse_file(str(error))) from None
     default = _Flags(None, base.model, base.text, base.optimizer, base.run, base.pipeline, base.mesh)
-    shown, wrong = io.StringIO(), io.StringIO()
-    try:
-        # collected and written at once, so that the messages of several ranks do not mix
-        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(wrong):
-            flags = tyro.cli(
-                _Flags, prog=_PROGRAM, args=list(argv), default=default, config=(tyro.conf.OmitArgPrefixes,)
-            )
-    except SystemExit as end:
-        if not end.code:
-            print_on_first_rank(shown.getvalue().rstrip())
-        sys.stderr.write(wrong.getvalue())
-        sys.stderr.flush()
-        raise
+    with said_once():
+        flags = tyro.cli(
+            _Flags, prog=_PROGRAM, args=list(argv), default=default, config=(tyro.conf.OmitArgPrefixes,)
+        )
     try:
         return Config(flags.model, flags.text, flags.optimizer, flags.run, flags.pipeline, flags.mesh)
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..arguments import either_group_name, hint
 from ..comm import all_gather_object
 from ..group import ProcessGroup
 from .rank_text import group_by_text, name_ranks
@@ -9,6 +10,7 @@ from .rank_text import group_by_text, name_ranks
 __all__ = ["parallel_assert"]
 
 
+@either_group_name
 def parallel_assert(condition: object, message: str = "", group: ProcessGroup | None = None) -> None:
     """Raise on all ranks if the condition is false on any of them; collective.
 
@@ -20,9 +22,12 @@ def parallel_assert(condition: object, message: str = "", group: ProcessGroup | 
         group: The ranks that must agree, named by their numbers in it; None means the default group.
 
     Raises:
+        TypeError: `message` is no text.
         AssertionError: The condition is false on some rank; names those ranks and gives their messages.
     """
     __tracebackhide__ = True
+    if not isinstance(message, str):
+        raise TypeError(f"message: expected a text, got {message!r}{hint(message)}")
     answers: list[str | None] = all_gather_object(None if condition else message, group)
     failed = {rank: answer for rank, answer in enumerate(answers) if answer is not None}
     if failed:

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from ..arguments import integer, seconds
 from ..environment import process_environment, unbound_cores, without_launcher_variables
+from ..types import Seconds
 from .mpirun import find_mpirun, mpirun_command
 
 __all__ = ["LaunchResult", "launch"]
@@ -56,7 +58,7 @@ def launch(
     n: int,
     script_or_code: str | Path,
     *args: object,
-    timeout: float = 60.0,
+    timeout: Seconds | None = 60.0,
     env: Mapping[str, str] | None = None,
     mpirun: str | Path | None = None,
     cwd: str | Path | None = None,
@@ -69,7 +71,7 @@ def launch(
         n: Number of ranks, at least 1; may be more than there are cores.
         script_or_code: A path; or source code; or an option of Python, such as `-m` with the module in `args`.
         *args: Arguments of the script.
-        timeout: Seconds after which the job is ended.
+        timeout: Seconds after which the job is ended; None never ends it.
         env: Variables to set in addition.
         mpirun: The launcher; None finds the one that belongs to mpi4py's MPI library.
         cwd: Folder to run in, None for the current one.
@@ -78,14 +80,15 @@ def launch(
         Exit code, output, time and what was left over. A failing job is a result, not an exception.
 
     Raises:
+        TypeError: An argument is of the wrong type.
         ValueError: `n` is below 1, or the time-out is not positive.
         FileNotFoundError: A `Path` that does not exist.
         LaunchError: No `mpirun` that fits was found.
     """
-    if n < 1:
-        raise ValueError(f"n: expected at least 1 rank, got {n}")
-    if not timeout > 0:
-        raise ValueError(f"timeout: expected a positive number of seconds, got {timeout!r}")
+    integer("n", n, minimum=1)
+    if not isinstance(script_or_code, str | Path):
+        raise TypeError(f"script_or_code: expected a path or source code, got {script_or_code!r}")
+    limit = seconds("timeout", timeout)
     marker = uuid.uuid4().hex
     surrounding = without_launcher_variables(process_environment())
     command, settings = mpirun_command(find_mpirun(mpirun), n)
@@ -104,10 +107,10 @@ def launch(
                 start_new_session=True,
                 preexec_fn=_use_all_cores,
             )
-            timed_out = _wait(process, timeout, marker)
-            seconds = time.monotonic() - started
+            timed_out = _wait(process, limit, marker)
+            taken = time.monotonic() - started
             leftover = _end_leftover(marker)
-            return LaunchResult(process.returncode, _text(out), _text(err), seconds, timed_out, leftover)
+            return LaunchResult(process.returncode, _text(out), _text(err), taken, timed_out, leftover)
 
 
 def _use_all_cores() -> None:
@@ -131,7 +134,7 @@ def _python_arguments(script_or_code: str | Path, folder: Path) -> list[str]:
     return [str(script)]
 
 
-def _wait(process: subprocess.Popen[bytes], timeout: float, marker: str) -> bool:
+def _wait(process: subprocess.Popen[bytes], timeout: float | None, marker: str) -> bool:
     """Wait for `mpirun`; end it with its process group if the time is up, and all if the caller is interrupted."""
     try:
         process.wait(timeout)

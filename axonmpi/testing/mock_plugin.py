@@ -1,7 +1,7 @@
 """The plugin's part under plain `pytest`: tests on ranks run on mock ranks, one thread each (layer 6).
 
-Fixtures are set up once, as always, and all ranks share them; only `world` and `group` are each rank's own. While
-fixtures are set up there are no ranks yet, so there `world` stands for all of them and knows its size only.
+Fixtures are set up once, as always, and all ranks share them; only `world`, `group`, and fixtures that need one of
+them or a default world are each rank's own, see `rank_fixtures.py`.
 """
 
 from __future__ import annotations
@@ -10,38 +10,24 @@ import dataclasses
 import inspect
 import traceback
 from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
-from ..group import ProcessGroup, World
+from ..errors import CommunicatorError
+from ..group import World, current_world
 from .examples import inner_test_of, replaced_inner_test
 from .marked import marked_rank_count, timeout_of, uses_ranks
 from .mock_ranks import RankRun, start_ranks
 from .outcomes import MergedFailure, failure_of
+from .rank_fixtures import FixturesOfRank, Plan, StandIn, plan_for
 from .rank_text import merge_texts
 
 __all__ = ["MockRanks"]
 
 _FAILURES = pytest.StashKey[dict[int, BaseException]]()
-
-
-class _PerRank:
-    """Stands for `world` or `group` where there is no rank: outside the test's body."""
-
-    def __init__(self, name: str, size: int) -> None:
-        self._name = name
-        self.size = size
-
-    def __repr__(self) -> str:
-        return f"<{self._name} of {self.size} mock ranks>"
-
-    def __getattr__(self, attribute: str) -> NoReturn:
-        raise AttributeError(
-            f"{self._name}.{attribute}: on mock ranks, `{self._name}` is a different object on each rank and "
-            f"exists in the body of the test only; a fixture can use {self._name}.size"
-        )
 
 
 class MockRanks:
@@ -56,11 +42,11 @@ class MockRanks:
 
     def world(self, item: pytest.Item) -> Any:
         """Return the value of the fixture `world`."""
-        return _PerRank("world", self.rank_count(item))
+        return StandIn("world", self.rank_count(item))
 
     def group(self, item: pytest.Item) -> Any:
         """Return the value of the fixture `group`."""
-        return _PerRank("group", self.rank_count(item))
+        return StandIn("group", self.rank_count(item))
 
     def share(self, item: pytest.Item, value: Any) -> Any:
         """Return rank 0's value; mock ranks have one anyway."""
@@ -69,6 +55,28 @@ class MockRanks:
     def pytest_report_header(self) -> str:
         """Say on what the tests run."""
         return "axonmpi: tests on ranks use mock ranks (threads); for real ones: mpirun -n 4 python -m pytest"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> object | None:
+        """Put off the set-up of a fixture that asks for what each rank has of its own."""
+        if not _can_wait(fixturedef, request):
+            return None
+        asked = [request.getfixturevalue(name) for name in fixturedef.argnames]
+        return plan_for(fixturedef, request) if any(isinstance(value, StandIn | Plan) for value in asked) else None
+
+    @pytest.hookimpl(specname="pytest_fixture_setup", wrapper=True)
+    def pytest_fixture_setup_without_a_world(
+        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> Generator[None, object, object]:
+        """Put off the set-up of a fixture that has failed because there is no default world."""
+        try:
+            return (yield)
+        except CommunicatorError:
+            if current_world() is not None or not _can_wait(fixturedef, request):
+                raise
+            return plan_for(fixturedef, request)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
@@ -114,7 +122,11 @@ def _run_on_ranks(item: pytest.Item, count: int, test: Callable[..., Any], argum
     def body(world: World) -> BaseException | None:
         __tracebackhide__ = True
         try:
-            test(**{name: _own(value, world) for name, value in arguments.items()})
+            with ExitStack() as stack:
+                own = FixturesOfRank(world, stack)
+                for value in getattr(item, "funcargs", {}).values():
+                    own.value(value)
+                test(**{name: own.value(value) for name, value in arguments.items()})
         except pytest.skip.Exception as skipped:
             return skipped  # not a failure that must release the other ranks
         return None
@@ -133,12 +145,8 @@ def _run_on_ranks(item: pytest.Item, count: int, test: Callable[..., Any], argum
         raise skips[0]
 
 
-def _own(value: Any, world: World) -> Any:
-    """Return this rank's own value of a fixture."""
-    if not isinstance(value, _PerRank):
-        return value
-    own: World | ProcessGroup = world if value._name == "world" else world.default_group
-    return own
+def _can_wait(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> bool:
+    return fixturedef.scope == "function" and isinstance(request.node, pytest.Function) and uses_ranks(request.node)
 
 
 def _finite(seconds: float) -> float | None:

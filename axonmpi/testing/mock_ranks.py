@@ -5,8 +5,9 @@
                       └─ thread 2: fn(world 2) ─┘
 
 A rank that raises releases the others, which then raise `RankFailedError`; the caller gets the first rank's own
-exception, not what followed from it. Ranks that wait for each other for ever are released after the time-out, and
-the error says where each of them was.
+exception, not what followed from it. A rank that waits for one that has returned raises `CollectiveMismatchError`
+at once. Ranks that wait for each other for ever are released after the time-out, and the error says where each of
+them was.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..arguments import seconds
+from ..backends.mock import MockBackend
 from ..errors import CollectiveTimeoutError, RankFailedError
 from ..group import World
+from ..types import Seconds
 from .rank_text import merge_texts, name_ranks
 from .stacks import stack_of
 
@@ -58,7 +62,7 @@ class RankRun:
         return causes[min(causes)] if causes else self.timeout
 
 
-def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float | None = 60.0) -> list[Any]:
+def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: Seconds | None = 60.0) -> list[Any]:
     """Run `fn(world, *args)` on n mock ranks, each on a thread of its own; local, no MPI needed.
 
     Each thread has its own world as default, so functions with `group=None` work.
@@ -77,9 +81,7 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: float | None 
         CollectiveTimeoutError: The ranks did not end in time; the message has every rank's stack.
         ValueError: `n` is below 1, or the time-out is not positive.
     """
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout: expected a positive number of seconds or None, got {timeout!r}")
-    run = start_ranks(n, lambda world: fn(world, *args), timeout)
+    run = start_ranks(n, lambda world: fn(world, *args), seconds("timeout", timeout))
     error = run.error()
     if error is not None:
         if n > 1 and run.causes:
@@ -134,9 +136,15 @@ class _RankThread(threading.Thread):
             with self.world.activate():
                 self.result = self._body(self.world)
             self.returned = True
+            self._leave()
         except BaseException as error:
             self.error = error
             self.world.fail(error)
+
+    def _leave(self) -> None:
+        backend = self.world.default_group.backend
+        assert isinstance(backend, MockBackend)
+        backend.leave()
 
 
 def _join(ranks: Sequence[threading.Thread], timeout: float | None) -> bool:

@@ -57,7 +57,7 @@ class RealRanks:
         self._too_large = 0
         self._takes_part = True
         self._why_ended = ""
-        self._groups_before = 0
+        self._groups_before: tuple[ProcessGroup | World, ...] = ()
         self._warnings: dict[str, None] = {}
         self._warnings_elsewhere = ""
         self.real_size = launched_ranks()
@@ -229,7 +229,7 @@ class RealRanks:
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         """Note which groups there are, so that those that the test makes can be released."""
         world = self._own_world(item)
-        self._groups_before = 0 if world is None else world.num_groups
+        self._groups_before = () if world is None else world.groups
         return (yield)
 
     def _own_world(self, item: pytest.Item) -> World | None:

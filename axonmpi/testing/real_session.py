@@ -19,7 +19,7 @@ from .. import comm
 from ..backends.exits import end_together
 from ..backends.mpi import MpiBackend
 from ..errors import CommunicatorError, LaunchError
-from ..group import World, forget_world
+from ..group import World
 from .marked import positive_seconds
 from .meeting import Meeting, SessionStoppedError
 from .monitor import Monitor
@@ -114,7 +114,6 @@ class RealSession:
         with self.at_end():
             try:
                 self.world.close()
-                forget_world(self.world)
             except CommunicatorError as error:  # what a failed test left under way will never end
                 os.write(self._stream, f"axonmpi: {error}; the job is ended\n".encode())
                 self._abort()

@@ -83,9 +83,7 @@ def _library() -> Iterator[Path]:
 
 def _modules(folder: str) -> Iterator[Path]:
     """Yield the modules below a folder in the order of their paths, looking into folders as they are needed."""
-    with os.scandir(folder) as entries:
-        inside = sorted(entries, key=lambda entry: entry.name)
-    for entry in inside:
+    for entry in _inside(folder):
         if entry.name in _NOT_LIBRARY:
             continue
         if entry.is_dir(follow_symlinks=False):
@@ -94,12 +92,30 @@ def _modules(folder: str) -> Iterator[Path]:
             yield Path(entry.path)
 
 
-def _files(path: Path) -> list[Path]:
+def _files(path: Path) -> Iterable[Path]:
     if path.is_dir():
-        return sorted(file for file in path.rglob("*") if file.is_file())
+        return _below(str(path))
     if path.exists() and not path.is_file():
         raise ValueError("expected a file or a folder, got something else")
     return [path]
+
+
+def _below(folder: str) -> Iterator[Path]:
+    """Yield the files below a folder in the order of their paths, looking into folders as they are needed."""
+    for entry in _inside(folder):
+        if entry.is_dir(follow_symlinks=False):
+            yield from _below(entry.path)
+        elif entry.is_file():
+            yield Path(entry.path)
+
+
+def _inside(folder: str) -> list[os.DirEntry[str]]:
+    """Return what is in a folder, by name; a folder that cannot be read is an error, as a file is."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise ValueError(f"cannot read {folder}: {error.strerror}") from error
 
 
 def _read(files: Iterable[Path], limit: int) -> Tensor:

@@ -59,7 +59,7 @@ class PipelinedModel(ParallelModel):
         group = mesh.group("pp")
         stages = cut(model, schedule.num_stages)
         sharded = config.run.fsdp != "none"
-        ties = _ties(config, len(stages), sharded)
+        ties = _ties(config, len(stages))
         if ties and sharded:  # each stage gives its parameters' memory back when it is sharded
             model.head.weight = nn.Parameter(model.head.weight.detach().clone())
         self.opening = _describe(config, mesh.size("dp"), schedule)
@@ -172,12 +172,11 @@ def _tied_parts(stage: GPTStage) -> list[str]:
     return [name for name in _TIED if getattr(stage, name) is not None]
 
 
-def _ties(config: Config, stages: int, sharded: bool) -> list[list[tuple[int, str]]]:
+def _ties(config: Config, stages: int) -> list[list[tuple[int, str]]]:
     """Return where the embedding is once more, as the output layer."""
     if not config.model.tied_embeddings or stages == 1:
         return []
-    prefix = "" if sharded else "module."
-    return [[(0, f"{prefix}embedding.weight"), (stages - 1, f"{prefix}head.weight")]]
+    return [[(0, "embedding.weight"), (stages - 1, "head.weight")]]
 
 
 def _describe(config: Config, replicas: int, schedule: Schedule) -> str:

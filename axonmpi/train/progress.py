@@ -111,6 +111,7 @@ class LiveProgress:
         self._bar = _make_bar(stream, width)
         self._task = self._bar.add_task("", total=steps, text="starting")
         self._bar.start()
+        self._bar.console.show_cursor()  # hidden, it would stay so where a launcher kills this process
 
     def update(self, metrics: StepMetrics) -> None:
         """Redraw, unless that was done a moment ago."""

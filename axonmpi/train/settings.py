@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from ..arguments import hint
+
 __all__ = ["Settings", "above", "at_least"]
 
 
@@ -37,7 +39,7 @@ def _typed(name: str, annotation: Any, value: Any) -> Any:
     elif isinstance(value, annotation) and (annotation is bool or not isinstance(value, bool)):
         return value
     kind = "path" if annotation == Path | None else annotation.__name__
-    raise TypeError(f"{name}: expected a value of type {kind}, got {value!r}")
+    raise TypeError(f"{name}: expected a value of type {kind}, got {value!r}{hint(value)}")
 
 
 def _number(name: str, value: Any) -> float:

@@ -53,9 +53,9 @@ class Trainer:
         corpus: The text; None means what `config.text` says.
 
     Raises:
-        ValueError: The text cannot be used, the ranks are not as many as dp x tp x pp, the global batch cannot be
-            divided among the replicas (all before anything is sent), or settings or text differ between ranks.
-            Raised on every rank.
+        ValueError: The text cannot be used (before anything is sent); settings or text differ between ranks, the
+            ranks are not as many as dp x tp x pp, or the global batch cannot be divided among the replicas, raised
+            on every rank.
 
     Attributes:
         model: This rank's model, or its part of it, without the wrapper; in a pipeline the list of its stages.
@@ -67,12 +67,12 @@ class Trainer:
         length, run = config.model.sequence_length, config.run
         self._config = config
         self._group = world.default_group
+        self.corpus = load_corpus(config.text, length) if corpus is None else corpus
+        self._check_same_on_all_ranks()
         layout = Layout.of(config, world.size, world.rank)
         self._plan = _batch_plan(config, layout)
         self._held_out = HeldOutPlan(run.held_out_sequences, length, _HELD_OUT_BATCH, layout.replica, layout.dp)
         schedule = plan_schedule(config, layout) if config.pipeline.is_wanted else None
-        self.corpus = load_corpus(config.text, length) if corpus is None else corpus
-        self._check_same_on_all_ranks()
         mesh = DeviceMesh(layout.shape, world)
         if run.fsdp == "hybrid":
             check_nodes(layout, self._group.all_gather_object(min(self._group.backend.node_ranks)))

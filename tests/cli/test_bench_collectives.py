@@ -14,11 +14,14 @@ import axonmpi as ax
 from axonmpi.cli.bench import main
 from axonmpi.cli.bench.collectives import check
 from axonmpi.cli.bench.collectives_cases import OPERATIONS, Case, Variant
+from axonmpi.cli.bench.collectives_mpi import add
 from axonmpi.cli.bench.collectives_plot import plot
 from axonmpi.cli.bench.collectives_table import VARIANTS, table
 from axonmpi.cli.bench.sizes import format_size, parse_size
 from axonmpi.cli.bench.timing import MOST_CALLS, calls_for, interleave
+from axonmpi.testing import launch
 
+MULTIPLE, FUNNELED = "MPI_THREAD_MULTIPLE", "MPI_THREAD_FUNNELED"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -29,6 +32,7 @@ def figures(ranks: int = 2) -> dict:
     kinds = [("float32", 4, times), ("float32", 65536, times), ("bfloat16", 4, without_mpi)]
     cases = [
         {"operation": "all_reduce", "dtype": dtype, "bytes": nbytes, "microseconds": microseconds}
+        | {"mpi_microseconds": {MULTIPLE: times["mpi"]} if "mpi" in microseconds else {}}
         | {"line_nanoseconds": 1.5 if dtype == "float32" else None}
         for dtype, nbytes, microseconds in kinds
     ]
@@ -50,12 +54,16 @@ def test_real_run(tmp_path):
     assert result["ranks"] == 2
     assert result["mpi"] in job.stdout
     assert result["path"] in job.stdout
+    assert f"{result['mpi']}: the quicker of {MULTIPLE} and {FUNNELED}, each in its own job\n" in job.stdout
     asked = [(name, dtype, size) for name in OPERATIONS for dtype in ("float32", "bfloat16") for size in (4, 12288)]
     assert [(case["operation"], case["dtype"], case["bytes"]) for case in result["cases"]] == asked
     for case in result["cases"]:
         expected = VARIANTS if case["dtype"] == "float32" else [name for name in VARIANTS if name != "mpi"]
         assert sorted(case["microseconds"]) == sorted(expected)
         assert min(case["microseconds"].values()) > 0
+        assert list(case["mpi_microseconds"]) == ([MULTIPLE, FUNNELED] if "mpi" in case["microseconds"] else [])
+        if case["mpi_microseconds"]:
+            assert case["microseconds"]["mpi"] == min(case["mpi_microseconds"].values()) > 0
         assert 0.01 < case["line_nanoseconds"] < 1e4
         assert f"{case['operation']}, {case['dtype']}, 2 ranks" in job.stdout
     assert (tmp_path / "figures.png").read_bytes().startswith(PNG)
@@ -113,6 +121,7 @@ def test_other_texts_are_no_sizes(text):
 def test_table_shows_times_and_ratios():
     lines = table([figures()]).splitlines()
     assert lines[0] == "2 ranks, 2 cores; path between the ranks: node, through memory that they share"
+    assert lines[1] == "Intel MPI: at MPI_THREAD_MULTIPLE"
     small, large = (next(line for line in lines if line.lstrip().startswith(start)) for start in ("4 B", "64 KiB"))
     times, ratios, line = small.split("|")
     assert line.strip() == "1.5 ns"
@@ -120,7 +129,35 @@ def test_table_shows_times_and_ratios():
         assert shown in times
     assert ratios.split() == ["2.00", "4.00", "2.00", "1500.00"]
     assert large.split("|")[1] == ratios
-    assert "Intel MPI" in lines[3]
+    assert "Intel MPI" in lines[4]
+
+
+def test_one_job_measures_mpi_at_the_level_that_axonmpi_needs(tmp_path):
+    flags = ["--sizes", "4B", "--blocks", "1", "--json", str(tmp_path / "figures.json")]
+    job = launch(2, "-m", "axonmpi", "bench", "collectives", *flags, timeout=120)
+    assert job.returncode == 0, job.stderr
+    (result,) = json.loads((tmp_path / "figures.json").read_text())
+    wanted = {"float32": [MULTIPLE], "bfloat16": []}
+    assert {case["dtype"]: list(case["mpi_microseconds"]) for case in result["cases"]} == wanted
+    assert f"{result['mpi']}: at {MULTIPLE}\n" in job.stdout
+
+
+@pytest.mark.parametrize(("alone", "quicker"), [(3.0, 3.0), (9.0, 8.0)])
+def test_the_quicker_job_is_mpi(alone, quicker):
+    result = figures()
+    cases = [{"operation": "all_reduce", "bytes": nbytes, "microseconds": alone} for nbytes in (4, 65536)]
+    add(result, lambda: {"level": FUNNELED, "cases": cases})
+    for case in result["cases"][:2]:
+        assert case["microseconds"]["mpi"] == quicker
+        assert case["mpi_microseconds"] == {MULTIPLE: 8.0, FUNNELED: alone}
+    assert "mpi" not in result["cases"][2]["microseconds"]
+
+
+def test_mpi_is_not_measured_where_it_takes_no_part():
+    result = figures()
+    result["cases"] = result["cases"][2:]
+    add(result, lambda: pytest.fail("a job was started"))
+    assert MULTIPLE not in table([result])
 
 
 def test_table_without_mpi():

@@ -117,7 +117,7 @@ def test_processes_are_found_by_their_marker():
 
 
 def test_wrong_arguments_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="at least 1 rank"):
+    with pytest.raises(ValueError, match="n: expected at least 1, got 0"):
         launch(0, "pass")
     with pytest.raises(ValueError, match="timeout: expected a positive"):
         launch(1, "pass", timeout=0)

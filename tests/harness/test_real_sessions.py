@@ -56,7 +56,7 @@ def test_expected(world):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("time", range(2))
 def test_groups_of_a_test_are_released_after_it(world, time):
-    assert world.num_groups == 0
+    assert world.groups == ()
     world.new_group([1, 0])
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,13 @@
 """run_ranks: results, failures and time-outs of functions on mock ranks."""
 
 import threading
+import time
 
 import pytest
 import torch
 
 import axonmpi as ax
-from axonmpi.errors import CollectiveTimeoutError
+from axonmpi.errors import CollectiveMismatchError, CollectiveTimeoutError
 from axonmpi.testing import run_ranks
 from axonmpi.testing.mock_ranks import _add_note
 
@@ -79,16 +80,102 @@ def test_time_out_shows_where_each_rank_is_and_releases_them():
             raise error
 
     def body(world):
-        if world.rank != 1:
-            wait_in_vain(world)
+        if world.rank == 1:
+            world.default_group.recv(torch.zeros(1), 0)
+        wait_in_vain(world)
 
-    with pytest.raises(CollectiveTimeoutError, match="ranks 0, 2 of 3") as caught:
+    with pytest.raises(CollectiveTimeoutError, match="ranks 0, 1, 2 of 3") as caught:
         run_ranks(3, body, timeout=0.3)
     message = str(caught.value)
     assert message.count("wait_in_vain") > 0
     assert "stack of ranks 0, 2" in message  # both are at the same place, which is printed once
     assert "mock_ranks.py" not in message
     assert sorted(released) == [0, 2]
+
+
+OPERATIONS_THAT_WAIT = {
+    "all_reduce(float32 [3], SUM)": lambda world: ax.all_reduce(torch.ones(3)),
+    "barrier()": lambda world: ax.barrier(async_op=True).wait(),
+    "recv(tag=7)": lambda world: ax.recv(torch.ones(3), 1, tag=7),
+    "recv(tag=8)": lambda world: ax.irecv(torch.ones(3), 1, tag=8).wait(),
+    "all_gather(int64 [*], dim=0)": lambda world: ax.DDP(torch.nn.Linear(2, 1)),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS_THAT_WAIT)
+def test_a_rank_that_waits_for_one_that_has_returned_is_told_at_once(operation):
+    def body(world):
+        if world.rank != 1:
+            OPERATIONS_THAT_WAIT[operation](world)
+
+    before = time.monotonic()
+    with pytest.raises(CollectiveMismatchError) as caught:
+        run_ranks(3, body)
+    assert time.monotonic() - before < 10
+    assert f"{operation} waits for rank 1, which has returned and calls nothing more" in str(caught.value)
+    assert "raised on ranks 0, 2 of 3 mock ranks" in _message(caught.value)
+
+
+@pytest.mark.parametrize(("steps", "waiting"), [(0, "recv(tag="), (1, "receiving from stage 2 at stage 1 ")])
+def test_stages_of_a_pipeline_that_wait_for_one_that_has_returned_are_told_at_once(steps, waiting):
+    def loss(output, target):
+        if pipeline.steps == steps:
+            raise ValueError("no loss")
+        return (output - target).square().mean()
+
+    def body(world):
+        nonlocal pipeline
+        modules = [torch.nn.Linear(2, 2) for _ in range(3)]
+        own = ax.Pipeline.from_modules(modules, world.default_group, num_microbatches=4, loss_fn=loss)
+        if world.rank == 2:
+            pipeline = own
+        for _ in range(steps):
+            own.train_step(torch.ones(4, 2), torch.ones(4, 2))
+        if world.rank == 2:
+            with pytest.raises(ValueError, match="no loss"):
+                own.train_step(torch.ones(4, 2), torch.ones(4, 2))
+        else:
+            own.train_step(torch.ones(4, 2), torch.ones(4, 2))
+
+    pipeline = None
+    before = time.monotonic()
+    with pytest.raises(CollectiveMismatchError, match="waits for rank 2, which has returned") as caught:
+        run_ranks(3, body)
+    assert time.monotonic() - before < 10
+    assert str(caught.value).startswith(waiting)
+    assert "raised on rank 1 of 3" in _message(caught.value)  # rank 0 waits for rank 1, which has failed
+
+
+def test_a_message_that_never_comes_is_done():
+    def body(world):
+        if world.rank == 0:
+            work = ax.irecv(torch.zeros(1), 1)
+            while not work.done():
+                time.sleep(0)
+            with pytest.raises(CollectiveMismatchError, match="waits for rank 1, which has returned"):
+                work.wait()
+
+    run_ranks(2, body)
+
+
+def test_what_a_rank_has_begun_before_it_returned_is_done():
+    def body(world):
+        group = world.new_group([1, 0])
+        if world.rank == 1:
+            ax.isend(torch.ones(1), 0)
+            ax.isend(torch.ones(1), 1, group)
+            return [ax.all_reduce(torch.ones(1), group=group, async_op=True) for _ in range(20)]
+        message = torch.zeros(1)
+        sums = [torch.ones(1) for _ in range(20)]
+        for each in sums:
+            ax.all_reduce(each, group=group)
+        ax.recv(message, 1)
+        ax.recv(message, 0, group)
+        with pytest.raises(CollectiveMismatchError, match=r"all_reduce.* waits for rank 1, which has returned"):
+            ax.all_reduce(message, group=group)
+        return torch.cat(sums).tolist()
+
+    assert run_ranks(2, body)[0] == [2.0] * 20
 
 
 def test_a_failure_before_the_time_out_is_what_is_raised():

@@ -115,7 +115,10 @@ def test_settings_that_ranks_cannot_follow():
 
 
 def test_a_launch_that_cannot_work(alone):
-    speaks, silent = (alone(DOCTOR, OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK=rank) for rank in ("0", "1"))
+    speaks, silent = (
+        alone(DOCTOR, OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK=rank, OMPI_COMM_WORLD_LOCAL_RANK=rank)
+        for rank in ("0", "1")
+    )
     assert speaks.returncode == silent.returncode == 1
     assert silent.stdout == ""
     assert "PROBLEM: the launcher and MPI disagree" in speaks.stdout

@@ -126,7 +126,7 @@ def test_several_ranks_need_mpi(alone):
 @pytest.mark.parametrize(
     ("env", "typed"),
     [
-        ({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}, "mpirun -n 4 python"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"}, "mpirun -n 4 python"),
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, "mpirun -n 4 python"),
         ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, "srun --mpi="),
         ({"WORLD_SIZE": "4"}, "unset WORLD_SIZE"),
@@ -182,17 +182,17 @@ def test_the_library_and_its_launcher():
     assert library.vendor in ("MPICH", "Open MPI", "Intel MPI", "MVAPICH")
 
 
-def test_ranks_know_their_place_and_share_the_cores(job):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_know_their_place_and_share_the_cores(job, ranks):
     ended = job(
-        2,
+        ranks,
         """
-        import subprocess
         from axonmpi import environment
         from axonmpi.backends import runtime
 
         started = runtime.start_world()
-        assert (started.rank, started.size) == (started.comm.rank, 2)
-        assert (started.local_rank, started.local_size) == (started.rank, 2)
+        assert (started.rank, started.size) == (started.comm.rank, RANKS)
+        assert (started.local_rank, started.local_size) == (started.rank, RANKS)
         assert (started.node_rank, started.num_nodes) == (0, 1)
         masks = started.comm.allgather(environment.usable_cores())
         assert started.num_threads == torch.get_num_threads()
@@ -205,10 +205,11 @@ def test_ranks_know_their_place_and_share_the_cores(job):
         assert runtime.start_world(num_threads=2).num_threads == 2 == torch.get_num_threads()
         print("done")
         """,
+        before=f"RANKS = {ranks}\n",
         OMP_NUM_THREADS="",
     )
     assert ended.code == 0, ended.err
-    assert ended.out.split() == ["done", "done"]
+    assert ended.out.split() == ["done"] * ranks
 
 
 def test_a_disagreement_on_one_rank_is_an_error_on_all(job):

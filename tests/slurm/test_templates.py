@@ -77,7 +77,6 @@ def choices(site):
     [
         ("Open MPI", "none pmi2 pmix", "pmix"),
         ("MPICH", "none pmix pmi2", "pmi2"),
-        ("MPICH", "none pmix", "pmix"),
         ("Intel MPI", "none pmi2 pmix pmix_v4", "pmi2"),
         ("Cray MPICH", "none cray_shasta pmi2", "cray_shasta"),
     ],
@@ -94,8 +93,9 @@ def test_the_user_can_choose_the_protocol(choices):
     assert "called: --mpi=pmix_v5 " in printed
 
 
-def test_no_protocol_in_common_is_said(choices):
-    job, printed = choices("Open MPI", "none pmi2")
+@pytest.mark.parametrize(("vendor", "spoken", "offered"), [("Open MPI", "pmix", "pmi2"), ("MPICH", "pmi2", "pmix")])
+def test_no_protocol_in_common_is_said(choices, vendor, spoken, offered):
+    job, printed = choices(vendor, f"none {offered}")
     assert job.code == 1
-    assert "Open MPI speaks pmix, and srun offers none of these" in printed
+    assert f"{vendor} speaks {spoken}, and srun offers none of these" in printed
     assert "called:" not in printed

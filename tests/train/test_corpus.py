@@ -1,5 +1,6 @@
 """The text: where it comes from, how it is split, what it costs a model without context."""
 
+import contextlib
 import math
 import os
 import random
@@ -78,6 +79,29 @@ def test_what_cannot_be_read_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match=r"--data .*expected a file or a folder"):
         load_corpus(TextConfig(data=tmp_path / "pipe"), 8)
+
+
+@contextlib.contextmanager
+def ordinary_user():
+    """Be one in the block, as root may read everything."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_a_folder_with_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)  # the other user may be in a folder that it cannot reach from the root
+    Path("a").write_bytes(b"a" * 400)
+    Path("b").mkdir(mode=0)
+    with ordinary_user():
+        with pytest.raises(ValueError, match=r"--data \.: cannot read .*b: Permission denied"):
+            load_corpus(TextConfig(data="."), 8)
+        assert load_corpus(TextConfig(data=".", data_limit=0.0003), 8)  # which does not need it
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.05, 0.1, 0.3, 0.5])

@@ -146,11 +146,13 @@ def test_weight_decay_spares_the_norms(tiny):
 @pytest.mark.ranks(4)
 def test_a_global_batch_that_does_not_divide_is_refused_on_every_rank(world, tiny):
     before = world.default_group.backend.observer = Counter()
-    with pytest.raises(ValueError, match="ranks x accumulation = 4 x 1 = 4, got 6"):
-        Trainer(tiny.replace(global_batch=6), world)
     with pytest.raises(ValueError, match="No such file"):
         Trainer(tiny.replace(data="nowhere"), world)
     assert before.operations == 0  # refused before anything was sent
+    with pytest.raises(ValueError, match="ranks x accumulation = 4 x 1 = 4, got 6"):
+        Trainer(tiny.replace(global_batch=6), world)
+    with pytest.raises(ValueError, match="ranks 0 and 3 differ in global_batch"):
+        Trainer(tiny.replace(global_batch=6 if world.rank == 3 else 8), world)
 
 
 class Counter:

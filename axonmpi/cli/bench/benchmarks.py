@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from ...group import World
-from . import collectives, collectives_plot, collectives_table, ddp, fsdp, overhead, pipeline, tensor
+from . import (
+    collectives,
+    collectives_mpi,
+    collectives_plot,
+    collectives_table,
+    ddp,
+    fsdp,
+    overhead,
+    pipeline,
+    tensor,
+)
 from .sizes import parse_size
 
 __all__ = ["BENCHMARKS", "Benchmark", "Figures"]
@@ -28,6 +38,8 @@ class Benchmark:
         ranks: The numbers of ranks where none are given.
         add_options: Adds the options that it alone has.
         plot: Draws the figures into a file, where there is something to draw.
+        measure_mpi: Measures MPI alone, in a job that axonmpi takes no part in; collective, rank 0's result counts.
+        add_mpi: Adds that to the figures; runs the job by calling what it is given, if there is need.
     """
 
     title: str
@@ -36,6 +48,8 @@ class Benchmark:
     ranks: tuple[int, ...]
     add_options: Callable[[argparse.ArgumentParser], None] | None = None
     plot: Callable[[Path, list[Figures]], None] | None = None
+    measure_mpi: Callable[[argparse.Namespace], Figures | None] | None = None
+    add_mpi: Callable[[Figures, Callable[[], Figures]], None] | None = None
 
 
 def _measure_collectives(world: World, options: argparse.Namespace) -> Figures:
@@ -97,6 +111,8 @@ BENCHMARKS: dict[str, Benchmark] = {
         (2, 4),
         _add_collectives_options,
         collectives_plot.plot,
+        lambda options: collectives_mpi.measure(options.blocks, options.operations, options.sizes),
+        collectives_mpi.add,
     ),
     "ddp": Benchmark(
         "step overhead of data parallelism, ours and torch's on gloo",

@@ -2,7 +2,8 @@
 
     symmetric   ours, on a tensor of `symmetric_empty`
     ordinary    ours, on any other tensor
-    mpi         mpi4py on numpy arrays, in place where MPI can do that; float32 only, MPI has no bfloat16
+    mpi         mpi4py on numpy arrays, in place where MPI can do that; float32 only, MPI has no bfloat16;
+                here at MPI_THREAD_MULTIPLE, see `collectives_mpi`
     gloo        torch.distributed
     memcpy      each rank copies as many bytes within its own memory, all at once: the floor
 
@@ -19,16 +20,15 @@ import torch
 import torch.distributed as dist
 
 from ...backends import runtime
-from ...comm import all_reduce_max
 from ...group import World
 from .collectives_cases import OPERATIONS, Case, Variant, variants_of
 from .cores import count_cores
 from .gloo import start_gloo
 from .lines import LineProbe
 from .sizes import format_size
-from .timing import calls_for, interleave
+from .timing import AXONMPI, Agreement, calls_for, interleave
 
-__all__ = ["DEFAULT_SIZES", "DTYPES", "OPERATIONS", "check", "measure"]
+__all__ = ["BLOCK_SECONDS", "DEFAULT_SIZES", "DTYPES", "OPERATIONS", "check", "measure"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_SIZES = ("4B", "1KiB", "16KiB", "64KiB", "256KiB", "1MiB", "16MiB", "64MiB")
@@ -50,7 +50,8 @@ def measure(
     Returns:
         The ranks, their cores, how they reach each other, the MPI library's name, and the cases, each with the
         variants' times in microseconds, and what it took meanwhile to write a cache line that another rank had
-        read, in nanoseconds, None where ranks do not read each other's memory.
+        read, in nanoseconds, None where ranks do not read each other's memory. Where MPI is among the variants,
+        `mpi_microseconds` has its time by thread level.
 
     Raises:
         RuntimeError: A variant's result is wrong; raised on all ranks.
@@ -81,21 +82,22 @@ def _measure_case(case: Case, mpi: Any, blocks: int, probe: LineProbe) -> dict[s
     check(case, variants)
     calls = {name: variant.call for name, variant in variants.items()}
     samples = interleave(calls, blocks=blocks, calls=calls_for(calls, BLOCK_SECONDS), before=probe.sample)
+    microseconds = {name: sample.median * 1e6 for name, sample in samples.items()}
+    by_level = {runtime.thread_level(mpi): microseconds["mpi"]} if "mpi" in microseconds else {}
     return {
         "operation": case.operation,
         "dtype": str(case.dtype).removeprefix("torch."),
         "bytes": case.nbytes,
-        "microseconds": {name: sample.median * 1e6 for name, sample in samples.items()},
+        "microseconds": microseconds,
+        "mpi_microseconds": by_level,
         "line_nanoseconds": probe.median(),
     }
 
 
-def check(case: Case, variants: Mapping[str, Variant]) -> None:
+def check(case: Case, variants: Mapping[str, Variant], ranks: Agreement = AXONMPI) -> None:
     """Raise RuntimeError on all ranks if a variant's result is wrong on any; collective."""
-    wrong = torch.tensor([not variant.is_right() for variant in variants.values()], dtype=torch.int32)
-    all_reduce_max(wrong)
-    if wrong.any():
-        names = [name for name, is_wrong in zip(variants, wrong.tolist(), strict=True) if is_wrong]
+    names = [name for name, variant in variants.items() if ranks.largest(not variant.is_right())]
+    if names:
         what = f"{case.operation} of {format_size(case.nbytes)} of {case.dtype} on {case.ranks} ranks"
         raise RuntimeError(f"{what}: wrong result of {', '.join(names)}")
 

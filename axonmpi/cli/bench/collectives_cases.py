@@ -20,7 +20,7 @@ from ...comm import all_gather, all_reduce, broadcast, reduce, reduce_scatter_su
 from ...memory import flat_zeros
 from .gloo import all_gather_flat, reduce_scatter_flat
 
-__all__ = ["OPERATIONS", "Case", "Variant", "variants_of"]
+__all__ = ["OPERATIONS", "Case", "Variant", "mpi_variant", "variants_of"]
 
 OPERATIONS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
 _ROOT = 0
@@ -135,7 +135,7 @@ def variants_of(case: Case, mpi: Any) -> dict[str, Variant]:
     variants = {
         "symmetric": _ours(case, symmetric_empty([case.source_numel], case.dtype)),
         "ordinary": _ours(case, flat_zeros(case.source_numel, case.dtype)),
-        "mpi": _mpi(case, mpi) if case.dtype == torch.float32 else None,
+        "mpi": mpi_variant(case, mpi) if case.dtype == torch.float32 else None,
         "gloo": _gloo(case),
         "memcpy": _memcpy(case),
     }
@@ -155,7 +155,8 @@ def _ours(case: Case, source: Tensor) -> Variant:
     return Variant(case, source, calls[case.operation], source)
 
 
-def _mpi(case: Case, mpi: Any) -> Variant:
+def mpi_variant(case: Case, mpi: Any) -> Variant:
+    """Prepare MPI's own way to do a case of float32; local. `mpi` is the module `mpi4py.MPI`, started."""
     comm = mpi.COMM_WORLD
     source, result = _memory(case)
     own, target = source.numpy(), result.numpy()

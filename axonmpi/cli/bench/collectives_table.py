@@ -32,9 +32,17 @@ def label(variant: str, result: dict[str, Any]) -> str:
 def _opening(result: dict[str, Any]) -> str:
     path = result["path"]
     how = f"{path}, {_PATHS[path]}" if path in _PATHS else path
-    return (
-        f"{count_of(result['ranks'], 'rank')}, {count_of(result['cores'], 'core')}; path between the ranks: {how}"
-    )
+    job = f"{count_of(result['ranks'], 'rank')}, {count_of(result['cores'], 'core')}"
+    return "\n".join([f"{job}; path between the ranks: {how}", *_thread_levels(result)])
+
+
+def _thread_levels(result: dict[str, Any]) -> list[str]:
+    """Say what MPI's column is, if there is one."""
+    levels = list(dict.fromkeys(level for case in result["cases"] for level in case["mpi_microseconds"]))
+    if not levels:
+        return []
+    what = f"at {levels[0]}" if len(levels) == 1 else f"the quicker of {' and '.join(levels)}, each in its own job"
+    return [f"{label('mpi', result)}: {what}"]
 
 
 def _tables(result: dict[str, Any]) -> list[str]:

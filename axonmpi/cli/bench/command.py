@@ -11,6 +11,7 @@ from pathlib import Path
 from ...comm import destroy_process_group, init_process_group
 from ...environment import launched_ranks
 from ...testing.launcher import launch
+from .. import parse_arguments
 from .benchmarks import BENCHMARKS, Benchmark, Figures
 
 __all__ = ["main"]
@@ -22,12 +23,14 @@ _MARK = "axonmpi-bench-result "
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a benchmark; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options = _parser().parse_args(arguments)
+    options = parse_arguments(_parser(), arguments)
     benchmark = BENCHMARKS[options.benchmark]
-    if launched_ranks() > 1 or options.here:
+    if options.here == "mpi" and benchmark.measure_mpi:
+        results = [benchmark.measure_mpi(options)]
+    elif launched_ranks() > 1 or options.here:
         results = [_measure_here(benchmark, options)]
     else:
-        results = [_measure_on(ranks, arguments) for ranks in options.ranks or benchmark.ranks]
+        results = [_measure_on(ranks, benchmark, arguments) for ranks in options.ranks or benchmark.ranks]
     shown = [result for result in results if result]
     if not shown:
         return 0
@@ -72,7 +75,8 @@ def _add_options(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
         metavar="N",
     )
     parser.add_argument("--json", type=_file, metavar="FILE", help="write the figures to FILE as well")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    here = ("axonmpi", "mpi") if benchmark.measure_mpi else ("axonmpi",)
+    parser.add_argument("--here", nargs="?", choices=here, const="axonmpi", help=argparse.SUPPRESS)
     if benchmark.plot:
         parser.add_argument("--plot", type=_picture, metavar="FILE.png", help="draw the figures into FILE.png")
     if benchmark.add_options:
@@ -110,16 +114,23 @@ def _measure_here(benchmark: Benchmark, options: argparse.Namespace) -> Figures 
     return result if is_first else None
 
 
-def _measure_on(ranks: int, arguments: Sequence[str]) -> Figures:
-    """Run this command once more, under an `mpirun` of its own; the ranks find their options in the arguments."""
+def _measure_on(ranks: int, benchmark: Benchmark, arguments: Sequence[str]) -> Figures:
+    """Run this command once more, under an `mpirun` of its own, and where MPI alone is asked for under another."""
     print(f"running on {ranks} ranks ...", file=sys.stderr, flush=True)
+    result = _run_job(ranks, [*arguments, "--here"])
+    if benchmark.add_mpi:
+        benchmark.add_mpi(result, lambda: _run_job(ranks, [*arguments, "--here", "mpi"]))
+    return result
+
+
+def _run_job(ranks: int, arguments: Sequence[str]) -> Figures:
+    """Have this command measure where it is, on ranks that find their options in the arguments."""
     job = launch(
         ranks,
         "-m",
         "axonmpi",
         "bench",
         *arguments,
-        "--here",
         timeout=_TIMEOUT_SECONDS,
         env={"GLOO_SOCKET_IFNAME": "lo"},
     )

@@ -11,9 +11,31 @@ import torch
 
 from ...comm import all_reduce_max, barrier
 
-__all__ = ["Samples", "calls_for", "interleave"]
+__all__ = ["AXONMPI", "Agreement", "Samples", "calls_for", "interleave"]
 
 MOST_CALLS = 16384
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How the ranks that measure begin together, and learn what the slowest took; both are collective.
+
+    Attributes:
+        barrier: Waits for all ranks.
+        largest: Returns the largest of the ranks' values.
+    """
+
+    barrier: Callable[[], object]
+    largest: Callable[[float], float]
+
+
+def _largest(value: float) -> float:
+    values = torch.tensor(value, dtype=torch.float64)
+    all_reduce_max(values)
+    return float(values)
+
+
+AXONMPI = Agreement(barrier, _largest)
 
 
 @dataclass(frozen=True)
@@ -38,6 +60,7 @@ def interleave(
     blocks: int,
     calls: int | Mapping[str, int],
     before: Callable[[], object] | None = None,
+    ranks: Agreement = AXONMPI,
 ) -> dict[str, Samples]:
     """Time each variant in `blocks` short blocks, taking turns; collective.
 
@@ -48,6 +71,7 @@ def interleave(
         blocks: How often each takes its turn.
         calls: Calls a block, of all variants or of each; the same on all ranks.
         before: Called before the variants take turns once more, untimed.
+        ranks: How the ranks agree.
     """
     numbers = calls if isinstance(calls, Mapping) else dict.fromkeys(variants, calls)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
@@ -55,34 +79,34 @@ def interleave(
         if before is not None and block:
             before()
         for name, call in variants.items():
-            taken = _seconds_per_call(call, numbers[name])
+            taken = _seconds_per_call(call, numbers[name], ranks)
             if block:
                 seconds[name].append(taken)
     return {name: Samples(tuple(values)) for name, values in seconds.items()}
 
 
-def calls_for(variants: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, int]:
+def calls_for(
+    variants: Mapping[str, Callable[[], object]], seconds: float, ranks: Agreement = AXONMPI
+) -> dict[str, int]:
     """Find how many calls of each variant take about `seconds`; collective, the same on all ranks."""
-    return {name: _calls_for(call, seconds) for name, call in variants.items()}
+    return {name: _calls_for(call, seconds, ranks) for name, call in variants.items()}
 
 
-def _calls_for(call: Callable[[], object], seconds: float) -> int:
+def _calls_for(call: Callable[[], object], seconds: float, ranks: Agreement) -> int:
     call()  # the first one may prepare what the others find
     calls = 1
     # The quicker of two: one of them may have prepared what the others find.
     while (
-        each := min(_seconds_per_call(call, calls) for _ in range(2))
+        each := min(_seconds_per_call(call, calls, ranks) for _ in range(2))
     ) * calls < seconds / 4 and calls < MOST_CALLS:
         calls *= 4
     return max(1, min(MOST_CALLS, round(seconds / each)))
 
 
-def _seconds_per_call(call: Callable[[], object], calls: int) -> float:
+def _seconds_per_call(call: Callable[[], object], calls: int, ranks: Agreement) -> float:
     """Time `calls` calls, begun together; collective. Returns the slowest rank's time of one."""
-    barrier()
+    ranks.barrier()
     start = time.perf_counter()
     for _ in range(calls):
         call()
-    taken = torch.tensor((time.perf_counter() - start) / calls, dtype=torch.float64)
-    all_reduce_max(taken)
-    return float(taken)
+    return ranks.largest((time.perf_counter() - start) / calls)

@@ -1,0 +1,95 @@
+"""The collectives of MPI alone, at the thread level of a program that has no threads (layer 7).
+
+An MPI library may have a quicker path for small messages where one thread alone calls it. axonmpi needs
+MPI_THREAD_MULTIPLE, and a process starts MPI once: so this is a job of its own, without any of axonmpi's
+communication. The ranks have the same settings and cores as in the other job.
+
+    axonmpi bench collectives
+    ├─ mpirun ...   collectives.measure        all variants, MPI at MPI_THREAD_MULTIPLE
+    └─ mpirun ...   collectives_mpi.measure    MPI at MPI_THREAD_FUNNELED
+
+`add` puts the two together: the quicker one is "MPI".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ... import environment
+from ...backends import exits, runtime
+from .collectives import BLOCK_SECONDS, check
+from .collectives_cases import Case, mpi_variant
+from .timing import Agreement, calls_for, interleave
+
+__all__ = ["add", "measure"]
+
+
+def measure(blocks: int, operations: Sequence[str], sizes: Sequence[int]) -> dict[str, Any] | None:
+    """Start MPI at MPI_THREAD_FUNNELED, and measure its operations on float32; collective.
+
+    Args:
+        blocks: How often each operation is timed at each size.
+        operations: Some of `OPERATIONS`.
+        sizes: In bytes.
+
+    Returns:
+        On rank 0 the thread level that MPI has granted, and the cases, each with its time in microseconds; None on
+        the other ranks.
+
+    Raises:
+        RuntimeError: A result is wrong; raised on all ranks.
+    """
+    mpi = _start()
+    comm = mpi.COMM_WORLD
+    ranks = Agreement(comm.Barrier, lambda value: comm.allreduce(value, mpi.MAX))
+    cases = [
+        Case(operation, torch.float32, nbytes, comm.rank, comm.size) for operation in operations for nbytes in sizes
+    ]
+    measured = [_measure_case(case, mpi, blocks, ranks) for case in cases]
+    return {"level": runtime.thread_level(mpi), "cases": measured} if comm.rank == 0 else None
+
+
+def _start() -> Any:
+    import mpi4py
+
+    mpi4py.rc(initialize=False, finalize=False)
+    from mpi4py import MPI
+
+    environment.prepare_for_mpi()
+    MPI.Init_thread(MPI.THREAD_FUNNELED)
+    exits.install(MPI, finalize=True)
+    local = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED, key=MPI.COMM_WORLD.rank)
+    core = environment.core_to_keep_to(local.rank, local.allgather(environment.usable_cores()))
+    if core is not None:
+        environment.keep_to_core(core)
+    local.Free()
+    return MPI
+
+
+def _measure_case(case: Case, mpi: Any, blocks: int, ranks: Agreement) -> dict[str, Any]:
+    variant = mpi_variant(case, mpi)
+    check(case, {"mpi": variant}, ranks)
+    calls = {"mpi": variant.call}
+    samples = interleave(calls, blocks=blocks, calls=calls_for(calls, BLOCK_SECONDS, ranks), ranks=ranks)
+    return {"operation": case.operation, "bytes": case.nbytes, "microseconds": samples["mpi"].median * 1e6}
+
+
+def add(result: dict[str, Any], measure_alone: Callable[[], dict[str, Any]]) -> None:
+    """Let the quicker of both jobs be "MPI", where MPI is among the variants; local.
+
+    Args:
+        result: What `collectives.measure` has returned; it is changed.
+        measure_alone: Runs the other job, and returns rank 0's result of `measure`.
+    """
+    cases = [case for case in result["cases"] if case["mpi_microseconds"]]
+    if not cases:
+        return
+    alone = measure_alone()
+    times = {(case["operation"], case["bytes"]): case["microseconds"] for case in alone["cases"]}
+    for case in cases:
+        time = times[case["operation"], case["bytes"]]
+        case["mpi_microseconds"][alone["level"]] = time
+        case["microseconds"]["mpi"] = min(case["microseconds"]["mpi"], time)
