@@ -25,6 +25,11 @@ RANK_COUNT = r"\b\d+ranks?\b"
 """What the harness writes into the name of a case."""
 
 
+def is_above_backends(item: pytest.Item) -> bool:
+    """Say whether a test is of the parallelism that is written once for all backends."""
+    return any(folder in Path(item.nodeid.partition("::")[0]).parts for folder in ABOVE_THE_BACKENDS)
+
+
 def parse(text: str) -> tuple[int, int]:
     """Return K and N of `K/N`."""
     first, _, second = text.partition("/")
@@ -39,7 +44,7 @@ def shared(items: list[pytest.Item], share: tuple[int, int]) -> tuple[list[pytes
     chosen, groups = set(), defaultdict(list)
     for item in items:
         test = item.nodeid.partition("[")[0]
-        if not any(folder in Path(test.partition("::")[0]).parts for folder in ABOVE_THE_BACKENDS):
+        if not is_above_backends(item):
             chosen.add(item.nodeid)
         elif item.get_closest_marker("every_count"):
             groups[item.nodeid].append(item.nodeid)

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,10 @@ import torch
 import warm
 
 from axonmpi import environment
+from axonmpi.backends.cores import CoreShare
+from axonmpi.backends.mock import MockBackend
+from axonmpi.group import current_world
+from axonmpi.testing.marked import marked_rank_count
 
 pytest_plugins = ["pytester"]
 
@@ -37,6 +42,12 @@ def cores_of_mock_ranks() -> set[int]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--cases", metavar="K/N", help="of tests above the backends, the K-th of N shares of their cases"
+    )
+    parser.addoption(
+        "--overlap",
+        choices=("half", "always", "never"),
+        default="half",
+        help="tests above the backends whose collectives go beside the computation, as with cores to spare",
     )
 
 
@@ -68,6 +79,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:], others = cases.shared(items, cases.parse(share))
         config.hook.pytest_deselected(items=others)
     return result
+
+
+@pytest.fixture(autouse=True)
+def _cores_to_spare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have collectives go beside the computation in half of the cases, whatever cores this machine has.
+
+    Cases for as many ranks as the session has take the other way than on mock ranks and in larger sessions.
+    """
+    if not cases.is_above_backends(request.node):
+        return
+    overlap = request.config.getoption("--overlap")
+    count = marked_rank_count(request.node)
+    overlaps = overlap == "always"
+    if overlap == "half":
+        overlaps = (zlib.crc32(request.node.nodeid.encode()) + (count == environment.launched_ranks())) % 2 == 1
+    monkeypatch.setattr(MockBackend, "overlaps", overlaps)
+    monkeypatch.setattr(CoreShare, "spare", overlaps)
+    if world := current_world():  # made before, for all tests with as many ranks
+        monkeypatch.setattr(world.default_group.backend, "overlaps", overlaps)
 
 
 @pytest.fixture(autouse=True, scope="module")

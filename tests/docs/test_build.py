@@ -15,6 +15,7 @@ def test_sphinx_builds_the_site_without_warnings(tmp_path):
         [*command, str(REPOSITORY / "docs"), str(site)], capture_output=True, text=True, timeout=180
     )
     assert build.returncode == 0, build.stdout + build.stderr
+    assert "_static/code.css" in (site / "testing.html").read_text()  # room for long lines of code
     api = (site / "api.html").read_text()
     assert 'id="axonmpi.DistributedDataParallel.no_sync"' in api
     assert "Let gradients of backwards in this context accumulate" in api  # the method's docstring

@@ -1,6 +1,7 @@
 """Every command and every example in the README and in the pages runs."""
 
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -74,6 +75,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 @pages
 def test_commands_of_a_page_run(page, site):
     assert site.folder(page).is_dir()
+
+
+def test_the_loss_of_the_first_example_falls(tmp_path):
+    first = examples_of(REPOSITORY / "README.md")[0]
+    job = launch(first.ranks, first.code, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    assert job.returncode == 0, job.stderr
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+) on 4 ranks", job.stdout)]
+    assert len(losses) == 4
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] / 10
 
 
 @pytest.mark.rank_timeout(900)

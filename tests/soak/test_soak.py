@@ -1,0 +1,64 @@
+"""What is made, used and dropped leaves nothing behind: a short form of `tests/soak/run`."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import soak
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import axonmpi as ax
+
+
+@pytest.mark.ranks(2)
+def test_rounds_of_everything_leave_nothing(world) -> None:
+    each = soak.rounds(world)
+    first = soak.most_of(each, 3)
+    assert first.growth(soak.most_of(each, 3), kib=1 << 16) == []  # allocators take longer to settle
+
+
+def pipeline(world: ax.World) -> ax.Pipeline:
+    return ax.Pipeline.from_modules(
+        [soak.layer() for _ in range(world.size)], num_microbatches=2, loss_fn=F.mse_loss, seed=1
+    )
+
+
+def hybrid(world: ax.World) -> nn.Module:
+    groups = world.default_group, world.partition([[rank] for rank in range(world.size)])
+    return ax.FSDP(soak.model(), groups, sharding_strategy=ax.ShardingStrategy.HYBRID_SHARD)
+
+
+MODELS = {
+    "ddp": lambda world: ax.DDP(soak.model()),
+    "ddp without views": lambda world: ax.DDP(soak.model(), gradient_as_bucket_view=False),
+    "full shard": lambda world: ax.FSDP(soak.model()),
+    "no shard": lambda world: ax.FSDP(soak.model(), sharding_strategy=ax.ShardingStrategy.NO_SHARD),
+    "whole parameters": lambda world: ax.FSDP(soak.model(), shard_by="parameters"),
+    "hybrid": hybrid,
+    "tensor": lambda world: nn.Sequential(ax.ColumnParallelLinear(8, 16), ax.RowParallelLinear(16, soak.WIDTH)),
+    "pipeline": pipeline,
+}
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("kind", MODELS)
+def test_dropped_models_are_freed(world, kind, trains) -> None:
+    model = MODELS[kind](world)
+    kept = [weakref.ref(model), *map(weakref.ref, model.modules()), *map(weakref.ref, model.parameters())]
+    if trains:
+        optimizer = torch.optim.AdamW(model.parameters())
+        if kind == "pipeline":
+            model.train_step(soak.batch(), soak.batch())
+        else:
+            inputs = torch.ones(4, 8) if kind == "tensor" else soak.batch()
+            F.mse_loss(model(inputs), soak.batch()).backward()
+        kept += [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        del optimizer
+    del model
+    soak.collect()
+    assert not [reference() for reference in kept if reference() is not None]
