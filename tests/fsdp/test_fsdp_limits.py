@@ -55,14 +55,15 @@ ax.destroy_process_group()
 def one_step(offload: str, mebibytes: int, folder: Path):
     program = folder / "one_step.py"
     program.write_text(ONE_STEP)
-    environment = {"OMP_NUM_THREADS": "1"}
+    # Large blocks go back to the system when they are freed: what malloc keeps is not what the model needs.
+    environment = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     return launch(2, str(program), offload, str(mebibytes), str(folder / "files"), timeout=40, env=environment)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits what Linux counts as data")
 def test_a_model_larger_than_the_memory_trains_from_files(tmp_path: Path) -> None:
-    """Each of 2 ranks has 96 MiB of parameters, gradients and state, and may have 32 that are not in files."""
-    job = one_step("full", 32, tmp_path)
+    """Each of 2 ranks has 96 MiB of parameters, gradients and state, and may have 16 that are not in files."""
+    job = one_step("full", 16, tmp_path)
     assert job.returncode == 0, job.stdout + job.stderr
     assert re.findall(r"rank \d: trained 9\d MiB", job.stdout) != []
     assert not (tmp_path / "files").exists()

@@ -22,7 +22,7 @@ import axonmpi as ax
 WIDTH = 512
 """Models have some MiB, so that one which is kept shows."""
 _looking = threading.RLock()
-"""One rank at a time looks: mock ranks have one collector, which ignores a second call, and see each other's files."""
+"""One rank at a time looks: mock ranks have one collector, which ignores a second call, and one list of files."""
 
 
 @dataclass(frozen=True)
