@@ -93,6 +93,7 @@ class Room:
         self._tickets: dict[tuple[int, int, int], itertools.count[int]] = defaultdict(itertools.count)
         self._workers: weakref.WeakValueDictionary[int, Worker] = weakref.WeakValueDictionary()
         self._left: set[int] = set()
+        self._released: set[int] = set()
 
     def enter(self, rank: int, worker: Worker) -> None:
         """Say which worker runs the asynchronous operations of a member; local."""
@@ -129,6 +130,8 @@ class Room:
         """Give `item` in round `number`; return the items of all ranks."""
         size = len(self.ranks)
         with self.house.changed:
+            if rank in self._released:  # it is not in the others' round any more
+                self.house.check(what)
             given = self._rounds[number]
             given[rank] = item
             if len(given) == size:
@@ -137,7 +140,11 @@ class Room:
             def missing() -> list[int]:
                 return [i for i in range(size) if i not in given]
 
-            self.house.wait_until(lambda: len(given) == size, what, missing, self, timeout)
+            try:
+                self.house.wait_until(lambda: len(given) == size, what, missing, self, timeout)
+            except RankFailedError:
+                self._released.add(rank)
+                raise
             self._taken[number] += 1
             if self._taken[number] == size:
                 del self._rounds[number], self._taken[number]

@@ -178,6 +178,25 @@ def test_ranks_that_wait_later_are_released_too() -> None:
             operation()
 
 
+def test_a_rank_that_was_released_meets_nobody_any_more() -> None:
+    """What the others still do there is another operation than the one that it begins next."""
+    first, second, failed = MockBackend.create_world(3)
+    tensor = torch.ones(1)
+
+    def gather(backend: MockBackend) -> ax.Work | None:
+        return backend.all_gather_into(torch.zeros(3), tensor, [1, 1, 1], async_op=True)
+
+    gathers = [gather(first), gather(failed)]
+    failed.fail(KeyError("gone"))
+    with pytest.raises(RankFailedError):
+        gathers[0].wait()
+    gathers.append(gather(second))
+    sums = [backend.all_reduce(tensor.clone(), async_op=True) for backend in (first, failed)]
+    for work in (*gathers[1:], *sums):
+        with pytest.raises(RankFailedError, match=r"rank 2 failed .*gone"):
+            work.wait()
+
+
 def test_what_has_come_already_is_delivered_after_a_failure() -> None:
     backends = MockBackend.create_world(2)
     backends[0].send(torch.ones(1), 1)
