@@ -9,24 +9,13 @@ import torch
 from torch import nn
 
 import axonmpi as ax
-from axonmpi.errors import CollectiveTimeoutError, CommunicatorError, DimensionError
-from axonmpi.group import set_process_world
+from axonmpi.errors import CollectiveTimeoutError, DimensionError
 from axonmpi.pipeline import make_schedule
-
-
-@pytest.fixture
-def _no_world():
-    """The default world that the tests of other files have left, if any, is put away."""
-    before = ax.get_world() if ax.is_initialized() else None
-    set_process_world(None)
-    yield
-    set_process_world(before)
-
 
 # ---- names for enums ----
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 def test_names_serve_for_enums(world) -> None:
     for name in ("overlapped", "OVERLAPPED", "synchronous", "no_sync", "no-sync"):
         model = ax.DDP(nn.Linear(2, 2), sync_strategy=name)
@@ -49,7 +38,7 @@ def test_names_serve_for_enums(world) -> None:
         assert tensor.tolist() == [expected] * 2
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 def test_other_names_are_answered_with_those_there_are(world) -> None:
     refusals = {
         "sync_strategy: .*SYNCHRONOUS, OVERLAPPED, NO_SYNC, got 'none'": lambda: ax.DDP(
@@ -76,25 +65,9 @@ def test_other_names_are_answered_with_those_there_are(world) -> None:
 # ---- spans of time ----
 
 
-@pytest.mark.ranks(2)
-def test_works_are_waited_for_so_long(world) -> None:
-    other = world.new_group([0, 1])
-    if world.rank == 0:
-        works = [ax.all_reduce(torch.ones(2), async_op=True), ax.irecv(torch.ones(2), 1)]
-        for work in works:
-            with pytest.raises(CollectiveTimeoutError, match=r"0\.02 s"):
-                work.wait(timedelta(milliseconds=20))
-    other.barrier()
-    if world.rank == 1:
-        works = [ax.all_reduce(torch.ones(2), async_op=True), ax.isend(torch.ones(2), 0)]
-    for work in works:
-        work.wait(timedelta(minutes=1))
-
-
-@pytest.mark.usefixtures("_no_world")
 def test_spans_of_time_serve_for_seconds() -> None:
-    ax.init_process_group("mock", timeout=timedelta(minutes=2))
-    ax.destroy_process_group()
+    """Those of `Work.wait` are tested with asynchronous operations."""
+    ax.World.init("mock", timeout=timedelta(minutes=2)).close()
     worlds = ax.World.mock(2, timeout=timedelta(milliseconds=30)).peers
     with pytest.raises(CollectiveTimeoutError, match=r"0\.03 s"):
         worlds[0].default_group.barrier()
@@ -103,15 +76,15 @@ def test_spans_of_time_serve_for_seconds() -> None:
             2, lambda world: ax.recv(torch.ones(1), 1 - world.rank), timeout=timedelta(seconds=0.2)
         )
     for wrong in (timedelta(0), timedelta(seconds=-1), "1s", True):
-        for start in (ax.init_process_group, ax.World.init):
-            with pytest.raises(ValueError, match="timeout: expected a positive number of seconds, a timedelta or"):
-                start("mock", timeout=wrong)
+        with pytest.raises(ValueError, match="timeout: expected a positive number of seconds, a timedelta or"):
+            ax.World.init("mock", timeout=wrong)
 
 
 # ---- calls of other libraries ----
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.real_ranks
+@pytest.mark.ranks(2, 4)
 def test_messages_send_people_on(world) -> None:
     t, group = torch.ones(2, 2), world.default_group
     refusals = {
@@ -139,15 +112,13 @@ def test_messages_send_people_on(world) -> None:
     ax.barrier()
 
 
-@pytest.mark.usefixtures("_no_world")
 def test_backends_that_are_missing() -> None:
     for name, words in (("nccl", "has no NCCL yet"), ("gloo", "sent by 'mpi'"), ("ucc", "got 'ucc'$")):
-        for start in (ax.init_process_group, ax.World.init):
-            with pytest.raises(ValueError, match=f"backend: expected one of .*{words}"):
-                start(name)
+        with pytest.raises(ValueError, match=f"backend: expected one of .*{words}"):
+            ax.World.init(name)
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 def test_wrong_dimensions(world) -> None:
     """As torch an IndexError; as every mistake in a call a ValueError."""
     t = torch.ones(2, 2)
@@ -163,16 +134,3 @@ def test_wrong_dimensions(world) -> None:
     assert issubclass(DimensionError, ValueError)
     assert issubclass(DimensionError, IndexError)
     ax.barrier()
-
-
-@pytest.mark.ranks(1, 2)
-def test_the_world_of_another_module(world) -> None:
-    assert ax.get_world() is world
-
-
-@pytest.mark.usefixtures("_no_world")
-def test_there_is_no_world_yet() -> None:
-    with pytest.raises(CommunicatorError, match=r"call axonmpi.init_process_group\(\) first"):
-        ax.get_world()
-    made = ax.init_process_group("mock")
-    assert ax.get_world() is made

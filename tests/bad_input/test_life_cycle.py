@@ -33,7 +33,7 @@ OPERATIONS: tuple[Callable[[ProcessGroup | None], object], ...] = (
     lambda g: ax.reduce(torch.ones(2), 0, group=g),
     lambda g: ax.gather_tensor(torch.ones(2), group=g),
     lambda g: ax.scatter_tensor(torch.ones(2), group=g),
-    lambda g: ax.all_to_all([torch.ones(2)], g),
+    lambda g: ax.all_to_all([torch.ones(2)] * (g.size if g else 1), g),
     lambda g: ax.recv(torch.ones(2), 0, g),
     lambda g: ax.isend(torch.ones(2), 0, g),
     lambda g: ax.irecv(torch.ones(2), 0, g),
@@ -56,35 +56,34 @@ def _no_world() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_no_world")
 def test_before_the_beginning() -> None:
-    for question in (*QUESTIONS, lambda: ax.new_group([0]), *(lambda op=op: op(None) for op in OPERATIONS)):
-        with pytest.raises(CommunicatorError, match=r"no process group yet: call axonmpi\.init_process_group\(\)"):
+    questions = (*QUESTIONS, ax.get_world, lambda: ax.new_group([0]))
+    for question in (*questions, *(lambda op=op: op(None) for op in OPERATIONS)):
+        with pytest.raises(
+            CommunicatorError, match=r"no process group yet: call axonmpi\.init_process_group\(\) first"
+        ):
             question()
     ax.destroy_process_group()
 
 
 @pytest.mark.usefixtures("_no_world")
-def test_beginning_twice() -> None:
-    world = ax.init_process_group("mock")
-    assert ax.is_initialized()
+def test_beginning_twice_and_again_after_the_end() -> None:
     for _ in range(2):
-        with pytest.raises(CommunicatorError, match=r"initialised already; call axonmpi\.destroy_process_g"):
-            ax.init_process_group("mock")
-    assert ax.get_world_size() == world.size == 1
-    tensor = torch.ones(2)
-    ax.all_reduce(tensor)
-    ax.destroy_process_group()
-    assert not ax.is_initialized()
-
-
-@pytest.mark.usefixtures("_no_world")
-def test_beginning_again_after_the_end() -> None:
-    for _ in range(3):
-        first = ax.init_process_group("mock")
+        world = ax.init_process_group("mock")
+        assert ax.is_initialized()
+        assert ax.get_world() is world
+        for _ in range(2):
+            with pytest.raises(CommunicatorError, match=r"initialised already; call axonmpi\.destroy_process_g"):
+                ax.init_process_group("mock")
+        assert ax.get_world_size() == world.size == 1
         assert ax.all_gather_object("x") == ["x"]
+        seen: list[object] = []
+        thread = threading.Thread(target=lambda seen=seen: seen.append(ax.get_world_size()))
+        thread.start()
+        thread.join()
+        assert seen == [1]
         ax.destroy_process_group()
         ax.destroy_process_group()
-        with pytest.raises(CommunicatorError, match="closed"):
-            first.default_group.barrier()
+        assert not ax.is_initialized()
 
 
 @pytest.mark.usefixtures("_no_world")
@@ -141,14 +140,11 @@ def test_arguments_of_the_beginning() -> None:
     assert not ax.is_initialized()
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5, "2", True, None])
-def test_sizes_of_a_mock_world(size) -> None:
-    for make in (World.mock, ax.MockBackend.create_world):
-        with pytest.raises(ValueError, match="size: expected a positive number of ranks, got"):
-            make(size)
-
-
-def test_parts_of_a_group() -> None:
+def test_worlds_and_groups_of_wrong_parts() -> None:
+    for size in (0, -1, 1.5, "2", True, None):
+        for make in (World.mock, ax.MockBackend.create_world):
+            with pytest.raises(ValueError, match="size: expected a positive number of ranks, got"):
+                make(size)
     with pytest.raises(TypeError, match=r"backend: expected an axonmpi\.Backend, got str"):
         ProcessGroup("mpi")
     with pytest.raises(TypeError, match=r"got list; world\.new_group\(ranks\) makes a group of some ranks"):
@@ -157,43 +153,23 @@ def test_parts_of_a_group() -> None:
         ProcessGroup(None)
 
 
-@pytest.mark.ranks(1, 2)
-def test_failing_is_for_mock_ranks(world) -> None:
-    if world.default_group.backend.name == "mock":
-        pytest.skip("about real ranks: needs an mpirun")
-    with pytest.raises(TypeError, match=r"fail\(\) is for mock ranks; a rank that raises under MPI ends the job"):
-        world.fail(RuntimeError("broken"))
-
-
-@pytest.mark.ranks(1, 2, 4)
-def test_a_second_world_beside_the_first(world) -> None:
-    """In a job that runs already, on mock and on real ranks."""
+@pytest.mark.real_ranks
+@pytest.mark.ranks(2, 4)
+def test_a_second_world_and_a_closed_group_in_a_job_that_runs(world) -> None:
     other = World.init("mock")
-    assert ax.get_world_size() == world.size
+    assert ax.get_world() is world
     other.close()
     with pytest.raises(CommunicatorError, match="initialised already"):
         ax.init_process_group("mock")
     assert ax.get_world_size() == world.size
-    ax.barrier()
-
-
-@pytest.mark.ranks(1, 2, 4)
-def test_a_group_that_was_closed(world) -> None:
     part = world.new_group(range(world.size))
     part.close()
     for operation in OPERATIONS:
-        if world.size > 1 and operation is OPERATIONS[9]:  # all_to_all with one tensor
-            continue
         with pytest.raises(CommunicatorError, match="this group cannot be used: it was closed"):
             operation(part)
-    assert world.default_group.all_gather_object(1) == [1] * world.size
-
-
-@pytest.mark.usefixtures("_no_world")
-def test_a_thread_sees_the_world_of_the_process() -> None:
-    ax.init_process_group("mock")
-    seen: list[object] = []
-    thread = threading.Thread(target=lambda: seen.append(ax.get_world_size()))
-    thread.start()
-    thread.join()
-    assert seen == [1]
+    if world.default_group.backend.name != "mock":
+        with pytest.raises(
+            TypeError, match=r"fail\(\) is for mock ranks; a rank that raises under MPI ends the job"
+        ):
+            world.fail(RuntimeError("broken"))
+    assert ax.all_gather_object(1) == [1] * world.size

@@ -78,7 +78,7 @@ def calls(world: ax.World) -> dict[str, Callable[[], object]]:
     }
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 def test_wrong_types_are_refused_by_name(world) -> None:
     for words, call in calls(world).items():
         with pytest.raises((TypeError, ValueError), match=re.escape(words)):

@@ -13,9 +13,19 @@ import torch
 from torch import Tensor
 
 from axonmpi import ReduceOp
-from axonmpi.backends.reduction import DTYPES
 
 Shape = tuple[int, ...]
+
+DTYPES = tuple(
+    getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
+        *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    )
+    if hasattr(torch, name)
+)
+"""What the docs say that collectives take."""
 
 WIDE_SUM = {
     dtype

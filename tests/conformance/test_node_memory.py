@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from collective_table import pairwise
 
 import axonmpi as ax
 from axonmpi.errors import CollectiveMismatchError, DtypeError
 
 SIZES = {"equal": [5, 5, 5, 5], "uneven": [7, 0, 1, 12], "large": [70_000, 30_000, 123_456, 1]}
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def part_of(rank: int, size: int) -> torch.Tensor:
     return (torch.arange(size) % 251 + 1000 * rank).to(torch.float32)
-
-
-def joined(sizes: list[int]) -> torch.Tensor:
-    return torch.cat([part_of(rank, size) for rank, size in enumerate(sizes)])
 
 
 @pytest.mark.ranks(1, 2, 4)
@@ -34,61 +32,53 @@ def test_the_ranks_of_a_node_share_the_memory(world):
 
 
 @pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("kind", SIZES)
-def test_all_gather_into(world, kind, dtype, in_place):
-    group, sizes = world.default_group, SIZES[kind][: world.size]
-    common = group.node_empty([sum(sizes)], dtype)
-    part = part_of(world.rank, sizes[world.rank])
-    if in_place:
-        common.split(sizes)[world.rank].copy_(part)
-    work = group.all_gather_into(common, None if in_place else part, sizes, async_op=kind == "uneven")
-    if work is not None:
-        work.wait(30)
-    assert torch.equal(common, joined(sizes).to(dtype))
-    group.barrier()
+def test_all_gather_into(world):
+    group = world.default_group
+    for row in pairwise(kind=list(SIZES), dtype=DTYPES, in_place=(True, False), asynchronous=(True, False)):
+        sizes = SIZES[row["kind"]][: world.size]
+        parts = [part_of(rank, size) for rank, size in enumerate(sizes)]
+        common = group.node_empty([sum(sizes)], row["dtype"])
+        if row["in_place"]:
+            common.split(sizes)[world.rank].copy_(parts[world.rank])
+        given = None if row["in_place"] else parts[world.rank]
+        work = group.all_gather_into(common, given, sizes, async_op=row["asynchronous"])
+        if work is not None:
+            work.wait(30)
+        assert torch.equal(common, torch.cat(parts).to(row["dtype"])), row
+        group.barrier()
 
 
 @pytest.mark.ranks(2)
 def test_nothing_is_overwritten_before_all_have_called(world):
     group = world.default_group
     common = group.node_empty([8], torch.float32)
-    for turn in range(200):
+    for turn in range(100):
         group.all_gather_into(common, torch.full((4,), float(turn)), [4, 4])
         assert torch.equal(common, torch.full((8,), float(turn)))  # still so while the other rank calls again
 
 
 @pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("op", [ax.ReduceOp.SUM, ax.ReduceOp.AVERAGE, ax.ReduceOp.MAX])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("kind", SIZES)
-def test_reduce_scatter_into(world, kind, dtype, op):
-    group, sizes = world.default_group, SIZES[kind][: world.size]
-    total = sum(sizes)
-
-    def whole(rank: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(rank)
-        values = torch.randn(total, generator=generator).to(dtype)
-        values[total // 3 : total // 2] = 0
-        return values
-
-    values = whole(world.rank)
-    rest = values[total // 2 :]
-    halves = [rest[: rest.numel() // 2 * 2].view(-1, 2), rest[rest.numel() // 2 * 2 :]]
-    strided = values[: total // 3].repeat_interleave(2)[::2]  # [total // 3] every other element of its memory
-    tensors = [strided, total // 2 - total // 3, *halves]
-    output = torch.full((sizes[world.rank],), 7.0, dtype=dtype)
-    work = group.reduce_scatter_into(output, tensors, sizes, op, async_op=kind == "equal")
-    if work is not None:
-        work.wait(30)
-    stacked = torch.stack([whole(rank).double() for rank in range(world.size)])
-    reduced = {
-        ax.ReduceOp.SUM: stacked.sum(0),
-        ax.ReduceOp.AVERAGE: stacked.mean(0),
-        ax.ReduceOp.MAX: stacked.amax(0),
-    }[op]
-    torch.testing.assert_close(output, reduced.split(sizes)[world.rank].to(dtype))
+def test_reduce_scatter_into(world):
+    group = world.default_group
+    in_torch = {ax.ReduceOp.SUM: torch.sum, ax.ReduceOp.AVERAGE: torch.mean, ax.ReduceOp.MAX: torch.amax}
+    for row in pairwise(kind=list(SIZES), dtype=DTYPES, op=list(in_torch), asynchronous=(True, False)):
+        sizes, dtype = SIZES[row["kind"]][: world.size], row["dtype"]
+        total = sum(sizes)
+        whole = []  # [rank][total]
+        for rank in range(world.size):
+            whole.append(torch.randn(total, generator=torch.Generator().manual_seed(rank)).to(dtype))
+            whole[rank][total // 3 : total // 2] = 0
+        own = whole[world.rank]
+        rest = own[total // 2 :]
+        halves = [rest[: rest.numel() // 2 * 2].view(-1, 2), rest[rest.numel() // 2 * 2 :]]
+        strided = own[: total // 3].repeat_interleave(2)[::2]  # [total // 3] every other element of its memory
+        output = torch.full((sizes[world.rank],), 7.0, dtype=dtype)
+        tensors = [strided, total // 2 - total // 3, *halves]
+        work = group.reduce_scatter_into(output, tensors, sizes, row["op"], async_op=row["asynchronous"])
+        if work is not None:
+            work.wait(30)
+        expected = in_torch[row["op"]](torch.stack(whole).double(), 0).split(sizes)[world.rank]
+        torch.testing.assert_close(output, expected.to(dtype), msg=lambda text, row=row: f"{row}: {text}")
 
 
 @pytest.mark.ranks(2, 4)

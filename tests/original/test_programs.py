@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import axonmpi as ax
 from axonmpi import CPUOffload, GradientSynchronizer, GradSyncStrategy, PipelineSchedule, ShardingStrategy
 
-STEPS, SAMPLES, WIDTH = 4, 8, 12
+STEPS, SAMPLES, WIDTH = 3, 8, 12
 
 
 def network(blocks: int = 1) -> nn.Sequential:
@@ -59,11 +59,14 @@ def assert_trained(found: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
 # ---- data parallelism -------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.real_ranks
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("strategy", GradSyncStrategy)
 def test_data_parallel(world, strategy) -> None:
-    """With NO_SYNC the call of `sync_gradients()` alone averages."""
+    """With NO_SYNC the call of `sync_gradients()` alone averages. The ranks begin with weights of their own."""
     ddp = ax.DistributedDataParallel(network(), world.default_group, sync_strategy=strategy)
+    with torch.no_grad():
+        ddp.module[0].weight += world.rank
     ddp.sync_parameters()
     optimizer = sgd(ddp)
     ddp.train()
@@ -76,7 +79,7 @@ def test_data_parallel(world, strategy) -> None:
     assert_trained(ddp.state_dict(), trained_alone(network()))
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 def test_data_parallel_with_accumulated_gradients(world) -> None:
     """A batch in two halves, and gradients are averaged in each backward, as in the guide."""
     ddp = ax.DDP(network(), world.default_group)
@@ -119,7 +122,7 @@ def averaged_by_a_synchronizer(model: nn.Module, group: ax.ProcessGroup) -> None
     synchronizer.clear()
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "average", [averaged_one_by_one, averaged_as_a_list, averaged_in_a_bucket, averaged_by_a_synchronizer]
 )
@@ -137,10 +140,11 @@ def test_without_a_wrapper(world, average: Callable[[nn.Module, ax.ProcessGroup]
 # ---- pipelines --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.real_ranks
+@pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("schedule", [PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B])
 def test_pipeline(world, schedule) -> None:
-    stages = ax.pipeline.split_module(network(), world.size)
+    stages = ax.pipeline.split_module(network(blocks=3), world.size)
     pipeline = ax.Pipeline.from_modules(
         stages, world.default_group, schedule=schedule, num_microbatches=4, loss_fn=F.mse_loss
     )
@@ -149,7 +153,7 @@ def test_pipeline(world, schedule) -> None:
         optimizer.zero_grad()
         pipeline.train_step(x, y)
         optimizer.step()
-    expected = iter(trained_alone(network()).values())
+    expected = iter(trained_alone(network(blocks=3)).values())
     for rank, stage in enumerate(stages):
         for parameter in stage.parameters():
             value = next(expected)
@@ -196,7 +200,8 @@ def trained_whole(blocks: int) -> list[dict[str, Tensor]]:
     return [block.state_dict() for block in model]
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.real_ranks
+@pytest.mark.ranks(2, 4)
 def test_divided_layers(world) -> None:
     model = Divided(world.default_group)
     optimizer = sgd(model)
@@ -219,14 +224,8 @@ def groups_of(world: ax.World, sizes: tuple[int, int, int]) -> tuple[ax.ProcessG
     return tuple(mine)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param((2, 1, 2), id="dp-tp"),
-        pytest.param((2, 2, 1), id="dp-pp"),
-        pytest.param((1, 2, 2), id="pp-tp"),
-    ],
-)
+@pytest.mark.real_ranks
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (2, 2, 1), (1, 2, 2)], ids=["dp-tp", "dp-pp", "pp-tp"])
 @pytest.mark.ranks(4)
 def test_several_kinds_together(world, sizes) -> None:
     check_together(world, sizes)
@@ -256,11 +255,17 @@ def check_together(world: ax.World, sizes: tuple[int, int, int]) -> None:
 # ---- fully sharded data parallelism -----------------------------------------------------------------------
 
 
-@pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("by_hand", [False, True], ids=["", "by_hand"])
-@pytest.mark.parametrize("cpu_offload", CPUOffload)
-@pytest.mark.parametrize("strategy", ShardingStrategy)
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("strategy", "cpu_offload", "by_hand"),
+    [
+        (strategy, cpu_offload, (number + other) % 2 == 0)
+        for number, strategy in enumerate(ShardingStrategy)
+        for other, cpu_offload in enumerate(CPUOffload)
+    ],
+)
 def test_fully_sharded(world, strategy, cpu_offload, by_hand) -> None:
+    """Every two settings together."""
     fsdp = ax.FullyShardedDataParallel(
         network(blocks=2), world.default_group, sharding_strategy=strategy, cpu_offload=cpu_offload
     )
@@ -295,7 +300,8 @@ def trained_alone_in_bfloat16(parts: int) -> dict[str, Tensor]:
     return master.state_dict()
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.real_ranks
+@pytest.mark.ranks(1, 2, 4)
 def test_fully_sharded_with_all_of_its_readme(world) -> None:
     fsdp = ax.FullyShardedDataParallel(
         network().float(),
