@@ -9,33 +9,29 @@ from whole import randn, together
 
 import axonmpi as ax
 
-LAYERS = {
-    "column": lambda group: ax.ColumnParallelLinear(6, 8, group, gather_output=True),
-    "row": lambda group: ax.RowParallelLinear(6, 8, group, input_is_parallel=False),
-    "mlp": lambda group: ax.ParallelMLP(6, 8, group),
-    "gated mlp": lambda group: ax.ParallelGatedMLP(6, 8, group),
-    "attention": lambda group: ax.tensor_parallel_attention(6, 2, group, head_dim=4),
-    "vocabulary": lambda group: ax.VocabParallelEmbedding(10, 8, group),
-}
+LAYERS = (
+    lambda group: ax.ColumnParallelLinear(6, 8, group, gather_output=True),
+    lambda group: ax.RowParallelLinear(6, 8, group, input_is_parallel=False),
+    lambda group: ax.ParallelMLP(6, 8, group),
+    lambda group: ax.ParallelGatedMLP(6, 8, group),
+    lambda group: ax.tensor_parallel_attention(6, 2, group, head_dim=4),
+    lambda group: ax.VocabParallelEmbedding(10, 8, group),
+)
 """Made with a group in the third place."""
 
 
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
-def test_the_group_stands_third(world, make) -> None:
-    mesh = ax.DeviceMesh({"dp": world.size // 2, "tp": 2})
-    group = mesh.group("tp")
-    layer = together(lambda: make(group))
-    parts = [part for part in layer.modules() if hasattr(part, "process_group")]
-    assert parts
-    assert all(part.process_group is group for part in parts)
-    divided = [p.numel() for p in layer.parameters()]
-    whole = together(lambda: make(ax.ProcessGroup.mock()))
-    assert sum(divided) < sum(p.numel() for p in whole.parameters())
-    whole.load_state_dict(ax.tensor.full_state_dict(layer))
-    is_embedding = isinstance(layer, ax.VocabParallelEmbedding)
-    x = torch.tensor([[1, 9, 4]]) if is_embedding else randn(2, 3, 6)
-    torch.testing.assert_close(layer(x), whole(x))
+@pytest.mark.ranks(4)
+def test_the_group_stands_third(world) -> None:
+    group = ax.DeviceMesh({"dp": 2, "tp": 2}).group("tp")
+    for make in LAYERS:
+        layer = together(lambda: make(group))  # noqa: B023
+        parts = [part for part in layer.modules() if hasattr(part, "process_group")]
+        assert {part.process_group for part in parts} == {group}
+        whole = together(lambda: make(ax.ProcessGroup.mock()))  # noqa: B023
+        assert sum(p.numel() for p in layer.parameters()) < sum(p.numel() for p in whole.parameters())
+        whole.load_state_dict(ax.tensor.full_state_dict(layer))
+        x = torch.tensor([[1, 9, 4]]) if isinstance(layer, ax.VocabParallelEmbedding) else randn(2, 3, 6)
+        torch.testing.assert_close(layer(x), whole(x))
 
 
 @pytest.mark.ranks(2)

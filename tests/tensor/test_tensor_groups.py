@@ -30,7 +30,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_a_divided_model_keeps_its_parts_where_the_group_was_forgotten(world, wrap):
     mesh = ax.DeviceMesh({"dp": world.size // 2, "tp": 2})
@@ -54,6 +54,7 @@ def test_a_pair_of_groups_of_which_one_has_other_parts(world):
         ax.FSDP(model, (mesh.group("dp"), mesh.group("tp")), sharding_strategy=ax.ShardingStrategy.HYBRID_SHARD)
 
 
+@pytest.mark.real_ranks
 @pytest.mark.ranks(4)
 def test_one_rank_with_another_group_is_an_error_on_all(world):
     """Two ranks share a layer, the others have theirs alone: all four are told."""
@@ -90,7 +91,7 @@ STAGES = {
 }
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("make", STAGES.values(), ids=STAGES)
 def test_a_stage_that_ranks_of_the_pipeline_share(world, make):
     mesh = ax.DeviceMesh({"pp": 2, "dp": world.size // 2})

@@ -12,7 +12,6 @@ from divided import (
     assert_close,
     assert_gradients,
     divided_mlp,
-    filled,
     part,
     randn,
     siblings,
@@ -33,8 +32,8 @@ SETTINGS = pairwise(
     whole=(False, True),
     dtype=(torch.float32, torch.float64),
 )
-"""Shapes before the features, with a sequence as dim 1, or dim 0 of one; `whole` says whether outputs of columns are
-gathered, or inputs of rows are not divided."""
+"""Shapes before the features, the sequence being dim 1, or dim 0 of one; with `whole`, columns gather their outputs
+and rows get inputs that are not divided."""
 
 
 @pytest.mark.ranks(1, 2, 4)

