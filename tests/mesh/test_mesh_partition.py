@@ -23,7 +23,8 @@ def partitions_of(size: int) -> list[list[list[int]]]:
     return [list(filter(None, parts)) for parts in found]
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.real_ranks
+@pytest.mark.ranks(2, 4)
 def test_every_rank_gets_the_group_it_is_in(world) -> None:
     for parts in partitions_of(world.size):
         own = next(part for part in parts if world.rank in part)
@@ -60,6 +61,7 @@ def test_parts_of_parts(world) -> None:
     half.close()
 
 
+@pytest.mark.real_ranks
 @pytest.mark.ranks(2, 4)
 def test_other_parts_on_one_rank_are_an_error_on_all(world) -> None:
     ranks = list(range(world.size))
@@ -77,7 +79,7 @@ def test_other_parts_on_one_rank_are_an_error_on_all(world) -> None:
     assert world.default_group.all_gather_object(world.rank) == ranks
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(3)
 def test_parts_that_are_no_partition_are_refused(world) -> None:
     ranks = list(range(world.size))
     for parts, error, message in (

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,7 +18,8 @@ import axonmpi as ax
 from axonmpi.testing import run_ranks
 
 TYPES = (0.5, 1, 2.0, 3, math.inf)
-LIMITS = (math.inf, 1e6, 0.03, 0.0)
+LIMITS = (math.inf, 1e6, 0.03, 0.0, 0.03)
+"""One for each type; which limit it is matters to no type in another way."""
 
 
 @contextmanager
@@ -42,20 +43,18 @@ def check_like_torch(
     label: str = "",
 ) -> None:
     """Clip what `own` gives this rank of each gradient, and the whole with torch, in every way."""
-    for norm_type in TYPES:
-        for limit in LIMITS:
-            whole = parameters_with(gradients)
-            expected = nn.utils.clip_grad_norm_(whole, limit, norm_type)
-            mine = [own(gradient, number) for number, gradient in enumerate(gradients)]
-            here = {n: parameters_with([g])[0] for n, g in enumerate(mine) if g is not None}
-            norm = clip(here, limit, norm_type)
-            assert norm.dtype is torch.float32, label
-            assert norm.shape == (), label
-            torch.testing.assert_close(norm, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
-            for n, parameter in here.items():
-                torch.testing.assert_close(
-                    parameter.grad, own(whole[n].grad, n), rtol=1e-4, atol=1e-7, equal_nan=True
-                )
+    for norm_type, limit in zip(TYPES, LIMITS, strict=True):
+        whole = parameters_with(gradients)
+        expected = nn.utils.clip_grad_norm_(whole, limit, norm_type)
+        mine = [own(gradient, number) for number, gradient in enumerate(gradients)]
+        here = {n: parameters_with([g])[0] for n, g in enumerate(mine) if g is not None}
+        norm = clip(here, limit, norm_type)
+        assert (norm.dtype, norm.shape) == (torch.float32, ()), label
+        torch.testing.assert_close(norm, expected, rtol=1e-4, atol=1e-6, equal_nan=True)
+        for n, parameter in here.items():
+            torch.testing.assert_close(
+                parameter.grad, own(whole[n].grad, n), rtol=1e-4, atol=1e-7, equal_nan=True
+            )
 
 
 def gradients_of(seed: int) -> list[Tensor]:
@@ -69,11 +68,10 @@ def is_cut(number: int) -> bool:
     return number % 2 == 0 and number != 5
 
 
-@pytest.mark.ranks(1, 2, 4, 8)
+@pytest.mark.ranks(4, 8)
 def test_cut_and_copied_parameters_on_several_axes(world) -> None:
     """Stages on pp, rows on tp with every second parameter on all of them, everything twice on dp."""
-    shapes = [{"dp": 2, "pp": 2, "tp": 2}, {"dp": 2, "pp": 1, "tp": 2}, {"dp": 1, "pp": 2, "tp": 2}]
-    shapes += [{"dp": 1, "pp": 1, "tp": n} for n in (1, 2, 4, 8)] + [{"dp": 1, "pp": 2, "tp": 1}]
+    shapes = [{"dp": 2, "pp": 2, "tp": 2}, {"dp": 1, "pp": 2, "tp": 2}, {"dp": 1, "pp": 1, "tp": 4}]
     with meshes(world, *shapes) as made:
         for mesh in made:
 
@@ -94,7 +92,7 @@ def test_cut_and_copied_parameters_on_several_axes(world) -> None:
                 check_like_torch(gradients_of(3), own, clip, f"{mesh} {axes}")
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(2)
 def test_gradients_that_are_not_finite(world) -> None:
     """In one rank's rows, or on all ranks alike; in a gradient that counts elsewhere they do not count twice."""
     group = world.default_group
@@ -127,6 +125,7 @@ def test_gradients_that_are_not_finite(world) -> None:
             assert torch.equal(parameter.grad.nan_to_num(), own(gradients[0], 0).nan_to_num())
 
 
+@settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.sampled_from([1, 2, 4])), max_size=5),
     st.sampled_from([0.7, 1.0, 2.0, 3.0, math.inf]),
@@ -152,7 +151,7 @@ def test_any_parameters_on_any_number_of_ranks(parts, norm_type, seed) -> None:
             torch.testing.assert_close(grad, parameter.grad[rank // c * c :][:c], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(1, 2)
 def test_what_parameters_may_be(world) -> None:
     size = world.size
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
@@ -190,7 +189,7 @@ def test_dtypes(world) -> None:
     assert ax.clip_grad_norm(large, math.inf) == math.inf
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(2)
 def test_mistakes(world) -> None:
     (parameter,) = parameters_with([torch.ones(3)])
     model = nn.Linear(2, 2)
@@ -225,7 +224,7 @@ def test_mistakes(world) -> None:
     world.default_group.barrier()
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 def test_different_limits_are_an_error_on_all_ranks(world) -> None:
     (parameter,) = parameters_with([torch.ones(3)])
     with pytest.raises(ValueError, match=r"max_norm: expected the same on all ranks of the group, got \[0.0, 1.0"):
@@ -306,9 +305,11 @@ def trained_alone(blocks: list[Whole], limit: float, norm_type: float) -> Tensor
     return norm
 
 
-@pytest.mark.ranks(1, 2, 4, 8)
+@pytest.mark.real_ranks
+@pytest.mark.ranks(2, 4, 8)
 def test_fsdp_on_one_axis_tensor_parallel_on_another(world) -> None:
-    shapes = [{"dp": d, "fsdp": f, "tp": t} for d in (1, 2) for f in (1, 2, 4) for t in (1, 2)]
+    shapes = [{"dp": 2, "fsdp": 2, "tp": 2}, {"dp": 1, "fsdp": 2, "tp": 2}, {"dp": 2, "fsdp": 1, "tp": 2}]
+    shapes += [{"dp": 1, "fsdp": 2, "tp": 1}]
     with meshes(world, *shapes) as made:
         for number, mesh in enumerate(made):
             norm_type, limit = TYPES[1 + number % 4], (0.02, 5e-3)[number % 2]
@@ -336,13 +337,13 @@ def test_fsdp_on_one_axis_tensor_parallel_on_another(world) -> None:
                 torch.testing.assert_close(value, part.part_of(name, whole.get_parameter(name).detach()))
 
 
-@pytest.mark.ranks(2, 4, 8)
+@pytest.mark.ranks(4, 8)
 def test_pipelines_of_tensor_parallel_and_sharded_stages(world) -> None:
     """Two stages whose norms are tied, each cut over tp and divided over dp."""
-    shapes = [{"dp": d, "pp": 2, "tp": t} for d in (1, 2) for t in (1, 2)]
+    shapes = [{"dp": 2, "pp": 2, "tp": t} for t in (1, 2)] + [{"dp": 1, "pp": 2, "tp": 2}]
     with meshes(world, *shapes) as made:
         for number, mesh in enumerate(made):
-            norm_type, limit = TYPES[1 + (number + world.size) % 4], 0.02
+            norm_type, limit = TYPES[1 + (number + world.size // 8) % 4], 0.02
             generator = torch.Generator().manual_seed(7)
             whole = [Whole(generator), Whole(generator)]
             whole[1].norm = whole[0].norm
