@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,20 +58,6 @@ def test_places_and_groups_are_those_of_a_grid(world) -> None:
             assert group.all_gather_object(world.rank) == ranks
             assert mesh.group(*reversed(axes)) is group
         world.close_groups()
-
-
-@pytest.mark.ranks(2)
-def test_groups_of_one_rank_do_everything(world) -> None:
-    group = ax.DeviceMesh({"dp": -1, "tp": 1}).group("tp")
-    assert (group.rank, group.size, group.ranks) == (0, 1, (world.rank,))
-    tensor = torch.ones(3)
-    group.all_reduce(tensor)
-    group.barrier()
-    assert group.all_gather(tensor).tolist() == [1] * 3
-    assert group.reduce_scatter(tensor).tolist() == [1] * 3
-    assert group.broadcast_object("here") == "here"
-    assert group.all_reduce(tensor, async_op=True).result() is None
-    assert group.private().all_gather(tensor).tolist() == [1] * 3
 
 
 @pytest.mark.ranks(2, 4)

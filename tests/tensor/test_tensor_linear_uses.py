@@ -42,26 +42,14 @@ def compare(world: ax.World, use: Callable[[MLP, Tensor], None], *, sequence_par
     assert_gradients(divided, whole, world, OF_MLP)
 
 
-def accumulated(model: MLP, x: Tensor) -> None:
-    for scale in (1, 2):
-        model(scale * x).sin().sum().backward()
-
-
 def used_twice(model: MLP, x: Tensor) -> None:
     (model(x) + model(model(x))).sin().sum().backward()
-
-
-def used_twice_with_the_same_input(model: MLP, x: Tensor) -> None:
     (F.gelu(model.up(x)).cos() * model.up(x).sin()).sum().backward()
 
 
 def output_unused(model: MLP, x: Tensor) -> None:
     model(x)
     model.up(x.exp())
-    model(x).sin().sum().backward()
-
-
-def twice_through_one_graph(model: MLP, x: Tensor) -> None:
     loss = model(x).sin().sum()
     loss.backward(retain_graph=True)
     loss.backward()
@@ -78,11 +66,8 @@ def only_some_gradients(model: MLP, x: Tensor) -> None:
 
 
 def checkpointed(model: MLP, x: Tensor) -> None:
-    checkpoint(model, x, use_reentrant=False).sin().sum().backward()
-
-
-def checkpointed_reentrant(model: MLP, x: Tensor) -> None:
-    checkpoint(model, x, use_reentrant=True).sin().sum().backward()
+    for use_reentrant in (False, True):
+        checkpoint(model, x, use_reentrant=use_reentrant).sin().sum().backward()
 
 
 def checkpointed_in_part(model: MLP, x: Tensor) -> None:
@@ -145,8 +130,7 @@ def seen_by_a_sibling_without_gradients(model: MLP, x: Tensor) -> None:
 
 
 USES = [
-    *(accumulated, used_twice, used_twice_with_the_same_input, output_unused, twice_through_one_graph),
-    *(only_some_gradients, checkpointed, checkpointed_reentrant, checkpointed_in_part, input_without_gradient),
+    *(used_twice, output_unused, only_some_gradients, checkpointed, checkpointed_in_part, input_without_gradient),
     *(weights_without_gradient, one_bias_and_then_the_other, after_a_look, changed_in_place),
     seen_by_a_sibling_without_gradients,
 ]
@@ -233,19 +217,6 @@ def test_autocast(world, sequence_parallel: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert copy.deepcopy(divided.up)(y).dtype is torch.bfloat16
     assert_close(copy.deepcopy(divided.up)(y), part(whole.up(x), world, -1))
-
-
-@pytest.mark.ranks(2)
-def test_hooks_see_each_gradient_once(world) -> None:
-    """Those that wrappers of data parallelism use."""
-    divided = divided_mlp(whole_mlp(4, 8))
-    seen: list[tuple[str, Tensor]] = []
-    for name, parameter in divided.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.append((name, p.grad.clone())))
-    divided(randn(2, 4).requires_grad_()).sum().backward()
-    assert sorted(name for name, _ in seen) == ["down.bias", "down.weight", "up.bias", "up.weight"]
-    for name, gradient in seen:
-        assert torch.equal(gradient, divided.get_parameter(name).grad)
 
 
 @pytest.mark.ranks(2)

@@ -39,7 +39,7 @@ def of_torch(logits: Tensor, targets: Tensor, **options) -> Tensor:
     shape=st.sampled_from([(), (3,), (2, 4), (0, 4)]),
     local=st.integers(1, 5),
     padding=st.integers(0, 19),
-    ignored=st.none() | st.tuples(st.sampled_from([-100, -1, 0]), st.sampled_from([0.3, 0.8])),
+    ignored=st.none() | st.tuples(st.sampled_from([-100, -1, 0]), st.sampled_from([0.3, 0.8, 1.0])),
     smoothing=st.sampled_from([0.0, 0.1, 1.0]),
     reduction=st.sampled_from(["mean", "sum", "none"]),
     dtype=st.sampled_from([torch.float32, torch.float64]),
@@ -114,19 +114,6 @@ def test_logits_of_16_bits_are_taken_in_float32(world, dtype: torch.dtype) -> No
     assert_close(found, expected)
     assert own.grad.dtype is dtype
     torch.testing.assert_close(own.grad.float(), part(whole.grad, world, -1), rtol=2e-2, atol=1e-4)
-
-
-@pytest.mark.ranks(2)
-def test_nothing_to_count(world) -> None:
-    """As torch has it: the mean of nothing is no number, the sum is 0."""
-    for shape, value in (((0, 3), 0), ((2,), -100)):
-        targets = torch.full(shape, value)
-        own = torch.ones(*shape, 4, requires_grad=True)
-        assert ax.parallel_cross_entropy(own, targets).isnan()
-        total = ax.parallel_cross_entropy(own, targets, reduction="sum")
-        total.backward()
-        assert total == 0
-        assert not own.grad.any()
 
 
 def test_one_message_and_one_tensor_of_the_size_of_the_logits() -> None:

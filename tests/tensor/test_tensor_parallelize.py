@@ -258,19 +258,6 @@ def test_what_layers_were_stays(world):
 
 
 @pytest.mark.ranks(2)
-def test_layers_whose_gradients_are_summed_keep_their_parameters_after_an_error(world):
-    model = tensor_parallelize(built(functools.partial(Words, 1)), plan(1))
-    layer = model.blocks[0].attention.keys
-    with pytest.raises(ValueError, match=r"input: expected \[..., 8\]"):
-        layer(torch.ones(2, 3))
-    assert isinstance(layer.weight, nn.Parameter)
-    assert dict(layer.named_parameters())["bias"] is layer.bias
-    whole = built(functools.partial(Words, 1))
-    assert_close(step(model), step(whole))
-    assert_close(full_state_dict(model, gradients(model)), gradients(whole))
-
-
-@pytest.mark.ranks(2)
 def test_a_model_without_values_gets_them_from_a_state_dict(world):
     with torch.device("meta"):
         model = Words()
@@ -316,40 +303,6 @@ def test_inside_data_parallelism(world, wrapper, sequence_parallel, monkeypatch)
 
 
 # ---- dropout of attention weights -------------------------------------------------------------------------------
-
-
-class Weights(nn.Module):
-    """Gives what dropout makes of ones, through each of the functions that attentions use."""
-
-    def forward(self, shape: tuple[int, ...], p: float) -> tuple[Tensor, Tensor]:
-        batch, heads, length, _ = shape
-        dropped = F.dropout(torch.ones(shape), p, self.training)
-        query = torch.zeros(batch, heads, length, length)  # all weights are alike
-        values = torch.eye(length).expand(batch, heads, length, length) * length
-        seen = F.scaled_dot_product_attention(query, query, values, dropout_p=p if self.training else 0.0)
-        return dropped, seen
-
-
-@pytest.mark.ranks(2)
-def test_each_head_has_a_mask_of_its_own(world):
-    def made(group: ax.ProcessGroup | None = None) -> nn.Module:
-        model = nn.ModuleDict({"inner": Weights(), "layer": built(perceptron)})
-        styles = {"inner": f"head_dropout:{HEADS}", "layer.0": "column", "layer.2": "row"}
-        return tensor_parallelize(model, styles, group, generator=seeded(1))
-
-    model = made()
-    parts = model["inner"]((3, HEADS // world.size, 16, 16), 0.25)
-    for masks in (ax.all_gather(part, dim=1) for part in parts):
-        assert masks.unique().tolist() == pytest.approx([0, 4 / 3])
-        assert masks.mean().item() == pytest.approx(1, abs=0.1)
-        heads = [head.flatten().tolist() for head in masks.unbind(1)]
-        assert all(heads[one] != heads[other] for one in range(HEADS) for other in range(one))
-    assert not torch.equal(*parts)
-    expected = made(ax.ProcessGroup.mock())["inner"]((3, HEADS, 16, 16), 0.25)
-    assert_close([ax.all_gather(part, dim=1) for part in parts], list(expected))
-    model.eval()
-    kept = model["inner"]((3, 2, 16, 16), 0.25)
-    assert_close(kept, (torch.ones(3, 2, 16, 16),) * 2)
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, masks: Tensor) -> Tensor:
