@@ -7,7 +7,7 @@ import torch
 from divided import assert_close, filled, part, randn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from whole import pairwise
+from whole import pairwise, refused
 
 import axonmpi as ax
 
@@ -24,6 +24,8 @@ def rows_of(gradient: Tensor, world: ax.World) -> Tensor:
     padded = torch.cat([gradient, gradient.new_zeros(local * world.size - len(gradient), gradient.shape[1])])
     return padded[world.rank * local : (world.rank + 1) * local]
 
+
+from_embedding = ax.VocabParallelEmbedding.from_embedding
 
 SETTINGS = pairwise(
     rows=(1, 3, 7),
@@ -52,7 +54,7 @@ def check_embedding(world, seed, rows, shape, ids, dtype, padding, sequence_dim)
     (expected * weights).sum().backward()
 
     options = {"sequence_parallel": True, "sequence_dim": sequence_dim} if sequence_parallel else {}
-    layer = ax.VocabParallelEmbedding.from_embedding(embedding, **options)
+    layer = from_embedding(embedding, **options)
     output = layer(words)
     assert_close(output, part(expected, world, sequence_dim) if options else expected)
     (output * (part(weights, world, sequence_dim) if options else weights)).sum().backward()
@@ -63,7 +65,7 @@ def check_embedding(world, seed, rows, shape, ids, dtype, padding, sequence_dim)
 @pytest.mark.ranks(2)
 def test_ways_of_using(world) -> None:
     embedding = whole_embedding(7, 3)
-    layer = ax.VocabParallelEmbedding.from_embedding(embedding)
+    layer = from_embedding(embedding)
     ids = torch.tensor([[1, 6], [3, 1]])
     for module in (embedding, layer):
         (module(ids) * module(ids.t())).sum().backward()
@@ -79,7 +81,7 @@ def test_ways_of_using(world) -> None:
 def test_an_output_layer_may_have_the_same_weight(world) -> None:
     """Ties: rows of an embedding are the rows of a column layer, padded alike."""
     embedding = whole_embedding(7, 4)
-    layer = ax.VocabParallelEmbedding.from_embedding(embedding)
+    layer = from_embedding(embedding)
     output = ax.ColumnParallelLinear(4, 7, bias=False, shard=layer.shards["weight"], dtype=torch.float64)
     output.weight = layer.weight
     ids = torch.tensor([[1, 6, 2], [3, 1, 0]])
@@ -95,23 +97,24 @@ def test_an_output_layer_may_have_the_same_weight(world) -> None:
 
 @pytest.mark.ranks(2)
 def test_mistakes(world) -> None:
-    layer = ax.VocabParallelEmbedding.from_embedding(whole_embedding(7, 3), sequence_parallel=True)
-    for ids in ([[0, 7, 1, 2]], [[-1, 0, 1, 2]]):
-        with pytest.raises(ValueError, match=rf"row numbers from 0 to 6, got .* on rank {world.rank}"):
-            layer(torch.tensor(ids))
-    with pytest.raises(TypeError, match=r"int64 or int32, got torch.float32"):
-        layer(torch.zeros(1, 4))
-    with pytest.raises(ValueError, match=r"sequence_dim: expected another .* got 1 for shape \[4, 3\] on rank"):
-        layer(torch.zeros(4, dtype=torch.int64))
-    with pytest.raises(ValueError, match="multiple of the 2 ranks of the group, got 3"):
-        layer(torch.zeros(1, 3, dtype=torch.int64))
-    with pytest.raises(ValueError, match="padding_idx: expected one of 7 rows or None, got 7"):
-        ax.VocabParallelEmbedding(7, 3, 7)
-    with pytest.raises(ValueError, match="num_embeddings: expected at least 1, got 0"):
-        ax.VocabParallelEmbedding(0, 3)
-    with pytest.raises(TypeError, match=r"expected a torch.nn.Embedding, got Linear"):
-        ax.VocabParallelEmbedding.from_embedding(nn.Linear(2, 2, device="meta"))
-    for options in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
-        with pytest.raises(ValueError, match="leave this embedding whole"):
-            ax.VocabParallelEmbedding.from_embedding(nn.Embedding(7, 3, device="meta", **options))
+    layer = from_embedding(whole_embedding(7, 3), sequence_parallel=True)
+    no_row = rf"row numbers from 0 to 6, got .* on rank {world.rank}"
+    refused(
+        ValueError,
+        (lambda: layer(torch.tensor([[0, 7, 1, 2]])), no_row),
+        (lambda: layer(torch.tensor([[-1, 0, 1, 2]])), no_row),
+        (lambda: layer(torch.arange(4)), r"sequence_dim: expected another .* got 1 for shape \[4, 3\] on rank"),
+        (lambda: layer(torch.zeros(1, 3).long()), "multiple of the 2 ranks of the group, got 3"),
+        (lambda: ax.VocabParallelEmbedding(7, 3, 7), "padding_idx: expected one of 7 rows or None, got 7"),
+        (lambda: ax.VocabParallelEmbedding(0, 3), "num_embeddings: expected at least 1, got 0"),
+        *(
+            (lambda option=option: from_embedding(nn.Embedding(7, 3, **option)), "leave this embedding whole")
+            for option in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True})
+        ),
+    )
+    refused(
+        TypeError,
+        (lambda: layer(torch.zeros(1, 4)), r"int64 or int32, got torch.float32"),
+        (lambda: from_embedding(nn.Linear(2, 2)), r"expected a torch.nn.Embedding, got Linear"),
+    )
     ax.barrier()

@@ -19,7 +19,7 @@ from divided import (
     whole_mlp,
 )
 from torch import Tensor, nn
-from whole import pairwise
+from whole import pairwise, refused, together
 
 import axonmpi as ax
 from axonmpi.tensor import Shard
@@ -208,27 +208,21 @@ def test_shards_of_every_kind(world) -> None:
 
 @pytest.mark.ranks(2)
 def test_sizes_that_do_not_divide_are_refused_before_anything_is_sent(world) -> None:
-    size = world.size
-    message = f"_features: expected a multiple of the {size} ranks of the group, got {size + 1}; .* shard="
-    with pytest.raises(ValueError, match=message):
-        ax.ColumnParallelLinear(3, size + 1)
-    with pytest.raises(ValueError, match=message):
-        ax.RowParallelLinear(size + 1, 3)
-    with pytest.raises(ValueError, match=message):
-        ax.ColumnParallelLinear.from_linear(whole_linear(3, size + 1))
-    column = ax.ColumnParallelLinear.from_linear(whole_linear(3, size), sequence_parallel=True)
-    row = ax.RowParallelLinear.from_linear(whole_linear(2 * size, 3), sequence_parallel=True)
-    with pytest.raises(ValueError, match=r"expected \[..., 3\], the whole input, got shape \[2, 4\] on rank"):
-        column(torch.zeros(2, 4, dtype=torch.float64))
-    with pytest.raises(ValueError, match=rf"this rank's share of {2 * size} features, got shape \[2, {2 * size}\]"):
-        row(torch.zeros(2, 2 * size, dtype=torch.float64))
-    with pytest.raises(ValueError, match=rf"multiple of the {size} ranks .* got {size + 1} \(dim 1"):
-        row(torch.zeros(2, size + 1, 2, dtype=torch.float64))
-    for layer, inputs in ((column, 3), (row, 2)):
-        with pytest.raises(IndexError, match="dim"):
-            layer(torch.zeros(inputs, dtype=torch.float64))
-        with pytest.raises(ValueError, match=r"sequence_dim: expected another dimension .* got 1 for .*\[8, \d\]"):
-            layer(torch.zeros(8, inputs, dtype=torch.float64))
+    message = "_features: expected a multiple of the 2 ranks of the group, got 3; .* shard="
+    column = ax.ColumnParallelLinear.from_linear(whole_linear(3, 2), sequence_parallel=True)
+    row = ax.RowParallelLinear.from_linear(whole_linear(4, 3), sequence_parallel=True)
+    refused(
+        ValueError,
+        (lambda: ax.ColumnParallelLinear(3, 3), message),
+        (lambda: ax.RowParallelLinear(3, 3), message),
+        (lambda: ax.ColumnParallelLinear.from_linear(whole_linear(3, 3)), message),
+        (lambda: column(randn(2, 4)), r"expected \[..., 3\], the whole input, got shape \[2, 4\] on rank"),
+        (lambda: row(randn(2, 4)), r"this rank's share of 4 features, got shape \[2, 4\]"),
+        (lambda: row(randn(2, 3, 2)), r"multiple of the 2 ranks .* got 3 \(dim 1"),
+        (lambda: column(randn(8, 3)), r"sequence_dim: expected another dimension .* got 1 for .*\[8, 3\]"),
+        (lambda: row(randn(8, 2)), r"sequence_dim: expected another dimension .* got 1 for .*\[8, 2\]"),
+    )
+    refused(IndexError, (lambda: column(randn(3)), "dim"), (lambda: row(randn(2)), "dim"))
     ax.barrier()
 
 
@@ -239,58 +233,95 @@ def test_ranks_outside_the_group(world) -> None:
         layer = ax.ColumnParallelLinear.from_linear(whole_linear(3, 4), group)
         assert torch.equal(layer.weight, whole_linear(3, 4).weight[2 * world.rank - 2 : 2 * world.rank])
         return
-    for make in (
-        lambda: ax.ColumnParallelLinear.from_linear(whole_linear(3, 4), group),
-        lambda: ax.RowParallelLinear(4, 3, process_group=group),
-        lambda: ax.VocabParallelEmbedding(4, 3, process_group=group),
-        lambda: ax.parallel_cross_entropy(torch.zeros(2), torch.tensor(0), group),
-    ):
-        with pytest.raises(ValueError, match="rank 0 is not in this group"):
-            make()
+    message = "rank 0 is not in this group"
+    refused(
+        ValueError,
+        (lambda: ax.ColumnParallelLinear.from_linear(whole_linear(3, 4), group), message),
+        (lambda: ax.RowParallelLinear(4, 3, process_group=group), message),
+        (lambda: ax.VocabParallelEmbedding(4, 3, process_group=group), message),
+        (lambda: ax.parallel_cross_entropy(torch.zeros(2), torch.tensor(0), group), message),
+    )
 
 
 @pytest.mark.ranks(2)
 def test_ranks_that_differ_in_sizes(world) -> None:
-    message = (
-        r"of the same sizes on all ranks, got a weight of shape \[4, 3\] on rank 1, and one of \[2, 3\] on rank 0"
-    )
+    message = r"same sizes on all ranks, got a weight of shape \[4, 3\] on rank 1, and one of \[2, 3\] on rank 0"
     if world.rank == 0:
         ax.ColumnParallelLinear(3, 4, bias=False)
     else:
-        with pytest.raises(ValueError, match=message):
-            ax.ColumnParallelLinear(3, 8, bias=False)
+        refused(ValueError, (lambda: ax.ColumnParallelLinear(3, 8, bias=False), message))
 
 
 @pytest.mark.ranks(2)
 def test_other_mistakes(world) -> None:
-    even = Shard.even(0, 4, 2)
-    for options, message in (
-        ({"shard": Shard.even(1, 3, 1)}, "along dim 0 of the weight, got one along dim 1"),
-        ({"shard": Shard.even(0, 8, 2)}, r"parameter of shape \[4, 3\], got one of size 8 along dim 0"),
-        ({"shard": Shard.even(0, 4, 4)}, "expected one for 2 ranks, got one for 4"),
-        ({"shard": Shard.heads(0, 1, 4, 2), "gather_output": True}, "on one rank, got one with 2 copies"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ax.ColumnParallelLinear(3, 4, **options)
-    with pytest.raises(ValueError, match="on one rank, got one with 2 copies"):
-        ax.RowParallelLinear(4, 3, shard=Shard.heads(1, 1, 4, 2))
-    with pytest.raises(ValueError, match="along dim 1 of the weight, got one along dim 0"):
-        ax.RowParallelLinear(4, 3, shard=even)
-    with pytest.raises(TypeError, match=r"shard: expected an axonmpi.tensor.Shard, got str"):
-        ax.ColumnParallelLinear(3, 4, shard="even")
-    for make in (
-        lambda: ax.ParallelMLP(4, 4, "tp"),
-        lambda: ax.tensor_parallel_attention(4, 2, "tp"),
-        lambda: ax.ShardedDropout(0.5, "tp"),
-        lambda: ax.sequence_parallel_norm(torch.nn.LayerNorm(3), "tp"),
-    ):
-        with pytest.raises(TypeError, match=r"group: expected an axonmpi.ProcessGroup or None, got str"):
-            make()
-    with pytest.raises(TypeError, match=r"process_group: expected an axonmpi.ProcessGroup or None, got str"):
-        ax.ColumnParallelLinear(3, 4, process_group="tp")
-    with pytest.raises(TypeError, match=r"linear: expected a torch.nn.Linear, got ReLU"):
-        ax.RowParallelLinear.from_linear(nn.ReLU())
-    for requires_grad in (False, True):
-        with pytest.raises(RuntimeError, match="dtype"):  # as by torch
-            ax.ColumnParallelLinear(3, 4, dtype=torch.float64)(torch.ones(2, 3, requires_grad=requires_grad))
+    def column(**options) -> ax.ColumnParallelLinear:
+        return ax.ColumnParallelLinear(3, 4, **options)
+
+    def row(**options) -> ax.RowParallelLinear:
+        return ax.RowParallelLinear(4, 3, **options)
+
+    group, several = world.default_group, Shard.heads(0, 1, 4, 2)
+    refused(
+        ValueError,
+        (lambda: column(shard=Shard.even(1, 3, 1)), "along dim 0 of the weight, got one along dim 1"),
+        (lambda: column(shard=Shard.even(0, 8, 2)), r"of shape \[4, 3\], got one of size 8 along dim 0"),
+        (lambda: column(shard=Shard.even(0, 4, 4)), "expected one for 2 ranks, got one for 4"),
+        (lambda: column(shard=several, gather_output=True), "on one rank, got one with 2 copies"),
+        (lambda: row(shard=Shard.heads(1, 1, 4, 2)), "on one rank, got one with 2 copies"),
+        (lambda: row(shard=Shard.even(0, 4, 2)), "along dim 1 of the weight, got one along dim 0"),
+    )
+    no_group = "group: expected an axonmpi.ProcessGroup or None, got str"
+    refused(
+        TypeError,
+        (lambda: column(shard="even"), r"shard: expected an axonmpi.tensor.Shard, got str"),
+        (lambda: ax.ParallelMLP(4, 4, "tp"), no_group),
+        (lambda: ax.tensor_parallel_attention(4, 2, "tp"), no_group),
+        (lambda: ax.ShardedDropout(0.5, "tp"), no_group),
+        (lambda: ax.sequence_parallel_norm(nn.LayerNorm(3), "tp"), no_group),
+        (lambda: column(process_group="tp"), f"process_{no_group}"),
+        (lambda: ax.RowParallelLinear.from_linear(nn.ReLU()), "linear: expected a torch.nn.Linear, got ReLU"),
+        (lambda: ax.ColumnParallelLinear(6, 8, group, group), "expected one group, got two"),
+        (lambda: ax.RowParallelLinear(6, 8, group, process_group=group), "expected one group, got two"),
+        (lambda: ax.VocabParallelEmbedding(10, 8, group, group=group), "expected one group, got two"),
+        (lambda: ax.ColumnParallelLinear(6.0, 8, group), r"in_features: expected an integer, got 6\.0"),
+        (lambda: ax.ColumnParallelLinear(6, 8, nn.Linear(1, 1)), "bias: expected True or False, got Linear"),
+    )
+    double = column(dtype=torch.float64)
+    refused(  # as by torch
+        RuntimeError,
+        (lambda: double(torch.ones(2, 3)), "dtype"),
+        (lambda: double(torch.ones(2, 3, requires_grad=True)), "dtype"),
+    )
     ax.barrier()
+
+
+# ---- the group stands third --------------------------------------------------------------------------------------
+
+LAYERS = (
+    lambda group: ax.ColumnParallelLinear(6, 8, group, gather_output=True),
+    lambda group: ax.ColumnParallelLinear(6, 8, False, group, gather_output=True),
+    lambda group: ax.RowParallelLinear(6, 8, group, input_is_parallel=False),
+    lambda group: ax.ParallelMLP(6, 8, group),
+    lambda group: ax.ParallelGatedMLP(6, 8, group),
+    lambda group: ax.tensor_parallel_attention(6, 2, group, head_dim=4),
+    lambda group: ax.VocabParallelEmbedding(10, 8, group),
+    lambda group: ax.VocabParallelEmbedding(10, 8, 3, group),
+)
+"""Made with a group in the third place, or behind what is there else."""
+
+
+@pytest.mark.ranks(4)
+def test_the_group_stands_third(world) -> None:
+    group = ax.DeviceMesh({"dp": 2, "tp": 2}).group("tp")
+    for make in LAYERS:
+        layer = together(lambda: make(group))  # noqa: B023
+        parts = [part for part in layer.modules() if hasattr(part, "process_group")]
+        assert {part.process_group for part in parts} == {group}
+        whole = together(lambda: make(ax.ProcessGroup.mock()))  # noqa: B023
+        assert sum(p.numel() for p in layer.parameters()) < sum(p.numel() for p in whole.parameters())
+        whole.load_state_dict(ax.tensor.full_state_dict(layer))
+        x = torch.tensor([[1, 9, 4]]) if isinstance(layer, ax.VocabParallelEmbedding) else randn(2, 3, 6).float()
+        torch.testing.assert_close(layer(x), whole(x))
+    layers = [make(group) for make in LAYERS]
+    assert [layer.bias is None for layer in layers[:3]] == [False, True, False]
+    assert [layer.padding_idx for layer in layers[-2:]] == [None, 3]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
+from whole import refused
 
 import axonmpi as ax
 from axonmpi.testing import run_ranks
@@ -138,30 +140,33 @@ def test_one_message_and_one_tensor_of_the_size_of_the_logits() -> None:
 @pytest.mark.ranks(2)
 def test_mistakes(world) -> None:
     logits, targets = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
-    entries = 4 * world.size
-
-    def refused(kind: type[Exception], message: str, *tensors: Tensor, **options: object) -> None:
-        with pytest.raises(kind, match=message):
-            ax.parallel_cross_entropy(*(tensors or (logits, targets)), **options)
-
-    for wrong in (entries, -1, -99):
-        there = targets.clone()
-        there[1, 2] = wrong
-        message = rf"entries from 0 to {entries - 1}, or -100 to ignore, got .*{wrong}.* on rank {world.rank}"
-        refused(ValueError, message, logits, there)
-    refused(ValueError, "entries from 0 to 0, or", logits, targets + 1, vocabulary=1)
-    refused(TypeError, r"targets: expected integers, .* got torch.float32", logits, targets.float())
-    refused(TypeError, r"logits: expected a floating-point dtype, got torch.int64", logits.long(), targets)
-    refused(ValueError, r"targets: expected shape \[2, 3\] .* got \[3\] on rank", logits, targets[0])
-    refused(ValueError, r"targets: expected shape", torch.tensor(1.0), torch.tensor(0))
-    refused(ValueError, "reduction: expected one of 'mean', 'sum', 'none', got 'max'", reduction="max")
-    for smoothing in (-0.1, 1.1, math.nan):
-        refused(ValueError, "label_smoothing: expected 0 to 1", label_smoothing=smoothing)
-    options = {"reduction": "none", "sequence_parallel": True}
-    refused(ValueError, "a sequence whose length is a multiple", **options)
     uneven = torch.zeros(2, 3, 4 if world.rank else 5)
-    refused(ValueError, "as many entries on all ranks of the group, got 5, 4; pad", uneven, targets)
-    refused(TypeError, "^group: expected an axonmpi.ProcessGroup or None, got str", group="tp")
-    for vocabulary in (0, entries + 1):
-        refused(ValueError, f"vocabulary: expected 1 to {entries}", vocabulary=vocabulary)
+
+    def loss(logits: Tensor = logits, targets: Tensor = targets, **options: object) -> Callable[[], Tensor]:
+        return lambda: ax.parallel_cross_entropy(logits, targets, **options)
+
+    refused(
+        ValueError,
+        *(
+            (
+                loss(targets=targets.index_put((torch.tensor(1), torch.tensor(2)), torch.tensor(wrong))),
+                rf"entries from 0 to 7, or -100 to ignore, got .*{wrong}.* on rank {world.rank}",
+            )
+            for wrong in (8, -1, -99)
+        ),
+        (loss(targets=targets + 1, vocabulary=1), "entries from 0 to 0, or"),
+        (loss(targets=targets[0]), r"targets: expected shape \[2, 3\] .* got \[3\] on rank"),
+        (loss(torch.tensor(1.0), torch.tensor(0)), r"targets: expected shape"),
+        (loss(reduction="max"), "reduction: expected one of 'mean', 'sum', 'none', got 'max'"),
+        *((loss(label_smoothing=wrong), "label_smoothing: expected 0 to 1") for wrong in (-0.1, 1.1, math.nan)),
+        (loss(reduction="none", sequence_parallel=True), "a sequence whose length is a multiple"),
+        (loss(uneven), "as many entries on all ranks of the group, got 5, 4; pad"),
+        *((loss(vocabulary=wrong), "vocabulary: expected 1 to 8") for wrong in (0, 9)),
+    )
+    refused(
+        TypeError,
+        (loss(targets=targets.float()), r"targets: expected integers, .* got torch.float32"),
+        (loss(logits.long()), r"logits: expected a floating-point dtype, got torch.int64"),
+        (loss(group="tp"), "^group: expected an axonmpi.ProcessGroup or None, got str"),
+    )
     ax.barrier()

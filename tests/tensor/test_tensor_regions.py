@@ -20,6 +20,7 @@ from divided import assert_close, part, randn, whole_linear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from whole import refused
 
 import axonmpi as ax
 from axonmpi.tensor import enter, join_sequence, leave, split_sequence
@@ -210,26 +211,23 @@ def test_what_is_gathered_again_is_dropped_after_the_last_weight() -> None:
 
 @pytest.mark.ranks(2)
 def test_a_sequence_that_does_not_divide_is_refused_before_anything_is_sent(world) -> None:
-    group, x = world.default_group, torch.zeros(2, 5, 3)
-    message = rf"multiple of the {world.size} ranks .* got 5 \(dim 1 of shape \[2, 5, 3\]\) on rank {world.rank}"
-    with pytest.raises(ValueError, match=message):
-        leave(x, group, sequence_parallel=True)
-    with pytest.raises(ValueError, match=message):
-        split_sequence(x, group)
-    with pytest.raises(IndexError, match="dim"):
-        leave(x, group, sequence_parallel=True, sequence_dim=3)
-    for function in (enter, leave):
-        with pytest.raises(IndexError, match="dim"):
-            function(x, group, sequence_parallel=True, sequence_dim=-4)
-    with pytest.raises(IndexError, match="dim"):
-        join_sequence(x, group, 3)
-    ax.barrier()
-
-
-@pytest.mark.ranks(2)
-def test_slices_of_different_lengths_are_refused(world) -> None:
-    x = torch.zeros(1, 2 + world.rank)
-    with pytest.raises(ValueError, match=rf"equally long on all 2 ranks .* got {2 + world.rank} of 5 on rank"):
-        join_sequence(x, world.default_group)
-    with pytest.raises(ValueError, match="equally long"):
-        enter(x, world.default_group, sequence_parallel=True)
+    group, x, uneven = world.default_group, torch.zeros(2, 5, 3), torch.zeros(1, 2 + world.rank)
+    message = rf"multiple of the 2 ranks .* got 5 \(dim 1 of shape \[2, 5, 3\]\) on rank {world.rank}"
+    refused(
+        ValueError,
+        (lambda: leave(x, group, sequence_parallel=True), message),
+        (lambda: split_sequence(x, group), message),
+    )
+    refused(
+        IndexError,
+        (lambda: leave(x, group, sequence_parallel=True, sequence_dim=3), "dim"),
+        (lambda: leave(x, group, sequence_parallel=True, sequence_dim=-4), "dim"),
+        (lambda: enter(x, group, sequence_parallel=True, sequence_dim=-4), "dim"),
+        (lambda: join_sequence(x, group, 3), "dim"),
+    )
+    message = rf"slices .* equally long on all 2 ranks .* got {2 + world.rank} of 5 on rank"
+    refused(
+        ValueError,
+        (lambda: join_sequence(uneven, group), message),
+        (lambda: enter(uneven, group, sequence_parallel=True), message),
+    )

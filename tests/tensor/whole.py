@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -31,6 +32,13 @@ def pairwise(**choices: Sequence[Any]) -> list[dict[str, Any]]:
         missing -= pairs[number]
         found.append(settings[number])
     return found
+
+
+def refused(kind: type[Exception], *mistakes: tuple[Callable[[], object], str]) -> None:
+    """Make mistakes, each of which raises an error that says what is wrong."""
+    for call, message in mistakes:
+        with pytest.raises(kind, match=message):
+            call()
 
 
 def seeded(seed: int) -> torch.Generator:
