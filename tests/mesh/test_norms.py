@@ -244,13 +244,13 @@ def test_fsdp_on_one_axis_tensor_parallel_on_another(world) -> None:
             torch.testing.assert_close(dict(state), dict(whole.state_dict()))
 
 
-@pytest.mark.ranks(4, 8)
+@pytest.mark.ranks(4)
 def test_pipelines_of_tensor_parallel_and_sharded_stages(world) -> None:
     """Two stages whose norms are tied, each cut over tp and divided over dp."""
-    shapes = [{"dp": 2, "pp": 2, "tp": t} for t in (1, 2)] + [{"dp": 1, "pp": 2, "tp": 2}]
+    shapes = [{"dp": 2, "pp": 2, "tp": 1}, {"dp": 1, "pp": 2, "tp": 2}]
     with meshes(world, *shapes) as made:
         for number, mesh in enumerate(made):
-            norm_type, limit = TYPES[1 + (number + world.size // 8) % 4], 0.02
+            norm_type, limit = TYPES[2 + number], 0.02
             generator = torch.Generator().manual_seed(7)
             whole = [Whole(generator), Whole(generator)]
             whole[1].norm = whole[0].norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -86,23 +87,23 @@ def test_a_block_sums_once_forward_and_once_backward(make: Callable[[bool], nn.M
     ]
 
 
+def embedding(sequence_parallel: bool) -> nn.Module:
+    whole = nn.Embedding(7, 4)
+    return ax.VocabParallelEmbedding.from_embedding(whole, sequence_parallel=sequence_parallel)
+
+
 def test_other_layers() -> None:
-    column, row = whole_linear(8, 16), whole_linear(8, 6)
-    gathering = in_forward_and_backward(lambda: ax.ColumnParallelLinear.from_linear(column, gather_output=True))
-    assert gathering == [{"all_gather": 1}, {"all_reduce": 1}]
-    cutting = in_forward_and_backward(lambda: ax.RowParallelLinear.from_linear(row, input_is_parallel=False))
-    assert cutting == [{"all_reduce": 1}, {"all_gather": 1}]
-    embedding = nn.Embedding(7, 4)
-    ids = torch.zeros(2, 4, dtype=torch.int64)
-    for sequence_parallel, expected in (
-        (False, [{"all_reduce": 1}, {}]),
-        (True, [{"reduce_scatter": 1}, {"all_gather": 1}]),
-    ):
+    column = functools.partial(ax.ColumnParallelLinear.from_linear, whole_linear(8, 16), gather_output=True)
+    row = functools.partial(ax.RowParallelLinear.from_linear, whole_linear(8, 6), input_is_parallel=False)
+    assert in_forward_and_backward(column) == [{"all_gather": 1}, {"all_reduce": 1}]
+    assert in_forward_and_backward(row) == [{"all_reduce": 1}, {"all_gather": 1}]
 
-        def make(sequence_parallel: bool = sequence_parallel) -> nn.Module:
-            return ax.VocabParallelEmbedding.from_embedding(embedding, sequence_parallel=sequence_parallel)
+    def use(model: nn.Module, x: Tensor) -> Tensor:
+        return model(torch.zeros(2, 4, dtype=torch.int64))
 
-        assert in_forward_and_backward(make, use=lambda model, x: model(ids)) == expected
+    assert in_forward_and_backward(lambda: embedding(False), use=use) == [{"all_reduce": 1}, {}]
+    expected = [{"reduce_scatter": 1}, {"all_gather": 1}]
+    assert in_forward_and_backward(lambda: embedding(True), use=use) == expected
 
 
 def test_without_gradients_and_with_a_part_of_them() -> None:
@@ -147,21 +148,15 @@ def test_an_entered_input_is_summed_once() -> None:
 def test_autocast_and_checkpoints_send_no_more_often() -> None:
     def cast(model: nn.Module, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return model(x).float()
-
-    def single() -> nn.Module:
-        return Block(3).float()
-
-    def converted(model: nn.Module, x: Tensor) -> Tensor:
-        return cast(model, x.float())
-
-    assert in_forward_and_backward(single, use=converted) == [{"all_reduce": 1}, {"all_reduce": 1}]
+            return model(x.float()).float()
 
     def checkpointed(model: nn.Module, x: Tensor) -> Tensor:
+        """Forward is computed again, up to the last thing that was kept."""
         return checkpoint(model, x, use_reentrant=False)
 
-    # Forward is computed again, up to the last thing that was kept.
-    assert in_forward_and_backward(lambda: Block(3), use=checkpointed) == [{"all_reduce": 1}, {"all_reduce": 1}]
+    expected = [{"all_reduce": 1}, {"all_reduce": 1}]
+    assert in_forward_and_backward(lambda: Block(3).float(), use=cast) == expected
+    assert in_forward_and_backward(lambda: Block(3), use=checkpointed) == expected
 
 
 def test_first_values() -> None:

@@ -6,12 +6,14 @@ import copy
 
 import pytest
 import torch
+from divided import Sent
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from whole import assert_close, built, calls, part, randn
+from whole import assert_close, built, part, randn
 
 import axonmpi as ax
 from axonmpi import sequence_parallel_norm
+from axonmpi.testing import run_ranks
 
 WIDTH = 6
 
@@ -103,21 +105,17 @@ def test_the_module_is_otherwise_what_it_was(world, make):
 
 
 def test_what_is_sent():
-    def prepare(make=lambda: nn.LayerNorm(WIDTH), *, trained: bool = True, inference: bool = False):
-        norm = sequence_parallel_norm(make().requires_grad_(trained))
+    def body(world, make, trained: bool = True, inference: bool = False) -> dict[str, int]:
+        norm, sent = sequence_parallel_norm(make().requires_grad_(trained)), Sent(world)
+        with torch.inference_mode(inference):
+            output = first(norm(randn(2, 4, WIDTH).requires_grad_()))
+        if not inference:
+            output.sum().backward()
+        return sent.take()
 
-        def act() -> None:
-            with torch.inference_mode(inference):
-                output = first(norm(randn(2, 4, WIDTH).requires_grad_()))
-            if not inference:
-                output.sum().backward()
-
-        return act
-
-    assert calls(lambda world: prepare()) == [["all_reduce"]] * 2  # weight and bias in one
-    assert calls(lambda world: prepare(Scale)) == [["all_reduce"] * 2] * 2  # one for each dtype
-    assert calls(lambda world: prepare(trained=False)) == [[]] * 2
-    assert calls(lambda world: prepare(inference=True)) == [[]] * 2
+    for make, count in ((lambda: nn.LayerNorm(WIDTH), 1), (Scale, 2)):  # one for each dtype
+        assert run_ranks(2, body, make) == [{"all_reduce": count}] * 2
+        assert run_ranks(2, body, make, False) == run_ranks(2, body, make, True, True) == [{}] * 2
 
 
 @pytest.mark.ranks(2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from whole import built, randn, seeded
+from whole import built, randn, refused, seeded
 
 import axonmpi as ax
 from axonmpi.tensor import (
@@ -472,27 +472,24 @@ def test_mistakes_in_a_plan_change_nothing(world):
 
 @pytest.mark.ranks(2)
 def test_arguments_of_a_wrong_kind(world):
-    for arguments, message in (
-        ((3, {"0": "row"}), "module: expected a torch.nn.Module, got int"),
-        ((built(perceptron), ["row"]), "plan: expected a mapping"),
-        ((built(perceptron), {"0": 3}), r"plan\['0'\]: expected a style"),
-        (
-            (built(perceptron), {"0": "column"}, "tp"),
-            "^group: expected an axonmpi.ProcessGroup or None, got str",
-        ),
-    ):
-        with pytest.raises(TypeError, match=message):
-            tensor_parallelize(*arguments)
+    model = built(perceptron)
+    refused(
+        TypeError,
+        (lambda: tensor_parallelize(3, {"0": "row"}), "module: expected a torch.nn.Module, got int"),
+        (lambda: tensor_parallelize(model, ["row"]), "plan: expected a mapping"),
+        (lambda: tensor_parallelize(model, {"0": 3}), r"plan\['0'\]: expected a style"),
+        (lambda: tensor_parallelize(model, {"0": "column"}, "tp"), "^group: expected an axonmpi.ProcessGroup or"),
+    )
 
 
 @pytest.mark.real_ranks
 @pytest.mark.ranks(2, 4)
 def test_a_mistake_of_one_rank_is_told_on_all(world):
     own = {"0": "column", "2": "row"} if world.rank == 0 else {"0": "column", "3": "row"}
-    with pytest.raises(ValueError, match=r"^rank 1: plan\['3'\]: no submodule"):
-        tensor_parallelize(built(perceptron), own)
-    with pytest.raises(TypeError, match=r"^rank 0: module: expected a torch.nn.Module, got NoneType"):
-        tensor_parallelize(None if world.rank == 0 else built(perceptron), {"0": "column", "2": "row"})
+    model = built(perceptron)
+    refused(ValueError, (lambda: tensor_parallelize(model, own), r"^rank 1: plan\['3'\]: no submodule"))
+    message = r"^rank 0: module: expected a torch.nn.Module, got NoneType"
+    refused(TypeError, (lambda: tensor_parallelize(model if world.rank else None, {"0": "column"}), message))
 
 
 @pytest.mark.ranks(2)
@@ -528,13 +525,15 @@ def test_ranks_that_do_not_agree(world):
 @pytest.mark.ranks(2)
 def test_a_model_is_divided_once(world):
     model = tensor_parallelize(built(perceptron), {"0": "column", "2": "row"})
-    for plan in ({"0": "column"}, {"1": "region"}):
-        with pytest.raises(ValueError, match="module: 0 is divided already; tensor_parallelize is called once"):
-            tensor_parallelize(model, plan)
-    for wrapper in (ax.DDP, ax.FSDP):
-        wrapped = wrapper(built(perceptron))
-        with pytest.raises(ValueError, match="divide the model before it is wrapped"):
-            tensor_parallelize(wrapped, {"module.0": "column", "module.2": "row"})
+    wrapped, whole = {"module.0": "column", "module.2": "row"}, "divide the model before it is wrapped"
+    once = "module: 0 is divided already; tensor_parallelize is called once"
+    refused(
+        ValueError,
+        (lambda: tensor_parallelize(model, {"0": "column"}), once),
+        (lambda: tensor_parallelize(model, {"1": "region"}), once),
+        (lambda: tensor_parallelize(ax.DDP(built(perceptron)), wrapped), whole),
+        (lambda: tensor_parallelize(ax.FSDP(built(perceptron)), wrapped), whole),
+    )
 
 
 @pytest.mark.ranks(2)
@@ -576,14 +575,6 @@ def test_what_is_put_together_is_a_tensor_or_the_first_of_several(world):
             TypeError, match=f"Answering: expected a tensor as output, .*got {kind}; 'join' has to be"
         ):
             model["a"](x, answer)
-
-
-@pytest.mark.ranks(2)
-def test_a_length_that_does_not_divide(world):
-    model = tensor_parallelize(built(Words), plan(), sequence_parallel=True)
-    with pytest.raises(ValueError, match=r"expected a sequence .*multiple of the \d ranks of the group.*pad it"):
-        model(words(length=5))
-    assert_close(model(words()), built(Words)(words()))
 
 
 @pytest.mark.ranks(3)

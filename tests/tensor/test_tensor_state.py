@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from whole import built
+from whole import built, refused
 
 import axonmpi as ax
 from axonmpi.tensor import (
-    ColumnParallelLinear,
     copies,
     full_state_dict,
     load_full_state_dict,
@@ -137,23 +136,21 @@ def test_a_part_of_a_state_and_names_that_are_not_known(world):
 @pytest.mark.ranks(2)
 def test_what_is_not_whole_is_not_loaded(world):
     model = divided()
-    wrong = dict(built(Model).state_dict())
-    wrong.update({"up.weight": torch.ones(8, 4), "norm.bias": torch.ones(3), "embedding.weight": torch.ones(6, 4)})
-    message = (
-        r"wrong shapes: embedding.weight: expected \[5, 4\], got .*; norm.bias: .*; up.weight: .*\[4, 8\], got"
+    shapes = {"up.weight": torch.ones(8, 4), "norm.bias": torch.ones(3), "embedding.weight": torch.ones(6, 4)}
+    wrong = {**built(Model).state_dict(), **shapes}
+    misfits = r"wrong shapes: embedding.weight: expected \[5, 4\], got .*; norm.bias: .*; up.weight: "
+    no_tensor = {**wrong, "up.weight": 3} if world.rank == 0 else None
+    no_state = None if world.rank == 0 else {}
+    refused(
+        ValueError,
+        (lambda: load_full_state_dict(model, wrong), rf"{misfits}expected \[4, 8\], got \[8, 4\]"),
+        (lambda: load_full_state_dict(model, no_tensor), rf"{misfits}expected \[4, 8\], got int"),
+        (lambda: load_full_state_dict(model, no_state), "^rank 0: state_dict: expected a mapping .* got NoneType"),
+        (
+            lambda: local_state_dict(model, wrong),
+            r"embedding.weight: expected size 5 along dim 0, got shape \[6, 4\]; up.weight",
+        ),
     )
-    with pytest.raises(ValueError, match=message):
-        load_full_state_dict(model, wrong)
-    for wrong_on_rank_0, message in (
-        (None, "^rank 0: state_dict: expected a mapping of names to values, got NoneType"),
-        ({**wrong, "up.weight": 3}, r"wrong shapes: .*; up.weight: expected \[4, 8\], got int"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load_full_state_dict(model, wrong_on_rank_0 if world.rank == 0 else None)
-    with pytest.raises(
-        ValueError, match=r"embedding.weight: expected size 5 along dim 0, got shape \[6, 4\]; up.weight"
-    ):
-        local_state_dict(model, wrong)
     assert_same(full_state_dict(model), built(Model).state_dict())
 
 
@@ -182,22 +179,18 @@ def test_gradients_and_what_an_optimizer_keeps(world):
 def test_states_that_do_not_fit_together(world):
     model = divided()
     state = model.state_dict()
-    if world.rank == 1:
-        del state["up.bias"]
-    with pytest.raises(
-        ValueError, match=r"same names in the same order on all ranks; ranks 0 and 1 differ in up.bias"
-    ):
-        full_state_dict(model, state)
-    state = model.state_dict()
-    if world.rank == 1:
-        state = dict(reversed(state.items()))
-    with pytest.raises(ValueError, match="ranks 0 and 1 differ in their order"):
-        full_state_dict(model, state)
-    state = model.state_dict()
-    if world.rank == 1:
-        state["up.bias"] = torch.ones(8)
-    with pytest.raises(ValueError, match=r"^rank 1: up.bias: expected size 4 along dim 0, got shape \[8\]$"):
-        full_state_dict(model, state)
+    others = {name: value for name, value in state.items() if world.rank == 0 or name != "up.bias"}
+    order = dict(reversed(state.items())) if world.rank else state
+    shape = {**state, "up.bias": torch.ones(8)} if world.rank else state
+    refused(
+        ValueError,
+        (lambda: full_state_dict(model, others), r"same names .* on all ranks; ranks 0 and 1 differ in up.bias"),
+        (lambda: full_state_dict(model, order), "ranks 0 and 1 differ in their order"),
+        (
+            lambda: full_state_dict(model, shape),
+            r"^rank 1: up.bias: expected size 4 along dim 0, got shape \[8\]$",
+        ),
+    )
     assert full_state_dict(model, {}) == {}
 
 
@@ -218,10 +211,10 @@ def test_names_of_wrapped_models(world):
 
 @pytest.mark.ranks(2)
 def test_models_without_parallel_layers_or_of_several_groups(world):
-    with pytest.raises(ValueError, match="expected a model with parallel layers, Linear has none"):
-        full_state_dict(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got dict"):
-        copies({})
-    layers = [ColumnParallelLinear(4, 4), ColumnParallelLinear(4, 4, process_group=ax.ProcessGroup.mock())]
-    with pytest.raises(ValueError, match="parallel layers that all belong to one group"):
-        copies(nn.Sequential(*layers))
+    layers = [ax.ColumnParallelLinear(4, 4), ax.ColumnParallelLinear(4, 4, ax.ProcessGroup.mock())]
+    refused(
+        ValueError,
+        (lambda: full_state_dict(nn.Linear(2, 2)), "expected a model with parallel layers, Linear has none"),
+        (lambda: copies(nn.Sequential(*layers)), "parallel layers that all belong to one group"),
+    )
+    refused(TypeError, (lambda: copies({}), "expected a torch.nn.Module, got dict"))

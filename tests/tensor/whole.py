@@ -180,17 +180,3 @@ def compare(world, block, whole, own, *, x: Tensor, divided: bool, **options) ->
     for name, parameter in block.named_parameters():
         assert torch.equal(parameter, own(name, names[name])), name
         assert_close(parameter.grad, own(name, names[name].grad), name)
-
-
-def calls(prepare: Callable[[ax.World], Callable[[], object]], ranks: int = 2) -> list[list[str]]:
-    """Return the operations that each of some mock ranks does in the function that `prepare` returns."""
-
-    def logged(world: ax.World) -> list[str]:
-        act = prepare(world)
-        ax.barrier()
-        log = world.default_group.backend.log
-        log.clear()
-        act()
-        return [call.operation for call in log]
-
-    return ax.testing.run_ranks(ranks, logged)
