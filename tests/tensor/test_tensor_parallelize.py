@@ -127,7 +127,7 @@ def step(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.real_ranks
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("pairs", [4, 2, 1])
 def test_a_model_of_ones_own(world, pairs):
     """Logits, gradients, their norm; with parts of the sequence for every second number of heads and of ranks."""
