@@ -62,7 +62,6 @@ def test_parts_of_parts(world) -> None:
     half.close()
 
 
-@pytest.mark.real_ranks
 @pytest.mark.ranks(2, 4)
 def test_other_parts_on_one_rank_are_an_error_on_all(world) -> None:
     ranks = list(range(world.size))

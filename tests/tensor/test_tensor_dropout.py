@@ -122,8 +122,7 @@ def test_extremes_and_dtypes():
     assert repr(ShardedDropout(0.1, group)) == "ShardedDropout(p=0.1, dim=1, sharded)"
 
 
-@pytest.mark.real_ranks
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 def test_the_default_generator_and_replicated_dropout_beside_it(world):
     x = torch.ones(3, 8, 5)
     replicated, sharded = nn.Dropout(0.4), ShardedDropout(0.4, None, 1)

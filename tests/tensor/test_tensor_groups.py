@@ -54,7 +54,6 @@ def test_a_pair_of_groups_of_which_one_has_other_parts(world):
         ax.FSDP(model, (mesh.group("dp"), mesh.group("tp")), sharding_strategy=ax.ShardingStrategy.HYBRID_SHARD)
 
 
-@pytest.mark.real_ranks
 @pytest.mark.ranks(4)
 def test_one_rank_with_another_group_is_an_error_on_all(world):
     """Two ranks share a layer, the others have theirs alone: all four are told."""

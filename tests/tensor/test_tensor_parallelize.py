@@ -126,9 +126,8 @@ def step(model: nn.Module) -> Tensor:
     return logits
 
 
-@pytest.mark.real_ranks
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("pairs", [4, 2, 1])
+@pytest.mark.parametrize("pairs", [4, 2, pytest.param(1, marks=pytest.mark.real_ranks)])
 def test_a_model_of_ones_own(world, pairs):
     """Logits, gradients, their norm; with parts of the sequence for every second number of heads and of ranks."""
     make = functools.partial(Words, pairs)
@@ -483,7 +482,7 @@ def test_arguments_of_a_wrong_kind(world):
 
 
 @pytest.mark.real_ranks
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 def test_a_mistake_of_one_rank_is_told_on_all(world):
     own = {"0": "column", "2": "row"} if world.rank == 0 else {"0": "column", "3": "row"}
     model = built(perceptron)
