@@ -187,11 +187,9 @@ dp pp ranks along tp
  1  1 6 7"""
     head = "dp 2 x ep 1 x pp 2 x tp 2: 8 ranks on "
     assert ax.DeviceMesh(shape, on_nodes(world, 8)).describe() == f"{head}1 node\n{table}"
-    across = "groups across nodes: dp\n"
-    assert ax.DeviceMesh(shape, on_nodes(world, 4)).describe() == f"{head}2 nodes\n{across}{table}"
-    across = "groups across nodes: dp, pp, tp\n"
-    mesh = ax.DeviceMesh(shape, on_nodes(world, 1))
-    assert mesh.describe() == f"{head}8 nodes\n{across}{table}"
+    for ranks_per_node, nodes, axes in ((4, 2, "dp"), (3, 3, "dp, pp, tp"), (1, 8, "dp, pp, tp")):
+        mesh = ax.DeviceMesh(shape, on_nodes(world, ranks_per_node))
+        assert mesh.describe() == f"{head}{nodes} nodes\ngroups across nodes: {axes}\n{table}"
     rows = mesh.describe(max_rows=3).splitlines()[2:]
     assert rows == ["dp pp ranks along tp", " 0  0 0 1", " 0  1 2 3", "... 1 row more", " 1  1 6 7"]
 
