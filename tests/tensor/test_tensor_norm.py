@@ -119,6 +119,17 @@ def test_what_is_sent():
 
 
 @pytest.mark.ranks(2)
+def test_gradients_of_gradients(world):
+    whole, x, found = random_norm(lambda: nn.LayerNorm(WIDTH)), randn(3, 8, WIDTH), []
+    for norm, own in ((whole, x), (sequence_parallel_norm(copy.deepcopy(whole)), part(x, world))):
+        leaf = own.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(norm(leaf).pow(3).sum(), norm.weight, create_graph=True)
+        gradient.square().sum().backward()
+        found.append(leaf.grad)
+    assert_close(found[1], part(found[0], world))
+
+
+@pytest.mark.ranks(2)
 def test_a_frozen_parameter_gets_no_gradient(world):
     norm = sequence_parallel_norm(random_norm(lambda: nn.LayerNorm(WIDTH)))
     norm.bias.requires_grad_(False)
