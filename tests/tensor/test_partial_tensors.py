@@ -253,7 +253,7 @@ def test_files_of_one_ranks_parts_are_refused(world, shared_tmp_path, make):
 
 @pytest.mark.ranks(2)
 @models
-def test_files_of_one_ranks_optimizer_state_are_refused(world, make):
+def test_files_of_one_ranks_optimizer_state_and_norms_after_a_step_are_refused(world, make):
     model = make(world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     saved(optimizer.state_dict())  # nothing in it that is divided
@@ -263,6 +263,8 @@ def test_files_of_one_ranks_optimizer_state_are_refused(world, make):
     everywhere_but_empty(
         world, raised_by(saved, optimizer.state_dict()), has, "full_optimizer_state_dict(optimizer)"
     )
+    after_step = raised_by(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
+    everywhere_but_empty(world, after_step, has, "axonmpi.clip_grad_norm(model, max_norm)")
 
 
 @pytest.mark.ranks(2)
