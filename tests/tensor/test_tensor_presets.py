@@ -67,9 +67,6 @@ QWEN2 = functools.partial(llama, "Qwen2ForCausalLM", pairs=1)
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama, 2 key/value heads": llama,
     "llama, 1 key/value head, tied, biases": LLAMA_OF_ONE_PAIR,
-}
-"""Of which heads are divided otherwise on 4 ranks than on 2."""
-OTHERS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": gpt2,
     "bert": bert,
     "gpt2, not tied": functools.partial(
@@ -153,10 +150,9 @@ def every_second(world: ax.World, makes: Any) -> list[tuple[Any, bool]]:
     return [(make, (number + world.size // 2) % 2 == 0) for number, make in enumerate(makes)]
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 def test_outputs_gradients_and_state_are_those_of_the_whole_model(world):
-    models = MODELS if world.size == 4 else MODELS | OTHERS
-    for (name, make), sequence_parallel in every_second(world, models.items()):
+    for (name, make), sequence_parallel in every_second(world, MODELS.items()):
         model = tensor_parallelize(made(make), sequence_parallel=sequence_parallel)
         assert_close(full_state_dict(model), dict(original(make).state_dict()), 0, name)
         found, own = outputs(model)
