@@ -6,6 +6,7 @@ Nothing here draws from torch's default generator, which mock ranks have in comm
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,8 +88,7 @@ def whole_mlp(hidden: int, between: int, *, bias: bool = True, dtype: torch.dtyp
     )
 
 
-def divided_mlp(whole: MLP, *, sequence_parallel: bool = False) -> MLP:
-    options = {"sequence_parallel": sequence_parallel}
+def divided_mlp(whole: MLP, **options: Any) -> MLP:
     return MLP(
         ax.ColumnParallelLinear.from_linear(whole.up, **options),
         ax.RowParallelLinear.from_linear(whole.down, **options),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ from whole import built, randn
 
 import axonmpi as ax
 from axonmpi.tensor import full_state_dict
-
-STRATEGIES = list(ax.ShardingStrategy)
 
 
 class Whole(nn.Module):
@@ -32,8 +30,8 @@ class Whole(nn.Module):
         return self.down(torch.tanh(self.up(self.norm(F.pad(x, (0, 2)))[..., :6])))
 
 
-def divided(group: ax.ProcessGroup | None = None) -> nn.Module:
-    return ax.tensor_parallelize(built(Whole), {"up": "column", "down": "row"}, group)
+def divided(group: ax.ProcessGroup | None = None, seed: int = 0) -> nn.Module:
+    return ax.tensor_parallelize(built(Whole, seed), {"up": "column", "down": "row"}, group)
 
 
 def sharded(strategy: ax.ShardingStrategy = ax.ShardingStrategy.FULL_SHARD, **options: Any) -> ax.FSDP:
@@ -49,35 +47,24 @@ def backward(model: nn.Module) -> None:
     (100 * model(data()).square().mean()).backward()
 
 
-def pipeline() -> ax.Pipeline:
-    whole = built(Whole)
-    stages = [nn.Sequential(nn.Linear(6, 8), nn.Tanh()), nn.Linear(8, 6)]
-    stages[0][0].load_state_dict(whole.up.state_dict())
-    stages[1].load_state_dict(whole.down.state_dict())
-    return ax.Pipeline.from_modules(stages, num_microbatches=2, loss_fn=F.mse_loss)
-
-
-class Mesh:
+def sharded_and_divided(world: ax.World, strategy: ax.ShardingStrategy = ax.ShardingStrategy.FULL_SHARD) -> ax.FSDP:
     """FSDP along one axis around layers that are divided along the other."""
+    mesh = ax.DeviceMesh({"dp": world.size // 2, "tp": 2})
+    return ax.FSDP(divided(mesh.group("tp")), mesh.group("dp"), sharding_strategy=strategy)
 
-    def __init__(self, world: ax.World) -> None:
-        self.mesh = ax.DeviceMesh({"dp": world.size // 2, "tp": 2})
 
-    def sharded(self, strategy: ax.ShardingStrategy = ax.ShardingStrategy.FULL_SHARD) -> ax.FSDP:
-        model = divided(self.mesh.group("tp"))
-        return ax.FSDP(model, self.mesh.group("dp"), sharding_strategy=strategy)
-
-    def replicated(self) -> ax.DDP:
-        return ax.DDP(divided(self.mesh.group("tp")), self.mesh.group("dp"))
+def replicated_and_divided(world: ax.World) -> ax.DDP:
+    mesh = ax.DeviceMesh({"dp": world.size // 2, "tp": 2})
+    return ax.DDP(divided(mesh.group("tp")), mesh.group("dp"))
 
 
 MODELS = {
     "tensor": lambda world: divided(),
     "fsdp": lambda world: sharded(),
     "fsdp parameters": lambda world: sharded(shard_by="parameters"),
-    "fsdp around tensor": lambda world: Mesh(world).sharded(),
-    "none around tensor": lambda world: Mesh(world).sharded(ax.ShardingStrategy.NO_SHARD),
-    "ddp around tensor": lambda world: Mesh(world).replicated(),
+    "fsdp around tensor": sharded_and_divided,
+    "none around tensor": lambda world: sharded_and_divided(world, ax.ShardingStrategy.NO_SHARD),
+    "ddp around tensor": replicated_and_divided,
 }
 models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
@@ -109,7 +96,7 @@ NORMS = {
 }
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 @models
 def test_torchs_norms_of_parts_are_refused(world, make):
     model = make(world)
@@ -123,63 +110,51 @@ def test_torchs_norms_of_parts_are_refused(world, make):
         assert gradient is None or torch.equal(parameter.grad, gradient)
 
 
-REPLICAS = {
-    "ddp": lambda world: ax.DDP(built(Whole)),
-    "none": lambda world: sharded(ax.ShardingStrategy.NO_SHARD),
-    "rows and columns": lambda world: sharded_and_replicated(world),
-}
-
-
 def sharded_and_replicated(world: ax.World) -> ax.FSDP:
-    mesh = ax.DeviceMesh({"replica": world.size // 2, "shard": min(world.size, 2)})
+    mesh = ax.DeviceMesh({"replica": world.size // 2, "shard": 2})
     strategy = ax.ShardingStrategy.HYBRID_SHARD
     return ax.FSDP(built(Whole), (mesh.group("shard"), mesh.group("replica")), sharding_strategy=strategy)
 
 
-@pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("norm_type", [2.0, 1, math.inf])
-@pytest.mark.parametrize("make", {**MODELS, **REPLICAS}.values(), ids={**MODELS, **REPLICAS})
-def test_the_norm_knows_what_is_divided(world, make, norm_type):
+REPLICAS = (
+    lambda world: ax.DDP(built(Whole)),
+    lambda world: sharded(ax.ShardingStrategy.NO_SHARD),
+    sharded_and_replicated,
+)
+WAYS = (
+    ax.clip_grad_norm,
+    lambda model, *limits: ax.clip_grad_norm(list(model.parameters()), *limits),
+    lambda model, *limits: getattr(model, "clip_grad_norm", partial(ax.clip_grad_norm, model))(*limits),
+)
+
+
+@pytest.mark.real_ranks
+@pytest.mark.ranks(2, 4)
+def test_the_norm_knows_what_is_divided(world):
     """With no more said than the model and the limit, as with torch's function for one process."""
-    whole = built(Whole)
-    backward(whole)
-    expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.1, norm_type)
-    for way in ("model", "parameters", "method"):
-        model = make(world) if world.size > 1 else sharded()
+    for number, make in enumerate((*MODELS.values(), *REPLICAS)):
+        norm_type, clip = (2.0, math.inf)[(number + world.size // 2) % 2], WAYS[number % 3]
+        whole, model = built(Whole), make(world)
+        backward(whole)
         backward(model)
-        if way == "method" and isinstance(model, ax.FSDP):
-            found = model.clip_grad_norm(0.1, norm_type)
-        else:
-            found = ax.clip_grad_norm(model if way == "model" else list(model.parameters()), 0.1, norm_type)
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(
-            ax.clip_grad_norm(model, math.inf, norm_type), torch.tensor(0.1), rtol=1e-4, atol=0
-        )
+        expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.1, norm_type)
+        torch.testing.assert_close(clip(model, 0.1, norm_type), expected)
+        after = ax.clip_grad_norm(model, math.inf, norm_type)
+        torch.testing.assert_close(after, torch.tensor(0.1), rtol=1e-4, atol=0)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, 4)
 def test_the_norm_of_a_pipeline(world):
-    whole = built(Whole)
-    pair = nn.Sequential(whole.up, nn.Tanh(), whole.down)
-    F.mse_loss(pair(data()), torch.zeros(4, 6)).backward()
-    pipe = pipeline()
+    """Of stages that on 4 ranks are divided."""
+    mesh = ax.DeviceMesh({"pp": 2, "tp": world.size // 2})
+    whole = nn.Sequential(built(Whole), built(Whole, 1))
+    F.mse_loss(whole(data()), torch.zeros(4, 6)).backward()
+    stages = [built(Whole, seed) if world.size == 2 else divided(mesh.group("tp"), seed) for seed in range(2)]
+    pipe = ax.Pipeline.from_modules(stages, mesh.group("pp"), num_microbatches=2, loss_fn=F.mse_loss)
     pipe.train_step(data(), torch.zeros(4, 6))
     with pytest.raises(ValueError, match=r"pipeline.clip_grad_norm\(max_norm\)"):
         nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
-    expected = nn.utils.clip_grad_norm_(pair.parameters(), 0.1)
-    torch.testing.assert_close(pipe.clip_grad_norm(0.1), expected)
-
-
-@pytest.mark.ranks(4)
-def test_the_norm_of_a_pipeline_of_divided_stages(world):
-    mesh = ax.DeviceMesh({"pp": 2, "tp": 2})
-    whole = nn.Sequential(built(Whole), built(Whole, 1))
-    F.mse_loss(whole(data()), torch.zeros(4, 6)).backward()
     expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
-    plan, tp = {"up": "column", "down": "row"}, mesh.group("tp")
-    stages = [ax.tensor_parallelize(built(Whole, seed), plan, tp) for seed in range(2)]
-    pipe = ax.Pipeline.from_modules(stages, mesh.group("pp"), num_microbatches=2, loss_fn=F.mse_loss)
-    pipe.train_step(data(), torch.zeros(4, 6))
     torch.testing.assert_close(pipe.clip_grad_norm(0.1), expected)
 
 
@@ -263,7 +238,7 @@ FILES = {
 }
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 @models
 def test_files_of_one_ranks_parts_are_refused(world, shared_tmp_path, make):
     model = make(world)
@@ -278,19 +253,18 @@ def test_files_of_one_ranks_parts_are_refused(world, shared_tmp_path, make):
 
 @pytest.mark.ranks(2)
 @models
-def test_files_of_one_ranks_optimizer_state_are_refused(world, make):
+def test_files_of_one_ranks_optimizer_state_and_norms_after_a_step_are_refused(world, make):
     model = make(world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(2):
-        saved(optimizer.state_dict())  # nothing in it that is divided
-        optimizer.zero_grad()
-        backward(model)
-        optimizer.step()
-        break
+    saved(optimizer.state_dict())  # nothing in it that is divided
+    backward(model)
+    optimizer.step()
     has = any(p.grad is not None for p in model.parameters())
     everywhere_but_empty(
         world, raised_by(saved, optimizer.state_dict()), has, "full_optimizer_state_dict(optimizer)"
     )
+    after_step = raised_by(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
+    everywhere_but_empty(world, after_step, has, "axonmpi.clip_grad_norm(model, max_norm)")
 
 
 @pytest.mark.ranks(2)
@@ -335,22 +309,22 @@ def test_assigned_parameters_are_ordinary(world):
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_is_whole_may_be_saved(world, strategy):
+def test_what_is_whole_may_be_saved(world):
     """On one rank, without sharding, and while parameters are gathered."""
-    model = sharded(strategy)
-    if world.size == 1 or strategy is ax.ShardingStrategy.NO_SHARD:
-        saved(model.state_dict())
-        built(Whole).load_state_dict(model.state_dict())
-    with model.full_parameters():
-        saved(model.module.state_dict())
-        built(Whole).load_state_dict(model.module.state_dict())
-    saved(model.full_state_dict())
+    for strategy in ax.ShardingStrategy:
+        model = sharded(strategy)
+        if world.size == 1 or strategy is ax.ShardingStrategy.NO_SHARD:
+            saved(model.state_dict())
+            built(Whole).load_state_dict(model.state_dict())
+        with model.full_parameters():
+            saved(model.module.state_dict())
+            built(Whole).load_state_dict(model.module.state_dict())
+        saved(model.full_state_dict())
 
 
 @pytest.mark.ranks(4)
 def test_the_full_state_of_a_shard_is_a_part_of_the_divided_model(world):
-    model = Mesh(world).sharded()
+    model = sharded_and_divided(world)
     state = model.full_state_dict()
     with pytest.raises(TypeError, match=r"axonmpi.tensor.full_state_dict\(model\)"):
         saved(state)
@@ -359,43 +333,20 @@ def test_the_full_state_of_a_shard_is_a_part_of_the_divided_model(world):
     torch.testing.assert_close(dict(whole), dict(built(Whole).state_dict()))
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.skipif(
-    "transformers" not in sys.modules and not pytest.importorskip("transformers"), reason="no models"
+NEED_WHOLE_PARAMETERS = (
+    torch.optim.Adafactor,
+    lambda parameters: torch.optim.Muon([p for p in parameters if p.ndim == 2]),
+    torch.optim.LBFGS,
 )
-@pytest.mark.parametrize("kind", ["fsdp", "tensor"])
-def test_save_pretrained_is_refused(world, shared_tmp_path, kind):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=51, n_embd=32, n_layer=1, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0
-    )
-    model = built(lambda: GPT2LMHeadModel(config))
-    wrapped = ax.FSDP(model) if kind == "fsdp" else ax.tensor_parallelize(model)
-    with pytest.raises(TypeError, match="a rank's part of a parameter"):
-        model.save_pretrained(shared_tmp_path / str(world.rank))
-    state = wrapped.full_state_dict() if kind == "fsdp" else full_state_dict(model)
-    if world.rank == 0:
-        model.save_pretrained(shared_tmp_path / "whole", state_dict=dict(state))
-        loaded = GPT2LMHeadModel.from_pretrained(shared_tmp_path / "whole")
-        for name, value in loaded.state_dict().items():
-            assert torch.equal(value, state[name]), name
-
-
-NEED_WHOLE_PARAMETERS = {
-    "adafactor": torch.optim.Adafactor,
-    "muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.ndim == 2]),
-    "lbfgs": torch.optim.LBFGS,
-}
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("make", NEED_WHOLE_PARAMETERS.values(), ids=NEED_WHOLE_PARAMETERS)
-def test_optimizers_of_whole_parameters_are_refused(world, make):
+def test_optimizers_of_whole_parameters_are_refused(world):
     model = divided()
     backward(model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    with pytest.raises(ValueError, match="needs whole parameters, and layers of this model are divided"):
-        make(model.parameters()).step(lambda: model(data()).sum())
+    for make in NEED_WHOLE_PARAMETERS:
+        with pytest.raises(ValueError, match="needs whole parameters, and layers of this model are divided"):
+            make(model.parameters()).step(lambda: model(data()).sum())
     for parameter, value in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -55,39 +55,55 @@ def in_forward_and_backward(
     return first
 
 
-@pytest.mark.parametrize("columns", [1, 2, 3])
-def test_a_pair_has_one_all_reduce_forward_and_one_backward(columns: int) -> None:
-    found = in_forward_and_backward(lambda: Block(columns))
-    assert found == [{"all_reduce": 1}, {"all_reduce": 1}]
+def attention(pairs: int, **options: Any) -> nn.Module:
+    options |= {"num_kv_heads": pairs, "rotary": True, "dtype": torch.float64}
+    return ax.tensor_parallel_attention(8, 4, head_dim=4, **options)
 
 
-@pytest.mark.parametrize("columns", [1, 2, 3])
-def test_with_sequence_parallelism_these_are_a_gather_and_a_scattered_sum(columns: int) -> None:
-    """Backward gathers the gradient of the output, and the input again, which forward has not kept."""
-    found = in_forward_and_backward(lambda: Block(columns, sequence_parallel=True))
-    assert found == [
+def by_plan(sequence_parallel: bool) -> nn.Module:
+    model = nn.Sequential(whole_linear(8, 16), nn.Tanh(), whole_linear(16, 8))
+    return ax.tensor_parallelize(model, {"0": "column", "2": "row"}, sequence_parallel=sequence_parallel)
+
+
+BLOCKS: dict[str, Callable[[bool], nn.Module]] = {
+    "a pair": lambda sequence: Block(1, sequence_parallel=sequence),
+    "three siblings": lambda sequence: Block(3, sequence_parallel=sequence),
+    "mlp": lambda sequence: ax.ParallelMLP(8, 16, sequence_parallel=sequence, dtype=torch.float64),
+    "gated": lambda sequence: ax.ParallelGatedMLP(8, 16, sequence_parallel=sequence, dtype=torch.float64),
+    "attention": lambda sequence: attention(4, sequence_parallel=sequence),
+    "two pairs of heads": lambda sequence: attention(2, sequence_parallel=sequence),
+    "one pair of heads": lambda sequence: attention(1, sequence_parallel=sequence, bias=False),
+    "by plan": by_plan,
+}
+
+
+@pytest.mark.parametrize("make", BLOCKS.values(), ids=BLOCKS)
+def test_a_block_sums_once_forward_and_once_backward(make: Callable[[bool], nn.Module]) -> None:
+    """With sequence parallelism it gathers and scatters, and backward gathers the input again."""
+    assert in_forward_and_backward(lambda: make(False)) == [{"all_reduce": 1}, {"all_reduce": 1}]
+    assert in_forward_and_backward(lambda: make(True)) == [
         {"all_gather": 1, "reduce_scatter": 1},
         {"all_gather": 2, "reduce_scatter": 1},
     ]
 
 
+def embedding(sequence_parallel: bool) -> nn.Module:
+    whole = nn.Embedding(7, 4)
+    return ax.VocabParallelEmbedding.from_embedding(whole, sequence_parallel=sequence_parallel)
+
+
 def test_other_layers() -> None:
-    column, row = whole_linear(8, 16), whole_linear(8, 6)
-    gathering = in_forward_and_backward(lambda: ax.ColumnParallelLinear.from_linear(column, gather_output=True))
-    assert gathering == [{"all_gather": 1}, {"all_reduce": 1}]
-    cutting = in_forward_and_backward(lambda: ax.RowParallelLinear.from_linear(row, input_is_parallel=False))
-    assert cutting == [{"all_reduce": 1}, {"all_gather": 1}]
-    embedding = nn.Embedding(7, 4)
-    ids = torch.zeros(2, 4, dtype=torch.int64)
-    for sequence_parallel, expected in (
-        (False, [{"all_reduce": 1}, {}]),
-        (True, [{"reduce_scatter": 1}, {"all_gather": 1}]),
-    ):
+    column = functools.partial(ax.ColumnParallelLinear.from_linear, whole_linear(8, 16), gather_output=True)
+    row = functools.partial(ax.RowParallelLinear.from_linear, whole_linear(8, 6), input_is_parallel=False)
+    assert in_forward_and_backward(column) == [{"all_gather": 1}, {"all_reduce": 1}]
+    assert in_forward_and_backward(row) == [{"all_reduce": 1}, {"all_gather": 1}]
 
-        def make(sequence_parallel: bool = sequence_parallel) -> nn.Module:
-            return ax.VocabParallelEmbedding.from_embedding(embedding, sequence_parallel=sequence_parallel)
+    def use(model: nn.Module, x: Tensor) -> Tensor:
+        return model(torch.zeros(2, 4, dtype=torch.int64))
 
-        assert in_forward_and_backward(make, use=lambda model, x: model(ids)) == expected
+    assert in_forward_and_backward(lambda: embedding(False), use=use) == [{"all_reduce": 1}, {}]
+    expected = [{"reduce_scatter": 1}, {"all_gather": 1}]
+    assert in_forward_and_backward(lambda: embedding(True), use=use) == expected
 
 
 def test_without_gradients_and_with_a_part_of_them() -> None:
@@ -105,22 +121,17 @@ def test_without_gradients_and_with_a_part_of_them() -> None:
     found = in_forward_and_backward(lambda: Block(2), use=lambda model, x: model.columns[0](x) + 0 * x.sum())
     assert found == [{}, {"all_reduce": 1}]
 
-    def body(world: ax.World) -> list[Counts]:
-        found = []
-        for sequence_parallel in (False, True):
-            model, x = Block(3, sequence_parallel=sequence_parallel), randn(2, 4, 8)
-            sent = Sent(world)
-            with torch.no_grad():
-                model(x)
-            found.append(sent.take())
-            # What no column layer has seen before is gathered anew.
-            with torch.no_grad():
-                model(x)
-            found.append(sent.take())
-        return found
+    # What no column layer has seen before is gathered anew.
+    assert in_forward_and_backward(lambda: Block(3), use=looked_at)[0] == {"all_reduce": 2}
+    found = in_forward_and_backward(lambda: Block(3, sequence_parallel=True), use=looked_at)
+    assert found[0] == {"all_gather": 2, "reduce_scatter": 2}
 
-    plain, sequence = {"all_reduce": 1}, {"all_gather": 1, "reduce_scatter": 1}
-    assert run_ranks(2, body) == [[plain, plain, sequence, sequence]] * 2
+
+def looked_at(model: nn.Module, x: Tensor) -> Tensor:
+    still = x.detach()
+    with torch.no_grad():
+        output = model(still) + model(still)
+    return output + x
 
 
 def test_an_entered_input_is_summed_once() -> None:
@@ -137,21 +148,15 @@ def test_an_entered_input_is_summed_once() -> None:
 def test_autocast_and_checkpoints_send_no_more_often() -> None:
     def cast(model: nn.Module, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return model(x).float()
-
-    def single() -> nn.Module:
-        return Block(3).float()
-
-    def converted(model: nn.Module, x: Tensor) -> Tensor:
-        return cast(model, x.float())
-
-    assert in_forward_and_backward(single, use=converted) == [{"all_reduce": 1}, {"all_reduce": 1}]
+            return model(x.float()).float()
 
     def checkpointed(model: nn.Module, x: Tensor) -> Tensor:
+        """Forward is computed again, up to the last thing that was kept."""
         return checkpoint(model, x, use_reentrant=False)
 
-    # Forward is computed again, up to the last thing that was kept.
-    assert in_forward_and_backward(lambda: Block(3), use=checkpointed) == [{"all_reduce": 1}, {"all_reduce": 1}]
+    expected = [{"all_reduce": 1}, {"all_reduce": 1}]
+    assert in_forward_and_backward(lambda: Block(3).float(), use=cast) == expected
+    assert in_forward_and_backward(lambda: Block(3), use=checkpointed) == expected
 
 
 def test_first_values() -> None:
@@ -267,28 +272,11 @@ def test_where_nothing_is_gained_operations_are_blocking() -> None:
     assert sequence == ["all_gather", "product", "product", "weight 0", "reduce_scatter"]
 
 
-def test_a_rank_computes_its_weight_before_another_one_has_come_to_the_sum() -> None:
-    computed = threading.Event()
-
-    def body(world: ax.World) -> bool:
-        layer = Block(1).columns[0]
-        output = layer(randn(2, 4, 8).requires_grad_())
-        if world.rank == 0:
-            layer.weight.register_hook(lambda gradient: computed.set())
-        else:
-            output.register_hook(lambda gradient: None if computed.wait(30) else 1 / 0)
-        output.sum().backward()
-        return computed.is_set()
-
-    assert run_ranks(2, body) == [True, True]
-
-
 # ---- backward in two halves --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_backward_in_halves(ranks: int, sequence_parallel: bool) -> None:
+def test_backward_in_halves(sequence_parallel: bool) -> None:
     """As pipelines without bubbles do it: the input's gradient first, weights' later, and nothing is sent twice."""
 
     def body(world: ax.World) -> list[Counts]:
@@ -312,13 +300,10 @@ def test_backward_in_halves(ranks: int, sequence_parallel: bool) -> None:
             assert_close(found.grad, expected.grad, name)
         return counts
 
-    if ranks == 1:
-        expected = [{}, {}]
-    elif sequence_parallel:
+    expected = [{"all_reduce": 1}, {}]
+    if sequence_parallel:
         expected = [{"all_gather": 1, "reduce_scatter": 1}, {"all_gather": 1}]
-    else:
-        expected = [{"all_reduce": 1}, {}]
-    assert run_ranks(ranks, body) == [expected] * ranks
+    assert run_ranks(2, body) == [expected] * 2
 
 
 def test_under_checkpointing_forward_is_not_computed_for_each_half() -> None:
@@ -333,48 +318,3 @@ def test_under_checkpointing_forward_is_not_computed_for_each_half() -> None:
         return [*counts, sent.take()]
 
     assert run_ranks(2, body) == [[{"all_gather": 3, "reduce_scatter": 1}, {}]] * 2
-
-
-@pytest.mark.parametrize("use_checkpoint", [False, True])
-@pytest.mark.ranks(4)
-def test_in_a_pipeline_without_bubbles(world, use_checkpoint: bool) -> None:
-    """Two stages of two ranks each."""
-    mesh = ax.DeviceMesh({"pp": 2, "tp": 2})
-    tp = mesh.group("tp")
-
-    class Stage(nn.Module):
-        def __init__(self, layers: list[nn.Module]) -> None:
-            super().__init__()
-            self.up, self.down = layers
-
-        def forward(self, x: Tensor) -> Tensor:
-            return checkpoint(self.inner, x, use_reentrant=False) if use_checkpoint else self.inner(x)
-
-        def inner(self, x: Tensor) -> Tensor:
-            return x + self.down(F.gelu(self.up(x)))
-
-    whole = [[whole_linear(6, 8, seed=seed), whole_linear(8, 6, seed=seed + 5)] for seed in (1, 2)]
-    up, down = whole[mesh.rank("pp")]
-    own = Stage([ax.ColumnParallelLinear.from_linear(up, tp), ax.RowParallelLinear.from_linear(down, tp)])
-    stages = [ax.PipelineStage(own if mesh.rank("pp") == stage else None, stage, stage) for stage in range(2)]
-    pipeline = ax.Pipeline(
-        stages,
-        mesh.group("pp"),
-        schedule=ax.PipelineSchedule.ZERO_BUBBLE,
-        num_microbatches=4,
-        loss_fn=F.mse_loss,
-    )
-    x, target = randn(8, 6), randn(8, 6, seed=2)
-    loss = pipeline.train_step(x, target)
-    reference = nn.Sequential(*(Stage(layers) for layers in whole))
-    use_checkpoint = False
-    expected = F.mse_loss(reference(x), target)
-    expected.backward()
-    if loss is not None:
-        assert_close(loss, expected)
-    gradients = dict(reference[mesh.rank("pp")].named_parameters())
-    for name, parameter in own.named_parameters():
-        dim = {"up.weight": 0, "up.bias": 0, "down.weight": 1}.get(name)
-        gradient = gradients[name].grad
-        rank = mesh.rank("tp")
-        assert_close(parameter.grad, gradient if dim is None else gradient.chunk(2, dim)[rank].clone(), name)

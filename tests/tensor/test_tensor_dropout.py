@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import axonmpi as ax
-from axonmpi import ProcessGroup
-from axonmpi.pipeline.randomness import RandomStream
-from axonmpi.tensor.dropout import ShardedDropout
+from axonmpi import ProcessGroup, ShardedDropout
 
 
 def own(seed: int = 3) -> torch.Generator:
@@ -38,7 +36,7 @@ def in_turn(world, act: Callable[[], Any]) -> Any:
     return result
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(2, 4)
 def test_parts_together_are_the_whole_at_any_width(world):
     for shape, dim, blocks in [((3, 8, 5), 1, 192), ((3, 12, 5), -2, 4), ((4, 68), 1, 192), ((8, 2, 3), 0, 8)]:
         whole = whole_mask(shape, dim, blocks=blocks)
@@ -62,7 +60,7 @@ def test_any_other_width_has_masks_of_its_own_that_differ(world):
         assert abs(kept - 0.5) < 5 * 0.5 / math.sqrt(3 * 40 * length)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     width=st.sampled_from([1, 2, 3, 4, 6]),
@@ -124,7 +122,7 @@ def test_extremes_and_dtypes():
     assert repr(ShardedDropout(0.1, group)) == "ShardedDropout(p=0.1, dim=1, sharded)"
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(2)
 def test_the_default_generator_and_replicated_dropout_beside_it(world):
     x = torch.ones(3, 8, 5)
     replicated, sharded = nn.Dropout(0.4), ShardedDropout(0.4, None, 1)
@@ -149,7 +147,7 @@ def test_the_default_generator_and_replicated_dropout_beside_it(world):
     assert torch.equal(whole, in_turn(world, act_alone))
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_brings_the_same_mask_back(world, reentrant):
     sharded, replicated = ShardedDropout(0.5, None, 1), nn.Dropout(0.3)
@@ -169,40 +167,13 @@ def test_checkpointing_brings_the_same_mask_back(world, reentrant):
     assert torch.count_nonzero(gradient) < gradient.numel()
 
 
-@pytest.mark.ranks(2)
-def test_the_random_numbers_of_a_micro_batch(world):
-    dropout = ShardedDropout(0.5, None, 1)
-    x = torch.ones(2, 8, 6)
-
-    def act() -> list[Tensor]:
-        drawn = []
-        for batch in (0, 1, 0):
-            stream = RandomStream.begin(seed=1, step=0, micro_batch=batch)
-            with stream.drawn_from(alone=True):
-                drawn += [dropout(x), torch.rand(4)]
-        return drawn
-
-    drawn = in_turn(world, act)
-    assert torch.equal(drawn[0], drawn[4])
-    assert torch.equal(drawn[1], drawn[5])
-    assert not torch.equal(drawn[0], drawn[2])
-    assert not torch.equal(*ax.all_gather(drawn[0][None]))  # parts differ
-    assert torch.equal(*ax.all_gather(drawn[1][None]))  # what is drawn after them does not
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_mistakes():
+    for options, message in (
         ({"p": 1.5}, "p: expected the chance of an element to become zero, from 0 to 1, got 1.5"),
         ({"p": -0.1}, "p: expected"),
         ({"blocks": 0}, "blocks: expected at least 1, got 0"),
-    ],
-)
-def test_mistakes(options, message):
-    with pytest.raises(ValueError, match=message):
-        ShardedDropout(process_group=ProcessGroup.mock(), **options)
-
-
-def test_a_dimension_that_is_not_there():
+    ):
+        with pytest.raises(ValueError, match=message):
+            ShardedDropout(process_group=ProcessGroup.mock(), **options)
     with pytest.raises(IndexError):
         ShardedDropout(0.5, ProcessGroup.mock(), dim=3)(torch.ones(2, 2))

@@ -30,7 +30,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_a_divided_model_keeps_its_parts_where_the_group_was_forgotten(world, wrap):
     mesh = ax.DeviceMesh({"dp": world.size // 2, "tp": 2})
@@ -90,7 +90,7 @@ STAGES = {
 }
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("make", STAGES.values(), ids=STAGES)
 def test_a_stage_that_ranks_of_the_pipeline_share(world, make):
     mesh = ax.DeviceMesh({"pp": 2, "dp": world.size // 2})

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import axonmpi as ax
 from axonmpi.tensor.regions import enter
 
-ON_RANKS = pytest.mark.ranks(1, 2, 4)
+SEQUENCE = pytest.mark.parametrize("sequence_parallel", [False, True])
 
 
 def compare(world: ax.World, use: Callable[[MLP, Tensor], None], *, sequence_parallel: bool) -> None:
@@ -42,26 +42,14 @@ def compare(world: ax.World, use: Callable[[MLP, Tensor], None], *, sequence_par
     assert_gradients(divided, whole, world, OF_MLP)
 
 
-def accumulated(model: MLP, x: Tensor) -> None:
-    for scale in (1, 2):
-        model(scale * x).sin().sum().backward()
-
-
 def used_twice(model: MLP, x: Tensor) -> None:
     (model(x) + model(model(x))).sin().sum().backward()
-
-
-def used_twice_with_the_same_input(model: MLP, x: Tensor) -> None:
     (F.gelu(model.up(x)).cos() * model.up(x).sin()).sum().backward()
 
 
 def output_unused(model: MLP, x: Tensor) -> None:
     model(x)
     model.up(x.exp())
-    model(x).sin().sum().backward()
-
-
-def twice_through_one_graph(model: MLP, x: Tensor) -> None:
     loss = model(x).sin().sum()
     loss.backward(retain_graph=True)
     loss.backward()
@@ -78,11 +66,8 @@ def only_some_gradients(model: MLP, x: Tensor) -> None:
 
 
 def checkpointed(model: MLP, x: Tensor) -> None:
-    checkpoint(model, x, use_reentrant=False).sin().sum().backward()
-
-
-def checkpointed_reentrant(model: MLP, x: Tensor) -> None:
-    checkpoint(model, x, use_reentrant=True).sin().sum().backward()
+    for use_reentrant in (False, True):
+        checkpoint(model, x, use_reentrant=use_reentrant).sin().sum().backward()
 
 
 def checkpointed_in_part(model: MLP, x: Tensor) -> None:
@@ -102,17 +87,11 @@ def weights_without_gradient(model: MLP, x: Tensor) -> None:
     model(x).sin().sum().backward()
 
 
-def only_one_bias(model: MLP, x: Tensor) -> None:
-    model.requires_grad_(False)
-    model.up.bias.requires_grad_(True)
-    model(x.detach()).sin().sum().backward()
-    x.grad = torch.zeros_like(x)
-
-
-def only_the_last_bias(model: MLP, x: Tensor) -> None:
-    model.requires_grad_(False)
-    model.down.bias.requires_grad_(True)
-    model(x.detach()).sin().sum().backward()
+def one_bias_and_then_the_other(model: MLP, x: Tensor) -> None:
+    for layer in (model.up, model.down):
+        model.requires_grad_(False)
+        layer.bias.requires_grad_(True)
+        model(x.detach()).sin().sum().backward()
     x.grad = torch.zeros_like(x)
 
 
@@ -151,22 +130,21 @@ def seen_by_a_sibling_without_gradients(model: MLP, x: Tensor) -> None:
 
 
 USES = [
-    *(accumulated, used_twice, used_twice_with_the_same_input, output_unused, twice_through_one_graph),
-    *(only_some_gradients, checkpointed, checkpointed_reentrant, checkpointed_in_part, input_without_gradient),
-    *(weights_without_gradient, only_one_bias, only_the_last_bias, after_a_look, changed_in_place),
+    *(used_twice, output_unused, only_some_gradients, checkpointed, checkpointed_in_part, input_without_gradient),
+    *(weights_without_gradient, one_bias_and_then_the_other, after_a_look, changed_in_place),
     seen_by_a_sibling_without_gradients,
 ]
 
 
-@ON_RANKS
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.ranks(2)
+@SEQUENCE
 def test_ways_of_using(world, sequence_parallel: bool) -> None:
     for use in USES:
         compare(world, use, sequence_parallel=sequence_parallel)
 
 
-@ON_RANKS
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.ranks(2)
+@SEQUENCE
 def test_an_entered_tensor_may_be_used_by_others_too(world, sequence_parallel: bool) -> None:
     """By two layers, by one that gets what was computed from it, and by something that is no layer."""
     whole = [whole_linear(6, 8, seed=seed) for seed in (1, 2, 3)]
@@ -187,8 +165,8 @@ def test_an_entered_tensor_may_be_used_by_others_too(world, sequence_parallel: b
         assert_gradients(layer, linear, world, {"weight": 0, "bias": 0})
 
 
-@ON_RANKS
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.ranks(2)
+@SEQUENCE
 def test_gradients_of_gradients(world, sequence_parallel: bool) -> None:
     whole = whole_mlp(4, 8)
     divided = divided_mlp(whole, sequence_parallel=sequence_parallel)
@@ -217,8 +195,8 @@ def test_gradients_of_gradients(world, sequence_parallel: bool) -> None:
         assert_close(parameter.grad, part(whole.get_parameter(name).grad, world, OF_MLP[name]), name)
 
 
-@ON_RANKS
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.ranks(2)
+@SEQUENCE
 def test_autocast(world, sequence_parallel: bool) -> None:
     whole = whole_mlp(16, 32, dtype=torch.float32)
     divided = divided_mlp(whole, sequence_parallel=sequence_parallel)
@@ -239,44 +217,6 @@ def test_autocast(world, sequence_parallel: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert copy.deepcopy(divided.up)(y).dtype is torch.bfloat16
     assert_close(copy.deepcopy(divided.up)(y), part(whole.up(x), world, -1))
-
-
-@ON_RANKS
-def test_hooks_see_each_gradient_once(world) -> None:
-    """Those that wrappers of data parallelism use."""
-    divided = divided_mlp(whole_mlp(4, 8))
-    seen: list[tuple[str, Tensor]] = []
-    for name, parameter in divided.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.append((name, p.grad.clone())))
-    divided(randn(2, 4).requires_grad_()).sum().backward()
-    assert sorted(name for name, _ in seen) == ["down.bias", "down.weight", "up.bias", "up.weight"]
-    for name, gradient in seen:
-        assert torch.equal(gradient, divided.get_parameter(name).grad)
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("wrap", [ax.DDP, ax.FSDP])
-def test_replicas_of_divided_layers(world, wrap) -> None:
-    """Two by two ranks: data parallelism averages over the replicas."""
-    mesh = ax.DeviceMesh({"dp": 2, "tp": 2})
-    whole = whole_mlp(6, 8, dtype=torch.float32)
-    tp = mesh.group("tp")
-    model = wrap(
-        MLP(
-            ax.ColumnParallelLinear.from_linear(whole.up, tp),
-            ax.RowParallelLinear.from_linear(whole.down, tp),
-        ),
-        mesh.group("dp"),
-    )
-    optimizer, reference = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, whole))
-    x = randn(4, 6, dtype=torch.float32)
-    for _ in range(3):
-        whole(x).sin().mean().backward()
-        model(x.chunk(2)[mesh.rank("dp")]).sin().mean().backward()
-        for each in (optimizer, reference):
-            each.step()
-            each.zero_grad()
-    assert_close(model(x), whole(x))
 
 
 @pytest.mark.ranks(2)

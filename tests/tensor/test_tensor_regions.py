@@ -2,7 +2,7 @@
 
 Values are the same on all ranks, or each rank's own, and an inner product counts once or adds over the ranks:
 
-    enter   same → own      leave   own → same      split_sequence   same → own      shared   same → own
+    enter   same → own      leave   own → same      split_sequence   same → own
     with sequence parallelism both own → own        join_sequence    own → same
 """
 
@@ -16,17 +16,15 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from divided import Sent, assert_close, part, randn, whole_linear
+from divided import assert_close, part, randn, whole_linear
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from whole import refused
 
 import axonmpi as ax
-from axonmpi.tensor.regions import enter, join_sequence, leave, shared, split_sequence
+from axonmpi.tensor import enter, join_sequence, leave, split_sequence
 from axonmpi.testing import run_ranks
-
-ON_RANKS = pytest.mark.ranks(1, 2, 4)
-EXAMPLES = settings(max_examples=12, deadline=None)
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,6 @@ OPERATORS = {
     ),
     "split_sequence": Operator(split_sequence, lambda xs, r, d: pieces(xs[r], len(xs), d)[r], True, False),
     "join_sequence": Operator(join_sequence, lambda xs, r, d: np.concatenate(xs, d), False, True),
-    "shared": Operator(lambda x, g, d: shared([x], g)[0], lambda xs, r, d: xs[r], True, False),
 }
 
 
@@ -97,10 +94,10 @@ def inner(a: Tensor, b: Tensor, same: bool) -> float:
     return math.fsum(found)
 
 
-@ON_RANKS
-@EXAMPLES
+@pytest.mark.ranks(1, 3)
+@settings(max_examples=5, deadline=None)
 @given(case=cases())
-def test_values_and_transposes(world, case: Case) -> None:
+def test_values_transposes_and_their_transposes(world, case: Case) -> None:
     for name, operator in OPERATORS.items():
         group = world.default_group
         x = case.input(operator, world.rank, world.size).requires_grad_()
@@ -110,27 +107,18 @@ def test_values_and_transposes(world, case: Case) -> None:
         np.testing.assert_allclose(output.detach().numpy(), expected, rtol=0, atol=1e-13, err_msg=name)
         assert torch.equal(x, torch.from_numpy(inputs[world.rank])), name
 
-        y = case.like(output, operator, world.rank)
-        (transposed,) = torch.autograd.grad(output, x, y)
+        y = case.like(output, operator, world.rank).requires_grad_()
+        (transposed,) = torch.autograd.grad(output, x, y, retain_graph=True)
         left, right = inner(output, y, operator.same_output), inner(x, transposed, operator.same_input)
         assert (name, left) == (name, pytest.approx(right, rel=1e-12, abs=1e-12))
-
-
-@ON_RANKS
-@EXAMPLES
-@given(case=cases())
-def test_backward_of_backward_is_the_operator(world, case: Case) -> None:
-    for name, operator in OPERATORS.items():
-        x = case.input(operator, world.rank, world.size).requires_grad_()
-        output = operator.apply(x, world.default_group, case.dim)
-        y = case.like(output, operator, world.rank).requires_grad_()
-        (transposed,) = torch.autograd.grad(output, x, y, create_graph=True)
+        (again,) = torch.autograd.grad(output, x, y, create_graph=True)
+        assert_close(again, transposed, name)
         z = case.input(operator, world.rank, world.size) + 1
-        (twice,) = torch.autograd.grad(transposed, y, z)
-        assert_close(twice, operator.apply(z, world.default_group, case.dim), name)
+        (twice,) = torch.autograd.grad(again, y, z)
+        assert_close(twice, operator.apply(z, group, case.dim), name)
 
 
-@ON_RANKS
+@pytest.mark.ranks(2)
 def test_a_bias_is_added_once_and_its_gradient_is_complete_on_all_ranks(world) -> None:
     for dim in (None, 0, 1):
         options = {} if dim is None else {"sequence_parallel": True, "sequence_dim": dim}
@@ -146,7 +134,7 @@ def test_a_bias_is_added_once_and_its_gradient_is_complete_on_all_ranks(world) -
         assert_close(parts[world.rank].grad, weights)
 
 
-@ON_RANKS
+@pytest.mark.ranks(2)
 def test_leaving_in_place_uses_the_memory_unless_others_see_it(world) -> None:
     x = randn(3, 4, seed=world.rank).requires_grad_()
     part_of_sum = x * 2
@@ -163,50 +151,10 @@ def test_leaving_in_place_uses_the_memory_unless_others_see_it(world) -> None:
         assert torch.equal(base, x)
 
 
-# ---- shared ------------------------------------------------------------------------------------------------------
-
-
-@ON_RANKS
-def test_shared_sums_several_gradients(world) -> None:
-    first, second = randn(3, 2).requires_grad_(), randn(4, dtype=torch.float32).requires_grad_()
-    frozen, unused = randn(2), randn(5).requires_grad_()
-    results = shared([first, frozen, second, unused], world.default_group)
-    assert results[1] is frozen
-    ((results[0] * (world.rank + 1)).sum() + (results[2] * 2).sum()).backward()
-    assert_close(first.grad, torch.full((3, 2), float(sum(range(1, world.size + 1))), dtype=torch.float64))
-    assert_close(second.grad, torch.full((4,), 2.0 * world.size))
-    if unused.grad is not None:
-        assert not unused.grad.any()
-    with torch.no_grad():
-        assert shared([first], world.default_group)[0] is first
-
-
-def test_shared_is_one_all_reduce_for_each_dtype() -> None:
-    def body(world: ax.World) -> tuple[dict[str, int], dict[str, int]]:
-        tensors = [randn(size).requires_grad_() for size in (2, 3, 4)]
-        sent = Sent(world)
-        results = shared(tensors, world.default_group)
-        forward = sent.take()
-        sum(result.sum() for result in results).backward()
-        return forward, sent.take()
-
-    assert run_ranks(2, body) == [({}, {"all_reduce": 1})] * 2
-
-
-@ON_RANKS
-def test_shared_takes_a_backend_of_some_ranks(world) -> None:
-    ranks = range(max(1, world.size // 2))
-    backend = world.default_group.private(ranks)
-    if backend is not None:
-        x = randn(3).requires_grad_()
-        shared([x], backend)[0].sum().backward()
-        assert_close(x.grad, torch.full((3,), float(len(ranks)), dtype=torch.float64))
-
-
 # ---- what is kept ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 def test_nothing_is_kept_of_an_input_when_it_is_gone(world) -> None:
     """What a layer has entered may be wanted by the next one, but not by anybody once the input is gone."""
     for sequence_parallel in (False, True):
@@ -261,28 +209,25 @@ def test_what_is_gathered_again_is_dropped_after_the_last_weight() -> None:
 # ---- bad input ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2, 4)
-def test_a_sequence_that_does_not_divide_is_refused_before_anything_is_sent(world) -> None:
-    group, x = world.default_group, torch.zeros(2, 5, 3)
-    message = rf"multiple of the {world.size} ranks .* got 5 \(dim 1 of shape \[2, 5, 3\]\) on rank {world.rank}"
-    with pytest.raises(ValueError, match=message):
-        leave(x, group, sequence_parallel=True)
-    with pytest.raises(ValueError, match=message):
-        split_sequence(x, group)
-    with pytest.raises(IndexError, match="dim"):
-        leave(x, group, sequence_parallel=True, sequence_dim=3)
-    for function in (enter, leave):
-        with pytest.raises(IndexError, match="dim"):
-            function(x, group, sequence_parallel=True, sequence_dim=-4)
-    with pytest.raises(IndexError, match="dim"):
-        join_sequence(x, group, 3)
-    ax.barrier()
-
-
 @pytest.mark.ranks(2)
-def test_slices_of_different_lengths_are_refused(world) -> None:
-    x = torch.zeros(1, 2 + world.rank)
-    with pytest.raises(ValueError, match=rf"equally long on all 2 ranks .* got {2 + world.rank} of 5 on rank"):
-        join_sequence(x, world.default_group)
-    with pytest.raises(ValueError, match="equally long"):
-        enter(x, world.default_group, sequence_parallel=True)
+def test_a_sequence_that_does_not_divide_is_refused_before_anything_is_sent(world) -> None:
+    group, x, uneven = world.default_group, torch.zeros(2, 5, 3), torch.zeros(1, 2 + world.rank)
+    message = rf"multiple of the 2 ranks .* got 5 \(dim 1 of shape \[2, 5, 3\]\) on rank {world.rank}"
+    refused(
+        ValueError,
+        (lambda: leave(x, group, sequence_parallel=True), message),
+        (lambda: split_sequence(x, group), message),
+    )
+    refused(
+        IndexError,
+        (lambda: leave(x, group, sequence_parallel=True, sequence_dim=3), "dim"),
+        (lambda: leave(x, group, sequence_parallel=True, sequence_dim=-4), "dim"),
+        (lambda: enter(x, group, sequence_parallel=True, sequence_dim=-4), "dim"),
+        (lambda: join_sequence(x, group, 3), "dim"),
+    )
+    message = rf"slices .* equally long on all 2 ranks .* got {2 + world.rank} of 5 on rank"
+    refused(
+        ValueError,
+        (lambda: join_sequence(uneven, group), message),
+        (lambda: enter(uneven, group, sequence_parallel=True), message),
+    )

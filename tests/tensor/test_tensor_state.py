@@ -7,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from whole import built, randn, together
+from whole import built, refused
 
 import axonmpi as ax
 from axonmpi.tensor import (
-    ColumnParallelLinear,
-    RowParallelLinear,
     copies,
     full_state_dict,
     load_full_state_dict,
@@ -78,7 +76,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value, name
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(1, 2)
 def test_the_whole_state_and_this_ranks_part(world):
     whole, model = built(Model), divided()
     whole.note = model.note = "old"
@@ -108,7 +106,8 @@ def test_transposed_layers_are_what_they_were(world):
     assert_close(model(words), whole(words))
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.real_ranks
+@pytest.mark.ranks(2, 4)
 def test_loading_a_whole_state_from_rank_0(world):
     source = built(Model, 1)
     source.note, source.norm.running_mean[:] = "other", 3.0
@@ -120,7 +119,7 @@ def test_loading_a_whole_state_from_rank_0(world):
     assert model.up.weight.dtype is torch.float32
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 def test_a_part_of_a_state_and_names_that_are_not_known(world):
     whole, model = built(Model, 1), divided()
     state = {name: value for name, value in whole.state_dict().items() if not name.startswith("up")}
@@ -134,30 +133,28 @@ def test_a_part_of_a_state_and_names_that_are_not_known(world):
     assert_same(full_state_dict(model), expected | state)
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 def test_what_is_not_whole_is_not_loaded(world):
     model = divided()
-    wrong = dict(built(Model).state_dict())
-    wrong.update({"up.weight": torch.ones(8, 4), "norm.bias": torch.ones(3), "embedding.weight": torch.ones(6, 4)})
-    message = (
-        r"wrong shapes: embedding.weight: expected \[5, 4\], got .*; norm.bias: .*; up.weight: .*\[4, 8\], got"
+    shapes = {"up.weight": torch.ones(8, 4), "norm.bias": torch.ones(3), "embedding.weight": torch.ones(6, 4)}
+    wrong = {**built(Model).state_dict(), **shapes}
+    misfits = r"wrong shapes: embedding.weight: expected \[5, 4\], got .*; norm.bias: .*; up.weight: "
+    no_tensor = {**wrong, "up.weight": 3} if world.rank == 0 else None
+    no_state = None if world.rank == 0 else {}
+    refused(
+        ValueError,
+        (lambda: load_full_state_dict(model, wrong), rf"{misfits}expected \[4, 8\], got \[8, 4\]"),
+        (lambda: load_full_state_dict(model, no_tensor), rf"{misfits}expected \[4, 8\], got int"),
+        (lambda: load_full_state_dict(model, no_state), "^rank 0: state_dict: expected a mapping .* got NoneType"),
+        (
+            lambda: local_state_dict(model, wrong),
+            r"embedding.weight: expected size 5 along dim 0, got shape \[6, 4\]; up.weight",
+        ),
     )
-    with pytest.raises(ValueError, match=message):
-        load_full_state_dict(model, wrong)
-    for wrong_on_rank_0, message in (
-        (None, "^rank 0: state_dict: expected a mapping of names to values, got NoneType"),
-        ({**wrong, "up.weight": 3}, r"wrong shapes: .*; up.weight: expected \[4, 8\], got int"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            load_full_state_dict(model, wrong_on_rank_0 if world.rank == 0 else None)
-    with pytest.raises(
-        ValueError, match=r"embedding.weight: expected size 5 along dim 0, got shape \[6, 4\]; up.weight"
-    ):
-        local_state_dict(model, wrong)
     assert_same(full_state_dict(model), built(Model).state_dict())
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 def test_gradients_and_what_an_optimizer_keeps(world):
     words = torch.tensor([0, 1, 2, 3, 4, 1])
     whole, model = built(Model), divided()
@@ -182,26 +179,22 @@ def test_gradients_and_what_an_optimizer_keeps(world):
 def test_states_that_do_not_fit_together(world):
     model = divided()
     state = model.state_dict()
-    if world.rank == 1:
-        del state["up.bias"]
-    with pytest.raises(
-        ValueError, match=r"same names in the same order on all ranks; ranks 0 and 1 differ in up.bias"
-    ):
-        full_state_dict(model, state)
-    state = model.state_dict()
-    if world.rank == 1:
-        state = dict(reversed(state.items()))
-    with pytest.raises(ValueError, match="ranks 0 and 1 differ in their order"):
-        full_state_dict(model, state)
-    state = model.state_dict()
-    if world.rank == 1:
-        state["up.bias"] = torch.ones(8)
-    with pytest.raises(ValueError, match=r"^rank 1: up.bias: expected size 4 along dim 0, got shape \[8\]$"):
-        full_state_dict(model, state)
+    others = {name: value for name, value in state.items() if world.rank == 0 or name != "up.bias"}
+    order = dict(reversed(state.items())) if world.rank else state
+    shape = {**state, "up.bias": torch.ones(8)} if world.rank else state
+    refused(
+        ValueError,
+        (lambda: full_state_dict(model, others), r"same names .* on all ranks; ranks 0 and 1 differ in up.bias"),
+        (lambda: full_state_dict(model, order), "ranks 0 and 1 differ in their order"),
+        (
+            lambda: full_state_dict(model, shape),
+            r"^rank 1: up.bias: expected size 4 along dim 0, got shape \[8\]$",
+        ),
+    )
     assert full_state_dict(model, {}) == {}
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 def test_names_of_wrapped_models(world):
     """Wrappers that do not show in names are looked through; a submodule that is called `module` is none."""
     model = divided()
@@ -212,26 +205,16 @@ def test_names_of_wrapped_models(world):
     whole = nn.ModuleDict({"module": built(Model)})
     assert_same(full_state_dict(nested), whole.state_dict())
     assert list(copies(nested)) == [name for name, _ in whole.named_parameters()]
-
-
-@pytest.mark.ranks(1, 2)
-def test_models_made_of_parallel_layers(world):
-    def made() -> nn.Module:
-        return nn.Sequential(ColumnParallelLinear(4, 8), nn.Tanh(), RowParallelLinear(8, 4))
-
-    whole = built(lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)))
-    model = together(made)
-    assert_same(full_state_dict(model), whole.state_dict())
-    assert_close(model(randn(2, 4)), whole(randn(2, 4)))
-    assert copies(model) == {"0.weight": 1, "0.bias": 1, "2.weight": 1, "2.bias": world.size}
+    made = nn.Sequential(ax.ColumnParallelLinear(4, 8), nn.Tanh(), ax.RowParallelLinear(8, 4))
+    assert copies(made) == {"0.weight": 1, "0.bias": 1, "2.weight": 1, "2.bias": 2}
 
 
 @pytest.mark.ranks(2)
 def test_models_without_parallel_layers_or_of_several_groups(world):
-    with pytest.raises(ValueError, match="expected a model with parallel layers, Linear has none"):
-        full_state_dict(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got dict"):
-        copies({})
-    layers = [ColumnParallelLinear(4, 4), ColumnParallelLinear(4, 4, process_group=ax.ProcessGroup.mock())]
-    with pytest.raises(ValueError, match="parallel layers that all belong to one group"):
-        copies(nn.Sequential(*layers))
+    layers = [ax.ColumnParallelLinear(4, 4), ax.ColumnParallelLinear(4, 4, ax.ProcessGroup.mock())]
+    refused(
+        ValueError,
+        (lambda: full_state_dict(nn.Linear(2, 2)), "expected a model with parallel layers, Linear has none"),
+        (lambda: copies(nn.Sequential(*layers)), "parallel layers that all belong to one group"),
+    )
+    refused(TypeError, (lambda: copies({}), "expected a torch.nn.Module, got dict"))

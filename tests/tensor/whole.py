@@ -6,10 +6,12 @@ on all ranks together.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -18,6 +20,25 @@ import axonmpi as ax
 
 _drawing = threading.RLock()
 _Made = TypeVar("_Made", bound=nn.Module)
+
+
+def pairwise(**choices: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return settings, chosen greedily, among which every pair of values of two different choices occurs."""
+    settings = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    pairs = [set(itertools.combinations(setting.items(), 2)) for setting in settings]
+    missing, found = set().union(*pairs), []
+    while missing:
+        number = max(range(len(settings)), key=lambda one: len(missing & pairs[one]))
+        missing -= pairs[number]
+        found.append(settings[number])
+    return found
+
+
+def refused(kind: type[Exception], *mistakes: tuple[Callable[[], object], str]) -> None:
+    """Make mistakes, each of which raises an error that says what is wrong."""
+    for call, message in mistakes:
+        with pytest.raises(kind, match=message):
+            call()
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -159,17 +180,3 @@ def compare(world, block, whole, own, *, x: Tensor, divided: bool, **options) ->
     for name, parameter in block.named_parameters():
         assert torch.equal(parameter, own(name, names[name])), name
         assert_close(parameter.grad, own(name, names[name].grad), name)
-
-
-def calls(prepare: Callable[[ax.World], Callable[[], object]], ranks: int = 2) -> list[list[str]]:
-    """Return the operations that each of some mock ranks does in the function that `prepare` returns."""
-
-    def logged(world: ax.World) -> list[str]:
-        act = prepare(world)
-        ax.barrier()
-        log = world.default_group.backend.log
-        log.clear()
-        act()
-        return [call.operation for call in log]
-
-    return ax.testing.run_ranks(ranks, logged)

@@ -1,28 +1,27 @@
-"""Self-attention with divided heads equals that of one process, and sends no more than it has to."""
+"""Blocks of a transformer, self-attention and perceptrons, that are divided equal those of one process."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
 import whole
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from whole import assert_close, built, calls, compare, part, randn, rows_of_heads, seeded, together
+from whole import assert_close, built, compare, pairwise, part, randn, rows_of_heads, seeded, together
 
 import axonmpi as ax
-from axonmpi import PipelineSchedule, ProcessGroup
+from axonmpi import (
+    ParallelGatedMLP,
+    ParallelMLP,
+    PipelineSchedule,
+    ProcessGroup,
+    sequence_parallel_norm,
+    tensor_parallel_attention,
+)
 from axonmpi.pipeline import microbatch_seed
-from axonmpi.tensor.attention import tensor_parallel_attention
-from axonmpi.tensor.dropout import ShardedDropout
-from axonmpi.tensor.mlp import ParallelGatedMLP
-from axonmpi.tensor.norm import sequence_parallel_norm
 
-HIDDEN, HEADS, WIDTH = 12, 4, 6
+HIDDEN, HEADS, WIDTH, BETWEEN = 12, 4, 6, 16
 
 
 def own_part(world, heads: int = HEADS, pairs: int = HEADS, width: int = WIDTH):
@@ -39,81 +38,30 @@ def own_part(world, heads: int = HEADS, pairs: int = HEADS, width: int = WIDTH):
     return own
 
 
-@pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("divided", [False, True])
-def test_everything_equals_the_whole_attention(world, divided):
-    kinds = itertools.product((HEADS, 2, 1), (True, False), (True, False))
-    for seed, (pairs, causal, rotary) in enumerate(kinds):
-        options = {"causal": causal, "rotary": rotary, "bias": seed % 3 > 0}
-        alone = built(lambda: whole.Attention(HIDDEN, HEADS, pairs, WIDTH, **options), seed)  # noqa: B023
-        options |= {"num_kv_heads": pairs, "head_dim": WIDTH, "sequence_parallel": divided}
-        block = together(lambda: tensor_parallel_attention(HIDDEN, HEADS, **options), seed)  # noqa: B023
-        compare(world, block, alone, own_part(world, pairs=pairs), x=randn(2, 8, HIDDEN), divided=divided)
-        for name, layer in alone.named_children():
-            assert torch.equal(block.get_submodule(name).full_weight(), layer.weight)
-            bias = block.get_submodule(name).full_bias()
-            assert bias is layer.bias is None or torch.equal(bias, layer.bias)
+FLAGS = {"causal": (True, False), "rotary": (True, False), "bias": (True, False), "divided": (True, False)}
+SETTINGS = pairwise(ranks=(2, 4), pairs=(HEADS, 2, 1), dropout=(0.0, 0.4), batch=(1, 3), **FLAGS)
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    batch=st.integers(1, 3),
-    length=st.integers(1, 5),
-    hidden=st.integers(1, 9),
-    pairs=st.integers(1, 3),
-    groups=st.integers(1, 3),
-    half=st.integers(1, 3),
-    flags=st.tuples(*[st.booleans()] * 4),
-)
-def test_any_shape(batch, length, hidden, pairs, groups, half, flags):
-    causal, rotary, bias, divided = flags
-    pairs, groups = (pairs, 2 * groups) if pairs == 1 else (2 * pairs, groups)
-    heads, width = pairs * groups, 2 * half
-    options = {"causal": causal, "rotary": rotary, "bias": bias}
-    x = randn(batch, 2 * length, hidden, seed=3, dtype=torch.float64)
-
-    def act(world) -> None:
-        alone = built(lambda: whole.Attention(hidden, heads, pairs, width, **options).double())
-        further = {"num_kv_heads": pairs, "head_dim": width, "sequence_parallel": divided}
-        block = together(lambda: tensor_parallel_attention(hidden, heads, **options, **further)).double()
-        compare(world, block, alone, own_part(world, heads, pairs, width), x=x, divided=divided)
-
-    ax.testing.run_ranks(2, act)
+@pytest.mark.ranks(2, 4)
+def test_everything_equals_the_whole_attention(world):
+    """With dropout, what is dropped is the same on any number of ranks and with parts of the sequence."""
+    for seed, setting in enumerate(SETTINGS):
+        if setting["ranks"] == world.size:
+            check_attention(world, seed, **setting)
 
 
-@pytest.mark.parametrize("pairs", [4, 2, 1])
-def test_what_is_sent(pairs):
-    def cost(act, divided: bool = False) -> list[str]:
-        def prepare(world):
-            options = {"num_kv_heads": pairs, "rotary": True, "sequence_parallel": divided}
-            block = tensor_parallel_attention(HIDDEN, 4, head_dim=4, **options)
-            return lambda: act(block, randn(2, 4, HIDDEN).requires_grad_())
-
-        first, second = calls(prepare)
-        assert first == second
-        return first
-
-    assert cost(lambda block, x: block(x)) == ["all_reduce"]
-    assert cost(lambda block, x: block(x).sum().backward()) == ["all_reduce"] * 2
-    assert cost(lambda block, x: block(x), divided=True) == ["all_gather", "reduce_scatter"]
-    # the output's gradient, and the input once more
-    expected = ["all_gather", "reduce_scatter", "all_gather", "all_gather", "reduce_scatter"]
-    assert sorted(cost(lambda block, x: block(x).sum().backward(), divided=True)) == sorted(expected)
-
-
-@pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("pairs", [4, 1])
-def test_dropout_is_the_same_at_any_width_and_with_parts_of_the_sequence(world, pairs):
-    x, p = randn(2, 8, HIDDEN), 0.4
-    masks = ShardedDropout(p, ProcessGroup.mock(), 1, HEADS, generator=seeded(5))(torch.ones(2, HEADS, 8, 8))
-    for divided, causal in itertools.product((False, True), (False, True)):
-        alone = built(lambda: whole.Attention(HIDDEN, HEADS, pairs, WIDTH, causal=causal))  # noqa: B023
-        options = {"num_kv_heads": pairs, "head_dim": WIDTH, "sequence_parallel": divided, "causal": causal}
-        block = together(lambda: tensor_parallel_attention(HIDDEN, HEADS, dropout=p, **options))  # noqa: B023
+def check_attention(world, seed, *, ranks, pairs, dropout, batch, divided, **options):
+    x, masks = randn(batch, 8, HIDDEN), None
+    alone = built(lambda: whole.Attention(HIDDEN, HEADS, pairs, WIDTH, **options), seed)
+    options |= {"num_kv_heads": pairs, "head_dim": WIDTH, "sequence_parallel": divided, "dropout": dropout}
+    block = together(lambda: tensor_parallel_attention(HIDDEN, HEADS, **options), seed)
+    if dropout:
+        of_all = ax.ShardedDropout(dropout, ax.ProcessGroup.mock(), 1, HEADS, generator=seeded(5))
+        masks = of_all(torch.ones(batch, HEADS, 8, 8))
         block.dropout.generator = seeded(5)
-        compare(world, block, alone, own_part(world, pairs=pairs), x=x, divided=divided, masks=masks)
-        own, expected = (part(t, world) if divided else t for t in (x, alone(x)))
-        assert_close(block.eval()(own), expected)
+    compare(world, block, alone, own_part(world, pairs=pairs), x=x, divided=divided, masks=masks)
+    own, expected = (part(t, world) if divided else t for t in (x, alone(x)))
+    assert_close(block.eval()(own), expected)
 
 
 def chance(world) -> float:
@@ -121,6 +69,7 @@ def chance(world) -> float:
     return 0.0 if world.default_group.backend.name == "mock" and world.size > 1 else 0.5
 
 
+@pytest.mark.real_ranks
 @pytest.mark.ranks(1, 2, 4)
 def test_dropout_from_the_default_generator_under_checkpointing(world):
     p = chance(world)
@@ -190,17 +139,18 @@ def own_part_of_block(group, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("divided", [False, True])
-@pytest.mark.parametrize("wrapper", [ax.DDP, ax.FSDP])
-def test_replicas_of_a_divided_layer_train_as_one_process_does(world, wrapper, divided):
+@pytest.mark.parametrize("wrapper", [ax.DDP, pytest.param(ax.FSDP, marks=pytest.mark.real_ranks)])
+def test_replicas_of_a_divided_layer_train_as_one_process_does(world, wrapper):
+    divided = wrapper is ax.FSDP
+    options = {"units": (nn.LayerNorm, nn.RMSNorm)} if divided else {}
     mesh = ax.DeviceMesh({"dp": 2, "tp": 2})
     alone = built(whole_block)
     block = together(lambda: divided_block(mesh.group("tp"), sequence_parallel=divided))
     block.load_state_dict(own_part_of_block(mesh.group("tp"), alone.state_dict()))
-    wrapped = wrapper(block, mesh.group("dp"))
+    wrapped = wrapper(block, mesh.group("dp"), **options)
     x, targets = randn(4, 8, HIDDEN), randn(4, 8, HIDDEN, seed=2)
     optimizers = [torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9) for module in (wrapped, alone)]
-    for _ in range(3):
+    for _ in range(2):
         own = [t.chunk(2)[mesh.rank("dp")] for t in (x, targets)]
         own = [t.chunk(2, 1)[mesh.rank("tp")] for t in own] if divided else own
         for optimizer, loss in zip(
@@ -216,37 +166,29 @@ def test_replicas_of_a_divided_layer_train_as_one_process_does(world, wrapper, d
         assert_close(state[name], value, name)
 
 
+@pytest.mark.real_ranks
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("divided", [False, True])
-@pytest.mark.parametrize("schedule", [PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.ZERO_BUBBLE])
-def test_divided_layers_as_stages_of_a_pipeline(world, schedule, divided):
+def test_divided_layers_as_stages_of_a_pipeline(world):
+    """Of the schedule that takes backward apart, with parts of the sequence."""
     mesh, p, seed = ax.DeviceMesh({"pp": 2, "tp": 2}), chance(world), 3
-    alone = built(lambda: nn.Sequential(*[divided_block(ProcessGroup.mock(), dropout=p) for _ in range(4)]))
-    options = {"sequence_parallel": divided, "dropout": p}
-    blocks = together(lambda: nn.ModuleList(divided_block(mesh.group("tp"), **options) for _ in range(4)))
+    alone = built(lambda: nn.Sequential(*[divided_block(ProcessGroup.mock(), dropout=p) for _ in range(2)]))
+    options = {"sequence_parallel": True, "dropout": p}
+    blocks = together(lambda: nn.ModuleList(divided_block(mesh.group("tp"), **options) for _ in range(2)))
     for block, one in zip(blocks, alone, strict=True):
         block.load_state_dict(own_part_of_block(mesh.group("tp"), one.state_dict()))
     x, targets = randn(4, 8, HIDDEN), randn(4, 8, HIDDEN, seed=2)
-    own = [t.chunk(2, 1)[mesh.rank("tp")] if divided else t for t in (x, targets)]
-    stages = (
-        blocks if schedule is PipelineSchedule.ZERO_BUBBLE else [nn.Sequential(*blocks[i : i + 2]) for i in (0, 2)]
-    )
-    options = {"schedule": schedule, "num_microbatches": 4, "loss_fn": F.mse_loss, "seed": seed}
-    ax.Pipeline.from_modules(list(stages), mesh.group("pp"), **options).train_step(*own)
+    own = [t.chunk(2, 1)[mesh.rank("tp")] for t in (x, targets)]
+    options = {"schedule": PipelineSchedule.ZERO_BUBBLE, "num_microbatches": 2, "loss_fn": F.mse_loss, "seed": seed}
+    ax.Pipeline.from_modules(list(blocks), mesh.group("pp"), **options).train_step(*own)
     with torch.random.fork_rng(devices=[]):
-        for micro_batch in range(4):
+        for micro_batch, rows in enumerate((slice(0, 2), slice(2, 4))):
             torch.manual_seed(microbatch_seed(seed, 0, micro_batch))
-            rows = slice(micro_batch, micro_batch + 1)
-            (F.mse_loss(alone(x[rows]), targets[rows]) / 4).backward()
-    here = [
-        (block, one) for block, one in zip(blocks, alone, strict=True) if block.norms[0].weight.grad is not None
-    ]
-    assert len(here) == 2  # the other stages are on other ranks
-    for block, one in here:
-        expected = own_part_of_block(mesh.group("tp"), {name: q.grad for name, q in one.named_parameters()})
-        for name, parameter in block.named_parameters():
-            # with parts of the sequence a loss is the mean over a part
-            assert_close(parameter.grad / (1 + divided), expected[name], name)
+            (F.mse_loss(alone(x[rows]), targets[rows]) / 2).backward()
+    block, one = blocks[mesh.rank("pp")], alone[mesh.rank("pp")]
+    expected = own_part_of_block(mesh.group("tp"), {name: q.grad for name, q in one.named_parameters()})
+    for name, parameter in block.named_parameters():
+        # a loss is the mean over a part of the sequence
+        assert_close(parameter.grad / 2, expected[name], name)
 
 
 @pytest.mark.ranks(2)
@@ -280,7 +222,7 @@ def test_ranks_that_share_a_head_begin_alike_and_stay_so(world):
     block = together(lambda: tensor_parallel_attention(HIDDEN, HEADS, num_kv_heads=2, head_dim=WIDTH))
     assert block.key_value.shards["weight"].copies == 2
     optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         (block(randn(2, 8, HIDDEN, seed=step)) ** 2).sum().backward()
         optimizer.step()
@@ -291,7 +233,7 @@ def test_ranks_that_share_a_head_begin_alike_and_stay_so(world):
 
 
 @pytest.mark.ranks(4)
-def test_mistakes(world):
+def test_mistakes_in_attention(world):
     for arguments, options, message in [
         ((12, 6), {}, "num_heads: expected a multiple of the 4 ranks of the group, got 6"),
         ((12, 0), {}, "num_heads: expected a multiple of the 4 ranks of the group, got 0"),
@@ -313,3 +255,82 @@ def test_mistakes(world):
         with pytest.raises(ValueError, match=rf"\[batch, sequence, 12\], got shape .* on rank {world.rank}"):
             block(torch.ones(shape))
     assert "hidden=12, heads=4, kv_heads=4, causal=True" in repr(block)
+
+
+# ---- perceptrons ------------------------------------------------------------------------------------------------
+
+
+def own_part_of_mlp(world, halves: int):
+    """Return a function from a parameter's name and the whole of it to this rank's part."""
+
+    def own(name: str, tensor: Tensor) -> Tensor:
+        if name == "down.bias":
+            return tensor
+        if name == "down.weight":
+            return tensor[:, rows_of_heads([BETWEEN], 1, world.rank, world.size)]
+        return tensor[rows_of_heads([BETWEEN] * halves, 1, world.rank, world.size)]
+
+    return own
+
+
+KINDS = [
+    (ParallelMLP, whole.MLP, {}, {}),
+    (ParallelMLP, whole.MLP, {"activation": "relu", "bias": False}, {"activation": F.relu, "bias": False}),
+    (ParallelMLP, whole.MLP, {"activation": torch.tanh}, {"activation": torch.tanh}),
+    (ParallelMLP, whole.MLP, {"activation": "gelu_tanh"}, {"activation": lambda x: F.gelu(x, approximate="tanh")}),
+    (ParallelGatedMLP, whole.GatedMLP, {}, {}),
+    (ParallelGatedMLP, whole.GatedMLP, {"activation": "gelu", "bias": True}, {"activation": F.gelu, "bias": True}),
+]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("divided", [False, True])
+def test_everything_equals_the_whole_perceptron(world, divided):
+    for seed, (kind, of_torch, options, torch_options) in enumerate(KINDS):
+        alone = built(lambda: of_torch(HIDDEN, BETWEEN, **torch_options), seed)  # noqa: B023
+        block = together(lambda: kind(HIDDEN, BETWEEN, sequence_parallel=divided, **options), seed)  # noqa: B023
+        halves = 2 if kind is ParallelGatedMLP else 1
+        compare(world, block, alone, own_part_of_mlp(world, halves), x=randn(2, 8, HIDDEN), divided=divided)
+        for name, layer in alone.named_children():
+            assert torch.equal(block.get_submodule(name).full_weight(), layer.weight)
+            bias = block.get_submodule(name).full_bias()
+            assert bias is layer.bias is None or torch.equal(bias, layer.bias)
+
+
+@pytest.mark.ranks(2)
+def test_dropout_of_a_perceptron_is_the_same_at_any_width_and_with_parts_of_the_sequence(world):
+    x, p = randn(2, 8, HIDDEN), 0.4
+    alone = built(lambda: whole.MLP(HIDDEN, BETWEEN))
+    mask = ax.ShardedDropout(p, ax.ProcessGroup.mock(), 1, generator=seeded(5))(torch.ones(2, 8, HIDDEN))
+    for divided in (False, True):
+        block = together(lambda: ParallelMLP(HIDDEN, BETWEEN, dropout=p, sequence_parallel=divided))  # noqa: B023
+        block.dropout.generator = seeded(5)
+        own = part(x, world) if divided else x
+        expected = alone(x) * mask
+        assert_close(block(own), part(expected, world) if divided else expected)
+        assert_close(block.eval()(own), part(alone(x), world) if divided else alone(x))
+
+
+@pytest.mark.ranks(2)
+def test_mistakes_in_perceptrons(world):
+    for kind in (ParallelMLP, ParallelGatedMLP):
+        with pytest.raises(
+            ValueError, match="intermediate: expected a multiple of the 2 ranks of the group, got 15"
+        ):
+            kind(HIDDEN, 15)
+        with pytest.raises(ValueError, match=r"activation: expected one of 'gelu', .* or a function, got 'swish'"):
+            kind(HIDDEN, BETWEEN, activation="swish")
+        with pytest.raises(ValueError, match=r"activation: expected one without parameters, got PReLU"):
+            kind(HIDDEN, BETWEEN, activation=nn.PReLU())
+    with pytest.raises(ValueError, match="p: expected the chance"):
+        ParallelMLP(HIDDEN, BETWEEN, dropout=2.0)
+
+
+@pytest.mark.ranks(2)
+def test_devices_and_dtypes(world):
+    block = ParallelMLP(HIDDEN, BETWEEN, device="meta", dtype=torch.bfloat16)
+    assert all(parameter.is_meta and parameter.dtype == torch.bfloat16 for parameter in block.parameters())
+    assert block.up.weight.shape == (BETWEEN // 2, HIDDEN)
+    gated = ParallelGatedMLP(HIDDEN, BETWEEN, device="meta", dtype=torch.float64)
+    assert gated.gate_up.weight.shape == (BETWEEN, HIDDEN)
+    assert gated.down.weight.dtype == torch.float64
