@@ -37,8 +37,3 @@ def computed(schedule: Schedule, rank: int) -> list[Action]:
 def last_of_backward(schedule: Schedule) -> ActionKind:
     """The action that ends a backward."""
     return ActionKind.BACKWARD_WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
-
-
-def backward_of(schedule: Schedule) -> ActionKind:
-    """The action that makes the gradient which the stage before waits for."""
-    return ActionKind.BACKWARD_INPUT if schedule.splits_backward else ActionKind.BACKWARD

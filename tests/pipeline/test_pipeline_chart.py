@@ -236,11 +236,3 @@ def test_only_the_first_rank_speaks_and_writes(capsys, tmp_path, monkeypatch):
     path = tmp_path / "chart.svg"
     assert chart(capsys, "--stages", 2, "--micro-batches", 1, "--output", path) == ""
     assert not path.exists()
-
-
-def test_help_names_every_time(capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.main(["chart", "--help"])
-    assert end.value.code == 0
-    shown = capsys.readouterr().out
-    assert all(f"--{name.replace('_', '-')} TIME" in shown for name in Costs.__dataclass_fields__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -157,14 +158,14 @@ def test_what_stages_hand_to_each_other(world, monkeypatch) -> None:
 
 @pytest.mark.ranks(2)
 def test_inputs_and_outputs_may_be_nested_and_outputs_stay_as_they_are(world) -> None:
-    """Even if a stage returns what it was given, which lies in memory that the next step writes to."""
+    """Even if a stage returns what it was given, in memory that later micro-batches are written to."""
 
     class Sum(nn.Module):
         def forward(self, given: dict) -> dict:
             return {"sum": given["a"] + given["b"][0], "same": given["a"]}
 
-    pipeline = Pipeline.from_modules([Sum(), nn.Identity()], num_microbatches=2)
-    a, b = torch.arange(6.0).view(3, 2), torch.ones(3, 2)
+    pipeline = Pipeline.from_modules([Sum(), nn.Identity()], num_microbatches=6)
+    a, b = torch.arange(12.0).view(6, 2), torch.ones(6, 2)
     outputs = [pipeline({"a": a + number, "b": (b, "text")}) for number in range(5)]
     if pipeline.has_last_stage:
         for number, output in enumerate(outputs):  # the first by messages, the others through mailboxes
@@ -204,28 +205,16 @@ def test_what_is_trained_may_change_between_steps(world) -> None:
 # ---- replicas ---------------------------------------------------------------------------------------------------
 
 
-class Input(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(12, 6)  # an odd number of elements for each rank
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(self.embedding(x)))
-
-
-class Output(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(6)
-        self.head = nn.Linear(6, 12, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(x))
-
-
 def language_model(count: int) -> list[nn.Module]:
-    return [*built(Input, 1), *built(lambda: nn.Linear(6, 6), count - 2), *built(Output, 1)]
+    """Stages of which the first and the last have a matrix of the same shape, with an odd number of rows."""
+
+    def first() -> nn.Module:
+        return nn.Sequential(OrderedDict(embedding=nn.Embedding(15, 6), linear=nn.Linear(6, 6), tanh=nn.Tanh()))
+
+    def last() -> nn.Module:
+        return nn.Sequential(OrderedDict(norm=nn.LayerNorm(6), head=nn.Linear(6, 15, bias=False)))
+
+    return [*built(first, 1), *built(lambda: nn.Linear(6, 6), count - 2), *built(last, 1)]
 
 
 FULL, GRAD, HYBRID = (ax.ShardingStrategy[name] for name in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"))

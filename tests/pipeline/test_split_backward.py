@@ -93,14 +93,6 @@ def quick(m: Any, x: Tensor) -> tuple[Tensor, ...]:
     return m.twice(torch.tanh(m.twice(hidden))), hidden
 
 
-def a_strided() -> nn.Parameter:
-    return nn.Parameter(torch.randn(4, 4).t())
-
-
-def a_perceptron() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
-
-
 SQUARE = (4, 4)
 KINDS = {
     "functions": lambda: Kind(functions, first=(3, 4), second=(3, 4), made=SQUARE),
@@ -114,7 +106,10 @@ KINDS = {
         weight=(6,),
         unused=(3,),
     ),
-    "checkpointed": lambda: Kind(lambda m, x: (checkpoint(m.inner, x, use_reentrant=False),), inner=a_perceptron()),
+    "checkpointed": lambda: Kind(
+        lambda m, x: (checkpoint(m.inner, x, use_reentrant=False),),
+        inner=nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)),
+    ),
     "products": lambda: Kind(
         products,
         plain=nn.Linear(4, 6, bias=False),
@@ -122,7 +117,7 @@ KINDS = {
         **dict.fromkeys(("right", "scaled", "squared", "twice"), SQUARE),
         added=(3, 4),
         left=(3, 3),
-        strided=a_strided(),
+        strided=nn.Parameter(torch.randn(4, 4).t()),
     ),
     "convolution": lambda: Kind(convolution, first=nn.Conv1d(1, 2, 3, padding=1), last=nn.Bilinear(4, 4, 2)),
     "cast": lambda: Kind(cast, first=nn.Linear(4, 8), last=nn.Linear(8, 4)),

@@ -115,6 +115,8 @@ def test_rotary_positions_need_an_even_head():
     [
         ({"pp": 2, "chunks": 3}, r"pp x chunks = 2 x 3 = 6: take fewer, or more layers"),
         ({"schedule": "zero-bubble", "chunks": 3}, "chunks: expected 1 or 2 with zero-bubble, got 3"),
+        ({"cpu_offload": "full"}, "cpu_offload: 'full' needs fsdp to be full, grad or hybrid"),
+        ({"fsdp": "full", "strategy": "no_sync"}, "strategy: 'no_sync' is for data parallelism"),
         (
             {"tp": 4, "sequence_parallel": True, "sequence_length": 18},
             r"sequence_length: .* tp = 4 with sequence_parallel, got 18: take .* 20",
