@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from axonmpi.pipeline import Action, ActionKind, PipelineSchedule, Schedule, make_schedule
 from axonmpi.pipeline.actions import ComputeLists
@@ -14,7 +14,7 @@ INTERLEAVED, ZERO_BUBBLE = PipelineSchedule.INTERLEAVED_ONE_F_ONE_B, PipelineSch
 CHUNKS = {GPIPE: (1, 2, 3), ONE_F_ONE_B: (1,), INTERLEAVED: (2, 3), ZERO_BUBBLE: (1, 2)}
 
 
-def every_schedule(ranks: range, micro_batches: range) -> Iterator[tuple[Schedule, int]]:
+def every_schedule(ranks: Iterable[int], micro_batches: Iterable[int]) -> Iterator[tuple[Schedule, int]]:
     """Each kind of schedule for all of these numbers, and its stages on each rank."""
     for kind, chunks in CHUNKS.items():
         for num_ranks in ranks:
@@ -37,8 +37,3 @@ def computed(schedule: Schedule, rank: int) -> list[Action]:
 def last_of_backward(schedule: Schedule) -> ActionKind:
     """The action that ends a backward."""
     return ActionKind.BACKWARD_WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
-
-
-def backward_of(schedule: Schedule) -> ActionKind:
-    """The action that makes the gradient which the stage before waits for."""
-    return ActionKind.BACKWARD_INPUT if schedule.splits_backward else ActionKind.BACKWARD

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import re
 from collections import Counter
@@ -15,7 +14,6 @@ from schedule_cases import (
     INTERLEAVED,
     ONE_F_ONE_B,
     ZERO_BUBBLE,
-    backward_of,
     computed,
     every_schedule,
     last_of_backward,
@@ -23,7 +21,6 @@ from schedule_cases import (
 )
 from torch_tables import torch_actions, torch_lists, torch_schedules
 
-import axonmpi.pipeline
 from axonmpi.pipeline import (
     Action,
     ActionKind,
@@ -87,7 +84,7 @@ def test_the_short_form_of_actions():
 
 
 def test_gradients_are_added_up_in_the_order_of_micro_batches():
-    for schedule, _ in every_schedule(range(1, 6), range(1, 12, 3)):
+    for schedule, _ in every_schedule(range(1, 5), (1, 4, 7)):
         for stage, rank in enumerate(schedule.placement):
             for kind in (ActionKind.FORWARD, last_of_backward(schedule)):
                 done = [a.micro_batch for a in computed(schedule, rank) if (a.kind, a.stage) == (kind, stage)]
@@ -130,44 +127,21 @@ def test_numbers_that_make_no_schedule(arguments, message):
         make_schedule(*arguments)
 
 
-@pytest.mark.parametrize("name", GENERATORS)
-def test_generators_refuse_nothing_to_do(name):
-    for numbers in ((0, 3), (3, 0), (-1, -1)):
-        with pytest.raises(ValueError, match=r"num_\w+: expected at least 1, got"):
-            getattr(schedules, name)(*numbers)
+def test_generators_refuse_nothing_to_do():
+    for name in GENERATORS:
+        for numbers in ((0, 3), (3, 0), (-1, -1)):
+            with pytest.raises(ValueError, match=r"num_\w+: expected at least 1, got"):
+                getattr(schedules, name)(*numbers)
 
 
 def test_schedules_need_no_torch():
-    modules = set()
-    for path in Path(axonmpi.pipeline.__file__).parent.glob("*.py"):
-        if path.stem in (
-            "actions",
-            "schedules",
-            "transfers",
-            "grid",
-            "execution",
-            "validator",
-            "simulator",
-            "trace",
-        ):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Import):
-                    modules |= {alias.name for alias in node.names}
-                elif isinstance(node, ast.ImportFrom) and not node.level:
-                    modules.add(node.module)
-    assert "dataclasses" in modules
-    assert not {module for module in modules if module.partition(".")[0] in ("torch", "numpy")}
+    folder = Path(schedules.__file__).parent
+    for name in ("actions", "schedules", "transfers", "grid", "execution", "validator", "simulator", "trace"):
+        text = (folder / f"{name}.py").read_text(encoding="utf-8")
+        assert re.findall(r"^ *(?:from|import) +(torch|numpy)\b", text, re.MULTILINE) == []
 
 
 # ---- transfers --------------------------------------------------------------------------------------------------
-
-
-def test_where_messages_go():
-    schedule = make_schedule(ONE_F_ONE_B, 2, 2)
-    assert [" ".join(map(str, actions)) for actions in schedule.actions] == [
-        "F0.0 SF0.0>1 F0.1 SF0.1>1 RB0.0<1 RB0.1<1 B0.0 B0.1",
-        "RF1.0<0 RF1.1<0 F1.0 B1.0 SB1.0>0 F1.1 B1.1 SB1.1>0",
-    ]
 
 
 def test_the_messages_in_the_docstring():
@@ -176,42 +150,14 @@ def test_the_messages_in_the_docstring():
     assert [line.split() for line in shown] == [[str(action) for action in own[:11]] for own in lists]
 
 
-def test_the_first_half_of_backward_is_sent():
-    actions = list(map(str, make_schedule(ZERO_BUBBLE, 2, 2).actions[1]))
-    assert actions[actions.index("I1.0") + 1] == "SB1.0>0"
-    assert actions[actions.index("W1.0") + 1] != "SB1.0>0"
-
-
-def test_stages_of_one_rank_need_no_message():
-    for kind in PipelineSchedule:
-        assert all(action.kind.is_compute for action in make_schedule(kind, 1, 3, 2).actions[0])
-    turning = make_schedule(ZERO_BUBBLE, 2, 2, 2).actions[1]
-    assert not [a for a in turning if {a.stage, a.peer} == {1, 2}]
-
-
 def test_sends_follow_what_they_send_and_few_receives_are_open():
-    for schedule, chunks in every_schedule(range(2, 7), range(1, 14, 4)):
-        assert most_open_receives(schedule) <= max(2, 1 + most_on_their_way(schedule))
+    for schedule, chunks in every_schedule((2, 3, 5), (1, 4, 9)):
         if chunks == 1 or schedule.splits_backward:
             assert most_open_receives(schedule) <= 2
         for actions in schedule.actions:
             for before, action in pairwise(actions):
                 if action.kind.is_send and not before.kind.is_send:
                     assert before.makes == action.carries
-
-
-def most_on_their_way(schedule: Schedule) -> int:
-    """The most messages of one edge in one direction that are made and not used yet, if all takes one step."""
-    ends = {span.action: span.end for spans in simulate(schedule, ONE_COLUMN_EACH).spans for span in spans}
-    most = 0
-    for source, target in schedule.edges:
-        for kind, maker, user in ((FORWARD, source, target), (backward_of(schedule), target, source)):
-            times = [
-                (ends[Action(kind, maker, m)], ends[Action(kind, user, m)])
-                for m in range(schedule.num_microbatches)
-            ]
-            most = max(most, *(sum(made <= end < used for made, used in times) for end, _ in times))
-    return most
 
 
 def most_open_receives(schedule: Schedule) -> int:
@@ -261,8 +207,8 @@ def test_actions_that_can_never_begin_have_no_place_for_messages():
     ],
 )
 def test_the_order_is_that_of_torch(name, generator, chunks):
-    for ranks in range(1, 6):
-        for micro_batches in (ranks, 2 * ranks, 3 * ranks):
+    for ranks in (1, 2, 3, 5):
+        for micro_batches in (ranks, 3 * ranks):
             given = [chunks] if generator is schedules.interleaved_one_f_one_b else []
             expected = torch_lists(name, ranks, micro_batches, chunks)
             assert generator(ranks, micro_batches, *given) == expected, (ranks, micro_batches)
@@ -303,7 +249,7 @@ def test_no_more_time_and_memory_than_torch_where_the_order_differs(name, kind):
 
 def test_torch_finds_our_schedules_valid_and_makes_the_same_messages():
     kinds = {"SEND_F": "SF", "RECV_F": "RF", "SEND_B": "SB", "RECV_B": "RB"}
-    for schedule, _ in every_schedule(range(1, 6), range(1, 10, 4)):
+    for schedule, _ in every_schedule((1, 2, 3, 5), (1, 5)):
         lists = {rank: torch_actions(computed(schedule, rank)) for rank in range(schedule.num_ranks)}
         placement = torch_schedules()._validate_schedule(
             lists, schedule.num_ranks, schedule.num_stages, schedule.num_microbatches

@@ -22,8 +22,7 @@ from axonmpi.pipeline import (
 from axonmpi.pipeline.schedules import loop_placement, one_f_one_b
 from axonmpi.pipeline.simulator import measured_costs
 
-SIZES = [(ranks, micro_batches) for ranks in range(1, 7) for micro_batches in range(1, 14)]
-HALF = Costs(forward=0.5, backward=1.0, backward_input=0.5, backward_weight=0.5)
+SIZES = [(ranks, micro_batches) for ranks in range(1, 6) for micro_batches in (1, 2, 3, 4, 6, 9, 12)]
 
 
 # ---- published bounds -------------------------------------------------------------------------------------------
@@ -38,6 +37,8 @@ def test_gpipe_and_1f1b():
         assert gpipe.makespan == one.makespan == 3 * (micro_batches + ranks - 1)
         assert gpipe.peak_activations == (micro_batches,) * ranks
         assert one.peak_activations == tuple(min(micro_batches, ranks - rank) for rank in range(ranks))
+        assert PipelineMemoryStats.gpipe_peak_activations(ranks, micro_batches) == micro_batches
+        assert PipelineMemoryStats.one_f_one_b_peak_activations(ranks, micro_batches) == min(ranks, micro_batches)
 
 
 def test_interleaved_waits_less_by_the_number_of_chunks():
@@ -75,23 +76,9 @@ def test_the_v_waits_only_for_its_first_and_after_its_last_action():
                 assert all(before.end == after.start for before, after in pairwise(spans))
 
 
-def test_each_schedule_waits_less_than_the_one_before():
-    """The same model on 4 ranks: where a rank has two stages they are half as large."""
-    one = simulate(make_schedule(ONE_F_ONE_B, 4, 8))
-    interleaved = simulate(make_schedule(INTERLEAVED, 4, 8, 2), HALF)
-    zero = simulate(make_schedule(ZERO_BUBBLE, 4, 8))
-    v_shaped = simulate(make_schedule(ZERO_BUBBLE, 4, 8, 2), HALF)
-    assert one.makespan > interleaved.makespan > zero.makespan > v_shaped.makespan
-    assert [t.makespan for t in (one, interleaved, zero, v_shaped)] == [33, 28.5, 27, 25.5]
-
-
-def test_peaks_of_the_memory_statistics():
-    for ranks, micro_batches in SIZES[::3]:
-        assert PipelineMemoryStats.gpipe_peak_activations(ranks, micro_batches) == micro_batches
-        assert PipelineMemoryStats.one_f_one_b_peak_activations(ranks, micro_batches) == min(ranks, micro_batches)
-    for peak in (PipelineMemoryStats.gpipe_peak_activations, PipelineMemoryStats.one_f_one_b_peak_activations):
-        with pytest.raises(ValueError, match="num_microbatches: expected at least 1, got 0"):
-            peak(2, 0)
+def test_statistics_of_memory_refuse_nothing():
+    with pytest.raises(ValueError, match="num_microbatches: expected at least 1, got 0"):
+        PipelineMemoryStats.gpipe_peak_activations(2, 0)
 
 
 # ---- times ------------------------------------------------------------------------------------------------------
@@ -131,7 +118,7 @@ def test_rendezvous_makes_a_sender_wait_for_a_late_receiver():
 
 
 def test_no_rank_is_quicker_under_rendezvous():
-    for schedule, _ in every_schedule(range(1, 5), range(1, 8, 2)):
+    for schedule, _ in every_schedule((1, 2, 4), (1, 3, 6)):
         eager, waiting = (simulate(schedule, Costs(transfer=0.3), rendezvous=value) for value in (False, True))
         for own, other in zip(eager.spans, waiting.spans, strict=True):
             assert [span.action for span in own] == [span.action for span in other]

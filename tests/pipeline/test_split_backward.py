@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -32,148 +34,105 @@ class Doubled(torch.autograd.Function):
         return 2 * gradient * weight, 2 * gradient * x
 
 
-class Functions(nn.Module):
+class Kind(nn.Module):
+    """Computes as a function says, with parts that it has by name; parameters are given by their shapes."""
+
+    def __init__(self, compute: Callable[[Any, Tensor], tuple[Tensor, ...]], **parts: Any) -> None:
+        super().__init__()
+        self.compute = compute
+        for name, part in parts.items():
+            setattr(
+                self, name, part if isinstance(part, (nn.Module, nn.Parameter)) else nn.Parameter(torch.randn(part))
+            )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.compute(self, x)
+
+
+def functions(m: Any, x: Tensor) -> tuple[Tensor, ...]:
     """Weights of functions of Python, and one that such a function has made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Parameter(torch.randn(3, 4)) for _ in range(2))
-        self.made = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        x = Doubled.apply(torch.tanh(x), self.first) @ Doubled.apply(self.made, torch.ones(4, 4))
-        return (Doubled.apply(torch.tanh(x), self.second),)
+    x = Doubled.apply(torch.tanh(x), m.first) @ Doubled.apply(m.made, torch.ones(4, 4))
+    return (Doubled.apply(torch.tanh(x), m.second),)
 
 
-class Shared(nn.Module):
-    """Uses a parameter twice along the way, and once beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        x = torch.tanh(x @ self.weight)
-        x = self.linear(x) @ self.weight.t()
-        return x, (self.weight**2).sum(0)
+def shared(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """A parameter that is used twice along the way, and once beside it."""
+    return m.linear(torch.tanh(x @ m.weight)) @ m.weight.t(), (m.weight**2).sum(0)
 
 
-class Mixed(nn.Module):
+def mixed(m: Any, x: Tensor) -> tuple[Tensor, ...]:
     """Norms, an embedding of no input, a residual, a Python function, a bias that is added twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 4, bias=False)
-        self.norm = nn.LayerNorm(6)
-        self.position = nn.Parameter(torch.randn(4))
-        self.weight = nn.Parameter(torch.randn(6))
-        self.unused = nn.Parameter(torch.randn(3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        hidden = self.norm(self.first(x + self.position))
-        hidden = Doubled.apply(hidden, self.weight)
-        return x + self.last(hidden) + self.position, hidden.sum(1)
+    hidden = Doubled.apply(m.norm(m.first(x + m.position)), m.weight)
+    return x + m.last(hidden) + m.position, hidden.sum(1)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return (checkpoint(self.inner, x, use_reentrant=False),)
-
-
-class Products(nn.Module):
-    """Multiplies by weights in every way, some of which are no parameters but made from them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.plain, self.normed = nn.Linear(4, 6, bias=False), weight_norm(nn.Linear(6, 4))
-        self.right, self.scaled, self.squared, self.twice = (nn.Parameter(torch.randn(4, 4)) for _ in range(4))
-        self.added, self.left = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 3))
-        self.strided = nn.Parameter(torch.randn(4, 4).t())
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        x = self.normed(self.plain(x[None]))[0] @ self.right
-        x = torch.addmm(self.added, x, self.scaled.t(), alpha=0.5)
-        x = torch.tanh(x @ self.strided) @ (self.squared * self.squared)
-        x = torch.addmm(self.twice[:3], x, self.twice.tanh())
-        return self.left @ x, x
+def products(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """Products with weights in every way, some of which are no parameters but made from them."""
+    x = m.normed(m.plain(x[None]))[0] @ m.right
+    x = torch.addmm(m.added, x, m.scaled.t(), alpha=0.5)
+    x = torch.tanh(x @ m.strided) @ (m.squared * m.squared)
+    x = torch.addmm(m.twice[:3], x, m.twice.tanh())
+    return m.left @ x, x
 
 
-class Convolution(nn.Module):
-    """Has weights of more dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv1d(1, 2, 3, padding=1), nn.Bilinear(4, 4, 2)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        hidden = self.first(x[:, None])
-        return (self.last(hidden[:, 0], hidden[:, 1]),)
+def convolution(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """Weights of more dimensions."""
+    hidden = m.first(x[:, None])
+    return (m.last(hidden[:, 0], hidden[:, 1]),)
 
 
-class Cast(nn.Module):
-    """Computes with weights of another dtype."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        with torch.autocast("cpu", torch.bfloat16):
-            return (self.last(torch.tanh(self.first(x))).float(),)
+def cast(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """Weights of another dtype."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return (m.last(torch.tanh(m.first(x))).float(),)
 
 
-class Beside(nn.Module):
-    """Returns what is made of parameters, some of which are used for the rest, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.weight, self.bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.linear(x), self.linear.weight.exp(), self.weight * self.bias
-
-
-class WithoutInput(nn.Module):
-    """Nothing that is returned depends on the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return (self.weight.exp(),)
-
-
-class Passing(nn.Module):
-    """Hands its input on, beside something made of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return x, self.linear(x)
-
-
-class Quick(nn.Module):
+def quick(m: Any, x: Tensor) -> tuple[Tensor, ...]:
     """The package's own linear layers, on three dimensions, one without a bias and one used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.twice = QuickLinear(4, 6), QuickLinear(6, 4, bias=False), QuickLinear(4, 4)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        hidden = self.last(torch.tanh(self.first(x[None])))[0]
-        return self.twice(torch.tanh(self.twice(hidden))), hidden
+    hidden = m.last(torch.tanh(m.first(x[None])))[0]
+    return m.twice(torch.tanh(m.twice(hidden))), hidden
 
 
-KINDS = [Quick, Shared, Mixed, Functions, Checkpointed, Products, Convolution, Cast, Beside, WithoutInput, Passing]
+SQUARE = (4, 4)
+KINDS = {
+    "functions": lambda: Kind(functions, first=(3, 4), second=(3, 4), made=SQUARE),
+    "shared": lambda: Kind(shared, weight=SQUARE, linear=nn.Linear(4, 4)),
+    "mixed": lambda: Kind(
+        mixed,
+        first=nn.Linear(4, 6),
+        last=nn.Linear(6, 4, bias=False),
+        norm=nn.LayerNorm(6),
+        position=(4,),
+        weight=(6,),
+        unused=(3,),
+    ),
+    "checkpointed": lambda: Kind(
+        lambda m, x: (checkpoint(m.inner, x, use_reentrant=False),),
+        inner=nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)),
+    ),
+    "products": lambda: Kind(
+        products,
+        plain=nn.Linear(4, 6, bias=False),
+        normed=weight_norm(nn.Linear(6, 4)),
+        **dict.fromkeys(("right", "scaled", "squared", "twice"), SQUARE),
+        added=(3, 4),
+        left=(3, 3),
+        strided=nn.Parameter(torch.randn(4, 4).t()),
+    ),
+    "convolution": lambda: Kind(convolution, first=nn.Conv1d(1, 2, 3, padding=1), last=nn.Bilinear(4, 4, 2)),
+    "cast": lambda: Kind(cast, first=nn.Linear(4, 8), last=nn.Linear(8, 4)),
+    "made of parameters alone": lambda: Kind(
+        lambda m, x: (m.linear(x), m.linear.weight.exp(), m.weight * m.bias),
+        linear=nn.Linear(4, 4),
+        weight=SQUARE,
+        bias=(4,),
+    ),
+    "without input": lambda: Kind(lambda m, x: (m.weight.exp(),), weight=(4,)),
+    "handed on": lambda: Kind(lambda m, x: (x, m.linear(x)), linear=nn.Linear(4, 4)),
+    "quick": lambda: Kind(
+        quick, first=QuickLinear(4, 6), last=QuickLinear(6, 4, bias=False), twice=QuickLinear(4, 4)
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +157,7 @@ def drawn_like(outputs: tuple[Tensor, ...]) -> list[Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_both_halves_make_the_whole(kind) -> None:
     torch.manual_seed(0)
-    module = kind()
+    module = KINDS[kind]()
     values = torch.randn(3, 4)
     whole, parts = values.clone().requires_grad_(), values.clone().requires_grad_()
     gradients = drawn_like(module(whole))
@@ -212,63 +171,44 @@ def test_both_halves_make_the_whole(kind) -> None:
     torch.testing.assert_close(parts.grad, whole.grad)
 
 
-def test_the_first_half_computes_no_gradient_of_a_weight() -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4))
-    inputs = torch.randn(2, 4, requires_grad=True)
-    output = module(inputs)
-    weights = input_gradients([get_gradient_edge(output)], [torch.ones(2, 4)], [inputs])
-    assert inputs.grad is not None
-    computed = [parameter.dim() for parameter in module.parameters() if parameter.grad is not None]
-    assert computed == [1, 1, 1, 1]
-    weights.compute()
-    assert None not in [parameter.grad for parameter in module.parameters()]
+@pytest.mark.parametrize("library", ["torch", "onednn"])
+def test_quick_products_are_added_up(library, monkeypatch) -> None:
+    monkeypatch.setattr("axonmpi.matmul.onednn_is_quicker", lambda: library == "onednn")
+    monkeypatch.setattr("axonmpi.matmul._LEAST_PRODUCTS", 1)
+    test_both_halves_make_the_whole("quick")
 
 
-def test_without_inputs_all_is_left_to_the_second_half() -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    weights = input_gradients([get_gradient_edge(module(torch.randn(2, 4)))], [torch.ones(2, 4)], [])
-    assert [parameter.grad for parameter in module.parameters()] == [None] * 4
-    weights.compute()
-    assert None not in [parameter.grad for parameter in module.parameters()]
+def test_what_each_half_computes() -> None:
+    """The first half leaves the gradients of matrices; all of them, if there is no input to go back to."""
+    for has_input, computed in ((True, [1, 1, 1, 1]), (False, [])):
+        module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4))
+        inputs = torch.randn(2, 4, requires_grad=has_input)
+        edges = [get_gradient_edge(module(inputs))]
+        weights = input_gradients(edges, [torch.ones(2, 4)], [inputs] if has_input else [])
+        assert (inputs.grad is not None) == has_input
+        assert [parameter.dim() for parameter in module.parameters() if parameter.grad is not None] == computed
+        weights.compute()
+        assert None not in [parameter.grad for parameter in module.parameters()]
 
 
 @pytest.mark.parametrize(
     "layer", [nn.Linear(4, 4), QuickLinear(4, 4), nn.Conv1d(1, 1, 1)], ids=["product", "quick", "again"]
 )
 def test_only_what_a_layer_was_given_is_kept_for_the_second_half(layer) -> None:
-    """What autograd keeps above it is free after the first half, all of it after the second."""
+    """What autograd keeps above it, and below a product, is free after the first half; all after the second."""
     inputs = torch.randn(1, 1, 4, requires_grad=True)
-    given = torch.tanh(inputs)
+    below = torch.tanh(inputs)
+    given = 2 * below
     output = torch.tanh(layer(given))
-    alive = [weakref.ref(tensor.untyped_storage()) for tensor in (given, output)]
+    alive = [weakref.ref(tensor.untyped_storage()) for tensor in (below, given, output)]
     weights = input_gradients([get_gradient_edge(output)], [torch.ones(1, 1, 4)], [inputs])
-    del given, output
-    assert [storage() is not None for storage in alive] == [True, False]
+    del below, given, output
+    is_product = not isinstance(layer, nn.Conv1d)
+    assert [storage() is not None for storage in alive] == [not is_product, True, False]
     assert layer.weight.grad is None
     weights.compute()
-    assert [storage() is not None for storage in alive] == [False, False]
-
-
-@pytest.mark.parametrize("kind", [nn.Linear, QuickLinear])
-def test_what_is_below_a_product_is_free_after_the_first_half(kind) -> None:
-    linear = kind(4, 4)
-    inputs = torch.randn(2, 4, requires_grad=True)
-    below = torch.tanh(inputs)
-    alive = weakref.ref(below.untyped_storage())
-    output = linear(2 * below)
-    weights = input_gradients([get_gradient_edge(output)], [torch.ones(2, 4)], [inputs])
-    del below
-    assert alive() is None
-    assert linear.weight.grad is None
-    weights.compute()
-    assert linear.weight.grad is not None
-
-
-@pytest.mark.parametrize("library", ["torch", "onednn"])
-def test_quick_products_are_added_up(library, monkeypatch) -> None:
-    monkeypatch.setattr("axonmpi.matmul.onednn_is_quicker", lambda: library == "onednn")
-    monkeypatch.setattr("axonmpi.matmul._LEAST_PRODUCTS", 1)
-    test_both_halves_make_the_whole(Quick)
+    assert [storage() is not None for storage in alive] == [False, False, False]
+    assert layer.weight.grad is not None
 
 
 def test_checkpointed_parts_are_computed_again_once() -> None:
@@ -357,7 +297,7 @@ def test_gradients_that_are_there_already(dtype) -> None:
         assert type(now.grad_fn) is type(whole.grad_fn)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_random_graphs(data) -> None:
     """Values are combined at random: with parameters that may be used again, with each other, or both.

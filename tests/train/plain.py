@@ -27,7 +27,7 @@ class PlainRun:
 
 def plain_run(config: Config) -> PlainRun:
     """Train as the settings of model, text and optimizer say, once in this process for all of its ranks."""
-    names = ("seed", "steps", "global_batch", "held_out_sequences", "sample_length", "prompt")
+    names = ("seed", "steps", "global_batch", "held_out_sequences", "sample_length", "prompt", "temperature")
     run = {name: getattr(config.run, name) for name in names}
     alone = Config(model=config.model, text=config.text, optimizer=config.optimizer).replace(**run)
     with _once:

@@ -12,7 +12,7 @@ import axonmpi as ax
 from axonmpi import cli
 from axonmpi.cli import train
 from axonmpi.environment import Launcher, process_environment, without_launcher_variables
-from axonmpi.train import Config, Trainer
+from axonmpi.train import Config
 
 SMALL = [
     *("--layers=1", "--width=16", "--heads=2", "--sequence-length=16", "--global-batch=8", "--steps=12"),
@@ -22,36 +22,38 @@ SMALL = [
 
 @pytest.fixture
 def no_start(monkeypatch):
-    """Fail the test if MPI would be started."""
+    """Fail the test if MPI would be started; there is no launcher."""
+    monkeypatch.setattr(train, "init_process_group", lambda: pytest.fail("the world was started"))
+    monkeypatch.setattr(train, "detect_launchers", list)
 
-    def started():
-        pytest.fail("the world was started")
 
-    monkeypatch.setattr(train, "init_process_group", started)
+@pytest.fixture
+def mock_start(monkeypatch):
+    """Start a world of one mock rank in place of MPI."""
+    monkeypatch.setattr(train, "init_process_group", lambda: ax.World.mock(1))
+    monkeypatch.setattr(train, "destroy_process_group", lambda: None)
 
 
 def test_flags_set_what_they_name():
-    config = train.parse(
-        ["--lr", "1e-4", "--layers", "2", "--no-plot", "--data", "a.txt", "--positions", "learned"]
-    )
-    expected = {"lr": 1e-4, "layers": 2, "plot": False, "data": "a.txt", "positions": "learned"}
-    assert config == Config().replace(**expected)
     assert train.parse([]) == Config()
-    config = train.parse(
-        ["--pp=2", "--schedule=zero-bubble", "--micro-batches=8", "--chunks=2", "--trace=a/b.json"]
-    )
-    expected = {"pp": 2, "schedule": "zero-bubble", "micro_batches": 8, "chunks": 2, "trace": "a/b.json"}
-    assert config == Config().replace(**expected)
-    config = train.parse(["--dp=2", "--tp=4", "--sequence-parallel", "--fsdp=full", "--pp=2"])
-    assert config == Config().replace(dp=2, tp=4, sequence_parallel=True, fsdp="full", pp=2)
+    for flags, expected in (
+        ("--lr 1e-4 --layers 2 --no-plot", {"lr": 1e-4, "layers": 2, "plot": False}),
+        ("--data a.txt --positions learned", {"data": "a.txt", "positions": "learned"}),
+        ("--pp=2 --schedule=zero-bubble --chunks=2", {"pp": 2, "schedule": "zero-bubble", "chunks": 2}),
+        ("--micro-batches=8 --trace=a/b.json", {"micro_batches": 8, "trace": "a/b.json"}),
+        (
+            "--dp=2 --tp=4 --sequence-parallel --fsdp=full",
+            {"dp": 2, "tp": 4, "sequence_parallel": True, "fsdp": "full"},
+        ),
+    ):
+        assert train.parse(flags.split()) == Config().replace(**expected)
 
 
-@pytest.mark.parametrize("flag", ["--config {}", "--config={}"])
-def test_flags_override_the_file(tmp_path, flag):
+def test_flags_override_the_file(tmp_path):
     file = tmp_path / "settings.toml"
     file.write_text("lr = 0.5\nsteps = 7\n")
-    config = train.parse([*flag.format(file).split(), "--lr", "1e-3"])
-    assert config == Config().replace(lr=1e-3, steps=7)
+    for flags in (["--config", str(file)], [f"--config={file}"]):
+        assert train.parse([*flags, "--lr", "1e-3"]) == Config().replace(lr=1e-3, steps=7)
 
 
 def test_every_setting_is_a_flag_with_help(capsys):
@@ -86,8 +88,7 @@ def test_every_setting_is_a_flag_with_help(capsys):
         ("--config settings.ini", [".toml, .yaml or .yml"]),
     ],
 )
-def test_bad_flags_are_refused_before_anything_starts(no_start, capsys, monkeypatch, arguments, expected):
-    monkeypatch.setattr(train, "detect_launchers", list)
+def test_bad_flags_are_refused_before_anything_starts(no_start, capsys, arguments, expected):
     with pytest.raises(SystemExit) as ended:
         cli.main(["train", *arguments.split()])
     shown = " ".join(capsys.readouterr().err.split())
@@ -95,96 +96,71 @@ def test_bad_flags_are_refused_before_anything_starts(no_start, capsys, monkeypa
     assert [text for text in expected if text not in shown] == []
 
 
-def test_an_unknown_key_in_the_file_is_refused_with_similar_ones(no_start, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "detect_launchers", list)
-    file = tmp_path / "settings.yaml"
-    file.write_text("global_bach: 8\n")
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["train", "--config", str(file)])
-    assert ended.value.code == 2
-    assert "unknown setting 'global_bach': did you mean global_batch" in capsys.readouterr().err
-
-
-def test_a_text_that_cannot_be_used_is_refused_before_anything_starts(no_start, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "detect_launchers", list)
+def test_a_file_or_a_text_that_cannot_be_used_is_refused_before_anything_starts(no_start, capsys, tmp_path):
+    (tmp_path / "settings.yaml").write_text("global_bach: 8\n")
     (tmp_path / "empty").touch()
     (tmp_path / "small").write_bytes(b"abc")
-    refused = {
-        "nowhere": "No such file",
-        "empty": "expected text, found none",
-        "small": "expected at least 258 bytes",
-    }
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--config", str(tmp_path / "settings.yaml")])
+    assert ended.value.code == 2
+    assert "unknown setting 'global_bach': did you mean global_batch" in capsys.readouterr().err
+    refused = {"nowhere": "No such file", "empty": "expected text, found none", "small": "at least 258 bytes"}
     for name, expected in refused.items():
         assert cli.main(["train", "--data", str(tmp_path / name)]) == 2
         assert expected in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "launchers", [[], [Launcher("MPICH", 0, 1, 0, 1, ())], [Launcher("MPICH", 1, 4, 1, 4, ())]]
-)
-def test_on_one_node_a_missing_text_is_missing_for_all_ranks(no_start, monkeypatch, launchers):
-    monkeypatch.setattr(train, "detect_launchers", lambda: launchers)
-    assert cli.main(["train", "--data", "nowhere"]) == 2
+def test_on_one_node_a_missing_text_is_missing_for_all_ranks(no_start, monkeypatch):
+    for launchers in ([], [Launcher("MPICH", 0, 1, 0, 1, ())], [Launcher("MPICH", 1, 4, 1, 4, ())]):
+        monkeypatch.setattr(train, "detect_launchers", lambda launchers=launchers: launchers)
+        assert cli.main(["train", "--data", "nowhere"]) == 2
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        Launcher("MPICH", 1, 4, 1, 2, ()),
-        Launcher("PMI", 1, 4, None, None, ()),
-        Launcher("PMIx", 1, None, None, None, ()),
-    ],
-)
-def test_a_rank_whose_node_lacks_the_text_meets_the_others_before_it_leaves(monkeypatch, capsys, launcher):
+def test_a_rank_whose_node_lacks_the_text_meets_the_others_before_it_leaves(monkeypatch, capsys):
     group = SimpleNamespace(all_gather_object=lambda problem: ["", problem, "", ""])
-    monkeypatch.setattr(train, "detect_launchers", lambda: [launcher])
     monkeypatch.setattr(train, "init_process_group", lambda: SimpleNamespace(default_group=group))
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["train", "--data", "nowhere"])
-    assert ended.value.code == 2
-    assert "error: rank 1: --data nowhere: cannot read nowhere: No such file" in capsys.readouterr().err
+    for name, size, local in (("MPICH", 4, 2), ("PMI", 4, None), ("PMIx", None, None)):
+        launcher = Launcher(name, 1, size, local and 1, local, ())
+        monkeypatch.setattr(train, "detect_launchers", lambda launcher=launcher: [launcher])
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["train", "--data", "nowhere"])
+        assert ended.value.code == 2
+        assert "error: rank 1: --data nowhere: cannot read nowhere: No such file" in capsys.readouterr().err
 
 
-def test_what_only_the_started_world_knows_is_refused_too(capsys, monkeypatch):
-    monkeypatch.setattr(train, "init_process_group", lambda: ax.World.mock(1))
-    monkeypatch.setattr(train, "destroy_process_group", lambda: None)
+def test_what_is_found_later_is_an_exit_code_and_a_message_too(mock_start, capsys, tmp_path):
     assert cli.main(["train", *SMALL, "--accumulation", "3"]) == 2
     assert "axonmpi train: error: global_batch: expected a multiple of" in capsys.readouterr().err
-
-
-def test_divergence_is_an_exit_code_and_a_message(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(train, "init_process_group", lambda: ax.World.mock(1))
-    monkeypatch.setattr(train, "destroy_process_group", lambda: None)
     assert cli.main(["train", *SMALL, "--lr", "1e30", "--gradient-clip", "0", "--out", str(tmp_path)]) == 1
     assert "training has diverged; try a smaller lr" in capsys.readouterr().err
 
 
 def test_unknown_commands_are_refused(capsys):
-    assert cli.main(["tran"]) == 2
-    assert "unknown command 'tran': did you mean train" in capsys.readouterr().err
-    assert cli.main(["fly"]) == 2
-    assert "expected one of train, bench, chart, doctor" in capsys.readouterr().err
-    assert cli.main([]) == 2
-    assert "no command given" in capsys.readouterr().err
+    for arguments, message in (
+        (["tran"], "unknown command 'tran': did you mean train"),
+        (["fly"], "expected one of train, bench, chart, doctor"),
+        ([], "no command given"),
+    ):
+        assert cli.main(arguments) == 2
+        assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help", "help"])
-def test_help_names_the_commands(capsys, flag):
-    assert cli.main([flag]) == 0
-    shown = capsys.readouterr().out
-    assert [name for name in ("train", "bench", "doctor", "mpirun -n 4") if name not in shown] == []
-
-
-@pytest.mark.parametrize(("rank", "shows"), [(0, True), (1, False), (None, True)])
-def test_only_rank_zero_shows_help(capsys, monkeypatch, rank, shows):
-    if rank is not None:
+def test_help_is_shown_by_the_first_rank(capsys, monkeypatch):
+    for flag in ("-h", "--help", "help"):
+        assert cli.main([flag]) == 0
+        shown = capsys.readouterr().out
+        assert [name for name in ("train", "bench", "doctor", "mpirun -n 4") if name not in shown] == []
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    for rank in (0, 1):
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
-        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    assert cli.main(["--version"]) == 0
-    assert bool(capsys.readouterr().out) == shows
-    with pytest.raises(SystemExit):
-        cli.main(["train", "--help"])
-    assert bool(capsys.readouterr().out) == shows
+        assert cli.main(["--version"]) == 0
+        assert bool(capsys.readouterr().out) == (rank == 0)
+        with pytest.raises(SystemExit):
+            cli.main(["train", "--help"])
+        assert bool(capsys.readouterr().out) == (rank == 0)
+
+
+# ---- whole jobs -------------------------------------------------------------------------------------------------
 
 
 def losses(folder):
@@ -192,59 +168,38 @@ def losses(folder):
     return [line["loss"] for line in lines if "loss" in line]
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """Run the command on one rank, without a launcher; return the process's result and its folder."""
-    folder = tmp_path_factory.mktemp("alone")
+@pytest.mark.slow
+def test_the_command_without_a_launcher(tmp_path):
     command = [sys.executable, "-m", "axonmpi", "train", *SMALL, "--name", "first"]
     environment = {**without_launcher_variables(process_environment()), "OMP_NUM_THREADS": "1"}
     finished = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
-    return finished, folder / "axonmpi-runs" / "first"
-
-
-@pytest.mark.slow
-def test_the_command_without_a_launcher(alone):
-    finished, folder = alone
+    folder = tmp_path / "axonmpi-runs" / "first"
     assert (finished.returncode, finished.stderr) == (0, "")
     assert "on 1 rank" in finished.stdout
-    assert "unigram entropy" in finished.stdout
     files = ["loss.png", "metrics.jsonl", "sample.txt", "summary.json"]
     assert sorted(file.name for file in folder.iterdir()) == files
-    assert len(losses(folder)) == 12
+    assert losses(folder) == pytest.approx(plain_run(train.parse(SMALL)).losses, abs=1e-4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_command_on_real_ranks_gives_the_same_losses(alone, tmp_path, ranks):
-    result = ax.testing.launch(ranks, "-m", "axonmpi", "train", *SMALL, "--out", tmp_path, timeout=240)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count(f"on {ranks} ranks") == 2  # the opening and the end, by rank 0 only
-    assert losses(tmp_path) == pytest.approx(losses(alone[1]), abs=1e-4)
-
-
-@pytest.mark.slow
-def test_a_pipeline_on_real_ranks_gives_the_same_losses(tmp_path):
-    flags = [*SMALL, "--layers=2", "--schedule=zero-bubble", "--trace", tmp_path / "trace.json"]
-    result = ax.testing.launch(2, "-m", "axonmpi", "train", *flags, "--pp=2", "--out", tmp_path, timeout=240)
+@pytest.mark.parametrize(
+    ("ranks", "shown", "layout"),
+    [
+        (2, "a pipeline: zero bubble on 2 ranks", ["--pp=2", "--schedule=zero-bubble"]),
+        (4, "mesh: dp 2 x pp 1 x tp 2 = 4 ranks", ["--dp=2", "--tp=2", "--fsdp=full", "--sequence-parallel"]),
+    ],
+)
+def test_the_command_on_real_ranks_gives_the_same_losses(tmp_path, ranks, shown, layout):
+    settings, trace = [*SMALL, "--layers=2"], tmp_path / "trace.json"
+    layout += ["--trace", trace] if "--pp=2" in layout else []
+    result = ax.testing.launch(ranks, "-m", "axonmpi", "train", *settings, *layout, "--out", tmp_path, timeout=240)
     assert (result.returncode, result.stderr) == (0, "")
-    assert "a pipeline: zero bubble on 2 ranks" in result.stdout
-    files = ["loss.png", "metrics.jsonl", "pipeline.png", "sample.txt", "summary.json", "trace.json"]
-    assert sorted(file.name for file in tmp_path.iterdir()) == files
-    config = train.parse([*SMALL, "--layers=2", "--out", str(tmp_path / "alone")])
-    single = Trainer(config, ax.World.mock(1))
-    single.run()
-    assert losses(tmp_path) == pytest.approx([step.loss for step in single.steps], abs=1e-4)
-
-
-@pytest.mark.slow
-def test_eight_real_ranks_in_three_dimensions(tmp_path):
-    settings = [*SMALL, "--layers=2", "--steps=30", "--lr=2e-3", "--warmup-steps=10"]
-    layout = ["--dp=2", "--tp=2", "--pp=2", "--fsdp=full", "--sequence-parallel", "--schedule=zero-bubble"]
-    result = ax.testing.launch(8, "-m", "axonmpi", "train", *settings, *layout, "--out", tmp_path, timeout=280)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "mesh: dp 2 x pp 2 x tp 2 = 8 ranks" in result.stdout
+    assert shown in result.stdout
+    assert result.stdout.count(f"on {ranks} ranks, ") == 1  # by rank 0 only
+    pictures = [(tmp_path / name).exists() for name in ("pipeline.png", "trace.json")]
+    assert pictures == [ranks == 2] * 2
     assert losses(tmp_path) == pytest.approx(plain_run(train.parse(settings)).losses, abs=1e-4)
 
 
@@ -261,31 +216,14 @@ sys.exit(cli.main(["train", "--out", sys.argv[1], *flags]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--data", "/nowhere"], "cannot read /nowhere: No such file"),
-        (["--pp", "3"], "ranks 0 and 1 differ in pp"),
-    ],
-)
-def test_what_one_rank_cannot_use_ends_the_job(tmp_path, flags, message):
-    result = ax.testing.launch(2, OTHER_FLAGS_ON_RANK_1, tmp_path, *flags, timeout=240)
+def test_what_one_rank_cannot_use_ends_the_job(tmp_path):
+    result = ax.testing.launch(2, OTHER_FLAGS_ON_RANK_1, tmp_path, "--data", "/nowhere", timeout=240)
     assert (result.returncode, result.timed_out, result.leftover) == (2, False, ())
-    assert message in result.stderr
+    assert "cannot read /nowhere: No such file" in result.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--stepz", "3"], "--stepz"),
-        (["--data", "/nowhere"], "No such file"),
-        ([*SMALL, "--global-batch", "9"], "global_batch: expected a multiple of"),
-        (["--pp", "3"], "tp x pp = 1 x 3 = 3, but there are 2 ranks: take for example dp x tp x pp = "),
-    ],
-)
-def test_real_ranks_refuse_together_with_code_2(flags, message):
-    result = ax.testing.launch(2, "-m", "axonmpi", "train", *flags, timeout=240)
-    assert result.returncode == 2
-    assert result.stderr.count(message) == 1
-    assert result.leftover == ()
+def test_real_ranks_refuse_together_with_code_2():
+    result = ax.testing.launch(2, "-m", "axonmpi", "train", "--pp", "3", timeout=240)
+    assert (result.returncode, result.leftover) == (2, ())
+    assert result.stderr.count("tp x pp = 1 x 3 = 3, but there are 2 ranks: take for example dp x tp x pp = ") == 1

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from axonmpi.train import GPT, ModelConfig, generate
 from axonmpi.train.model import cut, rotate, rotation_table
 
-VARIANTS = [
-    {"positions": positions, "norm": norm, "tied_embeddings": tied}
-    for positions in ("rotary", "learned")
-    for norm in ("rmsnorm", "layernorm")
-    for tied in (True, False)
+VARIANTS = [  # every two of these together
+    {"positions": "rotary", "norm": "rmsnorm", "tied_embeddings": True},
+    {"positions": "rotary", "norm": "layernorm", "tied_embeddings": False},
+    {"positions": "learned", "norm": "rmsnorm", "tied_embeddings": False},
+    {"positions": "learned", "norm": "layernorm", "tied_embeddings": True},
 ]
 
 
@@ -27,7 +27,7 @@ def some_bytes(batch, length):
 
 
 @pytest.mark.parametrize("settings", VARIANTS)
-def test_a_byte_changes_its_own_and_later_predictions_only(settings):
+def test_a_byte_changes_its_own_and_later_predictions_only_and_all_parameters_learn(settings):
     model = small(**settings)
     tokens = some_bytes(3, 12)
     before = model(tokens)
@@ -37,13 +37,7 @@ def test_a_byte_changes_its_own_and_later_predictions_only(settings):
     after = model(changed)
     assert torch.equal(after[:, :7], before[:, :7])
     assert (after[:, 7:] - before[:, 7:]).abs().amax(dim=(0, 2)).min() > 1e-6
-
-
-@pytest.mark.parametrize("settings", VARIANTS)
-def test_every_parameter_gets_a_gradient(settings):
-    model = small(**settings)
-    tokens = some_bytes(2, 12)
-    F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    F.cross_entropy(after.flatten(0, 1), tokens.flatten()).backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
@@ -76,12 +70,6 @@ def test_initial_weights_are_those_of_gpt2():
         std = 0.02 / math.sqrt(2 * 8) if residual else 0.02
         assert parameter.std().item() == pytest.approx(std, rel=0.05), name
         assert parameter.mean().item() == pytest.approx(0, abs=0.1 * std), name
-
-
-def test_the_untrained_model_knows_nothing():
-    tokens = some_bytes(8, 12)
-    loss = F.cross_entropy(small()(tokens).flatten(0, 1), some_bytes(8, 12).roll(1, 0).flatten())
-    assert loss.item() == pytest.approx(math.log(256), abs=0.2)
 
 
 def test_attention_through_rotation_depends_on_distance_only():
@@ -146,31 +134,24 @@ def test_stages_are_of_like_work():
             cut(small(), number)
 
 
-def sampled(model, seed, temperature=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    return generate(model, b"abc", 30, generator=generator, temperature=temperature)
+def test_sampling_follows_its_seed_or_takes_the_likeliest_byte():
+    def sampled(seed, temperature=1.0):
+        generator = torch.Generator().manual_seed(seed)
+        return generate(model, b"abc", 30, generator=generator, temperature=temperature)
 
-
-def test_sampling_follows_its_seed():
-    model = small()
-    state = torch.get_rng_state()
-    assert len(sampled(model, 1)) == 30
-    assert sampled(model, 1) == sampled(model, 1) != sampled(model, 2)
+    model, state = small(), torch.get_rng_state()
+    assert len(sampled(1)) == 30
+    assert sampled(1) == sampled(1) != sampled(2)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_at_temperature_zero_the_likeliest_byte_is_taken():
-    model = small()
-    assert sampled(model, 1, 0.0) == sampled(model, 2, 0.0)
-    first = model(torch.tensor([list(b"abc")]))[0, -1].argmax().item()
-    assert sampled(model, 1, 0.0)[0] == first
+    assert sampled(1, 0.0) == sampled(2, 0.0)
+    assert sampled(1, 0.0)[0] == model(torch.tensor([list(b"abc")]))[0, -1].argmax().item()
 
 
 def test_sampling_refuses_what_it_cannot_do():
-    generator = torch.Generator()
-    with pytest.raises(ValueError, match="prompt of at least one byte"):
-        generate(small(), b"", 3, generator=generator)
-    with pytest.raises(ValueError, match="must not be negative"):
-        generate(small(), b"a", -1, generator=generator)
-    with pytest.raises(ValueError, match="must not be negative"):
-        generate(small(), b"a", 1, generator=generator, temperature=-1.0)
+    for prompt, length, temperature, message in (
+        (b"", 3, 1.0, "prompt of at least one byte"),
+        (b"a", -1, 1.0, "must not be negative"),
+        (b"a", 1, -1.0, "must not be negative"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate(small(), prompt, length, generator=torch.Generator(), temperature=temperature)

@@ -118,24 +118,18 @@ def test_a_terminal_and_a_pipe_of_our_own(tmp_path, terminal, pipe):
     assert terminal_width(io.StringIO(), nothing) is None
 
 
-def test_behind_a_launcher_its_terminal_counts(tmp_path, terminal, pipe):
-    chain = [("hydra_pmi_proxy", "pipe:[5]"), ("mpirun", terminal[0]), ("bash", terminal[0])]
-    assert terminal_width(pipe, describe(tmp_path, chain, "pipe:[9]", pipe)) == 77
-
-
-def test_a_launcher_that_writes_to_a_file_has_no_terminal_whatever_it_gives_its_ranks(tmp_path, terminal):
+def test_behind_a_launcher_its_output_counts(tmp_path, terminal, pipe):
     name, stream = terminal
-    chain = [("prterun", "/home/user/log"), ("bash", name)]
-    assert terminal_width(stream, describe(tmp_path, chain, name, stream)) is None
-
-
-def test_a_launcher_on_another_node_shows_nothing_that_we_know_of(tmp_path, terminal):
-    name, stream = terminal
-    chain = [("prted", name), ("sshd", "pipe:[3]")]
-    assert terminal_width(stream, describe(tmp_path, chain, name, stream)) is None
-
-
-def test_a_script_between_launcher_and_us_may_collect_our_output(tmp_path, terminal, pipe):
-    chain = [("bash", "pipe:[8]"), ("prterun", terminal[0])]
-    assert terminal_width(pipe, describe(tmp_path / "collected", chain, "pipe:[9]", pipe)) is None
-    assert terminal_width(pipe, describe(tmp_path / "passed on", chain, "pipe:[8]", pipe)) == 77
+    for number, (chain, own_output, written, width) in enumerate(
+        [
+            ([("hydra_pmi_proxy", "pipe:[5]"), ("mpirun", name), ("bash", name)], "pipe:[9]", pipe, 77),
+            # whatever the launcher gives its ranks
+            ([("prterun", "/home/user/log"), ("bash", name)], name, stream, None),
+            # a launcher on another node
+            ([("prted", name), ("sshd", "pipe:[3]")], name, stream, None),
+            # a script between launcher and us may collect our output, or pass it on
+            ([("bash", "pipe:[8]"), ("prterun", name)], "pipe:[9]", pipe, None),
+            ([("bash", "pipe:[8]"), ("prterun", name)], "pipe:[8]", pipe, 77),
+        ]
+    ):
+        assert terminal_width(written, describe(tmp_path / str(number), chain, own_output, written)) == width, chain

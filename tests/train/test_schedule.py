@@ -16,18 +16,14 @@ def test_a_straight_rise_then_half_a_cosine():
     assert rates[-1] == pytest.approx(2.0 * 0.25)
 
 
-def test_without_warm_up_the_first_step_is_nearly_the_highest():
-    config = OptimizerConfig(lr=2.0, warmup_steps=0)
-    assert learning_rate(0, 1000, config) == pytest.approx(2.0, rel=1e-4)
-    assert learning_rate(0, 1, config) == pytest.approx(0.2)
-
-
 def test_a_run_shorter_than_its_warm_up_only_rises():
     assert [learning_rate(step, 3, CONFIG) for step in range(3)] == [0.5, 1.0, 1.5]
 
 
-def test_the_rate_is_never_zero_in_the_warm_up_nor_negative():
-    config = OptimizerConfig(lr=1.0, lr_final=0.0, warmup_steps=2)
-    rates = [learning_rate(step, 10, config) for step in range(10)]
+def test_without_warm_up_or_a_final_rate():
+    no_warm_up = OptimizerConfig(lr=2.0, warmup_steps=0)
+    assert learning_rate(0, 1000, no_warm_up) == pytest.approx(2.0, rel=1e-4)
+    assert learning_rate(0, 1, no_warm_up) == pytest.approx(0.2)
+    rates = [learning_rate(step, 10, OptimizerConfig(lr=1.0, lr_final=0.0, warmup_steps=2)) for step in range(10)]
     assert min(rates[:-1]) > 0
     assert rates[-1] == pytest.approx(0, abs=1e-15)

@@ -1,4 +1,4 @@
-"""Training: the same on any number of ranks, and what it leaves behind."""
+"""What the trainer leaves behind and shows, and what it refuses."""
 
 import json
 import math
@@ -8,113 +8,91 @@ import pytest
 import torch
 
 import axonmpi as ax
+from axonmpi.pipeline.trace import read_trace
 from axonmpi.testing import run_ranks
-from axonmpi.train import Config, Trainer
+from axonmpi.train import Config, Trainer, recorder
+from axonmpi.train.layout import Layout, plan_schedule
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
-def trained(world, config):
-    trainer = Trainer(config, world)
+def alone(config, folder):
+    trainer = Trainer(config.replace(out=str(folder)), ax.World.mock(1))
     trainer.run()
     return trainer
 
 
 def curve(trainer):
-    return torch.tensor([step.loss for step in trainer.steps])
-
-
-def alone(config, folder):
-    return trained(ax.World.mock(1), config.replace(out=str(folder), accumulation=1))
-
-
-@pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("strategy", ["overlapped", "synchronous", "no_sync"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_training_is_that_of_one_rank_on_the_joined_batch(
-    world, tiny, tmp_path, shared_tmp_path, strategy, accumulation
-):
-    config = tiny.replace(strategy=strategy, accumulation=accumulation, out=str(shared_tmp_path))
-    together = trained(world, config)
-    single = alone(config, tmp_path / f"alone{world.rank}")
-    assert len(together.steps) == 20
-    assert (curve(together) - curve(single)).abs().max() < 1e-4
-    for mine, other in zip(together.model.parameters(), single.model.parameters(), strict=True):
-        assert (mine - other).abs().max() < 1e-5
-    assert together.held_out[-1].held_out_loss == pytest.approx(single.held_out[-1].held_out_loss, abs=1e-6)
-
-
-@pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize(
-    "settings",
-    [{"fsdp": "full"}, {"fsdp": "grad"}, {"fsdp": "hybrid"}, {"fsdp": "full", "cpu_offload": "full"}],
-    ids=str,
-)
-def test_sharded_training_is_that_of_one_rank_on_the_joined_batch(world, tiny, tmp_path, shared_tmp_path, settings):
-    together = trained(world, tiny.replace(accumulation=2, out=str(shared_tmp_path), **settings))
-    single = alone(tiny.replace(accumulation=2), tmp_path / f"alone{world.rank}")
-    assert (curve(together) - curve(single)).abs().max() < 1e-4
-    assert [step.gradient_norm for step in together.steps] == pytest.approx(
-        [step.gradient_norm for step in single.steps], rel=1e-4
-    )
-    assert together.held_out[-1].held_out_loss == pytest.approx(single.held_out[-1].held_out_loss, abs=1e-6)
-    held = sum(part.numel() for part in together.model.parameters())
-    assert held < single.model.num_parameters() / world.size + 200
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("fsdp", ["none", "full"])
-def test_bfloat16_stays_near_float32(world, tiny, tmp_path, shared_tmp_path, fsdp):
-    rounded = trained(world, tiny.replace(fsdp=fsdp, dtype="bfloat16", out=str(shared_tmp_path)))
-    exact = alone(tiny, tmp_path / f"alone{world.rank}")
-    assert 0 < (curve(rounded) - curve(exact)).abs().max() < 0.05
+    return [step.loss for step in trainer.steps]
 
 
 def test_the_same_seed_gives_the_same_curve_and_another_seed_another(tiny, tmp_path):
-    config = tiny.replace(steps=3)
+    config, state = tiny.replace(steps=3, sample_length=3), torch.get_rng_state()
     first, again, other = (curve(alone(config.replace(seed=seed), tmp_path)) for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+    assert first == again != other
+    assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.ranks(2)
-def test_the_loss_falls_below_what_byte_frequencies_can_give(world, tiny, shared_tmp_path):
+def test_the_loss_falls_below_what_byte_frequencies_can_give(tiny, tmp_path):
     settings = {"steps": 150, "width": 32, "lr": 1e-2, "warmup_steps": 10, "evaluate_every": 50}
-    summary = Trainer(tiny.replace(out=str(shared_tmp_path), **settings), world).run()
+    summary = Trainer(tiny.replace(out=str(tmp_path), **settings), ax.World.mock(1)).run()
     assert summary.first_held_out_loss == pytest.approx(math.log(256), abs=0.2)
     assert summary.held_out_loss < summary.unigram_entropy - 0.2
     assert summary.last_loss < summary.first_loss
 
 
-@pytest.mark.ranks(1, 2)
+def test_clipping_bounds_the_step_and_zero_leaves_gradients_alone(tiny, tmp_path):
+    clipped, free, loose = (
+        alone(tiny.replace(steps=4, gradient_clip=largest), tmp_path) for largest in (1e-12, 0.0, 1e6)
+    )
+    assert all(step.gradient_norm > 0.01 for step in clipped.steps)
+    assert curve(free) == curve(loose) != curve(clipped)
+
+
+def test_weight_decay_spares_the_norms(tiny):
+    trainer = Trainer(tiny.replace(norm="layernorm", weight_decay=0.3), ax.World.mock(1))
+    groups = trainer.optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+    assert [{p.dim() for p in group["params"]} for group in groups] == [{2}, {1}]
+    assert sum(len(group["params"]) for group in groups) == len(list(trainer.model.parameters()))
+
+
+@pytest.mark.ranks(2, 4)
+def test_every_rank_has_its_stages_only(world, tiny):
+    trainer = Trainer(tiny.replace(layers=5, pp=2), world)
+    (stage,) = trainer.model
+    assert stage.content == ["embedding, blocks 0 to 2", "blocks 3 to 4, output layer"][world.rank % 2]
+    groups = [group["params"] for group in trainer.optimizer.param_groups]
+    assert {id(p) for group in groups for p in group} == {id(p) for p in stage.parameters()}
+    assert [{p.dim() for p in group} for group in groups] == [{2}, {1}]  # the tied output layer is a matrix, too
+
+
+# ---- what is written and shown ----------------------------------------------------------------------------------
+
+
+@pytest.mark.real_ranks
+@pytest.mark.ranks(2, 4)
 def test_a_run_leaves_metrics_a_picture_a_sample_and_a_summary(world, tiny, shared_tmp_path):
     settings = {"steps": 5, "evaluate_every": 2, "sample_length": 20, "prompt": "def ", "plot": True}
     config = tiny.replace(out=str(shared_tmp_path / "deep" / "run"), **settings)
     trainer = Trainer(config, world)
     summary = trainer.run()
+    assert (summary.ranks, summary.tokens) == (world.size, 5 * 8 * 16)
+    assert 0 <= summary.communication <= 1
+    assert world.default_group.all_gather_object(summary) == [summary] * world.size
     folder = config.run.folder
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5]
     assert [line["step"] for line in lines if "held_out_loss" in line] == [0, 2, 4, 5]
-    assert [line["loss"] for line in lines if "loss" in line] == [step.loss for step in trainer.steps]
+    assert [line["loss"] for line in lines if "loss" in line] == curve(trainer)
     written = json.loads((folder / "summary.json").read_text())
     assert written["held_out_loss"] == summary.held_out_loss == lines[-1]["held_out_loss"]
     assert Config.from_mapping({k: v for k, v in written["config"].items() if v is not None}) == config
     assert (folder / "sample.txt").read_text() == summary.sample + "\n"
     assert summary.sample.startswith("def ")
     picture = (folder / "loss.png").read_bytes()
-    width, height = struct.unpack(">II", picture[16:24])
     assert picture.startswith(PNG_SIGNATURE)
-    assert min(width, height) >= 400
-
-
-@pytest.mark.ranks(2, 4)
-def test_every_rank_gets_the_same_summary(world, tiny, shared_tmp_path):
-    summary = Trainer(tiny.replace(steps=2, out=str(shared_tmp_path)), world).run()
-    assert summary.ranks == world.size
-    assert summary.tokens == 2 * 8 * 16
-    assert 0 <= summary.communication <= 1
-    assert len({repr(other) for other in world.default_group.all_gather_object(summary)}) == 1
+    assert min(struct.unpack(">II", picture[16:24])) >= 400  # width and height
 
 
 def test_an_earlier_runs_files_are_replaced(tiny, tmp_path):
@@ -125,34 +103,41 @@ def test_an_earlier_runs_files_are_replaced(tiny, tmp_path):
     assert "an earlier run" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_clipping_bounds_the_step_and_zero_leaves_gradients_alone(tiny, tmp_path):
-    clipped = alone(tiny.replace(steps=5, gradient_clip=1e-12), tmp_path)
-    free = alone(tiny.replace(steps=5, gradient_clip=0.0), tmp_path)
-    loose = alone(tiny.replace(steps=5, gradient_clip=1e6), tmp_path)
-    assert all(step.gradient_norm > 0.01 for step in clipped.steps)
-    assert torch.equal(curve(free), curve(loose))
-    assert not torch.equal(curve(free), curve(clipped))
-
-
-def test_weight_decay_spares_the_norms(tiny):
-    trainer = Trainer(tiny.replace(norm="layernorm", weight_decay=0.3), ax.World.mock(1))
-    groups = trainer.optimizer.param_groups
-    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
-    assert {p.dim() for p in groups[0]["params"]} == {2}
-    assert {p.dim() for p in groups[1]["params"]} == {1}
-    assert sum(len(group["params"]) for group in groups) == len(list(trainer.model.parameters()))
-
-
 @pytest.mark.ranks(4)
-def test_a_global_batch_that_does_not_divide_is_refused_on_every_rank(world, tiny):
-    before = world.default_group.backend.observer = Counter()
-    with pytest.raises(ValueError, match="No such file"):
-        Trainer(tiny.replace(data="nowhere"), world)
-    assert before.operations == 0  # refused before anything was sent
-    with pytest.raises(ValueError, match="ranks x accumulation = 4 x 1 = 4, got 6"):
-        Trainer(tiny.replace(global_batch=6), world)
-    with pytest.raises(ValueError, match="ranks 0 and 3 differ in global_batch"):
-        Trainer(tiny.replace(global_batch=6 if world.rank == 3 else 8), world)
+def test_the_last_step_is_traced_and_drawn(world, tiny, shared_tmp_path):
+    trace = shared_tmp_path / "deep" / "trace.json"
+    for wanted, tp in ((True, 1), (False, 2)):
+        config = tiny.replace(layers=4, steps=2, pp=2, tp=tp, schedule="zero-bubble", accumulation=2, plot=wanted)
+        config = config.replace(trace=str(trace), out=str(shared_tmp_path))
+        Trainer(config, world).run()
+        if world.rank == 0:
+            schedule = plan_schedule(config, Layout.of(config, world.size, 0))
+            assert schedule.num_microbatches == 2 * tp
+            expected = [[a for a in own if a.kind.is_compute] for own in schedule.actions]
+            spans = [[span.action for span in spans] for spans in read_trace(trace).spans]
+            assert spans == [own * 2 for own in expected]
+            assert (shared_tmp_path / "pipeline.png").exists() == wanted
+        world.default_group.barrier()
+
+
+def test_rank_zero_shows_what_goes_on(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(recorder, "find_spec", lambda name: None)  # as if matplotlib was not there
+    config = tiny.replace(layers=5, steps=2, pp=2, micro_batches=3, progress="plain", plot=True, sample_length=5)
+    config = config.replace(trace=str(tmp_path / "trace.json"), out=str(tmp_path))
+    summary = run_ranks(4, lambda world: Trainer(config, world).run())[0]
+    lines = capsys.readouterr().out.splitlines()
+    ideal = "2 pipelines, each 1F1B on 2 ranks: bubble 25.0%, peak activations 2, 1"
+    assert f"{ideal}; 3 micro-batches of 1 or 2 sequences" in lines
+    (shown,) = [line for line in lines if line.startswith("last step: 1F1B on 2 ranks: bubble ")]
+    assert shown.endswith(f"see {tmp_path / 'trace.json'}")
+    assert sum(line.startswith("step 2/2  loss ") for line in lines) == 1
+    assert sum(line.startswith("held-out loss ") and "unigram entropy" in line for line in lines) == 1
+    assert any("on 4 ranks" in line and "tokens/s" in line for line in lines)
+    assert 0 < summary.communication < 1
+    assert [file.name for file in tmp_path.glob("*.png")] == []
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------
 
 
 class Counter:
@@ -165,42 +150,62 @@ class Counter:
         pass
 
 
-@pytest.mark.ranks(2)
-def test_ranks_with_other_settings_or_another_text_are_refused_on_every_rank(world, tiny, tmp_path):
-    with pytest.raises(ValueError, match="ranks 0 and 1 differ in lr"):
-        Trainer(tiny.replace(lr=0.1 * (1 + world.rank)), world)
+def refused(world, config, message):
+    """Check that a trainer raises on this rank as on all others; return how many operations that took."""
+    counter = world.default_group.backend.observer = Counter()
+    with pytest.raises(ValueError, match=message):
+        Trainer(config, world)
+    world.default_group.backend.observer = None
+    return counter.operations
+
+
+@pytest.mark.real_ranks
+@pytest.mark.ranks(2, 4)
+def test_what_does_not_fit_is_refused_on_every_rank(world, tiny, tmp_path, shared_tmp_path):
+    last = world.size - 1
+    assert refused(world, tiny.replace(data="nowhere"), "No such file") == 0  # before anything was sent
+    operations = {
+        refused(world, tiny.replace(layers=4, **settings), message)
+        for settings, message in (
+            ({"global_batch": 9}, rf"ranks x accumulation = {world.size} x 1 = {world.size}, got 9"),
+            ({"tp": 2, "global_batch": 9, "accumulation": 2}, r"multiple of replicas x accumulation = \d x 2"),
+            ({"pp": 2, "global_batch": 9, "accumulation": 2}, r"multiple of pipelines x accumulation = \d x 2"),
+            ({"pp": 3}, rf"tp x pp = 1 x 3 = 3, .* {world.size} ranks: .*, or start a multiple of 3"),
+            (
+                {"dp": 8},
+                rf"dp x tp x pp = 8 x 1 x 1 = 8, but there are {world.size} ranks: take .* or start 8 ranks",
+            ),
+            ({"pp": 2, "micro_batches": 9}, "micro_batches: expected at most .* got 9"),
+            ({"global_batch": 9 if world.rank == last else 8}, f"ranks 0 and {last} differ in global_batch"),
+        )
+    }
+    assert len(operations) == 1  # the settings were compared, and nothing else was sent
     text = tmp_path / f"text{world.rank}"
-    text.write_bytes(bytes([65 + world.rank]) * 1000)
-    with pytest.raises(ValueError, match="ranks 0 and 1 differ in text"):
-        Trainer(tiny.replace(data=str(text)), world)
-
-
-@pytest.mark.ranks(2)
-def test_a_folder_that_cannot_be_written_is_refused_on_every_rank(world, tiny, shared_tmp_path):
+    text.write_bytes(bytes([65 + (world.rank == last)]) * 1000)
+    refused(world, tiny.replace(data=str(text)), f"ranks 0 and {last} differ in text")
     occupied = shared_tmp_path / "file"
     occupied.touch()
-    with pytest.raises(ValueError, match=r"--out .*file.*cannot write there"):
-        Trainer(tiny.replace(out=str(occupied)), world).run()
-
-
-@pytest.mark.ranks(2)
-def test_training_that_diverges_ends_on_every_rank(world, tiny, shared_tmp_path):
+    for settings, message in (
+        ({"out": str(occupied)}, r"--out .*file.*cannot write there"),
+        ({"pp": 2, "trace": str(occupied / "trace.json")}, r"--trace .*trace.json: cannot write there"),
+    ):
+        trainer = Trainer(tiny.replace(layers=4, **settings), world)
+        with pytest.raises(ValueError, match=message):
+            trainer.run()
     for pp in (1, 2):
         config = tiny.replace(layers=2, pp=pp, lr=1e30, gradient_clip=0.0, out=str(shared_tmp_path))
         with pytest.raises(FloatingPointError, match=r"step \d+ is nan.*smaller lr \(now 1e\+30\)"):
             Trainer(config, world).run()
 
 
-def test_the_global_generator_is_left_alone(tiny, tmp_path):
-    state = torch.get_rng_state()
-    alone(tiny.replace(steps=1, sample_length=3), tmp_path)
-    assert torch.equal(torch.get_rng_state(), state)
+def test_numbers_that_are_left_out():
+    def planned(**settings):
+        config = Config().replace(global_batch=24, **settings)
+        schedule = plan_schedule(config, Layout.of(config, 4, 0))
+        return schedule.name, schedule.num_stages, schedule.num_microbatches
 
-
-def test_rank_zero_shows_and_the_others_are_quiet(tiny, tmp_path, capsys):
-    config = tiny.replace(steps=2, progress="plain", sample_length=5, out=str(tmp_path))
-    run_ranks(2, lambda world: trained(world, config))
-    lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("step 2/2  loss ") for line in lines) == 1
-    assert sum(line.startswith("held-out loss ") and "unigram entropy" in line for line in lines) == 1
-    assert any("on 2 ranks" in line and "tokens/s" in line for line in lines)
+    assert planned(pp=2) == ("1F1B", 2, 8)
+    assert planned(pp=4, accumulation=3) == ("1F1B", 4, 8)  # 8 sequences at a time
+    assert planned(pp=2, schedule="interleaved-1f1b") == ("interleaved 1F1B", 4, 8)
+    assert planned(pp=4, schedule="interleaved-1f1b") == ("1F1B", 4, 16)  # 4 blocks
+    assert planned(pp=2, schedule="zero-bubble", chunks=2, micro_batches=1) == ("zero bubble, V-shaped", 4, 1)
