@@ -60,7 +60,7 @@ def test_a_model_larger_than_the_memory_trains_from_files(tmp_path: Path) -> Non
     """Each of 2 ranks has 96 MiB of parameters, gradients and state, and may have 16 that are not in files."""
     program, files = tmp_path / "one_step.py", tmp_path / "files"
     program.write_text(ONE_STEP)
-    job = launch(2, str(program), str(files), timeout=40, env={"OMP_NUM_THREADS": "1"})
+    job = launch(2, str(program), str(files), timeout=60, env={"OMP_NUM_THREADS": "1"})
     assert job.returncode == 0, job.stdout + job.stderr
     assert len(re.findall(r"the limit holds|rank \d: trained 9\d MiB", job.stdout)) == 4
     assert not files.exists()

@@ -179,7 +179,7 @@ def test_an_optimizer_of_before_wrapping(world):
     refuses(model, optimizer.step, "this optimizer has parameter 'scale' as it was before the model was")
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("make", [Blocks, lambda: nn.Linear(5, 3)])
 def test_steps_in_hooks_on_parameters(world, setting, make):
     """Each parameter by itself as soon as its gradient is there; some ranks have no part of it, or of any."""
