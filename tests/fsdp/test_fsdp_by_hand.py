@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 
 import pytest
 import torch
-from alongside import adamw_of, equals_alone, usual_step
-from models import assert_close, built, loss_of, part_of
-from sharded import Blocks, TiedBlocks, alone, data_for, new_group, train
-from torch import nn
+from models import assert_close, built, loss_of
+from sharded import (
+    Blocks,
+    TiedBlocks,
+    adamw_of,
+    clip,
+    data_for,
+    equals_alone,
+    in_turn,
+    own_data,
+    placed,
+    train,
+    trained_alone,
+    usual_step,
+    within,
+)
 
 import axonmpi as ax
 from axonmpi import CPUOffload, ScatteredParameterError, ShardingStrategy
 
-
-def whole(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Let a sharded model have whole parameters for a block."""
-    return model.full_parameters() if isinstance(model, ax.FSDP) else contextlib.nullcontext()
+whole = functools.partial(within, name="full_parameters")
+no_sync = functools.partial(within, name="no_sync")
 
 
-def apart_from(model: nn.Module, name: str) -> contextlib.AbstractContextManager[None]:
-    return getattr(model, name)() if isinstance(model, ax.FSDP) else contextlib.nullcontext()
-
-
-def momentum_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+def sync_gradients(model) -> None:
+    if isinstance(model, ax.FSDP):
+        model.sync_gradients()
 
 
 # ---- loops ------------------------------------------------------------------------------------------------------
@@ -35,8 +42,7 @@ def gathers_for_forward_and_backward(model, optimizer, batch):
     optimizer.zero_grad()
     with whole(model):
         loss_of(model(batch[0]), batch[1]).backward()
-    if isinstance(model, ax.FSDP):
-        model.sync_gradients()
+    sync_gradients(model)
     optimizer.step()
 
 
@@ -44,11 +50,8 @@ def does_all_of_it_meanwhile(model, optimizer, batch):
     with whole(model):
         model.zero_grad()
         loss_of(model(batch[0]), batch[1]).backward()
-        if isinstance(model, ax.FSDP):
-            model.sync_gradients()
-            model.clip_grad_norm(0.05)
-        else:
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        sync_gradients(model)
+        clip(model, 0.05)
         optimizer.step()
         loss_of(model(-batch[0]), batch[1]).backward()  # computes with what the step has made
         optimizer.step()
@@ -86,9 +89,9 @@ def clears_what_was_computed_meanwhile(model, optimizer, batch):
 
 def accumulates_meanwhile(model, optimizer, batch):
     optimizer.zero_grad()
-    with whole(model), apart_from(model, "no_sync"):
+    with whole(model), no_sync(model):
         loss_of(model(batch[0]), batch[1]).backward()
-    with apart_from(model, "no_sync"):
+    with no_sync(model):
         loss_of(model(0.5 * batch[0]), batch[1]).backward()
     with whole(model):
         loss_of(model(-batch[0]), batch[1]).backward()
@@ -124,23 +127,17 @@ LOOPS = [
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("loop", LOOPS)
+@in_turn("loop", LOOPS)
 def test_each_loop_equals_one_process(world, setting, loop):
-    equals_alone(world, Blocks, loop, momentum_of, sharding_strategy=setting)
+    equals_alone(world, Blocks, loop, sharding_strategy=setting)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD])
-def test_each_loop_on_two_nodes_equals_one_process(world, monkeypatch, strategy):
+@pytest.mark.parametrize("loop", [accumulates_meanwhile, changes_values_and_steps])
+def test_loops_on_two_nodes_equal_one_process(world, monkeypatch, loop, strategy):
     monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", "2")
-    for loop in (gathers_for_forward_and_backward, accumulates_meanwhile, changes_values_and_steps):
-        equals_alone(world, Blocks, loop, shard_by="parameters", sharding_strategy=strategy)
-
-
-@pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("loop", LOOPS)
-def test_no_shard_equals_one_process(world, loop):
-    equals_alone(world, Blocks, loop, momentum_of, sharding_strategy=ShardingStrategy.NO_SHARD)
+    equals_alone(world, Blocks, loop, adamw_of, shard_by="parameters", sharding_strategy=strategy)
 
 
 @pytest.mark.ranks(2)
@@ -156,105 +153,76 @@ def test_mixed_precision_equals_that_without_gathering(world):
     for loop in (gathers_for_forward_and_backward, usual_step):
         model = ax.FSDP(built(Blocks), mixed_precision=True)
         optimizer = adamw_of(model)
-        for number in range(3):
-            inputs, targets = part_of(data_for(model.module, number), world.rank, world.size)
+        for number in range(2):
+            inputs, targets = own_data(model, world, number)
             loop(model, optimizer, (inputs, targets.bfloat16()))
         states.append(model.full_state_dict())
     assert_close(*states, 0.0)
 
 
-# ---- optimizers made meanwhile, and state -----------------------------------------------------------------------
-
-
-@pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
-def test_an_optimizer_made_meanwhile(world, strategy):
-    def made_meanwhile(model):
-        with whole(model):
-            return adamw_of(model)
-
-    equals_alone(world, Blocks, usual_step, made_meanwhile, sharding_strategy=strategy)
+# ---- state ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2)
-def test_state_is_taken_and_loaded_meanwhile(world, setting):
+def test_state_is_taken_and_loaded_meanwhile(world, wrap):
     first, second = built(Blocks), built(Blocks, seed=1)
-    with new_group(world) as group:
-        model = ax.FSDP(built(Blocks), group, sharding_strategy=setting)
-        optimizer = train(model, group, steps=2)
-        moments = model.full_optimizer_state_dict(optimizer)
-        with model.full_parameters():
-            assert_close(model.full_state_dict(), alone(Blocks, steps=2))
-            during = model.full_optimizer_state_dict(optimizer)
-            assert_close(during["state"]["head.weight"], moments["state"]["head.weight"], 0.0)
-            model.load_full_state_dict(second.state_dict())
-            assert_close(dict(model.named_parameters()), second.state_dict(), 0.0)
-            model.module.load_state_dict(first.state_dict())
-            assert_close(model.full_state_dict(), first.state_dict(), 0.0)
+    model = wrap(built(Blocks))
+    optimizer = train(model, world, 2)
+    moments = model.full_optimizer_state_dict(optimizer)
+    with model.full_parameters():
+        assert_close(model.full_state_dict(), trained_alone(Blocks, 2).state_dict())
+        during = model.full_optimizer_state_dict(optimizer)
+        assert_close(during["state"]["head.weight"], moments["state"]["head.weight"], 0.0)
+        model.load_full_state_dict(second.state_dict())
+        assert_close(dict(model.named_parameters()), second.state_dict(), 0.0)
+        model.module.load_state_dict(first.state_dict())
         assert_close(model.full_state_dict(), first.state_dict(), 0.0)
-
-
-@pytest.mark.ranks(2)
-def test_values_that_were_put_elsewhere_are_in_the_state(world, setting):
-    plain = built(Blocks)
-    with new_group(world) as group:
-        model = ax.FSDP(built(Blocks), group, sharding_strategy=setting)
-        for module in (model, plain):
-            for part in module.parameters():
-                part.data = part.data * 0.5
-        assert_close(model.full_state_dict(), plain.state_dict(), 0.0)
+    assert_close(model.full_state_dict(), first.state_dict(), 0.0)
 
 
 # ---- looking at parameters, and changing them -------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("shard_by", "writeback"), [("elements", True), ("parameters", True), ("elements", False)])
-def test_full_parameters(world, setting, shard_by, writeback):
+@in_turn("choice", [("elements", True), ("parameters", True), ("elements", False)])
+def test_full_parameters(world, wrap, choice):
+    shard_by, writeback = choice
     plain = built(TiedBlocks)
     inputs, _ = data_for(plain, 0)
-    with new_group(world) as group:
-        model = ax.FSDP(built(TiedBlocks), group, sharding_strategy=setting, shard_by=shard_by)
-        model(inputs)
-        with model.full_parameters(writeback=writeback):
-            assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
-            assert_close(dict(model.named_parameters()), dict(plain.named_parameters()), 0.0)
-            with torch.no_grad():
-                if group.rank == 0:  # needs no other rank
-                    torch.testing.assert_close(model(inputs), plain(inputs))
-                torch.testing.assert_close(
-                    model.module.blocks[0](torch.ones(1, 8)), plain.blocks[0](torch.ones(1, 8))
-                )
-                for parameter in model.parameters():
-                    parameter.mul_(2)
-        with torch.no_grad():
-            for parameter in plain.parameters():
-                parameter.mul_(2 if writeback else 1)
-        assert_close(model.full_state_dict(), plain.state_dict(), 0.0)
-        torch.testing.assert_close(model(inputs), plain(inputs))
+    model = wrap(built(TiedBlocks), shard_by=shard_by)
+    model(inputs)
+    with model.full_parameters(writeback=writeback), torch.no_grad():
+        assert_close(dict(model.named_parameters()), dict(plain.named_parameters()), 0.0)
+        if world.rank == 0:  # needs no other rank
+            torch.testing.assert_close(model(inputs), plain(inputs))
+        torch.testing.assert_close(model.module.blocks[0](torch.ones(1, 8)), plain.blocks[0](torch.ones(1, 8)))
+        for module in (model, plain):
+            for parameter in module.parameters():
+                parameter.mul_(2 if writeback or module is model else 1)
+    assert_close(model.full_state_dict(), plain.state_dict(), 0.0)
+    torch.testing.assert_close(model(inputs), plain(inputs))
 
 
 @pytest.mark.ranks(2)
-def test_gathering_twice(world, setting):
-    with new_group(world) as group:
-        model = ax.FSDP(built(Blocks), group, sharding_strategy=setting)
-        inputs, targets = data_for(model.module, 0)
-        model.gather_parameters()
-        model.gather_parameters()  # nothing more to do
-        model.reshard_parameters()
-        model.reshard_parameters()
-        with model.full_parameters():
-            for gather in (model.gather_parameters, model.full_parameters().__enter__):
-                with pytest.raises(ValueError, match="parameters are gathered already"):
-                    gather()
-        handle = model.module.head.register_forward_hook(lambda *_: model.gather_parameters())
-        with pytest.raises(ValueError, match=r"gathered already: .* or in a forward"):
-            model(inputs)
-        handle.remove()
-        loss_of(model(inputs), targets).backward()
+@placed("one_node", "apart")
+def test_gathering_twice(world, wrap):
+    model = wrap(built(Blocks))
+    inputs, targets = data_for(model.module, 0)
+    for method in (model.gather_parameters, model.reshard_parameters):
+        method()
+        method()  # nothing more to do
+    with model.full_parameters():
+        for gather in (model.gather_parameters, model.full_parameters().__enter__):
+            with pytest.raises(ValueError, match="parameters are gathered already"):
+                gather()
+    handle = model.module.head.register_forward_hook(lambda *_: model.gather_parameters())
+    with pytest.raises(ValueError, match=r"gathered already: .* or in a forward"):
+        model(inputs)
+    handle.remove()
+    loss_of(model(inputs), targets).backward()
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
 def test_gradients_that_nobody_would_average(world, strategy):
     model = ax.FSDP(built(Blocks), sharding_strategy=strategy)
@@ -268,29 +236,21 @@ def test_gradients_that_nobody_would_average(world, strategy):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("use", ["forward", "step"])
-def test_changes_that_are_to_be_dropped_are_not_computed_with(world, setting, use):
-    with new_group(world) as group:
-        model = ax.FSDP(built(Blocks), group, sharding_strategy=setting)
-        optimizer = train(model, group, steps=1)
-        before = model.full_state_dict()
-        with model.full_parameters(writeback=False):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.add_(1)
-            with pytest.raises(ValueError, match=r"was changed within full_parameters\(writeback=False\), which"):
-                model(data_for(model.module, 0)[0]) if use == "forward" else optimizer.step()
-        assert_close(model.full_state_dict(), before, 0.0)
-
-
-@pytest.mark.ranks(2)
-def test_a_change_of_one_ranks_part_that_is_to_be_dropped_is_an_error_on_all_ranks(world, setting):
-    model = ax.FSDP(built(Blocks), sharding_strategy=setting)
+@in_turn("use", ["forward", "step", "one rank's"])
+def test_changes_that_are_to_be_dropped_are_not_computed_with(world, wrap, use):
+    """An error on all ranks, where one has the part that was changed."""
+    model = wrap(built(Blocks))
+    optimizer = train(model, world, 1)
+    before = model.full_state_dict()
     with model.full_parameters(writeback=False):
         with torch.no_grad():
-            next(model.parameters()).view(-1)[0] += 1
+            for parameter in model.parameters():
+                parameter.view(-1)[: 1 if use == "one rank's" else None].add_(1)
+                if use == "one rank's":
+                    break
         with pytest.raises(ValueError, match=r"was changed within full_parameters\(writeback=False\), which"):
-            model(data_for(model.module, 0)[0])
+            optimizer.step() if use == "step" else model(data_for(model.module, 0)[0])
+    assert_close(model.full_state_dict(), before, 0.0)
 
 
 @pytest.mark.ranks(2)

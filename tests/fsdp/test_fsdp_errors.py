@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import re
 
 import pytest
 import torch
-from alongside import adamw_of, assert_gradients, usual_step
-from models import built, loss_of, part_of
-from sharded import Blocks, data_for, new_group
+from models import assert_close, built, loss_of
+from sharded import (
+    Blocks,
+    adamw_of,
+    assert_gradients,
+    data_for,
+    in_turn,
+    new_group,
+    optimizer_of,
+    own_data,
+    placed,
+    usual_step,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import axonmpi as ax
-from axonmpi import MixedPrecision, ShardingStrategy
+from axonmpi import MixedPrecision, ScatteredParameterError, ShardingStrategy
 from axonmpi.errors import DtypeError, RankFailedError
-from axonmpi.fsdp import ScatteredParameterError
 from axonmpi.testing import run_ranks
 
 # ---- arguments --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {"sharding_strategy": "all"},
-            ValueError,
-            "sharding_strategy: .*FULL_SHARD .'full'.*, got 'all'",
-        ),
-        (
-            {"cpu_offload": True},
-            TypeError,
-            "cpu_offload: expected .* NONE, PARAMS, FULL, got True",
-        ),
+        ({"sharding_strategy": "all"}, ValueError, "sharding_strategy: .*FULL_SHARD .'full'.*, got 'all'"),
+        ({"cpu_offload": True}, TypeError, "cpu_offload: expected .* NONE, PARAMS, FULL, got True"),
         ({"shard_by": "rows"}, ValueError, "shard_by: expected 'elements' or 'parameters', got 'rows'"),
         ({"mixed_precision": torch.bfloat16}, TypeError, "mixed_precision: expected True, False or a Mixed"),
         ({"process_group": 3}, TypeError, "process_group: expected an axonmpi.ProcessGroup or None, got int"),
@@ -55,19 +57,13 @@ def test_wrong_options(world, options, error, message):
 
 
 @pytest.mark.ranks(2)
-def test_wrong_pairs_of_groups(world):
+def test_groups_that_cannot_be(world):
     group = world.default_group
     for pair in [(group,), (group, group, group), (group, 3)]:
         with pytest.raises(TypeError, match="process_group"):
             ax.FSDP(built(Blocks), pair, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-
-
-@pytest.mark.ranks(2)
-def test_a_rank_outside_the_group(world):
     group = world.new_group([0])
-    if world.rank == 0:
-        ax.FSDP(built(Blocks), group)
-    else:
+    if world.rank == 1:
         with pytest.raises(ValueError, match="rank 1"):
             ax.FSDP(built(Blocks), group)
 
@@ -85,7 +81,7 @@ def test_dtypes_that_do_not_fit(field):
         MixedPrecision(**{field: torch.int32})
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(2)
 def test_modules_that_cannot_be_wrapped(world):
     with pytest.raises(TypeError, match=r"module: expected a torch.nn.Module, got function"):
         ax.FSDP(F.relu)
@@ -128,7 +124,10 @@ OTHERS = {
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize(
+    "other",
+    [pytest.param(name, marks=[pytest.mark.real_ranks] * (name == "replicas")) for name in OTHERS],
+)
 def test_ranks_that_differ_are_named(world, other):
     make, options, message = OTHERS[other]
     make, options = (make, options) if world.rank == 1 else (Blocks, {})
@@ -141,43 +140,27 @@ def test_ranks_that_differ_are_named(world, other):
 # ---- changes of the model after wrapping ------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(1, 2)
-def test_an_optimizer_of_before_wrapping(world):
-    plain = built(Blocks)
-    optimizer = adamw_of(plain)
-    model = ax.FSDP(plain)
-    optimizer.zero_grad()
-    with pytest.raises(ValueError, match="this optimizer has parameter 'scale' as it was before the model was"):
-        optimizer.step()
-    usual_step(model, adamw_of(model), part_of(data_for(plain, 0), world.rank, world.size))
-
-
-def replace(model: nn.Module) -> None:
-    model.first.weight = nn.Parameter(torch.ones(12, 5))
-
-
-def remove(model: nn.Module) -> None:
-    model.first.register_parameter("weight", None)
-
-
-def reshape(model: nn.Module) -> None:
-    model.first.weight.data = model.first.weight.data.reshape(-1)
-
-
-def convert(model: nn.Module) -> None:
-    model.double()
-
-
-def unfreeze(model: nn.Module) -> None:
-    model.first.weight.requires_grad_(True)
-
-
 CHANGES = {
-    replace: r"replaced or changed after wrapping: .*got torch.float32 \[12, 5\]",
-    remove: r"replaced or changed after wrapping: .*got nothing",
-    reshape: r"changed in shape or dtype after wrapping: .*got torch.float32 \[\d+\]",
-    convert: r"changed in shape or dtype after wrapping: .*expected .*torch.float32.*got torch.float64",
-    unfreeze: r"was frozen when the model was wrapped",
+    "replaced": (
+        lambda model: setattr(model.first, "weight", nn.Parameter(torch.ones(12, 5))),
+        r"replaced or changed after wrapping: .*got torch.float32 \[12, 5\]",
+    ),
+    "removed": (
+        lambda model: model.first.register_parameter("weight", None),
+        r"replaced or changed after wrapping: .*got nothing",
+    ),
+    "reshaped": (
+        lambda model: setattr(model.first.weight, "data", model.first.weight.data.reshape(-1)),
+        r"changed in shape or dtype after wrapping: .*got torch.float32 \[\d+\]",
+    ),
+    "converted": (
+        lambda model: model.double(),
+        r"changed in shape or dtype after wrapping: .*expected .*torch.float32.*got torch.float64",
+    ),
+    "unfrozen": (
+        lambda model: model.first.weight.requires_grad_(True),
+        r"was frozen when the model was wrapped",
+    ),
 }
 
 
@@ -188,42 +171,42 @@ def first_frozen() -> nn.Module:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_parameters_that_were_changed(world, setting, change):
-    with new_group(world) as group:
-        model = ax.FSDP(built(first_frozen), group, sharding_strategy=setting)
-        inputs, targets = part_of(data_for(model.module, 0), group.rank, group.size)
-        usual_step(model, adamw_of(model), (inputs, targets))
-        change(model.module)
-        with pytest.raises(ValueError, match=f"parameter '(first.weight|scale)' .*{CHANGES[change]}"):
-            model(inputs)
+@in_turn("change", CHANGES)
+def test_parameters_that_were_changed(world, wrap, change):
+    model = wrap(built(first_frozen))
+    inputs, targets = own_data(model, world)
+    usual_step(model, adamw_of(model), (inputs, targets))
+    make_change, message = CHANGES[change]
+    make_change(model.module)
+    with pytest.raises(ValueError, match=f"parameter '(first.weight|scale)' .*{message}"):
+        model(inputs)
 
 
 @pytest.mark.ranks(2)
-def test_values_that_were_put_elsewhere_are_taken(world, setting):
-    plain = built(Blocks)
-    with new_group(world) as group:
-        model = ax.FSDP(built(Blocks), group, sharding_strategy=setting)
-        for module in (model, plain):
-            for part in module.parameters():
-                part.data = part.data * 0.5
-        inputs, _ = data_for(plain, 0)
+@pytest.mark.parametrize("in_forward", [True, False])
+def test_values_that_were_put_elsewhere_are_taken(wrap, in_forward):
+    plain, model = built(Blocks), wrap(built(Blocks))
+    for module in (model, plain):
+        for part in module.parameters():
+            part.data = part.data * 0.5
+    inputs, _ = data_for(plain, 0)
+    if in_forward:
         torch.testing.assert_close(model(inputs), plain(inputs))
+    assert_close(model.full_state_dict(), plain.state_dict(), 0.0)
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1)
 def test_copies(world):
     model = ax.FSDP(built(Blocks))
-    with pytest.raises(TypeError, match="cannot be copied: wrap a copy of the model instead"):
-        copy.deepcopy(model)
-    with pytest.raises(TypeError, match=r"cannot be pickled: save its .full_state_dict\(\) instead"):
-        pickle.dumps(model)
-    for function in (copy.deepcopy, pickle.dumps):
-        for module in (model.module, model.module.first):
-            with pytest.raises(
-                TypeError, match=r"sharded module cannot be copied or pickled: .*full_state_dict\(\)"
-            ):
-                function(module)
+    refusals = {
+        "cannot be copied: wrap a copy of the model instead": lambda: copy.deepcopy(model),
+        r"cannot be pickled: save its .full_state_dict\(\) instead": lambda: pickle.dumps(model),
+        r"sharded module cannot be copied or pickled: .*full_state_dict\(\)": lambda: copy.deepcopy(model.module),
+        "sharded module cannot be copied": lambda: pickle.dumps(model.module.first),
+    }
+    for message, function in refusals.items():
+        with pytest.raises(TypeError, match=message):
+            function()
 
 
 # ---- parameters that are not gathered ---------------------------------------------------------------------------
@@ -237,30 +220,27 @@ class Borrows(Blocks):
 
 
 @pytest.mark.ranks(2)
-def test_parameters_outside_of_the_forward_of_their_unit(world, setting):
-    with new_group(world) as group:
-        model = ax.FSDP(built(Borrows), group, sharding_strategy=setting)
-        inputs, _ = data_for(model.module, 0)
-        with pytest.raises(
-            ScatteredParameterError, match=r"'blocks.1.up.weight' belongs to unit 'blocks.1' and was"
-        ):
-            model(inputs)
-        model = ax.FSDP(built(Borrows), group, sharding_strategy=setting, units=[])
-        torch.testing.assert_close(model(inputs), built(Borrows)(inputs))
+@placed("one_node", "apart", "kept")
+def test_parameters_outside_of_the_forward_of_their_unit(wrap):
+    model = wrap(built(Borrows))
+    inputs, _ = data_for(model.module, 0)
+    with pytest.raises(ScatteredParameterError, match=r"'blocks.1.up.weight' belongs to unit 'blocks.1' and was"):
+        model(inputs)
+    model = wrap(built(Borrows), units=[])
+    torch.testing.assert_close(model(inputs), built(Borrows)(inputs))
 
 
 @pytest.mark.ranks(2)
-def test_submodules_called_by_themselves(world, setting):
-    plain = built(Blocks)
-    with new_group(world) as group:
-        model = ax.FSDP(built(Blocks), group, sharding_strategy=setting)
-        for module, unit in [(model.module.first, "the outermost unit"), (model.module.blocks[1].up, "'blocks.1'")]:
-            with pytest.raises(ScatteredParameterError, match=rf"belongs to .*{unit} and was used outside"):
-                module(torch.ones(2, module.in_features))
-        got, _ = model.module.blocks[1](torch.ones(2, 12))  # a unit is gathered
-        torch.testing.assert_close(got, plain.blocks[1](torch.ones(2, 12))[0])
-        inputs, _ = data_for(plain, 0)
-        torch.testing.assert_close(model.module(inputs), plain(inputs))
+@placed("one_node", "apart", "kept")
+def test_submodules_called_by_themselves(wrap):
+    plain, model = built(Blocks), wrap(built(Blocks))
+    for module, unit in [(model.module.first, "the outermost unit"), (model.module.blocks[1].up, "'blocks.1'")]:
+        with pytest.raises(ScatteredParameterError, match=rf"belongs to .*{unit} and was used outside"):
+            module(torch.ones(2, module.in_features))
+    got, _ = model.module.blocks[1](torch.ones(2, 12))  # a unit is gathered
+    torch.testing.assert_close(got, plain.blocks[1](torch.ones(2, 12))[0])
+    inputs, _ = data_for(plain, 0)
+    torch.testing.assert_close(model.module(inputs), plain(inputs))
 
 
 class Entangled(nn.Module):
@@ -278,11 +258,10 @@ class Entangled(nn.Module):
 
 
 @pytest.mark.ranks(2)
-def test_units_that_are_needed_at_the_same_time(world, apart):
-    with new_group(world) as group:
-        model = ax.FSDP(built(Entangled), group)
-        with pytest.raises(ValueError, match=r"units 'blocks.0' and 'blocks.2' are needed at the same time"):
-            model(torch.ones(2, 5))
+@placed("apart")
+def test_units_that_are_needed_at_the_same_time(wrap):
+    with pytest.raises(ValueError, match=r"units 'blocks.0' and 'blocks.2' are needed at the same time"):
+        wrap(built(Entangled))(torch.ones(2, 5))
 
 
 class Remembers(nn.Module):
@@ -318,43 +297,33 @@ class Forgetful(nn.Module):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("trains", [True, False])
-def test_what_reaches_the_loss_without_being_returned(world, setting, trains):
+def test_what_reaches_the_loss_without_being_returned(world, wrap, trains):
     """Wrong gradients are never taken for right ones."""
-    plain = built(lambda: Forgetful(trains))
-    with new_group(world) as group:
-        model = ax.FSDP(built(lambda: Forgetful(trains)), group, sharding_strategy=setting)
-        inputs, targets = data_for(plain, 0)
-        mine, wanted = part_of((inputs, targets), group.rank, group.size)
-        (loss_of(plain(inputs), targets) + plain.aside()).backward()
-        loss = loss_of(model(mine), wanted) + model.module.aside()
-        refused = ""
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            refused = str(error)
-        if refused:
-            assert setting is ShardingStrategy.FULL_SHARD
-            assert re.search(
-                "reaches the loss other than through what it|modified by an inplace operation", refused
-            )
-        else:
-            assert_gradients(model, plain)
+    plain, model = built(lambda: Forgetful(trains)), wrap(built(lambda: Forgetful(trains)))
+    (inputs, targets), mine = data_for(plain, 0), own_data(model, world)
+    (loss_of(plain(inputs), targets) + plain.aside()).backward()
+    loss = loss_of(model(mine[0]), mine[1]) + model.module.aside()
+    takes_turns = model.needs_whole_backward and model.sharding_strategy is ShardingStrategy.FULL_SHARD
+    message = "reaches the loss other than through what it|modified by an inplace operation"
+    with pytest.raises(RuntimeError, match=message) if takes_turns else contextlib.nullcontext():
+        loss.backward()
+    if not takes_turns:
+        assert_gradients(model, plain)
 
 
 # ---- order ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2)
-def test_a_step_between_forward_and_backward(world, setting):
-    with new_group(world) as group:
-        model = ax.FSDP(built(Blocks), group, sharding_strategy=setting)
-        optimizer = adamw_of(model)
-        inputs, targets = part_of(data_for(model.module, 0), group.rank, group.size)
-        usual_step(model, optimizer, (inputs, targets))
-        loss = loss_of(model(inputs), targets)
-        optimizer.step()
-        with pytest.raises(RuntimeError, match=r"modified by an inplace|changed between forward and"):
-            loss.backward()
+def test_a_step_between_forward_and_backward(world, wrap):
+    model = wrap(built(Blocks))
+    optimizer = adamw_of(model)
+    inputs, targets = own_data(model, world)
+    usual_step(model, optimizer, (inputs, targets))
+    loss = loss_of(model(inputs), targets)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"modified by an inplace|changed between forward and"):
+        loss.backward()
 
 
 @pytest.mark.ranks(2)
@@ -364,7 +333,7 @@ def test_sparse_gradients(world):
         model(torch.tensor([1, 2])).sum().backward()
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1)
 def test_estimates_of_worlds_that_cannot_be(world):
     model = ax.FSDP(built(Blocks))
     for options in ({"world_size": 0}, {"world_size": 6, "ranks_per_node": 4}, {"world_size": -4}):
@@ -405,37 +374,31 @@ class MayFail(Blocks):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("place", ["forward", "backward"])
-def test_training_goes_on_after_an_exception_on_all_ranks(world, setting, place):
-    plain = built(MayFail)
-    with new_group(world) as group:
-        model = ax.FSDP(built(MayFail), group, sharding_strategy=setting)
-        inputs, targets = data_for(plain, 0)
-        mine, wanted = part_of((inputs, targets), group.rank, group.size)
-        for _ in range(2):
-            model.module.fails = place
-            with pytest.raises(ArithmeticError, match=f"in the middle of {place}"):
-                loss_of(model(mine), wanted).backward()
-            model.module.fails = ""
-            model.zero_grad()
-            plain.zero_grad()
-            loss_of(model(mine), wanted).backward()
-            loss_of(plain(inputs), targets).backward()
-            assert_gradients(model, plain)
+@in_turn("place", ["forward", "backward"])
+def test_training_goes_on_after_an_exception_on_all_ranks(world, wrap, place):
+    plain, model = built(MayFail), wrap(built(MayFail))
+    for _ in range(2):
+        model.module.fails = place
+        with pytest.raises(ArithmeticError, match=f"in the middle of {place}"):
+            usual_step(model, optimizer_of("SGD")(model), own_data(model, world))
+        model.module.fails = ""
+        for module, (inputs, targets) in ((model, own_data(model, world)), (plain, data_for(plain, 0))):
+            module.zero_grad()
+            loss_of(module(inputs), targets).backward()
+        assert_gradients(model, plain)
 
 
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
-@pytest.mark.parametrize("nodes", ["", "1"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
-def test_an_exception_on_one_rank_releases_the_others(monkeypatch, place, nodes, strategy):
-    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", nodes)
+def test_an_exception_on_one_rank_releases_the_others(monkeypatch, place, strategy):
+    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", "1" if place == "forward" else "")
     released = []
 
     def train(world: ax.World) -> None:
-        model = ax.FSDP(built(MayFail), world.default_group, sharding_strategy=strategy)
+        model = ax.FSDP(built(MayFail), sharding_strategy=strategy)
         model.module.fails = place if world.rank == 1 else ""
         try:
-            usual_step(model, adamw_of(model), part_of(data_for(model.module, 0), world.rank, world.size))
+            usual_step(model, adamw_of(model), own_data(model, world))
             world.default_group.barrier()
         except RankFailedError:
             released.append(world.rank)

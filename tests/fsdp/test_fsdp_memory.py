@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import gc
 import sys
 import tempfile
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from alongside import adamw_of, usual_step
 from models import assert_close, built
-from sharded import STRATEGIES, Blocks, alone, data_for, new_group, train
+from sharded import (
+    STRATEGIES,
+    Blocks,
+    adamw_of,
+    in_turn,
+    new_group,
+    optimizer_of,
+    train,
+    trained_alone,
+    usual_step,
+)
 from torch import Tensor, nn
 
 import axonmpi as ax
 from axonmpi import CPUOffload, ShardingStrategy
 
-WIDTH = 256
+WIDTH = 128
 BLOCK, HEAD, COUNT = WIDTH * WIDTH + WIDTH, 3 * WIDTH + 3, 6
 TOTAL = COUNT * BLOCK + HEAD
 """Parameter elements of a block, of the rest, number of blocks; and of all."""
@@ -46,9 +54,6 @@ def by_hand(strategy: ShardingStrategy, world: int, local: int, states: int = 2)
     return 4 * COUNT * BLOCK / world + gathered, divided, states * divided
 
 
-LOCAL = {"one_node": 4, "pairs": 2, "apart": 1}
-
-
 def assert_near(
     stats: ax.FSDPMemoryStats, expected: tuple[float, float, float], world: int, states: int = 2
 ) -> None:
@@ -65,27 +70,38 @@ def assert_near(
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_memory_that_is_measured_and_computed_equals_what_is_counted_by_hand(world, placement, strategy):
-    local = LOCAL[placement]
+@pytest.mark.parametrize(
+    ("strategy", "local"),
+    [
+        (ShardingStrategy.FULL_SHARD, 4),
+        (ShardingStrategy.FULL_SHARD, 2),
+        (ShardingStrategy.FULL_SHARD, 1),
+        (ShardingStrategy.SHARD_GRAD_OP, 2),
+        (ShardingStrategy.SHARD_GRAD_OP, 1),
+        (ShardingStrategy.HYBRID_SHARD, 2),
+        (ShardingStrategy.NO_SHARD, 4),
+    ],
+)
+def test_memory_that_is_measured_and_computed_equals_what_is_counted_by_hand(world, monkeypatch, strategy, local):
+    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", str(local))
     with new_group(world) as group:
         model = ax.FSDP(built(blocks), group, sharding_strategy=strategy)
         before = model.memory_stats()
         assert before.grad_memory_bytes == before.optim_memory_bytes == 0
         optimizer = adamw_of(model)
         usual_step(model, optimizer, (torch.ones(2, WIDTH), torch.zeros(2, 3)))
-        assert_near(model.memory_stats(), by_hand(strategy, 4, local), 4)
+        stats = model.memory_stats()
+        assert_near(stats, by_hand(strategy, 4, local), 4)
         for other in STRATEGIES:
             assert_near(model.memory_estimate(other), by_hand(other, 4, local), 4)
-        on_node = group.all_gather_object(model.memory_stats().param_memory_bytes)[:local]
-    if strategy is ShardingStrategy.HYBRID_SHARD or placement == "one_node":
+        on_node = group.all_gather_object(stats.param_memory_bytes)[:local]
+    if strategy is ShardingStrategy.HYBRID_SHARD or local == 4:
         copies = local if strategy is ShardingStrategy.NO_SHARD else 1  # what is in common counts once
         assert abs(sum(on_node) - 4 * TOTAL * copies) < 0.01 * 4 * TOTAL
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("local", [1, 4, 16])
-@pytest.mark.parametrize("states", [0, 1, 2])
+@pytest.mark.parametrize(("local", "states"), [(1, 0), (4, 1), (16, 2)])
 def test_estimates_of_other_worlds(world, local, states):
     model = ax.FSDP(built(blocks))
     for strategy in STRATEGIES:
@@ -115,10 +131,10 @@ def test_frozen_parameters_have_no_gradient_and_no_state(world):
     assert stats.unsharded_bytes == 4 * (4 * TOTAL - 3 * 3 * BLOCK)
 
 
-class Watched(ax.Work):
+class Watched:
     """A reduction whose memory counts as taken until somebody has waited for it."""
 
-    def __init__(self, work: ax.Work, under_way: list[ax.Work]) -> None:
+    def __init__(self, work: ax.Work, under_way: list[Watched]) -> None:
         self.work, self.under_way = work, under_way
         under_way.append(self)
 
@@ -127,19 +143,13 @@ class Watched(ax.Work):
         if self in self.under_way:
             self.under_way.remove(self)
 
-    def done(self) -> bool:
-        return self.work.done()
-
-    def result(self) -> None:
-        return self.work.result()
-
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("outputs", "last"), [(3, 2), (8 * WIDTH, 1)])
 def test_no_more_than_two_whole_gradients_are_under_way(world, monkeypatch, outputs, last):
     """However slow a network is beside the computation, and however large what is no block."""
     monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", "1")
-    under_way: list[ax.Work] = []
+    under_way: list[Watched] = []
     most: list[int] = []
 
     def reduce_scatter_into(*arguments, async_op, **options):
@@ -168,68 +178,61 @@ def test_memory_of_the_process(world):
     assert model.memory_estimate().resident_bytes == model.memory_estimate().peak_bytes == 0
 
 
-def test_statistics_of_five_numbers():
-    stats = ax.FSDPMemoryStats(
-        total_params=1000,
-        param_memory_bytes=1 << 20,
-        grad_memory_bytes=1 << 20,
-        optim_memory_bytes=2 << 20,
-        world_size=4,
-    )
-    assert stats.total_memory_mb() == 4.0
-    assert stats.memory_savings() == 0.75  # a quarter of everything on each rank
-    assert dataclasses.replace(stats, world_size=1).memory_savings() == 0.0
-    assert ax.FSDPMemoryStats(0, 0, 0, 0, world_size=4).memory_savings() == 0.0
-
-
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_one_rank_saves_nothing(world, strategy):
-    model = ax.FSDP(nn.Linear(3, 5), sharding_strategy=strategy)  # padded to twice its elements
-    assert model.strategy is model.sharding_strategy is strategy
-    assert model.memory_stats().memory_savings() == model.memory_estimate().memory_savings() == 0.0
+def test_one_rank_saves_nothing(world):
+    for strategy in STRATEGIES:
+        model = ax.FSDP(nn.Linear(3, 5), sharding_strategy=strategy)  # padded to twice its elements
+        assert model.strategy is model.sharding_strategy is strategy
+        assert model.memory_stats().memory_savings() == model.memory_estimate().memory_savings() == 0.0
 
 
 # ---- files ------------------------------------------------------------------------------------------------------
 
 
-def ranges(folder: Path) -> list[tuple[int, int]]:
-    """Addresses of this process that are mapped to files of a folder, which have no names any more."""
-    found = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if str(folder) in line:
-            assert line.endswith("(deleted)")
-            low, high = line.split()[0].split("-")
-            found.append((int(low, 16), int(high, 16)))
-    return found
+def mappings(wanted: Callable[[str], bool]) -> list[list[int]]:
+    """Return the addresses, from and to, of this process's mappings whose lines in /proc are wanted."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [[int(address, 16) for address in line.split()[0].split("-")] for line in lines if wanted(line)]
 
 
 def in_files(tensor: Tensor, folder: Path) -> bool:
-    return any(low <= tensor.data_ptr() < high for low, high in ranges(folder))
+    """Say whether a tensor lies in files of a folder, which have no names any more."""
+    found = mappings(lambda line: str(folder) in line and line.endswith("(deleted)"))
+    return any(low <= tensor.data_ptr() < high for low, high in found)
+
+
+def mapped() -> int:
+    """Bytes that this process may write to, by itself or with others, whether it uses them or not."""
+    return sum(high - low for low, high in mappings(lambda line: "w" in line.split()[1]))
+
+
+foreach_of = optimizer_of("NAdam", lr=0.1, foreach=True)
+adagrad_of = optimizer_of("Adagrad", lr=0.1, initial_accumulator_value=0.5)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what is mapped")
-@pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("shard_by", ["elements", "parameters"])
-@pytest.mark.parametrize("offload", [CPUOffload.PARAMS, CPUOffload.FULL])
-def test_training_from_files_equals_one_process(world, setting, shared_tmp_path, offload, shard_by):
+@pytest.mark.ranks(2)
+@in_turn(
+    "case",
+    [
+        (CPUOffload.PARAMS, adamw_of),
+        *((CPUOffload.FULL, make) for make in (adamw_of, foreach_of, adagrad_of)),
+    ],
+)
+def test_what_lies_in_files(world, wrap, shared_tmp_path, case):
+    offload, optimizer_of = case
     folder = shared_tmp_path / "made" / "here"
-    options = {"cpu_offload": offload, "offload_folder": folder, "shard_by": shard_by}
-    with new_group(world) as group:
-        model = ax.FSDP(built(Blocks), group, sharding_strategy=setting, **options)
-        group.barrier()  # replicas make files of their own
-        assert list(folder.iterdir()) == []
-        group.barrier()  # the first step makes more of them
-        optimizer = train(model, group, steps=3)
-        assert_close(model.full_state_dict(), alone(Blocks, steps=3))
-        group.barrier()
-        assert list(folder.iterdir()) == []
-        parts = [p for name, p in model.named_parameters() if p.numel() and name.startswith("blocks.")]
-        assert all(in_files(part, folder) for part in parts)
-        for part in parts:
-            state = optimizer.state[part]
-            offloaded = [in_files(tensor, folder) for tensor in (part.grad, state["exp_avg"], state["exp_avg_sq"])]
-            assert offloaded == [offload is CPUOffload.FULL] * 3
+    model = wrap(built(Blocks), cpu_offload=offload, offload_folder=str(folder))
+    world.default_group.barrier()  # replicas make files of their own
+    assert list(folder.iterdir()) == []
+    world.default_group.barrier()  # the first step makes more of them
+    optimizer = train(model, world, 2, optimizer_of)
+    assert_close(model.full_state_dict(), trained_alone(Blocks, 2, optimizer_of).state_dict())
+    assert list(folder.iterdir()) == []
+    for part in (p for name, p in model.named_parameters() if p.numel() and name.startswith("blocks.")):
+        others = [part.grad, *(v for v in optimizer.state[part].values() if isinstance(v, Tensor) and v.dim())]
+        assert in_files(part, folder)
+        assert [in_files(other, folder) for other in others] == [offload is CPUOffload.FULL] * len(others)
 
 
 def collect(group: ax.ProcessGroup) -> None:
@@ -240,43 +243,44 @@ def collect(group: ax.ProcessGroup) -> None:
         group.barrier()
 
 
-@pytest.mark.ranks(1, 2)
-def test_a_folder_that_was_made_for_files_goes_with_the_model(world, setting, shared_tmp_path):
-    with new_group(world) as group:
-        for folder in (shared_tmp_path / "made" / "here", shared_tmp_path):
-            options = {"cpu_offload": CPUOffload.FULL, "offload_folder": folder}
-            model = ax.FSDP(built(Blocks), group, sharding_strategy=setting, **options)
-            optimizer = train(model, group, steps=1)
-            group.barrier()
-            assert folder.exists()
-            group.barrier()
-            del model, optimizer
-            collect(group)
-            assert list(shared_tmp_path.iterdir()) == []
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "setting", [pytest.param("one_node", marks=pytest.mark.real_ranks), "replicas"], indirect=True
+)
+def test_a_folder_that_was_made_for_files_goes_with_the_model(world, wrap, shared_tmp_path):
+    for folder in (shared_tmp_path / "made" / "here", shared_tmp_path):
+        model = wrap(built(Blocks), cpu_offload=CPUOffload.FULL, offload_folder=folder)
+        optimizer = train(model, world, 1)
+        world.default_group.barrier()
+        assert folder.exists()
+        world.default_group.barrier()
+        del model, optimizer
+        collect(world.default_group)
+        assert list(shared_tmp_path.iterdir()) == []
 
 
-@pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("use", ["nothing", "training", "gathered"])
-def test_a_model_that_is_dropped_is_freed(world, setting, use):
-    with new_group(world) as group:
-        model = ax.FSDP(built(lambda: nn.Sequential(blocks(), nn.BatchNorm1d(3))), group, sharding_strategy=setting)
-        kept = [model, model.module, *model.parameters(), *model.buffers()]
-        if use != "nothing":
-            optimizer = adamw_of(model)
-            with model.full_parameters() if use == "gathered" else contextlib.nullcontext():
-                usual_step(model, optimizer, (torch.ones(2, WIDTH), torch.zeros(2, 3)))
-            kept += [part.grad for part in model.parameters() if part.grad is not None]
-            kept += [optimizer, *(value for state in optimizer.state.values() for value in state.values())]
-            del optimizer
-        references = [weakref.ref(each) for each in kept]
-        del model, kept
-        collect(group)
-        assert [each() for each in references if each() is not None] == []
+@pytest.mark.ranks(2)
+@in_turn("context", ["no_sync", "full_parameters"])
+def test_a_model_that_is_dropped_is_freed(world, wrap, context):
+    model = wrap(built(lambda: nn.Sequential(blocks(), nn.BatchNorm1d(3))))
+    optimizer = adamw_of(model)
+    with getattr(model, context)():
+        loss = model(torch.ones(2, WIDTH)).square().mean()
+    loss.backward()
+    optimizer.step()
+    kept = [model, model.module, *model.parameters(), *model.buffers(), optimizer]
+    kept += [part.grad for part in model.parameters() if part.grad is not None]
+    kept += [value for state in optimizer.state.values() for value in state.values()]
+    references = [weakref.ref(each) for each in kept]
+    del model, kept, optimizer, loss
+    collect(world.default_group)
+    assert [each() for each in references if each() is not None] == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells")
 @pytest.mark.ranks(2)
-def test_memory_in_common_is_freed_with_the_model(world):
+@pytest.mark.real_ranks
+def test_memory_is_freed_with_the_model(world):
     """6 models of 8 MiB, one after the other."""
 
     def dropped() -> None:
@@ -288,62 +292,20 @@ def test_memory_in_common_is_freed_with_the_model(world):
     group = world.default_group
     for _ in range(2):
         dropped()
-    before = memory_in_common()
+    before = mapped()
     for _ in range(6):
         dropped()
-    assert memory_in_common() - before < 16 << 20
-
-
-def memory_in_common() -> int:
-    """Bytes of all mappings that this process shares with others, whether it uses them or not."""
-    total = 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, mode, *_ = line.split()
-        if mode.endswith("s"):
-            low, high = addresses.split("-")
-            total += int(high, 16) - int(low, 16)
-    return total
+    assert mapped() - before < 16 << 20
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_mount(), reason="no folder is known to be memory")
-@pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("offload", [CPUOffload.PARAMS, CPUOffload.FULL])
-def test_files_without_a_folder_of_their_own_are_on_a_disk(world, monkeypatch, offload):
-    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")  # as TMPDIR=/dev/shm
-    model = ax.FSDP(built(Blocks), cpu_offload=offload)
-    train(model, world.default_group, steps=2)
-    assert_close(model.full_state_dict(), alone(Blocks, steps=2))
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    mapped = [line for line in lines if line.rpartition("/")[2].startswith("axonmpi-")]  # by the file's own name
-    assert mapped
-    assert not any("/dev/shm/" in line for line in mapped)
-    assert all(line.endswith("(deleted)") for line in mapped)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what is mapped")
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
-        lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True, foreach=True),
-    ],
-    ids=["adagrad", "foreach"],
-)
-def test_state_of_other_optimizers_in_files(world, shared_tmp_path, make):
-    model = ax.FSDP(built(Blocks), cpu_offload=CPUOffload.FULL, offload_folder=str(shared_tmp_path))
-    plain = built(Blocks)
-    optimizer, of_plain = make(model.parameters()), make(plain.parameters())
-    train(model, world.default_group, optimizer=optimizer, steps=2)
-    for number in range(2):
-        usual_step(plain, of_plain, data_for(plain, number))
-    assert_close(model.full_state_dict(), plain.state_dict())
-    tensors = [
-        value
-        for part, state in optimizer.state.items()
-        if part.numel()
-        for value in state.values()
-        if isinstance(value, Tensor) and value.dim()
-    ]
-    assert tensors
-    assert all(in_files(tensor, shared_tmp_path) for tensor in tensors)
+def test_files_without_a_folder_of_their_own_are_on_a_disk(world, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")  # as TMPDIR=/dev/shm
+    model = ax.FSDP(built(Blocks), cpu_offload=CPUOffload.FULL)
+    train(model, world, 1)
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    own = [line for line in lines if line.rpartition("/")[2].startswith("axonmpi-")]  # by the file's own name
+    assert own
+    assert not any("/dev/shm/" in line for line in own)
+    assert all(line.endswith("(deleted)") for line in own)

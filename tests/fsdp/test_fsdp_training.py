@@ -1,52 +1,71 @@
-"""FullyShardedDataParallel against one process on the joined batch: parameters after 20 steps of AdamW."""
+"""FullyShardedDataParallel against one process on the joined batch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from models import ZOO, assert_close, assert_same_on_all_ranks, built, loss_of, part_of, trained_alone
-from sharded import KINDS, STRATEGIES, Blocks, adamw, alone, data_for, new_group, train
-from torch import nn
+from models import ZOO, built, loss_of, part_of
+from sharded import (
+    STRATEGIES,
+    Blocks,
+    Residual,
+    TiedBlocks,
+    accumulating_step,
+    adamw_of,
+    assert_gradients,
+    data_for,
+    equals_alone,
+    frozen_blocks,
+    momentum_of,
+    own_data,
+    pairwise,
+    trained_alone,
+    usual_step,
+)
+from torch import Tensor, nn
 
 import axonmpi as ax
 from axonmpi import ShardingStrategy
 
-
-@pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize(("accumulation", "clip"), [(1, None), (3, 0.05)])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_strategy_equals_one_process(world, strategy, kind, accumulation, clip):
-    group = world.default_group
-    model = ax.FSDP(built(KINDS[kind]), group, sharding_strategy=strategy)
-    train(model, group, accumulation=accumulation, clip=clip)
-    state = model.full_state_dict()
-    assert_close(state, alone(KINDS[kind], accumulation, clip))
-    assert_same_on_all_ranks(world, state)
+ROWS = pairwise(
+    {
+        "sharding_strategy": STRATEGIES,
+        "units": [None, [], [Residual, nn.Linear], lambda name, _: name not in ("blocks.0", "blocks.1.up")],
+        "ranks_per_node": ["", "2", "1"],
+        "make": [Blocks, TiedBlocks, frozen_blocks],
+        "cpu_offload": list(ax.CPUOffload),
+        "shard_by": ["elements", "parameters"],
+        "step": [usual_step, accumulating_step],
+        "overlaps": [True, False],
+    }
+)
 
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(
-    ("kind", "shard_by"), [("blocks", "elements"), ("tied", "elements"), ("frozen", "parameters")]
+    "row", [pytest.param(row, marks=[pytest.mark.real_ranks] * (number < 3)) for number, row in enumerate(ROWS)]
 )
+def test_each_pair_of_settings_equals_one_process(world, monkeypatch, shared_tmp_path, row):
+    options = {**row, "offload_folder": shared_tmp_path}
+    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", options.pop("ranks_per_node"))
+    equals_alone(world, **options)
+
+
+@pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_placement_equals_one_process(world, placement, strategy, kind, shard_by):
-    with new_group(world) as group:
-        model = ax.FSDP(built(KINDS[kind]), group, sharding_strategy=strategy, shard_by=shard_by)
-        train(model, group, accumulation=2, clip=0.05)
-        state = model.full_state_dict()
-        assert_close(state, alone(KINDS[kind], 2, 0.05))
-        assert_same_on_all_ranks(world, state)
+def test_odd_numbers_of_ranks_equal_one_process(world, monkeypatch, strategy):
+    """Three are on nodes of different size, where replicas need not be."""
+    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", "1" if strategy is ShardingStrategy.HYBRID_SHARD else "2")
+    equals_alone(world, Blocks, accumulating_step, sharding_strategy=strategy)
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
-def test_nodes_of_different_size_equal_one_process(world, monkeypatch, strategy):
-    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", "2")
-    with new_group(world) as group:
-        model = ax.FSDP(built(Blocks), group, sharding_strategy=strategy)
-        train(model, group, accumulation=2)
-        assert_close(model.full_state_dict(), alone(Blocks, 2))
+@pytest.mark.parametrize(
+    ("setting", "shard_by"), [("one_node", "elements"), ("apart", "parameters")], indirect=["setting"]
+)
+@pytest.mark.parametrize("kind", ZOO)
+def test_each_kind_of_model_equals_one_process(world, setting, kind, shard_by):
+    equals_alone(world, ZOO[kind], sharding_strategy=setting, shard_by=shard_by)
 
 
 @pytest.mark.ranks(4)
@@ -54,34 +73,28 @@ def test_an_explicit_pair_of_groups(world):
     rows, columns = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
     groups = [[world.new_group(ranks) for ranks in side] for side in (rows, columns)]
     shard, replicas = (next(group for group in side if group.contains(world.rank)) for side in groups)
-    model = ax.FSDP(built(Blocks), (shard, replicas), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    assert model.replicate_group is replicas
-    train(model, world.default_group, clip=0.05)
-    assert_close(model.full_state_dict(), alone(Blocks, 1, 0.05))
-    held = sum(part.numel() for part in model.parameters())
-    total = sum(value.numel() for value in alone(Blocks, 1, 0.05).values())
-    assert total // 2 - 64 <= held <= total // 2 + 64
+
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        if isinstance(model, ax.FSDP):
+            assert (model.process_group, model.replicate_group) == (shard, replicas)
+            held, total = (sum(p.numel() for p in each.parameters()) for each in (model, Blocks()))
+            assert total // 2 - 64 <= held <= total // 2 + 64
+        return momentum_of(model)
+
+    options = {"process_group": (shard, replicas), "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    equals_alone(world, Blocks, accumulating_step, optimizer_of, **options)
 
 
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("shard_by", ["elements", "parameters"])
-@pytest.mark.parametrize("kind", ZOO)
-def test_each_kind_of_model_equals_one_process(world, kind, shard_by):
-    group = world.default_group
-    model = ax.FSDP(built(ZOO[kind]), group, shard_by=shard_by)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    train(model, group, optimizer=optimizer)
-    assert_close(model.full_state_dict(), trained_alone(ZOO[kind]))
+# ---- mixed precision --------------------------------------------------------------------------------------------
 
 
-def rounded_alone(steps: int) -> dict[str, torch.Tensor]:
+def rounded_alone(steps: int) -> dict[str, Tensor]:
     """One process that computes in bfloat16 and keeps float32 parameters."""
     master = built(Blocks)
-    optimizer = adamw(master.parameters())
+    optimizer = adamw_of(master)
     for step in range(steps):
-        model = built(Blocks)
-        model.load_state_dict(master.state_dict())
-        model.bfloat16()
+        model = built(Blocks).bfloat16()
+        model.load_state_dict({name: value.bfloat16() for name, value in master.state_dict().items()})
         inputs, targets = data_for(model, step)
         loss_of(model(inputs.bfloat16()).float(), targets).backward()
         for own, computed in zip(master.parameters(), model.parameters(), strict=True):
@@ -90,93 +103,84 @@ def rounded_alone(steps: int) -> dict[str, torch.Tensor]:
     return master.state_dict()
 
 
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_bfloat16_equals_one_process_that_rounds_alike(world, placement, strategy):
-    with new_group(world) as group:
-        model = ax.FSDP(built(Blocks), group, sharding_strategy=strategy, mixed_precision=True)
-        assert {part.dtype for part in model.parameters()} == {torch.float32}
-        optimizer = adamw(model.parameters())
-        for step in range(10):
-            optimizer.zero_grad()
-            inputs, targets = part_of(data_for(model.module, step), group.rank, group.size)
-            output = model(inputs)
-            assert output.dtype is torch.bfloat16
-            loss_of(output.float(), targets).backward()
-            optimizer.step()
-        state = model.full_state_dict()
-        exact, rounded = alone(Blocks, steps=10), rounded_alone(10)
-        for name, value in state.items():
-            # AdamW makes a whole step of a gradient near zero, of either sign: the mean shows what that hides.
-            assert (value - rounded[name]).abs().mean() <= 0.004, name
-        far = sum(float((rounded[name] - exact[name]).abs().sum()) for name in exact)
-        near = sum(float((value - rounded[name]).abs().sum()) for name, value in state.items())
-        assert near <= 1.5 * far
+@pytest.mark.ranks(2)
+def test_bfloat16_equals_one_process_that_rounds_alike(world, wrap):
+    model = wrap(built(Blocks), mixed_precision=True)
+    assert {part.dtype for part in model.parameters()} == {torch.float32}
+    optimizer = adamw_of(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        inputs, targets = own_data(model, world, step)
+        output = model(inputs)
+        assert output.dtype is torch.bfloat16
+        loss_of(output.float(), targets).backward()
+        optimizer.step()
+    state, exact, rounded = (
+        model.full_state_dict(),
+        trained_alone(Blocks, 4, adamw_of).state_dict(),
+        rounded_alone(4),
+    )
+    for name, value in state.items():
+        # AdamW makes a whole step of a gradient near zero, of either sign: the mean shows what that hides.
+        assert (value - rounded[name]).abs().mean() <= 0.004, name
+    far = sum(float((rounded[name] - exact[name]).abs().sum()) for name in exact)
+    near = sum(float((value - rounded[name]).abs().sum()) for name, value in state.items())
+    assert near <= 1.5 * far
+
+
+def with_buffer() -> nn.Module:
+    layer = nn.Linear(6, 37)
+    layer.register_buffer("shift", torch.zeros(2))
+    return layer
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 def test_dtypes_of_gradients(world, param_dtype, reduce_dtype):
-    group = world.default_group
     precision = ax.MixedPrecision(param_dtype, reduce_dtype, buffer_dtype=torch.float64)
-    model = ax.FSDP(built(BuffersToo), group, mixed_precision=precision)
-    assert model.module.norm.running_mean.dtype is torch.float64
+    model = ax.FSDP(built(with_buffer), mixed_precision=precision)
+    assert model.module.shift.dtype is torch.float64
     inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(world.rank))
-    loss = model.module.value(model, inputs)
-    loss.backward()
+    model(inputs).float().square().mean().backward()
     gradients = [part.grad for part in model.parameters() if part.numel()]
     assert {gradient.dtype for gradient in gradients} == {torch.float32}
     is_rounded = all(torch.equal(gradient, gradient.bfloat16().float()) for gradient in gradients)
     assert is_rounded == (reduce_dtype is torch.bfloat16)
 
 
-class BuffersToo(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(6, 37)
-        self.norm = nn.BatchNorm1d(6, affine=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
-
-    @staticmethod
-    def value(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x).float().square().mean()
+# ---- what some ranks do not use ---------------------------------------------------------------------------------
 
 
-class Bonus(nn.Module):
-    """A block with a parameter that some ranks do not use."""
+class Sometimes(nn.Module):
+    """A block that ranks leave out, or a parameter of it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(5, 5)
         self.bonus = nn.Parameter(torch.ones(5))
-        self.uses = True
+        self.uses = "all"
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x)) * (self.bonus if self.uses else 1.0)
+    def forward(self, x: Tensor) -> Tensor:
+        if self.uses == "none":
+            return x
+        return torch.tanh(self.linear(x)) * (self.bonus if self.uses == "all" else 1.0)
 
 
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parameters_of_a_unit_that_some_ranks_do_not_use_count_as_zero(world, placement, strategy):
+@pytest.mark.ranks(3)
+def test_what_some_ranks_do_not_use_counts_as_zero(world, wrap):
+    """Units that are gathered, by all ranks together, have to be called by all."""
+
     def make() -> nn.Module:
-        return nn.Sequential(Bonus(), Bonus(), Bonus(), nn.Linear(5, 3))
+        return nn.Sequential(Sometimes(), Sometimes(), Sometimes(), nn.Linear(5, 3))
 
-    plain = built(make)
-    with new_group(world) as group:
-        model = ax.FSDP(built(make), group, sharding_strategy=strategy, units=Bonus)
-        for rank in range(world.size):
-            inputs, targets = part_of(data_for(plain, 0), rank, world.size)
+    plain, model = built(make), wrap(built(make), units=Sometimes)
+    uses = ["all", "part", "all" if model.needs_whole_backward else "none"]
+    for rank in range(world.size):
+        inputs, targets = part_of(data_for(plain, 0), rank, world.size)
+        for module, count in ((plain, world.size), (model.module, 1))[: 1 + (rank == world.rank)]:
             for place in range(3):
-                plain[place].uses = (rank + place) % 2 == 0
-            (loss_of(plain(inputs), targets) / world.size).backward()
-            if rank == world.rank:
-                for place in range(3):
-                    model.module[place].uses = plain[place].uses
-                loss_of(model(inputs), targets).backward()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        torch.optim.SGD(plain.parameters(), lr=1.0).step()
-        optimizer.step()
-        assert_close(model.full_state_dict(), plain.state_dict())
+                module[place].uses = uses[(rank + place) % 3 if place < 2 else (2 if rank == 1 else 0)]
+            run = plain if module is plain else model
+            (loss_of(run(inputs), targets) / count).backward()
+    assert_gradients(model, plain)

@@ -6,15 +6,14 @@ import zlib
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import assert_close, built
-from sharded import Blocks, Residual, TiedBlocks, alone, data_for, new_group, train
+from sharded import Blocks, Residual, TiedBlocks, data_for, placed
 from torch import Tensor, nn
 
 import axonmpi as ax
-from axonmpi.fsdp.layout import ALIGNMENT, by_elements, by_parameters
-from axonmpi.fsdp.units import find_units, plan_units
+from axonmpi.testing import run_ranks
 
 # ---- choosing ---------------------------------------------------------------------------------------------------
 
@@ -53,109 +52,50 @@ CHOICES = [
 ]
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize(("make", "units", "expected"), CHOICES)
-def test_choosing_units(make, units, expected):
-    model = make()
-    found = find_units(model, units)
-    if expected is None:  # everything below, nested, but the list that is never called
-        names = [name for name, module in model.named_modules() if name and not isinstance(module, nn.ModuleList)]
-        expected = [name for name in names if units is nn.Module or name.startswith("blocks.")]
-    assert list(found) == expected
-    assert all(found[name] is model.get_submodule(name) for name in found)
-
-
-@pytest.mark.ranks(1, 2)
-def test_names_of_units(world):
-    assert ax.FSDP(built(Blocks)).unit_names == ["", *BLOCKS]
-    assert ax.FSDP(built(Blocks), units="head").unit_names == ["", "head"]
-
-
-def around(model: nn.Module, name: str) -> list[nn.Module]:
-    """Return a submodule and all modules that it lies in."""
-    names = name.split(".") if name else []
-    return [model.get_submodule(".".join(names[:count])) for count in range(len(names) + 1)]
-
-
-@pytest.mark.parametrize("units", [None, [], nn.Module, ["blocks.0", "blocks.0.up"]])
-@pytest.mark.parametrize("make", [Blocks, TiedBlocks])
-def test_every_parameter_belongs_to_the_innermost_unit_around_all_that_use_it(make, units):
-    model = built(make)
-    users: dict[int, list[list[nn.Module]]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        for parameter in module.parameters(recurse=False):
-            users.setdefault(id(parameter), []).append(around(model, name))
-    plans = plan_units(model, find_units(model, units))
-    for plan in plans:
-        for member in plan.members:
-            of_all = [p for p in plans if all(p.module in chain for chain in users[id(member.parameter)])]
-            assert plan.name == max((p.name for p in of_all), key=len), member.name
-    assert sorted(id(member.parameter) for plan in plans for member in plan.members) == sorted(users)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    "units",
-    [
-        [],
-        nn.Linear,
-        [Residual, nn.Linear],
-        ["blocks.1", "blocks.1.up"],
-        lambda name, _: name != "blocks.0",
-    ],
-)
-@pytest.mark.parametrize("kind", [Blocks, TiedBlocks])
-def test_training_with_any_units_equals_one_process(world, setting, units, kind):
-    with new_group(world) as group:
-        model = ax.FSDP(built(kind), group, sharding_strategy=setting, units=units)
-        train(model, group, steps=3)
-        assert_close(model.full_state_dict(), alone(kind, steps=3))
+def test_choosing_units(world, make, units, expected):
+    if expected is None:  # everything below that has parameters of its own, and what is nested in it
+        names = [
+            name
+            for name, module in make().named_modules()
+            if next(module.parameters(recurse=False), None) is not None
+        ]
+        expected = [name for name in names if name and (units is nn.Module or name.startswith("blocks."))]
+    assert ax.FSDP(make(), units=units).unit_names == ["", *expected]
 
 
 # ---- layout -----------------------------------------------------------------------------------------------------
 
-NUMELS = st.lists(st.integers(0, 5000), min_size=1, max_size=12)
-RANKS = st.integers(1, 9)
+NUMELS = st.lists(st.integers(0, 200), min_size=1, max_size=8).filter(any)
+LINE = 64
+"""Bytes; where memory that torch allocates begins."""
 
 
-def assert_tiles(layout, numels, ranks) -> None:
-    """The parts of all ranks give every parameter, in order, and lie where no other parameter does."""
-    assert len(layout.sizes) == ranks
-    assert layout.total == sum(layout.sizes)
-    taken = torch.zeros(layout.total, dtype=torch.int32)
-    for index, numel in enumerate(numels):
-        at = 0
-        for rank in range(ranks):
-            first, last = layout.part(index, rank)
-            assert first == at or first == last == 0
-            at = max(at, last)
-            low, high = layout.bounds(rank)
-            assert first == last or low <= layout.offsets[index] + first < layout.offsets[index] + last <= high
-        assert at == numel
-        taken[layout.offsets[index] : layout.offsets[index] + numel] += 1
-    assert int(taken.sum()) == int((taken == 1).sum()) == sum(numels)
-    assert sum(layout.gaps()) + sum(numels) == layout.total
-    assert min(layout.gaps()) >= 0
+@settings(max_examples=25, deadline=None)
+@given(units=st.lists(NUMELS, min_size=1, max_size=3), ranks=st.integers(1, 5), whole=st.booleans())
+def test_each_element_is_on_one_rank_and_the_loads_are_balanced(units, ranks, whole):
+    wholes = [torch.arange(numel, dtype=torch.float32) for numels in units for numel in numels]
 
+    def parts(world: ax.World) -> list[Tensor]:
+        model = nn.Sequential(
+            *(nn.ParameterList(torch.arange(numel, dtype=torch.float32) for numel in numels) for numels in units)
+        )
+        model = ax.FSDP(model, units=nn.ParameterList, shard_by="parameters" if whole else "elements")
+        assert all(part.data_ptr() % LINE == 0 for part in model.parameters() if part.numel())
+        return [part.detach().clone() for part in model.parameters()]
 
-@given(numels=NUMELS, ranks=RANKS)
-def test_by_elements_every_rank_has_as_much(numels, ranks):
-    layout = by_elements(numels, ranks)
-    assert_tiles(layout, numels, ranks)
-    assert len(set(layout.sizes)) == 1
-    assert all(offset % ALIGNMENT == 0 for offset in (*layout.offsets, layout.sizes[0]))
-    assert layout.total < sum(numels) + ALIGNMENT * (len(numels) + ranks + 1)
-
-
-@given(units=st.lists(NUMELS, min_size=1, max_size=4), ranks=RANKS)
-def test_by_parameters_nothing_is_split_and_the_loads_are_balanced(units, ranks):
-    loads = [0] * ranks
-    for numels in units:
-        layout = by_parameters(numels, ranks, loads)
-        assert_tiles(layout, numels, ranks)
-        for index, numel in enumerate(numels):
-            assert sorted(layout.part(index, rank) for rank in range(ranks))[-1] == (0, numel)
-    assert sum(loads) == sum(map(sum, units))
-    assert max(loads) - min(loads) <= max(map(max, units))
+    of_ranks = run_ranks(ranks, parts)
+    for index, expected in enumerate(wholes):
+        pieces = [own[index] for own in of_ranks]
+        assert torch.equal(torch.cat(pieces), expected)
+        assert not whole or all(len(piece) in (0, len(expected)) for piece in pieces)
+    loads = [sum(map(len, own)) for own in of_ranks]
+    if whole:
+        assert max(loads) - min(loads) <= max(map(max, units))
+    else:
+        padded = sum(numel + 16 for numels in units for numel in numels)
+        assert max(loads) <= padded / ranks + 16 * len(units)
 
 
 # ---- models that begin on the meta device -----------------------------------------------------------------------
@@ -185,36 +125,54 @@ def on_meta(make) -> nn.Module:
         return make()
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("shard_by", ["elements", "parameters"])
-@pytest.mark.parametrize("make", [WithBuffers, TiedBlocks])
-def test_a_model_on_the_meta_device_gets_the_values_of_a_function(world, setting, make, shard_by):
-    plain = built(make)
-    for module in plain.modules():
+def partly_on_meta() -> nn.Module:
+    model = built(Blocks)
+    model.blocks[1] = on_meta(lambda: Residual(12))
+    return model
+
+
+def filled(model: nn.Module) -> nn.Module:
+    for module in model.modules():
         fill_by_shape(module)
-    with new_group(world) as group:
-        model = ax.FSDP(
-            on_meta(make), group, sharding_strategy=setting, shard_by=shard_by, param_init_fn=fill_by_shape
-        )
-        assert_close(model.full_state_dict(), plain.state_dict(), 0.0)
-        assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-        inputs, _ = data_for(plain, 0)
-        plain.eval()
-        model.eval()
-        torch.testing.assert_close(model(inputs), plain(inputs))
-        train(model, group, steps=1)
+    return model
+
+
+def partly_filled() -> nn.Module:
+    model = Blocks()
+    filled(model.blocks[1])
+    return model
 
 
 @pytest.mark.ranks(2)
-def test_a_model_on_the_meta_device_is_initialised_as_its_layers_are(world, setting):
+@pytest.mark.parametrize(
+    ("make", "expected", "shard_by"),
+    [
+        (lambda: on_meta(WithBuffers), lambda: filled(WithBuffers()), "elements"),
+        (lambda: on_meta(TiedBlocks), lambda: filled(TiedBlocks()), "parameters"),
+        (partly_on_meta, partly_filled, "elements"),
+    ],
+    ids=["buffers", "tied", "partly"],
+)
+def test_a_model_on_the_meta_device_gets_the_values_of_a_function(wrap, make, expected, shard_by):
+    plain = built(expected)
+    model = wrap(make(), shard_by=shard_by, param_init_fn=fill_by_shape)
+    assert_close(model.full_state_dict(), plain.state_dict(), 0.0)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    inputs, _ = data_for(plain, 0)
+    torch.testing.assert_close(model.eval()(inputs), plain.eval()(inputs))
+    model(inputs).sum().backward()
+
+
+@pytest.mark.ranks(2)
+@placed("one_node", "apart")
+def test_a_model_on_the_meta_device_is_initialised_as_its_layers_are(wrap):
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(64, 300), nn.LayerNorm(300), *(nn.Linear(300, 300) for _ in range(2)))
 
-    with new_group(world) as group:
-        state = ax.FSDP(on_meta(make), group, sharding_strategy=setting).full_state_dict()
+    state = wrap(on_meta(make)).full_state_dict()
     for name, value in built(make).state_dict().items():
         assert state[name].shape == value.shape
-        if "1." in name[:2]:
+        if name.startswith("1."):
             assert torch.equal(state[name], value)  # ones and zeros
             continue
         bound = float(value.abs().max())
@@ -225,29 +183,6 @@ def test_a_model_on_the_meta_device_is_initialised_as_its_layers_are(world, sett
 
 @pytest.mark.ranks(1)
 def test_a_layer_that_cannot_initialise_itself(world):
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(3, 3), Blocks(1))  # with a parameter of its own, and no reset_parameters()
-
     message = r"a Blocks in '' is on the meta device and has no reset_parameters\(\): give param_init_fn="
-    with pytest.raises(ValueError, match=message):
-        ax.FSDP(on_meta(make))
-
-
-@pytest.mark.ranks(2)
-def test_a_model_that_is_partly_on_the_meta_device(world, setting):
-    def make() -> nn.Module:
-        model = built(Blocks)
-        model.blocks[1] = on_meta(lambda: Residual(12))
-        return model
-
-    plain = built(Blocks)
-    for module in plain.blocks[1].modules():
-        fill_by_shape(module)
-    with new_group(world) as group:
-        model = ax.FSDP(make(), group, sharding_strategy=setting, param_init_fn=fill_by_shape)
-        state = model.full_state_dict()
-    assert_close(
-        {name: value for name, value in state.items() if name.startswith("blocks.")},
-        {name: value for name, value in plain.state_dict().items() if name.startswith("blocks.")},
-        0.0,
-    )
+    with pytest.raises(ValueError, match=message):  # it has a parameter of its own
+        ax.FSDP(on_meta(lambda: nn.Sequential(nn.Linear(3, 3), Blocks(1))))
