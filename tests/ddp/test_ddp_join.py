@@ -47,6 +47,7 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     accumulation: int = 1,
+    by_hand: bool = False,
     **options,
 ) -> None:
     optimizer = optimizer or sgd(model)
@@ -56,7 +57,7 @@ def train(
             for micro in range(accumulation):
                 with contextlib.nullcontext() if micro == accumulation - 1 else model.no_sync():
                     own_loss(model, world.rank, accumulation * step + micro).backward()
-            if model.sync_strategy is NO_SYNC:
+            if by_hand or model.sync_strategy is NO_SYNC:
                 model.sync_gradients()
             optimizer.step()
 
@@ -103,8 +104,12 @@ def check(world: ax.World, model: ax.DDP, expected: dict[str, Tensor]) -> None:
     initial_size=[True, False],
     accumulation=[1, 3],
     cap=[TINY, 25],
+    by_hand=[False, True],
 )
-def test_uneven_batches(world, make, strategy, overlaps, as_view, find_unused, initial_size, accumulation, cap):
+def test_uneven_batches(
+    world, make, strategy, overlaps, as_view, find_unused, initial_size, accumulation, cap, by_hand
+):
+    """By hand as well as in backward, where that has averaged before: then nothing is left to do."""
     counts = COUNTS[world.size]
     model = wrapped(
         world,
@@ -120,6 +125,7 @@ def test_uneven_batches(world, make, strategy, overlaps, as_view, find_unused, i
         world,
         counts[world.rank],
         accumulation=accumulation,
+        by_hand=by_hand,
         divide_by_initial_world_size=initial_size,
     )
     check(world, model, trained_by_hand(make, counts, accumulation=accumulation, initial_size=initial_size))

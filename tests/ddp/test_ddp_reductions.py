@@ -160,6 +160,7 @@ def test_how_gradients_are_divided_among_buckets(world):
     kinds = [(10, torch.float32), (5, torch.float64), (1000, torch.float32), (20, torch.float32)]
     module = nn.ParameterList(nn.Parameter(torch.ones(size, dtype=dtype)) for size, dtype in kinds)
     assert wrapped(world, module, bucket_cap_mb=400 / (1 << 20)).bucket_sizes == [20, 1000, 5, 10]
+    assert wrapped(world, module).bucket_sizes == [5, 1030]  # in the order of their last gradients
     module = nn.ParameterList(nn.Parameter(torch.ones(100_000)) for _ in range(12))
     assert wrapped(world, module).bucket_sizes == [200_000, 1_000_000]
     assert wrapped(world, module, sync_strategy=SYNCHRONOUS).bucket_sizes == [1_200_000]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from models import (
@@ -112,6 +114,7 @@ def test_evaluation_sends_nothing_and_keeps_buffers(world):
 @pytest.mark.parametrize("grad", [True, False])
 def test_evaluation_after_training_warns_where_buffers_are_not_rank_0s(world, grad, recwarn):
     """Each rank ends with statistics of its own batch; after `sync_parameters()` all have rank 0's."""
+    warnings.simplefilter("always")  # not only the first one of a line
     model = wrapped(world, built(BatchNormalised))
     same, _ = batch_of(model, 100)
 
@@ -168,6 +171,9 @@ def test_buffers_of_every_kind_are_copied_from_rank_0(world):
     assert (module.mask.tolist(), int(module.count), float(module.passing.sum())) == expected
     for buffer in (module.mask, module.count, module.passing):
         buffer.fill_(1 if world.rank == 1 else 0)
+    with model.no_sync():
+        model(torch.zeros(1, 2))
+    assert float(module.passing.sum()) == 6 * world.rank
     model(torch.zeros(1, 2))
     assert (module.mask.tolist(), int(module.count), float(module.passing.sum())) == ([False, False], 0, 0.0)
 
