@@ -17,7 +17,6 @@ from models import (
     loss_of,
     mlp,
     own_loss,
-    pairwise,
     part_of,
     wrapped,
 )
@@ -86,11 +85,9 @@ def tensors(state: dict[str, object]) -> dict[str, Tensor]:
 
 
 @pytest.mark.ranks(1)
-@pairwise(
-    kind=list(KINDS),
-    way=[("wrapped", "wrapped"), ("wrapped", "plain"), ("plain", "wrapped")],
-    nested=[True, False],
-)
+@KIND
+@pytest.mark.parametrize("way", [("wrapped", "wrapped"), ("wrapped", "plain"), ("plain", "wrapped")])
+@pytest.mark.parametrize("nested", [True, False])
 def test_loads_with_and_without_the_wrapper(world, kind, way, nested):
     source, target = way
     # torch gives a nested module no access to the versions of what is below it under another name
