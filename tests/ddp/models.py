@@ -1,7 +1,7 @@
 """Small models, their data, and training them in one process: what data parallelism is compared with.
 
-Nothing here uses the package under test but `wrapped`. torch's global random numbers belong to the process and mock
-ranks are threads of it, so models are built under a lock.
+Nothing here uses the package under test but `wrapped` and what compares ranks. torch's global random numbers belong
+to the process and mock ranks are threads of it, so models are built under a lock.
 """
 
 from __future__ import annotations
@@ -11,19 +11,57 @@ import copy
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import axonmpi as ax
+from axonmpi import GradSyncStrategy
 
-STEPS = 20
+SYNCHRONOUS, OVERLAPPED, NO_SYNC = GradSyncStrategy
+AUTOMATIC = pytest.mark.parametrize("strategy", [SYNCHRONOUS, OVERLAPPED])
+AS_VIEW = pytest.mark.parametrize("as_view", [True, False])
+AFTER, IN_ORDER, BESIDE = WAYS = [
+    {"sync_strategy": SYNCHRONOUS},
+    {"sync_strategy": OVERLAPPED, "overlaps": False},
+    {"sync_strategy": OVERLAPPED, "overlaps": True},
+]
+"""The ways in which gradients are averaged by themselves: beside backward, or all of them after it."""
+EACH_WAY = pytest.mark.parametrize("way", WAYS, ids=["after", "in order", "beside"])
+TINY, SMALL, DEFAULT = 1e-6, 0.001, 25
+"""Bucket sizes in MiB: one gradient each, a few, and all of them."""
+STEPS = 3
+"""The first with the buckets as they were laid out, the others in the order of that one's gradients."""
 BATCH = 12
 """Samples in the joined batch: the same number on each of 1, 2, 3, 4 ranks."""
 
+Watching = TypeVar("Watching")
+
 _global_random_numbers = threading.RLock()
+
+
+def pairwise(**settings: Sequence[object]) -> pytest.MarkDecorator:
+    """Parametrise by so few rows of settings that any two values of two settings still meet in one of them."""
+    numbers = [range(len(values)) for values in settings.values()]
+    columns = [[(column, number) for number in some] for column, some in enumerate(numbers)]
+    missing = {pair for two in itertools.combinations(columns, 2) for pair in itertools.product(*two)}
+    rows = []
+    while missing:
+        row = dict(min(missing))
+        for column, some in enumerate(numbers):
+            meets = {
+                number: sum(tuple(sorted([(column, number), other])) in missing for other in row.items())
+                for number in some
+            }
+            row.setdefault(column, max(meets, key=meets.__getitem__))
+        missing -= set(itertools.combinations(sorted(row.items()), 2))
+        rows.append([values[row[column]] for column, values in enumerate(settings.values())])
+    return pytest.mark.parametrize(list(settings), rows)
 
 
 def built(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
@@ -153,6 +191,30 @@ def strided_weight() -> nn.Module:
     return model
 
 
+def large() -> nn.Module:
+    """With a weight whose gradient is reduced in its own memory, between small ones."""
+    return nn.Sequential(nn.Linear(5, 364), nn.Tanh(), nn.Linear(364, 364), nn.Tanh(), nn.Linear(364, 3))
+
+
+class Checkpointed(nn.Module):
+    """Parts that are computed again in backward, two of them with the same parameters if asked for."""
+
+    def __init__(self, reentrant: bool, shared: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        if shared:
+            self.blocks[2] = self.blocks[0]
+        self.last = nn.Linear(8, 3)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
 ZOO: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "mixed_dtypes": MixedDtypes,
@@ -163,6 +225,7 @@ ZOO: dict[str, Callable[[], nn.Module]] = {
     "tied_embedding": Words,
     "frozen_parts": frozen_parts,
     "empty_parameters": Nothing,
+    "large": large,
 }
 
 
@@ -189,8 +252,25 @@ def part_of(batch: tuple[Tensor, Tensor], rank: int, size: int) -> tuple[Tensor,
     return inputs.chunk(size)[rank], targets.chunk(size)[rank]
 
 
+def own_loss(model: nn.Module, world: ax.World, step: int = 0) -> Tensor:
+    """Compute the loss of this rank's part of a batch."""
+    inputs, targets = part_of(batch_of(model, step), world.rank, world.size)
+    return loss_of(model(inputs), targets)
+
+
+def joined_loss(model: nn.Module, step: int = 0) -> Tensor:
+    """Compute the loss of a whole batch."""
+    inputs, targets = batch_of(model, step)
+    return loss_of(model(inputs), targets)
+
+
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    """Take steps as large as the gradients: a wrong factor shows, which Adam divides out again."""
+    return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
 # ---- training ---------------------------------------------------------------------------------------------------
@@ -200,7 +280,7 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 def trained_alone(make: Callable[[], nn.Module], accumulation: int = 1, steps: int = STEPS) -> dict[str, Tensor]:
     """Train in one process on the joined batches, and return the state dict."""
     model = built(make)
-    optimizer = adamw(model)
+    optimizer = sgd(model)
     numbers = itertools.count()
     for _ in range(steps):
         optimizer.zero_grad()
@@ -220,7 +300,7 @@ def train(
     set_to_none: bool = True,
 ) -> None:
     """Train a wrapped model on this rank's parts of the same batches."""
-    optimizer = adamw(model)
+    optimizer = sgd(model)
     numbers = itertools.count()
     for _ in range(steps):
         optimizer.zero_grad(set_to_none=set_to_none)
@@ -228,8 +308,32 @@ def train(
             inputs, targets = part_of(batch_of(model.module, next(numbers)), world.rank, world.size)
             with contextlib.nullcontext() if micro == accumulation - 1 else model.no_sync():
                 (loss_of(model(inputs), targets) / accumulation).backward()
-        model.sync_gradients()
+        if model.sync_strategy is NO_SYNC:
+            model.sync_gradients()
         optimizer.step()
+
+
+def batch_norm_alone(
+    size: int, broadcasts: bool = True, steps: int = STEPS
+) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """Normalise each rank's part of the batch by itself, beginning with rank 0's statistics or the rank's own.
+
+    Returns:
+        The parameters, and the buffers that each rank ends with.
+    """
+    model = built(BatchNormalised)
+    optimizer = sgd(model)
+    buffers = [{name: buffer.clone() for name, buffer in model.named_buffers()} for _ in range(size)]
+    for step in range(steps):
+        optimizer.zero_grad()
+        before = list(buffers)
+        for rank in range(size):
+            model.load_state_dict(before[0 if broadcasts else rank], strict=False)
+            inputs, targets = part_of(batch_of(model, step), rank, size)
+            (loss_of(model(inputs), targets) / size).backward()
+            buffers[rank] = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}, buffers
 
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor | None]:
@@ -271,16 +375,29 @@ def assert_same_on_all_ranks(world: ax.World, values: dict[str, Tensor | None]) 
             assert torch.equal(value, everywhere[0][name]), f"{name} differs between ranks 0 and {rank}"
 
 
+def check_averaged(
+    world: ax.World, model: ax.DDP, loss: Callable[[nn.Module], Tensor] = joined_loss, tolerance: float = 1e-5
+) -> None:
+    """Compare gradients with what a backward on one process gives."""
+    gradients = gradients_of(model.module)
+    assert_close(gradients, gradients_alone(model.module, loss), tolerance)
+    assert_same_on_all_ranks(world, gradients)
+
+
 @contextlib.contextmanager
-def logged(world: ax.World) -> Iterator[Log]:
-    """Record the operations that this rank runs, on mock and on real ranks."""
+def observed(world: ax.World, observer: Watching) -> Iterator[Watching]:
+    """Have an observer told of the operations that this rank runs, on mock and on real ranks."""
     backend = world.default_group.backend
-    log = Log()
-    backend.observer = log
+    backend.observer = observer
     try:
-        yield log
+        yield observer
     finally:
         backend.observer = None
+
+
+def logged(world: ax.World) -> contextlib.AbstractContextManager[Log]:
+    """Record the operations that this rank runs."""
+    return observed(world, Log())
 
 
 class Log:

@@ -12,15 +12,19 @@ from collections.abc import Callable
 import pytest
 import torch
 from models import (
+    AS_VIEW,
     BatchNormalised,
     assert_close,
     batch_of,
     built,
+    check_averaged,
     gradients_alone,
     gradients_of,
+    joined_loss,
     logged,
     loss_of,
     mlp,
+    own_loss,
     part_of,
     wrapped,
 )
@@ -28,17 +32,6 @@ from torch import nn
 
 import axonmpi as ax
 from axonmpi import GradSyncStrategy
-
-
-def backward(model: nn.Module, world: ax.World) -> None:
-    inputs, targets = part_of(batch_of(model, 0), world.rank, world.size)
-    loss_of(model(inputs), targets).backward()
-
-
-def joined_gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    inputs, targets = batch_of(module, 0)
-    return gradients_alone(module, lambda model: loss_of(model(inputs), targets))
-
 
 # ---- the same model everywhere ----------------------------------------------------------------------------------
 
@@ -131,15 +124,14 @@ DIFFERENCES: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], s
 }
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(3)
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 @pytest.mark.parametrize("kind", DIFFERENCES)
 def test_models_that_differ_are_refused_on_every_rank(world, kind):
     usual, other, text_of_usual, text_of_other = DIFFERENCES[kind]
     with pytest.raises(ValueError, match="the model is not the same on all ranks") as error:
         ax.DistributedDataParallel((other if world.rank == 1 else usual)())
-    usual_ranks = {2: "rank 0", 4: "ranks 0, 2, 3"}[world.size]
-    assert f"{usual_ranks}: {text_of_usual}" in str(error.value)
+    assert f"ranks 0, 2: {text_of_usual}" in str(error.value)
     assert f"rank 1: {text_of_other}" in str(error.value)
     assert ax.all_gather_object(str(error.value)) == [str(error.value)] * world.size
 
@@ -161,25 +153,19 @@ def test_arguments_that_differ_are_refused_on_every_rank(world, usual, other):
         ax.DistributedDataParallel(nn.Linear(2, 2), **(usual if world.rank == 0 else other))
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(3)
 def test_values_become_those_of_rank_0(world):
     module = built(BatchNormalised, seed=world.rank)
     module.norm.running_var.fill_(world.rank)
-    ax.DistributedDataParallel(module)
+    model = ax.DistributedDataParallel(module)
     expected = built(BatchNormalised, seed=0)
     expected.norm.running_var.fill_(0)
     assert_close(module.state_dict(), expected.state_dict(), tolerance=0)
-
-
-@pytest.mark.ranks(2)
-def test_sync_parameters_copies_again(world):
-    model = wrapped(world, built(mlp))
-    expected = copy.deepcopy(model.state_dict())
     if world.rank == 1:
-        for tensor in model.parameters():
-            tensor.data.fill_(5.0)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            tensor.data.fill_(5)
     model.sync_parameters()
-    assert_close(model.state_dict(), expected, tolerance=0)
+    assert_close(module.state_dict(), expected.state_dict(), tolerance=0)
 
 
 # ---- bad input --------------------------------------------------------------------------------------------------
@@ -195,12 +181,9 @@ def test_sync_parameters_copies_again(world):
         (TypeError, "bucket_cap_mb: expected a number of MiB, got '25'", {"bucket_cap_mb": "25"}),
         (TypeError, "bucket_cap_mb: expected a number of MiB, got True", {"bucket_cap_mb": True}),
         (ValueError, "bucket_cap_mb: expected a positive, finite number of MiB, got 0", {"bucket_cap_mb": 0}),
-        (ValueError, "bucket_cap_mb: expected a positive, finite number of MiB, got -1.5", {"bucket_cap_mb": -1.5}),
         (ValueError, "bucket_cap_mb: expected a positive, finite", {"bucket_cap_mb": math.inf}),
         (ValueError, "bucket_cap_mb: expected a positive, finite", {"bucket_cap_mb": math.nan}),
-        (TypeError, "broadcast_buffers: expected True or False, got None", {"broadcast_buffers": None}),
         (TypeError, "gradient_as_bucket_view: expected True or False, got 1", {"gradient_as_bucket_view": 1}),
-        (TypeError, "find_unused_parameters: expected True or False, got 'yes'", {"find_unused_parameters": "yes"}),
         (TypeError, "reduce_dtype: expected a torch.dtype or None, got 'bfloat16'", {"reduce_dtype": "bfloat16"}),
         (TypeError, "reduce_dtype: expected torch.bfloat16, .* got torch.int8", {"reduce_dtype": torch.int8}),
         (ValueError, "reduce_dtype: expected .* got torch.complex64", {"reduce_dtype": torch.complex64}),
@@ -229,8 +212,8 @@ def test_a_lazy_module_has_to_be_run_first(world):
     with torch.random.fork_rng(devices=[]):
         module(torch.zeros(1, 5))
     model = wrapped(world, module)
-    backward(model, world)
-    assert_close(gradients_of(model.module), joined_gradients(model.module))
+    own_loss(model, world).backward()
+    check_averaged(world, model)
 
 
 @pytest.mark.ranks(2)
@@ -256,29 +239,17 @@ def test_a_module_cannot_be_wrapped_twice_at_once(world):
 
 
 @pytest.mark.ranks(2)
-def test_attributes(world):
-    module = nn.Linear(2, 2)
-    model = ax.DDP(module, sync_strategy=GradSyncStrategy.SYNCHRONOUS)
-    assert model.module is module
-    assert model.process_group is world.default_group
-    assert model.sync_strategy is GradSyncStrategy.SYNCHRONOUS
-    assert ax.DDP is ax.DistributedDataParallel
-    assert not model.eval().training
-    assert not module.training
-
-
-@pytest.mark.ranks(2)
 def test_a_dropped_wrapper_leaves_nothing_behind(world):
     module = built(mlp)
     model = wrapped(world, module)
-    backward(model, world)
-    gone = weakref.ref(model), weakref.ref(model.current_reducer)
+    own_loss(model, world).backward()
+    gone = weakref.ref(model)
     del model
     gc.collect()
-    assert [reference() for reference in gone] == [None, None]
+    assert gone() is None
     module.zero_grad()
     with logged(world) as log:
-        backward(module, world)
+        own_loss(module, world).backward()
     assert log.calls == []
 
 
@@ -289,23 +260,23 @@ def test_a_module_can_be_wrapped_again(world):
         model = wrapped(world, module)
         module.zero_grad()
     with logged(world) as log:
-        backward(model, world)
+        own_loss(model, world).backward()
     reductions = [call for call in log.calls if call[0] != "symmetric_empty"]
     assert len(reductions) == len(model.bucket_sizes) + 1 + 1  # and once to learn the order
-    assert_close(gradients_of(module), joined_gradients(module))
+    check_averaged(world, model)
 
 
 @pytest.mark.ranks(2)
 def test_a_deep_copy_trains_by_itself(world):
     model = wrapped(world, built(mlp))
-    backward(model, world)
+    own_loss(model, world).backward()
     twin = copy.deepcopy(model)
     assert twin.process_group is model.process_group
     assert twin.module[0].weight is not model.module[0].weight
     before = gradients_of(model.module)
     twin.zero_grad()
-    backward(twin, world)
-    assert_close(gradients_of(twin.module), joined_gradients(twin.module))
+    own_loss(twin, world).backward()
+    check_averaged(world, twin)
     assert_close(gradients_of(model.module), before, tolerance=0)
     averaged = torch.optim.swa_utils.AveragedModel(model)
     averaged.update_parameters(model)
@@ -323,8 +294,8 @@ def test_pickling_says_what_to_do_instead(world):
 # ---- a model that changes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("as_view", [True, False])
+@pytest.mark.ranks(2)
+@AS_VIEW
 def test_freezing_and_unfreezing(world, as_view):
     model = wrapped(world, built(mlp), gradient_as_bucket_view=as_view, bucket_cap_mb=1e-4)
     for frozen in ([0], [0, 3], [], [5], [0, 1, 3, 5], []):
@@ -334,8 +305,8 @@ def test_freezing_and_unfreezing(world, as_view):
         if frozen == [0, 1, 3, 5]:
             assert not model(batch_of(model, 0)[0]).requires_grad
             continue
-        backward(model, world)
-        assert_close(gradients_of(model.module), joined_gradients(model.module))
+        own_loss(model, world).backward()
+        check_averaged(world, model)
         assert sum(model.bucket_sizes) == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
@@ -343,15 +314,17 @@ def test_freezing_and_unfreezing(world, as_view):
 def test_accumulated_gradients_are_kept_when_others_are_frozen(world):
     model = wrapped(world, built(mlp))
     with model.no_sync():
-        backward(model, world)
+        own_loss(model, world).backward()
     model.module[5].requires_grad_(False)
     with pytest.raises(ValueError, match=r"'5.(weight|bias)' was frozen while its gradient was not averaged"):
-        backward(model, world)
+        own_loss(model, world).backward()
     model.module[5].zero_grad()
-    expected = {name: None if g is None else 2 * g for name, g in joined_gradients(model.module).items()}
-    model(batch_of(model, 0)[0])  # a forward without a backward
+    expected = gradients_alone(model.module, lambda alone: 2 * joined_loss(alone))
     with model.no_sync():
-        backward(model, world)
+        loss = own_loss(model, world)
+        with logged(world) as log:
+            loss.backward()
+    assert log.calls == []
     model.sync_gradients()
     assert_close(gradients_of(model.module), expected)
 
@@ -359,7 +332,7 @@ def test_accumulated_gradients_are_kept_when_others_are_frozen(world):
 @pytest.mark.ranks(2)
 def test_conversion_to_another_dtype(world):
     model = wrapped(world, built(mlp))
-    backward(model, world)
+    own_loss(model, world).backward()
     model.double()
     model.zero_grad()
     inputs, targets = (tensor.double() for tensor in batch_of(model, 0))
@@ -367,13 +340,3 @@ def test_conversion_to_another_dtype(world):
     loss_of(model(mine), wanted).backward()
     expected = gradients_alone(model.module, lambda alone: loss_of(alone(inputs), targets))
     assert_close(gradients_of(model.module), expected, tolerance=1e-12)
-
-
-@pytest.mark.ranks(2)
-def test_a_parameter_that_was_replaced(world):
-    model = wrapped(world, built(mlp))
-    backward(model, world)
-    model.module[5] = built(lambda: nn.Linear(16, 3), seed=4)
-    model.zero_grad()
-    backward(model, world)
-    assert_close(gradients_of(model.module), joined_gradients(model.module))

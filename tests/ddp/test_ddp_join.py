@@ -8,6 +8,9 @@ import copy
 import pytest
 import torch
 from models import (
+    NO_SYNC,
+    SYNCHRONOUS,
+    TINY,
     BatchNormalised,
     adamw,
     assert_close,
@@ -15,9 +18,12 @@ from models import (
     batch_of,
     built,
     gradients_of,
+    large,
     logged,
     loss_of,
     mlp,
+    pairwise,
+    sgd,
     wrapped,
 )
 from torch import Tensor, nn
@@ -26,26 +32,32 @@ import axonmpi as ax
 from axonmpi import CollectiveMismatchError, GradSyncStrategy, RankFailedError
 from axonmpi.errors import UnusedParameterError
 
-SYNCHRONOUS, OVERLAPPED, NO_SYNC = GradSyncStrategy
-COUNTS = {1: [3], 2: [4, 2], 3: [0, 5, 2], 4: [1, 3, 0, 6]}
+COUNTS = {1: [2], 2: [3, 1], 3: [0, 3, 2], 4: [1, 2, 0, 3]}
 
 
-def batch(module: nn.Module, rank: int, number: int) -> tuple[Tensor, Tensor]:
-    return batch_of(module, 100 * rank + number, size=4)
+def own_loss(model: nn.Module, rank: int, number: int) -> Tensor:
+    inputs, targets = batch_of(getattr(model, "module", model), 100 * rank + number, size=4)
+    return loss_of(model(inputs), targets)
 
 
 def train(
-    model: ax.DDP, world: ax.World, count: int, *, accumulation: int = 1, by_hand: bool = False, **options
+    model: ax.DDP,
+    world: ax.World,
+    count: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    accumulation: int = 1,
+    by_hand: bool = False,
+    **options,
 ) -> None:
-    optimizer = adamw(model)
+    optimizer = optimizer or sgd(model)
     with model.join(**options):
         for step in range(count):
             optimizer.zero_grad()
             for micro in range(accumulation):
-                inputs, targets = batch(model.module, world.rank, accumulation * step + micro)
                 with contextlib.nullcontext() if micro == accumulation - 1 else model.no_sync():
-                    loss_of(model(inputs), targets).backward()
-            if by_hand:
+                    own_loss(model, world.rank, accumulation * step + micro).backward()
+            if by_hand or model.sync_strategy is NO_SYNC:
                 model.sync_gradients()
             optimizer.step()
 
@@ -53,21 +65,24 @@ def train(
 def trained_by_hand(
     make, counts: list[int], *, accumulation: int = 1, initial_size: bool = True
 ) -> dict[str, Tensor]:
-    """Sum the gradients of the ranks that have a batch; batch norm begins with the first of their buffers."""
+    """Sum the gradients of the ranks that have a batch.
+
+    Batch norm begins with the buffers of the first of them where gradients are averaged, else with a rank's own.
+    """
     model = built(make)
-    optimizer = adamw(model)
+    optimizer = sgd(model)
     buffers = [{name: value.clone() for name, value in model.named_buffers()} for _ in counts]
     active = [0]
     for step in range(max(counts)):
         active = [rank for rank, count in enumerate(counts) if count > step]
         optimizer.zero_grad()
         for micro in range(accumulation):
-            first = copy.deepcopy(buffers[active[0]])
+            before = list(buffers)
             for rank in active:
-                model.load_state_dict(first, strict=False)
-                inputs, targets = batch(model, rank, accumulation * step + micro)
+                source = active[0] if micro == accumulation - 1 else rank
+                model.load_state_dict(before[source], strict=False)
                 divisor = len(counts) if initial_size else len(active)
-                (loss_of(model(inputs), targets) / divisor).backward()
+                (own_loss(model, rank, accumulation * step + micro) / divisor).backward()
                 buffers[rank] = {name: value.clone() for name, value in model.named_buffers()}
         optimizer.step()
     model.load_state_dict(buffers[active[0]], strict=False)
@@ -79,85 +94,74 @@ def check(world: ax.World, model: ax.DDP, expected: dict[str, Tensor]) -> None:
     assert_same_on_all_ranks(world, model.state_dict())
 
 
-@pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("strategy", GradSyncStrategy)
-def test_uneven_batches(world, strategy):
-    counts = COUNTS[world.size]
-    model = wrapped(world, built(mlp), sync_strategy=strategy, bucket_cap_mb=0.001)
-    train(model, world, counts[world.rank], by_hand=strategy is NO_SYNC)
-    check(world, model, trained_by_hand(mlp, counts))
-
-
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("overlaps", [True, False])
-@pytest.mark.parametrize("as_view", [True, False])
-@pytest.mark.parametrize("find_unused", [True, False])
-def test_options_of_the_wrapper(world, find_unused, as_view, overlaps):
+@pytest.mark.ranks(3)
+@pairwise(
+    make=[mlp, BatchNormalised, large],
+    strategy=list(GradSyncStrategy),
+    overlaps=[True, False],
+    as_view=[True, False],
+    find_unused=[True, False],
+    initial_size=[True, False],
+    accumulation=[1, 3],
+    cap=[TINY, 25],
+    by_hand=[False, True],
+)
+def test_uneven_batches(
+    world, make, strategy, overlaps, as_view, find_unused, initial_size, accumulation, cap, by_hand
+):
+    """By hand as well as in backward, where that has averaged before: then nothing is left to do."""
     counts = COUNTS[world.size]
     model = wrapped(
         world,
-        built(mlp),
+        built(make),
         overlaps=overlaps,
-        find_unused_parameters=find_unused,
+        sync_strategy=strategy,
         gradient_as_bucket_view=as_view,
-        bucket_cap_mb=1e-6,
+        find_unused_parameters=find_unused,
+        bucket_cap_mb=cap,
     )
-    train(model, world, counts[world.rank], by_hand=True)
-    check(world, model, trained_by_hand(mlp, counts))
+    train(
+        model,
+        world,
+        counts[world.rank],
+        accumulation=accumulation,
+        by_hand=by_hand,
+        divide_by_initial_world_size=initial_size,
+    )
+    check(world, model, trained_by_hand(make, counts, accumulation=accumulation, initial_size=initial_size))
 
 
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("strategy", [SYNCHRONOUS, OVERLAPPED])
-def test_averages_over_the_ranks_that_still_train(world, strategy):
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.real_ranks
+def test_uneven_batches_on_each_number_of_ranks(world):
     counts = COUNTS[world.size]
-    model = wrapped(world, built(mlp), sync_strategy=strategy)
-    train(model, world, counts[world.rank], divide_by_initial_world_size=False)
-    check(world, model, trained_by_hand(mlp, counts, initial_size=False))
-    assert model.current_reducer.scale == 1.0
-
-
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("initial_size", [True, False])
-def test_accumulation_inside(world, initial_size):
-    counts = COUNTS[world.size]
-    model = wrapped(world, built(mlp))
-    train(model, world, counts[world.rank], accumulation=3, divide_by_initial_world_size=initial_size)
-    check(world, model, trained_by_hand(mlp, counts, accumulation=3, initial_size=initial_size))
-
-
-@pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("strategy", [SYNCHRONOUS, OVERLAPPED])
-def test_batch_norm(world, strategy):
-    counts = COUNTS[world.size]
-    model = wrapped(world, built(BatchNormalised), sync_strategy=strategy)
+    model = wrapped(world, built(BatchNormalised))
     train(model, world, counts[world.rank])
     check(world, model, trained_by_hand(BatchNormalised, counts))
 
 
 @pytest.mark.ranks(2)
-def test_no_batches_anywhere(world):
-    model = wrapped(world, built(mlp))
-    before = copy.deepcopy(model.state_dict())
-    train(model, world, 0)
-    check(world, model, before)
-
-
-@pytest.mark.ranks(2)
 def test_again_and_without(world):
-    """Two epochs with a context each, and then an even one outside."""
+    """An epoch without batches, two with a context each, an even one outside, with averages over all ranks."""
     model = wrapped(world, built(mlp))
-    train(model, world, world.rank)
-    train(model, world, 1 - world.rank)
-    train(model, world, 2, enable=False)
+    train(model, world, 0)
+    check(world, model, built(mlp).state_dict())
+    train(model, world, world.rank, divide_by_initial_world_size=False)
+    train(model, world, 1 - world.rank, divide_by_initial_world_size=False)
+    train(model, world, 1, enable=False)
+    alone = copy.deepcopy(model.module)
     model.zero_grad()
     with logged(world) as log:
-        loss_of(*(model(batch(model, 0, 0)[0]), batch(model, 0, 0)[1])).backward()
-    assert {operation for operation, _ in log.calls} <= {"all_reduce", "broadcast"}
+        own_loss(model, world.rank, 5).backward()
+    assert [operation for operation, _ in log.calls] == ["all_reduce"] * (len(model.bucket_sizes) + 1)
+    alone.zero_grad()
+    for rank in range(world.size):
+        (own_loss(alone, rank, 5) / world.size).backward()
+    assert_close(gradients_of(model.module), gradients_of(alone))
     assert_same_on_all_ranks(world, model.state_dict())
-    assert_same_on_all_ranks(world, gradients_of(model.module))
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("initial_size", [True, False])
 def test_an_optimizer_and_its_scheduler_stay_in_step(world, initial_size):
     """Two epochs with Adam: the second begins with the state of a rank that trained to the end of the first."""
@@ -174,17 +178,14 @@ def test_an_optimizer_and_its_scheduler_stay_in_step(world, initial_size):
         with model.join(ours, our_rates, divide_by_initial_world_size=initial_size):
             for step in range(counts[world.rank]):
                 ours.zero_grad()
-                inputs, targets = batch(model.module, world.rank, step)
-                loss_of(model(inputs), targets).backward()
+                own_loss(model, world.rank, step).backward()
                 ours.step()
                 our_rates.step()
         for step in range(max(counts)):
             active = [rank for rank, count in enumerate(counts) if count > step]
             theirs.zero_grad()
             for rank in active:
-                inputs, targets = batch(alone, rank, step)
-                divisor = world.size if initial_size else len(active)
-                (loss_of(alone(inputs), targets) / divisor).backward()
+                (own_loss(alone, rank, step) / (world.size if initial_size else len(active))).backward()
             theirs.step()
             their_rates.step()
         check(world, model, alone.state_dict())
@@ -199,32 +200,29 @@ def scheduled(module: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+def plain(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("uneven", [True, False])
-@pytest.mark.parametrize("make", [adamw, scheduled, lambda m: torch.optim.SGD(m.parameters(), lr=0.1)])
-def test_an_optimizer_that_was_not_given_refuses_to_go_on_out_of_step(world, make, uneven):
+@pytest.mark.parametrize(
+    ("make", "uneven", "refuses"),
+    [(adamw, True, True), (scheduled, True, True), (plain, True, False), (adamw, False, False)],
+)
+def test_an_optimizer_that_was_not_given_refuses_to_go_on_out_of_step(world, make, uneven, refuses):
     model = wrapped(world, built(mlp))
     optimizer = make(model)
-
-    def train_on(count: int) -> None:
-        for step in range(count):
-            optimizer.zero_grad()
-            inputs, targets = batch(model.module, world.rank, step)
-            loss_of(model(inputs), targets).backward()
-            optimizer.step()
-
-    with model.join():
-        train_on(2 - world.rank if uneven else 2)
-    if uneven and (make is adamw or make is scheduled):
+    train(model, world, 2 - world.rank if uneven else 2, optimizer)
+    if refuses:
         with pytest.raises(RuntimeError, match=r"different numbers of steps .*model.join\(optimizer, scheduler\)"):
-            train_on(1)
+            train(model, world, 1, optimizer, enable=False)
         optimizer.load_state_dict(ax.broadcast_object(optimizer.state_dict()))
-    train_on(2)
+    train(model, world, 2, optimizer, enable=False)
     assert_same_on_all_ranks(world, model.state_dict())
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize("given", [True, 1, "optimizer"])
+@pytest.mark.parametrize("given", [True, "optimizer"])
 def test_what_has_no_state_is_refused(world, given):
     model = wrapped(world, built(mlp))
     with pytest.raises(TypeError, match=r"join: expected optimizers, schedulers .* settings go by name"):
@@ -250,7 +248,7 @@ def test_what_no_rank_uses_has_no_gradient(world):
     assert model.module.unused.weight.grad is None
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 def test_unused_parameters_are_an_error_on_ranks_that_have_left_too(world):
     model = wrapped(world, built(Head))
 
@@ -267,27 +265,18 @@ def test_unused_parameters_are_an_error_on_ranks_that_have_left_too(world):
     assert_same_on_all_ranks(world, gradients_of(model.module))
 
 
-@pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("make", [mlp, BatchNormalised])
-@pytest.mark.parametrize("strategy", GradSyncStrategy)
+@pytest.mark.ranks(3)
+@pairwise(strategy=list(GradSyncStrategy), make=[mlp, BatchNormalised])
 def test_throwing_as_soon_as_one_has_left(world, strategy, make):
-    model = wrapped(world, built(make), sync_strategy=strategy, bucket_cap_mb=1e-6)
-    counts = [2, 1, 2][: world.size]
-    others = {2: "[0]", 3: "[0, 2]"}[world.size]
+    model = wrapped(world, built(make), sync_strategy=strategy, bucket_cap_mb=TINY)
+    counts = [2, 1, 2]
     with pytest.raises(RankFailedError) as error:
-        train(model, world, counts[world.rank], by_hand=True, throw_on_early_termination=True)
-    assert f"ranks [1] ran out of batches while ranks {others} were still training" in str(error.value)
+        train(model, world, counts[world.rank], throw_on_early_termination=True)
+    assert "ranks [1] ran out of batches while ranks [0, 2] were still training" in str(error.value)
     # afterwards all ranks train on, with the parameters of the one step they all made
     assert_same_on_all_ranks(world, {name: p.detach() for name, p in model.module.named_parameters()})
-    train(model, world, 2, by_hand=True)
+    train(model, world, 1, throw_on_early_termination=True)
     assert_same_on_all_ranks(world, model.state_dict())
-
-
-@pytest.mark.ranks(2)
-def test_throwing_nothing_if_all_leave_together(world):
-    model = wrapped(world, built(mlp))
-    train(model, world, 3, throw_on_early_termination=True)
-    check(world, model, trained_by_hand(mlp, [3, 3]))
 
 
 @pytest.mark.ranks(2)
@@ -296,15 +285,14 @@ def test_an_exception_inside_is_not_held_up(world):
 
     def fail() -> None:
         with model.join():
-            loss_of(model(batch(model, 0, 0)[0]), batch(model, 0, 0)[1]).backward()
+            own_loss(model, 0, 0).backward()
             raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
         fail()
     with logged(world) as log:
         model.zero_grad()
-        inputs, targets = batch(model, world.rank, 1)
-        loss_of(model(inputs), targets).backward()
+        own_loss(model, world.rank, 1).backward()
     assert [size for _, size in log.calls if size == 8 * world.size] == []  # nobody asks who still trains
     assert_same_on_all_ranks(world, gradients_of(model.module))
 
@@ -316,7 +304,7 @@ def test_ranks_that_are_not_at_the_same_step(world):
     def train_differently() -> None:
         with model.join():
             if world.rank == 0:
-                loss_of(model(batch(model, 0, 0)[0]), batch(model, 0, 0)[1]).backward()
+                own_loss(model, 0, 0).backward()
             elif world.rank == 2:
                 model.sync_gradients()
 
@@ -330,12 +318,11 @@ def test_an_optimizer_stays_in_step_where_a_rank_has_made_steps_by_itself(world)
     model = wrapped(world, built(mlp))
     optimizer = adamw(model)
     with model.join(optimizer):
-        loss_of(model(batch(model.module, world.rank, 0)[0]), batch(model.module, world.rank, 0)[1]).backward()
+        own_loss(model, world.rank, 0).backward()
         optimizer.step()
         for number in range(3 * world.rank):
             with model.no_sync():
-                inputs, targets = batch(model.module, world.rank, number)
-                loss_of(model(inputs), targets).backward()
+                own_loss(model, world.rank, number).backward()
             optimizer.step()
     for parameter in model.parameters():
         assert_same_on_all_ranks(world, optimizer.state[parameter])
