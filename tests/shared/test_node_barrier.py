@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 import time
 
 import pytest
@@ -71,7 +70,7 @@ def test_what_was_written_before_is_seen_after(world, pages, fenced) -> None:
 
 @pytest.mark.ranks(2)
 def test_waiting_costs_little(world, pages) -> None:
-    """The last rank comes a second after the others, which sleep most of the time, however busy the machine is."""
+    """The last rank comes long after the others, which sleep most of the time, however busy the machine is."""
     group = world.default_group
     segment = pages(group)
     barrier = barrier_of(group, segment)
@@ -231,38 +230,3 @@ def test_all_late_ranks_are_named_by_their_numbers_in_the_group() -> None:
         CollectiveTimeoutError, match=r"a sum was not complete after 0\.05 s: ranks 8, 9 did not come"
     ):
         barrier.wait("a sum")
-
-
-OTHER_PROCESS = """
-    import mmap, os, sys
-    from axonmpi.backends.node_barrier import NodeBarrier
-    from axonmpi.backends.shared_memory import PAGE, Segment
-
-    descriptor, parent, rounds = map(int, sys.argv[1:])
-    segment = Segment(mmap.mmap(descriptor, 2 * PAGE), PAGE, 1, 2)
-    barrier = NodeBarrier(segment, None, [parent, os.getpid()], [0, 1], 60.0)
-    for number in range(rounds):
-        segment.regions[1][PAGE // 2] = number % 251
-        barrier.wait()
-        assert segment.regions[0][PAGE // 2] == number % 251
-        barrier.wait()
-"""
-
-
-def test_between_processes_without_mpi() -> None:
-    """As many barriers as the other process takes part in, then its end."""
-    descriptor = os.memfd_create("pages")
-    os.ftruncate(descriptor, 2 * PAGE)
-    segment = Segment(mmap.mmap(descriptor, 2 * PAGE), PAGE, 0, 2)
-    command = [sys.executable, "-c", textwrap.dedent(OTHER_PROCESS), str(descriptor), str(os.getpid()), "100"]
-    with subprocess.Popen(command, pass_fds=[descriptor]) as other:
-        os.close(descriptor)
-        barrier = NodeBarrier(segment, None, [os.getpid(), other.pid], [0, 1], 60.0)
-        for number in range(100):
-            segment.regions[0][PAGE // 2] = number % 251
-            barrier.wait()
-            assert segment.regions[1][PAGE // 2] == number % 251
-            barrier.wait()
-        with pytest.raises(RankFailedError, match=rf"rank 1 has ended \(process {other.pid}\)"):
-            barrier.wait()
-    assert other.returncode == 0

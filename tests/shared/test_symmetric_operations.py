@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from numpy_reference import reductions
-from placements import PLACEMENTS, SMALL_PIECE_BYTES, Places, limits, places_in
+from placements import PLACEMENTS, REAL, SMALL_PIECE_BYTES, Places, limits, places_in
 from symmetric_checks import SymmetricChecks, pairwise
 
 from axonmpi import ReduceOp
@@ -52,6 +52,7 @@ def test_every_operation_wherever_the_tensors_lie(world) -> None:
     other.close()
 
 
+@REAL
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("kind", ["view", "mixed", "foreign"])
 def test_blocks_of_any_sizes_and_pieces_as_large_as_they_are(world, kind) -> None:
@@ -63,8 +64,7 @@ def test_blocks_of_any_sizes_and_pieces_as_large_as_they_are(world, kind) -> Non
             checks.all_gather(torch.float32, (1,), 0, sizes=sizes)
         checks.all_gather(torch.float32, (1, 13), 0, sizes=(1, 400))
         checks.all_gather(torch.float32, (13, 1), 1, sizes=(7, 8, 9))
-        if places.group.backend.name == "mpi":
-            places.group.backend.piece_bytes = edges.chunk
+        places.group.backend.piece_bytes = edges.chunk
         for limit in (edges.medium, edges.slices, 2 * edges.chunk):
             for count in (limit // 4, limit // 4 + 1):
                 checks.all_reduce(torch.int32, (count,))

@@ -93,20 +93,20 @@ def test_sums_are_taken_in_order(numbers) -> None:
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_narrow_floats_are_rounded_once(dtype) -> None:
-    """1 and many small parts: added one by one in the narrow type, each small part would be lost.
+    """1 and small parts: added one by one in the narrow type, each small part would be lost.
 
     There are as many elements as are converted at a time, and more.
     """
-    small, shape = torch.finfo(dtype).eps / 4, (3, 50_000)
-    parts = [torch.ones(shape).to(dtype), *[torch.full(shape, small).to(dtype)] * 8]
-    total = torch.full(shape, 1 + 8 * small)
-    assert not torch.equal(total.to(dtype).float(), torch.ones(shape))
-    assert torch.equal(reduced(parts, ReduceOp.SUM).float(), total.to(dtype).float())
-    assert torch.equal(reduced(parts, ReduceOp.AVERAGE).float(), (total / 9).to(dtype).float())
-    for op, expected in ((ReduceOp.SUM, total), (ReduceOp.AVERAGE, total / 9)):
-        wide = torch.empty(shape)
-        reduce_wide_into(parts, op, wide)  # left in the dtype of the sums
-        assert torch.equal(wide, expected)
+    small, shape = 0.3125 * torch.finfo(dtype).eps, (3, 50_000)
+    for count in (3, 9):
+        parts = [torch.ones(shape).to(dtype), *[torch.full(shape, small).to(dtype)] * (count - 1)]
+        total = torch.full(shape, 1 + (count - 1) * small)
+        assert not torch.equal(total.to(dtype).float(), torch.ones(shape))
+        for op, expected in ((ReduceOp.SUM, total), (ReduceOp.AVERAGE, total / count)):
+            assert torch.equal(reduced(parts, op).float(), expected.to(dtype).float())
+            wide = torch.empty(shape)
+            reduce_wide_into(parts, op, wide)  # left in the dtype of the sums
+            assert torch.equal(wide, expected)
     most = torch.full((2,), torch.finfo(dtype).max, dtype=dtype)
     if dtype is torch.float16:  # an average does not overflow on the way
         assert torch.equal(reduced([most] * 4, ReduceOp.AVERAGE), most)

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib.util import resolve_name
 from pathlib import Path
@@ -49,8 +50,13 @@ class Import(NamedTuple):
     when: str
 
 
+@cache
+def tree_of(module: str) -> ast.Module:
+    return ast.parse(SOURCES[module].read_text(encoding="utf-8"))
+
+
 def imports_of(module: str) -> Iterator[Import]:
-    tree = ast.parse(SOURCES[module].read_text(encoding="utf-8"))
+    tree = tree_of(module)
     when = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -103,13 +109,13 @@ def test_imports_go_down_and_never_in_a_circle() -> None:
 def test_mpi_is_imported_in_functions_only_and_the_environment_read_in_one_place() -> None:
     names = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
     mpi, environment = [], []
-    for module, path in SOURCES.items():
+    for module in SOURCES:
         mpi += [
             f"{module}:{entry.line}"
             for entry in imports_of(module)
             if entry.target.split(".")[0] == "mpi4py" and entry.when == "at start"
         ]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(module)):
             uses = isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os"
             uses |= isinstance(node, ast.ImportFrom) and node.module == "os" and node.names[0].name in names
             environment += [f"{module}:{node.lineno}"] if uses else []
@@ -122,9 +128,9 @@ def test_mpi_is_imported_in_functions_only_and_the_environment_read_in_one_place
 def test_files_begin_with_a_paragraph_and_are_short_or_say_why_not() -> None:
     wrong = []
     for module, path in SOURCES.items():
-        text = path.read_text(encoding="utf-8")
-        opening, lines = ast.get_docstring(ast.parse(text)) or "", len(text.splitlines())
-        if text.strip() and not opening:
+        opening = ast.get_docstring(tree_of(module)) or ""
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if lines and not opening:
             wrong.append(f"{module} does not begin with a paragraph")
         if lines > LONGEST and WHY_LONG not in opening:
             wrong.append(f"{module} has {lines} lines and does not say: {WHY_LONG} ...")
