@@ -97,7 +97,9 @@ def test_narrow_floats_are_rounded_once(dtype) -> None:
 
     There are as many elements as are converted at a time, and more.
     """
-    small, shape = 0.3125 * torch.finfo(dtype).eps, (3, 50_000)
+    steps = [2.0**-bits for bits in range(24)]
+    step = min(step for step in steps if torch.tensor(1 + step).to(dtype).float() == 1 + step)  # from 1 to the next
+    small, shape = 0.3125 * step, (3, 50_000)
     for count in (3, 9):
         parts = [torch.ones(shape).to(dtype), *[torch.full(shape, small).to(dtype)] * (count - 1)]
         total = torch.full(shape, 1 + (count - 1) * small)
