@@ -1,4 +1,4 @@
-"""What the tests of shared memory share: the values and references of the conformance tests, and whole jobs."""
+"""What tests of shared memory share: the values and references of the conformance tests, pages, whole jobs."""
 
 import mmap
 import sys
@@ -13,7 +13,7 @@ from axonmpi.testing import launch
 sys.path.append(str(Path(__file__).resolve().parents[1] / "conformance"))
 
 PRELUDE = """
-import gc, os, resource, sys, warnings
+import os, resource, warnings
 import torch
 import axonmpi as ax
 
@@ -39,28 +39,16 @@ def pages(rank_count):
 
 
 @pytest.fixture
-def real_group(world):
-    """Return a function that makes a group of all ranks under MPI; skips the test on mock ranks."""
-
-    def make(of):
-        if of.default_group.backend.name == "mock":
-            pytest.skip("about memory that processes share: needs an mpirun")
-        made = of.new_group(range(of.size))
-        assert made.backend.path == "node"
-        return made
-
-    return make
-
-
-@pytest.fixture
 def job():
-    """Return a function that runs code on n ranks that have made a world, and returns what rank 0 printed."""
+    """Return a function that runs code to its end on n ranks that have made a world."""
 
     def run(n, code, **env):
-        script = PRELUDE + textwrap.dedent(code)
+        script = PRELUDE + textwrap.dedent(code) + "print('done')"
         result = launch(n, script, timeout=120, env={"OMP_NUM_THREADS": "1", **env})
         assert not result.timed_out, result.stdout + result.stderr
         assert result.leftover == ()
-        return result
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count("done") == n
+        assert result.stderr == ""
 
     return run

@@ -14,16 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
 
+import pytest
 import torch
 from collective_checks import Watched
 from numpy_reference import same_bits
 from torch import Tensor
 
-from axonmpi import ProcessGroup, World
+from axonmpi import ProcessGroup, World, environment
+from axonmpi.backends.node_plans import direct_bytes, medium_bytes
+from axonmpi.backends.node_scratch import CHUNK_BYTES, PIECE_BYTES
 
+REAL = pytest.mark.skipif(
+    environment.launched_ranks() < 2, reason="about memory that processes share: needs an mpirun"
+)
 PLACEMENTS = ("whole", "view", "scattered", "mixed", "alone", "foreign")
-SYMMETRIC = ("whole", "view")
+SMALL_PIECE_BYTES = 4096
 _MARGIN = 64
 _TURNS = 4
 
@@ -79,6 +87,39 @@ def places_in(world: World, kind: str, nbytes: int, *, piece_bytes: int | None =
     yield Places(groups[0], kind, nbytes, groups[-1])
     for group in groups:
         group.close()
+
+
+class Limits(NamedTuple):
+    """Sizes in bytes at which data takes another way.
+
+    Attributes:
+        direct: Up to it each rank reduces all of the data.
+        medium: The same for tensors that are not symmetric.
+        slices: What is reduced in one piece a rank.
+        chunk: What goes through scratch memory at a time.
+    """
+
+    direct: int
+    medium: int
+    slices: int
+    chunk: int
+
+
+def limits(ranks: int) -> Limits:
+    """Return the limits for a group on one node."""
+    return Limits(direct_bytes(ranks), medium_bytes(ranks), PIECE_BYTES * ranks, CHUNK_BYTES)
+
+
+def shared_mappings() -> list[range]:
+    """Return the addresses of memory that processes share with this one for axonmpi."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in lines if "memfd:axonmpi" in line]
+    return [range(int(low, 16), int(high, 16)) for low, high in spans]
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether a tensor lies in such memory."""
+    return any(tensor.data_ptr() in span for span in shared_mappings())
 
 
 def _round_up(nbytes: int) -> int:

@@ -6,6 +6,10 @@ tensors lie (`placements`), and with them the memory that is watched, which the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from typing import Any
+
 import torch
 from collective_checks import CollectiveChecks, Watched
 from numpy_reference import Shape
@@ -13,6 +17,28 @@ from placements import Places
 from torch import Tensor
 
 from axonmpi import ProcessGroup, ReduceOp
+
+
+def pairwise(**values: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Choose settings, as few as are soon found, in which any two values of different settings meet."""
+    names = list(values)
+    missing = {
+        ((one, i), (other, j))
+        for one, other in combinations(range(len(names)), 2)
+        for i in range(len(values[names[one]]))
+        for j in range(len(values[names[other]]))
+    }
+    while missing:
+        chosen = dict(min(missing))
+        for name in range(len(names)):
+            if name not in chosen:
+                new = [
+                    sum(tuple(sorted(((name, i), pair))) in missing for pair in chosen.items())
+                    for i in range(len(values[names[name]]))
+                ]
+                chosen[name] = new.index(max(new))
+        missing.difference_update(combinations(sorted(chosen.items()), 2))
+        yield {names[name]: values[names[name]][i] for name, i in chosen.items()}
 
 
 class SymmetricChecks(CollectiveChecks):
@@ -29,12 +55,12 @@ class SymmetricChecks(CollectiveChecks):
     def __init__(self, group: ProcessGroup, places: Places, *, asynchronous: bool = False) -> None:
         super().__init__(group, asynchronous=asynchronous, label=places.kind)
         self._places = places
-        self._turn = 0
 
-    def every_symmetric_operation(self, dtype: torch.dtype, shape: Shape, op: ReduceOp = ReduceOp.SUM) -> None:
-        """Run each operation once; roots and dimensions take turns."""
-        self._turn += 1
-        root, dim = self._turn % self.group.size, self._turn % max(1, len(shape))
+    def every_symmetric_operation(
+        self, dtype: torch.dtype, shape: Shape, op: ReduceOp = ReduceOp.SUM, which: int = 0
+    ) -> None:
+        """Run each operation once; `which` chooses the root and the dimension."""
+        root, dim = which % self.group.size, which % max(1, len(shape))
         self.all_reduce(dtype, shape, op)
         self.reduce(dtype, shape, op, root)
         self.broadcast(dtype, shape, root)

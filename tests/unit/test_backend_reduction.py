@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axonmpi import ReduceOp
@@ -17,11 +17,13 @@ from axonmpi.backends.reduction import (
     choose_reduction,
     plain_binary,
     reduce_in_rank_order,
+    reduce_wide_into,
 )
 from axonmpi.errors import DtypeError
 
 INTEGERS = [dtype for dtype in DTYPES if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)]
 NARROW = [dtype for dtype in DTYPES if dtype.is_floating_point and dtype.itemsize < 4]
+EXAMPLES = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 UFUNCS = {
     ReduceOp.SUM: np.add,
     ReduceOp.PRODUCT: np.multiply,
@@ -57,16 +59,17 @@ def test_each_dtype_is_listed_once_and_all_of_torch_are() -> None:
     assert {getattr(torch, name) for name in usual.split()} <= set(DTYPES)
 
 
-@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@EXAMPLES
 @given(data=st.data(), count=st.integers(1, 4))
-def test_integers_wrap_around_as_in_numpy(dtype, data, count) -> None:
-    limits = torch.iinfo(dtype)
-    numbers = st.sampled_from([limits.min, limits.max, 0, 1]) | st.integers(limits.min, limits.max)
-    kind = str(dtype).removeprefix("torch.")
-    arrays = [np.array(data.draw(st.lists(numbers, min_size=3, max_size=3)), kind) for _ in range(count)]
-    for op, ufunc in UFUNCS.items():
-        result = reduced([torch.from_numpy(array) for array in arrays], op)
-        np.testing.assert_array_equal(result.numpy(), functools.reduce(ufunc, arrays))
+def test_integers_wrap_around_as_in_numpy(data, count) -> None:
+    for dtype in INTEGERS:
+        limits = torch.iinfo(dtype)
+        numbers = st.sampled_from([limits.min, limits.max, 0, 1]) | st.integers(limits.min, limits.max)
+        kind = str(dtype).removeprefix("torch.")
+        arrays = [np.array(data.draw(st.lists(numbers, min_size=3, max_size=3)), kind) for _ in range(count)]
+        for op, ufunc in UFUNCS.items():
+            result = reduced([torch.from_numpy(array) for array in arrays], op)
+            np.testing.assert_array_equal(result.numpy(), functools.reduce(ufunc, arrays))
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MAX, ReduceOp.PRODUCT, ReduceOp.MIN], ids=lambda op: op.name)
@@ -77,6 +80,7 @@ def test_bool_is_logic(op) -> None:
     assert reduced(parts[:1], op).tolist() == parts[0].tolist()
 
 
+@EXAMPLES
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=6))
 def test_sums_are_taken_in_order(numbers) -> None:
     parts = [torch.tensor([number], dtype=torch.float32) for number in numbers]
@@ -89,22 +93,26 @@ def test_sums_are_taken_in_order(numbers) -> None:
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_narrow_floats_are_rounded_once(dtype) -> None:
-    """1 and many small parts: added one by one in the narrow type, each small part would be lost."""
-    small = torch.finfo(dtype).eps / 4
-    parts = [torch.ones(3).to(dtype), *[torch.full((3,), small).to(dtype)] * 8]
-    expected = torch.full((3,), 1 + 8 * small).to(dtype)
-    assert torch.equal(reduced(parts, ReduceOp.SUM).float(), expected.float())
-    assert not torch.equal(expected.float(), torch.ones(3))
-    average = torch.full((3,), (1 + 8 * small) / 9).to(dtype)
-    assert torch.equal(reduced(parts, ReduceOp.AVERAGE).float(), average.float())
+    """1 and small parts: added one by one in the narrow type, each small part would be lost.
 
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_an_average_does_not_overflow_on_the_way(dtype) -> None:
-    parts = [torch.full((2,), torch.finfo(dtype).max, dtype=dtype)] * 4
-    if dtype is torch.float16:
-        assert torch.equal(reduced(parts, ReduceOp.AVERAGE), parts[0])
-    assert reduced(parts, ReduceOp.SUM).isinf().all()
+    There are as many elements as are converted at a time, and more.
+    """
+    steps = [2.0**-bits for bits in range(24)]
+    step = min(step for step in steps if torch.tensor(1 + step).to(dtype).float() == 1 + step)  # from 1 to the next
+    small, shape = 0.3125 * step, (3, 50_000)
+    for count in (3, 9):
+        parts = [torch.ones(shape).to(dtype), *[torch.full(shape, small).to(dtype)] * (count - 1)]
+        total = torch.full(shape, 1 + (count - 1) * small)
+        assert not torch.equal(total.to(dtype).float(), torch.ones(shape))
+        for op, expected in ((ReduceOp.SUM, total), (ReduceOp.AVERAGE, total / count)):
+            assert torch.equal(reduced(parts, op).float(), expected.to(dtype).float())
+            wide = torch.empty(shape)
+            reduce_wide_into(parts, op, wide)  # left in the dtype of the sums
+            assert torch.equal(wide, expected)
+    most = torch.full((2,), torch.finfo(dtype).max, dtype=dtype)
+    if dtype is torch.float16:  # an average does not overflow on the way
+        assert torch.equal(reduced([most] * 4, ReduceOp.AVERAGE), most)
+        assert reduced([most] * 4, ReduceOp.SUM).isinf().all()
 
 
 def test_results_may_have_any_strides() -> None:

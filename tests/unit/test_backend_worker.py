@@ -47,13 +47,13 @@ def test_the_thread_starts_with_the_first_task() -> None:
     assert threading.active_count() == before
 
 
-def test_errors_are_raised_by_whoever_waits(worker) -> None:
-    def fail() -> None:
-        raise KeyError("lost")
+def fail() -> None:
+    raise KeyError("lost")
 
+
+def test_errors_are_raised_by_whoever_waits(worker) -> None:
     work = worker.submit("task", fail)
-    after = worker.submit("task", lambda: "fine")
-    assert after.result() == "fine"
+    assert worker.submit("task", lambda: "fine").result() == "fine"
     assert work.done()
     for ask in (work.wait, work.result, work.wait):
         with pytest.raises(KeyError, match="lost"):
@@ -115,17 +115,12 @@ def test_what_a_task_holds_is_freed_when_it_has_ended(worker) -> None:
 
 @pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning")
 def test_an_error_that_nobody_waits_for_is_not_silent(worker, monkeypatch) -> None:
-    import sys
-
-    def fail() -> None:
-        raise KeyError("nobody asked")
-
     reported: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda event: reported.append(event.exc_value))
     worker.submit("task", fail)
     worker.submit("task", int).wait()
     gc.collect()
-    assert [str(error) for error in reported] == ["'nobody asked'"]
+    assert [str(error) for error in reported] == ["'lost'"]
 
 
 class Recorder:
@@ -179,9 +174,9 @@ def in_steps(started: list[str], name: str, gate: threading.Event):
     return name
 
 
-def test_an_operation_in_steps_begins_while_another_is_under_way(worker) -> None:
+def test_operations_in_steps_are_under_way_together_and_complete_in_order(worker) -> None:
     started: list[str] = []
-    gates = [threading.Event() for _ in range(3)]
+    gates = [threading.Event() for _ in range(2)]
     both = threading.Event()
 
     def second():
@@ -193,24 +188,11 @@ def test_an_operation_in_steps_begins_while_another_is_under_way(worker) -> None
     assert both.wait(10.0), "the second began only when the first was complete"
     assert started == ["first", "second"]
     gates[1].set()
+    with pytest.raises(CollectiveTimeoutError):
+        later.wait(0.05)
     assert not first.done()
     gates[0].set()
-    assert [first.result(), later.result()] == ["first", "second"]
-
-
-def test_operations_in_steps_are_complete_in_order(worker) -> None:
-    started: list[str] = []
-    gates = [threading.Event(), threading.Event()]
-    works = [
-        worker.submit(name, lambda name=name, gate=gate: in_steps(started, name, gate), in_steps=True)
-        for name, gate in zip(("first", "second"), gates, strict=True)
-    ]
-    gates[1].set()
-    with pytest.raises(CollectiveTimeoutError):
-        works[1].wait(0.05)
-    gates[0].set()
-    assert works[1].result() == "second"
-    assert works[0].done()
+    assert [later.result(), first.done(), first.result()] == ["second", True, "first"]
 
 
 def test_any_other_operation_waits_for_those_in_steps(worker) -> None:
@@ -230,12 +212,12 @@ def test_any_other_operation_waits_for_those_in_steps(worker) -> None:
 def test_an_error_in_a_step_is_that_operations_own(worker) -> None:
     gate = threading.Event()
 
-    def fail():
+    def fail_later():
         yield False
-        raise KeyError("lost")
+        fail()
 
     first = worker.submit("first", lambda: in_steps([], "first", gate), in_steps=True)
-    failing = worker.submit("failing", fail, in_steps=True)
+    failing = worker.submit("failing", fail_later, in_steps=True)
     last = worker.submit("last", lambda: in_steps([], "last", gate), in_steps=True)
     gate.set()
     with pytest.raises(KeyError, match="lost"):

@@ -1,0 +1,322 @@
+"""Symmetric memory of real ranks: whose it is, how long it lives, and what is remembered about tensors on it."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from placements import REAL, agree_on_bits, is_shared, limits, shared_mappings
+from torch import Tensor
+
+from axonmpi import ProcessGroup, ReduceOp, World
+from axonmpi.backends import shared_memory
+from axonmpi.backends.shared_memory import FreeList, Segment
+
+ON_RANKS = pytest.mark.ranks(2, 4)
+MIB = 1 << 20
+PAGE = 4096
+
+
+def group_of(world: World) -> ProcessGroup:
+    group = world.new_group(range(world.size))
+    assert group.backend.path == "node"
+    return group
+
+
+def allocated(group: ProcessGroup, nbytes: int, value: int) -> Tensor:
+    tensor = group.symmetric_empty((nbytes,), torch.uint8).fill_(value)
+    assert is_shared(tensor)
+    return tensor
+
+
+def mapped() -> int:
+    """Bytes of address space that hold memory shared by the ranks of this job."""
+    return sum(map(len, shared_mappings()))
+
+
+def held() -> int:
+    """Bytes of memory in all files that ranks share and this one keeps open."""
+    files = [path for path in Path("/proc/self/fd").iterdir() if "memfd:axonmpi" in _target(path)]
+    return sum(os.stat(path).st_blocks * 512 for path in files)
+
+
+def _target(link: Path) -> str:
+    try:
+        return os.readlink(link)
+    except OSError:  # it was the listing's own
+        return ""
+
+
+# ---- whose memory it is ---------------------------------------------------------------------------------------
+
+
+@REAL
+@ON_RANKS
+def test_tensors_lie_apart_whatever_their_sizes(world) -> None:
+    """A large one begins on a huge page; what does not fit gets further memory."""
+    group = group_of(world)
+    sizes = (1, PAGE, PAGE + 1, 3 * MIB, 100, 70 * MIB, 2 * PAGE)
+    kept = [allocated(group, size, 10 * world.rank + number) for number, size in enumerate(sizes)]
+    group.barrier()
+    assert (kept[3].data_ptr() - kept[0].data_ptr()) % (2 * MIB) == 0
+    for number, tensor in enumerate(kept):
+        assert tensor.dtype is torch.uint8
+        assert bool((tensor == 10 * world.rank + number).all())
+        assert tensor.data_ptr() % PAGE == 0
+
+        group.all_reduce(tensor, ReduceOp.MAX)
+        assert bool((tensor == 10 * (world.size - 1) + number).all())
+    assert not is_shared(group.symmetric_empty((0, 4), torch.float32))
+    group.close()
+
+
+@REAL
+@ON_RANKS
+def test_memory_is_used_again_when_every_rank_has_dropped_it(world) -> None:
+    group = group_of(world)
+    for holder in range(world.size):
+        tensor = allocated(group, 5000, world.rank)
+        place = tensor.data_ptr()
+        view = tensor[104:204].view(torch.int32).view(5, 5).t()
+        kept = view.untyped_storage() if world.rank == holder else None
+        del tensor, view
+        for _ in range(3):  # ranks compare notes when they allocate
+            assert allocated(group, 5000, 255).data_ptr() != place
+        if kept is not None:
+            assert set(kept[:5000]) == {holder}
+            del kept
+        gc.collect()
+        group.barrier()
+        assert place in {allocated(group, 5000, 255).data_ptr() for _ in range(3)}
+    places, before = set(), mapped()
+    for number in range(60):
+        tensor = allocated(group, (1 + number % 3) * 30_000, 1)
+        group.all_reduce(tensor)  # no plan keeps it
+        places.add(tensor.data_ptr())
+        del tensor
+    assert len(places) < 10
+    assert mapped() == before
+    group.close()
+
+
+@REAL
+@ON_RANKS
+@pytest.mark.filterwarnings("ignore:no memory could be shared:RuntimeWarning")
+@pytest.mark.parametrize("common", [False, True], ids=["each", "common"])
+def test_what_only_some_ranks_got_is_given_back(world, monkeypatch, common) -> None:
+    """One rank finds no memory: the others do not keep theirs, and there is memory later."""
+    group = group_of(world)
+    kept = allocated(group, 3 * PAGE, 7)
+    populate = Segment.populate
+
+    def fail_on_the_last(segment, start, stop, region=None) -> str | None:
+        return populate(segment, start, stop, region) or ("none left" if world.rank == world.size - 1 else None)
+
+    group.barrier()
+    before = held()
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "populate", fail_on_the_last)
+        if common:
+            with pytest.raises(MemoryError, match="none left"):
+                group.node_empty((8 * MIB,), torch.uint8)
+        else:
+            assert not is_shared(group.symmetric_empty((8 * MIB,), torch.uint8))
+    group.barrier()
+    assert held() - before <= 4 * MIB * world.size  # huge pages, perhaps, on either side of the block
+    assert bool(kept.eq(7).all())
+    allocated(group, 8 * MIB, 1)
+    group.close()
+
+
+@REAL
+@ON_RANKS
+def test_kernels_that_do_not_populate(world, monkeypatch) -> None:
+    """Such a kernel refuses the advice as invalid, as this one does with a number that means nothing."""
+    monkeypatch.setattr(shared_memory, "_POPULATE_WRITE", 10_000)
+    group = group_of(world)
+    tensor = allocated(group, 3 * MIB, 1)
+    group.all_reduce(tensor)
+    assert bool((tensor == world.size).all())
+    group.close()
+
+
+# ---- how long it lives ----------------------------------------------------------------------------------------
+
+
+@REAL
+@ON_RANKS
+def test_tensors_outlive_their_group_and_nothing_else_does(world) -> None:
+    """Without waiting for garbage to be collected."""
+    gc.collect()
+    gc.disable()
+    try:
+        before, kept = mapped(), []
+        for _ in range(3):
+            known = world.groups
+            group = group_of(world)
+            kept.append(allocated(group, 1 << 16, world.rank))
+            for numel in (1, 1 << 16, MIB):  # each way that data takes
+                group.all_reduce(torch.ones(numel))
+            group.all_reduce(kept[-1])
+            world.close_groups(known)
+            del group
+        assert mapped() > before  # tensors on it have kept theirs
+        other = group_of(world)
+        for tensor in kept:  # ordinary memory, for every other group
+            assert bool((tensor == sum(range(world.size))).all())
+            tensor.fill_(world.rank + 1)
+            other.all_reduce(tensor)
+            assert bool((tensor == sum(range(1, world.size + 1))).all())
+        other.close()
+        kept.clear()
+        del tensor, other
+        after = mapped()
+    finally:
+        gc.enable()
+    assert after - before <= 3 * PAGE * world.size  # where the ranks met
+
+
+SIZE = 1 << 16
+requests = st.tuples(st.integers(1, SIZE // 4), st.sampled_from([1, 2, 64, 4096, 8192]), st.integers(0, 5))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(steps=st.lists(requests, max_size=40))
+def test_free_ranges_never_overlap_and_join(steps) -> None:
+    """In any order of taking and giving back, as found anew from what is in use."""
+    free, taken = FreeList(SIZE), {}
+
+    def gaps() -> list[tuple[int, int]]:
+        edges = [(0, 0), *sorted((start, start + size) for start, size in taken.items()), (SIZE, SIZE)]
+        return [(before[1], after[0]) for before, after in itertools.pairwise(edges)]
+
+    for size, alignment, which in steps:
+        start = free.take(size, alignment)
+        if start is None:
+            assert not any(-(-low // alignment) * alignment + size <= high for low, high in gaps())
+        else:
+            assert start % alignment == 0
+            assert any(low <= start <= start + size <= high for low, high in gaps())
+            taken[start] = size
+        if which < 3 and taken:
+            oldest = sorted(taken)[which % len(taken)]
+            free.give_back(oldest, taken.pop(oldest))
+        assert free.largest == max(high - low for low, high in gaps())
+    for start, size in taken.items():
+        free.give_back(start, size)
+    assert free.take(SIZE, 1) == 0
+    assert free.take(1, 1) is None
+
+
+# ---- what is remembered about tensors -------------------------------------------------------------------------
+
+
+@REAL
+@ON_RANKS
+def test_the_same_memory_seen_in_other_ways(world) -> None:
+    """As other shapes, dtypes and strides, on all ranks or on one of them; and other tensors in its place."""
+    group = group_of(world)
+    size, side = world.size, math.isqrt(limits(world.size).direct // 4) + 8
+    whole = group.symmetric_empty((side, 2 * side), torch.float32)
+    flat = whole.view(-1)
+    ways = (
+        lambda: whole,
+        lambda: flat,
+        lambda: whole[:, :side],
+        lambda: flat[: side * side].view(side, side).t(),
+        lambda: flat[::2],
+        lambda: whole[: side - 3],
+        lambda: whole[3:],
+        lambda: whole.view(torch.int32),
+        lambda: flat[1 : 2 * side * side - 9],
+    )
+    for odd in (range(size), [size - 1], [0]):
+        for make in ways:
+            seen = make()
+            shape, dtype = seen.shape, seen.dtype
+            own = torch.arange(seen.numel()).view(shape).remainder(97).to(dtype)
+            tensor = seen if world.rank in odd else flat[: seen.numel()].view(dtype).view(shape)
+            for _ in range(2):
+                tensor.copy_(own).add_(world.rank)
+                group.all_reduce(tensor)
+                assert torch.equal(tensor, own * size + sum(range(size)))
+                group.barrier()  # before anybody fills it anew
+    for turn in range(10):
+        tensor = group.symmetric_empty((side * side + turn % 3,), torch.float32).fill_(turn + world.rank)
+        group.all_reduce(tensor, ReduceOp.MAX)
+        assert bool((tensor == turn + size - 1).all())
+        del tensor
+    group.close()
+
+
+@REAL
+@pytest.mark.ranks(4)
+def test_symmetric_tensors_of_overlapping_groups(world) -> None:
+    groups = [world.new_group(ranks) for ranks in ([0, 1, 2], [3, 2, 1], [0, 3], range(4))]
+    own = [group for group in groups if group.contains(world.rank)]
+    tensors = [group.symmetric_empty((limits(2).direct // 4 + 1,), torch.float32) for group in own]
+    for _ in range(3):
+        for order in (tensors, tensors[::-1]):  # of another group: ordinary memory
+            for group, tensor in zip(own, order, strict=True):
+                tensor.fill_(world.rank)
+                group.all_reduce(tensor)
+                assert bool((tensor == sum(group.ranks)).all()), group
+                group.barrier()
+
+
+@REAL
+@ON_RANKS
+def test_ordinary_tensors_again_and_again(world) -> None:
+    """Many of them, and when the size of chunks changes in between; some lie where another one has lain."""
+    group = group_of(world)
+    size, count = world.size, limits(world.size).medium // 2 + 5
+    tensors = [torch.empty(count, dtype=torch.int32) for _ in range(3)]
+    total = size * (size - 1) // 2
+    line = torch.arange(count, dtype=torch.int32)
+    for piece_bytes in (1 << 20, 1 << 14, 3 << 15):
+        group.backend.piece_bytes = piece_bytes
+        for repeat in range(3):
+            for number, tensor in enumerate(tensors):
+                tensor.copy_(line).add_(world.rank + number)
+                group.all_reduce(tensor)
+                assert torch.equal(tensor, line * size + total + number * size)
+                root = (repeat + number) % size
+                tensor.copy_(line).mul_(world.rank)
+                group.reduce(tensor, root)
+                assert torch.equal(tensor, line * (total if world.rank == root else world.rank))
+            tensors[repeat] = torch.empty(count, dtype=torch.int32)
+    for number in range(270):  # more kinds and places than are remembered
+        for reduce in (group.all_reduce, lambda tensor: group.reduce(tensor, 0)):
+            tensor = torch.full((1000 + number,), world.rank)
+            reduce(tensor)
+            assert world.rank or bool((tensor == total).all())
+    assert agree_on_bits(group, tensors[0].fill_(1))
+    group.close()
+
+
+@ON_RANKS
+def test_a_tensor_is_looked_at_anew(world) -> None:
+    """Whichever plan serves: no memory is read that is not the tensor's, and autograd sees that it has changed."""
+    group = world.new_group(range(world.size))
+    for nbytes in (4, 4000, 1 << 19, 1 << 22):
+        tensor = torch.ones(nbytes // 4)
+        for _ in range(3):
+            loss = (torch.ones_like(tensor, requires_grad=True) * tensor.fill_(1)).sum()
+            group.all_reduce(tensor)
+            assert tensor.eq(world.size).all()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        if nbytes > 4:
+            tensor.untyped_storage().resize_(0)
+            with pytest.raises(RuntimeError, match="storage"):
+                group.all_reduce(tensor)
+            group.all_reduce(again := torch.ones(nbytes // 4))
+            assert again.eq(world.size).all()
+    group.close()
