@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from axonmpi.cli.bench import main
 from axonmpi.cli.bench.pipeline import CASES, add_options, check_gradients, measure, sizes_of, table
 from axonmpi.cli.bench.pipeline_steps import Computation, Sizes, Task, our_step
 from axonmpi.pipeline import PipelineSchedule, make_schedule, simulate
@@ -18,43 +14,7 @@ from axonmpi.pipeline import PipelineSchedule, make_schedule, simulate
 TINY = Sizes(layers=2, width=32, length=4, samples=1, microbatches=4)
 
 
-def test_real_run(tmp_path):
-    target = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "axonmpi", "bench", "pipeline", "--ranks", "2", "--json", str(target)]
-    sizes = ["--blocks", "1", "--layers", "2", "--width", "32", "--length", "4", "--micro-batches", "4"]
-    job = subprocess.run(
-        [*command, *sizes],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert job.returncode == 0, job.stderr
-    (result,) = json.loads(target.read_text())
-    assert (result["ranks"], result["microbatches"]) == (2, 4)
-    assert list(result["schedules"]) == list(CASES)
-    for name, figures in result["schedules"].items():
-        assert min(figures[who] for who in ("compute", "ideal", "axonmpi", "torch")) > 0
-        assert 0 < figures["bubble"] < 1
-        splits = name.startswith("zero-bubble")
-        assert all(time > 0 for time in figures["costs"]["forward"])
-        assert all((time > 0) == splits for time in figures["costs"]["backward_weight"])
-        assert all((time > 0) != splits for time in figures["costs"]["backward"])
-    held = {name: figures["peak_activations"] for name, figures in result["schedules"].items()}
-    assert held["gpipe"] == [4, 4]
-    assert held["1f1b"] == [2, 1]
-    assert table([result]) in job.stdout
-
-
 # ---- options ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("arguments", [["--schedules", "dualpipe"], ["--layers", "few"], ["--chunks"]])
-def test_wrong_options_are_named(arguments, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["pipeline", *arguments])
-    assert caught.value.code == 2
-    assert arguments[-1] in capsys.readouterr().err
 
 
 def test_options_are_sizes():

@@ -12,9 +12,14 @@ from shell_commands import Ended, command_environment, run
 
 from axonmpi import cli
 from axonmpi.cli import train
-from axonmpi.testing import launch
+from axonmpi.testing import launch, run_ranks
+from axonmpi.train.trainer import Trainer
 
 LANGUAGES = {"python", "sh", "text", "toml", "yaml", "{eval-rst}"}  # the last one is a directive for Sphinx
+RUN_ELSEWHERE = {"slurm.md": "tests/slurm", "testing.md": "tests/harness/test_real_sessions.py"}
+"""Pages whose commands other tests run."""
+QUICK = ["--data-limit=0.2", "--held-out-sequences=8", "--sample-length=0", "--sequence-length=32", "--no-plot"]
+"""What the trainer is told besides what a page says, to be quicker about it."""
 RUN_FENCES = Path(__file__).with_name("run_fences.py")
 
 
@@ -50,7 +55,7 @@ class Site:
         programs = root / "programs"
         programs.mkdir()
         # Threads of a command would wait for a core that another test uses: seconds for every small operation.
-        self.env = {**command_environment(programs), "OMP_NUM_THREADS": "1"}
+        self._env = {**command_environment(programs), "OMP_NUM_THREADS": "1"}
         self._ended: set[Path] = set()
 
     def folder(self, page: Path) -> Path:
@@ -60,9 +65,26 @@ class Site:
             furnish(folder, fences_of(page))
             self._ended.add(page)
             for fence in fences_of(page):
-                if fence.language == "sh" and not fence.fresh_machine:
-                    check_command(page, fence, folder, self.env)
+                if fence.language == "sh" and not fence.fresh_machine and page.name not in RUN_ELSEWHERE:
+                    check_commands(page, fence, folder, self._env)
         return folder
+
+    def run_examples(self, ranks: int) -> str:
+        """Run the examples of all pages for a number of ranks, 0 for those without; return what they print."""
+        given = [
+            {"page": str(page), "folder": str(self.folder(page)), "fences": blocks}
+            for page in PAGES
+            if (blocks := [[fence.line, fence.code] for fence in examples_of(page) if fence.ranks == ranks])
+        ]
+        file = self._root / f"examples-{ranks}.json"
+        file.write_text(json.dumps(given))
+        if ranks:
+            job = launch(ranks, RUN_FENCES, file, cwd=self._root, timeout=300, env={"OMP_NUM_THREADS": "1"})
+            ended = Ended(job.returncode, job.stdout + job.stderr)
+        else:
+            ended = run([sys.executable, str(RUN_FENCES), str(file)], self._root, self._env)
+        assert ended.code == 0, ended.output
+        return ended.output
 
 
 @pytest.fixture(scope="module")
@@ -71,33 +93,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     return Site(tmp_path_factory.mktemp("site"))
 
 
-@pytest.mark.rank_timeout(400)
 @pages
 def test_commands_of_a_page_run(page, site):
     assert site.folder(page).is_dir()
 
 
-def test_the_loss_of_the_first_example_falls(tmp_path):
-    first = examples_of(REPOSITORY / "README.md")[0]
-    job = launch(first.ranks, first.code, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
-    assert job.returncode == 0, job.stderr
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+) on 4 ranks", job.stdout)]
-    assert len(losses) == 4
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < losses[0] / 10
-
-
-@pytest.mark.rank_timeout(900)
 @pytest.mark.parametrize("ranks", sorted({fence.ranks for page in PAGES for fence in examples_of(page)}))
-def test_examples_run(ranks, site, tmp_path):
-    given = [
-        {"page": str(page), "folder": str(site.folder(page)), "fences": blocks}
-        for page in PAGES
-        if (blocks := [[fence.line, fence.code] for fence in examples_of(page) if fence.ranks == ranks])
-    ]
-    file = tmp_path / "pages.json"
-    file.write_text(json.dumps(given))
-    check_examples(ranks, file, tmp_path, site.env)
+def test_examples_run(ranks, site):
+    printed = site.run_examples(ranks)
+    if ranks == examples_of(REPOSITORY / "README.md")[0].ranks:  # the loss of the first one falls
+        losses = [float(loss) for loss in re.findall(r"loss ([\d.]+) on 4 ranks", printed)]
+        assert len(losses) == 4
+        assert losses == sorted(losses, reverse=True)
+        assert losses[-1] < losses[0] / 10
 
 
 def furnish(folder: Path, fences: tuple[Fence, ...]) -> None:
@@ -112,32 +120,34 @@ def furnish(folder: Path, fences: tuple[Fence, ...]) -> None:
                 file.write(fence.code)
 
 
-def check_command(page: Path, fence: Fence, folder: Path, env: dict[str, str]) -> None:
-    options = ["-n"] if fence.takes_minutes else ["-e", "-x", "-o", "pipefail"]
-    ended = run(["bash", *options, "-c", fence.code], folder, env)
-    assert ended.code == 0, f"{page.name}, line {fence.line}:\n{ended.output}"
+def check_commands(page: Path, fence: Fence, folder: Path, env: dict[str, str]) -> None:
+    """Run the lines of a block; what the trainer and charts do needs no processes of its own."""
     if fence.takes_minutes:
-        check_arguments(fence)
+        assert run(["bash", "-n", "-c", fence.code], folder, env).code == 0, f"{page.name}, line {fence.line}"
+    for line in fence.code.splitlines():
+        words = shlex.split(line, comments=True)
+        ranks = int(words[2]) if words[:2] == ["mpirun", "-n"] else 1
+        name, *arguments = words[words.index("axonmpi") + 1 :] if "axonmpi" in words else [""]
+        if fence.takes_minutes:
+            check_arguments(name, arguments)
+        elif name in ("train", "chart"):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.chdir(folder)
+                if name == "train":
+                    config = train.parse([*arguments, *QUICK])
+                    run_ranks(ranks, lambda world, config=config: Trainer(config, world).run(), timeout=120)
+                else:
+                    assert cli.main([name, *arguments]) == 0
+        elif words:
+            ended = run(["bash", "-e", "-c", line], folder, env)
+            assert ended.code == 0, f"{page.name}, line {fence.line}:\n{ended.output}"
 
 
-def check_arguments(fence: Fence) -> None:
-    """Check the arguments of commands that take too long to be run."""
-    lines = [shlex.split(line, comments=True) for line in fence.code.splitlines()]
-    commands = [line[line.index("axonmpi") + 1 :] for line in lines if "axonmpi" in line]
-    assert commands, "expected a command of axonmpi in a block that takes minutes"
-    for name, *arguments in commands:
-        if name == "train":
-            train.parse(arguments)
-            continue
+def check_arguments(name: str, arguments: list[str]) -> None:
+    """Check the arguments of a command that takes too long to be run."""
+    if name == "train":
+        train.parse(arguments)
+    elif name:
         with pytest.raises(SystemExit) as end:
             cli.main([name, *arguments, "--help"])  # what stands before --help is checked first
         assert end.value.code == 0, shlex.join(arguments)
-
-
-def check_examples(ranks: int, given: Path, folder: Path, env: dict[str, str]) -> None:
-    if ranks:
-        job = launch(ranks, RUN_FENCES, given, cwd=folder, timeout=300, env={"OMP_NUM_THREADS": "1"})
-        ended = Ended(job.returncode, job.stdout + job.stderr)
-    else:
-        ended = run([sys.executable, str(RUN_FENCES), str(given)], folder, env)
-    assert ended.code == 0, ended.output
