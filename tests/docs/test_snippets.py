@@ -1,14 +1,15 @@
 """Every command and every example in the README and in the pages runs."""
 
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from fences import PAGES, REPOSITORY, Fence, fences_of
-from shell_commands import Ended, command_environment, run
 
 from axonmpi import cli
 from axonmpi.cli import train
@@ -43,48 +44,73 @@ def test_a_file_that_a_page_shows_is_used_by_one_of_its_commands(page):
     assert not unused
 
 
+def programs_of(page: Path) -> list[tuple[int, int, str]]:
+    """Return numbers of ranks, lines and code of a page's examples, and of its commands that are jobs."""
+    found = [(fence.ranks, fence.line, fence.code) for fence in examples_of(page)]
+    files = {fence.file_name: fence.code for fence in fences_of(page)}
+    for fence, ranks, words in commands_of(page):
+        if words[0] == "python":
+            found.append((ranks, fence.line, files[words[1]]))
+        elif words[:2] == ["axonmpi", "doctor"]:
+            found.append((ranks, fence.line, "from axonmpi.cli import main\nassert main(['doctor']) == 0\n"))
+    return found
+
+
+def commands_of(page: Path) -> list[tuple[Fence, int, list[str]]]:
+    """Return the commands of a page that run here, each with a number of ranks, 0 for one that starts alone."""
+    if page.name in RUN_ELSEWHERE:
+        return []
+    found = []
+    for fence in fences_of(page):
+        if fence.language == "sh" and not fence.fresh_machine:
+            for line in fence.code.splitlines():
+                words = shlex.split(line, comments=True)
+                ranks = 0
+                if words[:2] == ["mpirun", "-n"]:
+                    ranks, words = int(words[2]), words[3:]
+                if words:
+                    found.append((fence, ranks, words))
+    return found
+
+
 class Site:
     """A folder for each page, with what its commands and examples write.
 
-    Examples may look at what the commands of their page have written. All examples for the same number of ranks
-    run in one job, page after page, since a job takes longer to start than its examples to run.
+    Examples may look at what the commands of their page have written. All that is for the same number of ranks runs
+    in one job, page after page, since a job takes longer to start than its examples to run.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        programs = root / "programs"
-        programs.mkdir()
-        # Threads of a command would wait for a core that another test uses: seconds for every small operation.
-        self._env = {**command_environment(programs), "OMP_NUM_THREADS": "1"}
         self._ended: set[Path] = set()
 
     def folder(self, page: Path) -> Path:
         """Return the page's folder, once its commands have run there."""
         folder = self._root / page.name
         if page not in self._ended:
-            furnish(folder, fences_of(page))
             self._ended.add(page)
-            for fence in fences_of(page):
-                if fence.language == "sh" and not fence.fresh_machine and page.name not in RUN_ELSEWHERE:
-                    check_commands(page, fence, folder, self._env)
+            furnish(folder, fences_of(page))
+            for fence, ranks, words in commands_of(page):
+                run_command(fence, max(ranks, 1), words, folder)
         return folder
 
-    def run_examples(self, ranks: int) -> str:
+    def run_programs(self, ranks: int) -> str:
         """Run the examples of all pages for a number of ranks, 0 for those without; return what they print."""
         given = [
-            {"page": str(page), "folder": str(self.folder(page)), "fences": blocks}
+            {"page": str(page), "folder": str(self.folder(page)), "fences": programs}
             for page in PAGES
-            if (blocks := [[fence.line, fence.code] for fence in examples_of(page) if fence.ranks == ranks])
+            if (programs := [program[1:] for program in programs_of(page) if program[0] == ranks])
         ]
         file = self._root / f"examples-{ranks}.json"
         file.write_text(json.dumps(given))
         if ranks:
             job = launch(ranks, RUN_FENCES, file, cwd=self._root, timeout=300, env={"OMP_NUM_THREADS": "1"})
-            ended = Ended(job.returncode, job.stdout + job.stderr)
-        else:
-            ended = run([sys.executable, str(RUN_FENCES), str(file)], self._root, self._env)
-        assert ended.code == 0, ended.output
-        return ended.output
+            assert job.returncode == 0, job.stdout + job.stderr
+            return job.stdout
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        alone = subprocess.run([sys.executable, RUN_FENCES, file], cwd=self._root, env=env, capture_output=True)
+        assert alone.returncode == 0, (alone.stdout + alone.stderr).decode()
+        return alone.stdout.decode()
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +124,9 @@ def test_commands_of_a_page_run(page, site):
     assert site.folder(page).is_dir()
 
 
-@pytest.mark.parametrize("ranks", sorted({fence.ranks for page in PAGES for fence in examples_of(page)}))
+@pytest.mark.parametrize("ranks", sorted({ranks for page in PAGES for ranks, *_ in programs_of(page)}))
 def test_examples_run(ranks, site):
-    printed = site.run_examples(ranks)
+    printed = site.run_programs(ranks)
     if ranks == examples_of(REPOSITORY / "README.md")[0].ranks:  # the loss of the first one falls
         losses = [float(loss) for loss in re.findall(r"loss ([\d.]+) on 4 ranks", printed)]
         assert len(losses) == 4
@@ -120,34 +146,28 @@ def furnish(folder: Path, fences: tuple[Fence, ...]) -> None:
                 file.write(fence.code)
 
 
-def check_commands(page: Path, fence: Fence, folder: Path, env: dict[str, str]) -> None:
-    """Run the lines of a block; what the trainer and charts do needs no processes of its own."""
+def run_command(fence: Fence, ranks: int, words: list[str], folder: Path) -> None:
+    """Run a command as far as it needs no processes of its own: the trainer's ranks are mock ranks."""
     if fence.takes_minutes:
-        assert run(["bash", "-n", "-c", fence.code], folder, env).code == 0, f"{page.name}, line {fence.line}"
-    for line in fence.code.splitlines():
-        words = shlex.split(line, comments=True)
-        ranks = int(words[2]) if words[:2] == ["mpirun", "-n"] else 1
-        name, *arguments = words[words.index("axonmpi") + 1 :] if "axonmpi" in words else [""]
-        if fence.takes_minutes:
-            check_arguments(name, arguments)
-        elif name in ("train", "chart"):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.chdir(folder)
-                if name == "train":
-                    config = train.parse([*arguments, *QUICK])
-                    run_ranks(ranks, lambda world, config=config: Trainer(config, world).run(), timeout=120)
-                else:
-                    assert cli.main([name, *arguments]) == 0
-        elif words:
-            ended = run(["bash", "-e", "-c", line], folder, env)
-            assert ended.code == 0, f"{page.name}, line {fence.line}:\n{ended.output}"
+        if "axonmpi" in words:
+            check_arguments(*words[words.index("axonmpi") + 1 :])
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        if words[:2] == ["axonmpi", "train"]:
+            config = train.parse([*words[2:], *QUICK])
+            run_ranks(ranks, lambda world: Trainer(config, world).run(), timeout=120)
+        elif words[:2] == ["axonmpi", "chart"]:
+            assert cli.main(words[1:]) == 0
+        else:
+            assert words[0] == "python" or words == ["axonmpi", "doctor"], f"no test runs {shlex.join(words)}"
 
 
-def check_arguments(name: str, arguments: list[str]) -> None:
+def check_arguments(name: str, *arguments: str) -> None:
     """Check the arguments of a command that takes too long to be run."""
     if name == "train":
         train.parse(arguments)
-    elif name:
-        with pytest.raises(SystemExit) as end:
-            cli.main([name, *arguments, "--help"])  # what stands before --help is checked first
-        assert end.value.code == 0, shlex.join(arguments)
+        return
+    with pytest.raises(SystemExit) as end:
+        cli.main([name, *arguments, "--help"])  # what stands before --help is checked first
+    assert end.value.code == 0, shlex.join(arguments)

@@ -355,14 +355,3 @@ def test_a_number_of_workers_is_refused_under_mpirun(run, monkeypatch):
 
 def test_without_xdist_the_plugin_is_as_always(run):
     run("\n    def test_it(): pass", "-p", "no:xdist").assert_outcomes(passed=1)
-
-
-def test_a_plain_session_starts_no_mpi(pytester):
-    pytester.makepyfile("""
-    import sys, pytest
-
-    @pytest.mark.ranks(2)
-    def test_it(world):
-        assert "mpi4py.MPI" not in sys.modules
-    """)
-    pytester.runpytest_subprocess().assert_outcomes(passed=1)

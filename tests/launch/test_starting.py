@@ -228,13 +228,24 @@ def test_ranks_know_their_place_share_the_cores_and_hear_of_a_disagreement_on_on
     assert ended.out.splitlines() == [said] * 2
 
 
-def test_importing_starts_nothing_and_needs_no_pytest(alone):
+def test_imports_and_sessions_on_mock_ranks_start_no_mpi(alone, tmp_path):
+    (tmp_path / "pytest.ini").touch()
+    (tmp_path / "test_it.py").write_text("""
+import pytest
+
+@pytest.mark.ranks(2)
+def test_it(world):
+    assert world.size == 2
+""")
     ended = alone(
-        """
+        f"""
         import sys, threading
         import axonmpi, axonmpi.testing
         print([name in sys.modules for name in ("pytest", "mpi4py.MPI")])
         print(threading.active_count(), sys.excepthook is sys.__excepthook__)
+        import pytest
+        print(int(pytest.main(["-q", "-p", "no:cacheprovider", {str(tmp_path)!r}])), "mpi4py.MPI" in sys.modules)
         """
     )
-    assert ended.stdout == "[False, False]\n1 True\n", ended.stderr
+    lines = ended.stdout.splitlines()
+    assert [*lines[:2], lines[-1]] == ["[False, False]", "1 True", "0 False"], ended.stdout + ended.stderr
