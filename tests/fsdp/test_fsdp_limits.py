@@ -10,8 +10,6 @@ import pytest
 
 from axonmpi.testing import launch
 
-pytestmark = pytest.mark.cold
-
 ONE_STEP = """
 import resource, sys
 from pathlib import Path

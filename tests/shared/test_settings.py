@@ -51,7 +51,6 @@ def test_the_way_can_be_chosen(job, setting, path) -> None:
     assert ended.stderr == ""
 
 
-@pytest.mark.cold
 def test_a_setting_that_there_is_not(job) -> None:
     ended = job(2, "print('made')", AXONMPI_COLLECTIVES="shared")
     assert ended.returncode == 1

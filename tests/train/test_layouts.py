@@ -78,7 +78,6 @@ def check(world, config, case):
 
 
 @pytest.mark.rank_timeout(240)
-@pytest.mark.every_count
 @pytest.mark.ranks(1, 2, 4)
 def test_every_product_of_dp_tp_and_pp(world, tiny, shared_tmp_path):
     for case in products(world.size):
@@ -86,7 +85,6 @@ def test_every_product_of_dp_tp_and_pp(world, tiny, shared_tmp_path):
 
 
 @pytest.mark.rank_timeout(240)
-@pytest.mark.every_count
 @pytest.mark.ranks(1, 2, 3, 4, 8)
 def test_other_settings_together_with_them(world, tiny, shared_tmp_path):
     for case in FURTHER[world.size]:
