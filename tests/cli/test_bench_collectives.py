@@ -74,24 +74,17 @@ def test_the_quicker_job_is_mpi(alone, quicker):
         assert case["microseconds"]["mpi"] == quicker
         assert case["mpi_microseconds"] == {MULTIPLE: 8.0, FUNNELED: alone}
     assert "mpi" not in result["cases"][2]["microseconds"]
-
-
-def test_mpi_is_not_measured_where_it_takes_no_part():
-    result = figures()
     result["cases"] = result["cases"][2:]
-    add(result, lambda: pytest.fail("a job was started"))
+    add(result, lambda: pytest.fail("a job was started for nothing"))
     assert MULTIPLE not in table([result])
 
 
-def test_table_without_mpi():
+def test_table_without_mpi_and_with_a_path_that_it_does_not_know():
+    assert "path between the ranks: other\n" in table([{**figures(), "path": "other"}])
     row = table([figures()]).splitlines()[-1]
     assert row.split("|")[1].split() == ["2.00", "-", "-", "1500.00"]
     assert row.split("|")[2].strip() == "-"
     assert len({len(line) for line in table([figures()]).splitlines() if "|" in line}) == 1
-
-
-def test_table_names_a_path_that_it_does_not_know():
-    assert "path between the ranks: other\n" in table([{**figures(), "path": "other"}])
 
 
 def test_plot_is_a_picture(tmp_path):
@@ -117,13 +110,8 @@ def test_expected_results(operation, wanted):
     case = Case(operation, torch.float32, 24, rank=1, ranks=2)
     assert [case.expected(position) for position in range(case.result_numel)] == wanted
     assert case.source_numel == (3 if operation == "all_gather" else 6)
-
-
-def test_no_part_is_empty():
-    for operation in OPERATIONS:
-        case = Case(operation, torch.float32, 4, rank=0, ranks=4)
-        assert case.source_numel >= 1
-        assert case.result_numel >= 1
+    smallest = Case(operation, torch.float32, 4, rank=0, ranks=4)
+    assert min(smallest.source_numel, smallest.result_numel) >= 1
 
 
 @pytest.mark.parametrize("wrong", [0, 7, 21, 999])
