@@ -256,7 +256,7 @@ def test_x_ff_and_tests_for_the_first_rank_only(mpirun_pytest, tmp_path):
     (tmp_path / "mended").touch()
     result = mpirun_pytest(2, FIRST_ONLY, "--ff", "-v", ini=ini, cache=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert re.findall(r"test_(\w+).* PASSED", result.stdout) == ["one", "two", "three"]
+    assert re.findall(r"::test_(\w+).* PASSED", result.stdout) == ["one", "two", "three"]
     assert (tmp_path / "runs").read_text() == "xx"
 
 
