@@ -54,7 +54,7 @@ class MockRanks:
 
     def pytest_report_header(self) -> str:
         """Say on what the tests run."""
-        return "axonmpi: tests on ranks use mock ranks (threads); for real ones: mpirun -n 4 python -m pytest"
+        return "axonmpi: tests on ranks use mock ranks (threads); for real ones: mpirun -n 4 pytest"
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_fixture_setup(

@@ -6,8 +6,8 @@
         ax.all_reduce(tensor)
         assert tensor.tolist() == [world.size] * 3
 
-    pytest                          ranks are threads
-    mpirun -n 4 python -m pytest    ranks are the first 1, 2 and 4 processes; one report for all of them
+    pytest                  ranks are threads
+    mpirun -n 4 pytest      ranks are the first 1, 2 and 4 processes; one report for all of them
 
 Markers: `ranks(*counts)`, `rank_timeout(seconds)`, `gpu`, and pytest-mpi's `mpi` (always on all ranks). Fixtures:
 `world`, `group`, `rank_count`, `shared_tmp_path`. Settings: `axonmpi_unmarked`, `axonmpi_timeout`, `axonmpi_grace`.
@@ -70,6 +70,12 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
     if launched_ranks() > 1:
         early_config.stash[_STDERR] = os.dup(2)
     return (yield)
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Let `-n auto` start no workers under mpirun, which has started the processes already."""
+    return 0 if launched_ranks() > 1 else None
 
 
 @pytest.hookimpl(trylast=True)

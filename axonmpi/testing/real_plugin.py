@@ -103,7 +103,8 @@ class RealRanks:
         """Start MPI and silence all ranks but the first."""
         if session.config.pluginmanager.has_plugin("dsession"):
             raise pytest.UsageError(
-                "pytest-xdist's -n and mpirun cannot be combined: each starts processes of its own"
+                "pytest-xdist's -n and mpirun cannot be combined: each starts processes of its own; "
+                "-n auto starts none under mpirun"
             )
         self._session = RealSession(self._config, self._stream)
         self.real_size = self._session.world.size

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from axonmpi.cli.bench import main
 from axonmpi.cli.bench.pipeline import CASES, add_options, check_gradients, measure, sizes_of, table
 from axonmpi.cli.bench.pipeline_steps import Computation, Sizes, Task, our_step
 from axonmpi.pipeline import PipelineSchedule, make_schedule, simulate
@@ -18,43 +14,7 @@ from axonmpi.pipeline import PipelineSchedule, make_schedule, simulate
 TINY = Sizes(layers=2, width=32, length=4, samples=1, microbatches=4)
 
 
-def test_real_run(tmp_path):
-    target = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "axonmpi", "bench", "pipeline", "--ranks", "2", "--json", str(target)]
-    sizes = ["--blocks", "1", "--layers", "2", "--width", "32", "--length", "4", "--micro-batches", "4"]
-    job = subprocess.run(
-        [*command, *sizes],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert job.returncode == 0, job.stderr
-    (result,) = json.loads(target.read_text())
-    assert (result["ranks"], result["microbatches"]) == (2, 4)
-    assert list(result["schedules"]) == list(CASES)
-    for name, figures in result["schedules"].items():
-        assert min(figures[who] for who in ("compute", "ideal", "axonmpi", "torch")) > 0
-        assert 0 < figures["bubble"] < 1
-        splits = name.startswith("zero-bubble")
-        assert all(time > 0 for time in figures["costs"]["forward"])
-        assert all((time > 0) == splits for time in figures["costs"]["backward_weight"])
-        assert all((time > 0) != splits for time in figures["costs"]["backward"])
-    held = {name: figures["peak_activations"] for name, figures in result["schedules"].items()}
-    assert held["gpipe"] == [4, 4]
-    assert held["1f1b"] == [2, 1]
-    assert table([result]) in job.stdout
-
-
 # ---- options ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("arguments", [["--schedules", "dualpipe"], ["--layers", "few"], ["--chunks"]])
-def test_wrong_options_are_named(arguments, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["pipeline", *arguments])
-    assert caught.value.code == 2
-    assert arguments[-1] in capsys.readouterr().err
 
 
 def test_options_are_sizes():
@@ -93,17 +53,14 @@ def made_up(**schedules: dict) -> dict:
 
 def test_table_shows_times_and_ratios():
     text = table([made_up(gpipe=figures(125.0, 150.0), **{"1f1b": figures(105.0, 120.0)})])
+    without_1f1b = table([made_up(gpipe=figures(125.0, 150.0))]).splitlines()[-1]
+    assert without_1f1b.replace("|", " ").split()[6:9] == ["1.25", "1.20", "nan"]
     head, _, machine, _, *rows = text.splitlines()
     assert head == "2 transformer blocks a rank, 8 micro-batches of [3, 16, 64]; ms a step, medians"
     assert machine == "2 ranks, 4 cores, threads of a rank: 2, 1.5 M parameters"
     gpipe, other = (row.replace("|", " ").split() for row in rows)
     assert gpipe == ["gpipe", "80.0", "20.0%", "100.0", "125.0", "150.0", "1.25", "1.20", "0.96", "2", "1"]
     assert other == ["1f1b", "80.0", "20.0%", "100.0", "105.0", "120.0", "1.05", "1.14", "1.14", "2", "1"]
-
-
-def test_table_without_1f1b_compares_with_no_torch_1f1b():
-    row = table([made_up(gpipe=figures(125.0, 150.0))]).splitlines()[-1]
-    assert row.replace("|", " ").split()[6:9] == ["1.25", "1.20", "nan"]
 
 
 # ---- measuring --------------------------------------------------------------------------------------------------

@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from axonmpi.cli.bench import main
 from axonmpi.cli.bench.tensor import BLOCKS, Sizes, Task, add_options, check_results, measure, sizes_of, table
 
 TINY = Sizes(width=32, heads=4, lengths=(4,))
-
-
-def test_real_run(tmp_path):
-    target = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "axonmpi", "bench", "tensor", "--ranks", "2", "--json", str(target)]
-    sizes = ["--blocks", "1", "--width", "32", "--heads", "4", "--lengths", "4", "8"]
-    job = subprocess.run([*command, *sizes], capture_output=True, text=True, timeout=120, check=False)
-    assert job.returncode == 0, job.stderr
-    (result,) = json.loads(target.read_text())
-    assert (result["ranks"], result["width"]) == (2, 32)
-    assert list(result["blocks"]) == list(BLOCKS)
-    for of_block in result["blocks"].values():
-        assert list(of_block) == ["4", "8"]
-        for figures in of_block.values():
-            assert list(figures) == ["compute", "plain", "collectives", "axonmpi", "torch"]
-            assert min(figures.values()) > 0
-    assert table([result]) in job.stdout
 
 
 def test_table_shows_the_ratios():
@@ -46,14 +25,6 @@ def test_table_shows_the_ratios():
     }
     row = table([result]).splitlines()[-1].split()
     assert row == ["mlp", "8", "6.00", "7.00", "2.00", "10.00", "25.00", "|", "1.25", "2.50"]
-
-
-@pytest.mark.parametrize("arguments", [["--width", "wide"], ["--lengths"], ["--depth"]])
-def test_wrong_options_are_named(arguments, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["tensor", *arguments])
-    assert caught.value.code == 2
-    assert arguments[-1] in capsys.readouterr().err
 
 
 def test_options_are_sizes():

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import signal
 import struct
 import subprocess
 import sys
@@ -11,10 +12,11 @@ import termios
 import pytest
 
 from axonmpi import environment
+from axonmpi.backends import exits
+from axonmpi.cli import main
 from axonmpi.testing import launch
 from axonmpi.testing.mpirun import find_mpirun, mpirun_command
 
-LEFT_OVER = {"RANK": "1", "WORLD_SIZE": "2"}
 TINY = ["train", "--layers=1", "--width=16", "--heads=2", "--data-limit=0.1", "--held-out-sequences=2", "--no-plot"]
 
 
@@ -32,32 +34,47 @@ def shell(command, *arguments, **env):
     return subprocess.run(line, env=variables(**env), capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["fly"], "unknown command 'fly'"),
-        (["train", "--stepz", "3"], ": --stepz"),
-        (["bench", "overhead", "--blocks", "x"], "expected a positive number, got 'x'"),
-        (["chart", "--stages", "3", "--micro-batches", "2", "--chunks", "2"], "--stages: expected a multiple"),
-        (["doctor", "--cure"], "unrecognized arguments: --cure"),
+        ("fly", "unknown command 'fly'"),
+        ("train --stepz 3", ": --stepz"),
+        ("bench overhead --blocks x", "expected a positive number, got 'x'"),
+        ("chart --stages 3 --micro-batches 2 --chunks 2", "--stages: expected a multiple"),
+        ("doctor --cure", "unrecognized arguments: --cure"),
     ],
-    ids=["command", "train", "bench", "chart", "doctor"],
 )
-def test_a_usage_error_is_told_once(arguments, message):
-    result = launch(2, "-m", "axonmpi", *arguments, env={"OMP_NUM_THREADS": "1"})
+def test_a_usage_error_is_told_by_the_first_rank(arguments, message, rank, monkeypatch, capsys):
+    monkeypatch.setattr(exits, "FIRST_SECONDS", 0.0)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
+    assert code_of(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count(message)) == ("", 1 - rank)
+
+
+def code_of(arguments):
+    try:
+        return main(arguments.split())
+    except SystemExit as end:
+        return end.code
+
+
+def test_a_usage_error_of_a_job_is_told_once():
+    result = launch(2, "-m", "axonmpi", "train", "--stepz", "3", env={"OMP_NUM_THREADS": "1"})
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.count(message) == 1
+    assert result.stderr.count(": --stepz") == 1
 
 
 @pytest.mark.parametrize(
-    ("env", "message"),
+    ("program", "env", "message"),
     [
-        ({"MPI4PY_LIBMPI": "/gone.so"}, "2 ranks were launched"),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, "the launcher and MPI disagree"),
+        (["-m", "axonmpi", *TINY], {"MPI4PY_LIBMPI": "/gone.so"}, "2 ranks were launched"),  # before MPI starts
+        (["import axonmpi\naxonmpi.init_process_group()\n"], {"WORLD_SIZE": "3"}, "unset WORLD_SIZE"),  # after
     ],
-    ids=["before MPI starts", "after"],
+    ids=["command", "script"],
 )
-@pytest.mark.parametrize("program", [["-m", "axonmpi", *TINY], ["import axonmpi\naxonmpi.init_process_group()\n"]])
 def test_a_launch_that_cannot_work_is_told_once(program, env, message):
     result = launch(2, *program, env={"OMP_NUM_THREADS": "1", **env})
     assert result.returncode not in (0, None)
@@ -66,48 +83,34 @@ def test_a_launch_that_cannot_work_is_told_once(program, env, message):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "shown"),
-    [
-        (["doctor"], 1, "PROBLEM: the launcher and MPI disagree: by the variables of RANK/WORLD_SIZE"),
-        (["chart", "--stages", "2", "--micro-batches", "2"], 0, "1F1B on 2 ranks"),
-        (["train", "--help"], 0, "--sequence-length"),
-    ],
-    ids=["doctor", "chart", "train"],
+    ("arguments", "shown"),
+    [("chart --stages 2 --micro-batches 2", "1F1B on 2 ranks"), ("train --help", "--sequence-length")],
+    ids=["chart", "train"],
 )
-def test_variables_left_over_silence_no_command(arguments, code, shown):
-    ended = shell('"$@"', *arguments, **LEFT_OVER)
-    assert (ended.returncode, ended.stderr) == (code, "")
-    assert shown in ended.stdout
-
-
-def test_the_doctor_speaks_where_left_over_variables_call_no_rank_the_first():
-    result = launch(2, "-m", "axonmpi", "doctor", env={"OMP_NUM_THREADS": "1", **LEFT_OVER})
-    assert result.returncode == 1
-    assert result.stdout.count("PROBLEM: on ranks 0 the launcher and MPI disagree") == 1
+def test_variables_left_over_silence_no_command(arguments, shown, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert code_of(arguments) == 0
+    out, err = capsys.readouterr()
+    assert shown in out
+    assert err == ""
 
 
 def test_output_that_nobody_reads_ends_a_command_in_silence():
-    ended = shell('"$@" | head -n 1', *TINY, "--progress=plain", "--out=/dev/null/none", "--steps=50")
-    assert (ended.returncode, ended.stdout) == (2, "")  # refused: the shell works as expected
     ended = shell('cd "$(mktemp -d)" && "$@" | head -n 1', *TINY, "--progress=plain", "--steps=5000")
     assert ended.stdout.startswith("a byte-level GPT")
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
-@pytest.mark.parametrize("arguments", [["doctor"], ["chart", "--stages=2", "--micro-batches=2"]])
-def test_a_closed_output_is_no_error(arguments):
-    ended = shell('"$@" >&-', *arguments)
-    assert (ended.returncode, ended.stderr) == (0, "")
+def test_a_closed_output_is_no_error(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["axonmpi", "chart", "--stages=2", "--micro-batches=2"])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", None)
+        assert main() == 0
+        sys.stdout.close()
 
 
-def test_an_output_of_few_letters_loses_no_figures():
-    flags = ["--ranks=1", "--blocks=1", "--sizes=4B", "--dtypes=float32"]
-    ended = shell('"$@"', "bench", "collectives", *flags, PYTHONIOENCODING="ascii")
-    assert ended.returncode == 0, ended.stderr
-    assert "?s" in ended.stdout  # the sign of a microsecond
-
-
-@pytest.mark.cold
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_ends_training_with_one_line_and_the_cursor_shown(tmp_path, ranks):
     launcher, settings = mpirun_command(find_mpirun(None), ranks) if ranks > 1 else ([], {})
@@ -134,7 +137,7 @@ def on_a_terminal(command, env, *, until, then):
         stdout=its_end,
         stderr=its_end,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=in_the_foreground,
     ) as process:
         os.close(its_end)
         before = after = ""
@@ -145,6 +148,12 @@ def on_a_terminal(command, env, *, until, then):
             after += chunk
     os.close(terminal)
     return before, after, process.returncode
+
+
+def in_the_foreground():
+    """Have keys reach this process, also where the tests run in the background of a shell, which ignores ctrl-C."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def read_or_nothing(terminal):

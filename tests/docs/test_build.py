@@ -3,11 +3,9 @@
 import subprocess
 import sys
 
-import pytest
 from fences import REPOSITORY
 
 
-@pytest.mark.rank_timeout(200)
 def test_sphinx_builds_the_site_without_warnings(tmp_path):
     site = tmp_path / "site"
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees")]

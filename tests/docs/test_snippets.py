@@ -1,20 +1,26 @@
 """Every command and every example in the README and in the pages runs."""
 
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from fences import PAGES, REPOSITORY, Fence, fences_of
-from shell_commands import Ended, command_environment, run
 
 from axonmpi import cli
 from axonmpi.cli import train
-from axonmpi.testing import launch
+from axonmpi.testing import launch, run_ranks
+from axonmpi.train.trainer import Trainer
 
 LANGUAGES = {"python", "sh", "text", "toml", "yaml", "{eval-rst}"}  # the last one is a directive for Sphinx
+RUN_ELSEWHERE = {"slurm.md": "tests/slurm", "testing.md": "tests/harness/test_real_sessions.py"}
+"""Pages whose commands other tests run."""
+QUICK = ["--data-limit=0.2", "--held-out-sequences=8", "--sample-length=0", "--sequence-length=32", "--no-plot"]
+"""What the trainer is told besides what a page says, to be quicker about it."""
 RUN_FENCES = Path(__file__).with_name("run_fences.py")
 
 
@@ -38,31 +44,73 @@ def test_a_file_that_a_page_shows_is_used_by_one_of_its_commands(page):
     assert not unused
 
 
+def programs_of(page: Path) -> list[tuple[int, int, str]]:
+    """Return numbers of ranks, lines and code of a page's examples, and of its commands that are jobs."""
+    found = [(fence.ranks, fence.line, fence.code) for fence in examples_of(page)]
+    files = {fence.file_name: fence.code for fence in fences_of(page)}
+    for fence, ranks, words in commands_of(page):
+        if words[0] == "python":
+            found.append((ranks, fence.line, files[words[1]]))
+        elif words[:2] == ["axonmpi", "doctor"]:
+            found.append((ranks, fence.line, "from axonmpi.cli import main\nassert main(['doctor']) == 0\n"))
+    return found
+
+
+def commands_of(page: Path) -> list[tuple[Fence, int, list[str]]]:
+    """Return the commands of a page that run here, each with a number of ranks, 0 for one that starts alone."""
+    if page.name in RUN_ELSEWHERE:
+        return []
+    found = []
+    for fence in fences_of(page):
+        if fence.language == "sh" and not fence.fresh_machine:
+            for line in fence.code.splitlines():
+                words = shlex.split(line, comments=True)
+                ranks = 0
+                if words[:2] == ["mpirun", "-n"]:
+                    ranks, words = int(words[2]), words[3:]
+                if words:
+                    found.append((fence, ranks, words))
+    return found
+
+
 class Site:
     """A folder for each page, with what its commands and examples write.
 
-    Examples may look at what the commands of their page have written. All examples for the same number of ranks
-    run in one job, page after page, since a job takes longer to start than its examples to run.
+    Examples may look at what the commands of their page have written. All that is for the same number of ranks runs
+    in one job, page after page, since a job takes longer to start than its examples to run.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        programs = root / "programs"
-        programs.mkdir()
-        # Threads of a command would wait for a core that another test uses: seconds for every small operation.
-        self.env = {**command_environment(programs), "OMP_NUM_THREADS": "1"}
         self._ended: set[Path] = set()
 
     def folder(self, page: Path) -> Path:
         """Return the page's folder, once its commands have run there."""
         folder = self._root / page.name
         if page not in self._ended:
-            furnish(folder, fences_of(page))
             self._ended.add(page)
-            for fence in fences_of(page):
-                if fence.language == "sh" and not fence.fresh_machine:
-                    check_command(page, fence, folder, self.env)
+            furnish(folder, fences_of(page))
+            for fence, ranks, words in commands_of(page):
+                run_command(fence, max(ranks, 1), words, folder)
         return folder
+
+    def run_programs(self, ranks: int) -> str:
+        """Run the examples of all pages for a number of ranks, 0 for those without; return what they print."""
+        given = [
+            {"page": str(page), "folder": str(self.folder(page)), "fences": programs}
+            for page in PAGES
+            if (programs := [program[1:] for program in programs_of(page) if program[0] == ranks])
+        ]
+        file = self._root / f"examples-{ranks}.json"
+        file.write_text(json.dumps(given))
+        if ranks:
+            job = launch(ranks, RUN_FENCES, file, cwd=self._root, timeout=300, env={"OMP_NUM_THREADS": "1"})
+            assert job.returncode == 0, job.stdout + job.stderr
+            return job.stdout
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        alone = subprocess.run([sys.executable, RUN_FENCES, file], cwd=self._root, env=env, capture_output=True)
+        assert alone.returncode == 0, (alone.stdout + alone.stderr).decode()
+        return alone.stdout.decode()
 
 
 @pytest.fixture(scope="module")
@@ -71,33 +119,19 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     return Site(tmp_path_factory.mktemp("site"))
 
 
-@pytest.mark.rank_timeout(400)
 @pages
 def test_commands_of_a_page_run(page, site):
     assert site.folder(page).is_dir()
 
 
-def test_the_loss_of_the_first_example_falls(tmp_path):
-    first = examples_of(REPOSITORY / "README.md")[0]
-    job = launch(first.ranks, first.code, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
-    assert job.returncode == 0, job.stderr
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+) on 4 ranks", job.stdout)]
-    assert len(losses) == 4
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < losses[0] / 10
-
-
-@pytest.mark.rank_timeout(900)
-@pytest.mark.parametrize("ranks", sorted({fence.ranks for page in PAGES for fence in examples_of(page)}))
-def test_examples_run(ranks, site, tmp_path):
-    given = [
-        {"page": str(page), "folder": str(site.folder(page)), "fences": blocks}
-        for page in PAGES
-        if (blocks := [[fence.line, fence.code] for fence in examples_of(page) if fence.ranks == ranks])
-    ]
-    file = tmp_path / "pages.json"
-    file.write_text(json.dumps(given))
-    check_examples(ranks, file, tmp_path, site.env)
+@pytest.mark.parametrize("ranks", sorted({ranks for page in PAGES for ranks, *_ in programs_of(page)}))
+def test_examples_run(ranks, site):
+    printed = site.run_programs(ranks)
+    if ranks == examples_of(REPOSITORY / "README.md")[0].ranks:  # the loss of the first one falls
+        losses = [float(loss) for loss in re.findall(r"loss ([\d.]+) on 4 ranks", printed)]
+        assert len(losses) == 4
+        assert losses == sorted(losses, reverse=True)
+        assert losses[-1] < losses[0] / 10
 
 
 def furnish(folder: Path, fences: tuple[Fence, ...]) -> None:
@@ -112,32 +146,28 @@ def furnish(folder: Path, fences: tuple[Fence, ...]) -> None:
                 file.write(fence.code)
 
 
-def check_command(page: Path, fence: Fence, folder: Path, env: dict[str, str]) -> None:
-    options = ["-n"] if fence.takes_minutes else ["-e", "-x", "-o", "pipefail"]
-    ended = run(["bash", *options, "-c", fence.code], folder, env)
-    assert ended.code == 0, f"{page.name}, line {fence.line}:\n{ended.output}"
+def run_command(fence: Fence, ranks: int, words: list[str], folder: Path) -> None:
+    """Run a command as far as it needs no processes of its own: the trainer's ranks are mock ranks."""
     if fence.takes_minutes:
-        check_arguments(fence)
+        if "axonmpi" in words:
+            check_arguments(*words[words.index("axonmpi") + 1 :])
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        if words[:2] == ["axonmpi", "train"]:
+            config = train.parse([*words[2:], *QUICK])
+            run_ranks(ranks, lambda world: Trainer(config, world).run(), timeout=120)
+        elif words[:2] == ["axonmpi", "chart"]:
+            assert cli.main(words[1:]) == 0
+        else:
+            assert words[0] == "python" or words == ["axonmpi", "doctor"], f"no test runs {shlex.join(words)}"
 
 
-def check_arguments(fence: Fence) -> None:
-    """Check the arguments of commands that take too long to be run."""
-    lines = [shlex.split(line, comments=True) for line in fence.code.splitlines()]
-    commands = [line[line.index("axonmpi") + 1 :] for line in lines if "axonmpi" in line]
-    assert commands, "expected a command of axonmpi in a block that takes minutes"
-    for name, *arguments in commands:
-        if name == "train":
-            train.parse(arguments)
-            continue
-        with pytest.raises(SystemExit) as end:
-            cli.main([name, *arguments, "--help"])  # what stands before --help is checked first
-        assert end.value.code == 0, shlex.join(arguments)
-
-
-def check_examples(ranks: int, given: Path, folder: Path, env: dict[str, str]) -> None:
-    if ranks:
-        job = launch(ranks, RUN_FENCES, given, cwd=folder, timeout=300, env={"OMP_NUM_THREADS": "1"})
-        ended = Ended(job.returncode, job.stdout + job.stderr)
-    else:
-        ended = run([sys.executable, str(RUN_FENCES), str(given)], folder, env)
-    assert ended.code == 0, ended.output
+def check_arguments(name: str, *arguments: str) -> None:
+    """Check the arguments of a command that takes too long to be run."""
+    if name == "train":
+        train.parse(arguments)
+        return
+    with pytest.raises(SystemExit) as end:
+        cli.main([name, *arguments, "--help"])  # what stands before --help is checked first
+    assert end.value.code == 0, shlex.join(arguments)

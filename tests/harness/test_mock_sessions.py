@@ -1,9 +1,8 @@
 """The plugin in sessions of plain pytest: tests on ranks run on mock ranks."""
 
-import sys
-
 import pytest
 
+IN_A_JOB = {"PMI_RANK": "0", "PMI_SIZE": "2"}
 HEAD = """
     import pytest
     import axonmpi as ax
@@ -335,19 +334,24 @@ def test_wrong_settings_are_refused(run, setting):
     result.stderr.fnmatch_lines([f"*{name}: expected *got '{value}'*"])
 
 
-@pytest.mark.cold
-def test_the_library_is_imported_without_pytest_and_starts_no_mpi(pytester):
-    code = "import axonmpi, axonmpi.testing, sys; print([name in sys.modules for name in ('pytest', 'mpi4py.MPI')])"
-    result = pytester.run(sys.executable, "-c", code)
-    assert result.stdout.lines == ["[False, False]"]
+def test_n_auto_starts_no_workers_under_mpirun(request, monkeypatch):
+    if not request.config.pluginmanager.hasplugin("xdist"):
+        pytest.skip("needs pytest-xdist")
+    workers = request.config.hook.pytest_xdist_auto_num_workers
+    monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "3")  # what xdist itself would take
+    assert workers(config=request.config) == 3
+    for name, value in IN_A_JOB.items():
+        monkeypatch.setenv(name, value)
+    assert workers(config=request.config) == 0
 
 
-def test_a_plain_session_starts_no_mpi(pytester):
-    pytester.makepyfile("""
-    import sys, pytest
+def test_a_number_of_workers_is_refused_under_mpirun(run, monkeypatch):
+    for name, value in IN_A_JOB.items():
+        monkeypatch.setenv(name, value)
+    result = run("def test_it(): pass", "-n", "2")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*xdist's -n and mpirun cannot be combined*-n auto starts none*"])
 
-    @pytest.mark.ranks(2)
-    def test_it(world):
-        assert "mpi4py.MPI" not in sys.modules
-    """)
-    pytester.runpytest_subprocess().assert_outcomes(passed=1)
+
+def test_without_xdist_the_plugin_is_as_always(run):
+    run("\n    def test_it(): pass", "-p", "no:xdist").assert_outcomes(passed=1)

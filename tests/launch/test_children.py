@@ -1,10 +1,11 @@
 """Processes that ranks fork or spawn leave MPI alone and see no launcher."""
 
+import sys
+
 import pytest
 
+from axonmpi.backends import runtime
 from axonmpi.testing import launch
-
-pytestmark = pytest.mark.cold
 
 # Workers that are spawned import the script again, so what the rank does is behind a guard.
 SCRIPT = """
@@ -26,11 +27,8 @@ class Look(torch.utils.data.Dataset):
             return sorted(seen), environment.detect_launchers(), str(error)
         return sorted(seen), [], "started"
 
-if __name__ == "__main__":
-    world = ax.init_process_group()
-    before = dict(os.environ)
-    assert environment.launched_ranks() == 2
-    for method in ("fork", "forkserver", "spawn"):
+def workers(world):
+    for method in (("fork",), ("fork", "forkserver", "spawn"))[world.rank]:
         loader = torch.utils.data.DataLoader(
             Look(), num_workers=1, collate_fn=list, multiprocessing_context=method
         )
@@ -39,95 +37,60 @@ if __name__ == "__main__":
             assert seen == ["AXONMPI_PARENT_RANK"], seen
             assert launchers == []
             assert f"forked or spawned by rank {world.rank}, and MPI belongs to that rank alone" in message, message
-        ax.barrier()
-        assert dict(os.environ) == before
+
+def groups_of_a_fork(world):
+    child = os.fork()
+    if child == 0:
+        try:
+            ax.barrier()
+        except ax.CommunicatorError as error:
+            os._exit(7 if f"this process is a fork of rank {world.rank}" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+def start():
+    try:
+        ax.init_process_group()
+    except ax.LaunchError as error:
+        raise SystemExit(7 if "forked or spawned by a rank of the job" in str(error) else 8)
+
+def run(context, target):
+    child = context.Process(target=target)
+    child.start()
+    child.join()
+    return child.exitcode
+
+if __name__ == "__main__":
+    older = multiprocessing.get_context("forkserver") if environment.is_first_launched() else None
+    assert older is None or run(older, print) == 0  # its server runs, and knows of no rank
+    world = ax.init_process_group()
+    before = dict(os.environ)
+    assert environment.launched_ranks() == 2
+    workers(world)
+    groups_of_a_fork(world)
+    assert older is None or run(older, start) == 7
+    assert dict(os.environ) == before
+    ax.barrier()
     print("done")
 """
 
 
-def test_data_loader_workers():
+def test_children_of_ranks():
+    """Forked, spawned, from a fork server, also from one that is older than the rank; and what a fork inherits."""
     result = launch(2, SCRIPT, timeout=200, env={"OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["done", "done"]
     assert result.leftover == ()
 
 
-def test_a_fork_server_from_before_is_noticed():
-    script = """
-    import multiprocessing
-
-    def look():
-        import axonmpi as ax
-        try:
-            ax.init_process_group()
-        except ax.LaunchError as error:
-            raise SystemExit(7 if "forked or spawned by a rank of the job" in str(error) else 8)
-
-    if __name__ == "__main__":
-        context = multiprocessing.get_context("forkserver")
-        first = context.Process(target=print, args=("the server runs",))
-        first.start()
-        first.join()
-        import axonmpi as ax
-        world = ax.init_process_group()
-        child = context.Process(target=look)
-        child.start()
-        child.join()
-        assert child.exitcode == 7, child.exitcode
-    """
-    result = launch(2, script, timeout=200, env={"OMP_NUM_THREADS": "1"})
-    assert result.returncode == 0, result.stderr
-
-
-def test_a_group_inherited_by_a_fork_is_closed(job):
-    ended = job(
-        2,
-        """
-        child = os.fork()
-        if child == 0:
-            try:
-                ax.barrier()
-            except ax.CommunicatorError as error:
-                assert f"this process is a fork of rank {world.rank}" in str(error)
-                os._exit(7)
-            os._exit(8)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        ax.barrier()
-        """,
-    )
-    assert ended.code == 0, ended.err
-
-
 @pytest.mark.parametrize(
     ("env", "said"),
-    [
-        ({}, "forked or spawned by rank 2"),
-        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "the launcher and MPI disagree"),
-    ],
+    [({}, "forked or spawned by rank 2"), ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "2 ranks were launched")],
     ids=["child", "rank of a new job"],
 )
-def test_a_child_that_is_a_rank_of_a_new_job_may_start(alone, env, said):
-    ended = alone("import axonmpi as ax; ax.init_process_group()", AXONMPI_PARENT_RANK="2", **env)
-    assert ended.returncode == 1
-    assert said in ended.stderr
-
-
-def test_children_of_a_process_without_mpi_may_start(alone):
-    ended = alone(
-        """
-        import multiprocessing, sys
-        sys.modules["mpi4py"] = None
-        import axonmpi as ax
-
-        def work():
-            ax.World.init("mpi")
-            raise SystemExit(7)
-
-        ax.init_process_group()
-        child = multiprocessing.get_context("fork").Process(target=work)
-        child.start()
-        child.join()
-        assert child.exitcode == 7
-        """
-    )
-    assert ended.returncode == 0, ended.stderr
+def test_a_child_that_is_a_rank_of_a_new_job_may_start(monkeypatch, env, said):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)  # where it may start, it finds no MPI
+    for name, value in {"AXONMPI_PARENT_RANK": "2", **env}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(runtime.LaunchError, match=said):
+        runtime.start_world()

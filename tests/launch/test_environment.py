@@ -67,11 +67,6 @@ def test_launchers_are_recognised(env, expected):
         assert dict(one.variables).items() <= env.items()
 
 
-def test_the_variables_seen_are_kept_with_their_values():
-    (launcher,) = environment.detect_launchers({"WORLD_SIZE": "2", "RANK": "0", "HOME": "/root"})
-    assert launcher.variables == (("RANK", "0"), ("WORLD_SIZE", "2"))
-
-
 @pytest.mark.parametrize(
     ("env", "ranks"),
     [
@@ -144,22 +139,18 @@ def check(env, rank, size, library):
     return environment.check_launch(environment.detect_launchers(env), rank, size, library)
 
 
-@pytest.mark.parametrize(
-    "env",
-    [{}, OPEN_MPI, MVAPICH, MPICH, INTEL, PMIX, {**PMI, **SLURM}, {**PMIX, **SLURM}, TORCHRUN, {**MPICH, **RANK}],
-)
-@pytest.mark.parametrize("library", [MPICH_LIBRARY, OPEN_MPI_LIBRARY, UNKNOWN_LIBRARY])
-def test_agreement_is_silent(env, library):
-    assert check(env, 5, 8, library) is None
+SILENT = [
+    *((env, 5, 8) for env in ({}, OPEN_MPI, MVAPICH, MPICH, INTEL, PMIX, TORCHRUN)),
+    *((env, 5, 8) for env in ({**PMI, **SLURM}, {**PMIX, **SLURM}, {**MPICH, **RANK})),
+    *((env, 0, 1) for env in ({}, {"WORLD_SIZE": "1", "RANK": "0"}, {"PMIX_RANK": "0"}, {"SLURM_NTASKS": "8"})),
+    (SLURM, 2, 8),  # it may number the ranks in another order
+]
 
 
-@pytest.mark.parametrize("env", [{}, {"WORLD_SIZE": "1", "RANK": "0"}, {"PMIX_RANK": "0"}, {"SLURM_NTASKS": "8"}])
-def test_a_real_single_rank_is_silent(env):
-    assert check(env, 0, 1, MPICH_LIBRARY) is None
-
-
-def test_slurm_may_number_the_ranks_in_another_order():
-    assert check(SLURM, 2, 8, MPICH_LIBRARY) is None
+@pytest.mark.parametrize(("env", "rank", "size"), SILENT)
+def test_agreement_is_silent(env, rank, size):
+    for library in (MPICH_LIBRARY, OPEN_MPI_LIBRARY, UNKNOWN_LIBRARY):
+        assert check(env, rank, size, library) is None
 
 
 BY_MPICH = "/opt/mpich/bin/mpirun -n 8 python"
@@ -179,6 +170,7 @@ MISTAKES = {
         "belongs to another",
     ),
     "mvapich, library mpich": (MVAPICH, MPICH_LIBRARY, BY_MPICH, "belongs to another"),
+    "rank 0": ({**MPICH, "PMI_RANK": "0"}, OPEN_MPI_LIBRARY, BY_OPEN_MPI, "rank 0 of 8"),
     "no mpirun found": (MPICH, UNKNOWN_LIBRARY, "the mpirun that belongs to Some MPI -n 8", "an unknown place"),
     "srun none, mpich": (SLURM, MPICH_LIBRARY, "srun --mpi=pmi2 -n 8 python", BY_MPICH),
     "srun none, open mpi": (SLURM, OPEN_MPI_LIBRARY, "srun --mpi=pmix -n 8 python", BY_OPEN_MPI),
@@ -209,10 +201,6 @@ def test_single_ranks_are_refused_with_what_to_type(env, library, typed, explain
     for launcher in environment.detect_launchers(env)[:1]:
         for name, value in launcher.variables:
             assert f"{name}={value}" in message
-
-
-def test_rank_zero_of_single_ranks_is_refused_too():
-    assert "rank 0 of 8" in check({**MPICH, "PMI_RANK": "0"}, 0, 1, OPEN_MPI_LIBRARY)
 
 
 @pytest.mark.parametrize(

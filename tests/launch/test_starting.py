@@ -4,23 +4,9 @@ import sys
 
 import pytest
 
-from axonmpi.backends import runtime
-
-START = """
 import axonmpi as ax
-world = ax.init_process_group()
-print("size", world.size)
-"""
-NO_MPI4PY = "import sys; sys.modules['mpi4py'] = None\n"
-MPI_IS_MISSING = [
-    (NO_MPI4PY, {}, "mpi4py is not installed"),
-    ("", {"MPI4PY_LIBMPI": "/gone.so"}, "cannot load an MPI library"),
-]
-
-
-def last_error(ended):
-    """The message of the exception that ended a process: what follows the innermost line of code."""
-    return ended.stderr[ended.stderr.rindex("axonmpi.errors.") :]
+from axonmpi import environment
+from axonmpi.backends import runtime
 
 
 @pytest.mark.parametrize("init_method", ["tcp://host:1", "file:///tmp/x", "", "mpi:", 3])
@@ -67,110 +53,127 @@ def test_a_single_rank_keeps_pythons_own_ways(alone):
     assert ended.stderr == ""
 
 
-def test_mpi_may_have_been_started_before(alone):
+def test_a_single_rank_needs_no_mpi_and_nor_do_its_children(alone):
     ended = alone(
         """
+        import multiprocessing, sys
+        sys.modules["mpi4py"] = None
+        import torch
+        import axonmpi as ax
+        from axonmpi.backends import runtime
+
+        def work():
+            ax.World.init("mpi")
+            raise SystemExit(7)
+
+        world = ax.init_process_group()
+        child = multiprocessing.get_context("fork").Process(target=work)
+        child.start()
+        child.join()
+        print(world.size, ax.get_num_nodes(), ax.all_reduce_sum(torch.ones(2)), child.exitcode)
+        runtime.start_mpi()
+        """
+    )
+    assert ended.stdout == "1 1 None 7\n", ended.stderr
+    assert ended.returncode == 1
+    message = ended.stderr[ended.stderr.rindex("axonmpi.errors.") :]
+    assert "mpi4py is not installed" in message
+    assert "pip install 'axonmpi[mpich]'" in message
+
+
+def test_several_ranks_need_mpi(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    message = (
+        r"4 ranks were launched \(OMPI_COMM_WORLD_RANK=0, OMPI_COMM_WORLD_SIZE=4\), but mpi4py is not installed"
+    )
+    with pytest.raises(ax.LaunchError, match=message):
+        runtime.start_world()
+
+
+def test_an_mpi_that_cannot_be_used_is_refused(alone):
+    ended = alone(
+        """
+        import mpi4py
+        mpi4py.rc.threads = False
         from mpi4py import MPI
         import axonmpi as ax
-        for _ in range(2):
-            assert ax.init_process_group("mpi", "env://").size == 1
-            ax.destroy_process_group()
+        for prepare in (lambda: None, MPI.Finalize):
+            prepare()
+            try:
+                ax.init_process_group()
+            except ax.LaunchError as error:
+                print(error)
         """
     )
     assert ended.returncode == 0, ended.stderr
+    one_thread, finalized = ended.stdout.splitlines()
+    assert "asynchronous operations need MPI_THREAD_MULTIPLE" in one_thread
+    assert "MPI has been finalised in this process" in finalized
 
 
-@pytest.mark.parametrize(
-    ("before", "said"),
-    [
-        ("from mpi4py import MPI; MPI.Finalize()", "MPI has been finalised in this process"),
-        (
-            "import mpi4py; mpi4py.rc.threads = False; from mpi4py import MPI",
-            "asynchronous operations need MPI_THREAD_MULTIPLE",
-        ),
-    ],
-    ids=["finalised", "one thread"],
-)
-def test_an_mpi_that_cannot_be_used_is_refused(alone, before, said):
-    ended = alone(before + START)
-    assert ended.returncode == 1
-    assert said in last_error(ended)
+DISAGREEMENTS = {
+    "PMI_RANK=1 PMI_SIZE=4 MPI_LOCALRANKID=0": "mpirun -n 4 python",
+    "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4": "mpirun -n 4 python",
+    "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=4": "srun --mpi=",
+    "WORLD_SIZE=4": "unset WORLD_SIZE",
+}
 
 
-@pytest.mark.parametrize(("before", "env", "said"), MPI_IS_MISSING, ids=["no mpi4py", "no library"])
-def test_a_single_rank_needs_no_mpi(alone, before, env, said):
-    ended = alone(
-        before
-        + START
-        + """
-import torch
-assert ax.all_reduce_sum(torch.ones(2)) is None and ax.get_num_nodes() == 1
-from axonmpi.backends import runtime
-runtime.start_mpi()
-""",
-        **env,
-    )
-    assert ended.stdout == "size 1\n", ended.stderr
-    assert ended.returncode == 1
-    assert said in last_error(ended)
-    assert "pip install 'axonmpi[mpich]'" in last_error(ended)
-
-
-def test_several_ranks_need_mpi(alone):
-    ended = alone(NO_MPI4PY + START, OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="0")
-    assert ended.returncode == 1
-    message = "4 ranks were launched (OMPI_COMM_WORLD_RANK=0, OMPI_COMM_WORLD_SIZE=4), but mpi4py is not installed"
-    assert message in last_error(ended)
-
-
-@pytest.mark.parametrize(
-    ("env", "typed"),
-    [
-        ({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0"}, "mpirun -n 4 python"),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, "mpirun -n 4 python"),
-        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}, "srun --mpi="),
-        ({"WORLD_SIZE": "4"}, "unset WORLD_SIZE"),
-    ],
-    ids=["PMI", "Open MPI", "Slurm", "leftover"],
-)
-def test_processes_that_do_not_know_of_each_other_are_refused(alone, env, typed):
-    ended = alone(START, PYTHONWARNINGS="error::RuntimeWarning", **env)
-    assert ended.returncode == 1
-    assert "size 1" not in ended.stdout
-    message = last_error(ended)
-    assert message.startswith("axonmpi.errors.LaunchError: the launcher and MPI disagree")
-    assert "of 4, by MPI it is rank 0 of 1" in message
-    assert typed in message
-    library = runtime.library_info()
-    assert f"{library.vendor} {library.version} from {library.path}" in message
-    for name, value in env.items():
-        assert f"{name}={value}" in message
-
-
-def test_a_launcher_that_the_library_cannot_start_under_is_refused(alone):
-    if runtime.library_info().vendor != "MPICH":
-        pytest.skip("only MPICH ends the process; the others start as single ranks, as tested above")
-    ended = alone(START, PMIX_RANK="1", PMIX_NAMESPACE="job", OMPI_COMM_WORLD_SIZE="2")
-    assert ended.returncode == 1
-    assert "MPICH was built without" in last_error(ended)
-    assert "Abort" not in ended.stderr
-
-
-def test_torchrun_is_refused(alone):
+def test_processes_that_do_not_know_of_each_other_are_refused(alone):
     ended = alone(
         f"""
-        import runpy, sys, tempfile
-        with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
-            script.write({START!r})
-            script.flush()
-            sys.argv = ["torchrun", "--standalone", "--nproc-per-node=2", script.name]
-            runpy.run_module("torch.distributed.run", run_name="__main__")
+        import os
+        import axonmpi as ax
+        for variables in {list(DISAGREEMENTS)}:
+            own = dict(each.split("=") for each in variables.split())
+            os.environ.update(own)
+            try:
+                ax.init_process_group()
+            except ax.LaunchError as error:
+                print(error, "END")
+            for name in own:
+                del os.environ[name]
+        """,
+        PYTHONWARNINGS="error::RuntimeWarning",
+    )
+    assert ended.returncode == 0, ended.stderr
+    library = runtime.library_info()
+    messages = ended.stdout.split("END\n")[:-1]
+    for message, (variables, typed) in zip(messages, DISAGREEMENTS.items(), strict=True):
+        assert message.startswith("the launcher and MPI disagree")
+        assert "of 4, by MPI it is rank 0 of 1" in message
+        assert typed in message
+        assert f"{library.vendor} {library.version} from {library.path}" in message
+        for variable in variables.split():
+            assert variable in message
+
+
+def test_a_launcher_that_the_library_cannot_start_under_is_refused(monkeypatch):
+    if runtime.library_info().vendor != "MPICH":
+        pytest.skip("only MPICH ends the process; the others start as single ranks, as tested above")
+    for name, value in {"PMIX_RANK": "1", "PMIX_NAMESPACE": "job", "OMPI_COMM_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # this rank would leave the error unsaid
+    with pytest.raises(ax.LaunchError, match="MPICH was built without"):
+        runtime.start_world()
+
+
+def test_torchrun_is_recognised(alone):
+    ended = alone(
+        """
+        import runpy, sys
+        sys.argv = ["torchrun", "--standalone", "--nproc-per-node=2", "--no-python", "env", "-0"]
+        runpy.run_module("torch.distributed.run", run_name="__main__")
         """
     )
-    assert ended.returncode != 0
-    assert "by the variables of torchrun this is rank" in ended.stderr
-    assert "(torchrun starts processes that MPI knows nothing of)" in ended.stderr
-    assert "size 1" not in ended.stdout
+    assert ended.returncode == 0, ended.stderr
+    given = dict(each.split("=", 1) for each in ended.stdout.split("\0") if "=" in each)
+    (launcher,) = environment.detect_launchers(given)
+    assert (launcher.name, launcher.size, launcher.local_size) == ("torchrun", 2, 2)
+    message = environment.check_launch([launcher], 0, 1, runtime.library_info())
+    assert "(torchrun starts processes that MPI knows nothing of)" in message
 
 
 def test_the_library_and_its_launcher():
@@ -182,17 +185,20 @@ def test_the_library_and_its_launcher():
     assert library.vendor in ("MPICH", "Open MPI", "Intel MPI", "MVAPICH")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_know_their_place_and_share_the_cores(job, ranks):
+def test_ranks_know_their_place_share_the_cores_and_hear_of_a_disagreement_on_one(job):
+    """Also where MPI runs already."""
     ended = job(
-        ranks,
+        2,
         """
         from axonmpi import environment
         from axonmpi.backends import runtime
 
+        ax.destroy_process_group()
+        assert ax.init_process_group("mpi", "env://").size == 2
+
         started = runtime.start_world()
-        assert (started.rank, started.size) == (started.comm.rank, RANKS)
-        assert (started.local_rank, started.local_size) == (started.rank, RANKS)
+        assert (started.rank, started.size) == (started.comm.rank, 2)
+        assert (started.local_rank, started.local_size) == (started.rank, 2)
         assert (started.node_rank, started.num_nodes) == (0, 1)
         masks = started.comm.allgather(environment.usable_cores())
         assert started.num_threads == torch.get_num_threads()
@@ -203,86 +209,43 @@ def test_ranks_know_their_place_and_share_the_cores(job, ranks):
         assert runtime.start_world().num_threads == 3 == torch.get_num_threads()
         assert runtime.start_world().threads_reason == "MKL_NUM_THREADS=5 is set"
         assert runtime.start_world(num_threads=2).num_threads == 2 == torch.get_num_threads()
-        print("done")
-        """,
-        before=f"RANKS = {ranks}\n",
-        OMP_NUM_THREADS="",
-    )
-    assert ended.code == 0, ended.err
-    assert ended.out.split() == ["done"] * ranks
-
-
-def test_a_disagreement_on_one_rank_is_an_error_on_all(job):
-    ended = job(
-        2,
-        """
-        from axonmpi.backends import runtime
 
         os.environ["WORLD_SIZE"] = "2"
         os.environ["RANK"] = "0"
         try:
             runtime.start_world("env://")
         except ax.LaunchError as error:
-            print(world.rank, str(error).splitlines()[0], flush=True)
+            print(str(error).splitlines()[0], flush=True)
         os.environ["RANK"] = str(world.rank)
         assert runtime.start_world("env://").size == 2
         """,
+        before="from mpi4py import MPI\n",
+        OMP_NUM_THREADS="",
     )
     assert ended.code == 0, ended.err
-    message = (
-        "on ranks 1 the launcher and MPI disagree: by the variables of RANK/WORLD_SIZE this is rank 0 of 2, "
-        "by MPI it is rank 1 of 2."
-    )
-    assert sorted(ended.out.splitlines()) == [f"0 {message}", f"1 {message}"]
+    by_variables = "by the variables of RANK/WORLD_SIZE this is rank 0 of 2"
+    said = f"on ranks 1 the launcher and MPI disagree: {by_variables}, by MPI it is rank 1 of 2."
+    assert ended.out.splitlines() == [said] * 2
 
 
-@pytest.mark.cold
-def test_a_leftover_world_size_ends_a_real_job(job):
-    ended = job(2, "print('not reached')", WORLD_SIZE="3")
-    assert ended.code == 1
-    assert "on ranks 0, 1 the launcher and MPI disagree" in ended.err
-    assert "unset WORLD_SIZE" in ended.err
-    assert "not reached" not in ended.out
+def test_imports_and_sessions_on_mock_ranks_start_no_mpi(alone, tmp_path):
+    (tmp_path / "pytest.ini").touch()
+    (tmp_path / "test_it.py").write_text("""
+import pytest
 
-
-def test_importing_starts_nothing(alone):
+@pytest.mark.ranks(2)
+def test_it(world):
+    assert world.size == 2
+""")
     ended = alone(
-        """
+        f"""
         import sys, threading
-        import axonmpi
-        assert "mpi4py.MPI" not in sys.modules
-        assert threading.active_count() == 1
-        assert sys.excepthook is sys.__excepthook__
-        print("fine")
+        import axonmpi, axonmpi.testing
+        print([name in sys.modules for name in ("pytest", "mpi4py.MPI")])
+        print(threading.active_count(), sys.excepthook is sys.__excepthook__)
+        import pytest
+        print(int(pytest.main(["-q", "-p", "no:cacheprovider", {str(tmp_path)!r}])), "mpi4py.MPI" in sys.modules)
         """
     )
-    assert ended.stdout == "fine\n", ended.stderr
-
-
-def test_this_interpreter_reads_the_exit_code_where_it_is_expected(alone):
-    # The mechanism itself, without MPI, so that a version of Python that works differently is noticed.
-    ended = alone(
-        """
-        import atexit, os, sys
-        from axonmpi.backends import exits
-
-        seen = []
-        exits._observe_system_exit(lambda code: seen.append(code) or code)
-        try:
-            sys.exit(9)
-        except SystemExit as error:
-            assert error.code == 9
-        for statement in ("sys.exit(3)", "raise SystemExit(4)", "sys.exit()", "exit('x')"):
-            child = os.fork()
-            if child == 0:
-                atexit.register(lambda: print(statement, "gives", seen, flush=True))
-                exec(statement)
-            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-        """
-    )
-    assert ended.stdout.splitlines() == [
-        *("sys.exit(3) gives [3]", "3"),
-        *("raise SystemExit(4) gives [4]", "4"),
-        *("sys.exit() gives [None]", "0"),
-        *("exit('x') gives ['x']", "1"),
-    ], (sys.version, ended.stderr)
+    lines = ended.stdout.splitlines()
+    assert [*lines[:2], lines[-1]] == ["[False, False]", "1 True", "0 False"], ended.stdout + ended.stderr

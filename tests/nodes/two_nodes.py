@@ -126,15 +126,6 @@ class TwoNodes:
         while "state UP" not in (state := self._inside(node, "ip", "-o", "link", "show", "eth0")):
             assert time.monotonic() < deadline, f"the cable does not work: {state}"
 
-    def traffic(self) -> tuple[int, int]:
-        """Return how many bytes have gone from the first node to the second, and back."""
-        for line in self._inside(0, "cat", "/proc/net/dev").splitlines():
-            name, _, numbers = line.partition(":")
-            if name.strip() == "eth0":
-                counts = [int(number) for number in numbers.split()]
-                return counts[8], counts[0]
-        raise AssertionError("the first node has no eth0")
-
     def run(
         self, ranks: tuple[int, int], *arguments: str, timeout: float, env: dict[str, str] | None = None
     ) -> str:

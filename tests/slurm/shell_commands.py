@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,17 +28,14 @@ def command_environment(folder: Path) -> dict[str, str]:
     Args:
         folder: An existing folder, for the stand-ins.
     """
-    # What stands for this interpreter may have a folder of its own, and its programs another process group.
-    python = str(Path(sysconfig.get_path("scripts"), "python"))
     for name in fake_slurm.COMMANDS:
         program = folder / name
-        program.write_text(f'#!/bin/sh\nexec "{python}" "{fake_slurm.__file__}" {name} "$@"\n')
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{fake_slurm.__file__}" {name} "$@"\n')
         program.chmod(0o755)
-    programs = [str(folder), str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
     inherited = environment.without_launcher_variables(os.environ)
     return {
         **{name: value for name, value in inherited.items() if not name.startswith(("SLURM_", "SBATCH_"))},
-        "PATH": os.pathsep.join([*programs, inherited["PATH"]]),
+        "PATH": os.pathsep.join([str(folder), str(Path(sys.executable).parent), inherited["PATH"]]),
         # More ranks than cores, and root: what Open MPI asks for in tests only.
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

@@ -1,15 +1,16 @@
 """The templates for Slurm start one job of as many ranks as they ask for, and hand the user's arguments on."""
 
 import json
+import re
+import shlex
 import shutil
-import subprocess
 
 import pytest
 from shell_commands import REPOSITORY, command_environment, run
 
 TEMPLATES = sorted((REPOSITORY / "slurm").glob("*.sh"))
 TWO_RANKS = {"one_node.sh": ["--ntasks=2"], "several_nodes.sh": ["--nodes=1", "--ntasks-per-node=2"]}
-SMALL = ["--steps", "3", "--data-limit", "0.2", "--held-out-sequences", "8", "--sample-length", "0", "--no-plot"]
+SMALL = ["--steps", "2", "--data-limit", "0.2", "--held-out-sequences", "8", "--sample-length", "0", "--no-plot"]
 
 templates = pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
 
@@ -22,20 +23,25 @@ def site(tmp_path):
     return tmp_path / "here", command_environment(tmp_path / "programs")
 
 
-@templates
-def test_bash_reads_the_template(template):
-    subprocess.run(["bash", "-n", str(template)], check=True)
+def submissions() -> list[str]:
+    """Return the lines of the page's first commands, which submit each template."""
+    page = (REPOSITORY / "docs/slurm.md").read_text()
+    return page.partition("```sh\n")[2].partition("```")[0].splitlines()
 
 
-@pytest.mark.rank_timeout(200)
-@templates
-def test_a_job_trains_on_ranks_that_see_each_other(template, site):
+@pytest.mark.parametrize("line", submissions())
+def test_a_job_trains_on_ranks_that_see_each_other(line, site):
     folder, env = site
-    ended = run(["sbatch", *TWO_RANKS[template.name], str(template), *SMALL], folder, env)
+    (folder / "slurm").symlink_to(REPOSITORY / "slurm")
+    ended = run([*shlex.split(line), *SMALL], folder, env)
     assert ended.code == 0, ended.output
     summary = json.loads((folder / "axonmpi-runs/axonmpi-1/summary.json").read_text())
-    assert (summary["ranks"], summary["steps"]) == (2, 3)
+    assert (summary["ranks"], summary["steps"]) == (2, 2)
     assert "on 2 ranks" in (folder / "axonmpi-1.out").read_text()
+
+
+def test_the_page_submits_each_template():
+    assert sorted(re.findall(r"slurm/(\S+)", "\n".join(submissions()))) == [path.name for path in TEMPLATES]
 
 
 @templates
