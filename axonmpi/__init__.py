@@ -1,4 +1,4 @@
-"""Distributed PyTorch training where MPI starts the ranks (layer 8: names only).
+"""Distributed PyTorch training where MPI starts the ranks.
 
     import axonmpi as ax
 
@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from . import autograd, comm, errors, testing
 from .backends.base import Backend
-from .backends.mock import MockBackend
+from .backends.mock.backend import MockBackend
+from .collectives.gradient_norm import clip_grad_norm
 from .comm import (
     all_gather,
     all_gather_object,
@@ -77,9 +78,8 @@ from .fsdp import (
     ShardedGradScaler,
     ShardingStrategy,
 )
-from .group import ProcessGroup, World
-from .mesh import DeviceMesh
-from .norms import clip_grad_norm
+from .groups.mesh import DeviceMesh
+from .groups.world import ProcessGroup, World
 from .pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
 from .tensor import (
     ColumnParallelLinear,
@@ -96,7 +96,7 @@ from .tensor import (
 from .types import GradSyncStrategy, Observer, ReduceOp, Work
 
 if TYPE_CHECKING:
-    from .backends.mpi import MpiBackend
+    from .backends.mpi.backend import MpiBackend
 
 __version__ = "0.1.0"
 
@@ -198,7 +198,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "MpiBackend":  # its modules are imported when somebody asks for them
-        from .backends.mpi import MpiBackend
+        from .backends.mpi.backend import MpiBackend
 
         return MpiBackend
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Collectives that autograd can follow, in pairs that are each other's transpose (layer 4).
+"""Collectives that autograd can follow, in pairs that are each other's transpose.
 
     forward                               backward                       Megatron-LM calls it
     copy             x on all ranks       sum of the gradients           f
@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .arguments import either_group_name
 from .backends.checks import check_tensor, wrap_dim
 from .errors import DtypeError
-from .group import ProcessGroup, chosen_group
-from .partition import split_sizes
+from .groups.world import ProcessGroup, chosen_group
 from .types import ReduceOp
+from .utils.arguments import either_group_name
+from .utils.partition import split_sizes
 
 __all__ = ["all_gather", "all_to_all", "copy", "gather", "reduce", "reduce_scatter", "scatter"]
 

@@ -1,4 +1,4 @@
-"""The collectives as free functions, and the life cycle of the default group (layer 4).
+"""The collectives as free functions, and the life cycle of the default group.
 
 Every function takes the group last, None means the group of all ranks, and calls the group's method of the same
 name. What each does, its errors and its shapes are documented once, at the method of `Backend` that it names.
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import either_group_name, given_twice
 from .errors import CommunicatorError
-from .group import ProcessGroup, World, chosen_group, current_world, default_group
+from .groups.world import ProcessGroup, World, chosen_group, current_world, default_group
 from .types import ReduceOp, Seconds, Work
+from .utils.arguments import either_group_name, given_twice
 
 __all__ = [
     "all_gather",

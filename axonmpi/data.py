@@ -1,4 +1,4 @@
-"""Which samples of a dataset each rank takes, and how to go on in the middle of an epoch (layer 5).
+"""Which samples of a dataset each rank takes, and how to go on in the middle of an epoch.
 
 An epoch is one fixed order of all samples, the same on every rank: a permutation made from the seed and the
 epoch, or 0, 1, 2, … without shuffling. The ranks are dealt this order like cards. So how far an epoch has
@@ -19,8 +19,8 @@ from typing import SupportsIndex
 import torch
 from torch.utils.data import Sampler
 
-from .arguments import check_flags, either_name, integer
-from .group import current_world
+from .groups.world import current_world
+from .utils.arguments import check_flags, either_name, integer
 
 __all__ = ["DistributedSampler"]
 

@@ -1,4 +1,4 @@
-"""What can go wrong, as types (layer 0).
+"""What can go wrong, as types.
 
 A mistake in a call is a `ValueError` or `TypeError`, as everywhere in Python. Everything here is the
 other kind: the launch, the machine or another rank is at fault, and the code at the call site may be right.

@@ -1,4 +1,4 @@
-"""Products of matrices by the quicker of two libraries that torch has, where torch does not choose it (layer 1).
+"""Products of matrices by the quicker of two libraries that torch has, where torch does not choose it.
 
 torch multiplies float32 matrices by MKL, which on AMD's processors does without AVX-512 and takes twice as long as
 oneDNN. There, oneDNN computes what layers of this package compute, unless the product is too small to gain by it:
@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .environment import wanted_matmul
-from .memory import gradient_memory
+from .launch.variables import wanted_matmul
+from .utils.memory import gradient_memory
 
 __all__ = ["gains", "is_plain", "linear", "onednn_is_quicker", "product", "weight_gradient"]
 

@@ -1,4 +1,4 @@
-"""The small types that every layer speaks in (layer 0): reductions, strategies, Work, Observer."""
+"""The small types that every layer speaks in: reductions, strategies, Work, Observer."""
 
 from __future__ import annotations
 

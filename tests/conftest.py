@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from axonmpi import environment
-from axonmpi.backends.cores import CoreShare
-from axonmpi.backends.mock import MockBackend
-from axonmpi.group import current_world
-from axonmpi.testing.marked import marked_rank_count
+from axonmpi.backends.mock.backend import MockBackend
+from axonmpi.groups.world import current_world
+from axonmpi.launch import variables as environment
+from axonmpi.launch.cpu import CoreShare
+from axonmpi.testing.plugin.marked import marked_rank_count
 
 pytest_plugins = ["pytester"]
 

@@ -1,4 +1,4 @@
-"""The contract of every backend, with all argument checks in one place (layer 1).
+"""The contract of every backend, with all argument checks in one place.
 
 A `Backend` is a communicator for one fixed set of ranks. Its public methods check the arguments, say which
 `Call` this is, and hand over to the subclass, which only moves data:
@@ -22,9 +22,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..arguments import check_flags, member, seconds
 from ..errors import CommunicatorError, DtypeError
 from ..types import Observer, ReduceOp, Seconds, Work
+from ..utils.arguments import check_flags, member, seconds
+from ..utils.waiting import Steps, in_inference_mode
 from .call import Call, Layout
 from .checks import (
     check_dtype,
@@ -40,10 +41,9 @@ from .checks import (
     check_writable,
     wrap_dim,
 )
-from .flat_parts import FlatParts
-from .node_counters import WORDS_PER_COUNTER, NodeCounters
+from .concat_view import FlatParts
 from .reduction import check_reducible, wide_dtype
-from .turns import Steps, in_inference_mode
+from .shared.counters import WORDS_PER_COUNTER, NodeCounters
 
 __all__ = ["Backend", "TaskQueue"]
 

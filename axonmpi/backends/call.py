@@ -1,4 +1,4 @@
-"""What the ranks of a group have to agree on before a collective moves data (layer 1).
+"""What the ranks of a group have to agree on before a collective moves data.
 
 A `Call` is the operation, dtype, shape, reduction and root of one rank's call, with a fingerprint. Backends compare
 the fingerprints of all ranks first; where they differ, `mismatch_error` says which ranks called what.

@@ -1,4 +1,4 @@
-"""Checks of the arguments of every operation (layer 1): what was expected, what came, and what to do.
+"""Checks of the arguments of every operation: what was expected, what came, and what to do.
 
 They run before anything is sent, on the rank that made the mistake.
 """
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..arguments import hint
 from ..errors import DimensionError, DtypeError
+from ..utils.arguments import hint
 from .reduction import DTYPES
 
 __all__ = [

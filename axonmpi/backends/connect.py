@@ -1,4 +1,4 @@
-"""Which way a group's data takes (layer 2).
+"""Which way a group's data takes.
 
 Ranks that share memory (MPI's `COMM_TYPE_SHARED`, not host names) communicate through it;
 `AXONMPI_COLLECTIVES=plain` leaves everything to MPI.
@@ -12,19 +12,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .. import environment
-from .lanes import Lane, Nodes
-from .mpi_slots import SlotExchange
-from .node_barrier import Fence, NodeBarrier
-from .node_memory import NodeMemory, OneNode, OwnMemory, SeveralNodes
-from .node_paths import NodePaths
-from .node_plans import medium_bytes
-from .node_room import NodeRoom
-from .node_scratch import ALIGNMENT
-from .node_slots import NodeSlots
-from .plain_paths import Limits, Paths, PlainPaths
-from .shared_memory import PAGE, Arena, Segment
-from .two_level_paths import TwoLevelPaths
+from ..launch import variables as environment
+from .handshake import SlotExchange
+from .network.channels import Lane, Nodes
+from .network.collectives import TwoLevelPaths
+from .plain import Limits, Paths, PlainPaths
+from .shared.all_reduce import medium_bytes
+from .shared.barrier import Fence, NodeBarrier
+from .shared.collectives import NodePaths
+from .shared.handshake import NodeSlots
+from .shared.node_memory import NodeMemory, OneNode, OwnMemory, SeveralNodes
+from .shared.room import NodeRoom
+from .shared.segment import PAGE, Arena, Segment
+from .shared.staging import ALIGNMENT
 
 STRONGLY_ORDERED = frozenset({"x86_64", "AMD64", "i386", "i686"})
 """Processors that keep a process's loads and stores in order for all others, but for a load that passes a store,

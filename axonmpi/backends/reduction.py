@@ -1,4 +1,4 @@
-"""Reducing the tensors of all ranks, in rank order (layer 1).
+"""Reducing the tensors of all ranks, in rank order.
 
 Every backend reduces with the functions below, so that all of them give the same bits: the parts are taken in
 the order of the ranks, one after the other, and 16-bit and 8-bit floating-point types accumulate in
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import member
 from ..errors import DtypeError
 from ..types import ReduceOp
+from ..utils.arguments import member
 
 __all__ = [
     "DTYPES",

@@ -1,4 +1,4 @@
-"""The thread that runs a group's asynchronous operations, one after the other (layer 2).
+"""The thread that runs a group's asynchronous operations, one after the other.
 
 MPI libraries hardly progress a non-blocking collective unless somebody polls it, but release Python's lock
 while they block. So an asynchronous operation is a blocking one on a thread of its own: one thread for each
@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ..arguments import seconds
 from ..errors import CollectiveTimeoutError, RankFailedError
 from ..types import Observer, Seconds, Work
-from .turns import Pause, Steps, take_short_turns
+from ..utils.arguments import seconds
+from ..utils.waiting import Pause, Steps, take_short_turns
 
 __all__ = ["Worker", "WorkerWork"]
 

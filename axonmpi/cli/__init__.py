@@ -1,4 +1,4 @@
-"""The `axonmpi` command: chooses a subcommand and hands it the rest of the arguments (layer 7).
+"""The `axonmpi` command: chooses a subcommand and hands it the rest of the arguments.
 
     mpirun -n 4 axonmpi train --steps 500
                         └─ axonmpi.cli.train.main(["--steps", "500"]) -> exit code
@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TextIO
 
-from ..backends.exits import let_first_speak
-from ..environment import is_first_launched
 from ..errors import LaunchError
+from ..launch.exit import let_first_speak
+from ..launch.variables import is_first_launched
 
 __all__ = ["main"]
 

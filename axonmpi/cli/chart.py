@@ -1,4 +1,4 @@
-"""`axonmpi chart`: a pipeline schedule as a picture, in the terminal or in a file (layer 7).
+"""`axonmpi chart`: a pipeline schedule as a picture, in the terminal or in a file.
 
     axonmpi chart --schedule 1f1b --stages 4 --micro-batches 8
     axonmpi chart --schedule zero-bubble --stages 8 --chunks 2 --micro-batches 16 --output chart.svg
@@ -17,11 +17,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..environment import is_first_launched
+from ..launch.variables import is_first_launched
 from ..pipeline import Costs, PipelineSchedule, Schedule, Timeline, make_schedule, simulate
-from ..pipeline.chart import describe, draw_chart, text_chart, text_scale
-from ..pipeline.simulator import measured_costs
-from ..pipeline.trace import last_step, read_trace
+from ..pipeline.schedule.chart import describe, draw_chart, text_chart, text_scale
+from ..pipeline.schedule.simulator import measured_costs
+from ..pipeline.schedule.trace import last_step, read_trace
 from . import parse_arguments, print_on_first_rank, refuse
 
 __all__ = ["main"]

@@ -1,4 +1,4 @@
-"""`axonmpi doctor`: what a user needs to know when a launch goes wrong (layer 7).
+"""`axonmpi doctor`: what a user needs to know when a launch goes wrong.
 
     axonmpi doctor                     is everything installed, and which mpirun belongs to it?
     mpirun -n 4 axonmpi doctor         does this launcher start one job of four ranks, where are they, and do they
@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from ..backends import runtime
 from ..backends.connect import connect
-from ..backends.runtime import Started
-from ..backends.shared_memory import remedy
-from ..environment import (
+from ..backends.shared.segment import remedy
+from ..errors import LaunchError
+from ..launch import start as runtime
+from ..launch.start import Started
+from ..launch.variables import (
     Launcher,
     MpiLibrary,
     detect_launchers,
@@ -31,7 +32,6 @@ from ..environment import (
     usable_cores,
     wants_shared_memory,
 )
-from ..errors import LaunchError
 from . import parse_arguments
 
 __all__ = ["main"]

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..comm import destroy_process_group, init_process_group
-from ..environment import detect_launchers
-from ..group import World
+from ..groups.world import World
+from ..launch.variables import detect_launchers
 from ..train.config import Config, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig, TextConfig
 from ..train.config_file import load_config
 from ..train.corpus import Corpus, load_corpus

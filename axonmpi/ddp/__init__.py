@@ -1,4 +1,4 @@
-"""Data parallelism: every rank has the whole model and a part of the batch; gradients are averaged (layer 5)."""
+"""Data parallelism: every rank has the whole model and a part of the batch; gradients are averaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients laid end to end, to be reduced together (layer 5).
+"""Gradients laid end to end, to be reduced together.
 
     bucket 0  | grad of head.weight | grad of head.bias |          first to become ready in backward
     bucket 1  | grad of block3.w    | grad of block2.w  | ...
@@ -19,12 +19,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..bucketing import by_dtype
-from ..group import ProcessGroup
-from ..memory import ReusedMemory, flat_zeros, set_gradient_memory
-from ..partition import bucket_by_size
+from ..backends.bucketing import by_dtype
+from ..collectives.agreement import gradient_strides
+from ..groups.world import ProcessGroup
 from ..types import ReduceOp
-from ..wrapping.agreement import gradient_strides
+from ..utils.memory import ReusedMemory, flat_zeros, set_gradient_memory
+from ..utils.partition import bucket_by_size
 
 __all__ = ["Bucket", "LargeGradient", "make_buckets", "share_memory"]
 

@@ -1,4 +1,4 @@
-"""Gradients packed into buckets and averaged over ranks, without a module around them (layer 5).
+"""Gradients packed into buckets and averaged over ranks, without a module around them.
 
 For training loops that do not use `DistributedDataParallel`. One large reduction is quicker than many small
 ones, so gradients are copied end to end into flat buckets, and the buckets are reduced:
@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..arguments import either_group_name, member
 from ..errors import CollectiveMismatchError, DtypeError
-from ..group import ProcessGroup, chosen_group
-from ..partition import bucket_by_size
+from ..groups.world import ProcessGroup, chosen_group
 from ..types import GradSyncStrategy, ReduceOp, Work
+from ..utils.arguments import either_group_name, member
+from ..utils.partition import bucket_by_size
 
 __all__ = ["GradientBucket", "GradientSynchronizer"]
 

@@ -1,4 +1,4 @@
-"""Training with a different number of batches on each rank (layer 5).
+"""Training with a different number of batches on each rank.
 
 Before each synchronisation the ranks tell each other who takes part, and in what:
 

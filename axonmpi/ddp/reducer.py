@@ -1,4 +1,4 @@
-"""Averaging gradients while backward runs (layer 5).
+"""Averaging gradients while backward runs.
 
 Autograd calls a hook on each parameter's node when its gradient is complete, after all hooks on the parameter
 itself, whenever they were registered. It puts the gradient into its bucket; a full bucket is reduced, in the
@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
+from ..collectives.divided_parameters import Axis, axes_of, replicate
 from ..errors import CollectiveTimeoutError, RankFailedError, UnusedParameterError
-from ..group import ProcessGroup
+from ..groups.world import ProcessGroup
 from ..types import GradSyncStrategy, ReduceOp, Work
-from ..wrapping.outputs import hook_gradient, outside_compile
+from ..wrapping.autograd import hook_gradient, outside_compile
 from ..wrapping.partial import mark_gradients
-from ..wrapping.parts import Axis, axes_of, replicate
 from .buckets import Bucket, LargeGradient, make_buckets, share_memory
 from .unused import named_ranks, unused_message
 

@@ -1,4 +1,4 @@
-"""What is said about parameters without a gradient (layer 5)."""
+"""What is said about parameters without a gradient."""
 
 from __future__ import annotations
 

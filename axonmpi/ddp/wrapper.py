@@ -1,4 +1,4 @@
-"""The module wrapper of data parallelism (layer 5)."""
+"""The module wrapper of data parallelism."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from ..arguments import check_flags, either_group_name, hint, member
-from ..bucketing import broadcast_coalesced
+from ..backends.bucketing import broadcast_coalesced
+from ..collectives.agreement import check_same_model
+from ..collectives.divided_parameters import check_not_divided, mark_divided
 from ..errors import DtypeError
-from ..group import ProcessGroup, group_of_this_rank
+from ..groups.world import ProcessGroup, group_of_this_rank
 from ..types import GradSyncStrategy
-from ..wrapping.agreement import check_same_model
+from ..utils.arguments import check_flags, either_group_name, hint, member
+from ..wrapping.autograd import accumulates_into, leaf_below, outside_compile, tensors_in
 from ..wrapping.linear import LinearLayers
-from ..wrapping.outputs import accumulates_into, leaf_below, outside_compile, tensors_in
-from ..wrapping.parts import check_not_divided, mark_divided
 from ..wrapping.state_names import Wrapper, hide_wrapper
 from .join import Join, Stateful
 from .reducer import Reducer

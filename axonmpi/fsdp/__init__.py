@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: parameters, gradients and optimizer state divided among the ranks (layer 5)."""
+"""Fully sharded data parallelism: parameters, gradients and optimizer state divided among the ranks."""
 
 from __future__ import annotations
 

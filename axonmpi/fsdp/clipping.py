@@ -1,13 +1,13 @@
-"""The norm of a gradient that is divided among ranks (layer 5)."""
+"""The norm of a gradient that is divided among ranks."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ..group import ProcessGroup, chosen_group
-from ..norms import Copies, clip_over, copy_counts, divided_axes
+from ..collectives.gradient_norm import Copies, clip_over, copy_counts, divided_axes
+from ..groups.world import ProcessGroup, chosen_group
 from .groups import ShardingGroups
-from .run import Run
+from .runtime import Run
 
 __all__ = ["clip_grad_norm"]
 

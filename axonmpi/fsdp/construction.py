@@ -1,4 +1,4 @@
-"""Taking a model apart into flat parameters (layer 5).
+"""Taking a model apart into flat parameters.
 
 Unit by unit: memory, values from rank 0, parts in place of the parameters, and the parameters' own memory is
 given back. So a rank that begins with the whole model never holds more than that and one unit, and a model on
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..group import ProcessGroup
-from ..wrapping.parts import mark_divided
-from .flat import FlatParameter, State
+from ..collectives.divided_parameters import mark_divided
+from ..groups.world import ProcessGroup
+from .flat_parameter import FlatParameter, State
 from .layout import by_elements, by_parameters
 from .offload import Files
 from .options import MixedPrecision
 from .unit import Slot
-from .units import Member, UnitPlan
+from .unit_selection import Member, UnitPlan
 
 __all__ = ["Choices", "build_flats", "initialise", "initialise_buffers", "make_slots"]
 

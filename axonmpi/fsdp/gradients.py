@@ -1,4 +1,4 @@
-"""From whole gradients on every rank to the sum's shard on one (layer 5).
+"""From whole gradients on every rank to the sum's shard on one.
 
 fulls' .grad   | weight ........ | bias |     what autograd leaves, on each rank
 reduce-scatter
@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from ..backends.reduction import wide_dtype
-from ..group import ProcessGroup
+from ..collectives.divided_parameters import Axis, axes_of, replicate
+from ..groups.world import ProcessGroup
 from ..types import ReduceOp, Work
 from ..wrapping.partial import mark_gradients, ordinary_gradients
-from ..wrapping.parts import Axis, axes_of, replicate
-from .flat import FlatParameter
+from .flat_parameter import FlatParameter
 from .offload import Files
 from .unit import Unit
 

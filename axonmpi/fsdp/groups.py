@@ -1,4 +1,4 @@
-"""Which ranks share the parameters out, and which hold replicas (layer 5).
+"""Which ranks share the parameters out, and which hold replicas.
 
 HYBRID_SHARD on two nodes of two ranks      node 0: ranks 0 1     shard groups 0 1 | 2 3
 node 1: ranks 2 3     replica groups 0 2 | 1 3
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..group import ProcessGroup, group_of_this_rank
+from ..groups.world import ProcessGroup, group_of_this_rank
 from .options import ShardingStrategy
 
 __all__ = ["ShardingGroups", "checked_groups", "sharding_groups"]

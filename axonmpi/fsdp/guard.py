@@ -1,4 +1,4 @@
-"""Parameters of a unit that is not gathered: for optimizers, and not for layers (layer 5)."""
+"""Parameters of a unit that is not gathered: for optimizers, and not for layers."""
 
 from __future__ import annotations
 

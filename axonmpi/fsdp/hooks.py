@@ -1,4 +1,4 @@
-"""The hooks that a sharded model runs by (layer 5).
+"""The hooks that a sharded model runs by.
 
 None of them keeps the model alive: what autograd holds, Python's garbage collector cannot see.
 """
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..wrapping.outputs import accumulates_into, hook_gradient
+from ..wrapping.autograd import accumulates_into, hook_gradient
 from .gradients import FlatGradient
 from .unit import Unit
 
 if TYPE_CHECKING:
-    from .run import Run
+    from .runtime import Run
 
 __all__ = ["attach", "watch"]
 

@@ -1,4 +1,4 @@
-"""Where parameters lie in a flat one, and which part of it is whose (layer 5).
+"""Where parameters lie in a flat one, and which part of it is whose.
 
     by elements     | weight ............. | bias | norm |pad|      every parameter where it comes, then cut into
                     | rank 0 | rank 1 | rank 2 | rank 3      |      equal shards

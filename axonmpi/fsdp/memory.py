@@ -1,4 +1,4 @@
-"""How much memory parameters, gradients and optimizer state take (layer 5).
+"""How much memory parameters, gradients and optimizer state take.
 
 A rank's bytes, for P parameter elements of b bytes, N nodes of L ranks, W = N·L, an optimizer with k numbers each:
 
@@ -20,13 +20,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..arguments import integer
-from .flat import FlatParameter, State
+from ..utils.arguments import integer
+from .flat_parameter import FlatParameter, State
 from .groups import ShardingGroups
 from .layout import by_elements
 from .optimizers import StateOf
 from .options import MixedPrecision, ShardingStrategy
-from .run import Run
+from .runtime import Run
 
 __all__ = ["FSDPMemoryStats", "PeakMemory", "estimated", "measured", "process_memory"]
 

@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state in files that are mapped into memory (layer 5).
+"""Parameters, gradients and optimizer state in files that are mapped into memory.
 
 The system keeps as much of them in memory as there is room for, and writes the rest to the files. The files have no
 names once they are mapped: nothing is left behind, however the job ends. A folder that was made for them goes with
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..group import ProcessGroup
+from ..groups.world import ProcessGroup
 
 __all__ = ["IN_MEMORY", "Files", "OffloadedParameter", "file_system_of"]
 

@@ -1,4 +1,4 @@
-"""What has to be so when an optimizer steps (layer 5).
+"""What has to be so when an optimizer steps.
 
 Hooks on all of torch's optimizers refuse those that have other parameters than this rank's parts, that would leave
 out gradients which have not been averaged yet, or that need more of the parameters than a rank has. Ranks meet
@@ -18,8 +18,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from ..wrapping.partial import OF_ALL_PARAMETERS, OF_WHOLE_PARAMETERS
 from .construction import REPLACED
-from .flat import COMPUTED_WITH
-from .run import Run
+from .flat_parameter import COMPUTED_WITH
+from .runtime import Run
 
 __all__ = ["StateOf", "watch_optimizers"]
 

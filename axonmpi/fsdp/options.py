@@ -1,4 +1,4 @@
-"""What a user chooses: strategy, precision, offload (layer 5)."""
+"""What a user chooses: strategy, precision, offload."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..arguments import hint
 from ..errors import DtypeError
+from ..utils.arguments import hint
 
 __all__ = ["CPUOffload", "MixedPrecision", "ShardingStrategy", "check_shard_by", "checked_precision"]
 

@@ -1,4 +1,4 @@
-"""Loss scaling where gradients are divided among ranks (layer 5)."""
+"""Loss scaling where gradients are divided among ranks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from ..arguments import either_group_name, hint
-from ..group import ProcessGroup, group_of_this_rank
+from ..groups.world import ProcessGroup, group_of_this_rank
 from ..types import ReduceOp
+from ..utils.arguments import either_group_name, hint
 from ..wrapping.partial import ordinary_gradients
 
 __all__ = ["ShardedGradScaler"]

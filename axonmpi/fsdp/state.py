@@ -1,4 +1,4 @@
-"""State of a model and its optimizer as they would be without sharding (layer 5).
+"""State of a model and its optimizer as they would be without sharding.
 
 One parameter after the other, so that a rank that does not want the whole never holds it.
 """
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arguments import check_flags
+from ..collectives.divided_parameters import axes_of
+from ..utils.arguments import check_flags
 from ..wrapping.partial import as_part_of_state
-from ..wrapping.parts import axes_of
-from .flat import FlatParameter
+from .flat_parameter import FlatParameter
 from .groups import ShardingGroups
-from .run import Run
-from .units import Member
+from .runtime import Run
+from .unit_selection import Member
 
 __all__ = [
     "full_optimizer_state_dict",

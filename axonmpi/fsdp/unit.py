@@ -1,4 +1,4 @@
-"""A unit: a module whose parameters are gathered together (layer 5)."""
+"""A unit: a module whose parameters are gathered together."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .flat import FlatParameter, State
+from .flat_parameter import FlatParameter, State
 from .guard import guard
 
 if TYPE_CHECKING:
-    from .run import Run
+    from .runtime import Run
 
 __all__ = ["Slot", "Unit", "check_parts"]
 

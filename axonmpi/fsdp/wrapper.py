@@ -1,4 +1,4 @@
-"""The module wrapper of fully sharded data parallelism (layer 5)."""
+"""The module wrapper of fully sharded data parallelism."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arguments import check_flags, check_functions, either_group_name, member
-from ..bucketing import broadcast_coalesced
-from ..group import ProcessGroup
-from ..norms import Copies
-from ..wrapping.agreement import check_same_model
-from ..wrapping.outputs import outside_compile
+from ..backends.bucketing import broadcast_coalesced
+from ..collectives.agreement import check_same_model
+from ..collectives.gradient_norm import Copies
+from ..groups.world import ProcessGroup
+from ..utils.arguments import check_flags, check_functions, either_group_name, member
+from ..wrapping.autograd import outside_compile
 from ..wrapping.state_names import Wrapper, hide_wrapper
 from . import clipping, memory, state
-from .byhand import GatheredByHand
 from .construction import Choices, build_flats, initialise, initialise_buffers, make_slots
+from .full_parameters import GatheredByHand
 from .gradients import FlatGradient
 from .groups import checked_groups, sharding_groups
 from .memory import FSDPMemoryStats
 from .offload import Files
 from .optimizers import watch_optimizers
 from .options import CPUOffload, MixedPrecision, ShardingStrategy, check_shard_by, checked_precision
-from .run import Run
+from .runtime import Run
 from .unit import Unit
-from .units import find_units, plan_units
+from .unit_selection import find_units, plan_units
 
 __all__ = ["FullyShardedDataParallel"]
 

@@ -1,17 +1,17 @@
-"""Pipeline parallelism: schedules as data, one executor for all of them, and pictures (layer 5)."""
+"""Pipeline parallelism: schedules as data, one executor for all of them, and pictures."""
 
 from __future__ import annotations
 
-from .actions import Action, ActionKind, Schedule, parse_action
 from .memory_stats import PipelineMemoryStats
 from .pipeline import Pipeline
 from .randomness import microbatch_seed
-from .schedules import PipelineSchedule, make_schedule
-from .simulator import Costs, Span, Timeline, simulate
+from .runtime.stage import PipelineStage, Synchronized
+from .schedule.actions import Action, ActionKind, Schedule, parse_action
+from .schedule.schedules import PipelineSchedule, make_schedule
+from .schedule.simulator import Costs, Span, Timeline, simulate
+from .schedule.validator import ScheduleError, validate
 from .skips import pop, stash
 from .splitting import split_module
-from .stage import PipelineStage, Synchronized
-from .validator import ScheduleError, validate
 
 __all__ = [
     "Action",

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline tell each other before a step, so that mistakes are errors on all of them (layer 5).
+"""What the ranks of a pipeline tell each other before a step, so that mistakes are errors on all of them.
 
 One small all-gather: what each rank is about to do, how large its batch is, a digest of its shapes. If a rank has
 found a mistake, all hear of it before anything is sent.
@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass
 import torch
 
 from ..backends.base import Backend
-from ..objects import all_gather_object
+from ..backends.objects import all_gather_object
 
 __all__ = ["Header", "Mode", "agree", "raise_together"]
 

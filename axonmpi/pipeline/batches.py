@@ -1,4 +1,4 @@
-"""Cutting a batch into micro-batches, and putting outputs together again (layer 5)."""
+"""Cutting a batch into micro-batches, and putting outputs together again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .payload import form_of, pack, unpack
+from .runtime.payload import form_of, pack, unpack
 
 __all__ = ["batch_size", "digest_of", "joined", "loss_weights", "split_batch"]
 

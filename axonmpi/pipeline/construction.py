@@ -1,4 +1,4 @@
-"""What is checked and agreed on when a pipeline is made (layer 5)."""
+"""What is checked and agreed on when a pipeline is made."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..arguments import member
 from ..backends.base import Backend
-from ..group import ProcessGroup
-from ..objects import all_gather_object
-from ..wrapping.agreement import check_batch_norms
-from ..wrapping.parts import divided_modules, in_common
-from .actions import Schedule, chain
+from ..backends.objects import all_gather_object
+from ..collectives.agreement import check_batch_norms
+from ..collectives.divided_parameters import divided_modules, in_common
+from ..groups.world import ProcessGroup
+from ..utils.arguments import member
 from .agreement import raise_together
-from .schedules import PipelineSchedule, make_schedule
-from .stage import PipelineStage, Synchronized
+from .runtime.stage import PipelineStage, Synchronized
+from .schedule.actions import Schedule, chain
+from .schedule.schedules import PipelineSchedule, make_schedule
+from .schedule.transfers import with_transfers
+from .schedule.validator import validate
 from .ties import Tie
-from .transfers import with_transfers
-from .validator import validate
 
 __all__ = [
     "Plan",

@@ -1,9 +1,9 @@
-"""How many activations a pipeline holds (layer 5, without torch)."""
+"""How many activations a pipeline holds (without torch)."""
 
 from __future__ import annotations
 
-from .schedules import PipelineSchedule, make_schedule
-from .simulator import simulate
+from .schedule.schedules import PipelineSchedule, make_schedule
+from .schedule.simulator import simulate
 
 __all__ = ["PipelineMemoryStats"]
 

@@ -1,4 +1,4 @@
-"""The norm of the gradients of all stages (layer 5)."""
+"""The norm of the gradients of all stages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
-from ..group import ProcessGroup
-from ..norms import Copies, clip_over, copy_counts, divided_axes
+from ..collectives.gradient_norm import Copies, clip_over, copy_counts, divided_axes
+from ..groups.world import ProcessGroup
 
 __all__ = ["clip_grad_norm"]
 

@@ -1,4 +1,4 @@
-"""A model whose stages live on different ranks (layer 5).
+"""A model whose stages live on different ranks.
 
     pipeline = ax.Pipeline.from_modules(stages, num_microbatches=8, loss_fn=nn.functional.cross_entropy)
     optimizer = torch.optim.AdamW(pipeline.parameters())
@@ -20,15 +20,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..arguments import check_flags, check_functions, either_group_name
-from ..group import ProcessGroup, chosen_group, group_of_this_rank
-from ..norms import Copies
-from ..objects import all_gather_object, broadcast_object
+from ..backends.objects import all_gather_object, broadcast_object
+from ..collectives.gradient_norm import Copies
+from ..groups.world import ProcessGroup, chosen_group, group_of_this_rank
+from ..utils.arguments import check_flags, check_functions, either_group_name
 from ..wrapping.partial import mark_gradients
-from .actions import Schedule
 from .agreement import Header, Mode, agree
 from .batches import batch_size, digest_of, joined, loss_weights, split_batch
-from .chart import text_chart
 from .construction import (
     ScheduleMaker,
     agree_on,
@@ -39,17 +37,19 @@ from .construction import (
     placement_for,
     schedule_for,
 )
-from .execution import Span
-from .executor import Executor, Routes
 from .norms import clip_grad_norm
-from .schedules import PipelineSchedule
-from .simulator import Costs, simulate
-from .stage import PipelineStage, StageRun
-from .step import Step
+from .runtime.executor import Executor, Routes
+from .runtime.stage import PipelineStage, StageRun
+from .runtime.step import Step
+from .runtime.transport import Transport
+from .runtime.wires import Forms
+from .schedule.actions import Schedule
+from .schedule.chart import text_chart
+from .schedule.schedules import PipelineSchedule
+from .schedule.simulator import Costs, simulate
+from .schedule.timeline import Span
+from .schedule.trace import write_trace
 from .ties import Ties, shared_parameters
-from .trace import write_trace
-from .transport import Transport
-from .wires import Forms
 
 __all__ = ["Pipeline"]
 

@@ -1,4 +1,4 @@
-"""Random numbers that do not depend on how a model is cut (layer 5).
+"""Random numbers that do not depend on how a model is cut.
 
 Each micro-batch has a stream of random numbers of its own, which goes through the stages with it: what a stage
 draws for micro-batch m follows what the stages before have drawn for it, as if one process had computed

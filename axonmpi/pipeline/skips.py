@@ -1,4 +1,4 @@
-"""Skip connections: a tensor that one stage leaves for a later one, past those between (layer 5).
+"""Skip connections: a tensor that one stage leaves for a later one, past those between.
 
     class Down(nn.Module):                          class Up(nn.Module):
         def forward(self, x):                           def forward(self, x):

@@ -1,4 +1,4 @@
-"""Cutting a model into stages of like weight (layer 5).
+"""Cutting a model into stages of like weight.
 
     model     [ embedding, [ block, block, block, block ], norm, head ]
     pieces        0          1.0    1.1    1.2    1.3       2     3
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..arguments import either_group_name, integer
-from ..group import ProcessGroup, chosen_group, current_world
-from .payload import pack, unpack
+from ..groups.world import ProcessGroup, chosen_group, current_world
+from ..utils.arguments import either_group_name, integer
+from .runtime.payload import pack, unpack
 from .skips import skip_scope
 
 __all__ = ["balanced_bounds", "split_module"]

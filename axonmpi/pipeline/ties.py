@@ -1,4 +1,4 @@
-"""Parameters that several stages have in common, such as an embedding that is also the output layer (layer 5).
+"""Parameters that several stages have in common, such as an embedding that is also the output layer.
 
 Each rank has a copy. They begin with the same values, and their gradients are summed after backward, so that
 optimizers that do the same keep them the same. A rank that has several of the stages has one copy for all of them,
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..backends.base import Backend
-from ..group import ProcessGroup
-from ..objects import all_gather_object
-from ..wrapping.parts import elements_of
+from ..backends.objects import all_gather_object
+from ..collectives.divided_parameters import elements_of
+from ..groups.world import ProcessGroup
 
 __all__ = ["Tie", "Ties", "shared_parameters"]
 

@@ -1,14 +1,14 @@
-"""Tensor parallelism: layers whose parameters are cut over the ranks of a group (layer 5)."""
+"""Tensor parallelism: layers whose parameters are cut over the ranks of a group."""
 
 from __future__ import annotations
 
-from .attention import ParallelSelfAttention, tensor_parallel_attention
-from .dropout import ShardedDropout
-from .embedding import VocabParallelEmbedding
-from .linear import ColumnParallelLinear, RowParallelLinear
-from .loss import parallel_cross_entropy
-from .mlp import ParallelGatedMLP, ParallelMLP
-from .norm import sequence_parallel_norm
+from .layers.attention import ParallelSelfAttention, tensor_parallel_attention
+from .layers.dropout import ShardedDropout
+from .layers.embedding import VocabParallelEmbedding
+from .layers.linear import ColumnParallelLinear, RowParallelLinear
+from .layers.loss import parallel_cross_entropy
+from .layers.mlp import ParallelGatedMLP, ParallelMLP
+from .layers.norm import sequence_parallel_norm
 from .parallelize import tensor_parallelize
 from .plan import (
     Assign,

@@ -1,4 +1,4 @@
-"""One tensor that has entered a region: its gradient while the ranks' parts are summed (layer 5).
+"""One tensor that has entered a region: its gradient while the ranks' parts are summed.
 
 Several layers may compute with an entered tensor: queries, keys and values. Each adds its part of the gradient as
 soon as it has it, and the last one starts the sum over the ranks, which goes on while gradients of weights are
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..group import ProcessGroup
+from ..groups.world import ProcessGroup
 from ..matmul import product
 from ..types import ReduceOp, Work
 

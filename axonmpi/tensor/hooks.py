@@ -1,4 +1,4 @@
-"""What modules of a model do in addition where it is divided, without any change to their code (layer 5).
+"""What modules of a model do in addition where it is divided, without any change to their code.
 
     input of the first block ── split ──> part of the sequence ── blocks ── join ──> output of the last norm
                                                  │
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..group import ProcessGroup
-from .dropout import ShardedDropout
+from ..groups.world import ProcessGroup
+from .layers.dropout import ShardedDropout
 from .regions import enter, join_sequence, split_sequence
 
 __all__ = ["gather_input", "head_dropout", "join_output", "split_input"]

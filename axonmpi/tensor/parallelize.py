@@ -1,4 +1,4 @@
-"""Divides a model that was written for one process among the ranks of a group (layer 5).
+"""Divides a model that was written for one process among the ranks of a group.
 
     model, built whole and alike on all ranks
       │ plan      which modules are treated how
@@ -20,9 +20,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..arguments import check_flags, either_group_name, integer
-from ..group import ProcessGroup, group_of_this_rank
-from ..wrapping.agreement import check_same_model
+from ..collectives.agreement import check_same_model
+from ..groups.world import ProcessGroup, group_of_this_rank
+from ..utils.arguments import check_flags, either_group_name, integer
 from .plan import Column, Join, Plan, Region, Split, Style, Tied, find_modules
 from .presets import preset
 from .shards import Shard, Sharded

@@ -1,4 +1,4 @@
-"""Plans: which modules of a model are cut, and how (layer 5).
+"""Plans: which modules of a model are cut, and how.
 
     plan = {
         "embedding": "vocab",                        patterns of module names, as in file names;
@@ -22,7 +22,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from ..arguments import check_flags
+from ..utils.arguments import check_flags
 
 __all__ = [
     "Assign",

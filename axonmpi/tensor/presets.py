@@ -1,4 +1,4 @@
-"""Plans for models of the `transformers` library, which is not imported here (layer 5).
+"""Plans for models of the `transformers` library, which is not imported here.
 
 A preset is a function of a model and the number of ranks that returns a plan. It serves every model around the same
 blocks: `GPT2Model` as well as `GPT2LMHeadModel` or `GPT2ForSequenceClassification`.

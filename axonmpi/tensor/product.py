@@ -1,4 +1,4 @@
-"""The product of an entered tensor with a weight, so that backward communicates while it computes (layer 5).
+"""The product of an entered tensor with a weight, so that backward communicates while it computes.
 
 Autograd takes the nodes that are ready newest first, so the order in which forward makes nodes decides what
 backward does first. Forward makes them as they stand here from top to bottom, and backward goes from bottom to top:

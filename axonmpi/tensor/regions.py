@@ -1,4 +1,4 @@
-"""Where a region in which the ranks' activations differ begins and ends (layer 5).
+"""Where a region in which the ranks' activations differ begins and ends.
 
     replicated ────── enter ──── each rank has its own features ──── leave ──── replicated
     sequence shard ── enter ──── each rank has its own features ──── leave ──── sequence shard
@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .. import autograd
-from ..arguments import check_flags, either_group_name
 from ..backends.base import Backend
 from ..backends.checks import wrap_dim
-from ..group import ProcessGroup, chosen_group
+from ..groups.world import ProcessGroup, chosen_group
 from ..types import ReduceOp
+from ..utils.arguments import check_flags, either_group_name
 from .entry import Entered, Entry
 from .product import apply, autocast_dtype
 

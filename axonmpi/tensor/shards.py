@@ -1,4 +1,4 @@
-"""How a parameter is cut over the ranks of a group: integer arithmetic, and copying rows (layer 5).
+"""How a parameter is cut over the ranks of a group: integer arithmetic, and copying rows.
 
     even      0 1 2 3 | 4 5 6 7                           each rank its slice
     packed    q0 q1 k0 k1 | q2 q3 k2 k3                   each rank its slice of each part of a packed parameter
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..backends.checks import wrap_dim
-from ..group import ProcessGroup
+from ..groups.world import ProcessGroup
 
 __all__ = ["Range", "Shard", "Sharded"]
 

@@ -1,4 +1,4 @@
-"""State dicts of divided models as they would be of whole ones, and back (layer 5).
+"""State dicts of divided models as they would be of whole ones, and back.
 
     this rank's state dict ── full_state_dict ──> the whole one, the same on all ranks
     this rank's state dict <── local_state_dict ── the whole one
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..arguments import check_flags
-from ..group import ProcessGroup
+from ..groups.world import ProcessGroup
+from ..utils.arguments import check_flags
 from .shards import Shard, Sharded
 from .transposed import TransposedShard, whole_shape
 

@@ -1,4 +1,4 @@
-"""What each style of a plan does to a module (layer 5).
+"""What each style of a plan does to a module.
 
 Two steps. `planned` checks that a module can be treated so and says how its parameters will be cut; it changes
 nothing, so that a mistake anywhere leaves the model as it was. `replacement` makes the module that takes another's
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..group import ProcessGroup
+from ..groups.world import ProcessGroup
 from ..wrapping.linear import is_linear
-from .dropout import ShardedDropout
-from .embedding import VocabParallelEmbedding
 from .hooks import gather_input, head_dropout, join_output, split_input
-from .linear import ColumnParallelLinear, RowParallelLinear
-from .norm import ACROSS_POSITIONS, sequence_parallel_norm, sum_over_copies
+from .layers.dropout import ShardedDropout
+from .layers.embedding import VocabParallelEmbedding
+from .layers.linear import ColumnParallelLinear, RowParallelLinear
+from .layers.norm import ACROSS_POSITIONS, sequence_parallel_norm, sum_over_copies
 from .plan import (
     Assign,
     Column,

@@ -1,4 +1,4 @@
-"""How a weight is cut that the whole model keeps as [in, out], and parallel layers as [out, in] (layer 5)."""
+"""How a weight is cut that the whole model keeps as [in, out], and parallel layers as [out, in]."""
 
 from __future__ import annotations
 

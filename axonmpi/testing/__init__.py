@@ -1,4 +1,4 @@
-"""Testing distributed code: run functions on mock ranks, launch `mpirun`, assert on all ranks (layer 6).
+"""Testing distributed code: run functions on mock ranks, launch `mpirun`, assert on all ranks.
 
     run_ranks(4, fn)            fn(world) on four threads, results in rank order
     launch(4, "script.py")      a whole job under mpirun, with its exit code, output and time

@@ -1,10 +1,10 @@
-"""Assertions on which all ranks agree (layer 6)."""
+"""Assertions on which all ranks agree."""
 
 from __future__ import annotations
 
-from ..arguments import either_group_name, hint
 from ..comm import all_gather_object
-from ..group import ProcessGroup
+from ..groups.world import ProcessGroup
+from ..utils.arguments import either_group_name, hint
 from .rank_text import group_by_text, name_ranks
 
 __all__ = ["parallel_assert"]

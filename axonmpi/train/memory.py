@@ -1,4 +1,4 @@
-"""What a rank is expected to hold in memory while it trains (layer 7).
+"""What a rank is expected to hold in memory while it trains.
 
 Parameters, gradients and the optimizer's state are counted. Activations are estimated. For each position of a block
 autograd keeps so many numbers, in multiples of the width D, where r is `mlp_ratio`:

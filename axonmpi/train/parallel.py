@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from ..backends.base import Backend
+from ..collectives.gradient_norm import clip_grad_norm
 from ..ddp import DistributedDataParallel
 from ..fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from ..group import ProcessGroup
-from ..mesh import DeviceMesh
-from ..norms import clip_grad_norm
+from ..groups.mesh import DeviceMesh
+from ..groups.world import ProcessGroup
 from ..types import GradSyncStrategy
 from .batches import IGNORED, Batch
 from .config import Config, RunConfig

@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..backends.base import Backend
-from ..mesh import DeviceMesh
+from ..groups.mesh import DeviceMesh
 from ..pipeline import Pipeline, PipelineSchedule, Schedule, Timeline, simulate
-from ..pipeline.chart import describe
-from ..pipeline.simulator import measured_costs
-from ..pipeline.trace import last_step, read_trace
+from ..pipeline.schedule.chart import describe
+from ..pipeline.schedule.simulator import measured_costs
+from ..pipeline.schedule.trace import last_step, read_trace
 from .batches import IGNORED, Batch
 from .config import Config
 from .divided import joined_logits, summed_loss
 from .model import GPT, VOCABULARY_SIZE, GPTStage, Predictor, cut
 from .parallel import ParallelModel, wrap
-from .wording import counted
+from .report.wording import counted
 
 __all__ = ["PipelinedModel"]
 

@@ -1,4 +1,4 @@
-"""What groups of the trainer's settings have in common: types are checked, then values (layer 7)."""
+"""What groups of the trainer's settings have in common: types are checked, then values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ..arguments import hint
+from ..utils.arguments import hint
 
 __all__ = ["Settings", "above", "at_least"]
 

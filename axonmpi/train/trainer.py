@@ -20,21 +20,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..group import World
-from ..mesh import DeviceMesh
+from ..groups.mesh import DeviceMesh
+from ..groups.world import World
 from .batches import BatchPlan, HeldOutPlan, Stream, seeded_generator
 from .config import Config, OptimizerConfig
 from .corpus import Corpus, load_corpus
 from .divided import divide
 from .layout import Layout, check_nodes, plan_schedule
-from .metrics import CommunicationClock, HeldOutMetrics, Speedometer, StepMetrics
 from .model import GPT, generate
 from .parallel import ParallelModel, WholeModel
 from .pipelined import PipelinedModel
-from .recorder import SilentRecorder, Summary, open_recorder, printable
+from .report.metrics import CommunicationClock, HeldOutMetrics, Speedometer, StepMetrics
+from .report.recorder import SilentRecorder, Summary, open_recorder, printable
+from .report.table import Share, layout_table
+from .report.wording import counted
 from .schedule import learning_rate
-from .table import Share, layout_table
-from .wording import counted
 
 __all__ = ["Trainer"]
 

@@ -1,1 +1,1 @@
-"""What the wrappers of modules have in common: same models on all ranks, outputs, state dicts (layer 4)."""
+"""What the wrappers of modules have in common: same models on all ranks, outputs, state dicts."""

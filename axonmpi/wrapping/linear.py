@@ -1,4 +1,4 @@
-"""Linear layers whose weights' gradients lie in memory that is used again (layer 4).
+"""Linear layers whose weights' gradients lie in memory that is used again.
 
     nn.Linear                 backward asks for new memory, the system clears it page by page, the product fills it
     linear                    the product fills the memory that the last step's gradient has had
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from .. import matmul
-from ..memory import REUSED_BYTES
+from ..utils.memory import REUSED_BYTES
 
 __all__ = ["LinearLayers", "QuickLinear", "is_linear", "linear", "saved_by_linear", "unviewed"]
 

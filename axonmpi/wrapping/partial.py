@@ -1,4 +1,4 @@
-"""Tensors that are a rank's part of something, as users meet them (layer 4).
+"""Tensors that are a rank's part of something, as users meet them.
 
     part.grad                         its norm is that of a part: refused, as each rank would get another one
     model.state_dict()["weight"]      a file of it could not be loaded as the model: refused
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .parts import axes_of, is_shown_in_part
+from ..collectives.divided_parameters import axes_of, is_shown_in_part
 
 __all__ = [
     "OF_ALL_PARAMETERS",

@@ -1,4 +1,4 @@
-"""A wrapped module has the names of the module itself (layer 4).
+"""A wrapped module has the names of the module itself.
 
     wrapper.state_dict()         {"0.weight": ...}           and not "module.0.weight"
     wrapper.load_state_dict()    takes these names, those with "module." before them, and reports errors without it

@@ -11,9 +11,9 @@ import termios
 
 import pytest
 
-from axonmpi import environment
-from axonmpi.backends import exits
 from axonmpi.cli import main
+from axonmpi.launch import exit as exits
+from axonmpi.launch import variables as environment
 from axonmpi.testing import launch
 from axonmpi.testing.mpirun import find_mpirun, mpirun_command
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from axonmpi.testing.collection import Collected, merge_collected
-from axonmpi.testing.outcomes import RankOutcome, apply_verdict, merge_outcomes
+from axonmpi.testing.plugin.collection import Collected, merge_collected
+from axonmpi.testing.plugin.outcomes import RankOutcome, apply_verdict, merge_outcomes
 from axonmpi.testing.rank_text import group_by_text, merge_texts, name_ranks
 
 PASSED = RankOutcome("passed")

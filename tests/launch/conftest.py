@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from axonmpi import environment
+from axonmpi.launch import variables as environment
 from axonmpi.testing import launch
 
 PRELUDE = """

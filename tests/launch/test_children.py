@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from axonmpi.backends import runtime
+from axonmpi.launch import start as runtime
 from axonmpi.testing import launch
 
 # Workers that are spawned import the script again, so what the rank does is behind a guard.

@@ -1,6 +1,6 @@
 """axonmpi doctor: one report for all ranks, and an exit code that says whether a launch works."""
 
-from axonmpi.backends import runtime
+from axonmpi.launch import start as runtime
 from axonmpi.testing import launch
 
 

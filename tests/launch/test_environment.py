@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from axonmpi import environment
-from axonmpi.environment import Launcher, MpiLibrary
+from axonmpi.launch import variables as environment
+from axonmpi.launch.variables import Launcher, MpiLibrary
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",

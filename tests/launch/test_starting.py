@@ -5,8 +5,8 @@ import sys
 import pytest
 
 import axonmpi as ax
-from axonmpi import environment
-from axonmpi.backends import runtime
+from axonmpi.launch import start as runtime
+from axonmpi.launch import variables as environment
 
 
 @pytest.mark.parametrize("init_method", ["tcp://host:1", "file:///tmp/x", "", "mpi:", 3])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from axonmpi.pipeline import Action, ActionKind, PipelineSchedule, Schedule, make_schedule
-from axonmpi.pipeline.actions import ComputeLists
-from axonmpi.pipeline.transfers import with_transfers
+from axonmpi.pipeline.schedule.actions import ComputeLists
+from axonmpi.pipeline.schedule.transfers import with_transfers
 
 GPIPE, ONE_F_ONE_B = PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B
 INTERLEAVED, ZERO_BUBBLE = PipelineSchedule.INTERLEAVED_ONE_F_ONE_B, PipelineSchedule.ZERO_BUBBLE

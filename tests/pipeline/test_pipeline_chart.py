@@ -12,9 +12,9 @@ from schedule_cases import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE
 
 from axonmpi import cli
 from axonmpi.pipeline import Costs, Span, Timeline, make_schedule, parse_action, simulate
-from axonmpi.pipeline import chart as module
-from axonmpi.pipeline.chart import describe, draw_chart, text_chart
-from axonmpi.pipeline.trace import last_step, read_trace, write_trace
+from axonmpi.pipeline.schedule import chart as module
+from axonmpi.pipeline.schedule.chart import describe, draw_chart, text_chart
+from axonmpi.pipeline.schedule.trace import last_step, read_trace, write_trace
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 import axonmpi as ax
 from axonmpi import Pipeline, PipelineSchedule
 from axonmpi.pipeline import Action, ActionKind, Schedule, make_schedule, simulate
-from axonmpi.pipeline.actions import chain
-from axonmpi.pipeline.mailboxes import slots_needed
-from axonmpi.pipeline.trace import last_step, read_trace
-from axonmpi.pipeline.transfers import with_transfers
+from axonmpi.pipeline.runtime.mailboxes import slots_needed
+from axonmpi.pipeline.schedule.actions import chain
+from axonmpi.pipeline.schedule.trace import last_step, read_trace
+from axonmpi.pipeline.schedule.transfers import with_transfers
 
 HALVES = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 KINDS = [(kind, chunks) for kind in PipelineSchedule for chunks in (1, 2)]

@@ -29,13 +29,12 @@ from axonmpi.pipeline import (
     Schedule,
     make_schedule,
     parse_action,
-    schedules,
     simulate,
-    transfers,
 )
-from axonmpi.pipeline.actions import chain
-from axonmpi.pipeline.chart import text_chart
-from axonmpi.pipeline.transfers import with_transfers
+from axonmpi.pipeline.schedule import schedules, transfers
+from axonmpi.pipeline.schedule.actions import chain
+from axonmpi.pipeline.schedule.chart import text_chart
+from axonmpi.pipeline.schedule.transfers import with_transfers
 
 GENERATORS = ("gpipe", "one_f_one_b", "interleaved_one_f_one_b", "zero_bubble", "zero_bubble_v")
 FORWARD = ActionKind.FORWARD

@@ -19,8 +19,8 @@ from axonmpi.pipeline import (
     parse_action,
     simulate,
 )
-from axonmpi.pipeline.schedules import loop_placement, one_f_one_b
-from axonmpi.pipeline.simulator import measured_costs
+from axonmpi.pipeline.schedule.schedules import loop_placement, one_f_one_b
+from axonmpi.pipeline.schedule.simulator import measured_costs
 
 SIZES = [(ranks, micro_batches) for ranks in range(1, 6) for micro_batches in (1, 2, 3, 4, 6, 9, 12)]
 

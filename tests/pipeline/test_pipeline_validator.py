@@ -16,13 +16,13 @@ from axonmpi.pipeline import (
     ActionKind,
     Schedule,
     ScheduleError,
-    grid,
     make_schedule,
     parse_action,
     simulate,
     validate,
 )
-from axonmpi.pipeline.actions import Links
+from axonmpi.pipeline.schedule import grid
+from axonmpi.pipeline.schedule.actions import Links
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FORWARD, BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD

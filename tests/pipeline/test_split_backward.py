@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from axonmpi.pipeline.split_backward import input_gradients
+from axonmpi.pipeline.runtime.split_backward import input_gradients
 from axonmpi.wrapping.linear import QuickLinear
 
 

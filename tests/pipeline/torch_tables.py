@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from axonmpi.pipeline import Action, ActionKind
-from axonmpi.pipeline.actions import ComputeLists
+from axonmpi.pipeline.schedule.actions import ComputeLists
 
 
 def torch_schedules() -> ModuleType:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from axonmpi.backends.shared_memory import PAGE, Segment
+from axonmpi.backends.shared.segment import PAGE, Segment
 from axonmpi.testing import launch
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "conformance"))

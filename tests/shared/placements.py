@@ -23,9 +23,10 @@ from collective_checks import Watched
 from numpy_reference import same_bits
 from torch import Tensor
 
-from axonmpi import ProcessGroup, World, environment
-from axonmpi.backends.node_plans import direct_bytes, medium_bytes
-from axonmpi.backends.node_scratch import CHUNK_BYTES, PIECE_BYTES
+from axonmpi import ProcessGroup, World
+from axonmpi.backends.shared.all_reduce import direct_bytes, medium_bytes
+from axonmpi.backends.shared.staging import CHUNK_BYTES, PIECE_BYTES
+from axonmpi.launch import variables as environment
 
 REAL = pytest.mark.skipif(
     environment.launched_ranks() < 2, reason="about memory that processes share: needs an mpirun"

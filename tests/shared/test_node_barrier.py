@@ -14,8 +14,8 @@ import torch
 from placements import REAL
 
 from axonmpi import CollectiveTimeoutError, CommunicatorError, MpiBackend, ProcessGroup, RankFailedError
-from axonmpi.backends.node_barrier import Fence, NodeBarrier
-from axonmpi.backends.shared_memory import PAGE, Segment
+from axonmpi.backends.shared.barrier import Fence, NodeBarrier
+from axonmpi.backends.shared.segment import PAGE, Segment
 
 ON_RANKS = pytest.mark.ranks(2, 4)
 ROUNDS = 150

@@ -16,8 +16,8 @@ from placements import REAL, agree_on_bits, is_shared, limits, shared_mappings
 from torch import Tensor
 
 from axonmpi import ProcessGroup, ReduceOp, World
-from axonmpi.backends import shared_memory
-from axonmpi.backends.shared_memory import FreeList, Segment
+from axonmpi.backends.shared import segment as shared_memory
+from axonmpi.backends.shared.segment import FreeList, Segment
 
 ON_RANKS = pytest.mark.ranks(2, 4)
 MIB = 1 << 20

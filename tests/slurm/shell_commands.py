@@ -9,7 +9,7 @@ from pathlib import Path
 
 import fake_slurm
 
-from axonmpi import environment
+from axonmpi.launch import variables as environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import axonmpi as ax
-from axonmpi.pipeline.split_backward import input_gradients
+from axonmpi.pipeline.runtime.split_backward import input_gradients
 from axonmpi.tensor.regions import enter
 from axonmpi.testing import run_ranks
 

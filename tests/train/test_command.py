@@ -11,7 +11,7 @@ from plain import plain_run
 import axonmpi as ax
 from axonmpi import cli
 from axonmpi.cli import train
-from axonmpi.environment import Launcher, process_environment, without_launcher_variables
+from axonmpi.launch.variables import Launcher, process_environment, without_launcher_variables
 from axonmpi.train import Config
 
 SMALL = [
@@ -207,7 +207,7 @@ OTHER_FLAGS_ON_RANK_1 = """
 import sys
 from axonmpi import cli
 from axonmpi.cli import train
-from axonmpi.environment import detect_launchers
+from axonmpi.launch.variables import detect_launchers
 
 train._on_several_nodes = lambda: True
 flags = sys.argv[2:] if detect_launchers()[0].rank == 1 else []

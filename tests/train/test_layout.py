@@ -11,8 +11,8 @@ from axonmpi.train import GPT, Config, Trainer
 from axonmpi.train.layout import Layout, check_nodes, plan_schedule
 from axonmpi.train.memory import bytes_at_output, bytes_in_block
 from axonmpi.train.parallel import Held
-from axonmpi.train.table import Share, layout_table
-from axonmpi.train.wording import aligned, in_ranges
+from axonmpi.train.report.table import Share, layout_table
+from axonmpi.train.report.wording import aligned, in_ranges
 
 
 def test_the_last_axis_are_neighbours():

@@ -6,7 +6,7 @@ from plain import plain_run
 
 import axonmpi as ax
 from axonmpi.train import Trainer
-from axonmpi.train.recorder import printable
+from axonmpi.train.report.recorder import printable
 
 SMALL = {
     "layers": 2,

@@ -8,7 +8,7 @@ import time
 import pytest
 
 import axonmpi as ax
-from axonmpi.train.metrics import (
+from axonmpi.train.report.metrics import (
     CommunicationClock,
     HeldOutMetrics,
     MetricsFile,

@@ -8,9 +8,9 @@ import termios
 
 import pytest
 
-from axonmpi.train.metrics import StepMetrics
-from axonmpi.train.progress import LiveProgress, PlainProgress, SilentProgress, make_progress
-from axonmpi.train.terminal import terminal_width
+from axonmpi.train.report.metrics import StepMetrics
+from axonmpi.train.report.progress import LiveProgress, PlainProgress, SilentProgress, make_progress
+from axonmpi.train.report.terminal import terminal_width
 
 
 def metrics(step, loss=2.5):

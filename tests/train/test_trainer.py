@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import axonmpi as ax
-from axonmpi.pipeline.trace import read_trace
+from axonmpi.pipeline.schedule.trace import read_trace
 from axonmpi.testing import run_ranks
-from axonmpi.train import Config, Trainer, recorder
+from axonmpi.train import Config, Trainer
 from axonmpi.train.layout import Layout, plan_schedule
+from axonmpi.train.report import recorder
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from axonmpi import ReduceOp
 from axonmpi.backends.call import Call, mismatch_error
-from axonmpi.backends.mpi_slots import PAYLOAD_BYTES, describe, described
+from axonmpi.backends.handshake import PAYLOAD_BYTES, describe, described
 from axonmpi.backends.reduction import DTYPES
 
 FLOAT, SHAPE = torch.float32, (3, 4)

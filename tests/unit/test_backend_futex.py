@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from axonmpi.backends.futex import Futex
+from axonmpi.utils.futex import Futex
 
 LONG = 20.0
 

@@ -20,8 +20,8 @@ from axonmpi import (
     ReduceOp,
     World,
 )
-from axonmpi.backends import mock
-from axonmpi.backends.mock import LoggedCall
+from axonmpi.backends.mock import backend as mock
+from axonmpi.backends.mock.backend import LoggedCall
 from axonmpi.testing import run_ranks
 
 # ---- the log ----------------------------------------------------------------------------------------------

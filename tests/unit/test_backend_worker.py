@@ -11,8 +11,8 @@ import weakref
 import pytest
 
 from axonmpi import CollectiveTimeoutError
-from axonmpi.backends.turns import take_short_turns
 from axonmpi.backends.worker import Worker
+from axonmpi.utils.waiting import take_short_turns
 
 
 @pytest.fixture

@@ -120,9 +120,9 @@ def test_mpi_is_imported_in_functions_only_and_the_environment_read_in_one_place
             uses |= isinstance(node, ast.ImportFrom) and node.module == "os" and node.names[0].name in names
             environment += [f"{module}:{node.lineno}"] if uses else []
     assert not mpi, f"mpi4py is imported where axonmpi is: {mpi}"
-    elsewhere = [place for place in environment if not place.startswith("axonmpi.environment:")]
+    elsewhere = [place for place in environment if not place.startswith("axonmpi.launch.variables:")]
     assert environment, "no environment variable is read anywhere"
-    assert not elsewhere, f"environment variables are read outside of environment.py: {elsewhere}"
+    assert not elsewhere, f"environment variables are read outside of launch/variables.py: {elsewhere}"
 
 
 def test_files_begin_with_a_paragraph_and_are_short_or_say_why_not() -> None:

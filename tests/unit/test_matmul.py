@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from axonmpi import matmul
-from axonmpi.environment import wanted_matmul
-from axonmpi.memory import REUSED_BYTES, ReusedMemory, _Kept, gradient_memory, set_gradient_memory
+from axonmpi.launch.variables import wanted_matmul
+from axonmpi.utils.memory import REUSED_BYTES, ReusedMemory, _Kept, gradient_memory, set_gradient_memory
 from axonmpi.wrapping.linear import linear
 
 LIBRARIES = pytest.mark.parametrize("library", ["torch", "onednn"], indirect=True)
@@ -180,7 +180,7 @@ def test_memory_of_the_pool_comes_back():
 
 def test_no_more_is_kept_than_was_in_use_at_one_time(monkeypatch):
     kept = _Kept()
-    monkeypatch.setattr("axonmpi.memory._kept", kept)
+    monkeypatch.setattr("axonmpi.utils.memory._kept", kept)
     for size in range(300, 306):  # six models, one after the other
         weight = nn.Parameter(torch.zeros(512, size))
         held = [gradient_memory(weight, weight.shape, weight.dtype) for _ in range(4)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from axonmpi.memory import REUSED_BYTES, ReusedMemory, flat_zeros, gradient_memory, set_gradient_memory
+from axonmpi.utils.memory import REUSED_BYTES, ReusedMemory, flat_zeros, gradient_memory, set_gradient_memory
 
 SHAPE = (512, 300)
 

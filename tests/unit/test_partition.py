@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axonmpi.partition import bucket_by_size, split_bounds, split_sizes
+from axonmpi.utils.partition import bucket_by_size, split_bounds, split_sizes
 
 EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 totals = st.integers(0, 500)

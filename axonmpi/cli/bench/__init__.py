@@ -1,4 +1,4 @@
-"""`axonmpi bench`: measured comparisons, each in one interleaved run (layer 7).
+"""`axonmpi bench`: measured comparisons, each in one interleaved run.
 
     axonmpi bench collectives    collectives of many sizes: ours, MPI's own, gloo's, and a plain copy
     axonmpi bench ddp            step overhead of data parallelism, ours and torch's on gloo

@@ -1,4 +1,4 @@
-"""Which benchmarks there are, and the options that each has for itself (layer 7)."""
+"""Which benchmarks there are, and the options that each has for itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...group import World
+from ...groups.world import World
 from . import (
     collectives,
     collectives_mpi,

@@ -1,4 +1,4 @@
-"""Collectives of many sizes: ours, MPI's own and gloo's, above the time of a plain copy (layer 7).
+"""Collectives of many sizes: ours, MPI's own and gloo's, above the time of a plain copy.
 
     symmetric   ours, on a tensor of `symmetric_empty`
     ordinary    ours, on any other tensor
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...backends import runtime
-from ...group import World
+from ...groups.world import World
+from ...launch import start as runtime
 from .collectives_cases import OPERATIONS, Case, Variant, variants_of
 from .cores import count_cores
 from .gloo import start_gloo

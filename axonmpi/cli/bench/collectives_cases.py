@@ -1,4 +1,4 @@
-"""One collective of one dtype and size, done in several ways, and what has to come out of it (layer 7).
+"""One collective of one dtype and size, done in several ways, and what has to come out of it.
 
 Element i of what rank r puts in is `i % 3 + r % 2`, so that every result is known without communication. The small
 whole numbers are exact in every dtype, and three divides no power of two: data that land in a wrong place show.
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...comm import all_gather, all_reduce, broadcast, reduce, reduce_scatter_sum, symmetric_empty
-from ...memory import flat_zeros
+from ...utils.memory import flat_zeros
 from .gloo import all_gather_flat, reduce_scatter_flat
 
 __all__ = ["OPERATIONS", "Case", "Variant", "mpi_variant", "variants_of"]

@@ -1,4 +1,4 @@
-"""The collectives of MPI alone, at the thread level of a program that has no threads (layer 7).
+"""The collectives of MPI alone, at the thread level of a program that has no threads.
 
 An MPI library may have a quicker path for small messages where one thread alone calls it. axonmpi needs
 MPI_THREAD_MULTIPLE, and a process starts MPI once: so this is a job of its own, without any of axonmpi's
@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from ... import environment
-from ...backends import exits, runtime
+from ...launch import exit as exits
+from ...launch import start as runtime
+from ...launch import variables as environment
 from .collectives import BLOCK_SECONDS, check
 from .collectives_cases import Case, mpi_variant
 from .timing import Agreement, calls_for, interleave

@@ -1,4 +1,4 @@
-"""The figures of `axonmpi bench collectives` as a picture (layer 7)."""
+"""The figures of `axonmpi bench collectives` as a picture."""
 
 from __future__ import annotations
 

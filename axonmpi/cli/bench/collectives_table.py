@@ -1,4 +1,4 @@
-"""The figures of `axonmpi bench collectives` as tables (layer 7)."""
+"""The figures of `axonmpi bench collectives` as tables."""
 
 from __future__ import annotations
 

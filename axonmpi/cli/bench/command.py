@@ -1,4 +1,4 @@
-"""The command line of `axonmpi bench` (layer 7)."""
+"""The command line of `axonmpi bench`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...comm import destroy_process_group, init_process_group
-from ...environment import launched_ranks
+from ...launch.variables import launched_ranks
 from ...testing.launcher import launch
 from .. import parse_arguments
 from .benchmarks import BENCHMARKS, Benchmark, Figures

@@ -1,10 +1,10 @@
-"""How many cores the ranks of a job run on (layer 7)."""
+"""How many cores the ranks of a job run on."""
 
 from __future__ import annotations
 
 from ...comm import all_gather_object
-from ...environment import usable_cores
-from ...group import World
+from ...groups.world import World
+from ...launch.variables import usable_cores
 
 __all__ = ["count_cores"]
 

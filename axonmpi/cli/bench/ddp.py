@@ -1,4 +1,4 @@
-"""What data parallelism adds to a step: ours, and torch's on gloo (layer 7).
+"""What data parallelism adds to a step: ours, and torch's on gloo.
 
 The model is a multilayer perceptron of 12.6 million parameters with a batch of 64 a rank. Three copies take turns:
 one without data parallelism (all ranks compute, nobody communicates), one wrapped by axonmpi, one by
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...ddp import DistributedDataParallel
-from ...group import World
+from ...groups.world import World
 from .gloo import start_gloo
 from .timing import interleave
 

@@ -1,4 +1,4 @@
-"""A step of fully sharded training: ours, torch's on gloo, and our data parallelism (layer 7).
+"""A step of fully sharded training: ours, torch's on gloo, and our data parallelism.
 
 The model is a multilayer perceptron of 12.6 million parameters, each layer a unit, with a batch of 64 a rank
 (`--batch` changes that) and AdamW. Time: all variants take turns in one job. Memory: each variant for itself, in
@@ -21,7 +21,7 @@ from ...comm import all_reduce_sum, barrier
 from ...ddp import DistributedDataParallel
 from ...fsdp import FullyShardedDataParallel, ShardingStrategy
 from ...fsdp.memory import PeakMemory, process_memory
-from ...group import World
+from ...groups.world import World
 from .ddp import WIDTHS, build_model
 from .gloo import start_gloo
 from .timing import interleave

@@ -1,4 +1,4 @@
-"""torch.distributed on gloo, beside MPI on the same ranks (layer 7)."""
+"""torch.distributed on gloo, beside MPI on the same ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from ...comm import broadcast_object
-from ...group import World
+from ...groups.world import World
 
 __all__ = ["all_gather_flat", "reduce_scatter_flat", "start_gloo"]
 

@@ -1,4 +1,4 @@
-"""How long it takes to write a cache line that another rank has just read (layer 7).
+"""How long it takes to write a cache line that another rank has just read.
 
 Where two ranks share a cache that is a few nanoseconds, where their cores are far apart about ten times as many,
 and with it changes the time of everything that goes through shared memory. A system may move ranks meanwhile,
@@ -13,7 +13,7 @@ import time
 import torch
 
 from ...comm import broadcast, symmetric_empty
-from ...group import World
+from ...groups.world import World
 
 __all__ = ["LineProbe"]
 

@@ -1,4 +1,4 @@
-"""What Python adds to MPI's own all-reduce of one float32 (layer 7).
+"""What Python adds to MPI's own all-reduce of one float32.
 
 `axonmpi.all_reduce` checks its arguments, compares the calls of all ranks and sums in rank order; mpi4py's
 `Allreduce` on a numpy array does none of that. Both take turns on the same ranks. Where ranks outnumber cores,
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...backends import runtime
 from ...comm import all_reduce
-from ...group import World
+from ...groups.world import World
+from ...launch import start as runtime
 from .cores import count_cores
 from .timing import interleave
 

@@ -1,4 +1,4 @@
-"""A pipeline's training step by each schedule: ours, torch's on gloo, and the ideal (layer 7).
+"""A pipeline's training step by each schedule: ours, torch's on gloo, and the ideal.
 
 Stages are rows of transformer blocks, equally many on each rank. For each schedule three variants take turns:
 ours, `torch.distributed.pipelining` on gloo, and the computation alone. For the last, each rank does all that the
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...comm import all_reduce_max
-from ...group import World
+from ...groups.world import World
 from ...pipeline import Costs, PipelineSchedule, Schedule, make_schedule, simulate
 from .cores import count_cores
 from .gloo import start_gloo

@@ -1,4 +1,4 @@
-"""What a step of the pipeline benchmark is: ours, torch's, and the computation alone (layer 7).
+"""What a step of the pipeline benchmark is: ours, torch's, and the computation alone.
 
 All of them compute with the same modules: each rank has the whole model, and each variant has it cut into stages as
 its schedule wants them.
@@ -19,9 +19,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import mse_loss
 
 from ...comm import all_gather_object
-from ...group import World
+from ...groups.world import World
 from ...pipeline import Action, ActionKind, Costs, Pipeline, PipelineSchedule, Schedule
-from ...pipeline.split_backward import input_gradients
+from ...pipeline.runtime.split_backward import input_gradients
 from ...train.config import ModelConfig
 from ...train.model import GPT
 from ...wrapping.linear import QuickLinear

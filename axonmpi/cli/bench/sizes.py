@@ -1,4 +1,4 @@
-"""Sizes as people write them: 4B, 64KiB, 16MiB (layer 7)."""
+"""Sizes as people write them: 4B, 64KiB, 16MiB."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transformer's two blocks divided among the ranks: ours, torch's on gloo, and the ideal (layer 7).
+"""A transformer's two blocks divided among the ranks: ours, torch's on gloo, and the ideal.
 
 The blocks are a perceptron (width to 4 x width and back) and causal self-attention. For each number of tokens five
 variants take turns, each a forward and a backward: the computation alone, which is what a rank has to compute with
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...comm import all_reduce, all_reduce_max
-from ...group import World
+from ...groups.world import World
 from ...tensor import ColumnParallelLinear, ParallelMLP, RowParallelLinear, tensor_parallel_attention
 from ...wrapping.linear import QuickLinear
 from .cores import count_cores

@@ -1,4 +1,4 @@
-"""Taking turns and taking medians (layer 7)."""
+"""Taking turns and taking medians."""
 
 from __future__ import annotations
 

@@ -1,0 +1,99 @@
+"""Many tensors in few collectives: laid end to end in flat buffers, a few for each dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..types import ReduceOp
+from ..utils.partition import bucket_by_size
+from .base import Backend
+from .call import Layout
+from .checks import check_writable
+from .reduction import check_reducible
+
+__all__ = ["all_reduce_coalesced", "broadcast_coalesced", "by_dtype"]
+
+BUCKET_BYTES = 25 << 20
+
+
+def by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
+    """Return the positions of the tensors of each dtype, dtypes in order of first appearance."""
+    positions: dict[torch.dtype, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        positions.setdefault(tensor.dtype, []).append(position)
+    return positions
+
+
+def all_reduce_coalesced(backend: Backend, tensors: Sequence[Tensor], op: ReduceOp) -> None:
+    """Reduce each tensor over all ranks, in place, in few collectives; collective.
+
+    Args:
+        backend: The communicator.
+        tensors: The same shapes and dtypes in the same order on all ranks.
+        op: The reduction.
+
+    Raises:
+        TypeError: `tensors` is a single tensor, or holds something else.
+        ValueError: One of them cannot be reduced in place; nothing was sent.
+        CollectiveMismatchError: The ranks' lists differ; nothing was changed.
+    """
+    checked = _check_list(backend, tensors)
+    for dtype in by_dtype(checked):
+        check_reducible(dtype, op)
+    with torch.no_grad():
+        _coalesced(backend, checked, lambda flat, layout: backend.all_reduce(flat, op, layout=layout))
+
+
+@torch.no_grad()
+def broadcast_coalesced(backend: Backend, tensors: Sequence[Tensor], src: int) -> None:
+    """Copy rank `src`'s tensors into those of all others, in place, in few collectives; collective.
+
+    Args:
+        backend: The communicator.
+        tensors: The same shapes and dtypes in the same order on all ranks. May require grad.
+        src: Rank to copy from.
+
+    Raises:
+        TypeError: `tensors` is a single tensor, or holds something else.
+        ValueError: One of them cannot be written to; nothing was sent.
+        CollectiveMismatchError: The ranks' lists differ; nothing was changed.
+    """
+    checked = _check_list(backend, tensors)
+    _coalesced(backend, checked, lambda flat, layout: backend.broadcast(flat, src, layout=layout))
+
+
+def _check_list(backend: Backend, tensors: object) -> list[Tensor]:
+    """Check all tensors before the first one is sent."""
+    if isinstance(tensors, Tensor):
+        raise TypeError("expected a list of tensors, got one tensor; put it into a list")
+    if not isinstance(tensors, Sequence):
+        raise TypeError(f"expected a list of tensors, got {type(tensors).__name__}; make it one with list(...)")
+    for position, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"expected a list of tensors, got {type(tensor).__name__} at position {position}")
+    return [check_writable(tensor, backend.name, backend.device_types) for tensor in tensors]
+
+
+def _coalesced(backend: Backend, tensors: Sequence[Tensor], operation: Callable[[Tensor, Layout], object]) -> None:
+    """Run `operation` on flat buckets; the ranks compare the whole list with the first one."""
+    layout = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+    if not tensors:  # the other ranks' lists may not be empty
+        operation(torch.empty(0, device=backend.device_types[0]), layout)
+    for bucket in _buckets(tensors):
+        if len(bucket) == 1:
+            operation(bucket[0], layout)
+            continue
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        operation(flat, layout)
+        for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    for positions in by_dtype(tensors).values():
+        sizes = [tensors[position].nbytes for position in positions]
+        for bucket in bucket_by_size(sizes, BUCKET_BYTES):
+            yield [tensors[positions[entry]] for entry in bucket]

@@ -1,0 +1,53 @@
+"""Tensors as the plain memory that MPI reads and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["as_bytes", "empty", "flat_elements", "pointer_of", "write_back"]
+
+
+def flat_elements(tensor: Tensor) -> Tensor:
+    """Return the elements in order in contiguous memory, the tensor's own where it is that already; local."""
+    return _line(tensor.detach().resolve_conj().resolve_neg().contiguous())
+
+
+def write_back(flat: Tensor, tensor: Tensor) -> None:
+    """Bring what MPI wrote into `flat` into the tensor, and tell autograd that the tensor has changed; local."""
+    if flat.data_ptr() != tensor.data_ptr() or tensor.is_neg() or tensor.is_conj():
+        tensor.copy_(flat.view(tensor.shape))
+    else:
+        torch.autograd.graph.increment_version(tensor)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View contiguous memory as bytes; local."""
+    return _line(tensor).view(torch.uint8) if tensor.numel() else empty([0], torch.uint8)
+
+
+def pointer_of(tensor: Tensor) -> int:
+    """Return where a contiguous tensor's elements, of which there are some, lie; local.
+
+    Raises:
+        RuntimeError: The tensor's storage is smaller than the tensor, or there is none, as in wrapper subclasses.
+    """
+    _line(tensor)
+    pointer = tensor.data_ptr()
+    if not pointer:
+        raise RuntimeError(
+            f"expected a tensor with a storage of its own, got a {type(tensor).__name__} without any"
+        )
+    return pointer
+
+
+def _line(tensor: Tensor) -> Tensor:
+    """View contiguous memory as one dimension of stride 1: a single element may have any other stride."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Make a tensor on the CPU, whatever torch's default device is at the moment; local."""
+    return torch.empty(shape, dtype=dtype, device="cpu")

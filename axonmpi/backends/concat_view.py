@@ -1,0 +1,70 @@
+"""Tensors that are treated as if they lay end to end.
+
+    [t0, 3, t1]     | t0 .......... | 0 0 0 | t1 .... |         an integer stands for so many zeros
+
+Nothing is copied until somebody reads a range.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["FlatParts"]
+
+
+class FlatParts:
+    """Some tensors of one dtype, end to end.
+
+    Args:
+        parts: Tensors of any shape and strides; an integer stands for so many zeros.
+        dtype: Their dtype.
+
+    Attributes:
+        numel: Elements in all.
+        dtype: Their dtype.
+    """
+
+    def __init__(self, parts: Sequence[Tensor | int], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._parts = list(parts)
+        self._lines: list[np.ndarray | None] | None = None
+        sizes = [part if isinstance(part, int) else part.numel() for part in parts]
+        self._starts = [0, *np.cumsum(sizes, dtype=np.int64).tolist()]
+        self.numel: int = self._starts[-1]
+
+    def read(self, start: int, stop: int, target: np.ndarray) -> None:
+        """Copy the bytes of elements `start` to `stop` to the beginning of `target`; local."""
+        if self._lines is None:
+            self._lines = [None if isinstance(part, int) else _bytes_of(part) for part in self._parts]
+        itemsize = self.dtype.itemsize
+        index = bisect_right(self._starts, start) - 1
+        at = 0
+        while start < stop:
+            end = min(stop, self._starts[index + 1])
+            nbytes = (end - start) * itemsize
+            line, first = self._lines[index], (start - self._starts[index]) * itemsize
+            target[at : at + nbytes] = 0 if line is None else line[first : first + nbytes]
+            at, start, index = at + nbytes, end, index + 1
+
+    def flat(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return [numel] all of them, copied and converted; local."""
+        result = torch.empty(self.numel, dtype=dtype or self.dtype, device="cpu")
+        for part, start, stop in zip(self._parts, self._starts, self._starts[1:], strict=False):
+            if isinstance(part, int):
+                result[start:stop].zero_()
+            else:
+                result[start:stop].view(part.shape).copy_(part)
+        return result
+
+
+def _bytes_of(part: Tensor) -> np.ndarray:
+    line = part.detach().resolve_conj().resolve_neg().contiguous()
+    if not line.numel():
+        return np.empty(0, np.uint8)
+    flat: np.ndarray = line.as_strided((line.numel(),), (1,)).view(torch.uint8).numpy()
+    return flat

@@ -1,0 +1,1 @@
+"""Collectives and messages by the MPI library."""

@@ -1,0 +1,399 @@
+"""Collectives on CPU tensors over MPI.
+
+Every collective begins with one all-gather of a 128-byte slot a rank (`mpi_slots`): mismatched calls are
+noticed on every rank before anything else is sent, and a small operation (a loss, a counter, a flag) is
+complete after this one message. Larger data takes one of these ways, which `connect` chooses when a group is made:
+
+    node_paths        all ranks on one node: through memory that they share
+    two_level_paths   several nodes: through shared memory on each, and in lanes between them
+    plain_paths       everything else: MPI calls
+
+Operations that send something else to each rank (gather, scatter, all-to-all, messages) are MPI messages always.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...errors import CommunicatorError
+from ...launch import children
+from ...launch import exit as exits
+from ...launch import start as runtime
+from ...launch.cpu import CoreShare, core_share
+from ...types import ReduceOp, Work
+from ...utils.partition import split_sizes
+from ...utils.waiting import Steps
+from ..base import Backend
+from ..buffers import as_bytes, empty, flat_elements, write_back
+from ..call import Call, Layout
+from ..concat_view import FlatParts
+from ..connect import connect
+from ..handshake import PAYLOAD_BYTES, describe, described
+from ..network.collectives import TwoLevelPaths
+from ..plain import Plan
+from ..shared.segment import warn_no_shared_memory
+from ..worker import Worker
+from .point_to_point import MessagePort, buffer_of
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["MpiBackend"]
+
+PIECE_BYTES = 1 << 20
+"""How much of a tensor is reduced at a time: the pieces of all ranks should fit into the cache."""
+MAX_MESSAGE_BYTES = 1 << 30
+"""The most that goes into one MPI call, whose counts and offsets may be 32-bit integers."""
+_MAX_PLANS = 256
+
+_live: weakref.WeakSet[MpiBackend] = weakref.WeakSet()
+
+
+def _close_workers() -> None:
+    """End all worker threads: a thread inside MPI while MPI is finalised ends in a segmentation fault."""
+    for backend in list(_live):
+        if not backend.stop_worker(timeout=4.0):
+            raise CommunicatorError("an asynchronous operation was still under way when the program ended")
+
+
+def _leave_to_parent() -> None:
+    for backend in list(_live):
+        backend.invalidate(f"this process is a fork of rank {backend.rank}, and MPI belongs to that rank alone")
+
+
+@functools.cache
+def _register_with_exits() -> None:
+    exits.before_finalize(_close_workers)
+    children.after_fork(_leave_to_parent)
+
+
+@contextmanager
+def _making_communicators(mpi: Any) -> Iterator[None]:
+    """Say what to do where MPI has no communicator left."""
+    try:
+        yield
+    except mpi.Exception as error:
+        raise CommunicatorError(
+            f"MPI cannot make another group: {error}\nA process has room for some hundred groups (MPICH: 2,048 "
+            "communicators, of which a group takes four). Release those that are used no more: group.close(), "
+            "mesh.close(), or world.close_groups() for all of them"
+        ) from error
+
+
+class MpiBackend(Backend):
+    """A communicator over MPI for tensors on the CPU.
+
+    Args:
+        comm: An mpi4py intracommunicator, duplicated so that messages never mix with the caller's;
+            None means all ranks of the job, for which MPI is started if need be. Collective over it.
+        timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
+        parent: The backend that `comm` was split from: `comm` is taken over and freed when this one is closed.
+
+    Attributes:
+        mpi_comm: The mpi4py communicator that carries this group's collectives.
+        cores: How many cores the ranks have.
+        path: Which way large data takes: `"node"`, `"nodes"` or `"plain"`.
+        piece_bytes: How much of a large tensor is reduced at a time.
+        max_message_bytes: The most that goes into one MPI call.
+    """
+
+    name = "mpi"
+
+    def __init__(
+        self, comm: MPI.Intracomm | None = None, *, timeout: float | None = None, parent: MpiBackend | None = None
+    ) -> None:
+        self._mpi = runtime.start_mpi()
+        self.failures = (self._mpi.Exception,)
+        comm = self._mpi.COMM_WORLD if comm is None else comm
+        rank = comm.Get_rank()
+        super().__init__(rank, comm.Get_size(), Worker(f"axonmpi-mpi-rank{rank}"), timeout=timeout)
+        self.piece_bytes = PIECE_BYTES
+        self.max_message_bytes = MAX_MESSAGE_BYTES
+        with _making_communicators(self._mpi):
+            self.mpi_comm = comm.Dup() if parent is None else comm
+            self.cores: CoreShare = core_share(self._mpi, self.mpi_comm) if parent is None else parent.cores
+            self._messages = MessagePort(self._mpi, comm.Dup())
+            self._pairs = MessagePort(self._mpi, self.mpi_comm)
+            connection = connect(self._mpi, self.mpi_comm, self, crowded=self.cores.crowded, timeout=timeout)
+        if connection.obstacle:
+            warn_no_shared_memory(connection.obstacle)
+        self._slots, self._paths, self._memory = connection.slots, connection.paths, connection.memory
+        self._fence_of_node = connection.fence
+        self._node_ranks = self._memory.ranks
+        self.path = connection.name
+        self.grace = 1.0 if timeout is not None and self.path != "plain" else 0.0
+        # Ranks wait for a network asleep, so the thread that communicates takes little from the one that computes.
+        self.overlaps = self.cores.spare or self.path == "nodes"
+        self._agree = self._slots.agree
+        self._plans: dict[Any, Plan] = {}
+        self._all_plans: dict[int, Plan] = {}
+        _live.add(self)
+        _register_with_exits()
+
+    def abort(self, code: int = 1) -> None:
+        """End the whole job now, with exit code `code`; local."""
+        if self.is_open:
+            self._paths.break_down(f"rank {self.rank} has aborted the job")
+        self._mpi.COMM_WORLD.Abort(code)
+
+    def stop_worker(self, timeout: float) -> bool:
+        """End the worker thread; False if it is still busy after `timeout` seconds; local."""
+        return self._worker.close(timeout)
+
+    # ---- reductions ---------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        async_op: bool = False,
+        layout: Layout | None = None,
+    ) -> Work | None:
+        """Reduce over all ranks, in place on each; collective. See `Backend.all_reduce`.
+
+        A small tensor of a kind that was reduced before skips what need not be done twice.
+        """
+        is_usual = tensor.__class__ is Tensor and not tensor.is_nested and op.__class__ is ReduceOp
+        if is_usual and async_op is False and layout is None:
+            plan = self._plans.get((tensor.dtype, tensor.shape, op))
+            if plan is not None and self._is_plain(tensor) and plan.run(tensor):
+                return None
+        return super().all_reduce(tensor, op, async_op=async_op, layout=layout)
+
+    def _is_plain(self, tensor: Tensor) -> bool:
+        """Say whether the checks of the general path have nothing to object to, and nothing else is going on."""
+        return (
+            tensor.layout is torch.strided
+            and tensor.is_cpu
+            and tensor.is_contiguous()
+            and not tensor.requires_grad
+            and not tensor.is_neg()
+            and not tensor.is_inference()
+            and self.observer is None
+            and self.timeout is None
+            and self._closed is None
+            and not self._worker.busy
+        )
+
+    def _all_reduce(self, call: Call, tensor: Tensor) -> None:
+        if self.size == 1:  # whatever the reduction, that of one tensor is the tensor
+            write_back(tensor, tensor)
+            return
+        plan, flat = self._plan_for(call), flat_elements(tensor)
+        if self._paths.is_small(call):
+            plan.run(flat.view(call.shape))  # if one rank uses a plan, all have to: it decides where the data lie
+        else:
+            self._paths.all_reduce(call, flat)
+        write_back(flat, tensor)
+
+    def _steps(self, call: Call, *args: Any) -> Steps[None] | None:
+        paths = self._paths
+        if call.operation != "all_reduce" or not isinstance(paths, TwoLevelPaths):
+            return None
+        return (paths.small_in_steps if paths.is_small(call) else paths.all_reduce_in_steps)(call, *args)
+
+    def _plan_for(self, call: Call) -> Plan:
+        """Find or make the plan for a kind of call; plain ones are found again before any check."""
+        plan = self._all_plans.get(call.key)
+        if plan is None:
+            if len(self._all_plans) >= _MAX_PLANS:
+                self._all_plans.clear()
+                self._plans.clear()
+            plan = self._all_plans[call.key] = self._paths.plan(call)
+            if call.layout is None and call.dtype is not None and not call.dtype.is_complex:
+                self._plans[call.dtype, call.shape, call.op] = plan
+        return plan
+
+    def _reduce(self, call: Call, tensor: Tensor) -> None:
+        if call.nbytes == 0 or self.size == 1:
+            self._agree(call)
+            write_back(tensor, tensor)
+            return
+        flat = flat_elements(tensor)
+        self._paths.reduce(call, flat)
+        if self.rank == call.root:
+            write_back(flat, tensor)
+
+    def _reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
+        return self._paths.reduce_scatter(call, tensor, dim)
+
+    # ---- copies -------------------------------------------------------------------------------------------
+
+    def _broadcast(self, call: Call, tensor: Tensor) -> None:
+        assert call.root is not None
+        if call.nbytes <= PAYLOAD_BYTES:
+            own, parts = self._slots.views(call)
+            own.copy_(tensor)
+            self._agree(call)
+            if self.rank != call.root:
+                tensor.copy_(parts[call.root])
+            return
+        flat = flat_elements(tensor)
+        self._paths.broadcast(call, flat)
+        if self.rank != call.root:
+            write_back(flat, tensor)
+
+    def _all_gather(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
+        # What a rank sends is laid out with `dim` first, so that the blocks of all ranks follow each other.
+        moved = tensor.movedim(dim, 0).contiguous()
+        if moved.nbytes <= PAYLOAD_BYTES:
+            self._slots.own_payload[: moved.nbytes].copy_(as_bytes(moved))
+        else:
+            self._paths.note_address(moved)
+        rows = self._agree(call, moved.shape[0])
+        result = empty((sum(rows), *moved.shape[1:]), tensor.dtype)
+        counts = [count * result[:1].nbytes for count in rows]
+        if max(counts) <= PAYLOAD_BYTES:
+            for payload, block in zip(self._slots.payloads, as_bytes(result).split(counts), strict=True):
+                block.copy_(payload[: block.numel()])
+        else:
+            self._paths.all_gather(call, moved, rows, result)
+        return result.movedim(0, dim).contiguous()
+
+    def _gather(self, call: Call, tensor: Tensor) -> list[Tensor] | None:
+        sizes = self._agree(call, tensor.shape[0] if tensor.dim() else 0)
+        own = tensor.contiguous()
+        sends: list[Tensor | None] = [None] * self.size
+        if self.rank != call.root:
+            assert call.root is not None
+            sends[call.root] = own
+            self._exchange(sends, [None] * self.size)
+            return None
+        parts = [empty((size, *tensor.shape[1:]) if tensor.dim() else (), tensor.dtype) for size in sizes]
+        sends[self.rank] = own
+        self._exchange(sends, parts)
+        return parts
+
+    def _scatter(self, call: Call, tensor: Tensor | None) -> Tensor:
+        assert call.root is not None
+        if tensor is not None:
+            self._slots.own_payload.copy_(describe(tensor))
+        self._agree(call)
+        dtype, shape = described(self._slots.payloads[call.root])
+        rows = split_sizes(shape[0], self.size)[self.rank]
+        part = empty((rows, *shape[1:]), dtype)
+        sends: list[Tensor | None] = [None] * self.size
+        if tensor is not None:
+            sends = [piece.contiguous() for piece in tensor.tensor_split(self.size)]
+        receives: list[Tensor | None] = [None] * self.size
+        receives[call.root] = part
+        self._exchange(sends, receives)
+        return part
+
+    def _all_to_all(self, call: Call, tensors: list[Tensor]) -> list[Tensor]:
+        self._agree(call)
+        questions = torch.stack([describe(tensor) for tensor in tensors])
+        answers = torch.empty_like(questions)
+        self.mpi_comm.Alltoall(self._spec(questions, PAYLOAD_BYTES), self._spec(answers, PAYLOAD_BYTES))
+        received = [empty(shape, dtype) for dtype, shape in (described(answer) for answer in answers)]
+        self._exchange([tensor.contiguous() for tensor in tensors], received)
+        return received
+
+    def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+        """Send entry i to rank i and receive entry i from there, all at once; contiguous tensors, None: nothing."""
+        own, target = sends[self.rank], receives[self.rank]
+        if own is not None and target is not None:
+            target.copy_(own)
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        requests = []
+        for peer in peers:
+            if (incoming := receives[peer]) is not None:
+                requests += self._pairs.start_receive(as_bytes(incoming), peer, 0, self.max_message_bytes)
+        for peer in peers:
+            if (outgoing := sends[peer]) is not None:
+                requests += self._pairs.start_send(as_bytes(outgoing), peer, 0, self.max_message_bytes)
+        self._mpi.Request.Waitall(requests)
+
+    def _barrier(self, call: Call) -> None:
+        self._agree(call)
+
+    def _divide(self, call: Call, parts: tuple[tuple[int, ...], ...]) -> MpiBackend | None:
+        self._agree(call)
+        color = next((number for number, part in enumerate(parts) if self.rank in part), None)
+        with _making_communicators(self._mpi):
+            if color is None:
+                self.mpi_comm.Split(self._mpi.UNDEFINED, 0)
+                return None
+            comm: Any = self.mpi_comm.Split(color, parts[color].index(self.rank))
+        return MpiBackend(comm, timeout=self.timeout, parent=self)
+
+    # ---- point to point -----------------------------------------------------------------------------------
+
+    def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
+        self._messages.send(as_bytes(tensor.contiguous()), dst, tag, self.max_message_bytes)
+
+    def _recv(self, tensor: Tensor, src: int, tag: int) -> None:
+        flat = flat_elements(tensor)
+        self._messages.receive(as_bytes(flat), src, tag, self.max_message_bytes)
+        write_back(flat, tensor)
+
+    def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
+        return self._messages.send_work(as_bytes(tensor.contiguous()), dst, tag, self.max_message_bytes)
+
+    def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
+        flat = flat_elements(tensor)
+        return self._messages.receive_work(
+            as_bytes(flat), src, tag, self.max_message_bytes, lambda: write_back(flat, tensor)
+        )
+
+    # ---- memory -------------------------------------------------------------------------------------------
+
+    def _symmetric_empty(self, call: Call) -> Tensor:
+        self._agree(call)
+        assert call.dtype is not None
+        if not call.nbytes:
+            return empty(call.shape, call.dtype)
+        return self._paths.symmetric_empty(call.nbytes).view(call.dtype).view(call.shape)
+
+    @property
+    def node_ranks(self) -> tuple[int, ...]:
+        """Ranks of this group that share what `node_empty` returns here; local. See `Backend.node_ranks`."""
+        return self._node_ranks
+
+    def _node_empty(self, call: Call) -> Tensor:
+        self._agree(call)
+        assert call.dtype is not None
+        if not call.nbytes:
+            return empty(call.shape, call.dtype)
+        return self._memory.empty(call.nbytes).view(call.dtype).view(call.shape)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether ranks outnumber the cores anywhere."""
+        return self.cores.crowded
+
+    def check_peers(self, what: str, peer: int | None = None) -> None:
+        """Return: a rank that fails ends the job, and with it whoever waits."""
+
+    def _fence(self) -> Callable[[], None] | None:
+        return self._fence_of_node
+
+    def _all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
+        if output.numel() and not self._memory.is_common(output):
+            raise ValueError("output: expected memory from node_empty() of this group, got other memory")
+        self._memory.all_gather_into(call, tensor, output, sizes)
+
+    def _reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
+        self._memory.reduce_scatter_into(call, parts, output, sizes)
+
+    def _release(self) -> None:
+        _live.discard(self)
+        self._plans.clear()
+        self._all_plans.clear()
+        self._paths.free()
+        self._messages.comm.Free()
+        self.mpi_comm.Free()
+        # Its memory goes with the group, however long anybody keeps the closed one.
+        del self._slots, self._agree, self._paths, self._memory, self._fence_of_node, self._messages, self._pairs
+
+    def _spec(self, tensor: Tensor, count: int | None = None) -> list[Any]:
+        """Describe contiguous memory to MPI; `count` is the bytes per rank where an operation wants that."""
+        return [buffer_of(self._mpi, tensor), tensor.nbytes if count is None else count, self._mpi.BYTE]

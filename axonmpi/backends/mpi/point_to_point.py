@@ -1,0 +1,206 @@
+"""Point-to-point messages of bytes over MPI.
+
+Messages go out on the caller's thread. One larger than what a single MPI call may carry goes in several pieces,
+which arrive in order; the last one is shorter. A receiver looks at a piece's size before it takes it, so a message
+of another size is an error that says both sizes, never a message cut short.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ...errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorError
+from ...types import Seconds, Work
+from ...utils.arguments import seconds
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["MessagePort", "RequestWork", "buffer_of"]
+
+_POLL_SECONDS = 0.0005
+_SAME_SIZE = "the tensors of sender and receiver must have the same dtype and number of elements"
+
+
+def buffer_of(mpi: Any, tensor: Tensor) -> Any:
+    """Return the memory of a contiguous tensor as a buffer for MPI; the tensor must outlive it."""
+    return mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
+
+class MessagePort:
+    """Sends and receives bytes between the ranks of one communicator.
+
+    Attributes:
+        mpi: The module `mpi4py.MPI`.
+        comm: The communicator.
+        abandoned: Requests and memory of messages that were under way when their Work was dropped.
+    """
+
+    def __init__(self, mpi: Any, comm: MPI.Intracomm) -> None:
+        self.mpi = mpi
+        self.comm = comm
+        self.abandoned: list[tuple[list[Any], Tensor]] = []
+
+    def send(self, data: Tensor, dst: int, tag: int, limit: int) -> None:
+        """Send `data` (bytes) in messages of at most `limit` bytes; returns when it may be changed."""
+        for piece in _pieces(data, limit):
+            self.comm.Send(self._spec(piece), dst, tag)
+
+    def receive(self, data: Tensor, src: int, tag: int, limit: int) -> None:
+        """Receive exactly as many bytes as `data` has."""
+        arrived = 0
+        for piece in _pieces(data, limit):
+            message, sent = self._probe(src, tag)
+            if sent != piece.numel():
+                raise _wrong_size(data, src, arrived + self._drop(message, sent, src, tag, limit))
+            message.Recv(self._spec(piece))
+            arrived += sent
+
+    def _probe(self, src: int, tag: int) -> tuple[Any, int]:
+        """Wait for a piece; return it and its size, without receiving it."""
+        status = self.mpi.Status()
+        message = self.comm.Mprobe(src, tag, status)
+        return message, status.Get_count(self.mpi.BYTE)
+
+    def _drop(self, message: Any, sent: int, src: int, tag: int, limit: int) -> int:
+        """Receive the rest of a message that is of no use, so that the next one can come; return its size."""
+        total = sent
+        message.Recv([bytearray(sent), sent, self.mpi.BYTE])
+        while sent == limit:
+            message, sent = self._probe(src, tag)
+            message.Recv([bytearray(sent), sent, self.mpi.BYTE])
+            total += sent
+        return total
+
+    def start_send(self, data: Tensor, dst: int, tag: int, limit: int) -> list[Any]:
+        """Begin to send `data`; returns MPI requests, which hold on to it."""
+        return [self.comm.Isend(self._spec(piece), dst, tag) for piece in _pieces(data, limit)]
+
+    def start_receive(self, data: Tensor, src: int, tag: int, limit: int) -> list[Any]:
+        """Begin to receive into `data`; returns MPI requests."""
+        return [self.comm.Irecv(self._spec(piece), src, tag) for piece in _pieces(data, limit)]
+
+    def send_work(self, data: Tensor, dst: int, tag: int, limit: int) -> Work:
+        """Begin to send `data`; returns the Work."""
+        self._forget_ended()
+        return RequestWork(self, self.start_send(data, dst, tag, limit), data, f"isend to rank {dst}")
+
+    def receive_work(self, data: Tensor, src: int, tag: int, limit: int, finish: Callable[[], None]) -> Work:
+        """Begin to receive into `data`; the Work calls `finish` once it is there."""
+        self._forget_ended()
+        requests = self.start_receive(data, src, tag, limit)
+
+        def check(received: int) -> None:
+            if received != data.numel():
+                raise _wrong_size(data, src, received)
+            finish()
+
+        return RequestWork(self, requests, data, f"irecv from rank {src}", check)
+
+    def _forget_ended(self) -> None:
+        if self.abandoned:
+            self.abandoned = [entry for entry in self.abandoned if not self._has_ended(entry[0])]
+
+    def _has_ended(self, requests: list[Any]) -> bool:
+        try:
+            ended: bool = self.mpi.Request.Testall(requests)
+        except self.mpi.Exception:  # that it failed is of no interest to anybody
+            return True
+        return ended
+
+    def _spec(self, piece: Tensor) -> list[Any]:
+        return [buffer_of(self.mpi, piece), piece.numel(), self.mpi.BYTE]
+
+
+class RequestWork(Work):
+    """Messages under way, as MPI requests."""
+
+    def __init__(
+        self,
+        port: MessagePort,
+        requests: list[Any],
+        data: Tensor,
+        what: str,
+        complete: Callable[[int], None] | None = None,
+    ) -> None:
+        self._port = port
+        self._requests = requests
+        self._data: Tensor | None = data  # must live until MPI is through with it
+        self._what = what
+        self._complete = complete
+        self._error: Exception | None = None
+
+    def wait(self, timeout: Seconds | None = None) -> None:
+        """Block until the messages are through; see `Work.wait`."""
+        limit = seconds("timeout", timeout, positive=False)
+        if limit is None:
+            self._ask(self._port.mpi.Request.Waitall)
+        else:
+            self._poll(limit)
+        if self._error is not None:
+            raise self._error
+
+    def _poll(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while not self.done():
+            if time.monotonic() > deadline:
+                raise CollectiveTimeoutError(f"{self._what} was not complete after {timeout:g} s")
+            # Polling is what makes MPI progress; between polls the core belongs to others.
+            time.sleep(_POLL_SECONDS)
+
+    def done(self) -> bool:
+        """Say whether the messages are through or have failed, without blocking."""
+        return self._ask(self._port.mpi.Request.Testall)
+
+    def result(self) -> None:
+        """Wait; messages have no value of their own."""
+        self.wait()
+
+    def _ask(self, are_through: Callable[[list[Any], list[Any]], bool]) -> bool:
+        """Say whether the messages are through by what MPI answers, and keep how they have ended."""
+        if self._data is None:
+            return True
+        statuses = [self._port.mpi.Status() for _ in self._requests]
+        try:
+            if not are_through(self._requests, statuses):
+                return False
+            if self._complete is not None:
+                self._complete(sum(status.Get_count(self._port.mpi.BYTE) for status in statuses))
+        except self._port.mpi.Exception as error:
+            self._error = self._failure(error, statuses)
+        except Exception as error:
+            self._error = error
+        self._data = None
+        return True
+
+    def _failure(self, error: Any, statuses: list[Any]) -> Exception:
+        codes = [error.Get_error_code(), *(status.Get_error() for status in statuses)]
+        mpi = self._port.mpi
+        if self._data is not None and any(mpi.Get_error_class(code) == mpi.ERR_TRUNCATE for code in codes):
+            failure: Exception = CollectiveMismatchError(
+                f"{self._what}: expected {self._data.numel()} bytes, more were sent; {_SAME_SIZE}"
+            )
+        else:
+            failure = CommunicatorError(f"{self._what} failed: {error}")
+        failure.__cause__ = error
+        return failure
+
+    def __del__(self) -> None:
+        if self._data is not None:  # nobody waited, but MPI still reads or writes the memory
+            self._port.abandoned.append((self._requests, self._data))
+
+
+def _pieces(data: Tensor, limit: int) -> tuple[Tensor, ...]:
+    """Cut a message; the last piece is shorter than `limit`, which tells the receiver that it is the last."""
+    pieces = data.split(limit)
+    return pieces if data.numel() % limit or not data.numel() else (*pieces, data[:0])
+
+
+def _wrong_size(data: Tensor, src: int, sent: int) -> CollectiveMismatchError:
+    return CollectiveMismatchError(
+        f"recv: expected {data.numel()} bytes from rank {src}, which sent {sent}; {_SAME_SIZE}"
+    )

@@ -1,0 +1,1 @@
+"""Collectives of several nodes, each of whose ranks share memory."""

@@ -1,0 +1,53 @@
+"""Small Python objects over a backend: pickled, and sent as tensors of bytes."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import Backend
+
+__all__ = ["all_gather_object", "broadcast_object"]
+
+
+def _pack(obj: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+
+
+def _unpack(data: Tensor) -> Any:
+    return pickle.loads(data.numpy().tobytes())
+
+
+def broadcast_object(backend: Backend, obj: Any, src: int = 0) -> Any:
+    """Return rank `src`'s object on all ranks (a copy on the others); collective.
+
+    Args:
+        backend: The communicator.
+        obj: Anything that can be pickled; ignored on other ranks than `src`.
+        src: Rank to copy from.
+
+    Raises:
+        ValueError: `src` is no rank of the group.
+    """
+    data = _pack(obj) if backend.rank == src else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = torch.tensor([data.numel()], device="cpu")
+    backend.broadcast(length, src)
+    if backend.rank != src:
+        data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+    backend.broadcast(data, src)
+    return obj if backend.rank == src else _unpack(data)
+
+
+def all_gather_object(backend: Backend, obj: Any) -> list[Any]:
+    """Return the objects of all ranks (copies), in rank order; collective.
+
+    Args:
+        backend: The communicator.
+        obj: Anything that can be pickled.
+    """
+    data = _pack(obj)
+    lengths = backend.all_gather(torch.tensor([data.numel()], device="cpu"))
+    return [_unpack(part) for part in backend.all_gather(data).split(lengths.tolist())]

@@ -1,0 +1,1 @@
+"""Memory that the ranks of a node share, and collectives in it."""

@@ -1,0 +1,227 @@
+"""A barrier for the ranks of a node, in shared memory.
+
+Each rank has a page with a counter of the barriers that it has come to, on a cache line of its own:
+
+    rank 0 | 7 |      rank 0 and 2 have come to barrier 7 and wait;
+    rank 1 | 6 |      rank 1 has not come yet
+    rank 2 | 7 |
+
+Whoever waits gives its core away at every look, and naps when it takes long, since ranks may outnumber the cores.
+Everything a rank wrote before a barrier is seen by all ranks after it. On processors that reorder loads and stores,
+`MPI_Win_sync` on both sides is the memory barrier (MPI 4.1, section 12.4; 12.7 on shared windows); the
+counters are 8 aligned bytes, which are written and read whole.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import CollectiveTimeoutError, CommunicatorError, RankFailedError
+from ...utils.waiting import Steps
+from .segment import PAGE, Segment
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["Fence", "NodeBarrier"]
+
+_WORDS = PAGE // 8
+_MARK = 16  # a cache line pair away from the counter
+_YIELDS = 400
+_NAP_SECONDS = 5e-5
+_LONGEST_NAP_SECONDS = 1e-3
+_CHECK_SECONDS = 0.5
+_GAVE_UP, _FAILED = 1, 2
+
+
+class Fence:
+    """A full memory barrier, by way of a small shared window of the node's ranks; made collectively.
+
+    Attributes:
+        sync: The barrier; local.
+    """
+
+    def __init__(self, mpi: Any, comm: MPI.Intracomm) -> None:
+        self._window = mpi.Win.Allocate_shared(8, comm=comm)
+        self._window.Lock_all()  # MPI_Win_sync is defined within an epoch
+        self.sync = self._window.Sync
+
+    def free(self) -> None:
+        """Release the window; collective."""
+        self._window.Unlock_all()
+        self._window.Free()
+
+
+class NodeBarrier:
+    """The barrier of one group's ranks on a node.
+
+    Args:
+        segment: Shared memory with a page for each rank; the memory beyond the first 256 bytes of each page is free
+            for others.
+        sync: A full memory barrier, None where the processor needs none.
+        processes: Process number of each local rank.
+        names: Number of each local rank in the group.
+        timeout: Seconds after which a rank that waits gives up; None never does.
+
+    Attributes:
+        count: How many barriers this rank has passed; the same on all ranks between two barriers.
+        while_waiting: Called again and again while this rank waits, if set.
+        spins: How often a rank looks before it gives way: where each has a core, the others are about to come.
+        yields: How often a rank that waits gives way before it naps.
+    """
+
+    def __init__(
+        self, segment: Segment, sync: Any, processes: list[int], names: list[int], timeout: float | None
+    ) -> None:
+        self._words = memoryview(segment.memory).cast("q")
+        self._sync = sync
+        # Ranks in containers of their own may not see each other's processes.
+        self._processes = [process if _is_alive(process) else None for process in processes]
+        self._names = names
+        self._timeout = timeout
+        self._own = segment.own * _WORDS
+        peers = [(segment.own + step) % len(processes) for step in range(1, len(processes))]
+        self._peers = [(peer * _WORDS, peer) for peer in peers]
+        self._broken = ""
+        self.count = 0
+        self._come_to = 0
+        self.spins = 0
+        self.yields = _YIELDS
+        self.while_waiting: Callable[[], None] | None = None
+
+    def wait(self, what: object = "a barrier") -> None:
+        """Wait until all ranks of the node have come here; collective.
+
+        Raises:
+            CollectiveTimeoutError: A rank has not come within the time-out.
+            RankFailedError: A rank has ended or has given up.
+            CommunicatorError: This rank has given up before.
+        """
+        if self._broken:
+            raise CommunicatorError(f"{what}: this group cannot be used: {self._broken}")
+        words, count = self._words, self._come_to + 1
+        if self._sync is not None:
+            self._sync()
+        words[self._own] = self._come_to = count
+        waited = False
+        for word, peer in self._peers:
+            if words[word] < count:
+                self._await(word, peer, count, what)
+                waited = True
+        if waited:  # a rank that had come may have given up while this one waited for another
+            for word, peer in self._peers:
+                if words[word] < count:
+                    self._await(word, peer, count, what)
+        if self._sync is not None:
+            self._sync()
+        self.count = count
+
+    def fence(self) -> None:
+        """Let what this rank has written be seen by those that it has met, and what they have here; local."""
+        if self._sync is not None:
+            self._sync()
+
+    def come(self, what: object) -> int:
+        """Come to the next barrier and go on, perhaps before the last is passed; returns its number.
+
+        Raises:
+            CommunicatorError: This rank has given up before.
+        """
+        if self._broken:
+            raise CommunicatorError(f"{what}: this group cannot be used: {self._broken}")
+        if self._sync is not None:
+            self._sync()
+        self._come_to += 1
+        self._words[self._own] = self._come_to
+        return self._come_to
+
+    def pass_in_steps(self, count: int, what: object) -> Steps[None]:
+        """Wait in steps until all ranks of the node have come to barrier `count`. Raises what `wait` raises."""
+        words = self._words
+        began = checked = time.monotonic()
+        for word, peer in [*self._peers, *self._peers]:  # one that had come may have given up in the meantime
+            while words[word] < count:
+                yield False
+                if self.while_waiting is not None:
+                    self.while_waiting()
+                if self.count < count - 1:  # the time of those before is not this one's
+                    began = time.monotonic()
+                checked = self._check(word, peer, count, what, began, checked)
+        if self._sync is not None:
+            self._sync()
+        self.count = max(self.count, count)
+
+    def _await(self, word: int, peer: int, count: int, what: object) -> None:
+        words, give_way, meanwhile = self._words, os.sched_yield, self.while_waiting
+        for _ in range(self.spins):
+            if words[word] >= count:
+                return
+        for _ in range(self.yields):
+            give_way()
+            if meanwhile is not None:
+                meanwhile()
+            if words[word] >= count:
+                return
+        began = checked = time.monotonic()
+        nap = _NAP_SECONDS
+        while words[word] < count:
+            time.sleep(nap)
+            if meanwhile is not None:
+                meanwhile()
+            if time.monotonic() - began > 0.01:
+                nap = min(2 * nap, _LONGEST_NAP_SECONDS)
+            checked = self._check(word, peer, count, what, began, checked)
+
+    def _check(self, word: int, peer: int, count: int, what: object, began: float, checked: float) -> float:
+        """Raise if the time is up or the other rank is lost; returns when that was looked at last."""
+        now = time.monotonic()
+        if self._timeout is not None and now - began > self._timeout:
+            self._give_up(what)
+        if now - checked > _CHECK_SECONDS or self._words[word + _MARK]:
+            self._look_after(word, peer, count, what)
+            return now
+        return checked
+
+    def _give_up(self, what: object) -> None:
+        late = [name for name, (word, _) in self._by_name() if self._words[word] <= self.count]
+        self.break_down(f"{what} was given up after {self._timeout:g} s", gave_up=True)
+        raise CollectiveTimeoutError(
+            f"{what} was not complete after {self._timeout:g} s: "
+            f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} did not come, or is still computing"
+        )
+
+    def _by_name(self) -> list[tuple[int, tuple[int, int]]]:
+        return sorted((self._names[peer], (word, peer)) for word, peer in self._peers)
+
+    def _look_after(self, word: int, peer: int, count: int, what: object) -> None:
+        """Raise if the rank that is waited for has ended, failed or given up."""
+        mark = self._words[word + _MARK]
+        gone = "gave up waiting" if mark == _GAVE_UP else "has failed"
+        if not mark:
+            process = self._processes[peer]
+            if process is None or _is_alive(process):
+                return
+            gone = f"has ended (process {self._processes[peer]})"
+        if self._words[word] < count:
+            name = self._names[peer]
+            self.break_down(f"rank {name} {gone} while {what} waited for it")
+            raise RankFailedError(f"rank {name} {gone} while {what} waited for it on this node")
+
+    def break_down(self, reason: str, *, gave_up: bool = False) -> None:
+        """Let the others know that this rank comes to no further barrier; local."""
+        self._broken = self._broken or reason
+        self._words[self._own + _MARK] = _GAVE_UP if gave_up else _FAILED
+        # Whoever comes late must not pass: what this rank put in may be overwritten from now on.
+        self._words[self._own] = self.count
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"

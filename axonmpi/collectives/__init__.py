@@ -1,0 +1,1 @@
+"""What is made of several collectives: norms of gradients, comparisons of all ranks."""

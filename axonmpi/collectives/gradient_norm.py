@@ -1,0 +1,232 @@
+"""The norm of a gradient that several ranks have together.
+
+    norm = ( sum over ranks and parameters of |gradient|^p / copies )^(1/p)
+
+                    tp 0      tp 1
+    weight          rows 0-3  rows 4-7     cut: each rank's rows count in full          copies 1
+    layer norm      the same  the same     on both: each counts half, once together     copies 2
+
+Every parameter so counts once, as in `torch.nn.utils.clip_grad_norm_` on one process with the whole model. Ranks
+that have the same gradients throughout, as those of data parallelism do, need not all be in the group.
+
+Parameters of FSDP and of tensor parallel layers know among which ranks they are divided. The sum goes over these,
+one axis after the other; a parameter that is not divided along one of the axes is on all of its ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..backends.base import Backend
+from ..groups.world import ProcessGroup, group_of_this_rank
+from ..utils.arguments import check_flags, either_group_name, number
+from .divided_parameters import Axis, axes_of, replicas_of
+
+__all__ = ["Copies", "clip_grad_norm", "clip_over", "copy_counts", "divided_axes"]
+
+Copies = float | Mapping[Any, float] | Callable[[Tensor], float]
+"""On how many ranks parameters are: a number for all, by name or parameter (1 for others), or a function."""
+
+_TINY = 1e-6
+
+
+@torch.no_grad()
+@either_group_name
+def clip_grad_norm(
+    parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    group: ProcessGroup | None = None,
+    copies: Copies | None = None,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients down so that the norm of those of all ranks together is at most `max_norm`.
+
+    Collective, one small message; gradients change in place.
+
+    Args:
+        parameters: This rank's, or the module that has them; those without a gradient are passed over.
+        max_norm: The largest norm; infinity only measures, as long as the norm is finite.
+        norm_type: 1, 2, any other positive number, or infinity.
+        group: The ranks that have different parts of the model. None means those among which parameters are
+            divided by FSDP or tensor parallelism, nobody else for a model in DDP, and all ranks otherwise.
+        copies: On how many ranks of the group a gradient is: a number, a mapping by parameter, or by name if
+            `parameters` is a module, or a function of the parameter; infinity leaves it out of the norm. None
+            means what wrappers and divided layers know, and else 1.
+        error_if_nonfinite: Raise if the norm is infinite or no number; gradients are left alone then.
+
+    Returns:
+        [] the norm before, float32, the same on all ranks.
+
+    Raises:
+        TypeError: An argument is of the wrong kind.
+        ValueError: `max_norm` is negative, `norm_type` not positive, or `copies` does not fit; or the ranks differ
+            in the first two, on all ranks.
+        RuntimeError: The norm is not finite, with `error_if_nonfinite`; on all ranks.
+    """
+    named = _named(parameters)
+    axes = divided_axes(parameter for _, parameter in named)
+    if group is None and copies is None and (axes or any(replicas_of(parameter) for _, parameter in named)):
+        groups = [axis.group for axis in axes]
+    else:
+        groups = [group_of_this_rank(group, "group")]
+    counts = copy_counts(named, copies, groups)
+    pairs = [(parameter, count) for (_, parameter), count in zip(named, counts, strict=True)]
+    return clip_over(pairs, groups, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+
+def clip_over(
+    counted: Sequence[tuple[Tensor, float]],
+    groups: Sequence[ProcessGroup],
+    max_norm: float,
+    norm_type: float,
+    *,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    """Scale gradients so that their norm is at most `max_norm`; collective, in place.
+
+    Args:
+        counted: Parameters, and on how many ranks of all groups together the gradient of each is.
+        groups: The ranks to sum over, in one group after the other.
+        max_norm: The largest norm.
+        norm_type: Which norm.
+        error_if_nonfinite: Raise if the norm is infinite or no number.
+
+    Returns:
+        [] the norm before, float32.
+
+    Raises:
+        TypeError: An argument is of the wrong kind.
+        ValueError: `max_norm` is negative, `norm_type` not positive, or the ranks differ in them, on all ranks.
+        RuntimeError: The norm is not finite, with `error_if_nonfinite`; on all ranks.
+    """
+    check_flags(error_if_nonfinite=error_if_nonfinite)
+    max_norm, norm_type = number("max_norm", max_norm), number("norm_type", norm_type)
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm: expected 0 or more, got {max_norm}")
+    if not norm_type > 0:
+        raise ValueError(f"norm_type: expected a positive number or infinity, got {norm_type}")
+    gradients = [(p.grad, count) for p, count in counted if p.grad is not None]
+    with torch._C.DisableTorchFunctionSubclass():  # which would refuse to take the norm of a part
+        power = _power([(gradient, count) for gradient, count in gradients if count != math.inf], norm_type)
+        for group in groups:
+            power = _joined(power, max_norm, norm_type, group.backend)
+        norm = power if math.isinf(norm_type) else power ** (1 / norm_type)
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(f"the norm of the gradient is {norm}, so it cannot be clipped")
+        factor = max_norm / (norm + _TINY)
+        if gradients and (factor < 1 or not math.isfinite(norm)):
+            torch._foreach_mul_([gradient for gradient, _ in gradients], factor)
+    return torch.tensor(norm, dtype=torch.float32, device="cpu")
+
+
+def divided_axes(parameters: Iterable[Tensor]) -> list[Axis]:
+    """Return the axes along which some of the parameters are divided, each once; local."""
+    return list({axis.group.ranks: axis for parameter in parameters for axis in axes_of(parameter)}.values())
+
+
+def copy_counts(
+    named: Iterable[tuple[str, Tensor]], copies: Copies | None, groups: Sequence[ProcessGroup]
+) -> list[float]:
+    """Return on how many ranks each parameter is; local.
+
+    Args:
+        named: The parameters with their names, empty for those that have none.
+        copies: As for `clip_grad_norm`.
+        groups: The ranks that are asked.
+
+    Raises:
+        TypeError: `copies` is none of what it may be.
+        ValueError: It has a name that no parameter has, or there are not as many ranks.
+    """
+    named = list(named)
+    if copies is None:
+        asked = {rank for group in groups for rank in group.ranks}
+        axes = divided_axes(p for _, p in named)
+        return [_copies_among(asked, axes, parameter) for _, parameter in named]
+    if isinstance(copies, Mapping):
+        names = {name for name, _ in named}
+        strange = [key for key in copies if isinstance(key, str) and key not in names]
+        if strange:
+            raise ValueError(f"copies: expected names of parameters, got {strange[0]!r}{_known(names)}")
+        counts = [copies[name] if name and name in copies else copies.get(p, 1.0) for name, p in named]
+    else:
+        counts = [copies(parameter) if callable(copies) else copies for _, parameter in named]
+    _check_counts(named, counts, math.prod(group.size for group in groups))
+    return counts
+
+
+def _copies_among(asked: Collection[int], axes: Iterable[Axis], parameter: Tensor) -> float:
+    """Return how many of the ranks that are asked have the same gradient of a parameter; local."""
+    own = {axis.group.ranks: axis.copies for axis in axes_of(parameter)}
+    replicas = replicas_of(parameter)
+    all_axes = [*axes, replicas] if replicas is not None else axes
+    return math.prod(
+        max(1, min(own.get(axis.group.ranks, axis.group.size), sum(rank in asked for rank in axis.group.ranks)))
+        for axis in all_axes
+    )
+
+
+def _known(names: set[str]) -> str:
+    shown = sorted(filter(None, names))[:3]
+    return (
+        f"; names here are {', '.join(map(repr, shown))}, ..."
+        if shown
+        else "; parameters without a module have none"
+    )
+
+
+def _named(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
+    if isinstance(parameters, nn.Module):
+        return list(parameters.named_parameters())
+    found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for parameter in found:
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"parameters: expected a module or tensors, got {type(parameter).__name__}")
+    return [("", parameter) for parameter in found]
+
+
+def _check_counts(named: Sequence[tuple[str, Tensor]], counts: Sequence[float], ranks: int) -> None:
+    for (name, parameter), count in zip(named, counts, strict=True):
+        if not isinstance(count, (int, float)) or isinstance(count, bool):
+            raise TypeError(f"copies: expected a number of ranks, got {count!r}")
+        if not (1 <= count <= ranks or count == math.inf):
+            which = name or f"a parameter of shape {list(parameter.shape)}"
+            raise ValueError(f"copies: expected 1 to {ranks}, the ranks of the group, got {count} for {which}")
+
+
+def _power(counted: Sequence[tuple[Tensor, float]], norm_type: float) -> float:
+    """Return this rank's part of the sum of powers, or its largest norm if `norm_type` is infinite."""
+    norms = [float(_norm(gradient, norm_type)) for gradient, _ in counted if gradient.numel()]
+    own = torch.tensor(norms or [0.0], dtype=torch.float64, device="cpu")
+    if math.isinf(norm_type):
+        return float(own.max())  # no number if one of them is none
+    shares = torch.tensor(
+        [count for gradient, count in counted if gradient.numel()] or [1.0], dtype=torch.float64, device="cpu"
+    )
+    return float((own**norm_type / shares).sum())
+
+
+def _norm(gradient: Tensor, norm_type: float) -> Tensor:
+    dtype = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
+    norm: Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
+    return norm
+
+
+def _joined(power: float, max_norm: float, norm_type: float, backend: Backend) -> float:
+    """Return the power of the norm over all ranks; collective. Raise on all if they want different norms."""
+    if backend.size > 1:
+        own = torch.tensor([[power, max_norm, norm_type]], dtype=torch.float64, device=backend.device_types[0])
+        rows = backend.all_gather(own).cpu()
+        for column, name in ((1, "max_norm"), (2, "norm_type")):
+            wanted = rows[:, column].tolist()
+            if len(set(wanted)) > 1:
+                raise ValueError(f"{name}: expected the same on all ranks of the group, got {wanted}")
+        power = float(rows[:, 0].max() if math.isinf(norm_type) else rows[:, 0].sum())
+    return power

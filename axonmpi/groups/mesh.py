@@ -1,0 +1,315 @@
+"""The ranks of the world in a grid of named axes, with a group along every axis.
+
+    DeviceMesh({"dp": 2, "pp": 2, "tp": 2})      eight ranks; the last axis varies fastest
+
+                 pp 0        pp 1
+               tp 0 1      tp 0 1       group("tp") of rank 5: ranks 4 5, its neighbours
+    dp 0         0 1         2 3        group("pp") of rank 5: ranks 5 7
+    dp 1         4 5         6 7        group("dp") of rank 5: ranks 1 5
+                                        group("dp", "tp") of rank 5: ranks 0 1 4 5
+
+Launchers put ranks with neighbouring numbers on one node, so the axis whose ranks talk most comes last. The groups
+of an axis, one for each place on the other axes, are disjoint and together all ranks: they are made by one call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from ..backends import objects
+from ..backends.mock.backend import MockBackend
+from ..errors import CommunicatorError
+from ..utils.arguments import integer
+from .world import ProcessGroup, World, current_world
+
+__all__ = ["DeviceMesh", "nearest_shapes"]
+
+INFERRED = -1
+"""The size of an axis that gets the ranks which the other axes leave."""
+
+_SHOWN_RANKS = 8
+_SUGGESTIONS = 5
+
+
+class DeviceMesh:
+    """A grid of all ranks of a world: every rank has a place on each axis and is in one group along it.
+
+    Making it is collective over the world: so many calls as it has axes of more than one rank, and one that checks
+    that all ranks make the same mesh. Axes of one rank cost nothing.
+
+    Args:
+        shape: Number of ranks along each axis by its name, slowest first: neighbours along the last axis have
+            neighbouring ranks. One of the sizes may be -1: the ranks that the others leave.
+        world: The ranks; None means the current world.
+
+    Attributes:
+        shape: Number of ranks along each axis.
+        axes: Names of the axes.
+        coordinates: This rank's place on each axis.
+
+    Raises:
+        CommunicatorError: There is no world yet.
+        TypeError: `shape` is no mapping of names to integers, or `world` no world.
+        ValueError: The product of the sizes is not the number of ranks, or the ranks' shapes differ; on all ranks.
+    """
+
+    def __init__(self, shape: Mapping[str, int], world: World | None = None) -> None:
+        world = current_world() if world is None else world
+        if world is None:
+            raise CommunicatorError("no world yet: call axonmpi.init_process_group() first")
+        if not isinstance(world, World):
+            raise TypeError(f"world: expected an axonmpi.World or None, got {type(world).__name__}")
+        self._world = world
+        self.shape, self._nodes = _agreed(world, shape)
+        self.axes = tuple(self.shape)
+        self._strides = {
+            axis: math.prod(list(self.shape.values())[number + 1 :]) for number, axis in enumerate(self.axes)
+        }
+        self.coordinates = self.coordinates_of(world.rank)
+        self._several = tuple(axis for axis in self.axes if self.shape[axis] > 1)
+        alone = ProcessGroup(MockBackend.create_world(1)[0], [world.rank])
+        self._groups: dict[tuple[str, ...], ProcessGroup] = {(): alone, self._several: world.default_group}
+        for axis in self._several:
+            self.group(axis)
+
+    # ---- groups ---------------------------------------------------------------------------------------------
+
+    def group(self, *axes: str) -> ProcessGroup:
+        """Return the group of the ranks whose places differ from this one's on the given axes alone.
+
+        Collective over the world when several axes are joined for the first time, local else. The same axes give
+        the same object. All axes that have more than one rank give the world's default group.
+
+        Args:
+            axes: Names in any order; ranks are numbered in the order of the mesh. None at all: all axes.
+
+        Raises:
+            ValueError: There is no such axis, or it is named twice.
+        """
+        key = tuple(axis for axis in self._checked(axes) if axis in self._several)
+        if key not in self._groups:
+            starts = self._offsets([axis for axis in self.axes if axis not in key])
+            along = self._offsets(key)
+            self._groups[key] = self._world.partition([[start + step for step in along] for start in starts])
+        return self._groups[key]
+
+    def close(self) -> None:
+        """Release the groups that were made for this mesh; collective in effect, may be called twice."""
+        for group in self._groups.values():
+            if group is not self._world.default_group:
+                group.close()
+
+    def ranks(self, *axes: str) -> tuple[int, ...]:
+        """Return the world's ranks that `group` of the same axes has; local."""
+        chosen = self._checked(axes)
+        start = self._world.rank - sum(self.coordinates[axis] * self._strides[axis] for axis in chosen)
+        return tuple(start + step for step in self._offsets(chosen))
+
+    def rank(self, *axes: str) -> int:
+        """Return this rank's number in `group` of the same axes, that is its place on a single axis; local."""
+        number = 0
+        for axis in self._checked(axes):
+            number = number * self.shape[axis] + self.coordinates[axis]
+        return number
+
+    def size(self, *axes: str) -> int:
+        """Return the number of ranks in `group` of the same axes; local."""
+        return math.prod(self.shape[axis] for axis in self._checked(axes))
+
+    # ---- places ---------------------------------------------------------------------------------------------
+
+    def coordinates_of(self, rank: int) -> dict[str, int]:
+        """Return the place of one of the world's ranks on each axis; local.
+
+        Raises:
+            ValueError: It is no rank of the world.
+        """
+        if not 0 <= integer("rank", rank) < self._world.size:
+            raise ValueError(f"rank: expected one of the world's, 0 to {self._world.size - 1}, got {rank}")
+        return {axis: rank // self._strides[axis] % size for axis, size in self.shape.items()}
+
+    def rank_at(self, **coordinates: int) -> int:
+        """Return the world's rank at a place; local.
+
+        Args:
+            coordinates: Places by axis; on axes that are not named, this rank's.
+
+        Raises:
+            ValueError: There is no such axis or place.
+        """
+        place = dict(self.coordinates)
+        for axis in self._checked(coordinates) if coordinates else ():
+            place[axis] = integer(axis, coordinates[axis])
+            if not 0 <= place[axis] < self.shape[axis]:
+                raise ValueError(f"{axis}: expected a place from 0 to {self.shape[axis] - 1}, got {place[axis]}")
+        return sum(place[axis] * self._strides[axis] for axis in self.axes)
+
+    # ---- text -----------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"DeviceMesh({self.shape}, rank={self._world.rank})"
+
+    def describe(self, max_rows: int = 16) -> str:
+        """Return a small table of which rank is where, and which axes stay on a node; local.
+
+        Args:
+            max_rows: Rows of the table; those in the middle are left out.
+        """
+        sizes = " x ".join(f"{axis} {size}" for axis, size in self.shape.items())
+        lines = [f"{sizes}: {_counted(self._world.size, 'rank')} on {_counted(len(set(self._nodes)), 'node')}"]
+        across = [axis for axis in self._several if not self._stays_on_a_node(axis)]
+        if across:
+            lines.append(f"groups across nodes: {', '.join(across)}")
+        if self._several:
+            lines += _shortened(self._rows(), max_rows)
+        return "\n".join(lines)
+
+    def _rows(self) -> list[str]:
+        """Return the header of the table and a line for each place on all axes but the last."""
+        *leading, last = self._several
+        along = self._offsets([last])
+        rows = [" ".join([*leading, f"ranks along {last}"])]
+        for start in self._offsets(leading):
+            place = self.coordinates_of(start)
+            columns = [f"{place[axis]:>{len(axis)}}" for axis in leading]
+            rows.append(" ".join([*columns, _listed([start + step for step in along])]))
+        return rows
+
+    def _stays_on_a_node(self, axis: str) -> bool:
+        starts = self._offsets([other for other in self.axes if other != axis])
+        along = self._offsets([axis])
+        return all(len({self._nodes[start + step] for step in along}) == 1 for start in starts)
+
+    # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _checked(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Check names of axes and return them in the mesh's order; none stand for all."""
+        given = list(axes)
+        unknown = [axis for axis in given if not isinstance(axis, str) or axis not in self.shape]
+        if unknown:
+            known = ", ".join(map(repr, self.axes))
+            raise ValueError(f"axis: expected one of the mesh's, {known}, got {unknown[0]!r}")
+        if len(set(given)) != len(given):
+            raise ValueError(f"axes: expected different ones, got {given}")
+        return tuple(axis for axis in self.axes if axis in given) if given else self.axes
+
+    def _offsets(self, axes: Sequence[str]) -> list[int]:
+        """Return how far from the first of them the ranks along some axes are, row by row."""
+        steps = [range(0, self.shape[axis] * self._strides[axis], self._strides[axis]) for axis in axes]
+        return [sum(step) for step in itertools.product(*steps)]
+
+
+def nearest_shapes(
+    asked: Mapping[str, int], num_ranks: int, count: int | None = _SUGGESTIONS
+) -> list[dict[str, int]]:
+    """Return shapes that `num_ranks` ranks can have, those nearest to what was asked first; local.
+
+    Args:
+        asked: Number of ranks along each axis; -1 stands for any.
+        num_ranks: Ranks to place.
+        count: How many shapes; None returns all.
+    """
+
+    def distance(shape: dict[str, int]) -> float:
+        return sum(abs(math.log(shape[axis] / size)) for axis, size in asked.items() if size > 0)
+
+    shapes = [dict(zip(asked, sizes, strict=True)) for sizes in _factorizations(num_ranks, len(asked))]
+    return sorted(shapes, key=lambda shape: round(distance(shape), 9))[:count]
+
+
+def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """Yield all ordered ways to write a number as a product of so many factors."""
+    if factors == 0:
+        if number == 1:
+            yield ()
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factorizations(number // first, factors - 1):
+                yield first, *rest
+
+
+def _checked_shape(shape: object, num_ranks: int) -> dict[str, int]:
+    """Check what was asked for and return it, with the size that is to be inferred."""
+    if not isinstance(shape, Mapping):
+        raise TypeError(f'shape: expected a mapping such as {{"dp": 2, "tp": 4}}, got {shape!r}')
+    if not shape:
+        raise ValueError('shape: expected at least one axis, such as {"dp": -1}, got none')
+    for axis, size in shape.items():
+        _check_axis(axis, size)
+    inferred = [axis for axis, size in shape.items() if size == INFERRED]
+    if len(inferred) > 1:
+        raise ValueError(f"shape: expected at most one size of -1, got {len(inferred)}: {', '.join(inferred)}")
+    product = math.prod(size for size in shape.values() if size != INFERRED)
+    if num_ranks % product or (product != num_ranks and not inferred):
+        raise ValueError(_product_message(shape, product, num_ranks))
+    return {axis: num_ranks // product if size == INFERRED else size for axis, size in shape.items()}
+
+
+def _check_axis(axis: object, size: object) -> None:
+    if not isinstance(axis, str) or not axis:
+        raise TypeError(f"shape: expected names of axes, got {axis!r}")
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise TypeError(f"{axis}: expected a number of ranks as an int, got {size!r}")
+    if size < 1 and size != INFERRED:
+        raise ValueError(f"{axis}: expected a number of ranks from 1, or -1 for those that are left, got {size}")
+
+
+def _product_message(shape: Mapping[str, int], product: int, num_ranks: int) -> str:
+    asked = " x ".join(f"{axis}={size}" for axis, size in shape.items() if size != INFERRED)
+    near = " or ".join(map(str, nearest_shapes(shape, num_ranks)))
+    if INFERRED in shape.values():
+        wanted, other = f"divides {num_ranks}, the number", f"a number of ranks that {product} divides"
+    else:
+        wanted, other = f"is {num_ranks}, the number", f"{product} ranks"
+    return (
+        f"shape: expected sizes whose product {wanted} of ranks in the world, got {asked} = {product}; "
+        f"take {near}, or start {other}"
+    )
+
+
+def _agreed(world: World, shape: object) -> tuple[dict[str, int], list[int]]:
+    """Return the checked shape and every rank's node; collective. What is wrong on one rank raises on all."""
+    problem: Exception | None = None
+    checked: dict[str, int] = {}
+    try:
+        checked = _checked_shape(shape, world.size)
+    except (TypeError, ValueError) as error:
+        problem = error
+    own = "" if problem is None else str(problem)
+    given = objects.all_gather_object(world.default_group.backend, (own, checked, world.node_rank))
+    if problem is not None:
+        raise problem
+    wrong = [f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(given) if text]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    sizes = list(checked.items())  # their order counts
+    other = next((rank for rank, (_, theirs, _) in enumerate(given) if list(theirs.items()) != sizes), None)
+    if other is not None:
+        raise ValueError(
+            f"shape: expected the same on all ranks, got {checked} on rank {world.rank} and {given[other][1]} on "
+            f"rank {other}"
+        )
+    return checked, [node for _, _, node in given]
+
+
+def _counted(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = [str(rank) for rank in ranks]
+    if len(shown) > _SHOWN_RANKS:
+        shown[_SHOWN_RANKS - 2 : -1] = ["..."]
+    return " ".join(shown)
+
+
+def _shortened(rows: list[str], most: int) -> list[str]:
+    """Leave rows in the middle out; the first one is a header."""
+    left_out = len(rows) - 1 - most
+    if left_out <= 0:
+        return rows
+    half = (most + 1) // 2
+    return [*rows[: 1 + half], f"... {_counted(left_out, 'row')} more", *rows[1 + half + left_out :]]

@@ -1,0 +1,318 @@
+"""An ordered set of ranks, with every collective as a method.
+
+A group numbers its ranks from 0 and hands each operation over to its backend. The short forms (`all_reduce_mean`,
+`broadcast_from`, ...) stand at the end; the functions of `comm` call the methods of the same name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..backends import objects
+from ..backends.base import Backend
+from ..backends.bucketing import all_reduce_coalesced
+from ..backends.checks import check_ranks
+from ..backends.mock.backend import MockBackend
+from ..types import ReduceOp, Work
+from ..utils.arguments import integer
+
+__all__ = ["ProcessGroup"]
+
+
+class _Outside:
+    """Stands for the backend on ranks outside a group: whatever is asked of it is an error."""
+
+    rank = -1
+
+    def __init__(self, ranks: tuple[int, ...], own: int) -> None:
+        self._message = (
+            f"rank {own} is not in this group of ranks {list(ranks)}; "
+            "check group.contains(rank) before calling its operations"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ValueError(self._message)
+
+
+class ProcessGroup:
+    """An ordered set of ranks that communicate; the ranks inside are numbered from 0.
+
+    Args:
+        backend: The communicator. On ranks outside the group, None.
+        ranks: The members' numbers in the world, in order; by default 0 to the backend's size.
+        own_rank: This rank's number in the world, needed on ranks outside.
+
+    Attributes:
+        operations: The backend; on ranks outside, something whose every attribute is an error.
+
+    Raises:
+        TypeError: `backend` is none, or `ranks` are no integers.
+        ValueError: `ranks` are not different ones, or not as many as the backend has.
+    """
+
+    def __init__(
+        self, backend: Backend | None, ranks: Sequence[int] | None = None, *, own_rank: int | None = None
+    ) -> None:
+        if backend is not None and not isinstance(backend, Backend):
+            raise TypeError(
+                f"backend: expected an axonmpi.Backend, got {type(backend).__name__}; world.new_group(ranks) makes "
+                "a group of some ranks"
+            )
+        if backend is None and (ranks is None or own_rank is None):
+            raise ValueError("a group without a backend needs its ranks and the own rank")
+        if ranks is None:
+            assert backend is not None
+            ranks = range(backend.size)
+        self._ranks = _checked_members(ranks, backend)
+        self._members = frozenset(self._ranks)
+        self._private: dict[tuple[int, ...], Backend | None] = {}
+        self.operations: Any = backend if backend is not None else _Outside(self._ranks, own_rank or 0)
+
+    @classmethod
+    def mock(cls) -> ProcessGroup:
+        """Make a group of one rank that needs no MPI; local."""
+        return cls(MockBackend.create_world(1)[0])
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group; -1 outside it."""
+        rank: int = self.operations.rank
+        return rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return len(self._ranks)
+
+    @property
+    def world_size(self) -> int:
+        """The same as `size`."""
+        return len(self._ranks)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members' numbers in the world, in the group's order."""
+        return self._ranks
+
+    @property
+    def backend(self) -> Backend:
+        """The communicator; ValueError on ranks outside the group."""
+        if isinstance(self.operations, _Outside):
+            _ = self.operations.backend
+        backend: Backend = self.operations
+        return backend
+
+    def contains(self, global_rank: int) -> bool:
+        """Say whether the world's rank `global_rank` is a member; local."""
+        return global_rank in self._members
+
+    def __repr__(self) -> str:
+        return f"ProcessGroup(ranks={list(self._ranks)}, rank={self.rank})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessGroup:
+        """Return the group itself, so that a copied module communicates with the same ranks; local."""
+        return self
+
+    # Each method below is the backend's of the same name, which documents it.
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, async_op: bool = False) -> Work | None:
+        """Reduce over all ranks, in place; collective. See `Backend.all_reduce`."""
+        work: Work | None = self.operations.all_reduce(tensor, op, async_op=async_op)
+        return work
+
+    def reduce(
+        self, tensor: Tensor, dst: int, op: ReduceOp | str = ReduceOp.SUM, async_op: bool = False
+    ) -> Work | None:
+        """Reduce onto rank `dst`, in place there; collective. See `Backend.reduce`."""
+        work: Work | None = self.operations.reduce(tensor, dst, op, async_op=async_op)
+        return work
+
+    def broadcast(self, tensor: Tensor, src: int = 0, async_op: bool = False) -> Work | None:
+        """Copy rank `src`'s tensor to all ranks, in place; collective. See `Backend.broadcast`."""
+        work: Work | None = self.operations.broadcast(tensor, src, async_op=async_op)
+        return work
+
+    def all_gather(self, tensor: Tensor, dim: int = 0, async_op: bool = False) -> Any:
+        """Return all ranks' tensors concatenated along `dim`; collective. See `Backend.all_gather`."""
+        return self.operations.all_gather(tensor, dim, async_op=async_op)
+
+    def reduce_scatter(
+        self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, dim: int = 0, async_op: bool = False
+    ) -> Any:
+        """Return this rank's slice of the reduced tensor; collective. See `Backend.reduce_scatter`."""
+        return self.operations.reduce_scatter(tensor, op, dim, async_op=async_op)
+
+    def gather(self, tensor: Tensor, dst: int = 0, async_op: bool = False) -> Any:
+        """Return the list of all ranks' tensors on rank `dst`; collective. See `Backend.gather`."""
+        return self.operations.gather(tensor, dst, async_op=async_op)
+
+    def scatter(self, tensor: Tensor | None, src: int = 0, async_op: bool = False) -> Any:
+        """Return this rank's part of rank `src`'s tensor; collective. See `Backend.scatter`."""
+        return self.operations.scatter(tensor, src, async_op=async_op)
+
+    def all_to_all(self, tensors: Sequence[Tensor], async_op: bool = False) -> Any:
+        """Send one tensor to each rank, return those received; collective. See `Backend.all_to_all`."""
+        return self.operations.all_to_all(tensors, async_op=async_op)
+
+    def barrier(self, async_op: bool = False) -> Work | None:
+        """Wait for all ranks; collective. See `Backend.barrier`."""
+        work: Work | None = self.operations.barrier(async_op=async_op)
+        return work
+
+    def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Allocate a tensor that all ranks of the node can read and write; collective. See `Backend`."""
+        tensor: Tensor = self.operations.symmetric_empty(shape, dtype)
+        return tensor
+
+    def node_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Allocate a tensor that the ranks of each node have in common; collective. See `Backend.node_empty`."""
+        tensor: Tensor = self.operations.node_empty(shape, dtype)
+        return tensor
+
+    def all_gather_into(
+        self, output: Tensor, tensor: Tensor | None, sizes: Sequence[int], async_op: bool = False
+    ) -> Work | None:
+        """Put the parts of all ranks into memory that each node has in common; collective. See `Backend`."""
+        work: Work | None = self.operations.all_gather_into(output, tensor, sizes, async_op=async_op)
+        return work
+
+    def reduce_scatter_into(
+        self,
+        output: Tensor,
+        tensors: Sequence[Tensor | int],
+        sizes: Sequence[int],
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        dtype: torch.dtype | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce tensors that lie end to end and put this rank's part into `output`; collective. See `Backend`."""
+        work: Work | None = self.operations.reduce_scatter_into(
+            output, tensors, sizes, op, dtype=dtype, async_op=async_op
+        )
+        return work
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        """Send to rank `dst`. See `Backend.send`."""
+        self.operations.send(tensor, dst, tag)
+
+    def recv(self, tensor: Tensor, src: int, tag: int = 0) -> None:
+        """Receive from rank `src`, in place. See `Backend.recv`."""
+        self.operations.recv(tensor, src, tag)
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
+        """Begin to send to rank `dst`. See `Backend.isend`."""
+        work: Work = self.operations.isend(tensor, dst, tag)
+        return work
+
+    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
+        """Begin to receive from rank `src`. See `Backend.irecv`."""
+        work: Work = self.operations.irecv(tensor, src, tag)
+        return work
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """Return rank `src`'s picklable object on all ranks; collective."""
+        return objects.broadcast_object(self.operations, obj, src)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Return the picklable objects of all ranks, in rank order; collective."""
+        return objects.all_gather_object(self.operations, obj)
+
+    def private(self, ranks: Sequence[int] | None = None) -> Backend | None:
+        """Return a communicator for messages that must not meet the user's; collective the first time.
+
+        Args:
+            ranks: Some ranks of this group, the same on all; None means all.
+
+        Returns:
+            The communicator, the same one whenever it is asked for; None on ranks outside.
+        """
+        chosen = tuple(range(self.size)) if ranks is None else check_ranks(ranks, self.size)
+        if chosen not in self._private:
+            self._private[chosen] = self.backend.split(chosen)
+        return self._private[chosen]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank is in the group and has not closed it."""
+        return not isinstance(self.operations, _Outside) and self.backend.is_open
+
+    def close(self) -> None:
+        """Release what the group has; collective in effect, may be called twice, does nothing on ranks outside."""
+        while self._private:
+            _, private = self._private.popitem()
+            if private is not None:
+                private.close()
+        if not isinstance(self.operations, _Outside):
+            self.operations.close()
+
+    # ---- short forms ----------------------------------------------------------------------------------------
+
+    def all_reduce_sum(self, tensor: Tensor) -> None:
+        """Sum over all ranks, in place, in rank order; collective. See `Backend.all_reduce`."""
+        self.operations.all_reduce(tensor, ReduceOp.SUM)
+
+    def all_reduce_mean(self, tensor: Tensor) -> None:
+        """Average over all ranks, in place; floating point or complex; collective. See `Backend.all_reduce`."""
+        self.operations.all_reduce(tensor, ReduceOp.AVERAGE)
+
+    def all_reduce_min(self, tensor: Tensor) -> None:
+        """Take the element-wise minimum over all ranks, in place; collective. See `Backend.all_reduce`."""
+        self.operations.all_reduce(tensor, ReduceOp.MIN)
+
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """Take the element-wise maximum over all ranks, in place; collective. See `Backend.all_reduce`."""
+        self.operations.all_reduce(tensor, ReduceOp.MAX)
+
+    def all_reduce_product(self, tensor: Tensor) -> None:
+        """Multiply over all ranks, in place, in rank order; collective. See `Backend.all_reduce`."""
+        self.operations.all_reduce(tensor, ReduceOp.PRODUCT)
+
+    def reduce_scatter_sum(self, tensor: Tensor, dim: int = 0, async_op: bool = False) -> Any:
+        """Return this rank's slice of the sum over all ranks; collective. See `Backend.reduce_scatter`."""
+        return self.operations.reduce_scatter(tensor, ReduceOp.SUM, dim, async_op=async_op)
+
+    def reduce_scatter_mean(self, tensor: Tensor, dim: int = 0, async_op: bool = False) -> Any:
+        """Return this rank's slice of the average over all ranks; collective. See `Backend.reduce_scatter`."""
+        return self.operations.reduce_scatter(tensor, ReduceOp.AVERAGE, dim, async_op=async_op)
+
+    def broadcast_from(self, tensor: Tensor, src: int, async_op: bool = False) -> Work | None:
+        """Copy rank `src`'s tensor to all ranks, in place; collective. See `Backend.broadcast`."""
+        return self.broadcast(tensor, src, async_op)
+
+    def gather_tensor(self, tensor: Tensor, dst: int = 0, async_op: bool = False) -> Any:
+        """Return the list of all ranks' tensors on rank `dst`, None elsewhere; collective. See `Backend.gather`."""
+        return self.gather(tensor, dst, async_op)
+
+    def scatter_tensor(self, tensor: Tensor | None, src: int = 0, async_op: bool = False) -> Any:
+        """Return this rank's part of rank `src`'s tensor, cut along dim 0; collective. See `Backend.scatter`."""
+        return self.scatter(tensor, src, async_op)
+
+    def sync_gradient(self, tensor: Tensor) -> None:
+        """Average one gradient over all ranks, in place; collective. See `Backend.all_reduce`."""
+        self.operations.all_reduce(tensor, ReduceOp.AVERAGE)
+
+    def sync_gradients(self, tensors: Sequence[Tensor]) -> None:
+        """Average gradients over all ranks, in place, as few large reductions; collective.
+
+        Args:
+            tensors: Floating-point tensors, the same shapes and dtypes in the same order on all ranks.
+
+        Raises:
+            TypeError: `tensors` is one tensor, or holds something else than tensors.
+            CollectiveMismatchError: The ranks' lists differ.
+        """
+        all_reduce_coalesced(self.backend, tensors, ReduceOp.AVERAGE)
+
+
+def _checked_members(ranks: Sequence[int], backend: Backend | None) -> tuple[int, ...]:
+    members = tuple(integer("ranks", rank, minimum=0) for rank in ranks)
+    if len(set(members)) < len(members):
+        raise ValueError(f"ranks: expected different ranks, got {list(members)}")
+    if backend is not None and len(members) != backend.size:
+        raise ValueError(f"ranks: expected {backend.size}, as the backend has, got {len(members)}")
+    return members

@@ -1,0 +1,348 @@
+"""Groups of ranks and the world they come from.
+
+    World                    all ranks of the job: this rank's number, its node, the default group
+      └─ ProcessGroup        an ordered set of ranks with its own numbering, and every collective as a method
+           └─ Backend        moves the data
+
+A process has one default world, the first that `init_process_group` or `World.init` made; a thread can have another
+one for a while (`World.activate`), which is how mock ranks live side by side in one process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+from ..backends import objects
+from ..backends.base import Backend
+from ..backends.checks import check_parts, check_ranks
+from ..backends.mock.backend import MockBackend
+from ..errors import CommunicatorError
+from ..launch.topology import Topology
+from ..types import Seconds
+from ..utils.arguments import hint, integer, seconds
+from .process_group import ProcessGroup
+
+__all__ = [
+    "ProcessGroup",
+    "World",
+    "chosen_group",
+    "current_world",
+    "default_group",
+    "forget_world",
+    "group_of_this_rank",
+    "set_process_world",
+]
+
+BACKENDS = ("mpi", "mock")
+_MISSING = {
+    "nccl": "; this version sends tensors on the CPU only, by 'mpi', and has no NCCL yet",
+    "gloo": "; tensors on the CPU are sent by 'mpi', with the job started by mpirun or srun",
+}
+
+
+class World:
+    """All ranks of the job, as this rank sees them.
+
+    Made by `World.init` or `World.mock`.
+
+    Attributes:
+        default_group: The group of all ranks, used where no group is named.
+        peers: The worlds of all mock ranks, in rank order; empty for real ranks.
+    """
+
+    def __init__(self, backend: Backend, topology: Topology) -> None:
+        self.default_group = ProcessGroup(backend)
+        self.peers: tuple[World, ...] = ()
+        self._topology = topology
+        self._groups: list[ProcessGroup | World] = []
+
+    @classmethod
+    def init(
+        cls,
+        backend: str = "mpi",
+        init_method: str | None = None,
+        *,
+        timeout: Seconds | None = None,
+        num_threads: int | None = None,
+    ) -> World:
+        """Start a world of all ranks of the job, the default one where there is none yet; collective.
+
+        Args:
+            backend: `"mpi"`, or `"mock"` for a world of one rank without MPI.
+            init_method: None, `"mpi://"` or `"env://"`: the launcher's variables are checked against MPI's world.
+            timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
+            num_threads: Threads torch uses on this rank; None shares the node's cores among its ranks, unless
+                OMP_NUM_THREADS or MKL_NUM_THREADS is set.
+
+        Raises:
+            LaunchError: The processes were not started as one MPI job.
+            ValueError: `backend` or `init_method` is unknown, or `timeout` is not positive.
+        """
+        world = cls._start(backend, init_method, timeout, num_threads)
+        if current_world() is None:
+            set_process_world(world)
+        return world
+
+    @classmethod
+    def _start(
+        cls, backend: str, init_method: str | None, timeout: Seconds | None, num_threads: int | None
+    ) -> World:
+        if backend not in BACKENDS:
+            todo = _MISSING.get(backend, "") if isinstance(backend, str) else ""
+            raise ValueError(f"backend: expected one of {', '.join(map(repr, BACKENDS))}, got {backend!r}{todo}")
+        timeout = seconds("timeout", timeout)
+        from ..launch import start as runtime
+
+        runtime.check_arguments(init_method, num_threads)
+        if backend == "mock":
+            return cls.mock(1, timeout=timeout)
+        from ..backends.mpi.backend import MpiBackend
+
+        started = runtime.start_world(init_method, num_threads=num_threads)
+        if started.comm is None:
+            return cls(MockBackend.create_world(1, timeout=timeout)[0], Topology.of([0], 0))
+        topology = Topology(started.local_rank, started.local_size, started.node_rank, started.num_nodes)
+        return cls(MpiBackend(started.comm, timeout=timeout), topology)
+
+    @classmethod
+    def mock(cls, world_size: int = 1, *, timeout: Seconds | None = None) -> World:
+        """Make a world of `world_size` mock ranks on one node and return rank 0's view of it; local.
+
+        Args:
+            world_size: Number of ranks; each is used by a thread of its own, see `peers`.
+            timeout: Seconds that a rank waits for the others; None means 60.
+
+        Raises:
+            ValueError: `world_size` is below 1.
+        """
+        backends = MockBackend.create_world(world_size, timeout=timeout)
+        worlds = tuple(cls(backend, Topology.of([0] * world_size, backend.rank)) for backend in backends)
+        for world in worlds:
+            world.peers = worlds
+        return worlds[0]
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the world."""
+        return self.default_group.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in the world."""
+        return self.default_group.size
+
+    @property
+    def world_size(self) -> int:
+        """The same as `size`."""
+        return self.default_group.size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its node."""
+        return self._topology.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on this node."""
+        return self._topology.local_size
+
+    @property
+    def node_rank(self) -> int:
+        """This node's number; nodes are ordered by their lowest rank."""
+        return self._topology.node_rank
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self._topology.num_nodes
+
+    def __repr__(self) -> str:
+        return f"World(rank={self.rank}, size={self.size}, node={self.node_rank} of {self.num_nodes})"
+
+    def barrier(self) -> None:
+        """Wait for all ranks of the world; collective."""
+        self.default_group.barrier()
+
+    def new_group(self, ranks: Sequence[int]) -> ProcessGroup:
+        """Make a group of some of the world's ranks, numbered in the order given; collective over the world.
+
+        Args:
+            ranks: Different ranks of the world, the same on all ranks.
+
+        Returns:
+            The group. On ranks outside, `contains(own rank)` is False and its operations raise ValueError.
+
+        Raises:
+            ValueError: `ranks` is empty, has doubles or numbers that are not in the world.
+            CollectiveMismatchError: The ranks' lists differ.
+        """
+        chosen = check_ranks(ranks, self.size)
+        backend = self.default_group.backend.split(chosen)
+        group = ProcessGroup(backend, chosen, own_rank=self.rank)
+        self._keep(group)
+        return group
+
+    def partition(self, parts: Sequence[Sequence[int]]) -> ProcessGroup:
+        """Divide the world into groups at the cost of making one of them; collective over the world.
+
+        Args:
+            parts: The ranks of each group, in its order; every rank of the world once; the same on all ranks.
+
+        Returns:
+            The group that this rank is in.
+
+        Raises:
+            ValueError: A rank is in none of the parts, or more than once, or a part is empty.
+            CollectiveMismatchError: The ranks' parts differ.
+        """
+        chosen = check_parts(parts, self.size)
+        backend = self.default_group.backend.partition(chosen)
+        group = ProcessGroup(backend, next(part for part in chosen if self.rank in part))
+        self._keep(group)
+        return group
+
+    def subworld(self, size: int) -> World | None:
+        """Make a world of the first `size` ranks; collective; None on the other ranks.
+
+        Raises:
+            ValueError: `size` is not from 1 to the world's.
+        """
+        if not 1 <= integer("size", size) <= self.size:
+            raise ValueError(f"size: expected 1 to {self.size} ranks, got {size}")
+        backend = self.default_group.backend.split(range(size))
+        if backend is None:
+            return None
+        nodes = objects.all_gather_object(backend, self.node_rank)
+        world = World(backend, Topology.of(nodes, backend.rank))
+        self._keep(world)
+        return world
+
+    def _keep(self, group: ProcessGroup | World) -> None:
+        """Remember a group of this rank until it is closed: else its communicators would never be released."""
+        self._groups = [*self.groups, group]
+
+    @contextmanager
+    def activate(self) -> Iterator[World]:
+        """Make this world the calling thread's default for the duration of a `with` block; local."""
+        before = getattr(_thread, "world", None)
+        _thread.world = self
+        try:
+            yield self
+        finally:
+            _thread.world = before
+
+    def fail(self, error: BaseException) -> None:
+        """Say that this mock rank has failed, which releases the ranks that wait for it; local.
+
+        Raises:
+            TypeError: This is not a mock world; a real rank ends the job by raising.
+        """
+        backend = self.default_group.backend
+        if not isinstance(backend, MockBackend):
+            raise TypeError("fail() is for mock ranks; a rank that raises under MPI ends the job")
+        backend.fail(error)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the world has not been closed."""
+        return self.default_group.is_open
+
+    @property
+    def groups(self) -> tuple[ProcessGroup | World, ...]:
+        """The open groups and worlds that were made of this one and have this rank, oldest first."""
+        return tuple(group for group in self._groups if group.is_open)
+
+    def close_groups(self, keep: Collection[ProcessGroup | World] = ()) -> None:
+        """Release groups of this world, the newest first; collective in effect.
+
+        Args:
+            keep: Those to keep, such as what `groups` was at an earlier time; on all ranks the same ones.
+        """
+        for group in reversed(self.groups):
+            if group not in keep:
+                group.close()
+        self._groups = list(self.groups)
+
+    def close(self) -> None:
+        """Release all groups of this world, the newest first; collective in effect, may be called twice.
+
+        It is no default world any more: another one can be made.
+        """
+        self.close_groups()
+        self.default_group.close()
+        forget_world(self)
+
+
+_thread = threading.local()
+_process_world: World | None = None
+
+
+def set_process_world(world: World | None) -> None:
+    """Make `world` the default of all threads that have none of their own; local."""
+    global _process_world
+    _process_world = world
+
+
+def forget_world(world: World) -> None:
+    """Take `world` away as the default, the calling thread's and the process's; local."""
+    if getattr(_thread, "world", None) is world:
+        _thread.world = None
+    if _process_world is world:
+        set_process_world(None)
+
+
+def current_world() -> World | None:
+    """Return the calling thread's world, else the process's, else None; local."""
+    world: World | None = getattr(_thread, "world", None)
+    return _process_world if world is None else world
+
+
+def default_group() -> ProcessGroup:
+    """Return the group of all ranks of the current world; local.
+
+    Raises:
+        CommunicatorError: There is none yet.
+    """
+    world = getattr(_thread, "world", None) or _process_world
+    if world is None:
+        raise CommunicatorError("no process group yet: call axonmpi.init_process_group() first")
+    group: ProcessGroup = world.default_group
+    return group
+
+
+def chosen_group(given: object, argument: str = "group", habit: str = "") -> ProcessGroup:
+    """Return the group, the default one for None; local.
+
+    Args:
+        given: The group, or None.
+        argument: What the caller calls it.
+        habit: What to do where something else is given, for the message.
+
+    Raises:
+        TypeError: It is no group.
+    """
+    if given is None:
+        return default_group()
+    if isinstance(given, ProcessGroup):
+        return given
+    todo = hint(given) or (f"; {habit}" if habit else "")
+    raise TypeError(f"{argument}: expected an axonmpi.ProcessGroup or None, got {type(given).__name__}{todo}")
+
+
+def group_of_this_rank(given: object, argument: str = "process_group") -> ProcessGroup:
+    """Return the group as `chosen_group` does; this rank has to be in it; local.
+
+    Raises:
+        TypeError: It is no group.
+        ValueError: This rank is outside.
+    """
+    group = chosen_group(given, argument)
+    _ = group.backend  # which a rank outside does not have
+    return group

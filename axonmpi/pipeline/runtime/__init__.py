@@ -1,0 +1,1 @@
+"""What runs a schedule: stages, messages between them, both halves of backward."""

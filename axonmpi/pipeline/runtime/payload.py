@@ -1,0 +1,131 @@
+"""What stages hand to each other: tensors in nested tuples, lists and dicts.
+
+    {"hidden": t0, "mask": t1, "scale": 2}   ->   [t0, t1]  and  {"hidden": <0>, "mask": <1>, "scale": 2}
+
+The tensors travel as they are. The rest, with shapes and dtypes, is the *form*, which travels once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Form", "TensorForm", "check_form", "form_of", "pack", "unpack"]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for a tensor.
+
+    Attributes:
+        index: Its number among the tensors.
+    """
+
+    index: int
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """What is known of a tensor before it arrives.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        requires_grad: Whether a gradient goes back for it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Say whether a tensor has this form."""
+        return (
+            tensor.shape == self.shape and tensor.dtype == self.dtype and tensor.requires_grad == self.requires_grad
+        )
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is known of a payload before it arrives.
+
+    Attributes:
+        skeleton: The payload with places instead of tensors.
+        tensors: The form of each tensor.
+    """
+
+    skeleton: Any
+    tensors: tuple[TensorForm, ...]
+
+    @property
+    def trained(self) -> tuple[TensorForm, ...]:
+        """The forms of those tensors for which gradients go back."""
+        return tuple(tensor for tensor in self.tensors if tensor.requires_grad)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{str(form.dtype).removeprefix('torch.')}{list(form.shape)}" for form in self.tensors)
+
+
+def pack(value: Any) -> tuple[Any, list[Tensor]]:
+    """Take the tensors out of a payload; return the skeleton and the tensors, in order."""
+    tensors: list[Tensor] = []
+    return _taken_out(tensors, value), tensors
+
+
+def _taken_out(tensors: list[Tensor], part: Any) -> Any:
+    # A function inside `pack` that calls itself would keep the tensors until the next garbage collection.
+    if isinstance(part, Tensor):
+        tensors.append(part)
+        return _Place(len(tensors) - 1)
+    return _rebuilt(part, partial(_taken_out, tensors))
+
+
+def unpack(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
+    """Put tensors back into a skeleton."""
+    return _put_back(tensors, skeleton)
+
+
+def _put_back(tensors: Sequence[Tensor], part: Any) -> Any:
+    return tensors[part.index] if isinstance(part, _Place) else _rebuilt(part, partial(_put_back, tensors))
+
+
+def _rebuilt(part: Any, walk: Callable[[Any], Any]) -> Any:
+    """Return a container with `walk` done to all that is in it; anything else as it is."""
+    if isinstance(part, tuple):
+        values = [walk(entry) for entry in part]
+        return type(part)(*values) if hasattr(part, "_fields") else tuple(values)
+    if isinstance(part, list):
+        return [walk(entry) for entry in part]
+    if isinstance(part, dict):
+        return {key: walk(entry) for key, entry in part.items()}
+    return part
+
+
+def form_of(skeleton: Any, tensors: Sequence[Tensor]) -> Form:
+    """Describe a payload."""
+    return Form(skeleton, tuple(TensorForm(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
+
+
+def check_form(known: Form, skeleton: Any, tensors: Sequence[Tensor], what: str) -> None:
+    """Raise unless a payload still has the form that its receiver expects.
+
+    Raises:
+        ValueError: Its tensors have other shapes or dtypes, or another structure.
+    """
+    same = len(tensors) == len(known.tensors) and skeleton == known.skeleton
+    if same and all(form.fits(tensor) for form, tensor in zip(known.tensors, tensors, strict=True)):
+        return
+    raise ValueError(
+        f"{what} was {known} when inputs of this shape came first, and is {form_of(skeleton, tensors)} now; "
+        "a stage's output may depend on the shape of its input, and on nothing else: pad it to one shape"
+    )

@@ -1,0 +1,186 @@
+"""Weights of linear layers, whose gradients need no second run of the graph.
+
+    forward   y = x @ w         w is a parameter, or its transpose as in a linear layer
+    way       dx = dy @ w'      autograd does this on the way to the stage's input
+    later     dw = x' @ dy      all that is left to do for the weight
+
+Of such a product only x and dy are kept, and the graph is free after the first half. The gradient is added to that
+of the micro-batches before in one operation with the product, so that no matrix of the weight's size is written and
+read again. Autograd adds it where hooks want to see it, and where the weight is made from a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from ...matmul import gains, weight_gradient
+from ...wrapping.autograd import is_watched
+from ...wrapping.linear import saved_by_linear
+
+__all__ = ["Leaf", "Product", "add_gradients", "find_product", "has_saved_hooks", "is_of_python"]
+
+Leaf: type = type(get_gradient_edge(torch.ones((), requires_grad=True)).node)
+"""The class of nodes that add a gradient to that of a parameter."""
+
+_TRANSPOSE = "TBackward0"
+_TELLS_OF_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # since torch 2.7
+_saved_by_type: dict[type, list[str]] = {}
+
+
+class _Kind(NamedTuple):
+    """How autograd's nodes of one kind of product are made.
+
+    Attributes:
+        saved: Name of what it has kept of x.
+        raw: The same, as it is kept.
+        edge: Number of the edge that leads to w.
+    """
+
+    saved: str
+    raw: str
+    edge: int
+
+
+_KINDS = {
+    "MmBackward0": _Kind("_saved_self", "_raw_saved_self", 1),
+    "AddmmBackward0": _Kind("_saved_mat1", "_raw_saved_mat1", 2),
+}
+
+
+class Product:
+    """The weight of a product, between the halves of its backward.
+
+    Args:
+        x: What is multiplied by the weight.
+        weight: The parameter that the weight is, or is made from.
+        edge: Where autograd takes the gradient of what the parameter is, or was made into.
+        is_transposed: Whether the product is with the transpose of that.
+        quick: Whether the products are left to the quickest library.
+    """
+
+    def __init__(
+        self, x: Tensor, weight: Tensor, edge: GradientEdge, *, is_transposed: bool, quick: bool = False
+    ) -> None:
+        self._quick = quick
+        self.weight = weight
+        self.edge = edge
+        self._x = x
+        self._is_transposed = is_transposed
+        self._dy: Tensor | None = None
+
+    def take(self, gradients: tuple[Tensor | None, ...]) -> None:
+        """Keep dy: a hook of the product's node."""
+        self._dy = gradients[0]
+
+    def add(self) -> Tensor | None:
+        """Compute the gradient and add it, once; return it instead if autograd has to add it."""
+        x, dy = self._x, self._dy
+        if dy is None:
+            return None
+        self._dy = None
+        dy = dy.reshape(-1, dy.shape[-1])
+        left, right = (dy.t(), x.conj()) if self._is_transposed else (x.conj().t(), dy)
+        weight, total = self.weight, self.weight.grad
+        if type(self.edge.node) is not Leaf or is_watched(weight):
+            return self._product(left, right)
+        if total is not None and _is_like(total, dy) and not total.requires_grad:
+            if self._quick and gains(len(dy), weight.numel(), [left, right]):
+                total.add_(self._product(left, right))
+            else:
+                total.addmm_(left, right)
+        elif total is None and _is_like(weight, dy) and weight.is_contiguous():
+            weight.grad = self._product(left, right)
+        else:
+            return left.mm(right)
+        return None
+
+    def _product(self, left: Tensor, right: Tensor) -> Tensor:
+        return weight_gradient(self.weight, left, right, quick=self._quick)
+
+
+def _is_like(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device and _is_plain(one)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Say whether a tensor is an ordinary one: no subclass, not sparse."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def add_gradients(products: Sequence[Product]) -> None:
+    """Add the gradients of the weights of products to the parameters' `grad`; local."""
+    left = [(product, gradient) for product in products if (gradient := product.add()) is not None]
+    if left:
+        edges = [product.edge for product, _ in left]
+        weights = [product.weight for product, _ in left]
+        torch.autograd.backward(edges, [gradient for _, gradient in left], inputs=weights)
+
+
+def find_product(node: Node, leaf: Node, weight: Tensor) -> Product | None:
+    """Return the product that a node computes, if a parameter is its weight or is made into it, step by step.
+
+    Args:
+        node: The node.
+        leaf: The parameter's, to which one edge of the node leads.
+        weight: The parameter.
+    """
+    kind = _KINDS.get(node.name()) if _TELLS_OF_HOOKS else None
+    if kind is None:
+        return _find_linear(node, leaf, weight)
+    if getattr(node, kind.raw).unpack_hook is not None or getattr(node, "_saved_alpha", 1) != 1:
+        return None
+    x = getattr(node, kind.saved).detach()
+    child, position = node.next_functions[kind.edge]
+    is_transposed = child is not None and child.name() == _TRANSPOSE
+    if child is not None and is_transposed:
+        child, position = child.next_functions[0]
+    if child is None or is_of_python(child) or not _leads_to(child, leaf) or not _is_plain(x):
+        return None
+    return Product(x, weight, GradientEdge(child, position), is_transposed=is_transposed)
+
+
+def _find_linear(node: Node, leaf: Node, weight: Tensor) -> Product | None:
+    """Do so for the package's own linear layers."""
+    saved = saved_by_linear(node) if _TELLS_OF_HOOKS and not has_saved_hooks(node) else None
+    if saved is None:
+        return None
+    x, quick = saved
+    child, position = node.next_functions[1]
+    if child is None or is_of_python(child) or not _leads_to(child, leaf):
+        return None
+    rows = x.detach().reshape(-1, x.shape[-1])
+    return Product(rows, weight, GradientEdge(child, position), is_transposed=True, quick=quick)
+
+
+def _leads_to(node: Node, leaf: Node) -> bool:
+    """Say whether every node from one to a leaf has one edge only."""
+    while node is not leaf:
+        below = [child for child, _ in node.next_functions if child is not None]
+        if len(below) != 1:
+            return False
+        (node,) = below
+    return True
+
+
+def is_of_python(node: object) -> bool:
+    """Say whether a node is a function of Python's, which the graph keeps alive and not who refers to it; local."""
+    return isinstance(node, BackwardCFunction)
+
+
+def has_saved_hooks(node: Node) -> bool:
+    """Say whether what a node has kept has to be unpacked, as under activation checkpointing; local."""
+    kind = type(node)
+    if kind not in _saved_by_type:
+        _saved_by_type[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+    for name in _saved_by_type[kind]:
+        saved = getattr(node, name)
+        for one in saved if isinstance(saved, tuple) else (saved,):
+            if getattr(one, "unpack_hook", None) is not None:
+                return True
+    return False

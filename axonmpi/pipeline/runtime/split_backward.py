@@ -1,0 +1,219 @@
+"""Backward in two halves: first the gradients of inputs, later those of parameters.
+
+The stage before waits for the gradient of this stage's input; nobody waits for the gradients of its parameters
+(Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). In the graph that autograd has recorded,
+
+    output ── AddmmBackward ── GeluBackward ── AddmmBackward ── input
+                   │                                │
+                 weight                           weight
+
+the nodes between output and input lie on the *way*. The first half runs along it, and keeps the gradients that
+arrive at the nodes where a branch to a weight leaves it. The second half computes the weights' gradients from what
+was kept: for matrix products by itself, for any other node by running it again for the weight only.
+
+Some gradients are computed in the first half, as that is cheaper: those of parameters of one dimension (biases,
+norms), which cost next to nothing there and as much as a whole node later; those of parameters that are used at
+several places, which would be reached from each of them again; and those at nodes that have to compute again what
+they need, under activation checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from .products import Leaf, Product, add_gradients, find_product, has_saved_hooks, is_of_python
+
+__all__ = ["WeightGradients", "input_gradients"]
+
+
+class WeightGradients:
+    """The second half of a backward: what it needs of the first one.
+
+    Args:
+        roots: Outputs with their gradients.
+        behind_roots: Parameters that are reached from outputs without touching the way; None means that there was
+            no first half.
+        branches: For each node that has to run again, the parameters that this is for.
+        products: The weights of matrix products.
+    """
+
+    def __init__(
+        self,
+        roots: tuple[list[GradientEdge], list[Tensor]],
+        behind_roots: list[Tensor] | None,
+        branches: Mapping[Node, list[Tensor]],
+        products: Sequence[Product],
+    ) -> None:
+        needs_graph = behind_roots != [] or any(map(is_of_python, branches))
+        self._roots = roots if needs_graph else ([], [])
+        self._behind_roots = behind_roots
+        self._branches = branches
+        self._products = products
+        self._arrived: dict[Node, tuple[Tensor | None, ...]] = {}
+
+    def keep(self, node: Node) -> Any:
+        """Have what arrives at a node kept; return the hook's handle."""
+
+        def hook(gradients: tuple[Tensor | None, ...]) -> None:
+            self._arrived[node] = gradients
+
+        return node.register_prehook(hook)
+
+    def compute(self) -> None:
+        """Add the gradients of the parameters to their `grad`; once. Afterwards the graph is free."""
+        add_gradients(self._products)
+        for node, leaves in self._branches.items():
+            arrived = self._arrived.pop(node, ())
+            pairs = [(GradientEdge(node, number), grad) for number, grad in enumerate(arrived) if grad is not None]
+            if pairs:
+                edges, gradients = zip(*pairs, strict=True)
+                torch.autograd.backward(edges, gradients, inputs=leaves)
+        edges_of_roots, gradients_of_roots = self._roots
+        if self._behind_roots is None:
+            torch.autograd.backward(edges_of_roots, gradients_of_roots)
+        elif self._behind_roots:
+            torch.autograd.backward(edges_of_roots, gradients_of_roots, inputs=self._behind_roots)
+        self._roots, self._behind_roots, self._branches, self._products = ([], []), [], {}, []
+
+
+def input_gradients(
+    edges: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> WeightGradients:
+    """Add the gradients of a stage's inputs to their `grad`, and prepare those of its parameters; local.
+
+    Args:
+        edges: Where backward begins: the gradient edges of the outputs.
+        gradients: What comes back for each output.
+        inputs: Leaves that require grad.
+
+    Returns:
+        The second half.
+    """
+    roots = list(edges), list(gradients)
+    graph = _Graph([edge.node for edge in edges], inputs) if inputs else None
+    if graph is None or not graph.reached:
+        return WeightGradients(roots, None, {}, [])
+    weights = WeightGradients(roots, graph.behind_roots, graph.branches, list(graph.products.values()))
+    for node, product in graph.products.items():
+        node.register_prehook(product.take)  # which goes with the node
+    handles = [weights.keep(node) for node in graph.branches]
+    runs_again = bool(graph.branches or graph.behind_roots)
+    try:
+        torch.autograd.backward(edges, gradients, inputs=[*graph.reached, *graph.at_once], retain_graph=runs_again)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return weights
+
+
+class _Graph:
+    """What autograd has recorded between outputs and inputs.
+
+    Attributes:
+        reached: The inputs that can be reached.
+        products: Nodes on the way that multiply by a weight.
+        branches: For each other node on the way that is to run again, the parameters that this is for.
+        behind_roots: The parameters that are reached from outputs without touching the way.
+        at_once: The other parameters, whose gradients are computed with those of the inputs.
+    """
+
+    def __init__(self, roots: Sequence[Node], inputs: Sequence[Tensor]) -> None:
+        self._nodes = _Nodes(roots)
+        leaves = {torch.autograd.graph.get_gradient_edge(leaf).node: leaf for leaf in inputs}
+        self.reached = [leaf for node, leaf in leaves.items() if node in self._nodes]
+        self.products: dict[Node, Product] = {}
+        self.branches: dict[Node, list[Tensor]] = {}
+        self.behind_roots: list[Tensor] = []
+        self.at_once: list[Tensor] = []
+        way = self._nodes.above(leaves)
+        for leaf in self._nodes.leaves:
+            if leaf not in way:
+                self._place(leaf, _variable(leaf), way)
+
+    def _place(self, leaf: Node, variable: Tensor, way: set[Node]) -> None:
+        """Find out when the gradient of a parameter is computed."""
+        branches = self._nodes.branches_to(leaf, way) if variable.dim() > 1 else []
+        places = set(branches)
+        if len(places) != 1:
+            self.at_once.append(variable)
+            return
+        (node,) = places
+        if node is None:
+            self.behind_roots.append(variable)
+            return
+        product = find_product(node, leaf, variable) if len(branches) == 1 else None
+        if product is not None:
+            self.products[node] = product
+        elif has_saved_hooks(node):
+            self.at_once.append(variable)
+        else:
+            self.branches.setdefault(node, []).append(variable)
+
+
+class _Nodes:
+    """The nodes of a graph, with those that lead to them.
+
+    Attributes:
+        leaves: Those of parameters and inputs.
+    """
+
+    def __init__(self, roots: Sequence[Node]) -> None:
+        # Nearly all have one parent: lists for all would take twice the time.
+        self._parent: dict[Node, Node | None] = dict.fromkeys(roots)
+        self._others: dict[Node, list[Node]] = {}
+        self._roots = set(roots)
+        self.leaves = [root for root in self._roots if type(root) is Leaf]
+        order = [root for root in self._parent if type(root) is not Leaf]
+        for node in order:  # it grows
+            for child, _ in node.next_functions:
+                if child in self._parent:
+                    self._others.setdefault(child, []).append(node)
+                elif child is not None:
+                    self._parent[child] = node
+                    (self.leaves if type(child) is Leaf else order).append(child)
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._parent
+
+    def _parents(self, node: Node) -> list[Node]:
+        """Return the nodes that lead to one, each as often as it does."""
+        parent, others = self._parent[node], self._others.get(node, [])
+        return others if parent is None else [parent, *others]
+
+    def above(self, leaves: Iterable[Node]) -> set[Node]:
+        """Return the way: the nodes that lead to leaves, and these."""
+        order = [leaf for leaf in leaves if leaf in self]
+        way = set(order)
+        for node in order:  # it grows
+            for parent in self._parents(node):
+                if parent not in way:
+                    way.add(parent)
+                    order.append(parent)
+        return way
+
+    def branches_to(self, leaf: Node, way: set[Node]) -> list[Node | None]:
+        """Return the nodes at which branches to a leaf leave the way, each as often; None for roots beside it."""
+        found: list[Node | None] = []
+        order = {leaf: None}
+        stack = [leaf]
+        for node in stack:  # it grows
+            if node in self._roots:
+                found.append(None)
+            for parent in self._parents(node):
+                if parent in way:
+                    found.append(parent)
+                elif parent not in order:
+                    order[parent] = None
+                    stack.append(parent)
+        return found
+
+
+def _variable(leaf: Node) -> Tensor:
+    node: Any = leaf
+    variable: Tensor = node.variable
+    return variable

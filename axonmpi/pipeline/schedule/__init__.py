@@ -1,0 +1,1 @@
+"""Schedules as data: what each rank does when, and what that costs. No torch."""

@@ -1,0 +1,1 @@
+"""Layers whose parameters are cut over the ranks of a group."""

@@ -1,0 +1,119 @@
+"""Dropout of tensors that are divided among ranks; masks do not depend on how many ranks there are.
+
+Where all ranks compute the same thing, `torch.nn.Dropout` draws the same mask on each, as long as torch's default
+generators agree. Where each rank has a part of a tensor, masks have to differ. Here both hold, at any width:
+
+    one number from the default generator          drawn on every rank, the same one
+      ├─ number, block 0 -> mask of block 0 ┐ rank 0
+      ├─ number, block 1 -> mask of block 1 ┘            blocks along the dimension that is divided; each rank
+      ├─ number, block 2 -> mask of block 2 ┐ rank 1     draws only its own
+      └─ number, block 3 -> mask of block 3 ┘
+
+So the default generators go on alike, whatever was drawn for the blocks. What restores the default generator's
+state (activation checkpointing, the random numbers of a pipeline's micro-batches) brings the same masks back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ...groups.world import ProcessGroup, group_of_this_rank
+from ...utils.arguments import check_flags, either_group_name, hint, integer, number
+
+__all__ = ["BLOCKS", "ShardedDropout"]
+
+BLOCKS = 192
+"""Into how many blocks a dimension is cut at most: a multiple of the usual widths."""
+
+
+class ShardedDropout(nn.Module):
+    """Dropout of a tensor whose parts along one dimension are on the ranks of a group; local.
+
+    For the same state of the generator, the parts together are the same at any width that divides `blocks`.
+
+    Args:
+        p: The chance of an element to become zero, from 0 to 1; the others are divided by 1 - p.
+        process_group: The ranks, in the order of their parts; None means all.
+        dim: The dimension that is divided; all ranks have the same size along it.
+        blocks: Into how many blocks the whole dimension is cut at most, such as the number of heads.
+        replicated: Whether each rank has the whole tensor instead, the same on all: then it gets the whole mask
+            that the parts have together.
+        generator: What the number is drawn from, in the same state on all ranks; None means torch's default CPU
+            generator. Activation checkpointing restores default generators only. Mock ranks, threads of one
+            process, have one default generator, so that they need one of their own here for equal numbers.
+
+    Raises:
+        TypeError: `process_group` is no group.
+        ValueError: `p` is not from 0 to 1, or `blocks` is below 1.
+    """
+
+    @either_group_name
+    def __init__(
+        self,
+        p: float = 0.5,
+        process_group: ProcessGroup | None = None,
+        dim: int = 1,
+        blocks: int = BLOCKS,
+        *,
+        replicated: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0 <= number("p", p) <= 1:
+            raise ValueError(f"p: expected the chance of an element to become zero, from 0 to 1, got {p}")
+        integer("blocks", blocks, minimum=1)
+        self.p = p
+        check_flags(replicated=replicated)
+        integer("dim", dim)
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator: expected a torch.Generator or None, got {generator!r}{hint(generator)}")
+        self.process_group = group_of_this_rank(process_group)
+        self.dim = dim
+        self.blocks = blocks
+        self.replicated = replicated
+        self.generator = generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x` with elements made zero while training, else `x` itself; local, not in place.
+
+        Args:
+            x: Any shape, floating-point: this rank's part, or the whole where `replicated`.
+
+        Raises:
+            IndexError: `x` has no dimension `dim`.
+        """
+        if not self.training or self.p == 0:
+            return x
+        return x * self._mask(x)
+
+    def _mask(self, x: Tensor) -> Tensor:
+        """Draw what `x` is multiplied with."""
+        moved = x.detach().movedim(self.dim, 0)
+        rank, size = (0, 1) if self.replicated else (self.process_group.rank, self.process_group.size)
+        # a block never lies on two ranks: their number divides both the blocks and the whole dimension
+        count = math.gcd(size * moved.shape[0], math.lcm(self.blocks, size)) // size
+        number = _draw(self.generator)
+        mask = torch.empty(moved.shape, dtype=x.dtype, device=x.device)  # contiguous: drawn in order of memory
+        generator = torch.Generator("cpu" if x.is_meta else x.device)
+        for index, block in enumerate(mask.chunk(count) if mask.numel() else ()):
+            block.bernoulli_(1 - self.p, generator=generator.manual_seed(_seed(number, rank * count + index)))
+        return (mask if self.p == 1 else mask.div_(1 - self.p)).movedim(0, self.dim)
+
+    def extra_repr(self) -> str:
+        """Describe the layer in `repr()`."""
+        return f"p={self.p}, dim={self.dim}, {'replicated' if self.replicated else 'sharded'}"
+
+
+def _draw(generator: torch.Generator | None) -> int:
+    """Draw a number of 63 bits."""
+    device = torch.device("cpu") if generator is None else generator.device
+    return int(torch.empty((), dtype=torch.int64, device=device).random_(generator=generator))
+
+
+def _seed(number: int, block: int) -> int:
+    """Return the seed of a block; close numbers and blocks have unlike ones, also in their low 32 bits."""
+    return int.from_bytes(hashlib.sha256(f"{number}/{block}".encode()).digest()[:8], "little") >> 1

@@ -1,0 +1,191 @@
+"""What layers with cut parameters have in common: first values, and the whole parameters again.
+
+A layer has the same first values as torch's own layer would have under the same seed. So rank 0 makes that layer,
+each rank gets its part, and everybody's random numbers go on where rank 0's are:
+
+    rank 0   torch.nn.Linear(...) ── state of the generator ── parts ──┐
+    others                        ◀── state ───────────────── part ◀──┘
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ...backends.checks import wrap_dim
+from ...collectives.divided_parameters import axes_of, divide
+from ...groups.world import ProcessGroup, group_of_this_rank
+from ...wrapping.partial import mark_gradient, mark_state, watch_optimizers
+from ..shards import Shard
+
+__all__ = ["ShardedLayer", "group_third"]
+
+T = TypeVar("T")
+
+
+def group_third(
+    name: str, third: T | ProcessGroup, given: ProcessGroup | None, default: T
+) -> tuple[T, ProcessGroup]:
+    """Return a layer's third argument and its group, for which the third argument may stand; local.
+
+    Args:
+        name: The third argument's name, for the message.
+        third: What was given.
+        given: What was given as the group; None means the default group.
+        default: What the third argument is where the group stands for it.
+
+    Raises:
+        TypeError: There are two groups, or what was given as one is none.
+        ValueError: This rank is not in the group.
+    """
+    if not isinstance(third, ProcessGroup):
+        return third, group_of_this_rank(given)
+    if given is not None:
+        raise TypeError(f"{name}: expected one group, got two, {third!r} as {name} and {given!r} as process_group")
+    return default, group_of_this_rank(third)
+
+
+class ShardedLayer(nn.Module, ABC):
+    """A layer some of whose parameters are cut over the ranks of a group; a `Sharded`.
+
+    Args:
+        shapes: The shape of each parameter of the whole layer; None for one that it does not have.
+        shards: How parameters are cut, by name; the others are the same on all ranks.
+        process_group: The ranks.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Attributes:
+        process_group: The ranks.
+        shards: How parameters are cut, by name.
+        sequence_dim: Which dimension of activations is the sequence; set by those that can divide it.
+
+    Raises:
+        ValueError: A shard is not for this size or this number of ranks.
+    """
+
+    process_group: ProcessGroup
+    shards: Mapping[str, Shard]
+    sequence_dim: int
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...] | None],
+        shards: Mapping[str, Shard],
+        process_group: ProcessGroup,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.process_group = process_group
+        self.shards = {name: shard for name, shard in shards.items() if shapes[name] is not None}
+        for name, shape in shapes.items():
+            if shape is None:
+                self.register_parameter(name, None)
+                continue
+            local = list(shape)
+            if name in self.shards:
+                shard = _checked(self.shards[name], shape, self.process_group.size)
+                local[shard.dim] = shard.local
+            self.register_parameter(name, nn.Parameter(torch.empty(local, device=device, dtype=dtype)))
+        self.mark_parts()
+        mark_state(self)
+
+    def mark_parts(self) -> None:
+        """Say of parameters that are cut that they are parts, where that was not said of them yet; local."""
+        for name, shard in self.shards.items():
+            parameter = self._parameters[name]
+            if parameter is not None and not axes_of(parameter) and isinstance(parameter, nn.Parameter):
+                divide(parameter, self.process_group, shard.copies, of_layer=True)
+                watch_optimizers()
+                if parameter.requires_grad and axes_of(parameter):
+                    parameter.register_post_accumulate_grad_hook(mark_gradient)
+
+    def _dim_of_sequence(self, shape: Sequence[int]) -> int:
+        """Return which dimension is the sequence, from 0, of activations whose last one is their features."""
+        dim = wrap_dim(self.sequence_dim, len(shape))
+        if dim == len(shape) - 1:
+            raise ValueError(
+                f"sequence_dim: expected another dimension than the last, the features, got {self.sequence_dim} "
+                f"for shape {list(shape)} on rank {self.process_group.rank}"
+            )
+        return dim
+
+    @abstractmethod
+    def _whole_layer(self) -> nn.Module:
+        """Make torch's own layer, whose parameters have the same names."""
+
+    def reset_parameters(self) -> None:
+        """Draw new values, those of torch's own layer under rank 0's seed; collective.
+
+        All ranks' default generators are where rank 0's is afterwards. Only rank 0 has the whole parameters, for a
+        moment. Nothing happens on the meta device.
+        """
+        device = next(self.parameters()).device
+        if device.type == "meta":
+            return
+        group = self.process_group
+        group.barrier()  # mock ranks have one generator: nobody draws from it while rank 0 does
+        whole = dict(self._whole_layer().named_parameters()) if group.rank == 0 else {}
+        state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        sent = state.to(device)
+        group.broadcast(sent)
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(sent.cpu(), device)
+        else:
+            torch.set_rng_state(sent)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters(recurse=False):
+                self._spread(name, parameter, whole.get(name))
+
+    def _spread(self, name: str, parameter: Tensor, whole: Tensor | None) -> None:
+        """Give each rank its part of what rank 0 has."""
+        group, shard = self.process_group, self.shards.get(name)
+        if shard is None:
+            if whole is not None:
+                parameter.copy_(whole)
+            group.broadcast(parameter)
+            return
+        parts = None
+        if whole is not None:
+            parts = torch.stack([shard.cut(whole, rank) for rank in range(group.size)])
+        part = group.scatter(parts)[0]
+        if part.shape != parameter.shape:
+            raise ValueError(
+                f"expected a {type(self).__name__} of the same sizes on all ranks, got a {name} of shape "
+                f"{list(parameter.shape)} on rank {group.rank}, and one of {list(part.shape)} on rank 0"
+            )
+        parameter.copy_(part)
+
+    def _take(self, layer: nn.Module) -> None:
+        """Take over this rank's part of a whole layer, and what is trained of it."""
+        self.to_empty(device=next(layer.parameters()).device)
+        self.train(layer.training)
+        with torch.no_grad():
+            for name, parameter in self.named_parameters(recurse=False):
+                whole, shard = layer.get_parameter(name), self.shards.get(name)
+                parameter.copy_(whole if shard is None else shard.cut(whole, self.process_group.rank))
+                parameter.requires_grad_(whole.requires_grad)
+        self.mark_parts()
+
+    def _full(self, name: str) -> Tensor:
+        """Return a whole parameter, a new tensor; collective if it is cut."""
+        parameter, shard = self.get_parameter(name).detach(), self.shards.get(name)
+        if shard is None:
+            return parameter.clone()
+        return shard.join(self.process_group.all_gather(parameter[None]).unbind(0))
+
+
+def _checked(shard: Shard, shape: tuple[int, ...], group_size: int) -> Shard:
+    if not 0 <= shard.dim < len(shape) or shard.size != shape[shard.dim]:
+        raise ValueError(
+            f"shard: expected one for a parameter of shape {list(shape)}, got one of size {shard.size} along dim "
+            f"{shard.dim}"
+        )
+    if shard.group_size != group_size:
+        raise ValueError(f"shard: expected one for {group_size} ranks, got one for {shard.group_size}")
+    return shard

@@ -1,0 +1,336 @@
+"""Linear layers whose weight is cut over the ranks of a group.
+
+    whole input ─ enter ─ ColumnParallelLinear ── own features ── RowParallelLinear ─ leave ─ whole output
+                           rows of the weight                     columns of the weight
+
+Of such a pair, forward has one all-reduce (leave), and so has backward (enter), which goes on while gradients of
+weights are computed. With sequence parallelism, where input and output are slices of the sequence, forward has one
+all-gather and one reduce-scatter, and backward two all-gathers and one reduce-scatter.
+
+Sources: Shoeybi et al. 2019 (Megatron-LM); Korthikanti et al. 2022 (arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from ...groups.world import ProcessGroup
+from ...utils.arguments import check_flags, either_group_name, integer
+from ...wrapping.linear import linear
+from ..entry import Entered
+from ..product import apply, product
+from ..regions import check_sequence, enter_once, leave
+from ..shards import Shard
+from .layer import ShardedLayer, group_third
+
+__all__ = ["ColumnParallelLinear", "RowParallelLinear"]
+
+_Layer = TypeVar("_Layer", bound="_ParallelLinear")
+
+
+class _ParallelLinear(ShardedLayer):
+    """What both have in common."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        process_group: ProcessGroup,
+        shard: Shard,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        integer("in_features", in_features, minimum=1)
+        integer("out_features", out_features, minimum=1)
+        shapes = {"weight": (out_features, in_features), "bias": (out_features,) if bias else None}
+        cut = ("weight", "bias") if shard.dim == 0 else ("weight",)
+        super().__init__(shapes, dict.fromkeys(cut, shard), process_group, device, dtype)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.reset_parameters()
+
+    @classmethod
+    @either_group_name
+    def from_linear(
+        cls: type[_Layer], linear: nn.Linear, process_group: ProcessGroup | None = None, **options: Any
+    ) -> _Layer:
+        """Make a layer of this rank's part of a linear layer, which all ranks have; local.
+
+        Args:
+            linear: The whole layer; it is not changed. What is trained of it is trained of the new one.
+            process_group: The ranks; None means all.
+            **options: As for the class, by name; sizes, `bias`, `device` and `dtype` are the linear layer's.
+
+        Raises:
+            TypeError: `linear` is none, or an option is unknown.
+            ValueError: The sizes cannot be divided.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
+        build: Any = cls
+        layer: _Layer = build(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            process_group,
+            device="meta",
+            dtype=linear.weight.dtype,
+            **options,
+        )
+        layer._take(linear)
+        return layer
+
+    def _whole_layer(self) -> nn.Module:
+        return nn.Linear(
+            self.in_features,
+            self.out_features,
+            self.bias is not None,
+            device=self.weight.device,
+            dtype=self.weight.dtype,
+        )
+
+    def full_weight(self) -> Tensor:
+        """Return the whole weight, [out_features, in_features], a new tensor; collective."""
+        return self._full("weight")
+
+    def full_bias(self) -> Tensor | None:
+        """Return the whole bias, [out_features], a new tensor, or None if there is none; collective."""
+        return None if self.bias is None else self._full("bias")
+
+    def extra_repr(self) -> str:
+        """Say what is cut, and into how many parts."""
+        parts = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{parts}, ranks={self.process_group.size}"
+
+    def _check_features(self, input: Tensor, expected: int, meaning: str) -> None:
+        if not input.dim() or input.shape[-1] != expected:
+            raise ValueError(
+                f"input: expected [..., {expected}], {meaning}, got shape {list(input.shape)} on rank "
+                f"{self.process_group.rank}"
+            )
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """A linear layer of whose outputs each rank computes some: y = x Aᵀ + b with the rows of A divided.
+
+    Construction is collective. First values are those of `torch.nn.Linear` under rank 0's seed, cut. Forward is
+    local, or one all-gather with sequence parallelism. Backward sums the input's gradient over the ranks, while it
+    computes the weight's. Several layers that get the same tensor one after the other do that together.
+
+    Args:
+        in_features: Size of the last dimension of the input.
+        out_features: Size of the last dimension of the whole output.
+        bias: Whether to add a bias; or the group, which all layers take third.
+        process_group: The ranks; None means all.
+        gather_output: Return the whole output on all ranks; one more all-gather.
+        sequence_parallel: The input is this rank's slice of the sequence; the output is of the whole sequence.
+        sequence_dim: Which dimension of the input is the sequence.
+        shard: How rows of the weight (dim 0) are divided. None: evenly.
+        input_is_entered: The input is the result of `enter`, or needs no sum of its gradient.
+        device: Of the parameters; "meta" leaves them without values and sends nothing.
+        dtype: Of the parameters.
+
+    Attributes:
+        shards: How "weight" and "bias" are cut.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: `out_features` cannot be divided, or `shard` does not fit.
+    """
+
+    @either_group_name
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool | ProcessGroup = True,
+        process_group: ProcessGroup | None = None,
+        gather_output: bool = False,
+        *,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
+        shard: Shard | None = None,
+        input_is_entered: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        has_bias, group = group_third("bias", bias, process_group, True)
+        check_flags(
+            bias=has_bias,
+            gather_output=gather_output,
+            sequence_parallel=sequence_parallel,
+            input_is_entered=input_is_entered,
+        )
+        shard = _even(0, out_features, group, "out_features") if shard is None else shard
+        _check_shard(shard, 0, several=not gather_output)
+        super().__init__(in_features, out_features, has_bias, group, shard, device, dtype)
+        self.gather_output = gather_output
+        self.input_is_entered = input_is_entered
+        self.sequence_parallel = sequence_parallel
+        self.sequence_dim = integer("sequence_dim", sequence_dim)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute this rank's outputs; collective where the class says so.
+
+        Args:
+            input: [..., in_features] the same on all ranks, or this rank's slice of the sequence.
+
+        Returns:
+            [..., out_features / W], or [..., out_features] with `gather_output`.
+
+        Raises:
+            ValueError: `input` has another number of features.
+        """
+        self.mark_parts()
+        self._check_features(input, self.in_features, "the whole input")
+        group = self.process_group
+        if self.input_is_entered:
+            entered = Entered.of(input)
+        else:
+            dim = self._dim_of_sequence(input.shape) if self.sequence_parallel else None
+            entered = enter_once(input, group, dim, self)
+        output = product(entered, self.weight, self.bias)
+        if not self.gather_output or group.size == 1:
+            return output
+        return apply(_Whole, output, group, self.shards["weight"].along(-1))
+
+
+class RowParallelLinear(_ParallelLinear):
+    """A linear layer of whose inputs each rank has some: y = Σ x Aᵀ + b with the columns of A divided.
+
+    Construction is collective. First values are those of `torch.nn.Linear` under rank 0's seed, cut. Forward sums
+    over the ranks, backward is local; with sequence parallelism they are one reduce-scatter and one all-gather.
+
+    Args:
+        in_features: Size of the last dimension of the whole input.
+        out_features: Size of the last dimension of the output.
+        bias: Whether to add a bias, once, after the sum; or the group, which all layers take third.
+        process_group: The ranks; None means all.
+        input_is_parallel: The input is this rank's features. Otherwise it is whole, the same on all ranks, and its
+            gradient is put together by one all-gather.
+        sequence_parallel: Return this rank's slice of the sequence.
+        sequence_dim: Which dimension of the input is the sequence.
+        shard: How columns of the weight (dim 1) are divided. None: evenly.
+        device: Of the parameters; "meta" leaves them without values and sends nothing.
+        dtype: Of the parameters.
+
+    Attributes:
+        shards: How "weight" is cut; "bias" is the same on all ranks, and its gradient is complete on each.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: `in_features` cannot be divided, or `shard` does not fit.
+    """
+
+    @either_group_name
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool | ProcessGroup = True,
+        process_group: ProcessGroup | None = None,
+        input_is_parallel: bool = True,
+        *,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 1,
+        shard: Shard | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        has_bias, group = group_third("bias", bias, process_group, True)
+        check_flags(bias=has_bias, input_is_parallel=input_is_parallel, sequence_parallel=sequence_parallel)
+        shard = _even(1, in_features, group, "in_features") if shard is None else shard
+        _check_shard(shard, 1, several=False)
+        super().__init__(in_features, out_features, has_bias, group, shard, device, dtype)
+        self.input_is_parallel = input_is_parallel
+        self.sequence_parallel = sequence_parallel
+        self.sequence_dim = integer("sequence_dim", sequence_dim)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute the outputs; collective.
+
+        Args:
+            input: [..., in_features / W] this rank's features, or [..., in_features] if the input is whole.
+
+        Returns:
+            [..., out_features], the same on all ranks, or this rank's slice of the sequence.
+
+        Raises:
+            ValueError: `input` has another number of features, or the sequence cannot be divided.
+        """
+        self.mark_parts()
+        group, shard = self.process_group, self.shards["weight"]
+        if self.input_is_parallel:
+            self._check_features(input, shard.local, f"this rank's share of {self.in_features} features")
+        else:
+            self._check_features(input, self.in_features, "the whole input")
+        if self.sequence_parallel:
+            check_sequence(input.shape, group, self._dim_of_sequence(input.shape))
+        if group.size == 1:
+            return linear(input, self.weight, self.bias, quick=True)
+        if not self.input_is_parallel:
+            input = apply(_Own, input, group, shard.along(-1))
+        return leave(
+            linear(input, self.weight, quick=True),
+            group,
+            sequence_parallel=self.sequence_parallel,
+            sequence_dim=self.sequence_dim,
+            bias=self.bias,
+            in_place=True,
+        )
+
+
+def _even(dim: int, features: int, group: ProcessGroup, argument: str) -> Shard:
+    if integer(argument, features, minimum=1) % group.size:
+        raise ValueError(
+            f"{argument}: expected a multiple of the {group.size} ranks of the group, got {features}; use another "
+            "size or number of ranks, or say with shard= how it is divided"
+        )
+    return Shard.even(dim, features, group.size)
+
+
+def _check_shard(shard: object, dim: int, *, several: bool) -> None:
+    if not isinstance(shard, Shard):
+        raise TypeError(f"shard: expected an axonmpi.tensor.Shard, got {type(shard).__name__}")
+    if shard.dim != dim:
+        raise ValueError(f"shard: expected one along dim {dim} of the weight, got one along dim {shard.dim}")
+    if shard.copies > 1 and not several:
+        raise ValueError(
+            f"shard: expected each row on one rank, got one with {shard.copies} copies, which is possible for "
+            "divided outputs only"
+        )
+
+
+class _Whole(Function):
+    """This rank's features -> all features, with which all ranks go on to do the same."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
+        ctx.options = group, shard
+        whole: Tensor = group.all_gather(tensor, -1)
+        return whole if shard.is_plain else shard.join(whole.tensor_split(group.size, -1))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return apply(_Own, grads[0], *ctx.options), None, None
+
+
+class _Own(Function):
+    """All features -> this rank's; the transpose of `_Whole`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
+        ctx.options = group, shard
+        return shard.cut(tensor, group.rank)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return apply(_Whole, grads[0], *ctx.options), None, None

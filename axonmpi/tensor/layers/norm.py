@@ -1,0 +1,150 @@
+"""Modules with whole parameters that compute on a part of the sequence, such as norms.
+
+With sequence parallelism each rank normalizes its own positions. The parameters are the same on all ranks, and
+each rank's gradient is that of its positions only. So gradients are summed over the ranks in backward, all of a
+module's parameters in one all-reduce. Optimizers, DDP and FSDP, which see the parameters themselves, find complete
+gradients.
+
+Source: Korthikanti et al. 2022 (arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ...groups.world import ProcessGroup, group_of_this_rank
+from ...utils.arguments import either_group_name
+from ..regions import shared
+from ..shards import Sharded
+
+__all__ = ["ACROSS_POSITIONS", "sequence_parallel_norm", "sum_over_copies"]
+
+ACROSS_POSITIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
+"""Norms for which a part of the sequence is not enough."""
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+@either_group_name
+def sequence_parallel_norm(module: _Module, group: ProcessGroup | None = None) -> _Module:
+    """Let a module compute on parts of a sequence: its parameters' gradients are summed over the ranks; local.
+
+    The module is changed in place: its class becomes a subclass of what it was. Parameters, their names and hooks
+    stay as they are, and it may be wrapped in DDP or FSDP afterwards. Its backward is collective.
+
+    Args:
+        module: Any module whose parameters are the same on all ranks: `LayerNorm`, `RMSNorm`, those of other
+            libraries, or a module around them.
+        group: The ranks that have the parts of the sequence; None means all.
+
+    Returns:
+        The module.
+
+    Raises:
+        TypeError: `module` is no module, or `group` no group.
+        ValueError: Its gradients are summed already, its parameters are divided, it does not treat each position
+            alone, or its `forward` is an attribute of the instance.
+    """
+    _check(module)
+    _sum_gradients(module, group_of_this_rank(group, "group"))
+    return module
+
+
+def sum_over_copies(module: nn.Module, group: ProcessGroup, copies: int) -> None:
+    """Let the gradients of a module be summed over the ranks that have the same parameters; collective.
+
+    Args:
+        module: Each rank computes something else with them; changed in place. Its backward is collective over the
+            ranks that have the same, unless there is one alone.
+        group: The ranks.
+        copies: How many neighbours in the group have the same.
+    """
+    if copies > 1:
+        parts = [range(first, first + copies) for first in range(0, group.size, copies)]
+        backends = [group.private(part) for part in parts]
+        mine = group.rank // copies
+        _sum_gradients(module, ProcessGroup(backends[mine], [group.ranks[rank] for rank in parts[mine]]))
+
+
+def _sum_gradients(module: nn.Module, group: ProcessGroup) -> None:
+    """Let the gradients of all parameters of a module be summed over ranks that have the same ones; local.
+
+    The module's class becomes a subclass of what it was, so that whatever is done before its forward, as when FSDP
+    shows the whole parameters, comes first.
+
+    Args:
+        module: Each rank computes with something else; changed in place. Its backward is collective.
+        group: The ranks.
+    """
+    changed: Any = module
+    kind: Any = type(module)
+    changed._gradient_group = group
+    changed.__class__ = _summing(kind)
+
+
+def _check(module: nn.Module) -> None:
+    """Raise unless the sums of a module's gradients over the ranks are those of the whole sequence."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    for name, inner in module.named_modules():
+        what = repr(name) if name else type(module).__name__
+        if isinstance(inner, _Summing):
+            raise ValueError(
+                f"module: the gradients of {what} are summed over the ranks already; "
+                "call sequence_parallel_norm() once for each module"
+            )
+        if isinstance(inner, ACROSS_POSITIONS):
+            raise ValueError(f"module: expected one that treats each position alone, {what} does not")
+        if isinstance(inner, Sharded):
+            raise ValueError(f"module: expected the same parameters on all ranks, those of {what} are divided")
+        if "forward" in vars(inner):
+            raise ValueError(
+                f"module: expected the forward of its class, that of {what} was replaced on the instance; call "
+                "sequence_parallel_norm() before whatever replaces it"
+            )
+
+
+class _Summing(nn.Module):
+    """What is put before a module's class."""
+
+    _gradient_group: ProcessGroup
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute as the module's own class does."""
+        with _summed(self, self._gradient_group):
+            return super().forward(*args, **kwargs)
+
+
+@functools.cache
+def _summing(kind: Any) -> Any:
+    """Return the subclass of a module's class, always the same one."""
+    return type(kind.__name__, (_Summing, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+@contextmanager
+def _summed(module: nn.Module, group: ProcessGroup) -> Iterator[None]:
+    """Let a module show tensors in place of its parameters, whose gradients are summed on their way to them."""
+    places: list[tuple[dict[str, Any], str, Tensor]] = [
+        (owner._parameters, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+    if not places or not torch.is_grad_enabled():
+        yield
+        return
+    unique = {id(parameter): parameter for _, _, parameter in places}  # in an order that all ranks have
+    through = dict(zip(unique, shared(list(unique.values()), group), strict=True))
+    try:
+        for owned, name, parameter in places:
+            owned[name] = through[id(parameter)]
+        yield
+    finally:
+        for owned, name, parameter in places:
+            owned[name] = parameter

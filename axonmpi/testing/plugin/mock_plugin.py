@@ -1,0 +1,161 @@
+"""The plugin's part under plain `pytest`: tests on ranks run on mock ranks, one thread each.
+
+Fixtures are set up once, as always, and all ranks share them; only `world`, `group`, and fixtures that need one of
+them or a default world are each rank's own, see `rank_fixtures.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import traceback
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import pytest
+
+from ...errors import CommunicatorError
+from ...groups.world import World, current_world
+from ..mock_ranks import RankRun, start_ranks
+from ..rank_text import merge_texts
+from .examples import inner_test_of, replaced_inner_test
+from .marked import marked_rank_count, timeout_of, uses_ranks
+from .outcomes import MergedFailure, failure_of
+from .rank_fixtures import FixturesOfRank, Plan, StandIn, plan_for
+
+__all__ = ["MockRanks"]
+
+_FAILURES = pytest.StashKey[dict[int, BaseException]]()
+
+
+class MockRanks:
+    """Hooks that run tests on mock ranks."""
+
+    real_size = 0
+    """Number of ranks of the job, there is none."""
+
+    def rank_count(self, item: pytest.Item) -> int:
+        """Return the number of ranks that the test runs on."""
+        return marked_rank_count(item) or 1
+
+    def world(self, item: pytest.Item) -> Any:
+        """Return the value of the fixture `world`."""
+        return StandIn("world", self.rank_count(item))
+
+    def group(self, item: pytest.Item) -> Any:
+        """Return the value of the fixture `group`."""
+        return StandIn("group", self.rank_count(item))
+
+    def share(self, item: pytest.Item, value: Any) -> Any:
+        """Return rank 0's value; mock ranks have one anyway."""
+        return value
+
+    def pytest_report_header(self) -> str:
+        """Say on what the tests run."""
+        return "axonmpi: tests on ranks use mock ranks (threads); for real ones: mpirun -n 4 pytest"
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> object | None:
+        """Put off the set-up of a fixture that asks for what each rank has of its own."""
+        if not _can_wait(fixturedef, request):
+            return None
+        asked = [request.getfixturevalue(name) for name in fixturedef.argnames]
+        return plan_for(fixturedef, request) if any(isinstance(value, StandIn | Plan) for value in asked) else None
+
+    @pytest.hookimpl(specname="pytest_fixture_setup", wrapper=True)
+    def pytest_fixture_setup_without_a_world(
+        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> Generator[None, object, object]:
+        """Put off the set-up of a fixture that has failed because there is no default world."""
+        try:
+            return (yield)
+        except CommunicatorError:
+            if current_world() is not None or not _can_wait(fixturedef, request):
+                raise
+            return plan_for(fixturedef, request)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        """Run the body of the test on its ranks."""
+        test = pyfuncitem.obj
+        inner = inner_test_of(test)
+        if not uses_ranks(pyfuncitem) or inspect.iscoroutinefunction(inner or test):
+            return None
+        arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+        if inner is None:
+            _run_on_ranks(pyfuncitem, self.rank_count(pyfuncitem), test, arguments)
+            return True
+
+        def body(*args: Any, **kwargs: Any) -> None:
+            __tracebackhide__ = True
+            _run_on_ranks(pyfuncitem, self.rank_count(pyfuncitem), partial(inner, *args), kwargs)
+
+        with replaced_inner_test(test, body):
+            test(**arguments)
+        return True
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Merge the failures of the ranks into one."""
+        report = yield
+        failures = item.stash.get(_FAILURES, {})
+        if call.when == "call" and report.failed and call.excinfo and call.excinfo.value in failures.values():
+            pictures = {
+                rank: item.repr_failure(pytest.ExceptionInfo.from_exception(error))
+                for rank, error in failures.items()
+            }
+            outcomes = {rank: failure_of(picture, str(picture)) for rank, picture in pictures.items()}
+            report.longrepr = MergedFailure(outcomes, pictures)
+        return report
+
+
+def _run_on_ranks(item: pytest.Item, count: int, test: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Run the test with each rank's own world; raise what the test as a whole ends with."""
+    __tracebackhide__ = True
+
+    def body(world: World) -> BaseException | None:
+        __tracebackhide__ = True
+        try:
+            with ExitStack() as stack:
+                own = FixturesOfRank(world, stack)
+                for value in getattr(item, "funcargs", {}).values():
+                    own.value(value)
+                test(**{name: own.value(value) for name, value in arguments.items()})
+        except pytest.skip.Exception as skipped:
+            return skipped  # not a failure that must release the other ranks
+        return None
+
+    run = _without_expected(start_ranks(count, body, _finite(timeout_of(item))))
+    if run.timeout is not None:
+        failures = {rank: "".join(traceback.format_exception(error)) for rank, error in run.causes.items()}
+        pytest.fail(f"{run.timeout}\n{merge_texts(failures, 'failure of ')}".rstrip(), pytrace=False)
+    error = run.error()
+    if error is not None:
+        if count > 1:
+            item.stash[_FAILURES] = run.causes
+        raise error
+    skips = [run.results[rank] for rank in range(count)]
+    if all(skips):
+        raise skips[0]
+
+
+def _can_wait(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> bool:
+    return fixturedef.scope == "function" and isinstance(request.node, pytest.Function) and uses_ranks(request.node)
+
+
+def _finite(seconds: float) -> float | None:
+    return None if seconds == float("inf") else seconds
+
+
+def _without_expected(run: RankRun) -> RankRun:
+    """Leave out `pytest.xfail()` on some ranks if others failed unexpectedly."""
+    unexpected = {
+        rank: error for rank, error in run.causes.items() if not isinstance(error, pytest.xfail.Exception)
+    }
+    return dataclasses.replace(run, errors=unexpected) if unexpected else run

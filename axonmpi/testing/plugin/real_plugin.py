@@ -1,0 +1,305 @@
+"""The plugin's part under `mpirun`: tests on ranks run on the first processes of the job.
+
+All ranks collect the same tests and go through them in step. After each phase of a test (setup, call, teardown)
+they meet and agree on its outcome, so that `-x`, the exit code and everything else is the same on all; rank 0
+prints. A rank that takes no part in a test only comes to the meetings. A monitor ends the job when a rank does not
+come.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
+
+import pytest
+
+from ...groups.world import ProcessGroup, World, current_world, set_process_world
+from ...launch.variables import launched_ranks
+from ..rank_text import merge_texts
+from .collection import Collected, merge_collected
+from .examples import inner_test_of
+from .marked import is_for_all_ranks, marked_rank_count, timeout_of, uses_ranks
+from .meeting import SessionEnd, SessionStoppedError, Stop
+from .outcomes import FAILED, PASSED, apply_verdict, merge_outcomes, outcome_of
+from .rank_examples import follow_examples, lead_examples
+from .real_session import RealSession
+
+__all__ = ["RealRanks"]
+
+_ABOUT_OLD_FOLDERS = (
+    r"ignore:\(rm_rf\) error removing:pytest.PytestWarning",
+    "ignore:unclosed scandir iterator:ResourceWarning",
+)
+"""At its end every rank's pytest removes old temporary folders, the same ones, and warns if another was quicker."""
+
+
+class RealRanks:
+    """Hooks that run tests on the ranks of an `mpirun`.
+
+    Args:
+        config: Of the session.
+        unmarked: `"all"` or `"first"`: who runs tests that do not say on how many ranks they run.
+        stream: File descriptor of the terminal.
+    """
+
+    def __init__(self, config: pytest.Config, unmarked: str, stream: int) -> None:
+        self._config = config
+        for line in _ABOUT_OLD_FOLDERS:
+            config.addinivalue_line("filterwarnings", line)
+        self._unmarked = unmarked
+        self._stream = stream
+        self._session: RealSession | None = None
+        self._collection_errors: list[str] = []
+        self._too_large = 0
+        self._takes_part = True
+        self._why_ended = ""
+        self._groups_before: tuple[ProcessGroup | World, ...] = ()
+        self._warnings: dict[str, None] = {}
+        self._warnings_elsewhere = ""
+        self.real_size = launched_ranks()
+
+    @property
+    def session(self) -> RealSession:
+        """What the ranks share; there from the start of the session."""
+        assert self._session is not None
+        return self._session
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return self.session.world.rank
+
+    # ---- what the fixtures give -------------------------------------------------------------------------
+
+    def rank_count(self, item: pytest.Item) -> int:
+        """Return the number of ranks that the test runs on."""
+        count = marked_rank_count(item)
+        if count is not None:
+            return count
+        return self.real_size if self._unmarked == "all" or is_for_all_ranks(item) else 1
+
+    def world(self, item: pytest.Item) -> World | None:
+        """Return the value of the fixture `world`; None on ranks that take no part."""
+        return self.session.subworld(self.rank_count(item))
+
+    def group(self, item: pytest.Item) -> ProcessGroup | None:
+        """Return the value of the fixture `group`."""
+        world = self.world(item)
+        return None if world is None else world.default_group
+
+    def share(self, item: pytest.Item, value: Any) -> Any:
+        """Return rank 0's value on all ranks of the test."""
+        group = self.group(item)
+        return None if group is None else group.broadcast_object(value)
+
+    # ---- the session ------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        """Start MPI and silence all ranks but the first."""
+        if session.config.pluginmanager.has_plugin("dsession"):
+            raise pytest.UsageError(
+                "pytest-xdist's -n and mpirun cannot be combined: each starts processes of its own; "
+                "-n auto starts none under mpirun"
+            )
+        self._session = RealSession(self._config, self._stream)
+        self.real_size = self._session.world.size
+        if self._config.pluginmanager.hasplugin("pytest_mpi") and not self._config.getoption("only_mpi"):
+            self._config.option.with_mpi = True
+        if self.rank:
+            self._be_quiet()
+
+    def _be_quiet(self) -> None:
+        """Leave the terminal, the cache and result files to rank 0."""
+        manager = self._config.pluginmanager
+        if manager.has_plugin("terminalreporter"):
+            self._config.get_terminal_writer()._file = _Nowhere()
+        if (cache := getattr(self._config, "cache", None)) is not None:
+            vars(cache)["set"] = lambda key, value: None
+        for plugin in manager.get_plugins():
+            if "logfile" in getattr(plugin, "__dict__", {}):  # pytest's junitxml
+                vars(plugin)["logfile"] = os.devnull
+
+    def pytest_report_header(self) -> str:
+        """Say on what the tests run."""
+        who = "all ranks run" if self._unmarked == "all" else "rank 0 runs"
+        return f"axonmpi: {self.real_size} ranks under MPI; {who} tests without a rank marker"
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Keep why this rank ends early."""
+        self._why_ended = excinfo.exconly()
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        """Keep what went wrong in the test runner itself, which only rank 0 prints."""
+        self._why_ended = str(excrepr)
+
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage) -> None:
+        """Keep a warning: only those of rank 0 are printed by pytest itself."""
+        seen = warning_message
+        self._warnings[warnings.formatwarning(seen.message, seen.category, seen.filename, seen.lineno)] = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Agree on the exit status."""
+        if self.session.stopped:
+            return
+        topic = "end of the session" + (f": {self._why_ended}" if self._why_ended else "")
+        end = SessionEnd(int(exitstatus), tuple(self._warnings))
+        try:
+            with self.session.at_end():
+                session.exitstatus, self._warnings_elsewhere = self.session.agree(topic, end, _merge_ends)
+        except SessionStoppedError as stopped:
+            session.exitstatus = stopped.stop.exit_code
+            self._print(stopped.stop.reason)
+
+    def pytest_unconfigure(self) -> None:
+        """End MPI."""
+        if self._session is not None:
+            self._session.close()
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Say what was left out for want of ranks, and what other ranks were warned of."""
+        if self._warnings_elsewhere:
+            terminalreporter.section("warnings on other ranks only", "=", yellow=True)
+            terminalreporter.write_line(self._warnings_elsewhere)
+        if self._too_large:
+            terminalreporter.write_line(
+                f"axonmpi: tests for more than {self.real_size} ranks were left out: {self._too_large}", yellow=True
+            )
+
+    def _print(self, text: str) -> None:
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.write_line(f"\naxonmpi: {text}", red=True)
+
+    def _stop(self, stop: Stop) -> NoReturn:
+        """End the session of this rank, as all ranks agreed."""
+        self._print(stop.reason)
+        pytest.exit("the ranks agreed to end the session", returncode=stop.exit_code)
+
+    # ---- collection -------------------------------------------------------------------------------------
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave out tests for more ranks than there are."""
+        left_out = [item for item in items if (marked_rank_count(item) or 0) > self.real_size]
+        if left_out:
+            self._too_large = len(left_out)
+            self._config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if (marked_rank_count(item) or 0) <= self.real_size]
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep what could not be collected."""
+        if report.failed:
+            self._collection_errors.append(f"{report.nodeid}: {report.longreprtext}")
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Make sure that all ranks are going to run the same tests."""
+        collected = Collected(tuple(item.nodeid for item in session.items), tuple(self._collection_errors))
+        try:
+            with self.session.at_collection():
+                self.session.agree("collection", collected, merge_collected)
+        except SessionStoppedError as stopped:
+            reasons = () if self.rank else (stopped.stop.reason,)
+            raise pytest.UsageError(*reasons) from stopped
+
+    # ---- running a test ---------------------------------------------------------------------------------
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Run the test on the ranks that it is for; the others only come to the meetings."""
+        count, seconds = self.rank_count(item), timeout_of(item)
+        self._takes_part = self.rank < count
+        if not self._takes_part:
+            vars(item).update(setup=_nothing, runtest=_nothing)
+        with ExitStack() as stack:
+            stack.enter_context(self.session.limit(seconds, f"{item.nodeid} did not end within {seconds:g} s"))
+            if uses_ranks(item):
+                world = self.session.subworld(count)
+                if world is not None:
+                    stack.enter_context(world.activate())
+            elif count < self.real_size:
+                stack.enter_context(_no_process_world())
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Note which groups there are, so that those that the test makes can be released."""
+        world = self._own_world(item)
+        self._groups_before = () if world is None else world.groups
+        return (yield)
+
+    def _own_world(self, item: pytest.Item) -> World | None:
+        """Return the world that a test on ranks runs in; None on ranks that take no part, and for other tests."""
+        return self.world(item) if uses_ranks(item) else None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        """Let rank 0 draw the examples of a property-based test for all of its ranks."""
+        count, inner = self.rank_count(pyfuncitem), inner_test_of(pyfuncitem.obj)
+        together = uses_ranks(pyfuncitem) or is_for_all_ranks(pyfuncitem)
+        if inner is None or count == 1 or not together:
+            return None
+        if self.rank == 0:
+            lead_examples(pyfuncitem, inner, self.session, count)
+        else:
+            follow_examples(pyfuncitem, inner, self.session)
+        return True
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Agree on the outcome of a phase of the test."""
+        report = yield
+        own = outcome_of(report) if self._takes_part else None
+        failure = own.text if own is not None and own.kind == FAILED else ""
+        try:
+            verdict = self.session.agree(f"{report.when} of {item.nodeid}", own, merge_outcomes, failure)
+        except SessionStoppedError as stopped:
+            self._stop(stopped.stop)
+        apply_verdict(report, verdict, self.rank)
+        if verdict.kind == FAILED:
+            self.session.forget_subworlds()
+        elif verdict.kind == PASSED and report.when == "call":
+            self._release_groups(item)
+        return report
+
+    def _release_groups(self, item: pytest.Item) -> None:
+        """Release the groups that a test has made: MPI libraries have room for some thousand communicators."""
+        world = self._own_world(item)
+        if world is not None:
+            world.close_groups(keep=self._groups_before)
+
+
+class _Nowhere(io.TextIOBase):
+    """Takes what the other ranks' pytest would print."""
+
+    def write(self, text: str, /) -> int:
+        """Forget the text."""
+        return len(text)
+
+
+def _nothing() -> None:
+    """Stand in for a phase of a test on ranks that take no part."""
+
+
+@contextmanager
+def _no_process_world() -> Iterator[None]:
+    """Let a test that only rank 0 runs find the library as it is in a plain run: not initialised."""
+    world = current_world()
+    set_process_world(None)
+    try:
+        yield
+    finally:
+        set_process_world(world)
+
+
+def _merge_ends(ends: dict[int, SessionEnd]) -> tuple[int, str]:
+    """Return the exit code of the lowest rank that did not end well, and the warnings that rank 0 has not seen."""
+    exit_code = next((ends[rank].exit_code for rank in sorted(ends) if ends[rank].exit_code), 0)
+    seen = set(ends[0].warnings)
+    elsewhere = {rank: "".join(text for text in end.warnings if text not in seen) for rank, end in ends.items()}
+    return exit_code, merge_texts({rank: text for rank, text in elsewhere.items() if text})

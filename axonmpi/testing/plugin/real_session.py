@@ -1,0 +1,165 @@
+"""What the ranks of a test session under `mpirun` share.
+
+The world, the meeting where ranks agree, the monitor that ends the job when one does not come, and the worlds of
+fewer ranks that tests run in. Those are kept from test to test, but not after a failed one, which may have left
+messages behind in them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+
+from ... import comm
+from ...backends.mpi.backend import MpiBackend
+from ...errors import CommunicatorError, LaunchError
+from ...groups.world import World
+from ...launch.exit import end_together
+from .marked import positive_seconds
+from .meeting import Meeting, SessionStoppedError
+from .monitor import Monitor
+
+__all__ = ["RealSession"]
+
+
+class RealSession:
+    """Starts MPI; `close` ends it.
+
+    Args:
+        config: Of the session.
+        stream: File descriptor of the terminal.
+
+    Attributes:
+        world: All ranks.
+        stopped: Whether the ranks agreed to end early, so that they are no longer in step.
+    """
+
+    def __init__(self, config: pytest.Config, stream: int) -> None:
+        self._config = config
+        self._stream = stream
+        self._grace = positive_seconds(config, "axonmpi_grace")
+        self._timeout = positive_seconds(config, "axonmpi_timeout")
+        self._worlds: dict[int, World | None] = {}
+        self.stopped = False
+        self.world = _start()
+        backend = self.world.default_group.backend
+        assert isinstance(backend, MpiBackend)
+        self._backend = backend
+        self._meeting = Meeting(backend.mpi_comm.Dup())
+        self._monitor = Monitor(backend.mpi_comm.Dup(), stream, self._abort, self._captured, self._earlier_failures)
+
+    def subworld(self, count: int) -> World | None:
+        """Return a world of the first `count` ranks, None on the others; collective."""
+        if count not in self._worlds:
+            self._worlds[count] = self.world.subworld(count)
+        return self._worlds[count]
+
+    def forget_subworlds(self) -> None:
+        """Use new worlds from now on; on all ranks together."""
+        self._worlds.clear()
+
+    def limit(self, seconds: float, reason: str, failure: str = "") -> AbstractContextManager[None]:
+        """End the job with `reason` if the `with` block takes longer, see `Monitor.limit`; local."""
+        return self._monitor.limit(seconds, reason, failure)
+
+    def agree(self, topic: str, own: Any, merge: Callable[[dict[int, Any]], Any], failure: str = "") -> Any:
+        """Agree with all ranks, see `Meeting.agree`; a rank that has failed waits for the others a short time only.
+
+        Args:
+            topic: What this is about.
+            own: This rank's part.
+            merge: Makes the verdict on rank 0.
+            failure: How this rank has failed.
+        """
+        with self._waiting(failure, topic):
+            try:
+                return self._meeting.agree(topic, own, merge)
+            except SessionStoppedError:
+                self.stopped = True
+                raise
+
+    def send(self, thing: Any, rank: int) -> None:
+        """Send something picklable to another rank, apart from what the test itself sends."""
+        self._meeting.send(thing, rank)
+
+    def receive(self, rank: int, failure: str = "", topic: str = "") -> Any:
+        """Return what another rank sent with `send`; see `agree` about failures."""
+        with self._waiting(failure, topic):
+            return self._meeting.receive(rank)
+
+    def _waiting(self, failure: str, topic: str) -> AbstractContextManager[None]:
+        if not failure:
+            return nullcontext()
+        reason = (
+            f"{topic}: rank {self.world.rank} failed, and other ranks did not come to the end "
+            f"within {self._grace:g} s"
+        )
+        return self.limit(self._grace, reason, failure)
+
+    def at_end(self) -> AbstractContextManager[None]:
+        """Return a limit for what the ranks do when the session is over."""
+        return self.limit(self._timeout, "the ranks did not come to the end of the session together")
+
+    def at_collection(self) -> AbstractContextManager[None]:
+        """Return a limit for how long a rank waits for the others to have collected the tests."""
+        return self.limit(self._timeout, "the ranks did not come to the end of the collection together")
+
+    def close(self) -> None:
+        """End the monitor and MPI; collective unless `stopped`."""
+        with self.at_end():
+            try:
+                self.world.close()
+            except CommunicatorError as error:  # what a failed test left under way will never end
+                os.write(self._stream, f"axonmpi: {error}; the job is ended\n".encode())
+                self._abort()
+            self._flush()  # whatever happens from now on, the report is out
+            if not self.stopped:  # ranks that end at different times look like failed ones to a launcher
+                self._meeting.agree("end of MPI", None, lambda given: None)
+                end_together()
+        self._monitor.stop()
+        if not self.stopped:
+            self._meeting.comm.Free()
+            self._monitor.comm.Free()
+        os.close(self._stream)
+
+    def _flush(self) -> None:
+        if self._config.pluginmanager.has_plugin("terminalreporter"):
+            self._config.get_terminal_writer().flush()
+
+    def _abort(self) -> None:
+        self._flush()
+        self._backend.abort(1)
+
+    def _earlier_failures(self) -> str:
+        """Return the failures that pytest would print at the end of the session."""
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        stats = {} if reporter is None else reporter.stats
+        reports = [*stats.get("error", ()), *stats.get("failed", ())]
+        return "\n".join(
+            f"\n==== earlier: {report.when} of {report.nodeid} ====\n{report.longreprtext.rstrip()}"
+            for report in reports
+        )
+
+    def _captured(self) -> str:
+        """Return what this rank has printed in the current test."""
+        capture: Any = self._config.pluginmanager.get_plugin("capturemanager")
+        try:
+            return "".join(capture.read_global_capture())
+        except (AttributeError, AssertionError, ValueError, OSError):  # nothing is captured at the moment
+            return ""
+
+
+def _start() -> World:
+    """Start MPI, leaving to pytest what it does about exceptions in threads."""
+    hook = threading.excepthook
+    try:
+        return comm.init_process_group("mpi")
+    except LaunchError as error:
+        raise pytest.UsageError(str(error)) from error
+    finally:
+        threading.excepthook = hook

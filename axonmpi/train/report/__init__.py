@@ -1,0 +1,1 @@
+"""What a run measures, shows and leaves behind."""

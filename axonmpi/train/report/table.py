@@ -1,0 +1,142 @@
+"""What is shown of the layout when a run begins.
+
+mesh: dp 2 x pp 2 x tp 2 = 8 ranks, rank = (dp x 2 + pp) x 2 + tp; parameters sharded along dp (full)
+pp  ranks    what each has                       parameters  weights  gradients  optimizer  activations*  all*
+ 0  0-1 4-5  1/2 of embedding, blocks 0 to 1        106,752      0.4        1.2        0.8           3.4   5.8
+ 1  2-3 6-7  1/2 of blocks 2 to 3, output layer     106,816      0.4        1.2        0.8           1.9   4.4
+weights to all: memory in MiB that a rank is expected to need; * estimated, with micro-batches of 1 sequence
+
+Ranks that differ in their place along dp or tp alone have as much of the same stages, so there is a row for each
+place along pp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...pipeline import Schedule, simulate
+from ..config import Config
+from ..layout import Layout
+from ..memory import bytes_of_activations
+from ..model import GPTStage
+from ..parallel import Held
+from .wording import aligned, counted, in_ranges
+
+__all__ = ["Share", "layout_table"]
+
+_UNITS = ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)
+_MOST_ROWS = 8
+_MOST_RANGES = 4
+_IN_FILES = {"params": "parameters in files", "full": "parameters, gradients and optimizer state in files"}
+_HEADER = ("what each has", "parameters", "weights", "gradients", "optimizer", "activations*", "all*")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank has.
+
+    Attributes:
+        position: Its place along pp.
+        content: Its stages in words.
+        held: What is counted.
+        activations: Bytes, estimated.
+    """
+
+    position: int
+    content: str
+    held: Held
+    activations: int
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        layout: Layout,
+        schedule: Schedule | None,
+        stages: Sequence[GPTStage] | None,
+        held: Held,
+    ) -> Share:
+        """Describe what this rank has; local.
+
+        Args:
+            config: All settings.
+            layout: Where it stands.
+            schedule: What the ranks of its pipeline do, if there is one.
+            stages: Its own; None means all layers.
+            held: What it holds.
+        """
+        peak = 1 if schedule is None else simulate(schedule).peak_activations[layout.position]
+        activations = bytes_of_activations(config, stages, peak, _sequences(config, layout, schedule))
+        return cls(layout.position, _content(layout, stages), held, activations)
+
+
+def layout_table(config: Config, layout: Layout, schedule: Schedule | None, shares: Sequence[Share]) -> str:
+    """Describe the mesh, what its ranks have, and how much memory they are expected to need; local.
+
+    Args:
+        config: All settings.
+        layout: Where any of the ranks stands.
+        schedule: What the ranks of a pipeline do, if there is one.
+        shares: What each rank has.
+    """
+    unit, size = _unit(shares)
+    rows = [_row(layout, position, shares, size) for position in range(layout.pp)]
+    if len(rows) > _MOST_ROWS:
+        rows[_MOST_ROWS - 2 : -1] = [["..."] * len(rows[0])]
+    parts = "" if schedule is None else "micro-batches of "
+    note = (
+        f"weights to all: memory in {unit} that a rank is expected to need; * estimated, with "
+        f"{parts}{counted(_sequences(config, layout, schedule), 'sequence')}"
+    )
+    return "\n".join([_mesh(config, layout), *aligned([("pp", "ranks", *_HEADER), *rows], left=(1, 2)), note])
+
+
+def _mesh(config: Config, layout: Layout) -> str:
+    shape = " x ".join(f"{axis} {size}" for axis, size in layout.shape.items())
+    ranks = counted(layout.dp * layout.pp * layout.tp, "rank")
+    notes = [f"mesh: {shape} = {ranks}{_order(layout)}"]
+    if config.run.fsdp != "none":
+        notes.append(f"parameters sharded along dp ({config.run.fsdp})")
+    if config.run.cpu_offload in _IN_FILES:
+        notes.append(_IN_FILES[config.run.cpu_offload])
+    if config.mesh.sequence_parallel and layout.tp > 1:
+        notes.append("sequence parallel")
+    return "; ".join(notes)
+
+
+def _order(layout: Layout) -> str:
+    """Return how ranks are numbered, if there are several axes."""
+    first, *others = [axis for axis, size in layout.shape.items() if size > 1] or ["dp"]
+    number = first
+    for count, axis in enumerate(others, 1):
+        number = f"{number} x {layout.shape[axis]} + {axis}"
+        number = f"({number})" if count < len(others) else number
+    return f", rank = {number}" if others else ""
+
+
+def _content(layout: Layout, stages: Sequence[GPTStage] | None) -> str:
+    part = "" if layout.tp == 1 else f"1/{layout.tp} of "
+    return part + ("all layers" if stages is None else "; ".join(stage.content for stage in stages))
+
+
+def _unit(shares: Sequence[Share]) -> tuple[str, int]:
+    """Return a unit of memory in which the largest number is at least 1, and what it is in bytes."""
+    largest = max(share.held.together + share.activations for share in shares)
+    return next((unit for unit in reversed(_UNITS) if unit[1] <= largest), _UNITS[0])
+
+
+def _row(layout: Layout, position: int, shares: Sequence[Share], unit: int) -> list[str]:
+    """Return the row of a place along pp; shards of different ranks may differ a little, the largest counts."""
+    there = [share for share in shares if share.position == position]
+    held = max((share.held for share in there), key=lambda held: held.together)
+    sizes = [held.values, held.gradients, held.state, there[0].activations]
+    memory = [f"{size / unit:,.1f}" for size in [*sizes, sum(sizes)]]
+    ranks = in_ranges(layout.ranks_at(position), _MOST_RANGES)
+    return [str(position), ranks, there[0].content, f"{held.parameters:,}", *memory]
+
+
+def _sequences(config: Config, layout: Layout, schedule: Schedule | None) -> int:
+    """Return the sequences that a rank goes through at once."""
+    count = config.run.global_batch // layout.dp // config.run.accumulation
+    return count if schedule is None else -(-count // schedule.num_microbatches)

@@ -1,0 +1,1 @@
+"""What knows torch at most, and nothing of ranks."""

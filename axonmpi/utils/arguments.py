@@ -1,0 +1,191 @@
+"""Checks of arguments that every layer has: flags, members of an enum, seconds."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import operator
+from collections.abc import Callable
+from datetime import timedelta
+from typing import ParamSpec, SupportsFloat, SupportsIndex, TypeVar
+
+from ..types import Seconds
+
+__all__ = [
+    "check_flags",
+    "check_functions",
+    "either_group_name",
+    "either_name",
+    "given_twice",
+    "hint",
+    "integer",
+    "member",
+    "number",
+    "seconds",
+]
+
+E = TypeVar("E", bound=enum.Enum)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def either_name(one: str, another: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let a parameter have two names in calls, whichever of them is the function's own; local.
+
+    Raises:
+        TypeError: In a call, both are given.
+    """
+
+    def wrap(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = list(inspect.signature(function).parameters)
+        own, other = (one, another) if one in parameters else (another, one)
+        place = parameters.index(own)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if other in kwargs:
+                if own in kwargs or len(args) > place:
+                    raise given_twice(own, other)
+                kwargs[own] = kwargs.pop(other)
+            return function(*args, **kwargs)
+
+        return call
+
+    return wrap
+
+
+def given_twice(own: str, other: str) -> TypeError:
+    """Return the error of an argument that came under both of its names; local."""
+    return TypeError(f"{own}: expected it once, got it also as {other}=, which means the same")
+
+
+def either_group_name(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function's group be named `group` and `process_group`; local."""
+    return either_name("group", "process_group")(function)
+
+
+def check_flags(**flags: object) -> None:
+    """Raise unless each argument is True or False; local.
+
+    Raises:
+        TypeError: Naming the argument.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected True or False, got {value!r}{hint(value)}")
+
+
+def check_functions(**functions: object) -> None:
+    """Raise unless each argument is a function or None; a class is none; local.
+
+    Raises:
+        TypeError: Naming the argument.
+    """
+    for name, value in functions.items():
+        if inspect.isclass(value):
+            raise TypeError(
+                f"{name}: expected a function or None, got the class {value.__name__}; give an instance"
+            )
+        if value is not None and not callable(value):
+            raise TypeError(f"{name}: expected a function or None, got {value!r}{hint(value)}")
+
+
+def integer(name: str, value: object, minimum: int | None = None) -> int:
+    """Return `value` as a plain int; True and False are not taken for numbers; local.
+
+    Args:
+        name: The argument's name, for the message.
+        value: The number.
+        minimum: The least that it may be.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is less.
+    """
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise TypeError(f"{name}: expected an integer, got {value!r}{hint(value)}")
+    number = operator.index(value)
+    if minimum is not None and number < minimum:
+        raise ValueError(f"{name}: expected at least {minimum}, got {number}")
+    return number
+
+
+def number(name: str, value: object) -> float:
+    """Return `value` as a float; True and False are not taken for numbers; local.
+
+    Args:
+        name: The argument's name, for the message.
+        value: The number.
+
+    Raises:
+        TypeError: It is no number.
+    """
+    if isinstance(value, bool) or not isinstance(value, SupportsFloat):
+        raise TypeError(f"{name}: expected a number, got {value!r}{hint(value)}")
+    return float(value)
+
+
+def hint(value: object) -> str:
+    """Return what to do about an argument that stands where another one belongs, or nothing; local."""
+    kind = type(value).__name__  # groups and worlds are classes of a higher layer
+    if kind == "ProcessGroup":
+        return "; name the group, as group="
+    if kind == "World":
+        return "; its group of all ranks is its default_group"
+    return ""
+
+
+def member(name: str, kind: type[E], value: object) -> E:
+    """Return a member of an enum, given it or its name in letters of either case; local.
+
+    Args:
+        name: The argument's name, for the message.
+        kind: The enum, a public one of axonmpi.
+        value: The member, its name, or its value where that is a string.
+
+    Raises:
+        TypeError: `value` is neither.
+        ValueError: It is a string that no member has.
+    """
+    if isinstance(value, kind):
+        return value
+    names = ", ".join(_both(each) for each in kind)
+    expected = f"{name}: expected an axonmpi.{kind.__name__}, {names}, got {value!r}"
+    if not isinstance(value, str):
+        raise TypeError(expected + hint(value))
+    wanted = value.lower().replace("-", "_")
+    for each in kind:
+        if wanted in (each.name.lower(), _value(each).replace("-", "_")):
+            return each
+    raise ValueError(expected)
+
+
+def _value(each: enum.Enum) -> str:
+    """Return a member's value if that is a string, else its name."""
+    return each.value if isinstance(each.value, str) else each.name.lower()
+
+
+def _both(each: enum.Enum) -> str:
+    value = _value(each)
+    return each.name if value == each.name.lower() else f"{each.name} ({value!r})"
+
+
+def seconds(name: str, value: Seconds | None, *, positive: bool = True) -> float | None:
+    """Return a time in seconds, given as a number or a `timedelta`; None means no limit; local.
+
+    Args:
+        name: The argument's name, for the message.
+        value: The time.
+        positive: Whether it has to be longer than nothing.
+
+    Raises:
+        ValueError: It is no time, or not positive.
+    """
+    if value is None:
+        return None
+    number = value.total_seconds() if isinstance(value, timedelta) else value
+    if not isinstance(number, (int, float)) or isinstance(number, bool) or not (number > 0 or not positive):
+        kind = "positive number" if positive else "number"
+        raise ValueError(f"{name}: expected a {kind} of seconds, a timedelta or None, got {value!r}")
+    return float(number)

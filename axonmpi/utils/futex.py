@@ -1,0 +1,57 @@
+"""Sleeping until a number in shared memory changes, where the system can do that: Linux.
+
+A rank that polls takes the core from the rank it waits for; one that naps wakes up late. The futex of the kernel
+(futex(2); Franke, Russell and Kirkwood 2002) does neither, on memory that processes share. Nothing here has to be
+relied on: a sleep may end early, and ends in time if nobody wakes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+import time
+
+__all__ = ["Futex"]
+
+_NUMBERS = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "riscv64": 98}
+"""Number of the system call on processors of 64 bits that keep the lower half of a number first."""
+_WAIT, _WAKE = 0, 1
+_ALL = 2**31 - 1
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Futex:
+    """Sleeps on 64-bit numbers; where the system has no futex, it only naps.
+
+    Args:
+        address: Of the first number.
+    """
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+        self._number = _NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
+        self._call = ctypes.CDLL(None).syscall if self._number is not None else None
+
+    def sleep(self, index: int, seen: int, seconds: float) -> None:
+        """Sleep until somebody wakes those who sleep on a number, unless it has changed already; local.
+
+        Args:
+            index: Which number, counted from the first one.
+            seen: What it was.
+            seconds: The longest time.
+        """
+        if self._call is None:
+            time.sleep(min(seconds, 1e-4))
+            return
+        limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+        word = ctypes.c_void_p(self._address + 8 * index)
+        self._call(self._number, word, _WAIT, ctypes.c_uint32(seen & 0xFFFFFFFF), ctypes.byref(limit), None, 0)
+
+    def wake(self, index: int) -> None:
+        """Wake all who sleep on a number; local."""
+        if self._call is not None:
+            self._call(self._number, ctypes.c_void_p(self._address + 8 * index), _WAKE, _ALL, None, None, 0)

@@ -1,0 +1,105 @@
+"""How wrappers of modules meet autograd and the compiler.
+
+What a model's output says about the backward that will start from it, where a wrapper hears of gradients, and what
+torch.compile must not look into.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from .partial import mark_gradient
+
+__all__ = ["accumulates_into", "hook_gradient", "is_watched", "leaf_below", "outside_compile", "tensors_in"]
+
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+_WATCHED = "_axonmpi_watched"
+_LEAF = "torch::autograd::AccumulateGrad"
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a model's output: nested tuples, lists, mappings and dataclasses."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_in(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from tensors_in(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for field in dataclasses.fields(output):
+            yield from tensors_in(getattr(output, field.name, None))
+
+
+def leaf_below(tensor: Tensor) -> Node | None:
+    """Find the node of one leaf into which a backward through this tensor accumulates a gradient.
+
+    Args:
+        tensor: One that requires grad.
+    """
+    nodes = [get_gradient_edge(tensor).node]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node.name() == _LEAF:
+            return node
+        if node not in seen:
+            seen.add(node)
+            nodes += [child for child, _ in node.next_functions if child is not None]
+    return None
+
+
+def accumulates_into(leaf: Node | None) -> bool:
+    """Say whether what runs now is a backward, and no `torch.autograd.grad`, which leaves gradients alone.
+
+    Args:
+        leaf: The node of a leaf of the graph that runs.
+    """
+    if leaf is None:
+        return True
+    try:
+        runs: bool = torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # torch.autograd.grad, asked for this very leaf
+        return False
+    return runs
+
+
+def hook_gradient(parameter: Tensor, hook: Callable[[Any, Any], None]) -> tuple[Node, RemovableHandle]:
+    """Have a function called when a backward is done with a parameter's gradient, after all hooks on it; local.
+
+    Args:
+        parameter: One that requires grad.
+        hook: Called with two values of no use; also where backward has come to the parameter without a gradient.
+
+    Returns:
+        The parameter's node, which has to be kept, or autograd makes another one; and the hook's handle.
+    """
+    node = get_gradient_edge(parameter).node
+    setattr(parameter, _WATCHED, True)  # autograd does not tell about hooks on nodes
+    return node, node.register_hook(hook)
+
+
+def is_watched(parameter: Any) -> bool:
+    """Say whether hooks want to see a parameter's gradient; local."""
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    only_marks = all(hook is mark_gradient for hook in hooks)
+    return bool(parameter._backward_hooks) or not only_marks or getattr(parameter, _WATCHED, False)
+
+
+def outside_compile(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Decorate a function that communicates, so that torch.compile does not trace it into a model's graph."""
+    # torch.compiler.disable is the public form, which imports the whole compiler at once and not at the first call.
+    outside: Callable[_Arguments, _Result] = _disable_dynamo(function)
+    return outside
