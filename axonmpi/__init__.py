@@ -10,11 +10,8 @@ Importing this package starts nothing: no MPI, no CUDA, no thread.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from . import autograd, comm, errors, testing
-from .backends.base import Backend
-from .backends.mock.backend import MockBackend
+from .backends import Backend, MockBackend, MpiBackend
 from .collectives.gradient_norm import clip_grad_norm
 from .comm import (
     all_gather,
@@ -94,9 +91,6 @@ from .tensor import (
     tensor_parallelize,
 )
 from .types import GradSyncStrategy, Observer, ReduceOp, Work
-
-if TYPE_CHECKING:
-    from .backends.mpi.backend import MpiBackend
 
 __version__ = "0.1.0"
 
@@ -194,11 +188,3 @@ __all__ = [
     "testing",
     "world_size",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "MpiBackend":  # its modules are imported when somebody asks for them
-        from .backends.mpi.backend import MpiBackend
-
-        return MpiBackend
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

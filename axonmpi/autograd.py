@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .backends.checks import check_tensor, wrap_dim
+from .backends import check_tensor, wrap_dim
 from .errors import DtypeError
 from .groups.world import ProcessGroup, chosen_group
 from .types import ReduceOp

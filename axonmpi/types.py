@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from datetime import timedelta
 from typing import Any, Protocol
 
-__all__ = ["CompletedWork", "GradSyncStrategy", "Observer", "ReduceOp", "Seconds", "Work"]
+from .utils.arguments import Seconds
 
-Seconds = float | timedelta
-"""A time, in seconds where it is a number."""
+__all__ = ["CompletedWork", "GradSyncStrategy", "Observer", "ReduceOp", "Seconds", "Work"]
 
 
 class ReduceOp(enum.IntEnum):

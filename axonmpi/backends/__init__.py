@@ -1,1 +1,32 @@
-"""Backends: one communicator each for a fixed set of ranks (layers 1 and 2)."""
+"""Collectives and messages of the ranks of one group: what a backend can do, and those that there are."""
+
+from .base import Backend
+from .bucketing import all_reduce_coalesced, broadcast_coalesced, by_dtype
+from .checks import MAX_TAG, check_parts, check_ranks, check_tensor, wrap_dim
+from .connect import path_of
+from .mock.backend import MockBackend
+from .mpi.backend import MpiBackend
+from .objects import all_gather_object, broadcast_object
+from .reduction import wide_dtype
+from .shared.counters import NodeCounters
+from .shared.segment import remedy
+
+__all__ = [
+    "MAX_TAG",
+    "Backend",
+    "MockBackend",
+    "MpiBackend",
+    "NodeCounters",
+    "all_gather_object",
+    "all_reduce_coalesced",
+    "broadcast_coalesced",
+    "broadcast_object",
+    "by_dtype",
+    "check_parts",
+    "check_ranks",
+    "check_tensor",
+    "path_of",
+    "remedy",
+    "wide_dtype",
+    "wrap_dim",
+]

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["as_bytes", "empty", "flat_elements", "pointer_of", "write_back"]
+__all__ = ["as_bytes", "buffer_of", "empty", "flat_elements", "pointer_of", "write_back"]
+
+
+def buffer_of(mpi: Any, tensor: Tensor) -> Any:
+    """Return the memory of a contiguous tensor as a buffer for MPI; the tensor must outlive it."""
+    return mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
 
 def flat_elements(tensor: Tensor) -> Tensor:

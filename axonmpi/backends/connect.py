@@ -16,12 +16,13 @@ from ..launch import variables as environment
 from .handshake import SlotExchange
 from .network.channels import Lane, Nodes
 from .network.collectives import TwoLevelPaths
+from .network.memory import SeveralNodes
 from .plain import Limits, Paths, PlainPaths
 from .shared.all_reduce import medium_bytes
 from .shared.barrier import Fence, NodeBarrier
 from .shared.collectives import NodePaths
 from .shared.handshake import NodeSlots
-from .shared.node_memory import NodeMemory, OneNode, OwnMemory, SeveralNodes
+from .shared.node_memory import NodeMemory, OneNode, OwnMemory
 from .shared.room import NodeRoom
 from .shared.segment import PAGE, Arena, Segment
 from .shared.staging import ALIGNMENT
@@ -35,7 +36,7 @@ _SPINS = 20
 _SPARE_BYTES = 512 << 10
 """What the ranks of a node have together, at least, where there is no memory for anything larger."""
 
-__all__ = ["Connection", "connect", "node_communicator"]
+__all__ = ["Connection", "connect", "node_communicator", "path_of"]
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,25 @@ def connect(mpi: Any, comm: Any, limits: Limits, *, crowded: bool, timeout: floa
     slots = SlotExchange(mpi, comm, crowded=crowded)
     paths = PlainPaths(mpi, comm, slots, limits)
     return Connection("plain", slots, paths, OwnMemory(slots, paths), obstacle)
+
+
+@dataclass
+class _SmallLimits:
+    piece_bytes: int = 1 << 20
+    max_message_bytes: int = 1 << 20
+
+
+def path_of(comm: Any) -> tuple[str, str]:
+    """Connect the ranks of a communicator for a moment, to find out how they reach each other; collective.
+
+    Returns:
+        The `name` and the `obstacle` of their `Connection`.
+    """
+    from mpi4py import MPI
+
+    connection = connect(MPI, comm, _SmallLimits(), crowded=True, timeout=None)
+    connection.paths.free()
+    return connection.name, connection.obstacle
 
 
 def _through_shared_memory(

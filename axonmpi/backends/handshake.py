@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ..types import ReduceOp
 from ..utils.waiting import Steps, is_beside_computation
+from .buffers import buffer_of
 from .call import Call, mismatch_error
-from .mpi.point_to_point import buffer_of
 from .reduction import DTYPES, plain_binary, reduce_in_rank_order
 
 if TYPE_CHECKING:

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from ..utils.memory import flat_zeros
 from ..utils.partition import split_sizes
-from .buffers import as_bytes, empty, flat_elements
+from .buffers import as_bytes, buffer_of, empty, flat_elements
 from .call import Call
 from .handshake import PAYLOAD_BYTES, SlotExchange
-from .mpi.point_to_point import buffer_of
 from .reduction import reduce_in_rank_order
 
 __all__ = ["Limits", "Paths", "PlainPaths", "Plan"]

@@ -15,12 +15,10 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from ..backends.connect import connect
-from ..backends.shared.segment import remedy
+from ..backends import path_of, remedy
 from ..errors import LaunchError
 from ..launch import start as runtime
 from ..launch.start import Started
@@ -186,30 +184,21 @@ def _wrong_settings(comm: Any) -> str:
     return next(filter(None, problems), uneven if len(set(wanted)) > 1 else "")
 
 
-@dataclass
-class _Limits:
-    piece_bytes: int = 1 << 20
-    max_message_bytes: int = 1 << 20
-
-
 def _path(comm: Any) -> list[str]:
     """Say which way a group of all ranks goes; collective."""
-    from mpi4py import MPI
-
-    connection = connect(MPI, comm, _Limits(), crowded=True, timeout=None)
-    connection.paths.free()
-    if connection.name == "node":
+    name, obstacle = path_of(comm)
+    if name == "node":
         return [_line("path", "node: through memory that all ranks share")]
-    if connection.name == "nodes":
+    if name == "nodes":
         return [_line("path", "nodes: through memory that the ranks of a node share, by MPI between nodes")]
     if not wants_shared_memory():
         return [_line("path", "plain: by MPI alone, as AXONMPI_COLLECTIVES=plain wants it")]
-    if not connection.obstacle:
+    if not obstacle:
         return [_line("path", "plain: by MPI alone, as no two ranks are on one node")]
     return [
         _line("path", "plain: by MPI alone, slower: the ranks of a node cannot share memory"),
-        _line("", f"because of {connection.obstacle}"),
-        _line("", remedy(connection.obstacle)),
+        _line("", f"because of {obstacle}"),
+        _line("", remedy(obstacle)),
     ]
 
 

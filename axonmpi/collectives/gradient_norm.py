@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..backends.base import Backend
+from ..backends import Backend
 from ..groups.world import ProcessGroup, group_of_this_rank
 from ..utils.arguments import check_flags, either_group_name, number
 from .divided_parameters import Axis, axes_of, replicas_of

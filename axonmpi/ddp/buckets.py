@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..backends.bucketing import by_dtype
+from ..backends import by_dtype
 from ..collectives.agreement import gradient_strides
 from ..groups.world import ProcessGroup
 from ..types import ReduceOp

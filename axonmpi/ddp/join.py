@@ -13,21 +13,21 @@ not go on: gradients would be the same on all ranks, and its steps would not. Th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import CollectiveMismatchError, RankFailedError
+from ..groups.process_group import ProcessGroup
 from ..types import ReduceOp
-
-if TYPE_CHECKING:
-    from .wrapper import DistributedDataParallel
+from .reducer import Reducer
 
 __all__ = ["Join", "Stateful"]
 
@@ -45,12 +45,33 @@ class Stateful(Protocol):
         """Take a state over."""
 
 
+class Joinable(Protocol):
+    """A model whose ranks may have unequal numbers of batches, as `DistributedDataParallel` is."""
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The ranks that average gradients."""
+
+    @property
+    def current_reducer(self) -> Reducer:
+        """What reduces the gradients at present."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The model's parameters."""
+
+    def broadcast_state(self, src: int) -> None:
+        """Copy the parameters and buffers of rank `src` to all ranks, in place; collective."""
+
+    def broadcast_buffers_from(self, src: int) -> None:
+        """Copy the buffers of rank `src` to all ranks, in place; collective if there are any."""
+
+
 class Join:
     """The context that `DistributedDataParallel.join` returns."""
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        model: Joinable,
         state: Sequence[Stateful],
         *,
         enable: bool,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from ..backends.bucketing import broadcast_coalesced
+from ..backends import broadcast_coalesced
 from ..collectives.agreement import check_same_model
 from ..collectives.divided_parameters import check_not_divided, mark_divided
 from ..errors import DtypeError

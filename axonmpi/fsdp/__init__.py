@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from .guard import ScatteredParameterError
 from .memory import FSDPMemoryStats
+from .optimizers import ShardedGradScaler
 from .options import CPUOffload, MixedPrecision, ShardingStrategy
-from .scaler import ShardedGradScaler
 from .wrapper import FullyShardedDataParallel
 
 __all__ = [

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from ..collectives.divided_parameters import mark_divided
 from ..groups.world import ProcessGroup
-from .flat_parameter import FlatParameter, State
-from .layout import by_elements, by_parameters
+from .flat_parameter import FlatParameter, State, by_elements, by_parameters
 from .offload import Files
 from .options import MixedPrecision
 from .unit import Slot

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from ..backends.reduction import wide_dtype
+from ..backends import wide_dtype
 from ..collectives.divided_parameters import Axis, axes_of, replicate
 from ..groups.world import ProcessGroup
 from ..types import ReduceOp, Work

@@ -8,17 +8,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..wrapping.autograd import accumulates_into, hook_gradient
 from .gradients import FlatGradient
+from .runtime import Run
 from .unit import Unit
-
-if TYPE_CHECKING:
-    from .runtime import Run
 
 __all__ = ["attach", "watch"]
 

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..utils.arguments import integer
-from .flat_parameter import FlatParameter, State
+from .flat_parameter import FlatParameter, State, by_elements
 from .groups import ShardingGroups
-from .layout import by_elements
 from .optimizers import StateOf
 from .options import MixedPrecision, ShardingStrategy
 from .runtime import Run

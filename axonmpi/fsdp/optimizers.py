@@ -2,7 +2,8 @@
 
 Hooks on all of torch's optimizers refuse those that have other parameters than this rank's parts, that would leave
 out gradients which have not been averaged yet, or that need more of the parameters than a rank has. Ranks meet
-before a step if any of them may still be reading the parameters that are about to change.
+before a step if any of them may still be reading the parameters that are about to change. Scaling of losses is here
+too, since a step is skipped on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..wrapping.partial import OF_ALL_PARAMETERS, OF_WHOLE_PARAMETERS
+from ..groups.world import ProcessGroup, group_of_this_rank
+from ..types import ReduceOp
+from ..utils.arguments import either_group_name, hint
+from ..wrapping.partial import OF_ALL_PARAMETERS, OF_WHOLE_PARAMETERS, ordinary_gradients
 from .construction import REPLACED
 from .flat_parameter import COMPUTED_WITH
 from .runtime import Run
 
-__all__ = ["StateOf", "watch_optimizers"]
+__all__ = ["ShardedGradScaler", "StateOf", "watch_optimizers"]
 
 _RUN = "_axonmpi_run"
 _runs: weakref.WeakKeyDictionary[Run, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()
@@ -128,3 +133,38 @@ def _check_averaged(optimizer: Optimizer, run: Run) -> None:
                     "would leave it out: call backward outside no_sync(), or sync_gradients(), before the step; "
                     "the model's zero_grad() drops it"
                 )
+
+
+class ShardedGradScaler(GradScaler):
+    """A `torch.amp.GradScaler` that skips a step on all ranks if any rank's part of the gradients is not finite.
+
+    With torch's own, ranks whose part is finite would step while others do not, and the scales would part ways.
+    `unscale_()` and `step()` are collective.
+
+    Args:
+        device: Device of the gradients.
+        process_group: The ranks that train the model; None means all.
+        **options: As for `torch.amp.GradScaler`: `init_scale`, `growth_factor`, `backoff_factor`,
+            `growth_interval`, `enabled`.
+
+    Raises:
+        TypeError: `device` is no name, or `process_group` no group.
+    """
+
+    @either_group_name
+    def __init__(self, device: str = "cpu", process_group: ProcessGroup | None = None, **options: Any) -> None:
+        if not isinstance(device, str):
+            raise TypeError(f"device: expected the name of one, such as 'cpu', got {device!r}{hint(device)}")
+        super().__init__(device, **options)
+        self._group = group_of_this_rank(process_group)
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        with ordinary_gradients(parameters):
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        own = found or {found_inf.device: found_inf}  # a rank may have a part of no parameter
+        for flag in own.values():
+            self._group.all_reduce(flag, ReduceOp.MAX)
+        return own

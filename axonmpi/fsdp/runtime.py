@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -23,13 +23,9 @@ from torch.autograd import Variable
 from ..groups.world import ProcessGroup
 from ..types import ReduceOp
 from ..wrapping.autograd import accumulates_into, leaf_below, outside_compile, tensors_in
-from . import hooks
 from .flat_parameter import State
 from .gradients import FlatGradient
-from .unit import Unit, check_parts
-
-if TYPE_CHECKING:
-    from .full_parameters import GatheredByHand
+from .unit import ShowsWholes, Unit, check_parts
 
 __all__ = ["Run"]
 
@@ -57,7 +53,7 @@ class Run:
         self.units: list[Unit] = []
         self.gradients: list[FlatGradient] = []
         self.enabled = True
-        self.by_hand: GatheredByHand | None = None
+        self.by_hand: ShowsWholes | None = None
         self.accumulates = False
         self.gathers_ahead = backend.overlaps and len(backend.node_ranks) < group.size
         self._reduces_ahead = backend.overlaps and group.size > 1
@@ -75,20 +71,20 @@ class Run:
         self._under_way: deque[FlatGradient] = deque()
         self._most_under_way = 0
 
-    def start(self, units: Sequence[Unit], gradients: Sequence[FlatGradient], cast: torch.dtype | None) -> None:
+    def start(self, units: Sequence[Unit], gradients: Sequence[FlatGradient], watch: Callable[..., None]) -> None:
         """Take over the units; local.
 
         Args:
             units: All of them.
             gradients: Of all that is trained, in the order in which they are to be reduced.
-            cast: Dtype to convert floating-point inputs of units to, if any.
+            watch: Lets a unit's output tell when its backward begins, see `hooks.watch`.
         """
         self.units, self.gradients = list(units), list(gradients)
         # Whole gradients of two blocks at a time, or a slow network would leave those of the whole model in memory.
         sizes = [gradient.whole_bytes for gradient in gradients if gradient.unit is not units[0]]
         self._most_under_way = 2 * max(sizes, default=0)
         self._gathers = not all(unit.is_resident for unit in units)
-        hooks.attach(self, cast)
+        self._watch_output = watch
 
     @property
     def depth(self) -> int:
@@ -157,7 +153,7 @@ class Run:
             node = tensor.grad_fn
             if node is not None and node._sequence_nr() >= start:  # not one that the unit was given
                 leaf = leaf_below(tensor) if is_outermost else None
-                hooks.watch(self, tensor, unit, event, is_outermost, leaf)
+                self._watch_output(self, tensor, unit, event, is_outermost, leaf)
 
     def _begin_pass(self) -> None:
         """See that the parameters are what they were, and that all ranks have made their changes; collective."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from .flat_parameter import FlatParameter, State
 from .guard import guard
 
-if TYPE_CHECKING:
-    from .runtime import Run
-
-__all__ = ["Slot", "Unit", "check_parts"]
+__all__ = ["ShowsWholes", "Slot", "Unit", "check_parts"]
 
 
 class Slot:
@@ -39,6 +36,44 @@ class Slot:
         torch._C._autograd._unsafe_set_version_counter((self.memory,), (version,))
 
 
+class Runs(Protocol):
+    """What runs a model, as its units see it."""
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether the next unit is gathered while the present one computes."""
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds to wait for a collective."""
+
+    @property
+    def depth(self) -> int:
+        """How many forwards of units are going on, one within the other."""
+
+    @property
+    def shows_wholes(self) -> bool:
+        """Whether modules compute with the whole parameters that users have gathered: without gradients."""
+
+    def shows_in_backward(self, unit: Unit) -> bool:
+        """Make a unit's parameters whole for what is computed once more in backward, if that is now; collective."""
+
+
+class ShowsWholes(Protocol):
+    """What shows whole parameters to the user, as `full_parameters` does."""
+
+    shown: bool
+
+    def write(self) -> None:
+        """Take over what the user has changed; collective."""
+
+    def hide(self) -> None:
+        """Let parameters be parts for an optimizer's step; collective."""
+
+    def show(self) -> None:
+        """Show whole parameters again; collective."""
+
+
 class Unit:
     """A module whose parameters are gathered together.
 
@@ -58,7 +93,7 @@ class Unit:
     """
 
     def __init__(
-        self, name: str, module: nn.Module, flats: Sequence[FlatParameter], slot: Slot | None, run: Run
+        self, name: str, module: nn.Module, flats: Sequence[FlatParameter], slot: Slot | None, run: Runs
     ) -> None:
         self.name = name
         self.module = module

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..backends.bucketing import broadcast_coalesced
+from ..backends import broadcast_coalesced
 from ..collectives.agreement import check_same_model
 from ..collectives.gradient_norm import Copies
 from ..groups.world import ProcessGroup
 from ..utils.arguments import check_flags, check_functions, either_group_name, member
 from ..wrapping.autograd import outside_compile
 from ..wrapping.state_names import Wrapper, hide_wrapper
-from . import clipping, memory, state
+from . import clipping, hooks, memory, state
 from .construction import Choices, build_flats, initialise, initialise_buffers, make_slots
 from .full_parameters import GatheredByHand
 from .gradients import FlatGradient
@@ -137,7 +137,8 @@ class FullyShardedDataParallel(Wrapper):
             for flat in unit.flats
             if flat.trains
         ]
-        self._run.start(units, gradients, self._precision.param_dtype)
+        self._run.start(units, gradients, hooks.watch)
+        hooks.attach(self._run, self._precision.param_dtype)
         watch_optimizers(self._run)
 
     def _init_buffers(self) -> None:

@@ -18,8 +18,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ..backends import objects
-from ..backends.mock.backend import MockBackend
+from ..backends import MockBackend, all_gather_object
 from ..errors import CommunicatorError
 from ..utils.arguments import integer
 from .world import ProcessGroup, World, current_world
@@ -279,7 +278,7 @@ def _agreed(world: World, shape: object) -> tuple[dict[str, int], list[int]]:
     except (TypeError, ValueError) as error:
         problem = error
     own = "" if problem is None else str(problem)
-    given = objects.all_gather_object(world.default_group.backend, (own, checked, world.node_rank))
+    given = all_gather_object(world.default_group.backend, (own, checked, world.node_rank))
     if problem is not None:
         raise problem
     wrong = [f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(given) if text]

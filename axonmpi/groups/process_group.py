@@ -12,11 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..backends import objects
-from ..backends.base import Backend
-from ..backends.bucketing import all_reduce_coalesced
-from ..backends.checks import check_ranks
-from ..backends.mock.backend import MockBackend
+from ..backends import Backend, MockBackend, all_gather_object, all_reduce_coalesced, broadcast_object, check_ranks
 from ..types import ReduceOp, Work
 from ..utils.arguments import integer
 
@@ -216,11 +212,11 @@ class ProcessGroup:
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s picklable object on all ranks; collective."""
-        return objects.broadcast_object(self.operations, obj, src)
+        return broadcast_object(self.operations, obj, src)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return the picklable objects of all ranks, in rank order; collective."""
-        return objects.all_gather_object(self.operations, obj)
+        return all_gather_object(self.operations, obj)
 
     def private(self, ranks: Sequence[int] | None = None) -> Backend | None:
         """Return a communicator for messages that must not meet the user's; collective the first time.

@@ -14,11 +14,9 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from ..backends import objects
-from ..backends.base import Backend
-from ..backends.checks import check_parts, check_ranks
-from ..backends.mock.backend import MockBackend
+from ..backends import Backend, MockBackend, MpiBackend, all_gather_object, check_parts, check_ranks
 from ..errors import CommunicatorError
+from ..launch import start as runtime
 from ..launch.topology import Topology
 from ..types import Seconds
 from ..utils.arguments import hint, integer, seconds
@@ -93,13 +91,9 @@ class World:
             todo = _MISSING.get(backend, "") if isinstance(backend, str) else ""
             raise ValueError(f"backend: expected one of {', '.join(map(repr, BACKENDS))}, got {backend!r}{todo}")
         timeout = seconds("timeout", timeout)
-        from ..launch import start as runtime
-
         runtime.check_arguments(init_method, num_threads)
         if backend == "mock":
             return cls.mock(1, timeout=timeout)
-        from ..backends.mpi.backend import MpiBackend
-
         started = runtime.start_world(init_method, num_threads=num_threads)
         if started.comm is None:
             return cls(MockBackend.create_world(1, timeout=timeout)[0], Topology.of([0], 0))
@@ -219,7 +213,7 @@ class World:
         backend = self.default_group.backend.split(range(size))
         if backend is None:
             return None
-        nodes = objects.all_gather_object(backend, self.node_rank)
+        nodes = all_gather_object(backend, self.node_rank)
         world = World(backend, Topology.of(nodes, backend.rank))
         self._keep(world)
         return world

@@ -12,8 +12,7 @@ from dataclasses import astuple, dataclass
 
 import torch
 
-from ..backends.base import Backend
-from ..backends.objects import all_gather_object
+from ..backends import Backend, all_gather_object
 
 __all__ = ["Header", "Mode", "agree", "raise_together"]
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..backends.base import Backend
-from ..backends.objects import all_gather_object
+from ..backends import Backend, all_gather_object
 from ..collectives.agreement import check_batch_norms
 from ..collectives.divided_parameters import divided_modules, in_common
 from ..groups.world import ProcessGroup

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..backends.objects import all_gather_object, broadcast_object
+from ..backends import all_gather_object, broadcast_object
 from ..collectives.gradient_norm import Copies
 from ..groups.world import ProcessGroup, chosen_group, group_of_this_rank
 from ..utils.arguments import check_flags, check_functions, either_group_name

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..backends.base import Backend
-from ..backends.objects import all_gather_object
+from ..backends import Backend, all_gather_object
 from ..collectives.divided_parameters import elements_of
 from ..groups.world import ProcessGroup
 

@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .. import autograd
-from ..backends.base import Backend
-from ..backends.checks import wrap_dim
+from ..backends import Backend, wrap_dim
 from ..groups.world import ProcessGroup, chosen_group
 from ..types import ReduceOp
 from ..utils.arguments import check_flags, either_group_name

@@ -20,7 +20,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ..backends.checks import wrap_dim
+from ..backends import wrap_dim
 from ..groups.world import ProcessGroup
 
 __all__ = ["Range", "Shard", "Sharded"]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..backends.mock.backend import MockBackend
+from ..backends import MockBackend
 from ..errors import CollectiveTimeoutError, RankFailedError
 from ..groups.world import World
 from ..types import Seconds

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..backends.base import Backend
+from ..backends import Backend
 from ..groups.mesh import DeviceMesh
 from ..pipeline import Pipeline, PipelineSchedule, Schedule, Timeline, simulate
 from ..pipeline.schedule.chart import describe

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import ParamSpec, SupportsFloat, SupportsIndex, TypeVar
 
-from ..types import Seconds
-
 __all__ = [
+    "Seconds",
     "check_flags",
     "check_functions",
     "either_group_name",
@@ -24,6 +23,9 @@ __all__ = [
     "number",
     "seconds",
 ]
+
+Seconds = float | timedelta
+"""A time, in seconds where it is a number."""
 
 E = TypeVar("E", bound=enum.Enum)
 P = ParamSpec("P")

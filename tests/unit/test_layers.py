@@ -1,4 +1,4 @@
-"""The package's layers, read from its imports: a file imports from lower layers, or from its own package."""
+"""The packages' order, read from their imports: a file imports from packages before its own, or from its own."""
 
 from __future__ import annotations
 
@@ -6,135 +6,214 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
+from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from importlib.util import resolve_name
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 import axonmpi
 
-LAYERS = (
-    ("errors", "types", "environment", "partition", "topology", "memory"),
-    ("arguments", "matmul"),
+ORDER = (
+    ("utils",),
+    ("errors", "types"),
+    ("launch",),
     ("backends",),
-    ("objects", "bucketing"),
-    ("process_group",),
-    ("group",),
-    ("mesh",),
-    ("comm", "autograd"),
+    ("groups",),
+    ("collectives",),
+    ("comm", "autograd", "matmul"),
     ("wrapping",),
-    ("norms",),
-    ("ddp", "fsdp", "pipeline", "tensor", "data"),
+    ("ddp", "fsdp", "tensor", "data"),
+    ("pipeline",),
     ("testing",),
     ("train",),
     ("cli",),
-    ("__main__", "__init__"),
+    ("__main__", ""),
 )
-"""Packages and files of `axonmpi`, lowest first; those of one layer know nothing of each other."""
+"""Packages and files below `axonmpi`, which is the last itself. Those of one line do not import each other."""
+
+BACKENDS = (
+    ("reduction", "concat_view"),
+    ("call", "checks", "shared.counters"),
+    ("base", "worker"),
+    ("bucketing", "objects", "buffers"),
+    ("handshake",),
+    ("plain",),
+    ("mock", "shared"),
+    ("network",),
+    ("connect",),
+    ("mpi",),
+    ("",),
+)
+"""The same below `axonmpi.backends`."""
 
 ROOT = Path(axonmpi.__file__).parent
-FILES = sorted(ROOT.rglob("*.py"))
-SOURCES = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in FILES}
+MOST_FILES = 17
 LONGEST = 400
 WHY_LONG = "The file is long because"
 
 
-class Import(NamedTuple):
-    """One imported module, where, and when: as the file is imported, in a function, or for type checkers only."""
+def module_name(path: Path) -> str:
+    """`backends/base.py` is `backends.base`, `ddp/__init__.py` is `ddp`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module of any package: its full name, and where and how it is imported."""
 
     target: str
     line: int
-    when: str
+    at_start: bool
+    """Whether it runs when the file is imported, rather than in a function."""
+    for_types: bool
+    """Whether it is for type checkers only."""
 
 
-@cache
-def tree_of(module: str) -> ast.Module:
-    return ast.parse(SOURCES[module].read_text(encoding="utf-8"))
+def imports_of(source: str, module: str, is_package: bool = False) -> Iterator[Import]:
+    """All imports of a file."""
+    package = ["axonmpi", *filter(None, module.split("."))]
+    yield from _imports(ast.parse(source), package if is_package else package[:-1], at_start=True, for_types=False)
 
 
-def imports_of(module: str) -> Iterator[Import]:
-    tree = tree_of(module)
-    when = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            when |= dict.fromkeys(ast.walk(node), "in a function")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            when |= {inner: "for types" for child in node.body for inner in ast.walk(child)}
-    for node in ast.walk(tree):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = resolve_name("." * node.level + (node.module or ""), module.rpartition(".")[0])
-            inner = [f"{base}.{alias.name}" for alias in node.names]
-            names = [name if file_of(name) in SOURCES else base for name in inner]
-        for name in names:
-            yield Import(file_of(name), node.lineno, when.get(node, "at start"))
+def _imports(node: ast.AST, package: list[str], at_start: bool, for_types: bool) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield Import(alias.name, node.lineno, at_start, for_types)
+    elif isinstance(node, ast.ImportFrom):
+        base = package[: len(package) - node.level + 1] if node.level else []
+        name = ".".join([*base, *([node.module] if node.module else [])])
+        for alias in node.names:
+            inner = f"{name}.{alias.name}"
+            yield Import(inner if own_name(inner) in SOURCES else name, node.lineno, at_start, for_types)
+    elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        for child in node.body:
+            yield from _imports(child, package, at_start, True)
+        for child in node.orelse:
+            yield from _imports(child, package, at_start, for_types)
+    else:
+        at_start = at_start and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from _imports(child, package, at_start, for_types)
 
 
-def file_of(target: str) -> str:
-    """The file of a module of ours; other modules are named as they are."""
-    return f"{target}.__init__" if f"{target}.__init__" in SOURCES else target
+def own_name(target: str) -> str | None:
+    """A module of this package without `axonmpi.`; None for others."""
+    return "" if target == "axonmpi" else target.removeprefix("axonmpi.") if target.startswith("axonmpi.") else None
 
 
-def layer_of(module: str) -> int:
-    part = module.split(".")[1]
-    assert any(part in names for names in LAYERS), f"axonmpi.{part} is in no layer: add it to LAYERS"
-    return next(number for number, names in enumerate(LAYERS) if part in names)
+FOUND = {
+    module: list(imports_of(path.read_text(encoding="utf-8"), module, path.name == "__init__.py"))
+    for module, path in SOURCES.items()
+}
+OWN = {
+    module: [(target, found) for found in each if (target := own_name(found.target)) is not None]
+    for module, each in FOUND.items()
+}
 
 
-def test_imports_go_down_and_never_in_a_circle() -> None:
-    wrong, graph = [], {}
-    for module in SOURCES:
-        found = [entry for entry in imports_of(module) if entry.target in SOURCES]
-        graph[module] = {entry.target for entry in found if entry.when != "for types"} - {module}
-        wrong += [
-            f"{module}:{line} (layer {layer_of(module)}) imports {target} (layer {layer_of(target)})"
-            for target, line, _ in found
-            if layer_of(target) >= layer_of(module) and module.split(".")[1] != target.split(".")[1]
-        ]
-    assert sum(map(len, graph.values())) > len(SOURCES), "most imports are not found"
-    assert not wrong, "\n".join(["imports go to lower layers only:", *wrong])
-    assert {name for names in LAYERS for name in names} == {module.split(".")[1] for module in SOURCES}
+def entry_of(module: str, order: tuple[tuple[str, ...], ...]) -> tuple[int, str] | None:
+    """The place in an order of the longest name that a module is, or is below."""
+    fits = [
+        (len(name), number, name)
+        for number, names in enumerate(order)
+        for name in names
+        if module == name or (name and module.startswith(f"{name}."))
+    ]
+    return None if not fits else max(fits)[1:]
+
+
+def may_import(module: str, target: str, order: tuple[tuple[str, ...], ...]) -> bool:
+    """Whether `target` comes before `module`, or is of the same entry."""
+    own, other = entry_of(module, order), entry_of(target, order)
+    return own is not None and other is not None and (other == own or other[0] < own[0])
+
+
+def below(package: str, module: str) -> str | None:
+    """A module's name below a package; None for others."""
+    return "" if module == package else module.removeprefix(f"{package}.") if module.startswith(f"{package}.") else None
+
+
+def wrong_imports(package: str | None, order: tuple[tuple[str, ...], ...]) -> list[str]:
+    """Imports against an order, of all files or of those below a package among themselves."""
+    wrong = []
+    for module, imports in OWN.items():
+        for target, found in imports:
+            names = (module, target) if package is None else (below(package, module), below(package, target))
+            if None not in names and not may_import(*names, order):
+                wrong.append(f"{module}:{found.line} imports {target}")
+    return wrong
+
+
+def test_packages_import_only_those_before_them() -> None:
+    assert [module for module in SOURCES if entry_of(module, ORDER) is None] == []
+    assert wrong_imports(None, ORDER) == []
+
+
+def test_backends_import_only_those_before_them() -> None:
+    assert wrong_imports("backends", BACKENDS) == []
+
+
+def test_others_import_backends_from_the_package_alone() -> None:
+    wrong = [
+        f"{module}:{found.line} imports {target}"
+        for module, imports in OWN.items()
+        for target, found in imports
+        if below("backends", module) is None and below("backends", target)
+    ]
+    assert wrong == []
+
+
+def test_no_imports_in_a_circle_not_even_for_types() -> None:
+    graph = {module: {target for target, _ in imports if target != module} for module, imports in OWN.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        pytest.fail(f"imports in a circle: {' <- '.join(error.args[1])}")
+        pytest.fail(f"imports in a circle: {error.args[1]}")
 
 
-def test_mpi_is_imported_in_functions_only_and_the_environment_read_in_one_place() -> None:
-    names = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
-    mpi, environment = [], []
-    for module in SOURCES:
-        mpi += [
-            f"{module}:{entry.line}"
-            for entry in imports_of(module)
-            if entry.target.split(".")[0] == "mpi4py" and entry.when == "at start"
-        ]
-        for node in ast.walk(tree_of(module)):
-            uses = isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os"
-            uses |= isinstance(node, ast.ImportFrom) and node.module == "os" and node.names[0].name in names
-            environment += [f"{module}:{node.lineno}"] if uses else []
-    assert not mpi, f"mpi4py is imported where axonmpi is: {mpi}"
-    elsewhere = [place for place in environment if not place.startswith("axonmpi.launch.variables:")]
-    assert environment, "no environment variable is read anywhere"
-    assert not elsewhere, f"environment variables are read outside of launch/variables.py: {elsewhere}"
+def test_mpi_is_imported_in_functions_only_and_neither_it_nor_torch_distributed_by_utils() -> None:
+    for module, imports in FOUND.items():
+        for found in imports:
+            top = found.target.partition(".")[0]
+            assert top != "mpi4py" or found.for_types or not found.at_start, f"{module}:{found.line}"
+            if entry_of(module, ORDER) == (0, "utils"):
+                assert not found.target.startswith(("mpi4py", "torch.distributed")), f"{module}:{found.line}"
 
 
-def test_files_begin_with_a_paragraph_and_are_short_or_say_why_not() -> None:
-    wrong = []
+ENVIRONMENT_NAMES = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
+
+
+def test_environment_variables_are_read_in_one_place() -> None:
+    uses = set()
     for module, path in SOURCES.items():
-        opening = ast.get_docstring(tree_of(module)) or ""
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        if lines and not opening:
-            wrong.append(f"{module} does not begin with a paragraph")
-        if lines > LONGEST and WHY_LONG not in opening:
-            wrong.append(f"{module} has {lines} lines and does not say: {WHY_LONG} ...")
-    assert not wrong, "\n".join(wrong)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT_NAMES:
+                uses.add(module)
+            elif isinstance(node, ast.ImportFrom) and node.module in ("os", "posix"):
+                uses |= {module for alias in node.names if alias.name in ENVIRONMENT_NAMES}
+    assert uses == {"launch.variables"}
+
+
+def test_files_are_short_or_say_why_not() -> None:
+    too_long = []
+    for module, path in SOURCES.items():
+        text = path.read_text(encoding="utf-8")
+        opening = ast.get_docstring(ast.parse(text)) or ""
+        assert opening or not text.strip(), f"{module} does not begin with a paragraph"
+        if len(text.splitlines()) > LONGEST and WHY_LONG not in opening:
+            too_long.append(f"{module}: {len(text.splitlines())} lines")
+    assert too_long == []
+
+
+def test_folders_have_few_files() -> None:
+    folders = {path.parent for path in SOURCES.values()} - {ROOT}
+    counts = {str(folder.relative_to(ROOT)): len(list(folder.glob("*.py"))) for folder in folders}
+    assert {name: count for name, count in counts.items() if count > MOST_FILES + 1} == {}  # with __init__
 
 
 STARTS_NOTHING = """
@@ -147,6 +226,7 @@ assert threading.active_count() == 1, threading.enumerate()
 assert not ax.is_initialized()
 ax.World.mock(2)
 ax.ReduceOp.SUM, ax.GradSyncStrategy.OVERLAPPED, ax.ProcessGroup.mock()
+assert "mpi4py.MPI" not in sys.modules, "mock ranks have loaded MPI"
 assert threading.active_count() == 1, threading.enumerate()
 assert "mpi4py" not in sys.modules, "mpi4py was loaded"
 assert "pytest" not in sys.modules, "pytest was loaded"
@@ -160,3 +240,50 @@ def test_importing_starts_nothing() -> None:
         [sys.executable, "-W", "error", "-c", STARTS_NOTHING], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+# ---- what the tests above find, on files made for it -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "target", "allowed"),
+    [
+        ("groups.world", "comm", False),
+        ("comm", "groups.world", True),
+        ("comm", "autograd", False),
+        ("ddp.reducer", "data", False),
+        ("ddp.wrapper", "ddp.reducer", True),
+        ("ddp", "ddp.wrapper", True),
+        ("backends.base", "groups", False),
+        ("train.trainer", "cli", False),
+        ("", "cli.train", True),
+        ("errors", "unheard_of", False),
+    ],
+)
+def test_what_may_be_imported(module, target, allowed) -> None:
+    assert may_import(module, target, ORDER) is allowed
+
+
+def test_imports_are_found_wherever_they_are() -> None:
+    source = """
+from typing import TYPE_CHECKING
+from . import segment
+from .barrier import NodeBarrier
+from ... import errors
+from ...groups.world import World
+import axonmpi.comm
+if TYPE_CHECKING:
+    from mpi4py import MPI
+def start():
+    from mpi4py import MPI
+class Loaded:
+    import mpi4py
+"""
+    found = list(imports_of(source, "backends.shared.arena"))
+    assert [entry.target for entry in found] == [
+        *("typing", "axonmpi.backends.shared.segment", "axonmpi.backends.shared.barrier", "axonmpi.errors"),
+        *("axonmpi.groups.world", "axonmpi.comm", "mpi4py", "mpi4py", "mpi4py"),
+    ]
+    assert [entry.for_types for entry in found[-3:]] == [True, False, False]
+    assert [entry.at_start for entry in found[-3:]] == [True, False, True]
+    assert [entry.target for entry in imports_of("from .wrapper import X", "ddp", True)] == ["axonmpi.ddp.wrapper"]

@@ -31,7 +31,7 @@ from ...types import ReduceOp, Work
 from ...utils.partition import split_sizes
 from ...utils.waiting import Steps
 from ..base import Backend
-from ..buffers import as_bytes, empty, flat_elements, write_back
+from ..buffers import as_bytes, buffer_of, empty, flat_elements, write_back
 from ..call import Call, Layout
 from ..concat_view import FlatParts
 from ..connect import connect
@@ -40,7 +40,7 @@ from ..network.collectives import TwoLevelPaths
 from ..plain import Plan
 from ..shared.segment import warn_no_shared_memory
 from ..worker import Worker
-from .point_to_point import MessagePort, buffer_of
+from .point_to_point import MessagePort
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -16,19 +16,15 @@ from torch import Tensor
 from ...errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorError
 from ...types import Seconds, Work
 from ...utils.arguments import seconds
+from ..buffers import buffer_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MessagePort", "RequestWork", "buffer_of"]
+__all__ = ["MessagePort", "RequestWork"]
 
 _POLL_SECONDS = 0.0005
 _SAME_SIZE = "the tensors of sender and receiver must have the same dtype and number of elements"
-
-
-def buffer_of(mpi: Any, tensor: Tensor) -> Any:
-    """Return the memory of a contiguous tensor as a buffer for MPI; the tensor must outlive it."""
-    return mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
 
 class MessagePort:

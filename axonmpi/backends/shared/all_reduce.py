@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,11 +23,8 @@ from torch import Tensor
 from ..buffers import pointer_of
 from ..call import Call
 from ..reduction import Reduction, choose_reduction, plain_binary
-
-if TYPE_CHECKING:
-    from .collectives import NodePaths
-    from .handshake import NodeSlots
-    from .room import NodeRoom
+from .handshake import NodeSlots
+from .room import NodeRoom
 
 __all__ = ["DirectPlan", "MediumPlan", "Piece", "SymmetricPlan", "direct_bytes", "medium_bytes"]
 
@@ -55,6 +53,31 @@ def medium_bytes(ranks: int) -> int:
     if ranks == 2:
         return MEDIUM_BYTES_OF_TWO
     return max(MEDIUM_BYTES // ranks**2 // 4096 * 4096, direct_bytes(ranks))
+
+
+class OrdinaryPlan(Protocol):
+    """Reduces tensors that are not symmetric."""
+
+    def run(self, flat: Tensor, agreed: bool) -> None:
+        """Reduce contiguous data, in place; collective."""
+
+
+class Ways(Protocol):
+    """What else the ranks of a node can do, and where their symmetric tensors are."""
+
+    room: NodeRoom
+
+    def ordinary(self, call: Call) -> OrdinaryPlan:
+        """Find or make the plan that reduces tensors which are not symmetric; collective the first time."""
+
+    def reduce_pieces(self, call: Call, pieces: Sequence[Piece], reduction: Reduction) -> None:
+        """Reduce this rank's pieces of a symmetric tensor for all ranks; collective, agreed already."""
+
+    def address(self, tensor: Tensor) -> int:
+        """Say where a contiguous tensor lies if it is symmetric, 0 if it is not; local."""
+
+    def pieces(self, flat: Tensor, address: int) -> list[Piece]:
+        """Cut this rank's slice of a symmetric tensor into pieces; local."""
 
 
 class DirectPlan:
@@ -205,7 +228,7 @@ class SymmetricPlan:
         call: The call.
     """
 
-    def __init__(self, slots: NodeSlots, paths: NodePaths, call: Call) -> None:
+    def __init__(self, slots: NodeSlots, paths: Ways, call: Call) -> None:
         assert call.op is not None
         assert call.dtype is not None
         self._slots = slots
@@ -255,7 +278,7 @@ class MediumPlan:
         call: The call.
     """
 
-    def __init__(self, slots: NodeSlots, paths: NodePaths, call: Call) -> None:
+    def __init__(self, slots: NodeSlots, paths: Ways, call: Call) -> None:
         self._slots = slots
         self._paths = paths
         self._call = call

@@ -15,7 +15,8 @@ that a chunk takes are made once, and found again by the tensor's address.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,12 +25,10 @@ from torch import Tensor
 from ..buffers import pointer_of
 from ..call import Call
 from ..reduction import choose_reduction
+from .barrier import NodeBarrier
+from .handshake import NodeSlots
+from .room import NodeRoom
 from .staging import ALIGNMENT, Bytes, Scratch, slices_of, views_of
-
-if TYPE_CHECKING:
-    from .barrier import NodeBarrier
-    from .collectives import NodePaths
-    from .handshake import NodeSlots
 
 __all__ = ["ChunkPlan"]
 
@@ -46,19 +45,28 @@ class ChunkPlan:
     Args:
         slots: Carries the fingerprint.
         barrier: The barrier that it travels with.
-        paths: Knows the scratch memory, and how much goes through it at a time.
+        room: The scratch memory, and how much goes through it at a time.
+        may_keep: Says whether so many views of a tensor may be kept.
         call: The call.
         has_result: Whether this rank gets the result.
     """
 
     def __init__(
-        self, slots: NodeSlots, barrier: NodeBarrier, paths: NodePaths, call: Call, *, has_result: bool = True
+        self,
+        slots: NodeSlots,
+        barrier: NodeBarrier,
+        room: NodeRoom,
+        may_keep: Callable[[int], bool],
+        call: Call,
+        *,
+        has_result: bool = True,
     ) -> None:
         assert call.op is not None
         assert call.dtype is not None
         self._slots = slots
         self._barrier = barrier
-        self._paths = paths
+        self._room = room
+        self._may_keep = may_keep
         self._call = call
         self._reduction = choose_reduction(call.dtype, call.op, slots.size)
         self._dtype = call.dtype
@@ -76,7 +84,7 @@ class ChunkPlan:
             agreed: Whether the ranks have agreed on the call; if not, the first chunk is copied in before they do.
         """
         chunks, rank, reduce_parts, dtype = self._chunks(flat), self._slots.rank, self._reduction.run, self._dtype
-        turns, has_result = self._paths.room.turns(), self._has_result
+        turns, has_result = self._room.turns(), self._has_result
         for cut in self._kinds:  # not while it is measured how long a chunk takes
             cut.prepare(turns.any_place)
 
@@ -117,7 +125,7 @@ class ChunkPlan:
         self._seen.clear()
 
     def _chunks(self, flat: Tensor) -> list[_Chunk]:
-        most = self._paths.room.chunk_bytes()
+        most = self._room.chunk_bytes()
         if most != self._chunk_bytes:
             self._seen.clear()
             self._cuts = self._cut(most)
@@ -127,7 +135,7 @@ class ChunkPlan:
         chunks = self._seen.get(pointer)
         if chunks is None or flat.untyped_storage().nbytes() < flat.storage_offset() * flat.itemsize + flat.nbytes:
             chunks = self._look_at(flat)
-            if self._paths.may_keep(len(chunks) * (self._slots.size + 2)):
+            if self._may_keep(len(chunks) * (self._slots.size + 2)):
                 self._seen[pointer] = chunks
         return chunks
 
@@ -139,7 +147,7 @@ class ChunkPlan:
         unit = ranks * max(ALIGNMENT, self._dtype.itemsize)
         size = -(-nbytes // (-(-nbytes // most) * unit)) * unit
         sizes = [min(size, nbytes - start) for start in range(0, nbytes, size)]
-        scratch, rank = self._paths.room.scratch(), self._slots.rank
+        scratch, rank = self._room.scratch(), self._slots.rank
         # The last one, perhaps shorter, is cut alike: a result goes where its rank has put nothing in.
         bounds = slices_of(size, ranks, unit // ranks)
         cuts = {most: _Cut(scratch, rank, _up_to(most, bounds), self._dtype) for most in {*sizes}}

@@ -114,7 +114,7 @@ class NodePaths:
             if len(self._chunk_plans) >= _MAX_PLANS:
                 self._chunk_plans.clear()
                 self._kept_views = 0
-            plan = ChunkPlan(self._slots, self._barrier, self, call, has_result=has_result)
+            plan = ChunkPlan(self._slots, self._barrier, self.room, self.may_keep, call, has_result=has_result)
             self._chunk_plans[call.key] = plan
         return plan
 

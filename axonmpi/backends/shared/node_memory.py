@@ -20,7 +20,6 @@ from ...utils.memory import flat_zeros
 from ..call import Call
 from ..concat_view import FlatParts
 from ..handshake import SlotExchange
-from ..network.collectives import TwoLevelPaths
 from ..plain import PlainPaths
 from ..reduction import reduce_wide_into
 from .barrier import NodeBarrier
@@ -29,7 +28,7 @@ from .handshake import NodeSlots
 from .segment import Arena, remedy
 from .staging import ALIGNMENT, bounds_of, round_down
 
-__all__ = ["NodeMemory", "OneNode", "OwnMemory", "SeveralNodes"]
+__all__ = ["Common", "NodeMemory", "OneNode", "OwnMemory"]
 
 
 class NodeMemory(Protocol):
@@ -91,7 +90,7 @@ class OwnMemory:
         self._paths.reduce_slices(call, list(parts.flat(output.dtype).split(sizes)), output)
 
 
-class _Common:
+class Common:
     """Memory in common, from an arena."""
 
     def __init__(self, arena: Arena) -> None:
@@ -112,7 +111,7 @@ class _Common:
         return self._arena.is_common(tensor)
 
 
-class OneNode(_Common):
+class OneNode(Common):
     """For groups that lie on one node."""
 
     def __init__(self, slots: NodeSlots, barrier: NodeBarrier, arena: Arena, paths: NodePaths) -> None:
@@ -160,33 +159,3 @@ class OneNode(_Common):
 
         chunks, chunk_bytes = -(-max(sizes) // count), min(max(sizes), count) * dtype.itemsize * len(sizes)
         self._paths.pipeline(call, chunks, (copy_in, reduce), agreed, chunk_bytes)
-
-
-class SeveralNodes(_Common):
-    """For groups that lie on several nodes."""
-
-    def __init__(self, slots: SlotExchange, barrier: NodeBarrier, arena: Arena, paths: TwoLevelPaths) -> None:
-        super().__init__(arena)
-        self._slots = slots
-        self._barrier = barrier
-        self._paths = paths
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks of this node."""
-        return self._paths.nodes.of[self._paths.nodes.own]
-
-    def all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
-        """Put the parts of all ranks in their places on every node; collective."""
-        self._slots.agree(call)
-        own = output.split(sizes)[self._slots.rank]
-        if tensor is not None:
-            own.copy_(tensor)
-        if output.numel():
-            self._paths.all_gather(call, own, sizes, output, common=True)
-        self._barrier.wait(call)
-
-    def reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
-        """Reduce the parts and put this rank's share of the result into `output`; collective."""
-        self._slots.agree(call)
-        self._paths.reduce_slices(call, parts.flat(output.dtype), sizes, output)

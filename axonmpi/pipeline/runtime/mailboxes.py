@@ -22,8 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...backends.base import Backend
-from ...backends.shared.counters import NodeCounters
+from ...backends import Backend, NodeCounters
 from ..schedule.actions import Action, ActionKind
 from .payload import TensorForm
 

@@ -12,9 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from ...backends.base import Backend
-from ...backends.checks import MAX_TAG
-from ...backends.objects import all_gather_object
+from ...backends import MAX_TAG, Backend, all_gather_object
 from ..schedule.actions import Schedule
 from .mailboxes import Line, Mailbox, Ring, allocate_rings, payload_bytes, slots_needed
 from .wires import Forms, MailboxWire, MessageWire, Outbox, Wire

@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...backends.base import Backend
+from ...backends import Backend
 from ...errors import CollectiveTimeoutError
 from ...types import Observer, Work
 from .mailboxes import Mailbox

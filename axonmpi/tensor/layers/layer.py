@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...backends.checks import wrap_dim
+from ...backends import wrap_dim
 from ...collectives.divided_parameters import axes_of, divide
 from ...groups.world import ProcessGroup, group_of_this_rank
 from ...wrapping.partial import mark_gradient, mark_state, watch_optimizers

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ... import comm
-from ...backends.mpi.backend import MpiBackend
+from ...backends import MpiBackend
 from ...errors import CommunicatorError, LaunchError
 from ...groups.world import World
 from ...launch.exit import end_together

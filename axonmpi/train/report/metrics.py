@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from ...backends.base import Backend
+from ...backends import Backend
 from ...types import Observer
 
 __all__ = ["CommunicationClock", "HeldOutMetrics", "MetricsFile", "Speedometer", "StepMetrics"]
