@@ -278,7 +278,7 @@ ALIGNMENT = 16
 class Layout:
     """Where parameters lie in a flat one, and which part of it is whose.
 
-        by elements     | weight ............. | bias | norm |pad|      every parameter where it comes, then cut into
+        by elements     | weight ............. | bias | norm |pad|      every parameter where it comes, cut into
                         | rank 0 | rank 1 | rank 2 | rank 3      |      equal shards
         by parameters   | weight (rank 0) | bias norm (rank 1) | ...    every parameter whole on one rank
 

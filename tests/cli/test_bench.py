@@ -11,8 +11,8 @@ import pytest
 
 from axonmpi import cli
 from axonmpi.cli.bench import main
-from axonmpi.cli.bench.collectives_cases import OPERATIONS
-from axonmpi.cli.bench.collectives_table import VARIANTS
+from axonmpi.cli.bench.collectives.cases import OPERATIONS
+from axonmpi.cli.bench.collectives.table import VARIANTS
 from axonmpi.cli.bench.pipeline import CASES
 from axonmpi.cli.bench.pipeline import table as pipeline_table
 from axonmpi.cli.bench.tensor import BLOCKS

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import axonmpi as ax
-from axonmpi.cli.bench.collectives import check
-from axonmpi.cli.bench.collectives_cases import OPERATIONS, Case, Variant
-from axonmpi.cli.bench.collectives_mpi import add
-from axonmpi.cli.bench.collectives_plot import plot
-from axonmpi.cli.bench.collectives_table import table
+from axonmpi.cli.bench.collectives.measure import check
+from axonmpi.cli.bench.collectives.cases import OPERATIONS, Case, Variant
+from axonmpi.cli.bench.collectives.mpi import add
+from axonmpi.cli.bench.collectives.plot import plot
+from axonmpi.cli.bench.collectives.table import table
 from axonmpi.cli.bench.sizes import format_size, parse_size
 from axonmpi.cli.bench.timing import MOST_CALLS, calls_for, interleave
 

@@ -9,17 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ...groups.world import World
-from . import (
-    collectives,
-    collectives_mpi,
-    collectives_plot,
-    collectives_table,
-    ddp,
-    fsdp,
-    overhead,
-    pipeline,
-    tensor,
-)
+from . import ddp, fsdp, overhead, pipeline, tensor
+from .collectives import measure as collectives
+from .collectives import mpi as collectives_mpi
+from .collectives import plot as collectives_plot
+from .collectives import table as collectives_table
 from .sizes import parse_size
 
 __all__ = ["BENCHMARKS", "Benchmark", "Figures"]

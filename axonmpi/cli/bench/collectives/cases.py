@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...comm import all_gather, all_reduce, broadcast, reduce, reduce_scatter_sum, symmetric_empty
-from ...utils.memory import flat_zeros
-from .gloo import all_gather_flat, reduce_scatter_flat
+from ....comm import all_gather, all_reduce, broadcast, reduce, reduce_scatter_sum, symmetric_empty
+from ....utils.memory import flat_zeros
+from ..gloo import all_gather_flat, reduce_scatter_flat
 
 __all__ = ["OPERATIONS", "Case", "Variant", "mpi_variant", "variants_of"]
 

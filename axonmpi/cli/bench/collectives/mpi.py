@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from ...launch import exit as exits
-from ...launch import start as runtime
-from ...launch import variables as environment
-from .collectives import BLOCK_SECONDS, check
-from .collectives_cases import Case, mpi_variant
-from .timing import Agreement, calls_for, interleave
+from ....launch import exit as exits
+from ....launch import start as runtime
+from ....launch import variables as environment
+from ..timing import Agreement, calls_for, interleave
+from .cases import Case, mpi_variant
+from .measure import BLOCK_SECONDS, check
 
 __all__ = ["add", "measure"]
 

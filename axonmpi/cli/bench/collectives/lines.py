@@ -12,8 +12,8 @@ import time
 
 import torch
 
-from ...comm import broadcast, symmetric_empty
-from ...groups.world import World
+from ....comm import broadcast, symmetric_empty
+from ....groups.world import World
 
 __all__ = ["LineProbe"]
 

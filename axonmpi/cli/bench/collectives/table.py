@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from .sizes import format_size
+from ..sizes import format_size
 
 __all__ = ["VARIANTS", "count_of", "label", "table"]
 

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...groups.world import World
-from ...launch import start as runtime
-from .collectives_cases import OPERATIONS, Case, Variant, variants_of
-from .cores import count_cores
-from .gloo import start_gloo
+from ....groups.world import World
+from ....launch import start as runtime
+from ..cores import count_cores
+from ..gloo import start_gloo
+from ..sizes import format_size
+from ..timing import AXONMPI, Agreement, calls_for, interleave
+from .cases import OPERATIONS, Case, Variant, variants_of
 from .lines import LineProbe
-from .sizes import format_size
-from .timing import AXONMPI, Agreement, calls_for, interleave
 
 __all__ = ["BLOCK_SECONDS", "DEFAULT_SIZES", "DTYPES", "OPERATIONS", "check", "measure"]
 

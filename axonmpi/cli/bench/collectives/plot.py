@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .collectives_table import VARIANTS, count_of, label
+from .table import VARIANTS, count_of, label
 
 __all__ = ["plot"]
 

@@ -1,0 +1,1 @@
+"""Collectives of many sizes: ours, MPI's own, gloo's, and a plain copy."""
