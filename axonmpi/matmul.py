@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .launch.variables import wanted_matmul
+from .launch.settings import wanted_matmul
 from .utils.memory import gradient_memory
 
 __all__ = ["gains", "is_plain", "linear", "onednn_is_quicker", "product", "weight_gradient"]

@@ -11,8 +11,8 @@ import torch
 
 from axonmpi.backends.mock.backend import MockBackend
 from axonmpi.groups.world import current_world
-from axonmpi.launch import variables as environment
-from axonmpi.launch.cpu import CoreShare
+from axonmpi.launch.cpu import CoreShare, usable_cores
+from axonmpi.launch.variables import launched_ranks
 from axonmpi.testing.plugin.marked import marked_rank_count
 
 pytest_plugins = ["pytester"]
@@ -24,7 +24,7 @@ START_JOBS = (
     *("test_settings.py", "test_command.py", "test_fsdp_limits.py"),
 )
 """Folders and files whose tests start jobs, which may use all cores."""
-ALL_CORES = environment.usable_cores()
+ALL_CORES = usable_cores()
 
 
 def is_in(item: pytest.Item, places: tuple[str, ...]) -> bool:
@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Under mpirun, leave out what plain pytest has tested just as well."""
-    if (size := environment.launched_ranks()) > 1:
+    if (size := launched_ranks()) > 1:
         config.hook.pytest_deselected(items=[item for item in items if not needs_real_ranks(item, size)])
         items[:] = [item for item in items if needs_real_ranks(item, size)]
 
@@ -109,7 +109,7 @@ def _cores_to_spare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     count = marked_rank_count(request.node)
     overlaps = overlap == "always"
     if overlap == "half":
-        overlaps = (zlib.crc32(request.node.nodeid.encode()) + (count == environment.launched_ranks())) % 2 == 1
+        overlaps = (zlib.crc32(request.node.nodeid.encode()) + (count == launched_ranks())) % 2 == 1
     monkeypatch.setattr(MockBackend, "overlaps", overlaps)
     monkeypatch.setattr(CoreShare, "spare", overlaps)
     if world := current_world():  # made before, for all tests with as many ranks

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..launch import variables as environment
+from ..launch.settings import pretended_node, wants_shared_memory
 from .handshake import SlotExchange
 from .network.channels import Lane, Nodes
 from .network.collectives import TwoLevelPaths
@@ -63,7 +63,7 @@ class Connection:
 def node_communicator(mpi: Any, comm: Any) -> Any:
     """Make a communicator of the ranks on this rank's node, in the order of `comm`; collective."""
     node = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
-    pretended = environment.pretended_node(mpi.COMM_WORLD.rank)
+    pretended = pretended_node(mpi.COMM_WORLD.rank)
     if not comm.allreduce(pretended, mpi.MAX):
         return node
     part = node.Split(pretended, comm.rank)
@@ -82,7 +82,7 @@ def connect(mpi: Any, comm: Any, limits: Limits, *, crowded: bool, timeout: floa
         timeout: Seconds after which a rank that waits in shared memory gives up; None never does.
     """
     obstacle = ""
-    if comm.size > 1 and environment.wants_shared_memory():
+    if comm.size > 1 and wants_shared_memory():
         node = node_communicator(mpi, comm)
         connection = _through_shared_memory(mpi, comm, node, limits, crowded, timeout)
         if isinstance(connection, Connection):

@@ -21,15 +21,11 @@ from typing import Any
 from ..backends import path_of, remedy
 from ..errors import LaunchError
 from ..launch import start as runtime
+from ..launch.check import MpiLibrary
+from ..launch.cpu import usable_cores
+from ..launch.settings import pretended_node, wants_shared_memory
 from ..launch.start import Started
-from ..launch.variables import (
-    Launcher,
-    MpiLibrary,
-    detect_launchers,
-    pretended_node,
-    usable_cores,
-    wants_shared_memory,
-)
+from ..launch.variables import Launcher, detect_launchers
 from . import parse_arguments
 
 __all__ = ["main"]

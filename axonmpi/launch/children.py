@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import LaunchError
-from . import variables as environment
+from .variables import child_environment, launched_ranks, parent_rank, process_environment, turn_into_child
 
 __all__ = ["after_fork", "refuse", "watch"]
 
@@ -48,17 +48,15 @@ def _become_child() -> None:
     global _forked
     assert _watched_rank is not None
     _forked = True
-    environment.turn_into_child(_watched_rank)
+    turn_into_child(_watched_rank)
     for callback in _after_fork:
         callback()
 
 
 def _spawn(path: str | bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
     """Start a program as multiprocessing does, but without the launcher's variables; return its process number."""
-    if _forked or _watched_rank is None:
-        variables = environment.process_environment()
-    else:
-        variables = environment.child_environment(_watched_rank)
+    rank = None if _forked else _watched_rank
+    variables = process_environment() if rank is None else child_environment(rank)
     child = subprocess.Popen(
         [os.fsencode(arg) for arg in args],
         executable=os.fsencode(path),
@@ -76,11 +74,11 @@ def refuse() -> None:
     Raises:
         LaunchError: It is a child of a rank.
     """
-    rank = environment.parent_rank()
+    rank = parent_rank()
     # With a launcher's variables of its own, a child's child has been started as a rank of a new job.
-    if _forked or (rank is not None and environment.launched_ranks() == 1):
+    if _forked or (rank is not None and launched_ranks() == 1):
         raise LaunchError(_message(f"rank {rank}"))
-    if multiprocessing.parent_process() is not None and environment.launched_ranks() > 1:
+    if multiprocessing.parent_process() is not None and launched_ranks() > 1:
         raise LaunchError(_message("a rank of the job"))
 
 

@@ -1,20 +1,87 @@
-"""How many cores a rank has to itself.
+"""Which cores a rank may run on, and how many it has to itself.
 
-It decides how to wait and whether to overlap. A rank that waits inside MPI polls, which costs nothing on a core of
-its own and takes the core from the ranks it waits for where there are fewer cores than ranks. A thread that
+That decides how to wait and whether to overlap. A rank that waits inside MPI polls, which costs nothing on a core
+of its own and takes the core from the ranks it waits for where there are fewer cores than ranks. A thread that
 communicates beside the computation helps where a rank has a core to spare, and hinders where it has not.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from . import variables as environment
+from .settings import may_bind
 
-__all__ = ["CoreShare", "core_share"]
+__all__ = [
+    "CoreShare",
+    "core_share",
+    "core_to_keep_to",
+    "count_of_node",
+    "keep_to_core",
+    "share_of_cores",
+    "unbound_cores",
+    "usable_cores",
+]
 
 _OVERLAP_FROM = 2.0
+_unbound: frozenset[int] | None = None
+
+
+def usable_cores(pid: int = 0) -> frozenset[int]:
+    """Return the logical CPUs that a process may run on, by default this one; empty where unknown; local."""
+    try:
+        return frozenset(os.sched_getaffinity(pid))
+    except (AttributeError, OSError):  # not Linux; or the process has ended or is another user's
+        return frozenset(range(os.cpu_count() or 1)) if pid == 0 else frozenset()
+
+
+def count_of_node() -> int:
+    """Return how many logical CPUs the ranks of this node share, as far as this process can tell; local."""
+    # A rank may be bound to one core; its launcher's daemon has all that the ranks share.
+    return max(len(usable_cores()), len(usable_cores(os.getppid())))
+
+
+def share_of_cores(own: Iterable[int], masks: Sequence[frozenset[int]]) -> int:
+    """Return how many threads a rank should use: its share of each core that it may run on, at least 1; local.
+
+    Args:
+        own: This rank's logical CPUs.
+        masks: Those of all ranks of the node, this one included.
+    """
+    # In units of the ranks' common multiple the sum would be exact; a small allowance does as well.
+    share = sum(1.0 / sum(cpu in mask for mask in masks) for cpu in own)
+    return max(1, int(share + 1e-9))
+
+
+def core_to_keep_to(own_rank: int, masks: Sequence[frozenset[int]]) -> int | None:
+    """Return the core for a rank to stay on, where ranks outnumber the cores and nobody has bound them; local.
+
+    Ranks that wait for each other and outnumber the cores are moved about by the system, often two waiting ones to
+    one core and two computing ones to the other. Dealt out evenly, none is moved.
+
+    Args:
+        own_rank: This rank's number on its node.
+        masks: The logical CPUs that each rank of the node may run on.
+    """
+    own = masks[own_rank]
+    shared_by_all = len(own) > 1 and all(mask == own for mask in masks)
+    if not shared_by_all or len(masks) <= len(own) or not may_bind():
+        return None
+    return sorted(own)[own_rank % len(own)]
+
+
+def keep_to_core(core: int) -> None:
+    """Stay on one core from now on; what this process starts with `unbound_cores` need not."""
+    global _unbound
+    _unbound = usable_cores()
+    os.sched_setaffinity(0, {core})
+
+
+def unbound_cores() -> frozenset[int] | None:
+    """Return the cores that this process could use before `keep_to_core`; None if it was not called; local."""
+    return _unbound
 
 
 @dataclass(frozen=True)
@@ -41,7 +108,7 @@ class CoreShare:
 def core_share(mpi: Any, comm: Any) -> CoreShare:
     """Compare the affinity masks of the ranks of each node; collective."""
     node = comm.Split_type(mpi.COMM_TYPE_SHARED)
-    masks = node.allgather(environment.usable_cores())
+    masks = node.allgather(usable_cores())
     node.Free()
-    own = sum(1.0 / sum(core in mask for mask in masks) for core in environment.usable_cores())
+    own = sum(1.0 / sum(core in mask for mask in masks) for core in usable_cores())
     return CoreShare(comm.allreduce(own, mpi.MIN))

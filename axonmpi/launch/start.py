@@ -24,8 +24,10 @@ import torch
 from ..errors import LaunchError
 from . import children
 from . import exit as exits
-from . import variables as environment
-from .variables import MpiLibrary
+from .check import MpiLibrary, check_launch, check_protocol
+from .cpu import core_to_keep_to, count_of_node, keep_to_core, share_of_cores, usable_cores
+from .settings import prepare_for_mpi, user_threads
+from .variables import detect_launchers, is_first_on_node, launched_ranks, process_environment
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -87,7 +89,7 @@ def _told_once() -> Iterator[None]:
     try:
         yield
     except LaunchError:
-        if not environment.is_first_on_node():
+        if not is_first_on_node():
             exits.leave_unsaid(LaunchError)
         raise
 
@@ -100,7 +102,7 @@ def speaks_of_launch() -> bool:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1:
         return bool(mpi.COMM_WORLD.rank == 0)
-    return environment.is_first_on_node()
+    return is_first_on_node()
 
 
 @_told_once()
@@ -151,9 +153,9 @@ def start_world(init_method: str | None = None, num_threads: int | None = None) 
     exits.meet_on(comm)
     local = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
     node_rank, num_nodes = _node(comm, local)
-    masks = local.allgather(environment.usable_cores())
-    if (core := environment.core_to_keep_to(local.rank, masks)) is not None:
-        environment.keep_to_core(core)
+    masks = local.allgather(usable_cores())
+    if (core := core_to_keep_to(local.rank, masks)) is not None:
+        keep_to_core(core)
     threads, reason = _set_threads(num_threads, masks)
     place = (comm.rank, comm.size, local.rank, local.size, node_rank, num_nodes)
     local.Free()
@@ -215,13 +217,11 @@ def _is_absent(error: BaseException) -> bool:
 
 def _start_alone(error: BaseException, num_threads: int | None) -> Started:
     """Make a world of one rank without MPI, unless a launcher has started several."""
-    ranks = environment.launched_ranks()
+    ranks = launched_ranks()
     if ranks > 1:
-        seen = ", ".join(
-            f"{name}={value}" for launcher in environment.detect_launchers() for name, value in launcher.variables
-        )
+        seen = ", ".join(f"{name}={value}" for launcher in detect_launchers() for name, value in launcher.variables)
         raise LaunchError(f"{ranks} ranks were launched ({seen}), but {_missing(error)}") from error
-    threads, reason = _set_threads(num_threads, [environment.usable_cores()])
+    threads, reason = _set_threads(num_threads, [usable_cores()])
     return Started(None, 0, 1, 0, 1, 0, 1, None, threads, reason)
 
 
@@ -243,11 +243,11 @@ def _initialize(mpi: Any) -> None:
 
 
 def _init(mpi: Any) -> None:
-    variables = environment.process_environment()
-    problem = environment.check_protocol(variables, library_info(), mpi.Get_library_version())
+    variables = process_environment()
+    problem = check_protocol(variables, library_info(), mpi.Get_library_version())
     if problem is not None:
         raise LaunchError(problem)
-    environment.prepare_for_mpi()
+    prepare_for_mpi(count_of_node())
     with warnings.catch_warnings():
         # mpi4py suspects some launches; all are checked here, and refused with more to go by.
         warnings.filterwarnings("ignore", message="suspicious MPI", category=RuntimeWarning)
@@ -256,7 +256,7 @@ def _init(mpi: Any) -> None:
 
 def _agree_on_launch(comm: Any, library: MpiLibrary) -> None:
     """Raise on all ranks if on any rank the launcher and MPI disagree."""
-    own = environment.check_launch(environment.detect_launchers(), comm.rank, comm.size, library)
+    own = check_launch(detect_launchers(), comm.rank, comm.size, library)
     complaints = {rank: complaint for rank, complaint in enumerate(comm.allgather(own)) if complaint}
     if complaints:
         ranks = f"on ranks {', '.join(map(str, complaints))} " if comm.size > 1 else ""
@@ -280,16 +280,16 @@ def _set_threads(requested: int | None, masks: Sequence[frozenset[int]]) -> tupl
         requested: What the caller wants, `None` for a share.
         masks: The logical CPUs of each rank of this node.
     """
-    chosen_by_user = environment.user_threads()
+    chosen_by_user = user_threads()
     if requested is not None:
         threads, reason = requested, f"num_threads={requested} was given"
     elif chosen_by_user is not None:
         return torch.get_num_threads(), f"{chosen_by_user} is set"
-    elif not environment.detect_launchers():  # under one, what torch computes with chooses a single thread
+    elif not detect_launchers():  # under one, what torch computes with chooses a single thread
         return torch.get_num_threads(), "torch's own choice for a program without a launcher"
     else:
-        own = environment.usable_cores()
-        threads = environment.share_of_cores(own, masks)
+        own = usable_cores()
+        threads = share_of_cores(own, masks)
         ranks = f"{len(masks)} ranks" if len(masks) > 1 else "one rank"
         reason = f"its share of its logical CPUs ({len(own)}), {ranks} on the node"
     torch.set_num_threads(threads)

@@ -1,64 +1,31 @@
-"""What the environment says about the launch; the only module that reads `os.environ`.
+"""What launchers say in environment variables: which rank a process is, of how many.
 
-Each launcher tells a process its rank and the number of ranks in variables of its own. They are not trusted but
-compared: MPI knows the truth, and where a launcher says four ranks and MPI says one, the wrong `mpirun` was used
-and every process would train alone.
-
-    mpirun / srun / torchrun ──variables──> detect_launchers ─┐
-    mpi4py ──rank, size, library───────────────────────────────┴─> check_launch ──> None, or what to type instead
-
-The file is long because every variable that matters is read here and nowhere else.
+Each launcher has variables of its own. They are not trusted but compared with what MPI says, see `check`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 __all__ = [
+    "PARENT_RANK",
     "Launcher",
-    "MpiLibrary",
-    "check_launch",
-    "check_protocol",
     "child_environment",
     "detect_launchers",
     "is_first_launched",
     "is_first_on_node",
     "launched_ranks",
+    "number_in",
     "parent_rank",
-    "prepare_for_mpi",
-    "pretended_node",
     "process_environment",
-    "settings_for_mpi",
-    "share_of_cores",
     "turn_into_child",
-    "usable_cores",
-    "user_threads",
-    "wanted_matmul",
-    "wants_shared_memory",
     "without_launcher_variables",
 ]
 
 PARENT_RANK = "AXONMPI_PARENT_RANK"
 """Set in processes that a rank has forked or spawned: the number of that rank."""
-
-
-@dataclass(frozen=True)
-class MpiLibrary:
-    """The MPI library that this process has loaded.
-
-    Attributes:
-        vendor: `"MPICH"`, `"Open MPI"`, `"Intel MPI"`, ... as mpi4py names it.
-        version: For instance `"5.0.11"`.
-        path: The shared library's file, `None` where the system does not tell.
-        mpirun: The launcher installed with it, `None` where it was not found.
-    """
-
-    vendor: str
-    version: str
-    path: str | None
-    mpirun: str | None
 
 
 @dataclass(frozen=True)
@@ -152,9 +119,6 @@ _OWN_PREFIXES = (
 _KEPT_PREFIXES = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "OMPI_ALLOW_RUN_AS_ROOT")
 
 
-_unbound: frozenset[int] | None = None
-
-
 def process_environment() -> dict[str, str]:
     """Return a copy of this process's environment variables; local."""
     return dict(os.environ)
@@ -177,14 +141,15 @@ def _recognise(convention: _Convention, env: Mapping[str, str]) -> Launcher | No
     if any(name in env for name in convention.unless):
         return None
     names = (convention.rank, convention.size, convention.local_rank, convention.local_size)
-    rank, size, local_rank, local_size = (_number(env, name) for name in names)
+    rank, size, local_rank, local_size = (number_in(env, name) for name in names)
     if (rank if convention.size is None else size) is None:
         return None
     seen = tuple((name, env[name]) for name in (*names, convention.requires) if name is not None and name in env)
     return Launcher(convention.name, rank, size, local_rank, local_size, tuple(dict.fromkeys(seen)))
 
 
-def _number(env: Mapping[str, str], name: str | None) -> int | None:
+def number_in(env: Mapping[str, str], name: str | None) -> int | None:
+    """Return the number that a variable has, None where it is not set or no number; local."""
     text = env.get(name, "") if name is not None else ""
     return int(text) if text.isdecimal() else None
 
@@ -210,7 +175,7 @@ def is_first_on_node(env: Mapping[str, str] | None = None) -> bool:
     if launcher is None:
         return True
     number = launcher.local_rank
-    return not (_number(os.environ if env is None else env, "SLURM_LOCALID") if number is None else number)
+    return not (number_in(os.environ if env is None else env, "SLURM_LOCALID") if number is None else number)
 
 
 def _trusted_launcher(env: Mapping[str, str] | None) -> Launcher | None:
@@ -244,222 +209,4 @@ def turn_into_child(rank: int) -> None:
 
 def parent_rank(env: Mapping[str, str] | None = None) -> int | None:
     """Return the rank that forked or spawned this process, `None` if none did; local."""
-    return _number(os.environ if env is None else env, PARENT_RANK)
-
-
-# ---- launch check -----------------------------------------------------------------------------------------------
-
-
-def check_launch(launchers: Iterable[Launcher], mpi_rank: int, mpi_size: int, library: MpiLibrary) -> str | None:
-    """Compare what the launchers say with what MPI says; local.
-
-    Args:
-        launchers: What `detect_launchers` found.
-        mpi_rank: This process's number in MPI's world.
-        mpi_size: Number of ranks in MPI's world.
-        library: The MPI library loaded.
-
-    Returns:
-        `None` if they agree, else a message: what was seen, which library is loaded, and what to type.
-    """
-    for launcher in launchers:
-        if _disagrees(launcher, mpi_rank, mpi_size):
-            return (
-                f"the launcher and MPI disagree: by the variables of {launcher.name} this is {_place(launcher)}, "
-                f"by MPI it is rank {mpi_rank} of {mpi_size}.\n{_evidence(launcher, mpi_size, library)}"
-            )
-    return None
-
-
-def check_protocol(env: Mapping[str, str], library: MpiLibrary, description: str) -> str | None:
-    """Say why the library could not even start under the launcher, where it would end the process; local.
-
-    Args:
-        env: The environment variables.
-        library: The MPI library loaded.
-        description: What the library says of itself, its build options included.
-
-    Returns:
-        `None` if nothing is known against it, else a message as `check_launch` gives it.
-    """
-    if library.vendor != "MPICH" or "pmix" in description.lower() or _number(env, "PMIX_RANK") is None:
-        return None
-    speakers = (launcher for launcher in detect_launchers(env) if launcher.name in ("Open MPI", "PMIx"))
-    launcher = next(speakers, None)
-    if launcher is None:
-        return None
-    return (
-        f"by the variables of {launcher.name} this is {_place(launcher)}, but that launcher speaks PMIx, "
-        f"which this {library.vendor} was built without.\n{_evidence(launcher, 1, library)}"
-    )
-
-
-def _disagrees(launcher: Launcher, mpi_rank: int, mpi_size: int) -> bool:
-    if launcher.size is not None and launcher.size != mpi_size:
-        return True
-    if launcher.rank is None:
-        return False
-    if launcher.name == "Slurm":  # some MPI libraries can number the ranks in another order than Slurm
-        return launcher.rank >= mpi_size
-    return launcher.rank != mpi_rank
-
-
-def _place(launcher: Launcher) -> str:
-    rank = "a process" if launcher.rank is None else f"rank {launcher.rank}"
-    return rank if launcher.size is None else f"{rank} of {launcher.size}"
-
-
-def _evidence(launcher: Launcher, mpi_size: int, library: MpiLibrary) -> str:
-    seen = ", ".join(f"{name}={value}" for name, value in launcher.variables)
-    return (
-        f"  seen:   {seen}\n"
-        f"  loaded: {library.vendor} {library.version} from {library.path or 'an unknown place'}\n"
-        f"  {_advice(launcher, mpi_size, library)}"
-    )
-
-
-def _advice(launcher: Launcher, mpi_size: int, library: MpiLibrary) -> str:
-    """Say what to type instead."""
-    ranks = launcher.size or "N"
-    by_mpirun = f"{library.mpirun or f'the mpirun that belongs to {library.vendor}'} -n {ranks} python SCRIPT"
-    leftover = "unset " + " ".join(name for name, _ in launcher.variables)
-    if launcher.name == "torchrun":
-        return f"type:   {by_mpirun}\n          (torchrun starts processes that MPI knows nothing of)"
-    if launcher.name == "RANK/WORLD_SIZE":
-        wanted = "" if mpi_size > 1 else f"\n  or, if {ranks} ranks are wanted:\n          {by_mpirun}"
-        return f"type:   {leftover}\n          (left over from another job, or set by hand){wanted}"
-    if mpi_size > 1:
-        return f"type:   {leftover}\n          (they are not of the launcher that started this job)"
-    if launcher.name in ("Slurm", "PMI", "PMIx"):
-        interface = "pmix" if library.vendor == "Open MPI" else "pmi2"
-        return (
-            f"type:   srun --mpi={interface} -n {ranks} python SCRIPT\n"
-            f"          (srun has to speak the protocol of {library.vendor})\n"
-            f"  or:     {by_mpirun}"
-        )
-    return f"type:   {by_mpirun}\n          (the mpirun used belongs to another MPI than the library loaded)"
-
-
-# ---- cores and threads ------------------------------------------------------------------------------------------
-
-
-def usable_cores(pid: int = 0) -> frozenset[int]:
-    """Return the logical CPUs that a process may run on, by default this one; empty where unknown; local."""
-    try:
-        return frozenset(os.sched_getaffinity(pid))
-    except (AttributeError, OSError):  # not Linux; or the process has ended or is another user's
-        return frozenset(range(os.cpu_count() or 1)) if pid == 0 else frozenset()
-
-
-def share_of_cores(own: Iterable[int], masks: Sequence[frozenset[int]]) -> int:
-    """Return how many threads a rank should use: its share of each core that it may run on, at least 1; local.
-
-    Args:
-        own: This rank's logical CPUs.
-        masks: Those of all ranks of the node, this one included.
-    """
-    # In units of the ranks' common multiple the sum would be exact; a small allowance does as well.
-    share = sum(1.0 / sum(cpu in mask for mask in masks) for cpu in own)
-    return max(1, int(share + 1e-9))
-
-
-def core_to_keep_to(own_rank: int, masks: Sequence[frozenset[int]]) -> int | None:
-    """Return the core for a rank to stay on, where ranks outnumber the cores and nobody has bound them; local.
-
-    Ranks that wait for each other and outnumber the cores are moved about by the system, often two waiting ones to
-    one core and two computing ones to the other. Dealt out evenly, none is moved.
-
-    Args:
-        own_rank: This rank's number on its node.
-        masks: The logical CPUs that each rank of the node may run on.
-    """
-    own = masks[own_rank]
-    shared_by_all = len(own) > 1 and all(mask == own for mask in masks)
-    if not shared_by_all or len(masks) <= len(own) or os.environ.get("AXONMPI_BIND") == "none":
-        return None
-    return sorted(own)[own_rank % len(own)]
-
-
-def keep_to_core(core: int) -> None:
-    """Stay on one core from now on; what this process starts with `unbound_cores` need not."""
-    global _unbound
-    _unbound = usable_cores()
-    os.sched_setaffinity(0, {core})
-
-
-def unbound_cores() -> frozenset[int] | None:
-    """Return the cores that this process could use before `keep_to_core`; None if it was not called; local."""
-    return _unbound
-
-
-def user_threads(env: Mapping[str, str] | None = None) -> str | None:
-    """Return the first variable by which the user chose the number of threads, as `NAME=value`; local."""
-    variables = os.environ if env is None else env
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        if variables.get(name):
-            return f"{name}={variables[name]}"
-    return None
-
-
-def settings_for_mpi(env: Mapping[str, str], cores: int) -> dict[str, str]:
-    """Return variables worth setting before MPI starts, without those that the user has set; local.
-
-    Args:
-        env: The environment variables.
-        cores: Number of logical CPUs that the ranks of this node share.
-    """
-    # The ucx component of Open MPI's one-sided communication complains where there is no such network.
-    # Over TCP its put protocol leaves one direction of the network idle while the other one is busy.
-    settings = {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl_tcp_flags": "send"}
-    local_sizes = [launcher.local_size or 1 for launcher in detect_launchers(env)]
-    if max(local_sizes, default=1) > cores:
-        # A waiting rank of Open MPI would else keep those it waits for from running.
-        settings["OMPI_MCA_mpi_yield_when_idle"] = "1"
-    return {name: value for name, value in settings.items() if name not in env}
-
-
-def prepare_for_mpi() -> None:
-    """Set the variables that `settings_for_mpi` returns; local, before MPI starts."""
-    # A rank may be bound to one core; its launcher's daemon has all that the ranks share.
-    cores = max(len(usable_cores()), len(usable_cores(os.getppid())))
-    os.environ.update(settings_for_mpi(os.environ, cores))
-
-
-def wants_shared_memory() -> bool:
-    """Say whether ranks may communicate through shared memory; `AXONMPI_COLLECTIVES=plain` forbids it; local.
-
-    Raises:
-        ValueError: The variable has another value than `auto` or `plain`.
-    """
-    setting = os.environ.get("AXONMPI_COLLECTIVES", "auto")
-    if setting not in ("auto", "plain"):
-        raise ValueError(f"AXONMPI_COLLECTIVES: expected 'auto' or 'plain', got {setting!r}")
-    return setting == "auto"
-
-
-def wanted_matmul() -> str:
-    """Return which library is to multiply matrices, `AXONMPI_MATMUL`: "auto", "torch" or "onednn"; local.
-
-    Raises:
-        ValueError: The variable is something else.
-    """
-    setting = os.environ.get("AXONMPI_MATMUL", "auto")
-    if setting not in ("auto", "torch", "onednn"):
-        raise ValueError(f"AXONMPI_MATMUL: expected 'auto', 'torch' or 'onednn', got {setting!r}")
-    return setting
-
-
-def pretended_node(world_rank: int) -> int:
-    """Return the node that a rank is to believe it is on, 0 unless `AXONMPI_RANKS_PER_NODE` is set; local.
-
-    With it, what several nodes do can be tried on one: each so many consecutive ranks take themselves for a node.
-
-    Raises:
-        ValueError: The variable is no positive number.
-    """
-    setting = os.environ.get("AXONMPI_RANKS_PER_NODE", "")
-    if not setting:
-        return 0
-    if not setting.isdecimal() or int(setting) < 1:
-        raise ValueError(f"AXONMPI_RANKS_PER_NODE: expected a positive number, got {setting!r}")
-    return world_rank // int(setting)
+    return number_in(os.environ if env is None else env, PARENT_RANK)

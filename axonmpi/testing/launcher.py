@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from ..launch.variables import process_environment, unbound_cores, without_launcher_variables
+from ..launch.cpu import unbound_cores
+from ..launch.variables import process_environment, without_launcher_variables
 from ..types import Seconds
 from ..utils.arguments import integer, seconds
 from .mpirun import find_mpirun, mpirun_command

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import axonmpi as ax
-from axonmpi.cli.bench.collectives.measure import check
 from axonmpi.cli.bench.collectives.cases import OPERATIONS, Case, Variant
+from axonmpi.cli.bench.collectives.measure import check
 from axonmpi.cli.bench.collectives.mpi import add
 from axonmpi.cli.bench.collectives.plot import plot
 from axonmpi.cli.bench.collectives.table import table

@@ -13,7 +13,7 @@ import pytest
 
 from axonmpi.cli import main
 from axonmpi.launch import exit as exits
-from axonmpi.launch import variables as environment
+from axonmpi.launch.variables import without_launcher_variables
 from axonmpi.testing import launch
 from axonmpi.testing.mpirun import find_mpirun, mpirun_command
 
@@ -25,7 +25,7 @@ def axonmpi(*arguments):
 
 
 def variables(**more):
-    return {**environment.without_launcher_variables(os.environ), "OMP_NUM_THREADS": "1", **more}
+    return {**without_launcher_variables(os.environ), "OMP_NUM_THREADS": "1", **more}
 
 
 def shell(command, *arguments, **env):

@@ -261,7 +261,9 @@ def test_x_ff_and_tests_for_the_first_rank_only(mpirun_pytest, tmp_path):
 
 
 MISMATCH = """
-@pytest.mark.parametrize("rank", [ax.environment.detect_launchers()[0].rank])
+from axonmpi.launch.variables import detect_launchers
+
+@pytest.mark.parametrize("rank", [detect_launchers()[0].rank])
 def test_it(rank):
     pass
 """

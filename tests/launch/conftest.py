@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from axonmpi.launch import variables as environment
+from axonmpi.launch.variables import without_launcher_variables
 from axonmpi.testing import launch
 
 PRELUDE = """
@@ -71,7 +71,7 @@ def alone():
     """Return a function that runs code in one process without a launcher, with some variables set."""
 
     def run(code, **env):
-        variables = environment.without_launcher_variables(os.environ)
+        variables = without_launcher_variables(os.environ)
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             variables.pop(name, None)
         return subprocess.run(

@@ -13,18 +13,20 @@ import multiprocessing
 import os
 import torch
 import axonmpi as ax
-from axonmpi import environment
+from axonmpi.launch.variables import (
+    detect_launchers, is_first_launched, launched_ranks, without_launcher_variables
+)
 
 class Look(torch.utils.data.Dataset):
     def __len__(self):
         return 2
 
     def __getitem__(self, index):
-        seen = set(os.environ) - set(environment.without_launcher_variables(os.environ))
+        seen = set(os.environ) - set(without_launcher_variables(os.environ))
         try:
             ax.World.init("mpi")
         except ax.LaunchError as error:
-            return sorted(seen), environment.detect_launchers(), str(error)
+            return sorted(seen), detect_launchers(), str(error)
         return sorted(seen), [], "started"
 
 def workers(world):
@@ -61,11 +63,11 @@ def run(context, target):
     return child.exitcode
 
 if __name__ == "__main__":
-    older = multiprocessing.get_context("forkserver") if environment.is_first_launched() else None
+    older = multiprocessing.get_context("forkserver") if is_first_launched() else None
     assert older is None or run(older, print) == 0  # its server runs, and knows of no rank
     world = ax.init_process_group()
     before = dict(os.environ)
-    assert environment.launched_ranks() == 2
+    assert launched_ranks() == 2
     workers(world)
     groups_of_a_fork(world)
     assert older is None or run(older, start) == 7

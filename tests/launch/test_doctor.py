@@ -48,7 +48,8 @@ def test_a_missing_library(alone):
 
 DOCTORS = """
     import errno, os, resource
-    from axonmpi.backends import runtime, shared_memory
+    from axonmpi.backends.shared import segment as shared_memory
+    from axonmpi.launch import start as runtime
     from axonmpi.cli import main
 
     rank = runtime.start_mpi().COMM_WORLD.rank

@@ -4,8 +4,19 @@ import os
 
 import pytest
 
-from axonmpi.launch import variables as environment
-from axonmpi.launch.variables import Launcher, MpiLibrary
+from axonmpi.launch.check import MpiLibrary, check_launch, check_protocol
+from axonmpi.launch.cpu import core_to_keep_to, share_of_cores, usable_cores
+from axonmpi.launch.settings import settings_for_mpi, user_threads
+from axonmpi.launch.variables import (
+    PARENT_RANK,
+    Launcher,
+    child_environment,
+    detect_launchers,
+    launched_ranks,
+    parent_rank,
+    process_environment,
+    without_launcher_variables,
+)
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -61,7 +72,7 @@ RECOGNISED = {
 
 @pytest.mark.parametrize(("env", "expected"), RECOGNISED.values(), ids=RECOGNISED)
 def test_launchers_are_recognised(env, expected):
-    found = environment.detect_launchers(env)
+    found = detect_launchers(env)
     assert [(one.name, one.rank, one.size, one.local_rank, one.local_size) for one in found] == expected
     for one in found:
         assert dict(one.variables).items() <= env.items()
@@ -81,25 +92,25 @@ def test_launchers_are_recognised(env, expected):
     ],
 )
 def test_number_of_launched_ranks(env, ranks):
-    assert environment.launched_ranks(env) == ranks
+    assert launched_ranks(env) == ranks
 
 
 def test_the_process_environment_is_the_default_and_a_copy(monkeypatch):
-    for name in set(os.environ) - set(environment.without_launcher_variables(os.environ)):
+    for name in set(os.environ) - set(without_launcher_variables(os.environ)):
         monkeypatch.delenv(name)
     monkeypatch.setenv("WORLD_SIZE", "7")
-    assert environment.launched_ranks() == 7
-    assert [one.size for one in environment.detect_launchers()] == [7]
-    copy = environment.process_environment()
+    assert launched_ranks() == 7
+    assert [one.size for one in detect_launchers()] == [7]
+    copy = process_environment()
     copy["WORLD_SIZE"] = "8"
     assert os.environ["WORLD_SIZE"] == "7"
 
 
 @pytest.mark.parametrize("env", [OPEN_MPI, MVAPICH, MPICH, INTEL, PMIX, {**PMI, **SLURM}, TORCHRUN])
 def test_nothing_is_recognised_once_launcher_variables_are_taken_away(env):
-    kept = environment.without_launcher_variables({**env, environment.PARENT_RANK: "3"})
-    assert environment.detect_launchers(kept) == []
-    assert environment.parent_rank(kept) is None
+    kept = without_launcher_variables({**env, PARENT_RANK: "3"})
+    assert detect_launchers(kept) == []
+    assert parent_rank(kept) is None
     assert kept.keys() <= {"SLURM_NTASKS", "MASTER_ADDR", "MASTER_PORT"}
 
 
@@ -125,7 +136,7 @@ def test_settings_and_the_allocation_stay_for_the_next_job():
         "HYDI_CONTROL_FD": "7",
         "SLURM_STEP_ID": "0",
     }
-    assert environment.without_launcher_variables({**settings, **of_this_job}) == settings
+    assert without_launcher_variables({**settings, **of_this_job}) == settings
 
 
 # ---- launch check -----------------------------------------------------------------------------------------------
@@ -136,7 +147,7 @@ UNKNOWN_LIBRARY = MpiLibrary("Some MPI", "1.0", None, None)
 
 
 def check(env, rank, size, library):
-    return environment.check_launch(environment.detect_launchers(env), rank, size, library)
+    return check_launch(detect_launchers(env), rank, size, library)
 
 
 SILENT = [
@@ -198,7 +209,7 @@ def test_single_ranks_are_refused_with_what_to_type(env, library, typed, explain
     assert explained in message
     assert "by MPI it is rank 0 of 1" in message
     assert f"{library.vendor} {library.version} from {library.path or 'an unknown place'}" in message
-    for launcher in environment.detect_launchers(env)[:1]:
+    for launcher in detect_launchers(env)[:1]:
         for name, value in launcher.variables:
             assert f"{name}={value}" in message
 
@@ -222,20 +233,20 @@ def test_leftover_variables_are_refused_in_a_real_world(env, rank, size, said):
 
 def test_mpich_without_pmix_is_refused_before_it_starts():
     built = "MPICH configure: --with-device=ch4:ofi --with-pm=hydra"
-    message = environment.check_protocol({**OPEN_MPI, **PMIX}, MPICH_LIBRARY, built)
+    message = check_protocol({**OPEN_MPI, **PMIX}, MPICH_LIBRARY, built)
     assert "that launcher speaks PMIx, which this MPICH was built without" in message
     assert "/opt/mpich/bin/mpirun -n 8 python" in message
-    message = environment.check_protocol({**PMIX, **SLURM}, MPICH_LIBRARY, built)
+    message = check_protocol({**PMIX, **SLURM}, MPICH_LIBRARY, built)
     assert "srun --mpi=pmi2" in message
-    assert environment.check_protocol({**OPEN_MPI, **PMIX}, MPICH_LIBRARY, built + " --with-pmix=/usr") is None
-    assert environment.check_protocol({**OPEN_MPI, **PMIX}, OPEN_MPI_LIBRARY, "Open MPI v5.0.11") is None
-    assert environment.check_protocol(MPICH, MPICH_LIBRARY, built) is None
+    assert check_protocol({**OPEN_MPI, **PMIX}, MPICH_LIBRARY, built + " --with-pmix=/usr") is None
+    assert check_protocol({**OPEN_MPI, **PMIX}, OPEN_MPI_LIBRARY, "Open MPI v5.0.11") is None
+    assert check_protocol(MPICH, MPICH_LIBRARY, built) is None
 
 
 def test_launchers_can_be_written_by_hand():
     mine = Launcher("Mine", None, 3, None, None, (("MY_SIZE", "3"),))
-    assert environment.check_launch([mine], 0, 3, MPICH_LIBRARY) is None
-    assert "MY_SIZE=3" in environment.check_launch([mine], 0, 1, MPICH_LIBRARY)
+    assert check_launch([mine], 0, 3, MPICH_LIBRARY) is None
+    assert "MY_SIZE=3" in check_launch([mine], 0, 1, MPICH_LIBRARY)
 
 
 # ---- cores and threads ------------------------------------------------------------------------------------------
@@ -256,15 +267,15 @@ def test_launchers_can_be_written_by_hand():
     ],
 )
 def test_a_ranks_share_of_the_cores(own, masks, threads):
-    assert environment.share_of_cores(own, [frozenset(mask) for mask in masks]) == threads
+    assert share_of_cores(own, [frozenset(mask) for mask in masks]) == threads
 
 
 def test_usable_cores_are_those_of_the_affinity_mask():
-    assert environment.usable_cores() == os.sched_getaffinity(0)
-    assert environment.usable_cores(os.getppid())
+    assert usable_cores() == os.sched_getaffinity(0)
+    assert usable_cores(os.getppid())
     gone = os.spawnlp(os.P_NOWAIT, "true", "true")
     os.waitpid(gone, 0)
-    assert environment.usable_cores(gone) == frozenset()
+    assert usable_cores(gone) == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -277,27 +288,27 @@ def test_usable_cores_are_those_of_the_affinity_mask():
     ],
 )
 def test_threads_that_the_user_has_set(env, said):
-    assert environment.user_threads(env) == said
+    assert user_threads(env) == said
 
 
 def test_settings_before_mpi_starts():
     quiet = {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl_tcp_flags": "send"}
     yielding = {**quiet, "OMPI_MCA_mpi_yield_when_idle": "1"}
-    assert environment.settings_for_mpi({}, cores=2) == quiet
-    assert environment.settings_for_mpi(OPEN_MPI, cores=4) == quiet
-    assert environment.settings_for_mpi(OPEN_MPI, cores=3) == yielding
+    assert settings_for_mpi({}, cores=2) == quiet
+    assert settings_for_mpi(OPEN_MPI, cores=4) == quiet
+    assert settings_for_mpi(OPEN_MPI, cores=3) == yielding
     users = {**OPEN_MPI, "OMPI_MCA_mpi_yield_when_idle": "0", "OMPI_MCA_osc": "sm"}
-    assert environment.settings_for_mpi(users, cores=1) == {"OMPI_MCA_btl_tcp_flags": "send"}
+    assert settings_for_mpi(users, cores=1) == {"OMPI_MCA_btl_tcp_flags": "send"}
 
 
 def test_a_childs_environment_names_its_rank(monkeypatch):
     monkeypatch.setenv("PMI_RANK", "2")
     monkeypatch.setenv("PMI_SIZE", "4")
-    child = environment.child_environment(2)
-    assert environment.parent_rank(child) == 2
-    assert environment.detect_launchers(child) == []
+    child = child_environment(2)
+    assert parent_rank(child) == 2
+    assert detect_launchers(child) == []
     assert os.environ["PMI_RANK"] == "2"
-    assert environment.parent_rank() is None
+    assert parent_rank() is None
 
 
 ALL = frozenset({0, 1})
@@ -315,6 +326,6 @@ ALL = frozenset({0, 1})
 )
 def test_ranks_that_outnumber_the_cores_are_dealt_out(masks, expected, monkeypatch):
     monkeypatch.delenv("AXONMPI_BIND", raising=False)
-    assert [environment.core_to_keep_to(rank, masks) for rank in range(len(masks))] == expected
+    assert [core_to_keep_to(rank, masks) for rank in range(len(masks))] == expected
     monkeypatch.setenv("AXONMPI_BIND", "none")
-    assert environment.core_to_keep_to(0, masks) is None
+    assert core_to_keep_to(0, masks) is None

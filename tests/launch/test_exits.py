@@ -90,7 +90,7 @@ def test_what_is_no_exit_of_a_rank_and_a_rank_that_ends_before_the_others(job):
         3,
         """
         import argparse, copy, pickle
-        from axonmpi.backends import exits
+        from axonmpi.launch import exit as exits
 
         for leave in (lambda: sys.exit(3), lambda: exit(3), lambda: argparse.ArgumentParser().exit(3)):
             try:
@@ -233,7 +233,7 @@ def test_a_worker_that_cannot_be_stopped_ends_the_job(job, closing, said):
     ended = job(
         1,
         f"""
-        from axonmpi.backends import exits
+        from axonmpi.launch import exit as exits
 
         exits.CLOSING_SECONDS = 0.5
 

@@ -6,7 +6,8 @@ import pytest
 
 import axonmpi as ax
 from axonmpi.launch import start as runtime
-from axonmpi.launch import variables as environment
+from axonmpi.launch.check import check_launch
+from axonmpi.launch.variables import detect_launchers
 
 
 @pytest.mark.parametrize("init_method", ["tcp://host:1", "file:///tmp/x", "", "mpi:", 3])
@@ -35,7 +36,7 @@ def test_a_single_rank_keeps_pythons_own_ways(alone):
             print("finalised", MPI.Is_finalized())
 
         atexit.register(at_the_very_end)
-        from axonmpi.backends import runtime
+        from axonmpi.launch import start as runtime
         for method in (None, "mpi://", "env://"):
             started = runtime.start_world(method)
             place = started.rank, started.size, started.local_rank, started.local_size
@@ -60,7 +61,7 @@ def test_a_single_rank_needs_no_mpi_and_nor_do_its_children(alone):
         sys.modules["mpi4py"] = None
         import torch
         import axonmpi as ax
-        from axonmpi.backends import runtime
+        from axonmpi.launch import start as runtime
 
         def work():
             ax.World.init("mpi")
@@ -170,9 +171,9 @@ def test_torchrun_is_recognised(alone):
     )
     assert ended.returncode == 0, ended.stderr
     given = dict(each.split("=", 1) for each in ended.stdout.split("\0") if "=" in each)
-    (launcher,) = environment.detect_launchers(given)
+    (launcher,) = detect_launchers(given)
     assert (launcher.name, launcher.size, launcher.local_size) == ("torchrun", 2, 2)
-    message = environment.check_launch([launcher], 0, 1, runtime.library_info())
+    message = check_launch([launcher], 0, 1, runtime.library_info())
     assert "(torchrun starts processes that MPI knows nothing of)" in message
 
 
@@ -190,8 +191,8 @@ def test_ranks_know_their_place_share_the_cores_and_hear_of_a_disagreement_on_on
     ended = job(
         2,
         """
-        from axonmpi import environment
-        from axonmpi.backends import runtime
+        from axonmpi.launch import start as runtime
+        from axonmpi.launch.cpu import share_of_cores, usable_cores
 
         ax.destroy_process_group()
         assert ax.init_process_group("mpi", "env://").size == 2
@@ -200,9 +201,9 @@ def test_ranks_know_their_place_share_the_cores_and_hear_of_a_disagreement_on_on
         assert (started.rank, started.size) == (started.comm.rank, 2)
         assert (started.local_rank, started.local_size) == (started.rank, 2)
         assert (started.node_rank, started.num_nodes) == (0, 1)
-        masks = started.comm.allgather(environment.usable_cores())
+        masks = started.comm.allgather(usable_cores())
         assert started.num_threads == torch.get_num_threads()
-        assert started.num_threads == environment.share_of_cores(masks[started.rank], masks)
+        assert started.num_threads == share_of_cores(masks[started.rank], masks)
         assert "its share" in started.threads_reason
         os.environ["MKL_NUM_THREADS"] = "5"
         torch.set_num_threads(3)

@@ -26,11 +26,9 @@ from torch import Tensor
 from axonmpi import ProcessGroup, World
 from axonmpi.backends.shared.all_reduce import direct_bytes, medium_bytes
 from axonmpi.backends.shared.staging import CHUNK_BYTES, PIECE_BYTES
-from axonmpi.launch import variables as environment
+from axonmpi.launch.variables import launched_ranks
 
-REAL = pytest.mark.skipif(
-    environment.launched_ranks() < 2, reason="about memory that processes share: needs an mpirun"
-)
+REAL = pytest.mark.skipif(launched_ranks() < 2, reason="about memory that processes share: needs an mpirun")
 PLACEMENTS = ("whole", "view", "scattered", "mixed", "alone", "foreign")
 SMALL_PIECE_BYTES = 4096
 _MARGIN = 64

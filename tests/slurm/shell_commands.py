@@ -9,7 +9,7 @@ from pathlib import Path
 
 import fake_slurm
 
-from axonmpi.launch import variables as environment
+from axonmpi.launch.variables import without_launcher_variables
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -32,7 +32,7 @@ def command_environment(folder: Path) -> dict[str, str]:
         program = folder / name
         program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{fake_slurm.__file__}" {name} "$@"\n')
         program.chmod(0o755)
-    inherited = environment.without_launcher_variables(os.environ)
+    inherited = without_launcher_variables(os.environ)
     return {
         **{name: value for name, value in inherited.items() if not name.startswith(("SLURM_", "SBATCH_"))},
         "PATH": os.pathsep.join([str(folder), str(Path(sys.executable).parent), inherited["PATH"]]),

@@ -135,7 +135,13 @@ def may_import(module: str, target: str, order: tuple[tuple[str, ...], ...]) -> 
 
 def below(package: str, module: str) -> str | None:
     """A module's name below a package; None for others."""
-    return "" if module == package else module.removeprefix(f"{package}.") if module.startswith(f"{package}.") else None
+    return (
+        ""
+        if module == package
+        else module.removeprefix(f"{package}.")
+        if module.startswith(f"{package}.")
+        else None
+    )
 
 
 def wrong_imports(package: str | None, order: tuple[tuple[str, ...], ...]) -> list[str]:
@@ -188,7 +194,7 @@ def test_mpi_is_imported_in_functions_only_and_neither_it_nor_torch_distributed_
 ENVIRONMENT_NAMES = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
 
 
-def test_environment_variables_are_read_in_one_place() -> None:
+def test_environment_variables_are_read_in_two_places() -> None:
     uses = set()
     for module, path in SOURCES.items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -196,7 +202,7 @@ def test_environment_variables_are_read_in_one_place() -> None:
                 uses.add(module)
             elif isinstance(node, ast.ImportFrom) and node.module in ("os", "posix"):
                 uses |= {module for alias in node.names if alias.name in ENVIRONMENT_NAMES}
-    assert uses == {"launch.variables"}
+    assert uses == {"launch.variables", "launch.settings"}  # of launchers, and of users
 
 
 def test_files_are_short_or_say_why_not() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from axonmpi import matmul
-from axonmpi.launch.variables import wanted_matmul
+from axonmpi.launch.settings import wanted_matmul
 from axonmpi.utils.memory import REUSED_BYTES, ReusedMemory, _Kept, gradient_memory, set_gradient_memory
 from axonmpi.wrapping.linear import linear
 

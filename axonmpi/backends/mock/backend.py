@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CollectiveMismatchError
-from ...launch import variables as environment
+from ...launch.settings import pretended_node
 from ...types import CompletedWork, ReduceOp, Seconds, Work
 from ...utils.arguments import seconds
 from ..base import Backend
@@ -246,7 +246,7 @@ class MockBackend(Backend):
     @property
     def node_ranks(self) -> tuple[int, ...]:
         """Ranks of this group that share what `node_empty` returns here; local. See `Backend.node_ranks`."""
-        nodes = [environment.pretended_node(rank) for rank in self.room.ranks]
+        nodes = [pretended_node(rank) for rank in self.room.ranks]
         return tuple(rank for rank, node in enumerate(nodes) if node == nodes[self.rank])
 
     def _node_empty(self, call: Call) -> Tensor:

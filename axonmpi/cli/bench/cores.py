@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...comm import all_gather_object
 from ...groups.world import World
-from ...launch.variables import usable_cores
+from ...launch.cpu import usable_cores
 
 __all__ = ["count_cores"]
 

@@ -20,7 +20,8 @@ import torch
 
 from ....launch import exit as exits
 from ....launch import start as runtime
-from ....launch import variables as environment
+from ....launch.cpu import core_to_keep_to, count_of_node, keep_to_core, usable_cores
+from ....launch.settings import prepare_for_mpi
 from ..timing import Agreement, calls_for, interleave
 from .cases import Case, mpi_variant
 from .measure import BLOCK_SECONDS, check
@@ -59,13 +60,13 @@ def _start() -> Any:
     mpi4py.rc(initialize=False, finalize=False)
     from mpi4py import MPI
 
-    environment.prepare_for_mpi()
+    prepare_for_mpi(count_of_node())
     MPI.Init_thread(MPI.THREAD_FUNNELED)
     exits.install(MPI, finalize=True)
     local = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED, key=MPI.COMM_WORLD.rank)
-    core = environment.core_to_keep_to(local.rank, local.allgather(environment.usable_cores()))
+    core = core_to_keep_to(local.rank, local.allgather(usable_cores()))
     if core is not None:
-        environment.keep_to_core(core)
+        keep_to_core(core)
     local.Free()
     return MPI
 

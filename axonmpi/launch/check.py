@@ -1,0 +1,124 @@
+"""Does the launcher agree with MPI, and what to type if it does not.
+
+MPI knows the truth: where a launcher says four ranks and MPI says one, the wrong `mpirun` was used and every
+process would train alone.
+
+    mpirun / srun / torchrun ──variables──> detect_launchers ─┐
+    mpi4py ──rank, size, library───────────────────────────────┴─> check_launch ──> None, or what to type instead
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from .variables import Launcher, detect_launchers, number_in
+
+__all__ = ["MpiLibrary", "check_launch", "check_protocol"]
+
+
+@dataclass(frozen=True)
+class MpiLibrary:
+    """The MPI library that this process has loaded.
+
+    Attributes:
+        vendor: `"MPICH"`, `"Open MPI"`, `"Intel MPI"`, ... as mpi4py names it.
+        version: For instance `"5.0.11"`.
+        path: The shared library's file, `None` where the system does not tell.
+        mpirun: The launcher installed with it, `None` where it was not found.
+    """
+
+    vendor: str
+    version: str
+    path: str | None
+    mpirun: str | None
+
+
+def check_launch(launchers: Iterable[Launcher], mpi_rank: int, mpi_size: int, library: MpiLibrary) -> str | None:
+    """Compare what the launchers say with what MPI says; local.
+
+    Args:
+        launchers: What `detect_launchers` found.
+        mpi_rank: This process's number in MPI's world.
+        mpi_size: Number of ranks in MPI's world.
+        library: The MPI library loaded.
+
+    Returns:
+        `None` if they agree, else a message: what was seen, which library is loaded, and what to type.
+    """
+    for launcher in launchers:
+        if _disagrees(launcher, mpi_rank, mpi_size):
+            return (
+                f"the launcher and MPI disagree: by the variables of {launcher.name} this is {_place(launcher)}, "
+                f"by MPI it is rank {mpi_rank} of {mpi_size}.\n{_evidence(launcher, mpi_size, library)}"
+            )
+    return None
+
+
+def check_protocol(env: Mapping[str, str], library: MpiLibrary, description: str) -> str | None:
+    """Say why the library could not even start under the launcher, where it would end the process; local.
+
+    Args:
+        env: The environment variables.
+        library: The MPI library loaded.
+        description: What the library says of itself, its build options included.
+
+    Returns:
+        `None` if nothing is known against it, else a message as `check_launch` gives it.
+    """
+    if library.vendor != "MPICH" or "pmix" in description.lower() or number_in(env, "PMIX_RANK") is None:
+        return None
+    speakers = (launcher for launcher in detect_launchers(env) if launcher.name in ("Open MPI", "PMIx"))
+    launcher = next(speakers, None)
+    if launcher is None:
+        return None
+    return (
+        f"by the variables of {launcher.name} this is {_place(launcher)}, but that launcher speaks PMIx, "
+        f"which this {library.vendor} was built without.\n{_evidence(launcher, 1, library)}"
+    )
+
+
+def _disagrees(launcher: Launcher, mpi_rank: int, mpi_size: int) -> bool:
+    if launcher.size is not None and launcher.size != mpi_size:
+        return True
+    if launcher.rank is None:
+        return False
+    if launcher.name == "Slurm":  # some MPI libraries can number the ranks in another order than Slurm
+        return launcher.rank >= mpi_size
+    return launcher.rank != mpi_rank
+
+
+def _place(launcher: Launcher) -> str:
+    rank = "a process" if launcher.rank is None else f"rank {launcher.rank}"
+    return rank if launcher.size is None else f"{rank} of {launcher.size}"
+
+
+def _evidence(launcher: Launcher, mpi_size: int, library: MpiLibrary) -> str:
+    seen = ", ".join(f"{name}={value}" for name, value in launcher.variables)
+    return (
+        f"  seen:   {seen}\n"
+        f"  loaded: {library.vendor} {library.version} from {library.path or 'an unknown place'}\n"
+        f"  {_advice(launcher, mpi_size, library)}"
+    )
+
+
+def _advice(launcher: Launcher, mpi_size: int, library: MpiLibrary) -> str:
+    """Say what to type instead."""
+    ranks = launcher.size or "N"
+    by_mpirun = f"{library.mpirun or f'the mpirun that belongs to {library.vendor}'} -n {ranks} python SCRIPT"
+    leftover = "unset " + " ".join(name for name, _ in launcher.variables)
+    if launcher.name == "torchrun":
+        return f"type:   {by_mpirun}\n          (torchrun starts processes that MPI knows nothing of)"
+    if launcher.name == "RANK/WORLD_SIZE":
+        wanted = "" if mpi_size > 1 else f"\n  or, if {ranks} ranks are wanted:\n          {by_mpirun}"
+        return f"type:   {leftover}\n          (left over from another job, or set by hand){wanted}"
+    if mpi_size > 1:
+        return f"type:   {leftover}\n          (they are not of the launcher that started this job)"
+    if launcher.name in ("Slurm", "PMI", "PMIx"):
+        interface = "pmix" if library.vendor == "Open MPI" else "pmi2"
+        return (
+            f"type:   srun --mpi={interface} -n {ranks} python SCRIPT\n"
+            f"          (srun has to speak the protocol of {library.vendor})\n"
+            f"  or:     {by_mpirun}"
+        )
+    return f"type:   {by_mpirun}\n          (the mpirun used belongs to another MPI than the library loaded)"

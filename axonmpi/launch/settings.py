@@ -1,0 +1,94 @@
+"""What users set in environment variables, and what is set for MPI before it starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from .variables import detect_launchers
+
+__all__ = [
+    "may_bind",
+    "prepare_for_mpi",
+    "pretended_node",
+    "settings_for_mpi",
+    "user_threads",
+    "wanted_matmul",
+    "wants_shared_memory",
+]
+
+
+def user_threads(env: Mapping[str, str] | None = None) -> str | None:
+    """Return the first variable by which the user chose the number of threads, as `NAME=value`; local."""
+    variables = os.environ if env is None else env
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        if variables.get(name):
+            return f"{name}={variables[name]}"
+    return None
+
+
+def settings_for_mpi(env: Mapping[str, str], cores: int) -> dict[str, str]:
+    """Return variables worth setting before MPI starts, without those that the user has set; local.
+
+    Args:
+        env: The environment variables.
+        cores: Number of logical CPUs that the ranks of this node share.
+    """
+    # The ucx component of Open MPI's one-sided communication complains where there is no such network.
+    # Over TCP its put protocol leaves one direction of the network idle while the other one is busy.
+    settings = {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl_tcp_flags": "send"}
+    local_sizes = [launcher.local_size or 1 for launcher in detect_launchers(env)]
+    if max(local_sizes, default=1) > cores:
+        # A waiting rank of Open MPI would else keep those it waits for from running.
+        settings["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    return {name: value for name, value in settings.items() if name not in env}
+
+
+def prepare_for_mpi(cores: int) -> None:
+    """Set the variables that `settings_for_mpi` returns; local, before MPI starts."""
+    os.environ.update(settings_for_mpi(os.environ, cores))
+
+
+def wants_shared_memory() -> bool:
+    """Say whether ranks may communicate through shared memory; `AXONMPI_COLLECTIVES=plain` forbids it; local.
+
+    Raises:
+        ValueError: The variable has another value than `auto` or `plain`.
+    """
+    setting = os.environ.get("AXONMPI_COLLECTIVES", "auto")
+    if setting not in ("auto", "plain"):
+        raise ValueError(f"AXONMPI_COLLECTIVES: expected 'auto' or 'plain', got {setting!r}")
+    return setting == "auto"
+
+
+def wanted_matmul() -> str:
+    """Return which library is to multiply matrices, `AXONMPI_MATMUL`: "auto", "torch" or "onednn"; local.
+
+    Raises:
+        ValueError: The variable is something else.
+    """
+    setting = os.environ.get("AXONMPI_MATMUL", "auto")
+    if setting not in ("auto", "torch", "onednn"):
+        raise ValueError(f"AXONMPI_MATMUL: expected 'auto', 'torch' or 'onednn', got {setting!r}")
+    return setting
+
+
+def pretended_node(world_rank: int) -> int:
+    """Return the node that a rank is to believe it is on, 0 unless `AXONMPI_RANKS_PER_NODE` is set; local.
+
+    With it, what several nodes do can be tried on one: each so many consecutive ranks take themselves for a node.
+
+    Raises:
+        ValueError: The variable is no positive number.
+    """
+    setting = os.environ.get("AXONMPI_RANKS_PER_NODE", "")
+    if not setting:
+        return 0
+    if not setting.isdecimal() or int(setting) < 1:
+        raise ValueError(f"AXONMPI_RANKS_PER_NODE: expected a positive number, got {setting!r}")
+    return world_rank // int(setting)
+
+
+def may_bind() -> bool:
+    """Say whether ranks that nobody has bound may be kept to a core each; `AXONMPI_BIND=none` forbids it; local."""
+    return os.environ.get("AXONMPI_BIND") != "none"
