@@ -13,6 +13,7 @@ import torch
 
 from ..errors import CollectiveMismatchError
 from ..types import ReduceOp
+from ..utils.text import lines_of_ranks, ranks_by_text
 from .reduction import DTYPES
 
 __all__ = ["Call", "Layout", "mismatch_error"]
@@ -125,13 +126,9 @@ def _tensor_text(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 def mismatch_error(calls: Sequence[str]) -> CollectiveMismatchError:
     """Make the error that names what each rank called; `calls` has one text a rank."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, call in enumerate(calls):
-        ranks_of.setdefault(call, []).append(rank)
-    groups = sorted(ranks_of.items(), key=lambda entry: -len(entry[1]))
-    lines = [f"rank{'s' if len(r) > 1 else ''} {', '.join(map(str, r))}: {call}" for call, r in groups]
+    groups = sorted(ranks_by_text(calls).items(), key=lambda entry: -len(entry[1]))
     return CollectiveMismatchError(
         "the ranks of this group made different calls, so no data was moved:\n  "
-        + "\n  ".join(lines)
+        + lines_of_ranks(groups)
         + "\nAll ranks of a group have to make the same calls in the same order."
     )

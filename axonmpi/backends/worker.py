@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import CollectiveTimeoutError, RankFailedError
 from ..types import Observer, Seconds, Work
 from ..utils.arguments import seconds
-from ..utils.waiting import Pause, Steps, take_short_turns
+from ..utils.waiting import Pause, Steps, compute_beside
 
 __all__ = ["Worker", "WorkerWork"]
 
@@ -169,7 +169,7 @@ class Worker:
         return ended
 
     def _loop(self) -> None:
-        take_short_turns()
+        compute_beside()
         self._closing = False
         under_way: deque[WorkerWork] = deque()
         pause = Pause()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from ..groups.world import ProcessGroup
+from ..utils.text import lines_of_ranks, ranks_by_text
 from .divided_parameters import check_not_divided
 
 __all__ = ["check_batch_norms", "check_same_model", "gradient_strides"]
@@ -96,14 +97,11 @@ def _first_difference(all_entries: Sequence[Sequence[Entry]]) -> str:
         seen = [entries[position] if position < len(entries) else None for entries in all_entries]
         if len(set(seen)) > 1:
             break
-    ranks_of: dict[str, list[int]] = {}
-    for rank, entry in enumerate(seen):
-        text = "no further parameter or buffer" if entry is None else " ".join(entry)
-        ranks_of.setdefault(text.replace("torch.", ""), []).append(rank)
-    lines = [f"rank{'s' if len(r) > 1 else ''} {', '.join(map(str, r))}: {text}" for text, r in ranks_of.items()]
+    texts = ["no further parameter or buffer" if entry is None else " ".join(entry) for entry in seen]
+    ranks_of = ranks_by_text([text.replace("torch.", "") for text in texts])
     return (
         "the model is not the same on all ranks; the first difference is\n  "
-        + "\n  ".join(lines)
+        + lines_of_ranks(ranks_of.items())
         + "\nBuild and wrap the model in the same way on every rank."
     )
 

@@ -31,10 +31,11 @@ from ..collectives.divided_parameters import Axis, axes_of, replicate
 from ..errors import CollectiveTimeoutError, RankFailedError, UnusedParameterError
 from ..groups.world import ProcessGroup
 from ..types import GradSyncStrategy, ReduceOp, Work
+from ..utils.text import name_ranks
 from ..wrapping.autograd import hook_gradient, outside_compile
 from ..wrapping.partial import mark_gradients
 from .buckets import Bucket, LargeGradient, make_buckets, share_memory
-from .unused import named_ranks, unused_message
+from .unused import unused_message
 
 __all__ = ["Reducer"]
 
@@ -333,7 +334,7 @@ class Reducer:
             return
         if abandoned:
             raise RankFailedError(
-                f"gradients were not averaged: backward ended in an exception on {named_ranks(abandoned)}, "
+                f"gradients were not averaged: backward ended in an exception on {name_ranks(abandoned)}, "
                 "which then went on with another forward"
             )
         raise UnusedParameterError(unused_message([names for _, names in notes]))

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["named_ranks", "unused_message"]
+from ..utils.text import name_ranks
+
+__all__ = ["unused_message"]
 
 _NAMED_PARAMETERS = 10
 """How many parameters an error lists before it only counts."""
-
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """Return the numbers of ranks in words."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def unused_message(names_of: Sequence[Sequence[str]]) -> str:
@@ -25,7 +22,7 @@ def unused_message(names_of: Sequence[Sequence[str]]) -> str:
     for rank, names in enumerate(names_of):
         for name in names:
             ranks_of.setdefault(name, []).append(rank)
-    listed = [f"{name} ({named_ranks(ranks)})" for name, ranks in ranks_of.items()][:_NAMED_PARAMETERS]
+    listed = [f"{name} ({name_ranks(ranks)})" for name, ranks in ranks_of.items()][:_NAMED_PARAMETERS]
     more = len(ranks_of) - len(listed)
     return (
         f"{len(ranks_of)} parameter{'s' if len(ranks_of) > 1 else ''} got no gradient in this backward: "

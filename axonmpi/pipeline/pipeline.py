@@ -24,6 +24,7 @@ from ..backends import all_gather_object, broadcast_object
 from ..collectives.gradient_norm import Copies
 from ..groups.world import ProcessGroup, chosen_group, group_of_this_rank
 from ..utils.arguments import check_flags, check_functions, either_group_name
+from ..utils.text import name_ranks
 from ..wrapping.partial import mark_gradients
 from .agreement import Header, Mode, agree
 from .batches import batch_size, digest_of, joined, loss_weights, split_batch
@@ -321,7 +322,7 @@ class Pipeline(nn.Module):
         if missing:
             raise ValueError(
                 "write_trace: expected that record_times() was called on all ranks before the steps, it was not on "
-                f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+                + name_ranks(missing)
             )
         self._times = []
         if self._group.rank == 0:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..collectives.agreement import check_same_model
 from ..groups.world import ProcessGroup, group_of_this_rank
 from ..utils.arguments import check_flags, either_group_name, integer
+from ..utils.text import name_ranks
 from .plan import Column, Join, Plan, Region, Split, Style, Tied, find_modules
 from .presets import preset
 from .shards import Shard, Sharded
@@ -228,9 +229,8 @@ def _agree(model: nn.Module, work: _Work | None, problem: Exception | None, sett
         different = [rank for rank, (_, _, theirs) in enumerate(told) if theirs[name] != told[0][2][name]]
         if different:
             raise ValueError(
-                f"module: the values of {name} on rank{'s' if len(different) > 1 else ''} "
-                f"{', '.join(map(str, different))} are not those on rank 0; build the model with the same seed, or "
-                "load the same values, on all ranks of the group"
+                f"module: the values of {name} on {name_ranks(different)} are not those on rank 0; build the model "
+                "with the same seed, or load the same values, on all ranks of the group"
             )
 
 

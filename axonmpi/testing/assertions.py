@@ -5,7 +5,8 @@ from __future__ import annotations
 from ..comm import all_gather_object
 from ..groups.world import ProcessGroup
 from ..utils.arguments import either_group_name, hint
-from .rank_text import group_by_text, name_ranks
+from ..utils.text import name_ranks
+from .rank_text import group_by_text
 
 __all__ = ["parallel_assert"]
 

@@ -24,7 +24,8 @@ from ..errors import CollectiveTimeoutError, RankFailedError
 from ..groups.world import World
 from ..types import Seconds
 from ..utils.arguments import seconds
-from .rank_text import merge_texts, name_ranks
+from ..utils.text import name_ranks
+from .rank_text import merge_texts
 from .stacks import stack_of
 
 __all__ = ["RankRun", "run_ranks", "start_ranks"]

@@ -10,17 +10,13 @@ Ranks that say the same are named together, once:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-__all__ = ["group_by_text", "merge_texts", "name_ranks"]
+from ..utils.text import name_ranks
+
+__all__ = ["group_by_text", "merge_texts"]
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """Return "rank 2" or "ranks 0, 2"; local."""
-    ordered = sorted(ranks)
-    return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(map(str, ordered))}"
 
 
 def group_by_text(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:

@@ -1,16 +1,8 @@
-"""Turns of a thread on a core that others want too, and waiting without taking it from them.
-
-A thread that communicates mostly sleeps, and wants the core for a moment at a time. The scheduler of Linux lets a
-thread that asks for short turns have them soon (since 6.12, as custom slices of its fair share: EEVDF, Stoica and
-Abdel-Wahab 1995); others would wait until the threads that compute have had their longer ones.
-"""
+"""Waiting without taking the core from threads that compute, and operations in steps."""
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
-import sys
 import threading
 import time
 from collections.abc import Generator
@@ -18,34 +10,13 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["Pause", "Steps", "in_inference_mode", "is_beside_computation", "run_steps", "take_short_turns"]
+__all__ = ["Pause", "Steps", "compute_beside", "in_inference_mode", "is_beside_computation", "run_steps"]
 
 YIELDS = 10
 """How often a thread gives way before it naps: beside one that computes, a nap is over sooner."""
 _NAP_SECONDS = 1e-4
 _NAP_BESIDE_SECONDS = 5e-4
 """Each look takes a core from those that compute, and the network has enough to do meanwhile."""
-
-_SET = {"x86_64": 314, "aarch64": 274, "ppc64le": 355, "riscv64": 274}
-_GET = {"x86_64": 315, "aarch64": 275, "ppc64le": 356, "riscv64": 275}
-_NORMAL = 0
-_SHORT_NANOSECONDS = 100_000
-
-
-class _Attributes(ctypes.Structure):
-    """What sched_setattr(2) sets."""
-
-    _fields_ = (
-        ("size", ctypes.c_uint32),
-        ("policy", ctypes.c_uint32),
-        ("flags", ctypes.c_uint64),
-        ("nice", ctypes.c_int32),
-        ("priority", ctypes.c_uint32),
-        ("runtime", ctypes.c_uint64),
-        ("deadline", ctypes.c_uint64),
-        ("period", ctypes.c_uint64),
-    )
-
 
 T = TypeVar("T")
 Steps = Generator[bool, None, T]
@@ -105,25 +76,11 @@ def in_inference_mode(steps: Steps[T]) -> Steps[T]:
 
 
 def is_beside_computation() -> bool:
-    """Say whether the calling thread has asked for short turns: others of its rank compute; local."""
-    beside: bool = getattr(_thread, "short", False)
+    """Say whether the calling thread communicates while others of its rank compute; local."""
+    beside: bool = getattr(_thread, "beside", False)
     return beside
 
 
-def take_short_turns() -> bool:
-    """Ask for short turns for the calling thread, as much time in all as before; local.
-
-    Returns:
-        Whether the system has taken note; older ones do, and change nothing.
-    """
-    _thread.short = True
-    machine = platform.machine()
-    if sys.platform != "linux" or machine not in _SET:
-        return False
-    call = ctypes.CDLL(None, use_errno=True).syscall
-    attributes = _Attributes()
-    size = ctypes.sizeof(attributes)
-    if call(_GET[machine], 0, ctypes.byref(attributes), size, 0) or attributes.policy != _NORMAL:
-        return False
-    attributes.runtime = _SHORT_NANOSECONDS
-    return bool(call(_SET[machine], 0, ctypes.byref(attributes), 0) == 0)
+def compute_beside() -> None:
+    """Take note that other threads of this rank compute while the calling one communicates; local."""
+    _thread.beside = True

@@ -4,7 +4,8 @@ import pytest
 
 from axonmpi.testing.plugin.collection import Collected, merge_collected
 from axonmpi.testing.plugin.outcomes import RankOutcome, apply_verdict, merge_outcomes
-from axonmpi.testing.rank_text import group_by_text, merge_texts, name_ranks
+from axonmpi.testing.rank_text import group_by_text, merge_texts
+from axonmpi.utils.text import name_ranks
 
 PASSED = RankOutcome("passed")
 FAILED = RankOutcome("failed", "boom", "a.py:1: boom", "the whole of boom")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import sys
 import threading
 import weakref
 
@@ -12,7 +10,6 @@ import pytest
 
 from axonmpi import CollectiveTimeoutError
 from axonmpi.backends.worker import Worker
-from axonmpi.utils.waiting import take_short_turns
 
 
 @pytest.fixture
@@ -143,26 +140,6 @@ def test_waiting_is_observed_and_being_there_already_is_not(worker) -> None:
     worker.submit("task", int).wait()
     work.wait()
     assert recorder.events == [("enter", "wait", 0), ("leave", "wait")]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="a call of Linux")
-def test_short_turns_change_nothing_else() -> None:
-    found = []
-
-    def ask() -> None:
-        before = os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
-        found.append(take_short_turns())
-        found.append((os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)) == before)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    thread.join()
-    assert found == [True, True]
-
-
-def test_short_turns_where_nobody_knows_the_call(monkeypatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "abacus")
-    assert not take_short_turns()
 
 
 def in_steps(started: list[str], name: str, gate: threading.Event):

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import CollectiveMismatchError, CollectiveTimeoutError, RankFailedError
+from ...utils.text import name_ranks
 from ..worker import Worker
 
 __all__ = ["House", "Room"]
@@ -123,8 +124,7 @@ class Room:
 
     def names(self, members: Sequence[int]) -> str:
         """Name members by their numbers in the world."""
-        names = ", ".join(str(self.ranks[rank]) for rank in members)
-        return f"rank{'s' if len(members) > 1 else ''} {names}"
+        return name_ranks(self.ranks[rank] for rank in members)
 
     def swap(self, number: int, rank: int, item: Any, what: str, timeout: float | None) -> list[Any]:
         """Give `item` in round `number`; return the items of all ranks."""

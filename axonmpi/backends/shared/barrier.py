@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CollectiveTimeoutError, CommunicatorError, RankFailedError
+from ...utils.text import name_ranks
 from ...utils.waiting import Steps
 from .segment import PAGE, Segment
 
@@ -191,7 +192,7 @@ class NodeBarrier:
         self.break_down(f"{what} was given up after {self._timeout:g} s", gave_up=True)
         raise CollectiveTimeoutError(
             f"{what} was not complete after {self._timeout:g} s: "
-            f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} did not come, or is still computing"
+            f"{name_ranks(late)} did not come, or is still computing"
         )
 
     def _by_name(self) -> list[tuple[int, tuple[int, int]]]:

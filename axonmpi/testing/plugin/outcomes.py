@@ -19,7 +19,8 @@ import pytest
 from _pytest._code.code import ReprFileLocation, TerminalRepr
 from _pytest._io import TerminalWriter
 
-from ..rank_text import group_by_text, name_ranks
+from ...utils.text import name_ranks
+from ..rank_text import group_by_text
 
 __all__ = [
     "FAILED",

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from ...errors import RankFailedError
-from ..rank_text import name_ranks
+from ...utils.text import name_ranks
 from .examples import replaced_inner_test
 from .real_session import RealSession
 
