@@ -6,11 +6,13 @@ that rank again, and would hang or bring the job down if it started MPI. So once
     os.fork                     the child drops the launcher's variables and runs the `after_fork` callables
     spawn, forkserver           the helper process and the workers are started without the launcher's variables
 
-and both carry the rank's number, by which starting MPI is refused with an explanation.
+and both carry the rank's number, by which starting MPI is refused with an explanation. Neither keeps to the one
+core that its rank may keep to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.util
 import os
@@ -19,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import LaunchError
+from .cpu import release_core
 from .variables import child_environment, launched_ranks, parent_rank, process_environment, turn_into_child
 
 __all__ = ["after_fork", "refuse", "watch"]
@@ -64,6 +67,8 @@ def _spawn(path: str | bytes, args: Sequence[Any], passfds: Sequence[int]) -> in
         env=variables,
         restore_signals=False,
     )
+    with contextlib.suppress(ProcessLookupError):  # it may have ended
+        release_core(child.pid)
     child.returncode = 0  # multiprocessing waits for the process itself, so subprocess has to forget it
     return child.pid
 

@@ -20,8 +20,8 @@ __all__ = [
     "core_to_keep_to",
     "count_of_node",
     "keep_to_core",
+    "release_core",
     "share_of_cores",
-    "unbound_cores",
     "usable_cores",
 ]
 
@@ -73,15 +73,22 @@ def core_to_keep_to(own_rank: int, masks: Sequence[frozenset[int]]) -> int | Non
 
 
 def keep_to_core(core: int) -> None:
-    """Stay on one core from now on; what this process starts with `unbound_cores` need not."""
+    """Keep this process to one core from now on, but not what it forks; local."""
     global _unbound
-    _unbound = usable_cores()
+    if _unbound is None:
+        _unbound = usable_cores()
+        os.register_at_fork(after_in_child=release_core)
     os.sched_setaffinity(0, {core})
 
 
-def unbound_cores() -> frozenset[int] | None:
-    """Return the cores that this process could use before `keep_to_core`; None if it was not called; local."""
-    return _unbound
+def release_core(pid: int = 0) -> None:
+    """Give a process back the cores that this one had before `keep_to_core`, if that was called; local.
+
+    Args:
+        pid: The process, by default this one.
+    """
+    if _unbound is not None:
+        os.sched_setaffinity(pid, _unbound)
 
 
 @dataclass(frozen=True)

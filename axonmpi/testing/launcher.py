@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from ..launch.cpu import unbound_cores
+from ..launch.cpu import release_core
 from ..launch.variables import process_environment, without_launcher_variables
 from ..types import Seconds
 from ..utils.arguments import integer, seconds
@@ -106,19 +106,12 @@ def launch(
                 env=variables,
                 cwd=cwd,
                 start_new_session=True,
-                preexec_fn=_use_all_cores,
+                preexec_fn=release_core,
             )
             timed_out = _wait(process, limit, marker)
             taken = time.monotonic() - started
             leftover = _end_leftover(marker)
             return LaunchResult(process.returncode, _text(out), _text(err), taken, timed_out, leftover)
-
-
-def _use_all_cores() -> None:
-    """Undo, for the new job, that this rank keeps to one core."""
-    cores = unbound_cores()
-    if cores:
-        os.sched_setaffinity(0, cores)
 
 
 def _python_arguments(script_or_code: str | Path, folder: Path) -> list[str]:

@@ -44,7 +44,9 @@ def test_every_package_is_in_the_picture():
     package = REPOSITORY / "axonmpi"
     picture = (DOCS / "architecture.md").read_text().split("```")[1]
     there = {path.stem for path in package.glob("*.py") if not path.stem.startswith("__")}
-    there |= {path.parent.name for path in [*package.glob("*/__init__.py"), *package.glob("backends/*/__init__.py")]}
+    there |= {
+        path.parent.name for path in [*package.glob("*/__init__.py"), *package.glob("backends/*/__init__.py")]
+    }
     assert sorted(name for name in there if not re.search(rf"^( *|.*  ){name}\b", picture, re.MULTILINE)) == []
 
 

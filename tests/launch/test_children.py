@@ -22,20 +22,22 @@ class Look(torch.utils.data.Dataset):
         return 2
 
     def __getitem__(self, index):
+        cores = os.sched_getaffinity(0)
         seen = set(os.environ) - set(without_launcher_variables(os.environ))
         try:
             ax.World.init("mpi")
         except ax.LaunchError as error:
-            return sorted(seen), detect_launchers(), str(error)
-        return sorted(seen), [], "started"
+            return sorted(seen), detect_launchers(), str(error), cores
+        return sorted(seen), [], "started", cores
 
 def workers(world):
-    for method in (("fork",), ("fork", "forkserver", "spawn"))[world.rank]:
+    for method in ("fork", "forkserver", "spawn") if world.rank == 1 else ("fork",):
         loader = torch.utils.data.DataLoader(
             Look(), num_workers=1, collate_fn=list, multiprocessing_context=method
         )
         for item in loader:
-            (seen, launchers, message), = item
+            (seen, launchers, message, cores), = item
+            assert cores == all_cores
             assert seen == ["AXONMPI_PARENT_RANK"], seen
             assert launchers == []
             assert f"forked or spawned by rank {world.rank}, and MPI belongs to that rank alone" in message, message
@@ -65,9 +67,10 @@ def run(context, target):
 if __name__ == "__main__":
     older = multiprocessing.get_context("forkserver") if is_first_launched() else None
     assert older is None or run(older, print) == 0  # its server runs, and knows of no rank
-    world = ax.init_process_group()
+    all_cores = os.sched_getaffinity(0)
+    world = ax.init_process_group()  # keeps to one core where there are fewer cores than ranks
     before = dict(os.environ)
-    assert launched_ranks() == 2
+    assert launched_ranks() == 3
     workers(world)
     groups_of_a_fork(world)
     assert older is None or run(older, start) == 7
@@ -79,9 +82,9 @@ if __name__ == "__main__":
 
 def test_children_of_ranks():
     """Forked, spawned, from a fork server, also from one that is older than the rank; and what a fork inherits."""
-    result = launch(2, SCRIPT, timeout=200, env={"OMP_NUM_THREADS": "1"})
+    result = launch(3, SCRIPT, timeout=200, env={"OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["done", "done"]
+    assert result.stdout.split() == ["done"] * 3
     assert result.leftover == ()
 
 
