@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from public_calls import Arguments, PublicCall, public_calls
+from helpers.public_calls import Arguments, PublicCall, public_calls
 
 import axonmpi as ax
 

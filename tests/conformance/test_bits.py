@@ -7,8 +7,8 @@ import functools
 import numpy as np
 import pytest
 import torch
-from collective_table import pairwise
-from numpy_reference import same_bits
+from helpers.collective_table import pairwise
+from helpers.numpy_reference import same_bits
 from torch import Tensor
 
 import axonmpi as ax

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from collective_checks import LAYOUTS, PAYLOAD_BYTES, CollectiveChecks, allows
-from collective_table import pairwise
+from helpers.collective_checks import LAYOUTS, PAYLOAD_BYTES, CollectiveChecks, allows
+from helpers.collective_table import pairwise
+from helpers.numpy_reference import DTYPES, Shape, reductions
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy_reference import DTYPES, Shape, reductions
 
 from axonmpi import ProcessGroup, World
 

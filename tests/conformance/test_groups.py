@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from collective_checks import CollectiveChecks
+from helpers.collective_checks import CollectiveChecks
 
 import axonmpi as ax
 from axonmpi import ProcessGroup, World

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from collective_checks import CollectiveChecks
+from helpers.collective_checks import CollectiveChecks
 
 import axonmpi as ax
 from axonmpi import CollectiveMismatchError, ProcessGroup, ReduceOp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collective_table import pairwise
+from helpers.collective_table import pairwise
 
 import axonmpi as ax
 from axonmpi.errors import CollectiveMismatchError, DtypeError

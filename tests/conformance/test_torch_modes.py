@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from collective_checks import CollectiveChecks
+from helpers.collective_checks import CollectiveChecks
 
 import axonmpi as ax
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import (
+from helpers.models import (
     AS_VIEW,
     BatchNormalised,
     assert_close,

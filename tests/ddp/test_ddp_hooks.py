@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import (
+from helpers.models import (
     AFTER,
     AS_VIEW,
     AUTOMATIC,

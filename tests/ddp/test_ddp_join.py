@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from models import (
+from helpers.models import (
     NO_SYNC,
     SYNCHRONOUS,
     TINY,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import built, check_averaged, gradients_of, joined_loss, large, own_loss, wrapped
+from helpers.models import built, check_averaged, gradients_of, joined_loss, large, own_loss, wrapped
 from torch import Tensor, nn
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from models import (
+from helpers.models import (
     AS_VIEW,
     AUTOMATIC,
     DEFAULT,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import (
+from helpers.models import (
     BatchNormalised,
     adamw,
     assert_close,

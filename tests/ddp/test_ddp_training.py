@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from models import (
+from helpers.models import (
     DEFAULT,
     NO_SYNC,
     OVERLAPPED,

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from models import (
+from helpers.models import (
     AUTOMATIC,
     OVERLAPPED,
     SYNCHRONOUS,

@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from models import (
+from helpers.models import (
     AFTER,
     AS_VIEW,
     AUTOMATIC,

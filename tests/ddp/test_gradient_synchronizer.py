@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from models import AUTOMATIC, NO_SYNC, OVERLAPPED, SYNCHRONOUS, pairwise
+from helpers.models import AUTOMATIC, NO_SYNC, OVERLAPPED, SYNCHRONOUS, pairwise
 
 import axonmpi as ax
 from axonmpi import CollectiveMismatchError, GradientSynchronizer, GradSyncStrategy

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from fences import REPOSITORY
+from helpers.fences import REPOSITORY
 
 
 def test_sphinx_builds_the_site_without_warnings(tmp_path):

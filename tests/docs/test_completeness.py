@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from fences import PAGES, REPOSITORY
+from helpers.fences import PAGES, REPOSITORY
 
 import axonmpi
 from axonmpi import errors

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fences import PAGES, REPOSITORY, Fence, fences_of
+from helpers.fences import PAGES, REPOSITORY, Fence, fences_of
 
 from axonmpi import cli
 from axonmpi.cli import train

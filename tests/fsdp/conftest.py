@@ -1,14 +1,11 @@
-"""What the tests of sharded models share: the models and references of the tests of data parallelism, and nodes."""
+"""What the tests of sharded models share: where ranks are, and how models are sharded there."""
 
 import functools
-import sys
-from pathlib import Path
 
 import pytest
+from helpers.sharded import new_group
 
 import axonmpi as ax
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "ddp"))
 
 SETTINGS = {
     "one_node": ("", ax.ShardingStrategy.FULL_SHARD),
@@ -30,7 +27,5 @@ def setting(request, monkeypatch):
 @pytest.fixture
 def wrap(world, setting):
     """Return what shards a model among all ranks, which are where the setting has put them."""
-    from sharded import new_group
-
     with new_group(world) as group:
         yield functools.partial(ax.FSDP, process_group=group, sharding_strategy=setting)

@@ -6,8 +6,8 @@ import functools
 
 import pytest
 import torch
-from models import assert_close, built, loss_of
-from sharded import (
+from helpers.models import assert_close, built, loss_of
+from helpers.sharded import (
     Blocks,
     TiedBlocks,
     adamw_of,

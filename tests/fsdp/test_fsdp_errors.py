@@ -9,8 +9,8 @@ import re
 
 import pytest
 import torch
-from models import assert_close, built, loss_of
-from sharded import (
+from helpers.models import assert_close, built, loss_of
+from helpers.sharded import (
     Blocks,
     adamw_of,
     assert_gradients,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import assert_close, built
-from sharded import (
+from helpers.models import assert_close, built
+from helpers.sharded import (
     STRATEGIES,
     Blocks,
     adamw_of,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import assert_close, built, loss_of
-from sharded import (
+from helpers.models import assert_close, built, loss_of
+from helpers.sharded import (
     Blocks,
     adamw_of,
     data_for,

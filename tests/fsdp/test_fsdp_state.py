@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from models import BatchNormalised, Nothing, assert_close, built, loss_of
-from sharded import (
+from helpers.models import BatchNormalised, Nothing, assert_close, built, loss_of
+from helpers.sharded import (
     Blocks,
     TiedBlocks,
     adamw_of,

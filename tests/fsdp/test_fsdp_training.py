@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import ZOO, built, loss_of, part_of
-from sharded import (
+from helpers.models import ZOO, built, loss_of, part_of
+from helpers.sharded import (
     STRATEGIES,
     Blocks,
     Residual,

@@ -6,10 +6,10 @@ import zlib
 
 import pytest
 import torch
+from helpers.models import assert_close, built
+from helpers.sharded import Blocks, Residual, TiedBlocks, data_for, placed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import assert_close, built
-from sharded import Blocks, Residual, TiedBlocks, data_for, placed
 from torch import Tensor, nn
 
 import axonmpi as ax

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from models import BatchNormalised, assert_close, built, loss_of, part_of
-from sharded import (
+from helpers.models import BatchNormalised, assert_close, built, loss_of, part_of
+from helpers.sharded import (
     Blocks,
     TiedBlocks,
     adamw_of,

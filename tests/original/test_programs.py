@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from networks import filled
+from helpers.networks import filled
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from networks import filled
+from helpers.networks import filled
 from torch import nn
 
 import axonmpi as ax

@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from schedule_cases import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE
+from helpers.schedule_cases import GPIPE, ONE_F_ONE_B, ZERO_BUBBLE
 
 from axonmpi import cli
 from axonmpi.pipeline import Costs, Span, Timeline, make_schedule, parse_action, simulate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference import assert_step_like_one_process, batches, block, built
+from helpers.pipelines import assert_step_like_one_process, batches, block, built
 from torch import nn
 from torch.nn import functional as F
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from reference import (
+from helpers.pipelines import (
     assert_step_like_one_process,
     assert_trains_like,
     batches,

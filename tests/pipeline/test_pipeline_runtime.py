@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from reference import assert_step_like_one_process, batches, block, built
+from helpers.pipelines import assert_step_like_one_process, batches, block, built
 from torch import Tensor, nn
 from torch.nn import functional as F
 

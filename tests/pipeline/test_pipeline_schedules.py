@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from schedule_cases import (
+from helpers.schedule_cases import (
     GPIPE,
     INTERLEAVED,
     ONE_F_ONE_B,
@@ -19,7 +19,7 @@ from schedule_cases import (
     last_of_backward,
     schedule_of,
 )
-from torch_tables import torch_actions, torch_lists, torch_schedules
+from helpers.torch_tables import torch_actions, torch_lists, torch_schedules
 
 from axonmpi.pipeline import (
     Action,

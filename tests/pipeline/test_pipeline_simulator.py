@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from schedule_cases import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, every_schedule, schedule_of
+from helpers.schedule_cases import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, every_schedule, schedule_of
 
 from axonmpi.pipeline import (
     Action,

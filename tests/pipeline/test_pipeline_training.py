@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from reference import (
+from helpers.pipelines import (
     SAMPLES,
     assert_gradients,
     assert_step_like_one_process,

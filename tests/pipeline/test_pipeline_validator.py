@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.schedule_cases import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, every_schedule, schedule_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_cases import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, every_schedule, schedule_of
 
 from axonmpi.pipeline import (
     Action,

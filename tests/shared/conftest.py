@@ -1,16 +1,12 @@
-"""What tests of shared memory share: the values and references of the conformance tests, pages, whole jobs."""
+"""What tests of shared memory share: pages, and whole jobs."""
 
 import mmap
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
 from axonmpi.backends.shared.segment import PAGE, Segment
 from axonmpi.testing import launch
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "conformance"))
 
 PRELUDE = """
 import os, resource, warnings

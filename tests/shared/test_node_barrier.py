@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from placements import REAL
+from helpers.placements import REAL
 
 from axonmpi import CollectiveTimeoutError, CommunicatorError, MpiBackend, ProcessGroup, RankFailedError
 from axonmpi.backends.shared.barrier import Fence, NodeBarrier

@@ -6,8 +6,8 @@ import resource
 
 import pytest
 import torch
-from placements import REAL, Places, is_shared
-from symmetric_checks import SymmetricChecks
+from helpers.placements import REAL, Places, is_shared
+from helpers.symmetric_checks import SymmetricChecks
 
 import axonmpi as ax
 from axonmpi import CollectiveMismatchError, CommunicatorError, MpiBackend, ProcessGroup, ReduceOp

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from placements import REAL, limits
+from helpers.placements import REAL, limits
 from torch import Tensor
 
 from axonmpi import CollectiveMismatchError, ProcessGroup, ReduceOp, World

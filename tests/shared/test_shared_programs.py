@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from placements import REAL, limits
+from helpers.placements import REAL, limits
 from torch import Tensor
 
 from axonmpi import ProcessGroup, ReduceOp, World

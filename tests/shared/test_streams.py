@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from placements import REAL, agree_on_bits
+from helpers.placements import REAL, agree_on_bits
 
 from axonmpi import CollectiveMismatchError, ProcessGroup, ReduceOp, World
 

@@ -8,10 +8,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from collective_checks import Watched
-from numpy_reference import same_bits
-from placements import PLACEMENTS, REAL, Places, agree_on_bits, limits, places_in
-from symmetric_checks import pairwise
+from helpers.collective_checks import Watched
+from helpers.numpy_reference import same_bits
+from helpers.placements import PLACEMENTS, REAL, Places, agree_on_bits, limits, places_in
+from helpers.symmetric_checks import pairwise
 from torch import Tensor
 
 from axonmpi import ReduceOp

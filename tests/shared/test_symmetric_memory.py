@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.placements import REAL, agree_on_bits, is_shared, limits, shared_mappings
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from placements import REAL, agree_on_bits, is_shared, limits, shared_mappings
 from torch import Tensor
 
 from axonmpi import ProcessGroup, ReduceOp, World

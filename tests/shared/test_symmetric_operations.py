@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from numpy_reference import reductions
-from placements import PLACEMENTS, REAL, SMALL_PIECE_BYTES, Places, limits, places_in
-from symmetric_checks import SymmetricChecks, pairwise
+from helpers.numpy_reference import reductions
+from helpers.placements import PLACEMENTS, REAL, SMALL_PIECE_BYTES, Places, limits, places_in
+from helpers.symmetric_checks import SymmetricChecks, pairwise
 
 from axonmpi import ReduceOp
 from axonmpi.backends.reduction import DTYPES

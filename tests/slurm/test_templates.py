@@ -6,7 +6,7 @@ import shlex
 import shutil
 
 import pytest
-from shell_commands import REPOSITORY, command_environment, run
+from helpers.shell_commands import REPOSITORY, command_environment, run
 
 TEMPLATES = sorted((REPOSITORY / "slurm").glob("*.sh"))
 TWO_RANKS = {"one_node.sh": ["--ntasks=2"], "several_nodes.sh": ["--nodes=1", "--ntasks-per-node=2"]}

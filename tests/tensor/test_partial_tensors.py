@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.whole_models import built, randn
 from torch import Tensor, nn
 from torch.nn import functional as F
-from whole import built, randn
 
 import axonmpi as ax
 from axonmpi.tensor import full_state_dict

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-import whole
+from helpers import whole_models as whole
+from helpers.whole_models import (
+    assert_close,
+    built,
+    compare,
+    pairwise,
+    part,
+    randn,
+    rows_of_heads,
+    seeded,
+    together,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from whole import assert_close, built, compare, pairwise, part, randn, rows_of_heads, seeded, together
 
 import axonmpi as ax
 from axonmpi import (

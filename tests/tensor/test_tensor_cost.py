@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from divided import Sent, assert_close, part, randn, whole_linear
+from helpers.divided_models import Sent, assert_close, part, randn, whole_linear
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from divided import assert_close, filled, part, randn
+from helpers.divided_models import assert_close, filled, part, randn
+from helpers.whole_models import pairwise, refused
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from whole import pairwise, refused
 
 import axonmpi as ax
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.whole_models import randn, together
 from torch import nn
-from whole import randn, together
 
 import axonmpi as ax
 

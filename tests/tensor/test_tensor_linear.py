@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from divided import (
+from helpers.divided_models import (
     OF_MLP,
     OF_SIBLINGS,
     assert_close,
@@ -18,8 +18,8 @@ from divided import (
     whole_linear,
     whole_mlp,
 )
+from helpers.whole_models import pairwise, refused, together
 from torch import Tensor, nn
-from whole import pairwise, refused, together
 
 import axonmpi as ax
 from axonmpi.tensor import Shard

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from divided import (
+from helpers.divided_models import (
     MLP,
     OF_MLP,
     OF_SIBLINGS,

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from divided import Sent, assert_close, part, randn
+from helpers.divided_models import Sent, assert_close, part, randn
+from helpers.whole_models import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
-from whole import refused
 
 import axonmpi as ax
 from axonmpi.testing import run_ranks

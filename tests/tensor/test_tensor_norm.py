@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from divided import Sent
+from helpers.divided_models import Sent
+from helpers.whole_models import assert_close, built, part, randn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from whole import assert_close, built, part, randn
 
 import axonmpi as ax
 from axonmpi import sequence_parallel_norm

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.whole_models import built, randn, refused, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
-from whole import built, randn, refused, seeded
 
 import axonmpi as ax
 from axonmpi.tensor import (

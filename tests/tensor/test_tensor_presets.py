@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from helpers.whole_models import built, refused, seeded
 from torch import Tensor, nn
-from whole import built, refused, seeded
 
 import axonmpi as ax
 from axonmpi.tensor import (

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from divided import assert_close, part, randn, whole_linear
+from helpers.divided_models import assert_close, part, randn, whole_linear
+from helpers.whole_models import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from whole import refused
 
 import axonmpi as ax
 from axonmpi.tensor import enter, join_sequence, leave, split_sequence

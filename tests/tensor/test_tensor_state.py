@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.whole_models import built, refused
 from torch import Tensor, nn
-from whole import built, refused
 
 import axonmpi as ax
 from axonmpi.tensor import (

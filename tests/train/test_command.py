@@ -6,7 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from plain import plain_run
+from helpers.plain_training import plain_run
 
 import axonmpi as ax
 from axonmpi import cli

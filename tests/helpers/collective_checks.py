@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from numpy_reference import Expected, Shape, reduced, same_bits, values
 from torch import Tensor
 
 from axonmpi import ProcessGroup, ReduceOp
+from helpers.numpy_reference import Expected, Shape, reduced, same_bits, values
 
 LAYOUTS = ("contiguous", "transposed", "strided", "offset", "negated", "conjugated")
 PAYLOAD_BYTES = 112

@@ -7,9 +7,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import fake_slurm
-
 from axonmpi.launch.variables import without_launcher_variables
+
+from . import fake_slurm
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -11,12 +11,12 @@ from itertools import combinations
 from typing import Any
 
 import torch
-from collective_checks import CollectiveChecks, Watched
-from numpy_reference import Shape
-from placements import Places
 from torch import Tensor
 
 from axonmpi import ProcessGroup, ReduceOp
+from helpers.collective_checks import CollectiveChecks, Watched
+from helpers.numpy_reference import Shape
+from helpers.placements import Places
 
 
 def pairwise(**values: Sequence[Any]) -> Iterator[dict[str, Any]]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from models import BATCH, assert_close, assert_same_on_all_ranks, batch_of, built, loss_of, part_of
 from torch import Tensor, nn
 
 import axonmpi as ax
+from helpers.models import BATCH, assert_close, assert_same_on_all_ranks, batch_of, built, loss_of, part_of
 
 STRATEGIES = list(ax.ShardingStrategy)
 

@@ -19,14 +19,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from collective_checks import Watched
-from numpy_reference import same_bits
 from torch import Tensor
 
 from axonmpi import ProcessGroup, World
 from axonmpi.backends.shared.all_reduce import direct_bytes, medium_bytes
 from axonmpi.backends.shared.staging import CHUNK_BYTES, PIECE_BYTES
 from axonmpi.launch.variables import launched_ranks
+from helpers.collective_checks import Watched
+from helpers.numpy_reference import same_bits
 
 REAL = pytest.mark.skipif(launched_ranks() < 2, reason="about memory that processes share: needs an mpirun")
 PLACEMENTS = ("whole", "view", "scattered", "mixed", "alone", "foreign")
