@@ -4,7 +4,7 @@ from .base import Backend
 from .bucketing import all_reduce_coalesced, broadcast_coalesced, by_dtype
 from .checks import MAX_TAG, check_parts, check_ranks, check_tensor, wrap_dim
 from .connect import path_of
-from .mock.backend import MockBackend
+from .mock.backend import LoggedCall, MockBackend
 from .mpi.backend import MpiBackend
 from .objects import all_gather_object, broadcast_object
 from .reduction import wide_dtype
@@ -14,6 +14,7 @@ from .shared.segment import remedy
 __all__ = [
     "MAX_TAG",
     "Backend",
+    "LoggedCall",
     "MockBackend",
     "MpiBackend",
     "NodeCounters",

@@ -37,6 +37,7 @@ from torch import nn
 
 import axonmpi as ax
 from axonmpi import GradSyncStrategy
+from axonmpi.launch.topology import Topology
 
 
 def check(world: ax.World, model: ax.DistributedDataParallel, expected: dict[str, torch.Tensor]) -> None:
@@ -206,6 +207,6 @@ def test_a_part_of_the_ranks(world):
     group = pairs[world.rank // 2]
     model = wrapped(world, built(mlp), process_group=group)
     assert model.process_group is group
-    pair = ax.World(group.backend, ax.topology.Topology.of([0, 0], group.rank))
+    pair = ax.World(group.backend, Topology.of([0, 0], group.rank))
     train(model, pair)
     check(world, model, trained_alone(mlp))

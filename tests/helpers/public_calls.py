@@ -55,10 +55,12 @@ class PublicCall:
 
 
 def public_modules() -> list[Any]:
-    """The package, and what it has modules for that the docs name."""
+    """The package, and what it has modules for that the docs name; of the backends users see the classes alone."""
     text = "".join(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md"))
     named = set(re.findall(r"\b(?:axonmpi|ax)\.(\w+)", text))
-    below = [found.name for found in pkgutil.iter_modules(ax.__path__) if found.name in named | {"train"}]
+    below = [
+        found.name for found in pkgutil.iter_modules(ax.__path__) if found.name in named - {"backends"} | {"train"}
+    ]
     return [ax, *(importlib.import_module(f"axonmpi.{name}") for name in sorted(below))]
 
 
