@@ -281,7 +281,7 @@ def test_a_model_that_is_dropped_is_freed(world, wrap, context):
 @pytest.mark.ranks(2)
 @pytest.mark.real_ranks
 def test_memory_is_freed_with_the_model(world):
-    """6 models of 8 MiB, one after the other."""
+    """12 models of 8 MiB, one after the other; of some before, the allocators of all threads keep something."""
 
     def dropped() -> None:
         model = ax.FSDP(nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(2))), group)
@@ -290,12 +290,12 @@ def test_memory_is_freed_with_the_model(world):
         collect(group)
 
     group = world.default_group
-    for _ in range(2):
-        dropped()
-    before = mapped()
     for _ in range(6):
         dropped()
-    assert mapped() - before < 16 << 20
+    before = mapped()
+    for _ in range(12):
+        dropped()
+    assert mapped() - before < 24 << 20  # half of their parts' gradients alone
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_mount(), reason="no folder is known to be memory")
