@@ -1,8 +1,8 @@
 """From whole gradients on every rank to the sum's shard on one.
 
-fulls' .grad   | weight ........ | bias |     what autograd leaves, on each rank
-reduce-scatter
-parts' .grad       | weight |                 the average over all ranks: this rank's shard of it
+    fulls' .grad   | weight ........ | bias |     what autograd leaves, on each rank
+                        reduce-scatter
+    parts' .grad       | weight |                 the average over all ranks: this rank's shard of it
 """
 
 from __future__ import annotations

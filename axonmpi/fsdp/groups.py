@@ -1,7 +1,7 @@
 """Which ranks share the parameters out, and which hold replicas.
 
-HYBRID_SHARD on two nodes of two ranks      node 0: ranks 0 1     shard groups 0 1 | 2 3
-node 1: ranks 2 3     replica groups 0 2 | 1 3
+    HYBRID_SHARD on two nodes of two ranks      node 0: ranks 0 1     shard groups 0 1 | 2 3
+                                                node 1: ranks 2 3     replica groups 0 2 | 1 3
 """
 
 from __future__ import annotations

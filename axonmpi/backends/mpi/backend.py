@@ -1,12 +1,12 @@
 """Collectives on CPU tensors over MPI.
 
-Every collective begins with one all-gather of a 128-byte slot a rank (`mpi_slots`): mismatched calls are
+Every collective begins with one all-gather of a 128-byte slot a rank (`handshake`): mismatched calls are
 noticed on every rank before anything else is sent, and a small operation (a loss, a counter, a flag) is
 complete after this one message. Larger data takes one of these ways, which `connect` chooses when a group is made:
 
-    node_paths        all ranks on one node: through memory that they share
-    two_level_paths   several nodes: through shared memory on each, and in lanes between them
-    plain_paths       everything else: MPI calls
+    shared            all ranks on one node: through memory that they share
+    network           several nodes: through shared memory on each, and in lanes between them
+    plain             everything else: MPI calls
 
 Operations that send something else to each rank (gather, scatter, all-to-all, messages) are MPI messages always.
 """

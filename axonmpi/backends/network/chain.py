@@ -5,7 +5,7 @@
     Exchange   an all-gather: each node's blocks to all others
 
 Each takes a chunk of data out of the memory that a node's ranks share, or puts one there, and passes it on to
-another node. `two_level_paths` cuts the chunks, gives each its turn, and lets the ranks of a node meet between
+another node. `collectives` cuts the chunks, gives each its turn, and lets the ranks of a node meet between
 turns. A rank without a lane takes part in the turns and sends nothing.
 """
 

@@ -12,7 +12,7 @@ flows in chunks, so that all nodes and both directions of the network work at th
 direction carries the data once, which is the least possible (Patarasu and Yuan 2009); with many, twice.
 
 Waiting for the network is done by looking now and then, and sleeping in between: the cores are for computing.
-This file cuts the data and orders the turns; `node_chain` is what a lane does in its turn, `lanes` its messages.
+This file cuts the data and orders the turns; `chain` is what a lane does in its turn, `channels` its messages.
 """
 
 from __future__ import annotations

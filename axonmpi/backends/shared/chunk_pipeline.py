@@ -1,7 +1,7 @@
 """How chunks of data take their turns in scratch memory that the ranks of a node share.
 
 Every chunk goes through the same steps, one a turn, with a barrier between turns. What one turn writes, the next
-one reads: each writes another place than the one before. `node_choice` says whether there are two places or many.
+one reads: each writes another place than the one before. `choice` says whether there are two places or many.
 The order of additions is that of ranks either way, and so are the bits of the result.
 """
 

@@ -7,7 +7,7 @@ chunks are at different steps at the same time:
     turn 1   copy in chunk 1    reduce own slice of chunk 0                              barrier
     turn 2   copy in chunk 2    reduce own slice of chunk 1    copy out chunk 0          barrier ...
 
-`node_turns` says which scratch memory a turn writes and the next one reads. A rank's own slice never leaves its
+`chunk_pipeline` says which scratch memory a turn writes and the next one reads. A rank's own slice never leaves its
 tensor. Where ranks outnumber the cores, some wait for what Python does for others: so all views
 that a chunk takes are made once, and found again by the tensor's address.
 """

@@ -6,7 +6,7 @@ own slice over the memory of all ranks, piece by piece, and writes the result wh
     rank 0's memory  | a0 | b0 |      rank 0: a0 + a1 → both a      rank 1: b0 + b1 → both b
     rank 1's memory  | a1 | b1 |      two barriers, the first with the fingerprint of the call
 
-An ordinary tensor goes through scratch memory, in chunks that stay in the cache: `node_chunks` has the reductions.
+An ordinary tensor goes through scratch memory, in chunks that stay in the cache: `chunks` has the reductions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The first message of every collective, through memory that the node's ranks share.
 
-The same slots as in `mpi_slots`, written to shared memory instead of sent: a barrier brings the fingerprints along.
-There are two places for each slot, used in turn, since a quick rank writes its next one while a slow rank
-still reads.
+The same slots as in `backends.handshake`, written to shared memory instead of sent: a barrier brings the
+fingerprints along. There are two places for each slot, used in turn, since a quick rank writes its next one while
+a slow rank still reads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The lines between the ranks of a pipeline, from step to step.
 
-first step with inputs of a shape     messages, each with its form; afterwards the ranks tell each other
-how large their mailboxes have to be, and allocate them together
-later steps                           mailboxes between ranks of a node, messages between nodes
+    first step with inputs of a shape     messages, each with its form; afterwards the ranks tell each other
+                                          how large their mailboxes have to be, and allocate them together
+    later steps                           mailboxes between ranks of a node, messages between nodes
 """
 
 from __future__ import annotations

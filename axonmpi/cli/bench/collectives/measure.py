@@ -3,7 +3,7 @@
     symmetric   ours, on a tensor of `symmetric_empty`
     ordinary    ours, on any other tensor
     mpi         mpi4py on numpy arrays, in place where MPI can do that; float32 only, MPI has no bfloat16;
-                here at MPI_THREAD_MULTIPLE, see `collectives_mpi`
+                here at MPI_THREAD_MULTIPLE, see `mpi`
     gloo        torch.distributed
     memcpy      each rank copies as many bytes within its own memory, all at once: the floor
 

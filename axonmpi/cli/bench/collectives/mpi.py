@@ -6,7 +6,7 @@ communication. The ranks have the same settings and cores as in the other job.
 
     axonmpi bench collectives
     ├─ mpirun ...   collectives.measure        all variants, MPI at MPI_THREAD_MULTIPLE
-    └─ mpirun ...   collectives_mpi.measure    MPI at MPI_THREAD_FUNNELED
+    └─ mpirun ...   mpi.measure                MPI at MPI_THREAD_FUNNELED
 
 `add` puts the two together: the quicker one is "MPI".
 """
