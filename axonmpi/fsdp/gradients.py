@@ -3,6 +3,8 @@
     fulls' .grad   | weight ........ | bias |     what autograd leaves, on each rank
                         reduce-scatter
     parts' .grad       | weight |                 the average over all ranks: this rank's shard of it
+
+Replicas average their shards after that.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
     first step with inputs of a shape     messages, each with its form; afterwards the ranks tell each other
                                           how large their mailboxes have to be, and allocate them together
     later steps                           mailboxes between ranks of a node, messages between nodes
+
+Inputs of another shape make a first step again.
 """
 
 from __future__ import annotations
