@@ -3,7 +3,7 @@
     HYBRID_SHARD on two nodes of two ranks      node 0: ranks 0 1     shard groups 0 1 | 2 3
                                                 node 1: ranks 2 3     replica groups 0 2 | 1 3
 
-Parameters cross the network between replicas only, as averages of gradients.
+In a step only gradients cross the network, between replicas.
 """
 
 from __future__ import annotations
