@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import CollectiveTimeoutError, RankFailedError
 from ..types import Observer, Seconds, Work
 from ..utils.arguments import seconds
-from ..utils.waiting import Pause, Steps, compute_beside
+from ..utils.waiting import Steps, compute_beside, network_backoff
 
 __all__ = ["Worker", "WorkerWork"]
 
@@ -172,12 +172,12 @@ class Worker:
         compute_beside()
         self._closing = False
         under_way: deque[WorkerWork] = deque()
-        pause = Pause()
+        backoff = network_backoff()
         while self._take_in(under_way):
             if self._advance(under_way):
-                pause.end()
+                backoff.reset()
             elif under_way:
-                pause.rest()
+                backoff.rest()
 
     def _take_in(self, under_way: deque[WorkerWork]) -> bool:
         """Begin the next operation if it may begin beside those under way; False if there is no more to do."""

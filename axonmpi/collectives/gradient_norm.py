@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..backends import Backend
 from ..groups.world import ProcessGroup, group_of_this_rank
 from ..utils.arguments import check_flags, either_group_name, number
+from ..utils.torch_internals import plain_tensors, scale_all
 from .divided_parameters import Axis, axes_of, replicas_of
 
 __all__ = ["Copies", "clip_grad_norm", "clip_over", "copy_counts", "divided_axes"]
@@ -113,7 +114,7 @@ def clip_over(
     if not norm_type > 0:
         raise ValueError(f"norm_type: expected a positive number or infinity, got {norm_type}")
     gradients = [(p.grad, count) for p, count in counted if p.grad is not None]
-    with torch._C.DisableTorchFunctionSubclass():  # which would refuse to take the norm of a part
+    with plain_tensors():  # which would refuse to take the norm of a part
         power = _power([(gradient, count) for gradient, count in gradients if count != math.inf], norm_type)
         for group in groups:
             power = _joined(power, max_norm, norm_type, group.backend)
@@ -122,7 +123,7 @@ def clip_over(
             raise RuntimeError(f"the norm of the gradient is {norm}, so it cannot be clipped")
         factor = max_norm / (norm + _TINY)
         if gradients and (factor < 1 or not math.isfinite(norm)):
-            torch._foreach_mul_([gradient for gradient, _ in gradients], factor)
+            scale_all((gradient for gradient, _ in gradients), factor)
     return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
 

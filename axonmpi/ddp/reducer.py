@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
 from ..collectives.divided_parameters import Axis, axes_of, replicate
@@ -32,7 +31,8 @@ from ..errors import CollectiveTimeoutError, RankFailedError, UnusedParameterErr
 from ..groups.world import ProcessGroup
 from ..types import GradSyncStrategy, ReduceOp, Work
 from ..utils.text import name_ranks
-from ..wrapping.autograd import hook_gradient, outside_compile
+from ..utils.torch_internals import after_backward, in_backward, outside_compile
+from ..wrapping.autograd import hook_gradient
 from ..wrapping.partial import mark_gradients
 from .buckets import Bucket, LargeGradient, make_buckets, share_memory
 from .unused import unused_message
@@ -197,10 +197,10 @@ class Reducer:
             return
         if reduces:
             self._open = True
-            Variable._execution_engine.queue_callback(self._finish)
+            after_backward(self._finish)
         elif not self._accumulates:
             self._accumulates = True
-            Variable._execution_engine.queue_callback(self._end_accumulation)
+            after_backward(self._end_accumulation)
 
     def _end_accumulation(self) -> None:
         self._accumulates = False
@@ -210,7 +210,7 @@ class Reducer:
 
         They wait for this rank's gradients, and get an error instead.
         """
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             return
         self._accumulates = False
         if self._open:

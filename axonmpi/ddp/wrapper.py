@@ -21,7 +21,8 @@ from ..errors import DtypeError
 from ..groups.world import ProcessGroup, group_of_this_rank
 from ..types import GradSyncStrategy
 from ..utils.arguments import check_flags, either_group_name, hint, member
-from ..wrapping.autograd import accumulates_into, leaf_below, outside_compile, tensors_in
+from ..utils.torch_internals import outside_compile
+from ..wrapping.autograd import accumulates_into, leaf_below, tensors_in
 from ..wrapping.linear import LinearLayers
 from ..wrapping.state_names import Wrapper, hide_wrapper
 from .join import Join, Stateful

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..groups.world import ProcessGroup
+from ..utils.torch_internals import plain_tensors
 
 __all__ = ["IN_MEMORY", "Files", "OffloadedParameter", "file_system_of"]
 
@@ -129,7 +130,7 @@ class OffloadedParameter(nn.Parameter):
     ) -> Any:
         """Make tensors that are `like` this one in files; everything else is as usual."""
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_tensors():
             if function in _LIKE and isinstance(args[0], OffloadedParameter) and kwargs.get("device") is None:
                 model = args[0]
                 made = model.files.own(model.shape, kwargs.get("dtype") or model.dtype)

@@ -18,11 +18,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 
 from ..groups.world import ProcessGroup
 from ..types import ReduceOp
-from ..wrapping.autograd import accumulates_into, leaf_below, outside_compile, tensors_in
+from ..utils.torch_internals import (
+    after_backward,
+    in_backward,
+    next_sequence_number,
+    outside_compile,
+    sequence_number,
+)
+from ..wrapping.autograd import accumulates_into, leaf_below, tensors_in
 from .flat_parameter import State
 from .gradients import FlatGradient
 from .unit import ShowsWholes, Unit, check_parts
@@ -112,17 +118,17 @@ class Run:
     @outside_compile
     def before_forward(self, unit: Unit) -> None:
         """Make a unit's parameters whole; collective."""
-        if not self._stack and torch._C._current_graph_task_id() == -1:
+        if not self._stack and not in_backward():
             self._begin_pass()
         unit.begin_gather()
         unit.finish_gather()
         unit.version = unit.changes()
         self._stack.append(unit)
-        self._starts.append(torch._C._autograd._get_sequence_nr())
+        self._starts.append(next_sequence_number())
         unit.active += 1
         if unit.active == 1:
             unit.install_fulls()
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             self._events += 1
             if self._records:
                 unit.first_event = min(unit.first_event, self._events)
@@ -139,7 +145,7 @@ class Run:
         unit.active -= 1
         self._stack.pop()
         start = self._starts.pop()
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             self._events += 1
         if torch.is_grad_enabled():
             self._watch(unit, output, start)
@@ -148,10 +154,10 @@ class Run:
 
     def _watch(self, unit: Unit, output: Any, start: int) -> None:
         is_outermost = not self._stack
-        event = self._events if torch._C._current_graph_task_id() == -1 else None
+        event = self._events if not in_backward() else None
         for tensor in tensors_in(output):
             node = tensor.grad_fn
-            if node is not None and node._sequence_nr() >= start:  # not one that the unit was given
+            if node is not None and sequence_number(node) >= start:  # not one that the unit was given
                 leaf = leaf_below(tensor) if is_outermost else None
                 self._watch_output(self, tensor, unit, event, is_outermost, leaf)
 
@@ -214,14 +220,14 @@ class Run:
     @outside_compile
     def shows_in_backward(self, unit: Unit) -> bool:
         """Make a unit's parameters whole for what is computed once more in backward, if that is now; collective."""
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             return False
         unit.begin_gather()
         unit.finish_gather()
         unit.install_fulls()
         unit.shown = True
         if not self._shown:
-            Variable._execution_engine.queue_callback(self._hide)
+            after_backward(self._hide)
         self._shown.append(unit)
         return True
 
@@ -269,7 +275,7 @@ class Run:
     def _open_backward(self) -> None:
         if not self._open:
             self._open = True
-            Variable._execution_engine.queue_callback(self._end_backward)
+            after_backward(self._end_backward)
 
     @torch.no_grad()
     def _end_backward(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..utils.torch_internals import set_version
 from .flat_parameter import FlatParameter, State
 from .guard import guard
 
@@ -33,7 +34,7 @@ class Slot:
 
     def set_version(self, version: int) -> None:
         """Tell autograd whose values these are: what it saved of another unit is not to be used; local."""
-        torch._C._autograd._unsafe_set_version_counter((self.memory,), (version,))
+        set_version(self.memory, version)
 
 
 class Runs(Protocol):

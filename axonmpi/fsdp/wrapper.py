@@ -15,7 +15,7 @@ from ..collectives.agreement import check_same_model
 from ..collectives.gradient_norm import Copies
 from ..groups.world import ProcessGroup
 from ..utils.arguments import check_flags, check_functions, either_group_name, member
-from ..wrapping.autograd import outside_compile
+from ..utils.torch_internals import outside_compile
 from ..wrapping.state_names import Wrapper, hide_wrapper
 from . import clipping, hooks, memory, state
 from .construction import Choices, build_flats, initialise, initialise_buffers, make_slots

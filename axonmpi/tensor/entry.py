@@ -24,6 +24,7 @@ from torch import Tensor
 from ..groups.world import ProcessGroup
 from ..matmul import product
 from ..types import ReduceOp, Work
+from ..utils.torch_internals import backward_number
 
 __all__ = ["Entered", "Entry"]
 
@@ -97,7 +98,7 @@ class Entry:
             grad: [N, out] of the layer's outputs.
             weight: [out, in] of the layer.
         """
-        backward = torch._C._current_graph_task_id()
+        backward = backward_number()
         if self._backward != backward:  # one that has failed may have left its parts
             self._begin(backward)
         part = product(grad, weight)

@@ -10,13 +10,21 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["Pause", "Steps", "compute_beside", "in_inference_mode", "is_beside_computation", "run_steps"]
+__all__ = [
+    "Backoff",
+    "Steps",
+    "compute_beside",
+    "in_inference_mode",
+    "is_beside_computation",
+    "network_backoff",
+    "run_steps",
+]
 
 YIELDS = 10
 """How often a thread gives way before it naps: beside one that computes, a nap is over sooner."""
-_NAP_SECONDS = 1e-4
-_NAP_BESIDE_SECONDS = 5e-4
-"""Each look takes a core from those that compute, and the network has enough to do meanwhile."""
+NAP_SECONDS = 1e-4
+NAP_BESIDE_SECONDS = 5e-4
+"""Of a thread that communicates while others compute: each look takes a core from them."""
 
 T = TypeVar("T")
 Steps = Generator[bool, None, T]
@@ -25,32 +33,48 @@ Steps = Generator[bool, None, T]
 _thread = threading.local()
 
 
-class Pause:
-    """Waiting for what other ranks or the network do, between two looks."""
+class Backoff:
+    """Waiting between two looks at what other ranks, processes or the network do: yields the core, then naps.
 
-    def __init__(self) -> None:
-        beside = is_beside_computation()
-        self._yields = 0 if beside else YIELDS
-        self._nap = _NAP_BESIDE_SECONDS if beside else _NAP_SECONDS
-        self._looks = 0
+    A nap is a tenth of the time waited so far, within limits.
+
+    Args:
+        yields: How often the core is yielded before the first nap.
+        shortest: Seconds of the shortest nap.
+        longest: Seconds of the longest; `shortest` if not given.
+    """
+
+    def __init__(self, yields: int = 0, shortest: float = NAP_SECONDS, longest: float | None = None) -> None:
+        self._yields = yields
+        self._shortest = shortest
+        self._longest = shortest if longest is None else longest
+        self._left = yields
+        self._began = 0.0
 
     def rest(self) -> None:
-        """Wait before the next look."""
-        naps = self._looks - self._yields
-        if naps < 0:
+        """Wait before the next look; local."""
+        if self._left > 0:
+            self._left -= 1
             os.sched_yield()
-        else:
-            time.sleep(self._nap)
-        self._looks += 1
+            return
+        if not self._began:
+            self._began = time.monotonic()
+        time.sleep(min(max((time.monotonic() - self._began) / 10, self._shortest), self._longest))
 
-    def end(self) -> None:
-        """Take note that something has come."""
-        self._looks = 0
+    def reset(self) -> None:
+        """Begin anew: what was waited for has come; local."""
+        self._left = self._yields
+        self._began = 0.0
+
+
+def network_backoff() -> Backoff:
+    """Return a Backoff for what the network brings; local."""
+    return Backoff(0, NAP_BESIDE_SECONDS) if is_beside_computation() else Backoff(YIELDS)
 
 
 def run_steps(steps: Steps[T]) -> T:
     """Run an operation to its end, waiting where it does not get on; local."""
-    pause = Pause()
+    backoff = network_backoff()
     while True:
         try:
             moved = next(steps)
@@ -58,9 +82,9 @@ def run_steps(steps: Steps[T]) -> T:
             value: T = end.value
             return value
         if moved:
-            pause.end()
+            backoff.reset()
         else:
-            pause.rest()
+            backoff.rest()
 
 
 def in_inference_mode(steps: Steps[T]) -> Steps[T]:

@@ -1,28 +1,22 @@
-"""How wrappers of modules meet autograd and the compiler.
+"""How wrappers of modules meet autograd.
 
-What a model's output says about the backward that will start from it, where a wrapper hears of gradients, and what
-torch.compile must not look into.
+What a model's output says about the backward that will start from it, and where a wrapper hears of gradients.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from ..utils.torch_internals import engine_runs, hooks_on
 from .partial import mark_gradient
 
-__all__ = ["accumulates_into", "hook_gradient", "is_watched", "leaf_below", "outside_compile", "tensors_in"]
-
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
+__all__ = ["accumulates_into", "hook_gradient", "is_watched", "leaf_below", "tensors_in"]
 
 _WATCHED = "_axonmpi_watched"
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -70,10 +64,9 @@ def accumulates_into(leaf: Node | None) -> bool:
     if leaf is None:
         return True
     try:
-        runs: bool = torch._C._will_engine_execute_node(leaf)
+        return engine_runs(leaf)
     except RuntimeError:  # torch.autograd.grad, asked for this very leaf
         return False
-    return runs
 
 
 def hook_gradient(parameter: Tensor, hook: Callable[[Any, Any], None]) -> tuple[Node, RemovableHandle]:
@@ -93,13 +86,6 @@ def hook_gradient(parameter: Tensor, hook: Callable[[Any, Any], None]) -> tuple[
 
 def is_watched(parameter: Any) -> bool:
     """Say whether hooks want to see a parameter's gradient; local."""
-    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
-    only_marks = all(hook is mark_gradient for hook in hooks)
-    return bool(parameter._backward_hooks) or not only_marks or getattr(parameter, _WATCHED, False)
-
-
-def outside_compile(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorate a function that communicates, so that torch.compile does not trace it into a model's graph."""
-    # torch.compiler.disable is the public form, which imports the whole compiler at once and not at the first call.
-    outside: Callable[_Arguments, _Result] = _disable_dynamo(function)
-    return outside
+    before, after = hooks_on(parameter)
+    only_marks = all(hook is mark_gradient for hook in after)
+    return bool(before) or not only_marks or getattr(parameter, _WATCHED, False)

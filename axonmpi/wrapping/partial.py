@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..collectives.divided_parameters import axes_of, is_shown_in_part
+from ..utils.torch_internals import plain_tensors
 
 __all__ = [
     "OF_ALL_PARAMETERS",
@@ -55,7 +56,7 @@ class _Part(Tensor):
         name = getattr(function, "__name__", "")
         if name in cls.refused:
             cls.refuse()
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_tensors():
             result = function(*args, **(kwargs or {}))
             is_new = type(result) is Tensor and not any(result is given for given in args)
             if is_new and name != "as_subclass":

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...utils.waiting import Pause
+from ...utils.waiting import network_backoff
 from ..shared.staging import round_down
 
 __all__ = [
@@ -67,9 +67,9 @@ class Nodes:
 
 def wait_gently(request: Any) -> None:
     """Wait for an MPI request, asleep most of the time."""
-    pause = Pause()
+    backoff = network_backoff()
     while not request.Test():
-        pause.rest()
+        backoff.rest()
 
 
 class Message:
