@@ -1,0 +1,94 @@
+"""All that this package uses of torch without a public name; tested on torch 2.11 and 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.autograd import Variable
+from torch.autograd.graph import Node
+
+__all__ = [
+    "after_backward",
+    "backward_number",
+    "engine_runs",
+    "hooks_on",
+    "in_backward",
+    "next_sequence_number",
+    "outside_compile",
+    "plain_tensors",
+    "scale_all",
+    "sequence_number",
+    "set_version",
+]
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+plain_tensors = torch._C.DisableTorchFunctionSubclass
+"""A context in which functions treat subclasses of Tensor as Tensor itself."""
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Have a function called when the backward that runs now has done all its nodes; local."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def backward_number() -> int:
+    """Return the number of the backward that the calling thread runs, -1 if it runs none; local."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
+def in_backward() -> bool:
+    """Say whether the calling thread runs a backward; local."""
+    return backward_number() != -1
+
+
+def engine_runs(node: Node) -> bool:
+    """Say whether the backward that runs now will execute a node; local.
+
+    Raises:
+        RuntimeError: No backward runs, or it is a `torch.autograd.grad` that was asked for this very leaf.
+    """
+    runs: bool = torch._C._will_engine_execute_node(node)
+    return runs
+
+
+def next_sequence_number() -> int:
+    """Return the number that the next node of autograd's graph in this thread will have; local."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def sequence_number(node: Node) -> int:
+    """Return the number of a node of autograd's graph, which grows in the order in which nodes are made; local."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def set_version(tensor: Tensor, version: int) -> None:
+    """Set the number by which autograd notices that a tensor it has saved was changed; local."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def hooks_on(parameter: Any) -> tuple[list[Any], list[Any]]:
+    """Return the hooks on a parameter's gradient, and those that run after it was accumulated; local."""
+    return [*(parameter._backward_hooks or {}).values()], [*(parameter._post_accumulate_grad_hooks or {}).values()]
+
+
+def scale_all(tensors: Iterable[Tensor], factor: float) -> None:
+    """Multiply tensors by a number, in place; local."""
+    torch._foreach_mul_([*tensors], factor)
+
+
+def outside_compile(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Decorate a function that torch.compile shall not trace.
+
+    `torch.compiler.disable` is the public form, which imports the whole compiler at once and not at the first call.
+    """
+    outside: Callable[_Arguments, _Result] = _disable_dynamo(function)
+    return outside
