@@ -4,6 +4,7 @@ from .base import Backend
 from .bucketing import all_reduce_coalesced, broadcast_coalesced, by_dtype
 from .checks import MAX_TAG, check_parts, check_ranks, check_tensor, wrap_dim
 from .connect import path_of
+from .local import LocalBackend
 from .mock.backend import LoggedCall, MockBackend
 from .mpi.backend import MpiBackend
 from .objects import all_gather_object, broadcast_object
@@ -14,6 +15,7 @@ from .shared.segment import remedy
 __all__ = [
     "MAX_TAG",
     "Backend",
+    "LocalBackend",
     "LoggedCall",
     "MockBackend",
     "MpiBackend",

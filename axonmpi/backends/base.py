@@ -3,7 +3,7 @@
 A `Backend` is a communicator for one fixed set of ranks. Its public methods check the arguments, say which
 `Call` this is, and hand over to the subclass, which only moves data:
 
-    all_reduce(t) ─ check ─ Call("all_reduce", float32, [4], SUM) ─┬─ now ─────── _all_reduce(call, t)
+    all_reduce(t) ─ check ─ Call("all_reduce", float32, [4], SUM) ─┬─ now ─────── _reduce(call, t)
                                                                    └─ async_op ── the same on the worker thread
 
 Every collective begins by comparing the fingerprints of the ranks' calls. Ranks that called
@@ -25,6 +25,7 @@ from torch import Tensor
 from ..errors import CommunicatorError, DtypeError
 from ..types import Observer, ReduceOp, Seconds, Work
 from ..utils.arguments import check_flags, member, seconds
+from ..utils.cache import BoundedCache
 from ..utils.waiting import Steps, in_inference_mode
 from .call import Call, Layout
 from .checks import (
@@ -44,10 +45,9 @@ from .checks import (
 from .concat_view import FlatParts
 from .reduction import check_reducible, wide_dtype
 from .shared.counters import WORDS_PER_COUNTER, NodeCounters
+from .tuning import MAX_CALLS
 
 __all__ = ["Backend", "TaskQueue"]
-
-_MAX_CACHED_CALLS = 4096
 
 
 class TaskQueue(Protocol):
@@ -93,7 +93,7 @@ class Backend(ABC):
         self.timeout = seconds("timeout", timeout)
         self.observer: Observer | None = None
         self._closed: str | None = None
-        self._calls: dict[Any, Call] = {}
+        self._calls: BoundedCache[Any, Call] = BoundedCache(MAX_CALLS)
         self._worker = worker
 
     @property
@@ -125,7 +125,7 @@ class Backend(ABC):
         """
         tensor = check_writable(tensor, self.name, self.device_types)
         call = self._call("all_reduce", tensor.dtype, tensor.shape, op, layout=layout)
-        work: Work | None = self._run(async_op, call, self._all_reduce, tensor)
+        work: Work | None = self._run(async_op, call, self._reduce, tensor)
         return work
 
     def reduce(
@@ -328,9 +328,9 @@ class Backend(ABC):
     def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate a tensor that the other ranks of the node can read and write too; collective.
 
-        Collectives on such tensors need no copies. Where memory cannot be shared the tensor is an ordinary
-        one, which
-        works the same but slower. Each rank has memory of its own; it is freed when the last tensor on it is gone.
+        Collectives on such tensors need no copies. Where memory cannot be shared the tensor is an ordinary one,
+        which works the same but slower. Each rank has memory of its own; it is freed when the last tensor on it is
+        gone.
 
         Args:
             shape: The same on all ranks.
@@ -398,9 +398,7 @@ class Backend(ABC):
         if self.rank == self.node_ranks[0]:
             memory.zero_()
         self.barrier()
-        return NodeCounters(
-            memory.view(-1), self._fence(), self._patience, self.check_peers, self.give_way, self.is_crowded
-        )
+        return self._counters(memory.view(-1))
 
     def all_gather_into(
         self, output: Tensor, tensor: Tensor | None, sizes: Sequence[int], *, async_op: bool = False
@@ -649,24 +647,8 @@ class Backend(ABC):
                 assert dtype is not None
                 check_reducible(dtype, op)  # no reduction at all, None, is refused here
             call = Call(operation, dtype, tuple(shape), op, root, layout)
-            if len(self._calls) >= _MAX_CACHED_CALLS:
-                self._calls.clear()
-            self._calls[index] = call
+            self._calls.add(index, call)
         return call
-
-    def _fence(self) -> Callable[[], None] | None:
-        """Return a full memory barrier for what ranks have in common, None where none is needed; local."""
-        return None
-
-    @property
-    def _patience(self) -> float | None:
-        """Seconds after which a rank gives up waiting for another."""
-        return self.timeout
-
-    @property
-    def is_crowded(self) -> bool:
-        """Whether ranks outnumber the cores, so that a rank that waits should soon sleep."""
-        return True
 
     def give_way(self) -> None:
         """Let other ranks run for a moment; local."""
@@ -688,10 +670,8 @@ class Backend(ABC):
     # ---- what a backend provides: arguments are checked; tensors may have any strides -----------------------
 
     @abstractmethod
-    def _all_reduce(self, call: Call, tensor: Tensor) -> None: ...
-
-    @abstractmethod
-    def _reduce(self, call: Call, tensor: Tensor) -> None: ...
+    def _reduce(self, call: Call, tensor: Tensor) -> None:
+        """Reduce onto the call's root, or onto all ranks if it has none."""
 
     @abstractmethod
     def _broadcast(self, call: Call, tensor: Tensor) -> None: ...
@@ -719,6 +699,9 @@ class Backend(ABC):
 
     @abstractmethod
     def _node_empty(self, call: Call) -> Tensor: ...
+
+    @abstractmethod
+    def _counters(self, memory: Tensor) -> NodeCounters: ...
 
     @abstractmethod
     def _all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None: ...

@@ -20,6 +20,8 @@ from torch import Tensor
 from ..errors import DtypeError
 from ..types import ReduceOp
 from ..utils.arguments import member
+from ..utils.cache import BoundedCache
+from .tuning import MAX_PLANS, WIDE_ELEMENTS
 
 __all__ = [
     "DTYPES",
@@ -50,9 +52,6 @@ _ACCUMULATE_IN = {
 }
 _ROUNDED_ONCE = (torch.float16, torch.bfloat16)
 """Torch computes a single operation on two of these in float32 and rounds the result: the same bits."""
-_WIDE_ELEMENTS = 1 << 17
-"""How many elements are converted at a time, so that their float32 values stay in the cache."""
-_MAX_VIEWS = 256
 _thread = threading.local()
 _SIGNED_TWIN = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _BINARY: dict[ReduceOp, Callable[..., Tensor]] = {
@@ -170,8 +169,8 @@ def _average(parts: Sequence[Tensor], out: Tensor) -> None:
 
 
 def _reduce_wide(parts: Sequence[Tensor], out: Tensor, op: ReduceOp, wide: torch.dtype) -> None:
-    if out.numel() > _WIDE_ELEMENTS and out.dim() and out.shape[0] > 1:
-        rows = max(1, _WIDE_ELEMENTS * out.shape[0] // out.numel())
+    if out.numel() > WIDE_ELEMENTS and out.dim() and out.shape[0] > 1:
+        rows = max(1, WIDE_ELEMENTS * out.shape[0] // out.numel())
         for at in range(0, out.shape[0], rows):
             _reduce_wide([part[at : at + rows] for part in parts], out[at : at + rows], op, wide)
         return
@@ -188,20 +187,18 @@ def _reduce_wide(parts: Sequence[Tensor], out: Tensor, op: ReduceOp, wide: torch
 
 def _workspace(out: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return two tensors of the shape of `out`, in memory that each thread keeps for this."""
-    if out.numel() > _WIDE_ELEMENTS or out.device.type != "cpu":
+    if out.numel() > WIDE_ELEMENTS or out.device.type != "cpu":
         return torch.empty_like(out, dtype=wide), torch.empty_like(out, dtype=wide)
-    views: dict[Any, tuple[Tensor, Tensor]] | None = getattr(_thread, "views", None)
+    views: BoundedCache[Any, tuple[Tensor, Tensor]] | None = getattr(_thread, "views", None)
     if views is None:
-        views = _thread.views = {}
+        views = _thread.views = BoundedCache(MAX_PLANS)
         with torch.inference_mode(False):
-            _thread.memory = torch.empty(2, _WIDE_ELEMENTS * 8, dtype=torch.uint8, device="cpu")
+            _thread.memory = torch.empty(2, WIDE_ELEMENTS * 8, dtype=torch.uint8, device="cpu")
     found = views.get((out.shape, wide))
     if found is None:
-        if len(views) >= _MAX_VIEWS:
-            views.clear()
         with torch.inference_mode(False):
             first, second = _thread.memory[:, : out.numel() * wide.itemsize].view(wide).unbind(0)
-            found = views[out.shape, wide] = first.view(out.shape), second.view(out.shape)
+            found = views.add((out.shape, wide), (first.view(out.shape), second.view(out.shape)))
     return found
 
 

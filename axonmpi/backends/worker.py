@@ -20,11 +20,9 @@ from ..errors import CollectiveTimeoutError, RankFailedError
 from ..types import Observer, Seconds, Work
 from ..utils.arguments import seconds
 from ..utils.waiting import Steps, compute_beside, network_backoff
+from .tuning import OPERATIONS_UNDER_WAY
 
 __all__ = ["Worker", "WorkerWork"]
-
-_MOST_UNDER_WAY = 3
-"""Enough that the next one's data is on its way before the last of this one's is back."""
 
 
 class WorkerWork(Work):
@@ -185,7 +183,7 @@ class Worker:
             self._next = self._queue.get()
             self._closing = self._next is None
         work = self._next
-        if work is not None and (not under_way or (work.in_steps and len(under_way) < _MOST_UNDER_WAY)):
+        if work is not None and (not under_way or (work.in_steps and len(under_way) < OPERATIONS_UNDER_WAY)):
             self._next = None  # or the last operation's tensors would live until the next one
             work.run()
             under_way.append(work)

@@ -102,7 +102,7 @@ class CoreShare:
     least: float
 
     @property
-    def crowded(self) -> bool:
+    def oversubscribed(self) -> bool:
         """Whether ranks outnumber the cores anywhere."""
         return self.least < 0.999
 

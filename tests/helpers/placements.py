@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from axonmpi import ProcessGroup, World
-from axonmpi.backends.shared.all_reduce import direct_bytes, medium_bytes
-from axonmpi.backends.shared.staging import CHUNK_BYTES, PIECE_BYTES
+from axonmpi.backends.shared.all_reduce import replicated_bytes
+from axonmpi.backends.tuning import CHUNK_BYTES, SLICE_BYTES
 from axonmpi.launch.variables import launched_ranks
 from helpers.collective_checks import Watched
 from helpers.numpy_reference import same_bits
@@ -106,7 +106,12 @@ class Limits(NamedTuple):
 
 def limits(ranks: int) -> Limits:
     """Return the limits for a group on one node."""
-    return Limits(direct_bytes(ranks), medium_bytes(ranks), PIECE_BYTES * ranks, CHUNK_BYTES)
+    return Limits(
+        replicated_bytes(ranks, symmetric=True),
+        replicated_bytes(ranks, symmetric=False),
+        SLICE_BYTES * ranks,
+        CHUNK_BYTES,
+    )
 
 
 def shared_mappings() -> list[range]:

@@ -119,7 +119,7 @@ def test_a_rank_that_says_it_has_failed_releases_the_others(world, pages) -> Non
     barrier = barrier_of(group, segment)
     barrier.wait()
     if world.rank == 0:
-        barrier.break_down("out of data")
+        barrier.mark_failed("out of data")
         with pytest.raises(CommunicatorError, match="a step: this group cannot be used: out of data"):
             barrier.wait("a step")
     else:

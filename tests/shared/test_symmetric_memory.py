@@ -17,7 +17,8 @@ from torch import Tensor
 
 from axonmpi import ProcessGroup, ReduceOp, World
 from axonmpi.backends.shared import segment as shared_memory
-from axonmpi.backends.shared.segment import FreeList, Segment
+from axonmpi.backends.shared.arena import FreeList
+from axonmpi.backends.shared.segment import Segment
 
 ON_RANKS = pytest.mark.ranks(2, 4)
 MIB = 1 << 20

@@ -293,7 +293,7 @@ def test_closed_groups_are_forgotten():
     def body(world):
         group = world.new_group([1, 0])
         group.barrier()
-        room = weakref.ref(group.backend.room)
+        room = weakref.ref(group.backend.rendezvous)
         group.close()
         world.close_groups()
         del group

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,13 +34,14 @@ ORDER = (
 """Packages and files below `axonmpi`, which is the last itself. Those of one line do not import each other."""
 
 BACKENDS = (
+    ("tuning",),
     ("reduction", "concat_view"),
     ("call", "checks", "shared.counters"),
     ("base", "worker"),
     ("bucketing", "objects", "buffers"),
     ("handshake",),
-    ("plain",),
-    ("mock", "shared"),
+    ("connection",),
+    ("local", "mock", "shared", "mpi.plain"),
     ("network",),
     ("connect",),
     ("mpi",),
@@ -203,6 +205,14 @@ def test_environment_variables_are_read_in_two_places() -> None:
             elif isinstance(node, ast.ImportFrom) and node.module in ("os", "posix"):
                 uses |= {module for alias in node.names if alias.name in ENVIRONMENT_NAMES}
     assert uses == {"launch.variables", "launch.settings"}  # of launchers, and of users
+
+
+PRIVATE_IN_TORCH = re.compile(r"torch\._|Variable\._|functional\._|from torch\S* import _")
+
+
+def test_what_is_private_in_torch_is_used_in_one_file() -> None:
+    uses = {module for module, path in SOURCES.items() if PRIVATE_IN_TORCH.search(path.read_text(encoding="utf-8"))}
+    assert uses == {"utils.torch_internals"}
 
 
 def test_files_are_short_or_say_why_not() -> None:

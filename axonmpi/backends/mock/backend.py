@@ -1,15 +1,16 @@
 """Ranks as threads of one process, with the contract and the checks of a real backend.
 
 For tests of distributed code without MPI. `MockBackend.create_world(n)` gives n backends, one for each of n
-threads. They meet in a `Room`: each rank puts its part down, and when all are there each takes the whole list.
+threads. They meet in a `Rendezvous`: each rank puts its part down, and when all are there each takes the whole
+list.
 
     rank 0 ── put part 0 ─┐                 ┌─ [part 0, part 1, part 2]
     rank 1 ── put part 1 ─┼─ all are there ─┼─ [part 0, part 1, part 2]     then each reduces in rank order
     rank 2 ── put part 2 ─┘                 └─ [part 0, part 1, part 2]
 
-A rank that fails says so to the `House` which all rooms of a world share, and every rank that waits, now or later,
-raises `RankFailedError`. A rank that has returned leaves the rooms, and whoever waits for it raises, too. Results
-are the same bits as MPI's. Each backend keeps a log of its operations.
+A rank that fails says so to the `MockWorld` which all rendezvous of a world share, and every rank that waits, now
+or later, raises `RankFailedError`. A rank that has returned leaves the rendezvous, and whoever waits for it raises,
+too. Results are the same bits as MPI's. Each backend keeps a log of its operations.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ from ..base import Backend
 from ..call import Call, mismatch_error
 from ..concat_view import FlatParts
 from ..reduction import reduce_in_rank_order, reduce_wide_into
+from ..shared.counters import NodeCounters
 from ..worker import Worker
-from .rendezvous import House, Room
+from .rendezvous import MockWorld, Rendezvous
 
 __all__ = ["LoggedCall", "MockBackend"]
 
 DEFAULT_TIMEOUT = 60.0
 """Seconds after which a mock rank that waits for the others gives up."""
 MAX_LOGGED = 100_000
-"""Operations that a log has at most: groups of one rank are mock ones in long jobs, too."""
+"""Operations that a log has at most."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class _ReceiveWork(Work):
         self._backend = backend
         self._tensor = tensor
         self._channel = channel
-        self._ticket = backend.room.ticket(channel)
+        self._ticket = backend.rendezvous.ticket(channel)
         self._complete = False
         self._error: Exception | None = None
 
@@ -84,7 +86,7 @@ class _ReceiveWork(Work):
 
     def _receive(self, timeout: float | None) -> None:
         try:
-            message = self._backend.room.take(self._channel, self._ticket, timeout)
+            message = self._backend.rendezvous.take(self._channel, self._ticket, timeout)
             _copy_message(message, self._tensor, self._channel[0])
         except CollectiveMismatchError as error:
             self._error = error
@@ -92,7 +94,7 @@ class _ReceiveWork(Work):
 
     def done(self) -> bool:
         """Say whether the message is there, was of another size, or will never come."""
-        if not self._complete and self._backend.room.is_settled(self._channel, self._ticket):
+        if not self._complete and self._backend.rendezvous.is_settled(self._channel, self._ticket):
             self._receive(None)
         return self._complete
 
@@ -116,17 +118,17 @@ class MockBackend(Backend):
 
     Attributes:
         log: The latest operations of this rank in this group, a list of `LoggedCall` that may be cleared.
-        room: Where the ranks of the group meet.
+        rendezvous: Where the ranks of the group meet.
     """
 
     name = "mock"
     device_types = ("cpu", "cuda")
 
-    def __init__(self, room: Room, rank: int, *, timeout: float | None = None) -> None:
-        worker = Worker(f"axonmpi-mock-rank{room.ranks[rank]}")
-        super().__init__(rank, len(room.ranks), worker)
-        self.room = room
-        room.enter(rank, worker)
+    def __init__(self, rendezvous: Rendezvous, rank: int, *, timeout: float | None = None) -> None:
+        worker = Worker(f"axonmpi-mock-rank{rendezvous.ranks[rank]}")
+        super().__init__(rank, len(rendezvous.ranks), worker)
+        self.rendezvous = rendezvous
+        rendezvous.enter(rank, worker)
         self.log: list[LoggedCall] = []
         self._wait_limit = timeout
         self._round = 0
@@ -148,20 +150,20 @@ class MockBackend(Backend):
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"size: expected a positive number of ranks, got {size!r}")
         limit = seconds("timeout", timeout)
-        house = House(DEFAULT_TIMEOUT if limit is None else limit)
-        room = house.room("world", tuple(range(size)))
-        return [cls(room, rank, timeout=limit) for rank in range(size)]
+        world = MockWorld(DEFAULT_TIMEOUT if limit is None else limit)
+        rendezvous = world.rendezvous("world", tuple(range(size)))
+        return [cls(rendezvous, rank, timeout=limit) for rank in range(size)]
 
     def fail(self, error: BaseException) -> None:
         """Say that this rank has failed: ranks that wait, now or later, raise `RankFailedError`; local."""
-        self.room.house.fail(self.room.ranks[self.rank], error)
+        self.rendezvous.world.fail(self.rendezvous.ranks[self.rank], error)
 
     def leave(self) -> None:
         """Say that this rank has returned: ranks that wait for a call of it raise `CollectiveMismatchError`; local.
 
         What the rank has begun in any of its groups is done before.
         """
-        self.room.house.leave(self.room.ranks[self.rank])
+        self.rendezvous.world.leave(self.rendezvous.ranks[self.rank])
 
     def abort(self, code: int = 1) -> None:
         """Fail this rank, which releases the others; local."""
@@ -173,7 +175,7 @@ class MockBackend(Backend):
         """Meet the other ranks; return their items if all made the same call."""
         self._note(call.operation, call, call.root, call.nbytes if nbytes is None else nbytes)
         number, self._round = self._round, self._round + 1
-        given = self.room.swap(number, self.rank, (call, item), str(call), self._wait_limit)
+        given = self.rendezvous.swap(number, self.rank, (call, item), str(call), self._wait_limit)
         if any(other.key != call.key for other, _ in given):
             raise mismatch_error([str(other) for other, _ in given])
         return [item for _, item in given]
@@ -181,25 +183,20 @@ class MockBackend(Backend):
     def _meet(self, call: Call) -> None:
         """Wait once more for the other ranks in a call that all have agreed on."""
         number, self._round = self._round, self._round + 1
-        self.room.swap(number, self.rank, None, str(call), self._wait_limit)
+        self.rendezvous.swap(number, self.rank, None, str(call), self._wait_limit)
 
     def _note(self, operation: str, call: Call | Tensor, root: int | None, nbytes: int) -> None:
         op = call.op if isinstance(call, Call) else None
-        entry = LoggedCall(operation, call.dtype, tuple(call.shape), op, root, nbytes, self.room.ranks)
+        entry = LoggedCall(operation, call.dtype, tuple(call.shape), op, root, nbytes, self.rendezvous.ranks)
         if len(self.log) >= MAX_LOGGED:
             del self.log[: MAX_LOGGED // 2]
         self.log.append(entry)
 
     # ---- operations ---------------------------------------------------------------------------------------
 
-    def _all_reduce(self, call: Call, tensor: Tensor) -> None:
-        parts = self._agree(call, _copy(tensor))
-        assert call.op is not None
-        reduce_in_rank_order(parts, call.op, tensor)
-
     def _reduce(self, call: Call, tensor: Tensor) -> None:
         parts = self._agree(call, _copy(tensor))
-        if self.rank == call.root:
+        if call.root in (None, self.rank):
             assert call.op is not None
             reduce_in_rank_order(parts, call.op, tensor)
 
@@ -246,7 +243,7 @@ class MockBackend(Backend):
     @property
     def node_ranks(self) -> tuple[int, ...]:
         """Ranks of this group that share what `node_empty` returns here; local. See `Backend.node_ranks`."""
-        nodes = [pretended_node(rank) for rank in self.room.ranks]
+        nodes = [pretended_node(rank) for rank in self.rendezvous.ranks]
         return tuple(rank for rank, node in enumerate(nodes) if node == nodes[self.rank])
 
     def _node_empty(self, call: Call) -> Tensor:
@@ -255,9 +252,9 @@ class MockBackend(Backend):
         common: Tensor = self._agree(call, made)[first]
         return common.data  # each rank counts its own changes
 
-    @property
-    def _patience(self) -> float | None:
-        return self.room.house.timeout if self.timeout is None else self.timeout
+    def _counters(self, memory: Tensor) -> NodeCounters:
+        limit = self.rendezvous.world.timeout if self.timeout is None else self.timeout
+        return NodeCounters(memory, None, limit, self.check_peers, self.give_way, oversubscribed=True)
 
     def give_way(self) -> None:
         """Let other threads run: sleeping gives Python's lock away, which yielding the core does not."""
@@ -265,7 +262,7 @@ class MockBackend(Backend):
 
     def check_peers(self, what: str, peer: int | None = None) -> None:
         """Raise if a mock rank has failed, or if `peer` has returned; local. See `Backend.check_peers`."""
-        self.room.check(what, [] if peer is None else [peer])
+        self.rendezvous.check(what, [] if peer is None else [peer])
 
     def _all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
         places = output.split(sizes)
@@ -284,15 +281,15 @@ class MockBackend(Backend):
 
     def _divide(self, call: Call, parts: tuple[tuple[int, ...], ...]) -> MockBackend | None:
         ranks = next((part for part in parts if self.rank in part), ())
-        members = tuple(self.room.ranks[rank] for rank in ranks)
+        members = tuple(self.rendezvous.ranks[rank] for rank in ranks)
         # Found before ranks meet: one that is quick may send, close its group and be gone before another looks.
-        room = self.room.house.room((self.room.number, self._round, members), members)
+        rendezvous = self.rendezvous.world.rendezvous((self.rendezvous.number, self._round, members), members)
         self._agree(call)
-        return MockBackend(room, ranks.index(self.rank), timeout=self._wait_limit) if ranks else None
+        return MockBackend(rendezvous, ranks.index(self.rank), timeout=self._wait_limit) if ranks else None
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
         self._note("send", tensor, dst, tensor.nbytes)
-        self.room.post((self.rank, dst, tag), _copy(tensor))
+        self.rendezvous.post((self.rank, dst, tag), _copy(tensor))
 
     def _recv(self, tensor: Tensor, src: int, tag: int) -> None:
         self._note("recv", tensor, src, tensor.nbytes)
@@ -311,7 +308,7 @@ class MockBackend(Backend):
 
     def global_ranks(self) -> Sequence[int]:
         """Return the mock world's numbers of this group's ranks; local."""
-        return self.room.ranks
+        return self.rendezvous.ranks
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Where mock ranks meet.
 
-All groups of one mock world live in a `House`, each in a `Room` of its own. A rank that fails says so to the
-house, and every rank that waits in any room, now or later, raises `RankFailedError`. A rank that has returned
-leaves each room when what it has begun there is done, and who waits for it raises `CollectiveMismatchError`.
+A `MockWorld` has a `Rendezvous` for each of its groups. A rank that fails tells the world, and every rank that
+waits at any rendezvous, now or later, raises `RankFailedError`. A rank that has returned leaves each rendezvous
+when the operations that it has begun there are done; ranks that wait for it raise `CollectiveMismatchError`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from ...errors import CollectiveMismatchError, CollectiveTimeoutError, RankFaile
 from ...utils.text import name_ranks
 from ..worker import Worker
 
-__all__ = ["House", "Room"]
+__all__ = ["MockWorld", "Rendezvous"]
 
 
-class House:
-    """What all groups of one mock world share: one lock, the failed ranks and the rooms."""
+class MockWorld:
+    """What all groups of one mock world share: one lock, the failed ranks and the rendezvous."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self.changed = threading.Condition()
         self.failed: dict[int, BaseException] = {}
         self.numbers = itertools.count()
-        self._rooms: weakref.WeakValueDictionary[Any, Room] = weakref.WeakValueDictionary()
+        self._rendezvous: weakref.WeakValueDictionary[Any, Rendezvous] = weakref.WeakValueDictionary()
 
-    def room(self, key: Any, ranks: tuple[int, ...]) -> Room:
-        """Find or make the room of a group; local."""
+    def rendezvous(self, key: Any, ranks: tuple[int, ...]) -> Rendezvous:
+        """Find or make the rendezvous of a group; local."""
         with self.changed:
-            return self._rooms.setdefault(key, Room(self, ranks))
+            return self._rendezvous.setdefault(key, Rendezvous(self, ranks))
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Say that a rank has failed; local."""
@@ -49,9 +49,9 @@ class House:
     def leave(self, rank: int) -> None:
         """Say that a rank has returned and calls nothing more; local."""
         with self.changed:
-            rooms = [room for room in self._rooms.values() if rank in room.ranks]
-        for room in rooms:
-            room.leave_when_idle(room.ranks.index(rank))
+            entered = [group for group in self._rendezvous.values() if rank in group.ranks]
+        for group in entered:
+            group.leave_when_idle(group.ranks.index(rank))
 
     def check(self, what: str) -> None:
         """Raise if a rank has failed; local."""
@@ -66,27 +66,27 @@ class House:
         ready: Callable[[], bool],
         what: str,
         missing: Callable[[], Sequence[int]],
-        room: Room,
+        rendezvous: Rendezvous,
         timeout: float | None,
     ) -> None:
-        """Wait for `ready()`; the lock is held. `missing()` are the members of the room who have not come."""
+        """Wait for `ready()`; the lock is held. `missing()` are the members of the rendezvous who have not come."""
         limit = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + limit
         while not ready():
-            room.check(what, missing())
+            rendezvous.check(what, missing())
             remaining = deadline - time.monotonic()
             if remaining <= 0:
-                raise CollectiveTimeoutError(f"{what} waited {limit:g} s for {room.names(missing())}")
+                raise CollectiveTimeoutError(f"{what} waited {limit:g} s for {rendezvous.names(missing())}")
             self.changed.wait(remaining)
 
 
-class Room:
+class Rendezvous:
     """Where the ranks of one group meet."""
 
-    def __init__(self, house: House, ranks: tuple[int, ...]) -> None:
-        self.house = house
+    def __init__(self, world: MockWorld, ranks: tuple[int, ...]) -> None:
+        self.world = world
         self.ranks = ranks
-        self.number = next(house.numbers)
+        self.number = next(world.numbers)
         self._rounds: dict[int, dict[int, Any]] = defaultdict(dict)
         self._taken: dict[int, int] = defaultdict(int)
         self._posted: dict[tuple[int, int, int], itertools.count[int]] = defaultdict(itertools.count)
@@ -98,7 +98,7 @@ class Room:
 
     def enter(self, rank: int, worker: Worker) -> None:
         """Say which worker runs the asynchronous operations of a member; local."""
-        with self.house.changed:
+        with self.world.changed:
             self._workers[rank] = worker
 
     def leave_when_idle(self, rank: int) -> None:
@@ -110,17 +110,17 @@ class Room:
             self._leave(rank)
 
     def _leave(self, rank: int) -> None:
-        with self.house.changed:
+        with self.world.changed:
             self._left.add(rank)
-            self.house.changed.notify_all()
+            self.world.changed.notify_all()
 
     def check(self, what: str, missing: Sequence[int]) -> None:
         """Raise if one of the members waited for has left or failed, or any rank has failed; local."""
         gone = [rank for rank in missing if rank in self._left]
-        if gone and not any(self.ranks[rank] in self.house.failed for rank in missing):
+        if gone and not any(self.ranks[rank] in self.world.failed for rank in missing):
             has = "which has returned" if len(gone) == 1 else "which have returned"
             raise CollectiveMismatchError(f"{what} waits for {self.names(gone)}, {has} and calls nothing more")
-        self.house.check(what)
+        self.world.check(what)
 
     def names(self, members: Sequence[int]) -> str:
         """Name members by their numbers in the world."""
@@ -129,19 +129,19 @@ class Room:
     def swap(self, number: int, rank: int, item: Any, what: str, timeout: float | None) -> list[Any]:
         """Give `item` in round `number`; return the items of all ranks."""
         size = len(self.ranks)
-        with self.house.changed:
+        with self.world.changed:
             if rank in self._released:  # it is not in the others' round any more
-                self.house.check(what)
+                self.world.check(what)
             given = self._rounds[number]
             given[rank] = item
             if len(given) == size:
-                self.house.changed.notify_all()
+                self.world.changed.notify_all()
 
             def missing() -> list[int]:
                 return [i for i in range(size) if i not in given]
 
             try:
-                self.house.wait_until(lambda: len(given) == size, what, missing, self, timeout)
+                self.world.wait_until(lambda: len(given) == size, what, missing, self, timeout)
             except RankFailedError:
                 self._released.add(rank)
                 raise
@@ -152,13 +152,13 @@ class Room:
 
     def post(self, channel: tuple[int, int, int], message: Tensor) -> None:
         """Leave a message for (source, destination, tag)."""
-        with self.house.changed:
+        with self.world.changed:
             self._messages[channel][next(self._posted[channel])] = message
-            self.house.changed.notify_all()
+            self.world.changed.notify_all()
 
     def ticket(self, channel: tuple[int, int, int]) -> int:
         """Say which message of the channel a receive, posted now, will get."""
-        with self.house.changed:
+        with self.world.changed:
             return next(self._tickets[channel])
 
     def arrived(self, channel: tuple[int, int, int], ticket: int) -> bool:
@@ -171,8 +171,8 @@ class Room:
 
     def take(self, channel: tuple[int, int, int], ticket: int, timeout: float | None) -> Tensor:
         """Wait for a message and return it."""
-        with self.house.changed:
-            self.house.wait_until(
+        with self.world.changed:
+            self.world.wait_until(
                 lambda: self.arrived(channel, ticket),
                 f"recv(tag={channel[2]})",
                 lambda: [channel[0]],

@@ -1,13 +1,8 @@
 """Collectives on CPU tensors over MPI.
 
-Every collective begins with one all-gather of a 128-byte slot a rank (`handshake`): mismatched calls are
-noticed on every rank before anything else is sent, and a small operation (a loss, a counter, a flag) is
-complete after this one message. Larger data takes one of these ways, which `connect` chooses when a group is made:
-
-    shared            all ranks on one node: through memory that they share
-    network           several nodes: through shared memory on each, and in lanes between them
-    plain             everything else: MPI calls
-
+Every collective begins with one all-gather of 128 bytes a rank (`handshake`): mismatched calls are noticed on every
+rank before anything else is sent, and a small operation (a loss, a counter, a flag) is complete after this one
+message. Larger data goes through the group's `Connection`, which `connect` chooses when the group is made.
 Operations that send something else to each rank (gather, scatter, all-to-all, messages) are MPI messages always.
 """
 
@@ -15,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,18 +22,18 @@ from ...launch import children
 from ...launch import exit as exits
 from ...launch import start as runtime
 from ...launch.cpu import CoreShare, core_share
-from ...types import ReduceOp, Work
+from ...types import Work
 from ...utils.partition import split_sizes
 from ...utils.waiting import Steps
 from ..base import Backend
 from ..buffers import as_bytes, buffer_of, empty, flat_elements, write_back
-from ..call import Call, Layout
+from ..call import Call
 from ..concat_view import FlatParts
 from ..connect import connect
 from ..handshake import PAYLOAD_BYTES, describe, described
-from ..network.collectives import TwoLevelPaths
-from ..plain import Plan
+from ..shared.counters import NodeCounters
 from ..shared.segment import warn_no_shared_memory
+from ..tuning import MAX_MESSAGE_BYTES, PIECE_BYTES
 from ..worker import Worker
 from .point_to_point import MessagePort
 
@@ -46,12 +41,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["MpiBackend"]
-
-PIECE_BYTES = 1 << 20
-"""How much of a tensor is reduced at a time: the pieces of all ranks should fit into the cache."""
-MAX_MESSAGE_BYTES = 1 << 30
-"""The most that goes into one MPI call, whose counts and offsets may be 32-bit integers."""
-_MAX_PLANS = 256
 
 _live: weakref.WeakSet[MpiBackend] = weakref.WeakSet()
 
@@ -121,26 +110,25 @@ class MpiBackend(Backend):
             self.cores: CoreShare = core_share(self._mpi, self.mpi_comm) if parent is None else parent.cores
             self._messages = MessagePort(self._mpi, comm.Dup())
             self._pairs = MessagePort(self._mpi, self.mpi_comm)
-            connection = connect(self._mpi, self.mpi_comm, self, crowded=self.cores.crowded, timeout=timeout)
-        if connection.obstacle:
-            warn_no_shared_memory(connection.obstacle)
-        self._slots, self._paths, self._memory = connection.slots, connection.paths, connection.memory
-        self._fence_of_node = connection.fence
-        self._node_ranks = self._memory.ranks
-        self.path = connection.name
+            self._connection = connect(
+                self._mpi, self.mpi_comm, self, oversubscribed=self.cores.oversubscribed, timeout=timeout
+            )
+        if self._connection.obstacle:
+            warn_no_shared_memory(self._connection.obstacle)
+        self._handshake = self._connection.handshake
+        self._agree = self._handshake.agree
+        self._node_ranks = self._connection.node_ranks
+        self.path = self._connection.path
         self.grace = 1.0 if timeout is not None and self.path != "plain" else 0.0
         # Ranks wait for a network asleep, so the thread that communicates takes little from the one that computes.
         self.overlaps = self.cores.spare or self.path == "nodes"
-        self._agree = self._slots.agree
-        self._plans: dict[Any, Plan] = {}
-        self._all_plans: dict[int, Plan] = {}
         _live.add(self)
         _register_with_exits()
 
     def abort(self, code: int = 1) -> None:
         """End the whole job now, with exit code `code`; local."""
         if self.is_open:
-            self._paths.break_down(f"rank {self.rank} has aborted the job")
+            self._connection.mark_failed(f"rank {self.rank} has aborted the job")
         self._mpi.COMM_WORLD.Abort(code)
 
     def stop_worker(self, timeout: float) -> bool:
@@ -149,95 +137,36 @@ class MpiBackend(Backend):
 
     # ---- reductions ---------------------------------------------------------------------------------------
 
-    def all_reduce(
-        self,
-        tensor: Tensor,
-        op: ReduceOp | str = ReduceOp.SUM,
-        *,
-        async_op: bool = False,
-        layout: Layout | None = None,
-    ) -> Work | None:
-        """Reduce over all ranks, in place on each; collective. See `Backend.all_reduce`.
-
-        A small tensor of a kind that was reduced before skips what need not be done twice.
-        """
-        is_usual = tensor.__class__ is Tensor and not tensor.is_nested and op.__class__ is ReduceOp
-        if is_usual and async_op is False and layout is None:
-            plan = self._plans.get((tensor.dtype, tensor.shape, op))
-            if plan is not None and self._is_plain(tensor) and plan.run(tensor):
-                return None
-        return super().all_reduce(tensor, op, async_op=async_op, layout=layout)
-
-    def _is_plain(self, tensor: Tensor) -> bool:
-        """Say whether the checks of the general path have nothing to object to, and nothing else is going on."""
-        return (
-            tensor.layout is torch.strided
-            and tensor.is_cpu
-            and tensor.is_contiguous()
-            and not tensor.requires_grad
-            and not tensor.is_neg()
-            and not tensor.is_inference()
-            and self.observer is None
-            and self.timeout is None
-            and self._closed is None
-            and not self._worker.busy
-        )
-
-    def _all_reduce(self, call: Call, tensor: Tensor) -> None:
-        if self.size == 1:  # whatever the reduction, that of one tensor is the tensor
-            write_back(tensor, tensor)
-            return
-        plan, flat = self._plan_for(call), flat_elements(tensor)
-        if self._paths.is_small(call):
-            plan.run(flat.view(call.shape))  # if one rank uses a plan, all have to: it decides where the data lie
-        else:
-            self._paths.all_reduce(call, flat)
-        write_back(flat, tensor)
-
-    def _steps(self, call: Call, *args: Any) -> Steps[None] | None:
-        paths = self._paths
-        if call.operation != "all_reduce" or not isinstance(paths, TwoLevelPaths):
-            return None
-        return (paths.small_in_steps if paths.is_small(call) else paths.all_reduce_in_steps)(call, *args)
-
-    def _plan_for(self, call: Call) -> Plan:
-        """Find or make the plan for a kind of call; plain ones are found again before any check."""
-        plan = self._all_plans.get(call.key)
-        if plan is None:
-            if len(self._all_plans) >= _MAX_PLANS:
-                self._all_plans.clear()
-                self._plans.clear()
-            plan = self._all_plans[call.key] = self._paths.plan(call)
-            if call.layout is None and call.dtype is not None and not call.dtype.is_complex:
-                self._plans[call.dtype, call.shape, call.op] = plan
-        return plan
-
     def _reduce(self, call: Call, tensor: Tensor) -> None:
-        if call.nbytes == 0 or self.size == 1:
-            self._agree(call)
-            write_back(tensor, tensor)
+        if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+            self._connection.reduce(call, tensor)
             return
-        flat = flat_elements(tensor)
-        self._paths.reduce(call, flat)
-        if self.rank == call.root:
+        flat = flat_elements(tensor).view(call.shape)
+        self._connection.reduce(call, flat)
+        if call.root in (None, self.rank):
             write_back(flat, tensor)
 
+    def _steps(self, call: Call, *args: Any) -> Steps[None] | None:
+        if call.operation != "all_reduce":
+            return None
+        return self._connection.reduce_in_steps(call, *args)
+
     def _reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
-        return self._paths.reduce_scatter(call, tensor, dim)
+        return self._connection.reduce_scatter(call, tensor, dim)
 
     # ---- copies -------------------------------------------------------------------------------------------
 
     def _broadcast(self, call: Call, tensor: Tensor) -> None:
         assert call.root is not None
         if call.nbytes <= PAYLOAD_BYTES:
-            own, parts = self._slots.views(call)
+            own, parts = self._handshake.views(call)
             own.copy_(tensor)
             self._agree(call)
             if self.rank != call.root:
                 tensor.copy_(parts[call.root])
             return
         flat = flat_elements(tensor)
-        self._paths.broadcast(call, flat)
+        self._connection.broadcast(call, flat)
         if self.rank != call.root:
             write_back(flat, tensor)
 
@@ -245,17 +174,17 @@ class MpiBackend(Backend):
         # What a rank sends is laid out with `dim` first, so that the blocks of all ranks follow each other.
         moved = tensor.movedim(dim, 0).contiguous()
         if moved.nbytes <= PAYLOAD_BYTES:
-            self._slots.own_payload[: moved.nbytes].copy_(as_bytes(moved))
+            self._handshake.own_payload[: moved.nbytes].copy_(as_bytes(moved))
         else:
-            self._paths.note_address(moved)
+            self._connection.publish_address(moved)
         rows = self._agree(call, moved.shape[0])
         result = empty((sum(rows), *moved.shape[1:]), tensor.dtype)
         counts = [count * result[:1].nbytes for count in rows]
         if max(counts) <= PAYLOAD_BYTES:
-            for payload, block in zip(self._slots.payloads, as_bytes(result).split(counts), strict=True):
+            for payload, block in zip(self._handshake.payloads, as_bytes(result).split(counts), strict=True):
                 block.copy_(payload[: block.numel()])
         else:
-            self._paths.all_gather(call, moved, rows, result)
+            self._connection.all_gather(call, moved, rows, result)
         return result.movedim(0, dim).contiguous()
 
     def _gather(self, call: Call, tensor: Tensor) -> list[Tensor] | None:
@@ -275,9 +204,9 @@ class MpiBackend(Backend):
     def _scatter(self, call: Call, tensor: Tensor | None) -> Tensor:
         assert call.root is not None
         if tensor is not None:
-            self._slots.own_payload.copy_(describe(tensor))
+            self._handshake.own_payload.copy_(describe(tensor))
         self._agree(call)
-        dtype, shape = described(self._slots.payloads[call.root])
+        dtype, shape = described(self._handshake.payloads[call.root])
         rows = split_sizes(shape[0], self.size)[self.rank]
         part = empty((rows, *shape[1:]), dtype)
         sends: list[Tensor | None] = [None] * self.size
@@ -351,7 +280,7 @@ class MpiBackend(Backend):
         assert call.dtype is not None
         if not call.nbytes:
             return empty(call.shape, call.dtype)
-        return self._paths.symmetric_empty(call.nbytes).view(call.dtype).view(call.shape)
+        return self._connection.symmetric_empty(call.nbytes).view(call.dtype).view(call.shape)
 
     @property
     def node_ranks(self) -> tuple[int, ...]:
@@ -363,36 +292,30 @@ class MpiBackend(Backend):
         assert call.dtype is not None
         if not call.nbytes:
             return empty(call.shape, call.dtype)
-        return self._memory.empty(call.nbytes).view(call.dtype).view(call.shape)
-
-    @property
-    def is_crowded(self) -> bool:
-        """Whether ranks outnumber the cores anywhere."""
-        return self.cores.crowded
+        return self._connection.node_empty(call.nbytes).view(call.dtype).view(call.shape)
 
     def check_peers(self, what: str, peer: int | None = None) -> None:
         """Return: a rank that fails ends the job, and with it whoever waits."""
 
-    def _fence(self) -> Callable[[], None] | None:
-        return self._fence_of_node
+    def _counters(self, memory: Tensor) -> NodeCounters:
+        fence, busy = self._connection.fence, self.cores.oversubscribed
+        return NodeCounters(memory, fence, self.timeout, self.check_peers, self.give_way, oversubscribed=busy)
 
     def _all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
-        if output.numel() and not self._memory.is_common(output):
+        if output.numel() and not self._connection.is_common(output):
             raise ValueError("output: expected memory from node_empty() of this group, got other memory")
-        self._memory.all_gather_into(call, tensor, output, sizes)
+        self._connection.all_gather_into(call, tensor, output, sizes)
 
     def _reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
-        self._memory.reduce_scatter_into(call, parts, output, sizes)
+        self._connection.reduce_scatter_into(call, parts, output, sizes)
 
     def _release(self) -> None:
         _live.discard(self)
-        self._plans.clear()
-        self._all_plans.clear()
-        self._paths.free()
+        self._connection.free()
         self._messages.comm.Free()
         self.mpi_comm.Free()
         # Its memory goes with the group, however long anybody keeps the closed one.
-        del self._slots, self._agree, self._paths, self._memory, self._fence_of_node, self._messages, self._pairs
+        del self._handshake, self._agree, self._connection, self._messages, self._pairs
 
     def _spec(self, tensor: Tensor, count: int | None = None) -> list[Any]:
         """Describe contiguous memory to MPI; `count` is the bytes per rank where an operation wants that."""

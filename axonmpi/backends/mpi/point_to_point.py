@@ -17,13 +17,13 @@ from ...errors import CollectiveMismatchError, CollectiveTimeoutError, Communica
 from ...types import Seconds, Work
 from ...utils.arguments import seconds
 from ..buffers import buffer_of
+from ..tuning import POLL_SECONDS
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["MessagePort", "RequestWork"]
 
-_POLL_SECONDS = 0.0005
 _SAME_SIZE = "the tensors of sender and receiver must have the same dtype and number of elements"
 
 
@@ -146,7 +146,7 @@ class RequestWork(Work):
             if time.monotonic() > deadline:
                 raise CollectiveTimeoutError(f"{self._what} was not complete after {timeout:g} s")
             # Polling is what makes MPI progress; between polls the core belongs to others.
-            time.sleep(_POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def done(self) -> bool:
         """Say whether the messages are through or have failed, without blocking."""

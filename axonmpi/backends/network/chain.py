@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...types import ReduceOp
 from ..reduction import reduce_in_rank_order, wide_dtype
-from ..shared.staging import Bytes, Scratch
+from ..shared.staging import Bytes, Staging
 from .channels import COPIES, RESULTS, SUMS, Inbox, Lane, Nodes, wait_gently
 
 __all__ = ["Chain", "Exchange", "Relay", "nothing", "reduce_terms"]
@@ -27,7 +27,7 @@ __all__ = ["Chain", "Exchange", "Relay", "nothing", "reduce_terms"]
 _TURNS_PER_NODE = 4
 
 
-def nothing(chunk: int, place: int, before: int) -> None:
+def nothing(chunk: int, index: int, before: int) -> None:
     """Do nothing: a turn in which a chunk is on its way; local."""
 
 
@@ -37,7 +37,8 @@ class Chain:
     Args:
         nodes: Where the group's ranks are.
         lane: Messages to the other nodes.
-        scratch: Where the node's ranks put their data in, and take the result.
+        inputs: Where the node's ranks put their data in.
+        outputs: Where they take the result.
         chunks: Start and stop of each chunk, and the slice of it that each lane carries, in bytes.
         dtype: Of the data.
         op: The reduction.
@@ -50,13 +51,15 @@ class Chain:
         self,
         nodes: Nodes,
         lane: Lane | None,
-        scratch: Scratch,
+        inputs: Staging,
+        outputs: Staging,
         chunks: list[tuple[int, int, list[tuple[int, int]]]],
         dtype: torch.dtype,
         op: ReduceOp,
     ) -> None:
         self._lane = lane
-        self._scratch, self._chunks, self._dtype, self._op = scratch, chunks, dtype, op
+        self._inputs, self._outputs = inputs, outputs
+        self._chunks, self._dtype, self._op = chunks, dtype, op
         self._place, self._node, self._last = nodes.place, nodes.own, len(nodes.of) - 1
         self._ranks = sum(map(len, nodes.of))
         self._wide = wide_dtype(dtype)
@@ -72,12 +75,12 @@ class Chain:
             if self._node < self._last:
                 self._results = Inbox(self._lane, self._node + 1, RESULTS, sizes)
 
-    def add(self, chunk: int, place: int, before: int) -> None:
+    def add(self, chunk: int, index: int, before: int) -> None:
         """Add this node's part of a chunk to the sum, and send it on; the last node has the result."""
         low, high = self._bounds(chunk)
         if self._lane is None or low == high:
             return
-        parts = self._scratch.input_views(before, low, high, self._dtype)
+        parts = self._inputs.views(before, low, high, self._dtype)
         message = self._sums.take() if self._sums is not None else None
         count = (high - low) // self._dtype.itemsize
         total = self._lane.message(count * self._wide.itemsize)
@@ -91,18 +94,18 @@ class Chain:
             return
         if self._op is ReduceOp.AVERAGE:
             wide.div_(self._ranks)
-        result = self._scratch.output_view(place, self._place, low, high, self._dtype)
+        result = self._outputs.views(index, low, high, self._dtype)[self._place]
         result.copy_(wide)
         self._lane.give_back(total)
         self._pass_back(result)
 
-    def finish(self, chunk: int, place: int, before: int) -> None:
+    def finish(self, chunk: int, index: int, before: int) -> None:
         """Receive the result of a chunk, and send it on."""
         low, high = self._bounds(chunk)
         if self._results is None or self._lane is None or low == high:
             return
         message = self._results.take()
-        result = self._scratch.output_view(place, self._place, low, high, self._dtype)
+        result = self._outputs.views(index, low, high, self._dtype)[self._place]
         result.copy_(message.view(self._dtype))
         self._lane.give_back(message)
         self._pass_back(result)

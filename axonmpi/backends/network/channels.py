@@ -131,6 +131,13 @@ class Lane:
         self._free: dict[int, list[Message]] = {}
         self._sent: deque[Message] = deque()
 
+    @classmethod
+    def of(cls, mpi: Any, comm: Any, nodes: Nodes) -> Lane | None:
+        """Make the lane that this rank of a group belongs to, None if it has none; collective over the group."""
+        has_lane = nodes.place < nodes.lanes
+        lane_comm = comm.Split(nodes.place if has_lane else mpi.UNDEFINED, nodes.own)
+        return cls(mpi, lane_comm) if has_lane else None
+
     def message(self, nbytes: int) -> Message:
         """Take memory for a message of `nbytes` bytes."""
         size = round_down(nbytes + 4095, 4096)

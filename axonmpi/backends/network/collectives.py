@@ -23,35 +23,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...utils.memory import flat_zeros
+from ...utils.cache import BoundedCache
 from ...utils.waiting import YIELDS, Steps, is_beside_computation, run_steps
-from ..buffers import as_bytes, empty, flat_elements, write_back
+from ..buffers import as_bytes, flat_elements, write_back
 from ..call import Call
-from ..handshake import SlotExchange
-from ..plain import Limits, PlainPaths, Plan
+from ..concat_view import FlatParts
+from ..connection import Limits
+from ..handshake import PAYLOAD_BYTES, Handshake
+from ..shared.arena import Arena
 from ..shared.barrier import NodeBarrier
-from ..shared.chunk_pipeline import Turns
-from ..shared.segment import Arena, Block, Segment, warn_no_shared_memory
-from ..shared.staging import ALIGNMENT, Bytes, Scratch, bounds_of, round_down, slices_of
+from ..shared.chunk_pipeline import Stage, run_stages
+from ..shared.collectives import SharedConnection
+from ..shared.segment import Segment
+from ..shared.staging import ALIGNMENT, Bytes, Staging, bounds_of, round_down, slices_of
+from ..tuning import LEAST_NETWORK_CHUNK_BYTES, MAX_VIEWS, NETWORK_CHUNK_BYTES
 from .chain import Chain, Exchange, Relay
 from .channels import Lane, Nodes
 from .stream import Portion, Stream, cut_rows
 
-__all__ = ["TwoLevelPaths"]
+__all__ = ["NetworkConnection"]
 
-CHUNK_BYTES = 2 << 20
-"""How much of a rank's tensor is under way at a time: it keeps the network busy, and is soon begun."""
-LEAST_CHUNK_BYTES = 256 << 10
 _CHUNKS = 16
-_MAX_PORTIONS = 4096
 
 
-class TwoLevelPaths:
+class NetworkConnection(SharedConnection):
     """Moves large data between the ranks of a group that lies on several nodes.
 
     Args:
-        slots: Exchanges fingerprints, over all ranks.
-        plain: Does what has no better way.
+        handshake: Compares the calls of all ranks.
         nodes: Where the ranks are.
         barrier: The barrier of the own node's ranks.
         arena: Memory that they share.
@@ -61,10 +60,11 @@ class TwoLevelPaths:
         release: Called by `free`, in order.
     """
 
+    path = "nodes"
+
     def __init__(
         self,
-        slots: SlotExchange,
-        plain: PlainPaths,
+        handshake: Handshake,
         nodes: Nodes,
         barrier: NodeBarrier,
         arena: Arena,
@@ -74,22 +74,16 @@ class TwoLevelPaths:
         *,
         release: Sequence[Callable[[], None]] = (),
     ) -> None:
-        self.rank = slots.rank
-        self.size = slots.size
-        self._slots = slots
-        self._plain = plain
+        super().__init__(handshake, barrier, arena, release)
         self._nodes = nodes
-        self._barrier = barrier
-        self._arena = arena
         self._spare = spare
         self._lane = lane
         self._limits = limits
-        self._release = release
-        self._scratch: Scratch | None = None
+        self._staging: tuple[Staging, Staging] | None = None
         self._carried = nodes.carried
         self._unit = ALIGNMENT * max(map(len, self._carried))
         self._most = 0
-        self._cut_before: dict[Any, list[Portion]] = {}
+        self._cut_before: BoundedCache[Any, list[Portion]] = BoundedCache(MAX_VIEWS)
         self._spans: dict[int, tuple[int, int]] = {}
         self._deciding = False
         self._begun = self._met = self._ended = 0
@@ -100,19 +94,34 @@ class TwoLevelPaths:
 
     # ---- reductions ---------------------------------------------------------------------------------------
 
-    def all_reduce(self, call: Call, flat: Tensor) -> None:
-        """Reduce flat contiguous data over all ranks, in place; collective."""
-        run_steps(self.all_reduce_in_steps(call, flat))
+    @property
+    def node_ranks(self) -> tuple[int, ...]:
+        """The ranks of this node."""
+        return self._nodes.of[self._nodes.own]
 
-    def all_reduce_in_steps(self, call: Call, tensor: Tensor) -> Steps[None]:
-        """Do what `all_reduce` does in steps, between which the next one may begin; collective. Any strides."""
+    def reduce(self, call: Call, tensor: Tensor) -> None:
+        """Reduce onto the call's root, or onto all ranks if it has none, in place there; collective."""
+        if call.nbytes <= PAYLOAD_BYTES:
+            self.handshake.reduce(call, tensor)
+        elif call.root is None:
+            run_steps(self._all_reduce(call, tensor))
+        else:
+            self.handshake.agree(call)
+            data = as_bytes(tensor).numpy()
+            self._reduce(call, tensor.view(-1), [(0, data.nbytes)] if self.rank == call.root else [], data)
+
+    def reduce_in_steps(self, call: Call, tensor: Tensor) -> Steps[None]:
+        """Return a reduction onto all ranks in steps, between which the next one may begin; any strides; local."""
+        return self._small(call, tensor) if call.nbytes <= PAYLOAD_BYTES else self._all_reduce(call, tensor)
+
+    def _all_reduce(self, call: Call, tensor: Tensor) -> Steps[None]:
         yield from self._take_turn()
         try:
             span = yield from self._until_free(tensor)
             flat = flat_elements(tensor)
             address = self._arena.address(flat)
             self._barrier.fence()
-            words = yield from self._slots.agree_in_steps(call, address, is_beside_computation())
+            words = yield from self.handshake.agree_in_steps(call, address, is_beside_computation())
             if not self._is_symmetric([word for word, _ in words]):
                 while self._ended < self._begun:
                     yield False
@@ -129,19 +138,19 @@ class TwoLevelPaths:
             write_back(flat, tensor)
         except (Exception, KeyboardInterrupt) as error:
             # The others of this node must not go on as if this rank had done its part.
-            self._barrier.break_down(f"{call} ended in {type(error).__name__}")
+            self._barrier.mark_failed(f"{call} ended in {type(error).__name__}")
             raise
         finally:
             del self._spans[number]
             self._met = max(self._met, number + 1)
             self._ended += 1
 
-    def small_in_steps(self, call: Call, tensor: Tensor) -> Steps[None]:
-        """Reduce what fits into a slot in steps, beside larger ones that are under way; collective. Any strides."""
+    def _small(self, call: Call, tensor: Tensor) -> Steps[None]:
+        """Reduce what fits into a message in steps, beside larger ones that are under way; collective."""
         yield from self._take_turn()
         try:
             yield from self._until_free(tensor)
-            yield from self._slots.plan(call).run_in_steps(tensor)
+            yield from self.handshake.reduce_in_steps(call, tensor)
         finally:
             self._deciding = False
 
@@ -185,65 +194,49 @@ class TwoLevelPaths:
             itemsize = flat.element_size()
             bounds = []
             for start, _, slices in self._cut(
-                flat.nbytes, itemsize, most, most // 2 if long else LEAST_CHUNK_BYTES
+                flat.nbytes, itemsize, most, most // 2 if long else LEAST_NETWORK_CHUNK_BYTES
             ):
                 low, high = slices[self._nodes.place]
                 bounds.append(((start + low) // itemsize, (start + high) // itemsize))
             with torch.inference_mode(False):
                 rows = self._arena.rows(address, flat.nbytes).view(flat.dtype)
             portions = cut_rows(rows, bounds)
-            if sum(map(len, self._cut_before.values())) + len(portions) > _MAX_PORTIONS:
-                self._cut_before.clear()
-            self._cut_before[key] = portions
+            self._cut_before.add(key, portions, len(portions))
         return portions
 
-    def reduce(self, call: Call, flat: Tensor) -> None:
-        """Reduce flat contiguous data onto the call's root, in place there, untouched elsewhere; collective."""
-        self._slots.agree(call)
-        data = as_bytes(flat).numpy()
-        self._reduce(call, flat, [(0, data.nbytes)] if self.rank == call.root else [], data)
-
-    def reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
-        """Reduce a tensor and return the own slice along `dim`; collective."""
-        self._slots.agree(call)
-        parts = tensor.tensor_split(self.size, dim)
-        result = empty(parts[self.rank].shape, tensor.dtype)
-        bounds = bounds_of([part.nbytes for part in parts])
-        flat = torch.cat([flat_elements(part) for part in parts])
-        self._reduce(call, flat, [bounds[self.rank]], as_bytes(result).numpy())
-        return result
-
-    def reduce_slices(self, call: Call, flat: Tensor, sizes: list[int], result: Tensor) -> None:
-        """Reduce flat data and put this rank's slice into `result`; collective, agreed already."""
+    def reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
+        """Reduce the parts and put this rank's share of the result into `output`; collective."""
+        self.handshake.agree(call)
+        flat = parts.flat(output.dtype)
         bounds = bounds_of([size * flat.element_size() for size in sizes])
-        self._reduce(call, flat, [bounds[self.rank]], as_bytes(result).numpy())
+        self._reduce(call, flat, [bounds[self.rank]], as_bytes(output).numpy())
 
     def _reduce(self, call: Call, flat: Tensor, wanted: list[tuple[int, int]], target: Bytes) -> None:
         """Reduce `flat` over all ranks and copy the wanted ranges of the result into `target`, end to end."""
         if not flat.numel():
             return
-        scratch, op = self._scratch_memory(call), call.op
+        (inputs, outputs), op = self._staging_memory(call), call.op
         assert op is not None
         source, itemsize = as_bytes(flat).numpy(), flat.element_size()
         chunks = self._chunks(source.nbytes, itemsize)
-        chain = Chain(self._nodes, self._lane, scratch, chunks, flat.dtype, op)
+        chain = Chain(self._nodes, self._lane, inputs, outputs, chunks, flat.dtype, op)
 
-        def copy_in(chunk: int, place: int, before: int) -> None:
+        def copy_in(chunk: int, index: int, before: int) -> None:
             start, stop, _ = chunks[chunk]
-            scratch.inputs[place][self._nodes.place][: stop - start] = source[start:stop]
+            inputs.buffers[index][self._nodes.place][: stop - start] = source[start:stop]
 
-        def copy_out(chunk: int, place: int, before: int) -> None:
+        def copy_out(chunk: int, index: int, before: int) -> None:
             start, _, slices = chunks[chunk]
             at = 0
             for low, high in wanted:
                 for lane, (first, last) in enumerate(slices):
                     begin, end = max(low, start + first), min(high, start + last)
                     if begin < end:
-                        piece = scratch.outputs[before][lane][begin - start : end - start]
+                        piece = outputs.buffers[before][lane][begin - start : end - start]
                         target[at + begin - low : at + end - low] = piece
                 at += high - low
 
-        Turns(self._barrier, scratch).run(call, len(chunks), [copy_in, chain.add, *chain.stages_after, copy_out])
+        self._run(call, len(chunks), [copy_in, chain.add, *chain.stages_after, copy_out])
         chain.end()
 
     # ---- copies -------------------------------------------------------------------------------------------
@@ -251,41 +244,46 @@ class TwoLevelPaths:
     def broadcast(self, call: Call, flat: Tensor) -> None:
         """Copy the root's flat contiguous data to all ranks; collective."""
         assert call.root is not None
-        self._slots.agree(call)
-        scratch = self._scratch_memory(call)
+        self.handshake.agree(call)
+        inputs, outputs = self._staging_memory(call)
         data = as_bytes(flat).numpy()
         chunks = self._chunks(data.nbytes, 1)
         node, place_of_root = self._nodes.find(call.root)
         relay = Relay(self._nodes, self._lane, node, [high - low for low, high in self._own_slices(chunks)])
 
-        def copy_in(chunk: int, place: int, before: int) -> None:
+        def copy_in(chunk: int, index: int, before: int) -> None:
             start, stop, _ = chunks[chunk]
             if self.rank == call.root:
-                scratch.inputs[place][place_of_root][: stop - start] = data[start:stop]
+                inputs.buffers[index][place_of_root][: stop - start] = data[start:stop]
 
-        def pass_on(chunk: int, place: int, before: int) -> None:
+        def pass_on(chunk: int, index: int, before: int) -> None:
             low, high = chunks[chunk][2][self._nodes.place] if self._lane is not None else (0, 0)
             if low < high:
-                target = scratch.outputs[place][self._nodes.place][low:high]
+                target = outputs.buffers[index][self._nodes.place][low:high]
                 is_here = self._nodes.own == node
-                relay.run(scratch.inputs[before][place_of_root][low:high] if is_here else None, target)
+                relay.run(inputs.buffers[before][place_of_root][low:high] if is_here else None, target)
 
-        def copy_out(chunk: int, place: int, before: int) -> None:
+        def copy_out(chunk: int, index: int, before: int) -> None:
             start, _, slices = chunks[chunk]
             if self.rank != call.root:
                 for lane, (low, high) in enumerate(slices):
-                    data[start + low : start + high] = scratch.outputs[before][lane][low:high]
+                    data[start + low : start + high] = outputs.buffers[before][lane][low:high]
 
-        Turns(self._barrier, scratch).run(call, len(chunks), (copy_in, pass_on, copy_out))
+        self._run(call, len(chunks), (copy_in, pass_on, copy_out))
         relay.end()
 
-    def all_gather(self, call: Call, own: Tensor, rows: list[int], result: Tensor, *, common: bool = False) -> None:
-        """Put the blocks of all ranks one after the other into `result`; collective, agreed already.
+    def all_gather(self, call: Call, own: Tensor, rows: list[int], result: Tensor) -> None:
+        """Put the blocks of all ranks one after the other into `result`; collective, agreed already."""
+        self._gather(call, own, rows, result, common=False)
+
+    def _gather(self, call: Call, own: Tensor, rows: list[int], result: Tensor, *, common: bool) -> None:
+        """Do what `all_gather` does.
 
         With `common`, `result` is the same memory for all ranks of the node, and has the own blocks already; they
         fill in the rest together.
         """
-        scratch, nodes, slots = self._scratch_memory(call), self._nodes, self._carried
+        inputs, outputs = self._staging_memory(call)
+        nodes, carried = self._nodes, self._carried
         target = as_bytes(result).numpy()
         bounds = bounds_of([count * (result.nbytes // sum(rows)) for count in rows])
         low, high = bounds[self.rank]
@@ -294,87 +292,78 @@ class TwoLevelPaths:
             target[low:high] = source
         here = nodes.of[nodes.own] if common else (self.rank,)
         # A lane's blocks lie in slots of its buffer.
-        size = round_down(self._chunk_bytes() // max(map(len, slots)), ALIGNMENT)
-        mine = slots[nodes.place] if self._lane is not None else []
+        size = round_down(self._chunk_bytes() // max(map(len, carried)), ALIGNMENT)
+        mine = carried[nodes.place] if self._lane is not None else []
         exchange = Exchange(self._nodes, self._lane, mine, bounds, size)
 
-        def copy_in(chunk: int, place: int, before: int) -> None:
+        def copy_in(chunk: int, index: int, before: int) -> None:
             part = source[chunk * size : (chunk + 1) * size]
-            scratch.inputs[place][nodes.place][: part.nbytes] = part
+            inputs.buffers[index][nodes.place][: part.nbytes] = part
 
-        def swap(chunk: int, place: int, before: int) -> None:
+        def swap(chunk: int, index: int, before: int) -> None:
             if mine:
-                exchange.run(chunk, scratch.inputs[before], scratch.outputs[place][nodes.place])
+                exchange.run(chunk, inputs.buffers[before], outputs.buffers[index][nodes.place])
 
-        def copy_out(chunk: int, place: int, before: int) -> None:
-            for lane, ranks in enumerate(slots):
+        def copy_out(chunk: int, index: int, before: int) -> None:
+            for lane, ranks in enumerate(carried):
                 for slot, rank in enumerate(ranks):
                     first, last = bounds[rank]
                     part = target[first:last][chunk * size : (chunk + 1) * size]
                     if rank not in here and (not common or rank % len(here) == nodes.place):
-                        part[...] = scratch.outputs[before][lane][slot * size : slot * size + part.nbytes]
+                        part[...] = outputs.buffers[before][lane][slot * size : slot * size + part.nbytes]
 
         longest = max(last - first for first, last in bounds)
-        Turns(self._barrier, scratch).run(call, -(-longest // size), (copy_in, swap, copy_out))
+        self._run(call, -(-longest // size), (copy_in, swap, copy_out))
 
-    # ---- the rest -----------------------------------------------------------------------------------------
+    def all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
+        """Put the parts of all ranks where they belong on every node; collective."""
+        self.handshake.agree(call)
+        own = output.split(sizes)[self.rank]
+        if tensor is not None:
+            own.copy_(tensor)
+        if output.numel():
+            self._gather(call, own, sizes, output, common=True)
+        self._barrier.wait(call)
 
-    def is_small(self, call: Call) -> bool:
-        """Say whether the data fits into a slot; local."""
-        return self._plain.is_small(call)
-
-    def plan(self, call: Call) -> Plan:
-        """Prepare all-reduces of data that fits into a slot; local."""
-        return self._plain.plan(call)
-
-    def note_address(self, tensor: Tensor) -> int:
-        """Symmetric tensors go the way of all others here; local."""
-        return 0
-
-    def symmetric_empty(self, nbytes: int) -> Tensor:
-        """Return [nbytes] uint8 shared by the ranks of each node, ordinary memory where there is not enough."""
-        block = self._arena.allocate(nbytes)
-        if isinstance(block, Block):
-            return self._arena.tensor(block, nbytes)
-        warn_no_shared_memory(block)
-        return flat_zeros(nbytes, torch.uint8)
-
-    def break_down(self, reason: str) -> None:
-        """Let ranks of this node that wait for this one know that it does not come any more; local."""
-        self._barrier.break_down(reason)
+    # ---- common to them -----------------------------------------------------------------------------------
 
     def free(self) -> None:
-        """Let go of the shared memory, not waiting for Python's garbage; tensors on it keep theirs; collective."""
-        self._scratch = None
+        """Let go of the shared memory; see `SharedConnection`."""
+        self._staging = None
         self._cut_before.clear()
-        self._arena.close()
         del self._spare
-        for release in self._release:
-            release()
+        super().free()
 
-    @property
-    def nodes(self) -> Nodes:
-        """Where the ranks are."""
-        return self._nodes
+    def _run(self, call: Call, chunks: int, stages: Sequence[Stage]) -> None:
+        run_stages(self._barrier, 2, call, chunks, stages)
 
-    def _scratch_memory(self, call: Call) -> Scratch:
-        if self._scratch is None:
-            scratch = Scratch(self._arena, round_down(CHUNK_BYTES, self._unit), self._spare)
+    def _staging_memory(self, call: Call) -> tuple[Staging, Staging]:
+        """Return staging for what ranks put in and for results; collective the first time."""
+        if self._staging is None:
+            half = 2 * round_down(NETWORK_CHUNK_BYTES, self._unit)
+            block = self._arena.allocate(2 * half)
+            if isinstance(block, str):
+                regions, start, half = self._spare.regions, 0, self._spare.region_bytes // 2
+            else:
+                regions, start = self._arena.segments[block.segment].regions, block.start
+            inputs, outputs = (
+                Staging([region[at : at + half] for region in regions]) for at in (start, start + half)
+            )
             # A node that is short of memory has smaller buffers, and chunks are the same on all nodes.
-            self._most = min(self._slots.agree(call, scratch.chunk_bytes))
-            self._scratch = scratch
-        return self._scratch
+            self._most = min(self.handshake.agree(call, inputs.buffer_bytes))
+            self._staging = inputs, outputs
+        return self._staging
 
     def _most_bytes(self) -> int:
         # The limit is that of pieces that fit into a cache; the network wants several of them at a time.
-        return CHUNK_BYTES // (1 << 20) * self._limits.piece_bytes
+        return NETWORK_CHUNK_BYTES // (1 << 20) * self._limits.piece_bytes
 
     def _chunk_bytes(self) -> int:
         return round_down(min(self._most_bytes(), self._most), self._unit)
 
     def _chunks(self, nbytes: int, itemsize: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
         """Cut `nbytes` bytes into chunks that fit into scratch memory."""
-        return self._cut(nbytes, itemsize, self._chunk_bytes(), LEAST_CHUNK_BYTES)
+        return self._cut(nbytes, itemsize, self._chunk_bytes(), LEAST_NETWORK_CHUNK_BYTES)
 
     def _cut(
         self, nbytes: int, itemsize: int, most: int, least: int

@@ -1,299 +1,460 @@
-"""All-reduces that were made before, with everything prepared that does not depend on the values.
+"""Reductions over the ranks of one node, onto one rank or all, by the strategy that suits size and memory.
 
-A `DirectPlan` is for data so small that each rank might as well reduce all of it: one barrier, which carries
-the call's fingerprint along.
+    strategy     how                                                              barriers          copies
+    replicated   each rank puts its data into staging and reduces all of it       1                 1 in
+    in place     each reduces its slice over all ranks' memory, writes it to all  2                 none
+    staged       chunks go through staging: copy in, reduce a slice, copy out     1 a chunk, and 2  1 in, 1 out
 
-    put the own data into shared memory | barrier | reduce the data of all ranks into the own tensor
+    tensor       up to 32 KiB of all ranks   up to `replicated_bytes`   larger
+    symmetric    replicated                  in place                   in place
+    ordinary     replicated                  replicated                 staged
 
-A `SymmetricPlan` is for symmetric tensors: the pieces of the own slice, over all ranks' memory, are views made
-once. Between the two is a range of sizes for which a `MediumPlan` does either.
+The first barrier carries the fingerprint of the call, and whether all ranks have a symmetric tensor at the same
+address: where they do not, the tensor is staged. What can be done before that barrier is done: data is copied in.
+
+In a staged reduction the stages of a chunk are one barrier apart, and chunks are at different stages at a time:
+
+    tick 0   copy in chunk 0                                                            compare the calls
+    tick 1   copy in chunk 1    reduce own slice of chunk 0                             barrier
+    tick 2   copy in chunk 2    reduce own slice of chunk 1    copy out chunk 0         barrier ...
+
+A rank's own slice never leaves its tensor. Where ranks outnumber the cores, some wait for what Python does for
+others: so the views that a reduction takes are made once, and found again by the tensor's address.
 """
 
 from __future__ import annotations
 
 import ctypes
-import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...utils.cache import BoundedCache
 from ..buffers import pointer_of
 from ..call import Call
+from ..connection import Limits
 from ..reduction import Reduction, choose_reduction, plain_binary
-from .handshake import NodeSlots
-from .room import NodeRoom
+from ..tuning import (
+    CHUNK_BYTES,
+    MAX_VIEWS,
+    REPEATED_CHUNK_BYTES,
+    REPLICATED_BYTES,
+    REPLICATED_ORDINARY_BYTES,
+    REPLICATED_PAIR_BYTES,
+    SLICE_BYTES,
+)
+from .arena import Arena
+from .barrier import NodeBarrier
+from .chunk_pipeline import run_stages
+from .handshake import NodeHandshake
+from .staging import ALIGNMENT, Bytes, Staging, round_down, slices_of, views_of
 
-__all__ = ["DirectPlan", "MediumPlan", "Piece", "SymmetricPlan", "direct_bytes", "medium_bytes"]
+__all__ = ["NodeMemory", "NodeReduction", "replicated_bytes"]
 
-DIRECT_BYTES = 32 << 10
-"""The most that all ranks together put into shared memory for each of them to reduce it all, although it may be
-symmetric: then a slice for each is quicker from about here on, as it costs a barrier and moves less."""
-MEDIUM_BYTES = 6 << 20
-"""The same where the tensors are not symmetric, times the number of ranks: slices cost two barriers, and each rank
-reads less by that number."""
-MEDIUM_BYTES_OF_TWO = 2 << 20
-"""The same for each of two ranks: slices would move as much."""
-CHOICE_BYTES = 32 << 10
-"""From this size on it counts where the data is put."""
-_MAX_TENSORS = 256
-_IN_RING = 2
-"""Places below are the two of `DirectPlan.memory`; others lie so many bytes into the ring, and this."""
-
-
-def direct_bytes(ranks: int) -> int:
-    """Return the size up to which every rank of so many reduces all of the data itself; local."""
-    return max(DIRECT_BYTES // ranks // 4096 * 4096, 4096)
+_PAGE = 4096
 
 
-def medium_bytes(ranks: int) -> int:
-    """Return the size up to which it does so for tensors that are not symmetric; local."""
+def replicated_bytes(ranks: int, *, symmetric: bool) -> int:
+    """Return the size up to which every rank of so many reduces all of a tensor; local."""
+    if symmetric:
+        return max(REPLICATED_BYTES // ranks // _PAGE * _PAGE, _PAGE)
     if ranks == 2:
-        return MEDIUM_BYTES_OF_TWO
-    return max(MEDIUM_BYTES // ranks**2 // 4096 * 4096, direct_bytes(ranks))
+        return REPLICATED_PAIR_BYTES
+    return max(REPLICATED_ORDINARY_BYTES // ranks**2 // _PAGE * _PAGE, replicated_bytes(ranks, symmetric=True))
 
 
-class OrdinaryPlan(Protocol):
-    """Reduces tensors that are not symmetric."""
+@dataclass
+class NodeMemory:
+    """What the ranks of a group on one node share.
 
-    def run(self, flat: Tensor, agreed: bool) -> None:
-        """Reduce contiguous data, in place; collective."""
+    Attributes:
+        handshake: Compares calls.
+        barrier: The barrier that it goes with.
+        arena: Where symmetric tensors lie.
+        staging: Where ordinary tensors go through.
+        limits: How much is reduced at a time.
+        views: Views of tensors that were reduced before, found by kind of call and address.
+    """
+
+    handshake: NodeHandshake
+    barrier: NodeBarrier
+    arena: Arena
+    staging: Staging
+    limits: Limits
+    views: BoundedCache[Any, Any] = field(default_factory=lambda: BoundedCache(MAX_VIEWS))
+
+    def chunk_bytes(self) -> int:
+        """Return how much of a rank's tensor goes through staging at a time, a slice for each rank; local."""
+        most = min(self.limits.piece_bytes, CHUNK_BYTES, self.staging.buffer_bytes)
+        return round_down(most, ALIGNMENT * self.handshake.size)
 
 
-class Ways(Protocol):
-    """What else the ranks of a node can do, and where their symmetric tensors are."""
-
-    room: NodeRoom
-
-    def ordinary(self, call: Call) -> OrdinaryPlan:
-        """Find or make the plan that reduces tensors which are not symmetric; collective the first time."""
-
-    def reduce_pieces(self, call: Call, pieces: Sequence[Piece], reduction: Reduction) -> None:
-        """Reduce this rank's pieces of a symmetric tensor for all ranks; collective, agreed already."""
-
-    def address(self, tensor: Tensor) -> int:
-        """Say where a contiguous tensor lies if it is symmetric, 0 if it is not; local."""
-
-    def pieces(self, flat: Tensor, address: int) -> list[Piece]:
-        """Cut this rank's slice of a symmetric tensor into pieces; local."""
-
-
-class DirectPlan:
-    """An all-reduce of one dtype, shape and reduction, small enough for each rank to do it all.
+class NodeReduction:
+    """Reductions of one dtype, shape, operation and root.
 
     Args:
-        slots: Carries the fingerprint.
-        room: Shared memory with two places of `direct_bytes(ranks)` in each region, and a ring.
+        memory: What the ranks share.
         call: The call.
     """
 
-    def __init__(self, slots: NodeSlots, room: NodeRoom, call: Call) -> None:
+    def __init__(self, memory: NodeMemory, call: Call) -> None:
+        self._call = call
+        self._handshake = memory.handshake
+        ranks = memory.handshake.size
+        self._replicated = self._in_place = None
+        if call.nbytes > replicated_bytes(ranks, symmetric=True):
+            self._in_place = _InPlace(memory, call)
+        if call.nbytes <= min(replicated_bytes(ranks, symmetric=False), memory.staging.buffer_bytes):
+            self._replicated = _Replicated(memory, call)
+        self._staged = _Staged(memory, call)
+
+    def run(self, tensor: Tensor) -> None:
+        """Reduce contiguous data, in place on ranks that get the result; collective.
+
+        Raises:
+            CollectiveMismatchError: The ranks made different calls.
+        """
+        slices = None if self._in_place is None else self._in_place.find(tensor)
+        if slices is not None:
+            assert self._in_place is not None
+            if self._handshake.meet(self._call, slices.address):
+                self._in_place.run(slices, tensor)
+            else:
+                self._staged.run(tensor)
+        elif self._replicated is not None:
+            index = self._replicated.put(tensor)
+            if self._handshake.meet(self._call, 0):
+                self._replicated.take(tensor, index)
+            else:
+                self._staged.run(tensor)
+        else:
+            self._staged.put_first(tensor)
+            # If some ranks have a symmetric tensor, they have put nothing in: begin anew, with them.
+            self._staged.run(tensor, first=1 if self._handshake.meet(self._call, 0) else 0)
+
+
+class _Replicated:
+    """Each rank reduces all of the data."""
+
+    def __init__(self, memory: NodeMemory, call: Call) -> None:
         assert call.op is not None
         assert call.dtype is not None
-        self._slots = slots
-        self._call = call
-        self._parts = []
-        self._seen: dict[int, Any] = {}
-        memory = room.direct
-        half = memory.region_bytes // 2
-        own = memory.regions[slots.rank]
-        self._own = [own[start : start + call.nbytes] for start in (0, half)]
-        with torch.inference_mode(False):
-            for start in (0, half):
-                rows = [torch.from_numpy(region[start : start + call.nbytes]) for region in memory.regions]
-                self._parts.append([row.view(call.dtype).view(call.shape) for row in rows])
-        self._room = room
-        self._choice = room.direct_choice if call.nbytes >= CHOICE_BYTES else None
-        self._seconds = 0.0
-        self._dtype, self._shape, self._nbytes = call.dtype, call.shape, call.nbytes
-        self._reduction = choose_reduction(call.dtype, call.op, slots.size)
-        adds = plain_binary(call.dtype, call.op) is torch.add
-        # Of two, the order does not matter: the own part is in the tensor already.
-        self._other = [parts[1 - slots.rank] for parts in self._parts] if adds and slots.size == 2 else None
-
-    def run(self, tensor: Tensor) -> bool:
-        """Reduce a contiguous tensor, in place; collective. Always applies."""
-        place = self.put(tensor)
-        self._slots.meet(self._call, 0)
-        self.take(tensor, place)
-        return True
+        rank, ranks = memory.handshake.rank, memory.handshake.size
+        staging = memory.staging
+        self._barrier = memory.barrier
+        self._nbytes = call.nbytes
+        self._count = staging.count
+        self._gets_result = call.root in (None, rank)
+        self._own = [buffers[rank][: call.nbytes] for buffers in staging.buffers]
+        self._parts = [
+            [part.view(call.shape) for part in views_of(buffers, 0, call.nbytes, call.dtype)]
+            for buffers in staging.buffers
+        ]
+        self._reduction = choose_reduction(call.dtype, call.op, ranks)
+        # The sum of two is the same in either order, and the own part is in the tensor already.
+        adds = ranks == 2 and plain_binary(call.dtype, call.op) is torch.add
+        self._other = [parts[1 - rank] for parts in self._parts] if adds else None
+        self._sources: BoundedCache[int, Bytes] = BoundedCache(256)
 
     def put(self, tensor: Tensor) -> int:
-        """Copy the own data to where the others find it; returns the place, for `take`."""
-        place, choice = self._slots.place, self._choice
-        source = self._seen.get(tensor.data_ptr())
+        """Copy the own data to where the others find it; returns the index of the buffer; local."""
+        index = self._barrier.count % self._count
+        pointer = tensor.data_ptr()
+        source = self._sources.get(pointer)
         if source is None:
-            source = self._look_at(tensor)
-        if choice is None or (choice.quiet and not choice.many):
-            self._own[place][...] = source
-            return place
-        began = time.perf_counter()
-        if choice.many:
-            offset = self._room.ring.offset(self._slots.turn, self._nbytes)
-            self._room.ring.regions[self._slots.rank][offset : offset + self._nbytes] = source
-            place = _IN_RING + offset
+            source = self._sources.add(pointer, _bytes_at(tensor, self._nbytes))
+        self._own[index][...] = source
+        return index
+
+    def take(self, tensor: Tensor, index: int) -> None:
+        """Reduce what all ranks have put in; local, after they have met."""
+        if not self._gets_result:
+            return
+        if self._other is not None:
+            tensor.add_(self._other[index])
         else:
-            self._own[place][...] = source
-        self._seconds = time.perf_counter() - began
-        return place
-
-    def _look_at(self, tensor: Tensor) -> Any:
-        """Return the tensor's bytes as numpy's, which copies small ones in a fraction of the time that torch takes.
-
-        They are known by their address. Nothing is kept alive: whatever tensor lies there next has as many bytes.
-        """
-        if not self._call.nbytes:
-            return self._own[0]
-        pointer = pointer_of(tensor)
-        if len(self._seen) >= _MAX_TENSORS:
-            self._seen.clear()
-        memory: Any = (ctypes.c_uint8 * self._call.nbytes).from_address(pointer)
-        source = self._seen[pointer] = np.frombuffer(memory, np.uint8)
-        return source
-
-    def take(self, tensor: Tensor, place: int) -> None:
-        """Reduce what all ranks have put in, once they have."""
-        choice = self._choice
-        if choice is None:
-            self._reduce(tensor, place)
-        elif choice.quiet:
-            choice.quiet -= 1
-            self._reduce(tensor, place)
-        else:
-            began = time.perf_counter()
-            try:
-                self._reduce(tensor, place)
-            finally:  # what fails here, on this rank, counts for all
-                choice.note(self._slots.turn, self._nbytes, self._seconds + time.perf_counter() - began)
-
-    def _reduce(self, tensor: Tensor, place: int) -> None:
-        if place < _IN_RING:
-            if self._other is not None:
-                tensor.add_(self._other[place])
-            else:
-                self._reduction.run(self._parts[place], tensor)
-        elif self._other is not None:
-            tensor.add_(self._in_ring(1 - self._slots.rank, place - _IN_RING))
-        else:
-            parts = [self._in_ring(rank, place - _IN_RING) for rank in range(self._slots.size)]
-            self._reduction.run(parts, tensor)
-
-    def _in_ring(self, rank: int, offset: int) -> Tensor:
-        part = torch.from_numpy(self._room.ring.regions[rank][offset : offset + self._nbytes])
-        return part.view(self._dtype).view(self._shape)
+            self._reduction.run(self._parts[index], tensor)
 
 
-class Piece:
-    """Part of a symmetric tensor that fits into the cache.
-
-    Args:
-        rows: [ranks, elements] the part in the memory of each rank.
-        total: [elements] scratch memory for the sum.
-        rank: This rank, on its node.
+class _Slices:
+    """This rank's slice of a symmetric tensor, over the memory of all ranks, in pieces that fit into a cache.
 
     Attributes:
-        parts: The rows.
-        total: As much of the scratch memory as a row takes.
+        address: Where the tensor lies.
+        pieces: The pieces.
     """
 
-    __slots__ = ("_rank", "_raw", "_sum", "parts", "total")
+    __slots__ = ("address", "pieces")
 
-    def __init__(self, rows: Tensor, total: Tensor, rank: int) -> None:
+    def __init__(self, address: int, pieces: list[_Piece]) -> None:
+        self.address = address
+        self.pieces = pieces
+
+
+class _Piece:
+    """A piece of a slice.
+
+    Args:
+        rows: [ranks, elements] the piece in the memory of each rank.
+        total: [elements] memory for its sum.
+    """
+
+    __slots__ = ("_raw", "_sum", "_total", "parts")
+
+    def __init__(self, rows: Tensor, total: Tensor) -> None:
         self.parts = list(rows.unbind(0))
-        self.total = total[: rows.shape[1]]
-        self._rank = rank
+        self._total = total[: rows.shape[1]]
         # Numpy has copied before torch has begun to; bytes, since it does not know all dtypes.
         self._raw = rows.view(torch.uint8).numpy()
-        self._sum = self.total.view(torch.uint8).numpy()
+        self._sum = self._total.view(torch.uint8).numpy()
 
-    def reduce(self, reduction: Reduction) -> None:
-        """Reduce the part for all ranks; local."""
-        rank, raw = self._rank, self._raw
-        if reduction.in_place:  # of two
-            reduction.run(self.parts, self.parts[rank])
+    def reduce(self, reduction: Reduction, rank: int, root: int | None) -> None:
+        """Reduce the piece onto one rank or all; local."""
+        parts, raw = self.parts, self._raw
+        if root is not None:
+            reduction.run(parts, self._total)
+            raw[root] = self._sum
+        elif reduction.in_place:  # of two
+            reduction.run(parts, parts[rank])
             raw[1 - rank] = raw[rank]
         else:
-            reduction.run(self.parts, self.total)
+            reduction.run(parts, self._total)
             raw[...] = self._sum
 
 
-class SymmetricPlan:
-    """An all-reduce of symmetric tensors of one dtype and shape.
+class _InPlace:
+    """Each rank reduces its slice of a symmetric tensor, in the memory of all ranks."""
 
-    Args:
-        slots: Carries the fingerprint.
-        paths: Knows which tensors are symmetric, and serves if one is not.
-        call: The call.
-    """
-
-    def __init__(self, slots: NodeSlots, paths: Ways, call: Call) -> None:
+    def __init__(self, memory: NodeMemory, call: Call) -> None:
         assert call.op is not None
         assert call.dtype is not None
-        self._slots = slots
-        self._paths = paths
+        self._memory = memory
         self._call = call
-        self._reduction = choose_reduction(call.dtype, call.op, slots.size)
-        self._known: dict[int, tuple[int, list[Piece]]] = {}
+        self._dtype = call.dtype
+        self._rank = memory.handshake.rank
+        self._reduction = choose_reduction(call.dtype, call.op, memory.handshake.size)
+        self._gets_result = call.root in (None, self._rank)
+        self._total: Tensor | None = None
 
-    def run(self, tensor: Tensor) -> bool:
-        """Reduce a contiguous tensor, in place; collective. False, and nothing done, without scratch memory."""
-        known = self.find(tensor)
-        if known is None:
-            if not self._paths.room.has_scratch:
-                return False
-            self._paths.ordinary(self._call).run(tensor, False)
-        elif self._slots.meet(self._call, known[0]):
-            torch.autograd.graph.increment_version(tensor)  # before what may fail halfway
-            self.reduce(known[1])
-        else:
-            self._paths.ordinary(self._call).run(tensor, True)
-        return True
-
-    def reduce(self, pieces: list[Piece]) -> None:
-        """Reduce the own slice for all ranks; collective, after all have met."""
-        self._paths.reduce_pieces(self._call, pieces, self._reduction)
-
-    def find(self, tensor: Tensor) -> tuple[int, list[Piece]] | None:
-        """Return where a tensor lies and the pieces of the own slice, None if it is not symmetric; local."""
-        known = self._known.get(tensor.data_ptr())
-        if known is None:
-            address = self._paths.address(tensor)
+    def find(self, tensor: Tensor) -> _Slices | None:
+        """Return this rank's slices of a contiguous tensor, None if it is not symmetric; local."""
+        key = (self._call.key, tensor.data_ptr())
+        slices: _Slices | None = self._memory.views.get(key)
+        if slices is None:
+            address = self._memory.arena.address(tensor)
             if not address:
                 return None
-            if len(self._known) >= _MAX_TENSORS:
-                self._known.clear()
-            known = address, self._paths.pieces(tensor.view(-1), address)
-            self._known[tensor.data_ptr()] = known
-        return known
+            slices = _Slices(address, self._cut(address))
+            self._memory.views.add(key, slices, 1 + len(slices.pieces) * self._memory.handshake.size)
+        return slices
+
+    def run(self, slices: _Slices, tensor: Tensor) -> None:
+        """Reduce the own slices; collective, after all ranks have met."""
+        if self._gets_result:
+            torch.autograd.graph.increment_version(tensor)  # before what may fail halfway
+        for piece in slices.pieces:
+            piece.reduce(self._reduction, self._rank, self._call.root)
+        self._memory.barrier.wait(self._call)
+
+    def _cut(self, address: int) -> list[_Piece]:
+        memory, itemsize = self._memory, self._dtype.itemsize
+        unit = max(ALIGNMENT, itemsize)
+        low, high = slices_of(self._call.nbytes, memory.handshake.size, unit)[self._rank]
+        if low == high:
+            return []
+        step = round_down(min(SLICE_BYTES, memory.limits.piece_bytes), ALIGNMENT)
+        with torch.inference_mode(False):
+            if self._total is None or self._total.nbytes < step:
+                self._total = torch.empty(step, dtype=torch.uint8, device="cpu").view(self._dtype)
+            rows = memory.arena.rows(address + low, high - low).view(self._dtype)
+            return [
+                _Piece(
+                    part,
+                    self._total,
+                )
+                for part in rows.split(step // itemsize, dim=1)
+            ]
 
 
-class MediumPlan:
-    """An all-reduce of a size at which symmetric tensors are reduced where they lie, and others directly.
+class _Staged:
+    """Chunks of an ordinary tensor go through staging."""
+
+    def __init__(self, memory: NodeMemory, call: Call) -> None:
+        assert call.op is not None
+        assert call.dtype is not None
+        self._memory = memory
+        self._call = call
+        self._dtype = call.dtype
+        self._rank = memory.handshake.rank
+        self._reduction = choose_reduction(call.dtype, call.op, memory.handshake.size)
+        self._gets_result = call.root in (None, self._rank)
+        self._chunk_bytes = 0
+        self._cuts: list[_Cut] = []
+
+    def put_first(self, tensor: Tensor) -> None:
+        """Copy in the first chunk; local, before all ranks have met."""
+        self._chunks(tensor)[0].copy_in(self._memory.barrier.count % self._memory.staging.count)
+
+    def run(self, tensor: Tensor, first: int = 0) -> None:
+        """Reduce contiguous data; collective, after all ranks have met.
+
+        Args:
+            tensor: The data.
+            first: 1 where all ranks have put in their first chunk.
+        """
+        chunks, rank, dtype, memory = self._chunks(tensor), self._rank, self._dtype, self._memory
+        reduce_parts, gets_result = self._reduction.run, self._gets_result
+
+        def copy_in(number: int, index: int, before: int) -> None:
+            chunks[number].copy_in(index)
+
+        def reduce(number: int, index: int, before: int) -> None:
+            chunk = chunks[number]
+            if not chunk.own.nbytes:
+                return
+            parts, target = [*chunk.cut.views[before].parts], chunk.cut.views[index]
+            parts[rank] = torch.from_numpy(chunk.own).view(dtype)
+            reduce_parts(parts, target.result)
+            if gets_result:
+                chunk.own[...] = target.result_bytes
+
+        def copy_out(number: int, index: int, before: int) -> None:
+            if gets_result:
+                chunk = chunks[number]
+                for target, source in zip(chunk.targets, chunk.cut.views[before].outputs, strict=True):
+                    target[...] = source
+
+        if gets_result:  # now, since what fails later leaves a part of it changed
+            torch.autograd.graph.increment_version(tensor)
+        stages = (copy_in, reduce, copy_out)
+        run_stages(memory.barrier, memory.staging.count, self._call, len(chunks), stages, first)
+
+    def _chunks(self, tensor: Tensor) -> list[_Chunk]:
+        most = self._memory.chunk_bytes()
+        if most != self._chunk_bytes:
+            self._cuts = self._cut(most)
+            self._chunk_bytes = most
+        key = (self._call.key, tensor.data_ptr(), most)
+        chunks: list[_Chunk] | None = self._memory.views.get(key)
+        needed = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
+        if chunks is None or tensor.untyped_storage().nbytes() < needed:
+            chunks = self._look_at(tensor)
+            self._memory.views.add(key, chunks, len(chunks) * (self._memory.handshake.size + 2))
+        return chunks
+
+    def _cut(self, most: int) -> list[_Cut]:
+        """Cut the data into chunks of about equal size, up to `most` bytes; all of a size are cut alike."""
+        nbytes, ranks = self._call.nbytes, self._memory.handshake.size
+        if nbytes > most:
+            most = min(most, REPEATED_CHUNK_BYTES)
+        unit = ranks * max(ALIGNMENT, self._dtype.itemsize)
+        size = -(-nbytes // (-(-nbytes // most) * unit)) * unit
+        sizes = [min(size, nbytes - start) for start in range(0, nbytes, size)]
+        # The last one, perhaps shorter, is cut alike: a result goes where its rank has put nothing in.
+        bounds = slices_of(size, ranks, unit // ranks)
+        cuts = {
+            most: _Cut(self._memory.staging, self._rank, _up_to(most, bounds), self._dtype) for most in {*sizes}
+        }
+        return [cuts[size] for size in sizes]
+
+    def _look_at(self, tensor: Tensor) -> list[_Chunk]:
+        data = _bytes_at(tensor, self._call.nbytes)
+        chunks, start = [], 0
+        for cut in self._cuts:
+            chunks.append(_Chunk(cut, data[start : start + cut.nbytes]))
+            start += cut.nbytes
+        return chunks
+
+
+def _bytes_at(tensor: Tensor, nbytes: int) -> Bytes:
+    """Return a contiguous tensor's bytes as numpy's, which copies small ones in a fraction of torch's time.
+
+    Nothing is kept alive: whatever tensor of the same kind lies at that address next has as many bytes.
+    """
+    if not nbytes:
+        return np.empty(0, np.uint8)
+    memory: Any = (ctypes.c_uint8 * nbytes).from_address(pointer_of(tensor))
+    return np.frombuffer(memory, np.uint8)
+
+
+def _up_to(most: int, bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Cut ranges off at `most`."""
+    return [(min(low, most), min(high, most)) for low, high in bounds]
+
+
+class _Cut:
+    """How chunks of one size lie in staging.
 
     Args:
-        slots: Carries the fingerprint.
-        paths: Serves where only some ranks have a symmetric tensor.
-        call: The call.
+        staging: The staging.
+        rank: This rank, on its node.
+        bounds: Each rank's slice of a chunk, in bytes.
+        dtype: Of its elements.
+
+    Attributes:
+        nbytes: Size of a chunk.
+        own: The own slice.
+        others: The other ranks' slices.
+        around: All but the own slice, in one piece or two.
+        views: Views of each buffer.
     """
 
-    def __init__(self, slots: NodeSlots, paths: Ways, call: Call) -> None:
-        self._slots = slots
-        self._paths = paths
-        self._call = call
-        self._direct = DirectPlan(slots, paths.room, call)
-        self._symmetric = SymmetricPlan(slots, paths, call)
+    def __init__(self, staging: Staging, rank: int, bounds: list[tuple[int, int]], dtype: torch.dtype) -> None:
+        self.nbytes = bounds[-1][1]
+        self.own = low, high = bounds[rank]
+        self.others = bounds[:rank] + bounds[rank + 1 :]
+        self.around = [(start, stop) for start, stop in ((0, low), (high, self.nbytes)) if start < stop]
+        self.views = [_BufferViews(self, buffers, rank, dtype) for buffers in staging.buffers]
 
-    def run(self, tensor: Tensor) -> bool:
-        """Reduce a contiguous tensor, in place; collective. Always applies."""
-        known = self._symmetric.find(tensor)
-        place = self._direct.put(tensor) if known is None else 0
-        if not self._slots.meet(self._call, 0 if known is None else known[0]):
-            self._paths.ordinary(self._call).run(tensor, True)
-        elif known is None:
-            self._direct.take(tensor, place)
-        else:
-            torch.autograd.graph.increment_version(tensor)
-            self._symmetric.reduce(known[1])
-        return True
+
+class _BufferViews:
+    """Views of all ranks' buffers of one index, for chunks of one size.
+
+    Attributes:
+        inputs: Where this rank puts what is not its slice.
+        parts: All ranks' parts of the own slice; the own one lies in the tensor.
+        result: Where its reduction goes: where this rank puts nothing in.
+        result_bytes: The same.
+        outputs: Where the other slices' reductions lie.
+    """
+
+    __slots__ = ("inputs", "outputs", "parts", "result", "result_bytes")
+
+    def __init__(self, cut: _Cut, buffers: list[Bytes], rank: int, dtype: torch.dtype) -> None:
+        peers = [peer for peer in range(len(buffers)) if peer != rank]
+        self.inputs = [buffers[rank][start:stop] for start, stop in cut.around]
+        self.parts = views_of(buffers, *cut.own, dtype)
+        self.result = self.parts[rank]
+        self.result_bytes = buffers[rank][slice(*cut.own)]
+        self.outputs = [buffers[peer][start:stop] for peer, (start, stop) in zip(peers, cut.others, strict=True)]
+
+
+class _Chunk:
+    """One chunk of a tensor.
+
+    Args:
+        cut: How it is cut.
+        data: Its bytes.
+
+    Attributes:
+        cut: How it is cut.
+        own: The own slice. Not as a tensor, which others would find in the garbage collector's lists.
+        sources: What goes into staging.
+        targets: Where the other slices' results go.
+    """
+
+    __slots__ = ("cut", "own", "sources", "targets")
+
+    def __init__(self, cut: _Cut, data: Bytes) -> None:
+        self.cut = cut
+        self.own = data[slice(*cut.own)]
+        self.sources = [data[start:stop] for start, stop in cut.around]
+        self.targets = [data[start:stop] for start, stop in cut.others]
+
+    def copy_in(self, index: int) -> None:
+        """Copy all but the own slice into a buffer; local."""
+        for target, source in zip(self.cut.views[index].inputs, self.sources, strict=True):
+            target[...] = source

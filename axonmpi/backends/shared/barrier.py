@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import CollectiveTimeoutError, CommunicatorError, RankFailedError
 from ...utils.text import name_ranks
-from ...utils.waiting import Steps
+from ...utils.waiting import Backoff, Steps
+from ..tuning import BARRIER_CHECK_SECONDS, BARRIER_NAP_SECONDS, BARRIER_YIELDS, LONGEST_BARRIER_NAP_SECONDS
 from .segment import PAGE, Segment
 
 if TYPE_CHECKING:
@@ -32,10 +33,6 @@ __all__ = ["Fence", "NodeBarrier"]
 
 _WORDS = PAGE // 8
 _MARK = 16  # a cache line pair away from the counter
-_YIELDS = 400
-_NAP_SECONDS = 5e-5
-_LONGEST_NAP_SECONDS = 1e-3
-_CHECK_SECONDS = 0.5
 _GAVE_UP, _FAILED = 1, 2
 
 
@@ -87,11 +84,11 @@ class NodeBarrier:
         self._own = segment.own * _WORDS
         peers = [(segment.own + step) % len(processes) for step in range(1, len(processes))]
         self._peers = [(peer * _WORDS, peer) for peer in peers]
-        self._broken = ""
+        self._failed = ""
         self.count = 0
         self._come_to = 0
         self.spins = 0
-        self.yields = _YIELDS
+        self.yields = BARRIER_YIELDS
         self.while_waiting: Callable[[], None] | None = None
 
     def wait(self, what: object = "a barrier") -> None:
@@ -102,8 +99,8 @@ class NodeBarrier:
             RankFailedError: A rank has ended or has given up.
             CommunicatorError: This rank has given up before.
         """
-        if self._broken:
-            raise CommunicatorError(f"{what}: this group cannot be used: {self._broken}")
+        if self._failed:
+            raise CommunicatorError(f"{what}: this group cannot be used: {self._failed}")
         words, count = self._words, self._come_to + 1
         if self._sync is not None:
             self._sync()
@@ -122,7 +119,7 @@ class NodeBarrier:
         self.count = count
 
     def fence(self) -> None:
-        """Let what this rank has written be seen by those that it has met, and what they have here; local."""
+        """Publish this rank's writes and observe the other ranks' earlier ones; local."""
         if self._sync is not None:
             self._sync()
 
@@ -132,8 +129,8 @@ class NodeBarrier:
         Raises:
             CommunicatorError: This rank has given up before.
         """
-        if self._broken:
-            raise CommunicatorError(f"{what}: this group cannot be used: {self._broken}")
+        if self._failed:
+            raise CommunicatorError(f"{what}: this group cannot be used: {self._failed}")
         if self._sync is not None:
             self._sync()
         self._come_to += 1
@@ -157,24 +154,22 @@ class NodeBarrier:
         self.count = max(self.count, count)
 
     def _await(self, word: int, peer: int, count: int, what: object) -> None:
-        words, give_way, meanwhile = self._words, os.sched_yield, self.while_waiting
+        words, meanwhile = self._words, self.while_waiting
         for _ in range(self.spins):
             if words[word] >= count:
                 return
         for _ in range(self.yields):
-            give_way()
+            os.sched_yield()
             if meanwhile is not None:
                 meanwhile()
             if words[word] >= count:
                 return
         began = checked = time.monotonic()
-        nap = _NAP_SECONDS
+        backoff = Backoff(0, BARRIER_NAP_SECONDS, LONGEST_BARRIER_NAP_SECONDS)
         while words[word] < count:
-            time.sleep(nap)
+            backoff.rest()
             if meanwhile is not None:
                 meanwhile()
-            if time.monotonic() - began > 0.01:
-                nap = min(2 * nap, _LONGEST_NAP_SECONDS)
             checked = self._check(word, peer, count, what, began, checked)
 
     def _check(self, word: int, peer: int, count: int, what: object, began: float, checked: float) -> float:
@@ -182,14 +177,14 @@ class NodeBarrier:
         now = time.monotonic()
         if self._timeout is not None and now - began > self._timeout:
             self._give_up(what)
-        if now - checked > _CHECK_SECONDS or self._words[word + _MARK]:
+        if now - checked > BARRIER_CHECK_SECONDS or self._words[word + _MARK]:
             self._look_after(word, peer, count, what)
             return now
         return checked
 
     def _give_up(self, what: object) -> None:
         late = [name for name, (word, _) in self._by_name() if self._words[word] <= self.count]
-        self.break_down(f"{what} was given up after {self._timeout:g} s", gave_up=True)
+        self.mark_failed(f"{what} was given up after {self._timeout:g} s", gave_up=True)
         raise CollectiveTimeoutError(
             f"{what} was not complete after {self._timeout:g} s: "
             f"{name_ranks(late)} did not come, or is still computing"
@@ -209,12 +204,12 @@ class NodeBarrier:
             gone = f"has ended (process {self._processes[peer]})"
         if self._words[word] < count:
             name = self._names[peer]
-            self.break_down(f"rank {name} {gone} while {what} waited for it")
+            self.mark_failed(f"rank {name} {gone} while {what} waited for it")
             raise RankFailedError(f"rank {name} {gone} while {what} waited for it on this node")
 
-    def break_down(self, reason: str, *, gave_up: bool = False) -> None:
-        """Let the others know that this rank comes to no further barrier; local."""
-        self._broken = self._broken or reason
+    def mark_failed(self, reason: str, *, gave_up: bool = False) -> None:
+        """Tell the other ranks that this one comes to no further barrier; local."""
+        self._failed = self._failed or reason
         self._words[self._own + _MARK] = _GAVE_UP if gave_up else _FAILED
         # Whoever comes late must not pass: what this rank put in may be overwritten from now on.
         self._words[self._own] = self.count

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...errors import AxonmpiError, CollectiveTimeoutError
 from ...utils.futex import Futex
+from ..tuning import COUNTER_SLEEP_SECONDS, COUNTER_YIELDS, COUNTER_YIELDS_OVERSUBSCRIBED
 
 __all__ = ["WORDS_PER_COUNTER", "NodeCounters"]
 
@@ -24,8 +25,6 @@ WORDS_PER_COUNTER = 16
 """Counters are two cache lines apart, so that a rank that waits for one does not slow down who writes another."""
 _SLEEPERS = 8
 """Where it is noted that somebody sleeps, in the other cache line of the counter."""
-_YIELDS, _YIELDS_IN_A_CROWD = 2000, 50
-_LONGEST_SLEEP_SECONDS = 1e-3
 
 
 def _nothing() -> None:
@@ -41,7 +40,7 @@ class NodeCounters:
         timeout: Seconds after which a rank gives up waiting; None never does.
         check: Called now and then while waiting, with what waits and for which rank; raises if that is in vain.
         give_way: Lets others run for a moment.
-        crowded: Whether ranks outnumber the cores, so that a rank that waits should soon sleep.
+        oversubscribed: Whether ranks outnumber the cores, so that a rank that waits should soon sleep.
     """
 
     def __init__(
@@ -51,7 +50,8 @@ class NodeCounters:
         timeout: float | None,
         check: Callable[[str, int | None], None],
         give_way: Callable[[], object],
-        crowded: bool,
+        *,
+        oversubscribed: bool,
     ) -> None:
         self._memory = memory  # whose storage the words are
         self._words = memory.numpy().data.cast("B").cast("q")
@@ -60,7 +60,7 @@ class NodeCounters:
         self._check = check
         self._futex = Futex(memory.data_ptr())
         self._give_way = give_way
-        self._yields = _YIELDS_IN_A_CROWD if crowded else _YIELDS
+        self._yields = COUNTER_YIELDS_OVERSUBSCRIBED if oversubscribed else COUNTER_YIELDS
 
     def post(self, index: int, value: int) -> None:
         """Set a counter; what this rank has written before is there for whoever sees it; local."""
@@ -112,7 +112,7 @@ class NodeCounters:
             seen = self._words[word]
             self._words[word + _SLEEPERS] = 1
             if seen < value:  # a wake-up that is missed all the same costs no more than the longest sleep
-                self._futex.sleep(word, seen, _LONGEST_SLEEP_SECONDS)
+                self._futex.sleep(word, seen, COUNTER_SLEEP_SECONDS)
             meanwhile()
             try:
                 self._check(what, peer)

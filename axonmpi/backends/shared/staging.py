@@ -1,7 +1,20 @@
-"""Scratch memory shared by the ranks of a node, and how data is cut to go through it."""
+"""Memory through which the ranks of a node pass ordinary tensors to each other.
+
+Each rank has a few buffers and uses them in turn, another one after every barrier:
+
+    barriers passed        0   1   2   3   ...
+    with two buffers       0   1   0   1           what one rank writes at 0, the others read at 1, while it writes
+    with four              0   1   2   3           the next buffer; all have read it when the first one's turn comes
+
+Two buffers stay in a cache that ranks share. Where they share none, a rank that writes what another has just read
+waits for each cache line until the other's cache has let go of it (Molka, Hackenberg, Schöne and Nagel 2015
+measured that). With so many buffers that all caches have forgotten the oldest it does not wait. `line_seconds`
+tells which.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,172 +22,75 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...types import ReduceOp
-from ..reduction import reduce_in_rank_order
-from .segment import Arena, Segment
+from ...utils.cache import BoundedCache
+from ..tuning import MAX_VIEWS, PROBE_BYTES
+from .barrier import NodeBarrier
 
-__all__ = [
-    "ALIGNMENT",
-    "CHUNK_BYTES",
-    "PIECE_BYTES",
-    "Bytes",
-    "Ring",
-    "Scratch",
-    "bounds_of",
-    "many_places",
-    "reduce_in_pieces",
-    "round_down",
-    "slices_of",
-    "views_of",
-]
+__all__ = ["ALIGNMENT", "Bytes", "Staging", "bounds_of", "line_seconds", "round_down", "slices_of", "views_of"]
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-CHUNK_BYTES = 1 << 20
-"""How much of an ordinary tensor goes through scratch memory at a time: chunks of all ranks should fit the
-cache."""
-PIECE_BYTES = 256 << 10
-"""How much of its slice a rank reduces at a time: the pieces of all ranks should fit into its core's cache."""
 ALIGNMENT = 64
-_MAX_VIEWS = 4096
-_PLACES_OF_ALL = 32
+_LINE_BYTES = 64
+_PROBES = 5
 
 
-class Ring:
-    """Memory that is used from one end to the other before any of it is used again.
-
-    Turns of even number use one half of it, those of odd number the other: what a turn writes is not touched in the
-    next one, whatever that writes.
+class Staging:
+    """The buffers of all ranks of a node.
 
     Args:
         regions: [local ranks] the memory of each rank, of the same size.
+        count: How many buffers each rank has, at least two.
 
     Attributes:
-        regions: The same.
-        half_bytes: Size of a half.
+        count: The same.
+        buffers: [count][local ranks] the buffers.
+        buffer_bytes: Size of each.
     """
 
-    def __init__(self, regions: list[Bytes]) -> None:
-        self.regions = regions
-        self.half_bytes = regions[0].nbytes // 2
+    def __init__(self, regions: Sequence[Bytes], count: int = 2) -> None:
+        self.count = count
+        self.buffer_bytes = regions[0].nbytes // count // ALIGNMENT * ALIGNMENT
+        starts = [number * self.buffer_bytes for number in range(count)]
+        self.buffers = [[region[at : at + self.buffer_bytes] for region in regions] for at in starts]
+        self._views: BoundedCache[Any, list[list[Tensor]]] = BoundedCache(MAX_VIEWS)
 
-    @classmethod
-    def allocate(cls, arena: Arena, nbytes: int) -> Ring | None:
-        """Make a ring of `nbytes` bytes for each rank; collective. None if there is no memory for it."""
-        block = arena.allocate(nbytes)
-        if isinstance(block, str):
-            return None
-        regions = arena.segments[block.segment].regions
-        return cls([region[block.start : block.start + nbytes] for region in regions])
-
-    def offset(self, turn: int, nbytes: int) -> int:
-        """Return where a turn writes, if others write as many bytes, no more than half of all; local."""
-        step = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        return (turn & 1) * self.half_bytes + (turn >> 1) % (self.half_bytes // step) * step
+    def views(self, index: int, start: int, stop: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return bytes `start` to `stop` of all ranks' buffers of one index as tensors; local."""
+        key = (start, stop, dtype)
+        views = self._views.get(key)
+        if views is None:
+            # Of all buffers at once: views made later would cut up the memory that large tensors have left.
+            views = [views_of(buffers, start, stop, dtype) for buffers in self.buffers]
+            self._views.add(key, views, self.count * len(views[0]))
+        return views[index]
 
 
-class Scratch:
-    """Buffers for what ranks put in and for results, in each rank's region: two places with both, or more.
+def line_seconds(regions: Sequence[Bytes], own: int, barrier: NodeBarrier) -> float:
+    """Measure how long this rank takes to write a cache line that the others have just read; collective.
 
     Args:
-        arena: Where they are allocated; collective.
-        chunk_bytes: Size of each buffer.
-        spare: Serves where the arena has no memory: the buffers are as large as fit into it.
-        one: Whether a place has one buffer for both, in which a rank puts its results where it has put nothing in.
-
-    Attributes:
-        chunk_bytes: Size of each buffer, as it has become.
-        inputs: [places][local ranks] buffers that hold what each rank put in.
-        outputs: [places][local ranks] buffers that hold what each rank has reduced.
-        kept: What users of the buffers keep, for as long as there are these. What stays and is made between large
-            tensors that come and go cuts up the memory that they leave: make it for all places `alike` at once.
-
-    Raises:
-        MemoryError: There is not enough memory, and nothing to spare.
+        regions: [local ranks] shared memory, at least `PROBE_BYTES` each; its values are lost.
+        own: This rank's index.
+        barrier: The barrier of the ranks.
     """
-
-    def __init__(self, arena: Arena, chunk_bytes: int, spare: Segment | None = None, *, one: bool = False) -> None:
-        self._buffers = 1 if one else 2
-        # Halves by turn: what is written in a turn lies in that turn's half, as it does for direct all-reduces.
-        block = arena.allocate(2 * self._buffers * chunk_bytes)
-        if not isinstance(block, str):
-            regions, start, half = arena.segments[block.segment].regions, block.start, self._buffers * chunk_bytes
-        elif spare is not None:
-            regions, start, half = spare.regions, 0, spare.region_bytes // 2
-            chunk_bytes = min(chunk_bytes, half // self._buffers)
-        else:
-            raise MemoryError(f"no scratch memory could be shared with the other ranks of this node: {block}")
-        self.chunk_bytes = chunk_bytes
-        self.inputs: list[list[Bytes]] = []
-        self.outputs: list[list[Bytes]] = []
-        self.kept: dict[Any, Any] = {}
-        self._views: dict[Any, list[Tensor]] = {}
-        for place in (0, 1):
-            self._add_place(regions, start + place * half)
-
-    def widen(self, ring: Ring) -> None:
-        """Add as many places as fit into a ring, up to a limit; local, on all ranks."""
-        step = self._buffers * self.chunk_bytes
-        pairs = min(ring.half_bytes // step, _PLACES_OF_ALL // 2)
-        for number in range(2 * pairs):
-            at = (number & 1) * ring.half_bytes + (number >> 1) * step
-            self._add_place(ring.regions, at)
-
-    @property
-    def is_wide(self) -> bool:
-        """Whether there are more than two places."""
-        return len(self.inputs) > 2
-
-    def place(self, turn: int, *, many: bool) -> int:
-        """Return where a turn writes: in turn one of the first two places, or one of those that were added."""
-        return 2 + turn % (len(self.inputs) - 2) if many else turn & 1
-
-    def alike(self, place: int) -> range:
-        """Return the places that take turns with one: the first two, or those that were added."""
-        return range(2, len(self.inputs)) if place > 1 else range(2)
-
-    def _add_place(self, regions: list[Bytes], start: int) -> None:
-        starts = [start + number * self.chunk_bytes for number in range(self._buffers)]
-        buffers = [[region[at : at + self.chunk_bytes] for region in regions] for at in starts]
-        self.inputs.append(buffers[0])
-        self.outputs.append(buffers[-1])
-
-    def input_views(self, place: int, start: int, stop: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return bytes `start` to `stop` of all ranks' input buffers as tensors; local."""
-        key = (place, start, stop, dtype)
-        if key not in self._views:
-            self._make_room()
-            for each in self.alike(place):
-                self._views[each, start, stop, dtype] = views_of(self.inputs[each], start, stop, dtype)
-        return self._views[key]
-
-    def output_view(self, place: int, rank: int, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Return bytes `start` to `stop` of one rank's output buffer as a tensor; local."""
-        key = (place, rank, start, stop, dtype)
-        if key not in self._views:
-            self._make_room()
-            for each in self.alike(place):
-                buffer = self.outputs[each][rank]
-                self._views[each, rank, start, stop, dtype] = views_of([buffer], start, stop, dtype)
-        return self._views[key][0]
-
-    def _make_room(self) -> None:
-        if len(self._views) * len(self.inputs[0]) >= _MAX_VIEWS:
-            self._views.clear()
+    data = np.zeros(PROBE_BYTES, np.uint8)
+    taken = []
+    for _ in range(_PROBES + 1):
+        began = time.perf_counter()
+        regions[own][:PROBE_BYTES] = data
+        taken.append(time.perf_counter() - began)
+        barrier.wait("making a group")
+        for region in regions:
+            data[...] = region[:PROBE_BYTES]
+        barrier.wait("making a group")
+    return min(taken[1:]) / (PROBE_BYTES / _LINE_BYTES)
 
 
 def views_of(buffers: Sequence[Bytes], start: int, stop: int, dtype: torch.dtype) -> list[Tensor]:
     """Return bytes `start` to `stop` of buffers as tensors, no inference tensors; local."""
     with torch.inference_mode(False):
         return [torch.from_numpy(buffer[start:stop]).view(dtype) for buffer in buffers]
-
-
-def many_places(ranks: int) -> int:
-    """Return how many places of scratch memory are more than caches hold; local.
-
-    All together they are 32 MiB for up to 8 ranks, and 4 MiB a rank for more, which share more caches.
-    """
-    return max(4, _PLACES_OF_ALL // ranks // 2 * 2)
 
 
 def slices_of(nbytes: int, ranks: int, unit: int) -> list[tuple[int, int]]:
@@ -192,14 +108,3 @@ def bounds_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
 def round_down(size: int, unit: int) -> int:
     """Return the largest multiple of `unit` up to `size`, but at least one unit; local."""
     return max(size // unit * unit, unit)
-
-
-def reduce_in_pieces(parts: list[Tensor], op: ReduceOp, result: Tensor) -> None:
-    """Reduce tensors of any strides, a part that fits into the cache at a time."""
-    if not result.numel():
-        return
-    if result.is_contiguous() and all(part.is_contiguous() for part in parts):
-        parts, result = [part.view(-1) for part in parts], result.view(-1)
-    rows = max(1, PIECE_BYTES * result.shape[0] // result.nbytes)
-    for at in range(0, result.shape[0], rows):
-        reduce_in_rank_order([part[at : at + rows] for part in parts], op, result[at : at + rows])

@@ -1,0 +1,142 @@
+"""How the ranks of one MPI group reach each other.
+
+    PlainConnection      MPI calls, wherever the ranks are
+    NodeConnection       memory that all of them share, on one node
+    NetworkConnection    memory shared on each node, and messages between nodes
+
+`connect` chooses one when a group is made. A `Connection` begins every collective with a handshake, moves large
+data, and says what memory the ranks of a node have in common: none, unless a subclass knows better.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from ..utils.memory import flat_zeros
+from ..utils.partition import split_sizes
+from ..utils.waiting import Steps
+from .buffers import empty
+from .call import Call
+from .concat_view import FlatParts
+from .handshake import Handshake
+
+__all__ = ["Connection", "Limits"]
+
+
+class Limits(Protocol):
+    """Sizes that may be changed at any time, on all ranks alike.
+
+    Attributes:
+        piece_bytes: How much of a large tensor is reduced at a time.
+        max_message_bytes: The most that goes into one MPI call.
+    """
+
+    piece_bytes: int
+    max_message_bytes: int
+
+
+class Connection(ABC):
+    """Moves the data of one group's collectives; arguments are checked, and every method agrees on the call first.
+
+    Args:
+        handshake: Compares the calls of the ranks and carries small data.
+
+    Attributes:
+        path: `"node"`, `"nodes"` or `"plain"`.
+        handshake: The same.
+        rank: This rank's number in the group.
+        size: How many ranks there are.
+        obstacle: Why memory cannot be shared, the same on all ranks; empty where it is, or need not be.
+        fence: A full memory barrier for memory in common, None where the processor needs none.
+    """
+
+    path: ClassVar[str]
+
+    def __init__(self, handshake: Handshake) -> None:
+        self.handshake = handshake
+        self.rank = handshake.rank
+        self.size = handshake.size
+        self.obstacle = ""
+        self.fence: Callable[[], None] | None = None
+
+    @abstractmethod
+    def reduce(self, call: Call, tensor: Tensor) -> None:
+        """Reduce onto the call's root, or onto all ranks if it has none, in place there; collective.
+
+        Args:
+            call: The call.
+            tensor: Contiguous; of the call's shape.
+        """
+
+    def reduce_in_steps(self, call: Call, tensor: Tensor) -> Steps[None] | None:
+        """Return a reduction onto all ranks in steps, None where it has none; any strides; local."""
+        return None
+
+    def reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
+        """Reduce a tensor of any strides and return the own slice along `dim`; collective."""
+        shape = list(tensor.shape)
+        shape[dim] = split_sizes(shape[dim], self.size)[self.rank]
+        result = empty(shape, tensor.dtype)
+        slices = tensor.tensor_split(self.size, dim)
+        sizes = [part.numel() for part in slices]
+        self.reduce_scatter_into(call, FlatParts(slices, tensor.dtype), result.view(-1), sizes)
+        return result
+
+    @abstractmethod
+    def reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
+        """Reduce the parts and put this rank's share of the result into `output`; collective."""
+
+    @abstractmethod
+    def broadcast(self, call: Call, flat: Tensor) -> None:
+        """Copy the root's flat contiguous data to all ranks; collective."""
+
+    @abstractmethod
+    def all_gather(self, call: Call, own: Tensor, rows: list[int], result: Tensor) -> None:
+        """Put the blocks of all ranks one after the other into `result`; collective, agreed already.
+
+        Args:
+            call: The call that was agreed on.
+            own: This rank's block, contiguous.
+            rows: Size of each rank's block along dim 0.
+            result: Contiguous, as large as all blocks together.
+        """
+
+    def publish_address(self, tensor: Tensor) -> None:  # noqa: B027
+        """Before agreeing on an all_gather: name the address of the own block if it is symmetric; local."""
+
+    def symmetric_empty(self, nbytes: int) -> Tensor:
+        """Return [nbytes] uint8 that other ranks can reach where that is possible; collective, agreed already."""
+        return flat_zeros(nbytes, torch.uint8)
+
+    @property
+    def node_ranks(self) -> tuple[int, ...]:
+        """Ranks of the group that have memory in common with this one, in order, this one among them."""
+        return (self.rank,)
+
+    def node_empty(self, nbytes: int) -> Tensor:
+        """Return [nbytes] uint8 that those ranks have in common; collective, agreed already.
+
+        Raises:
+            MemoryError: There is not enough, on any rank.
+        """
+        return flat_zeros(nbytes, torch.uint8)
+
+    def is_common(self, tensor: Tensor) -> bool:
+        """Say whether a tensor lies in memory of `node_empty`; local."""
+        return True
+
+    @abstractmethod
+    def all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
+        """Put the parts of all ranks into the memory of each node; None: the own part is there; collective."""
+
+    def mark_failed(self, reason: str) -> None:  # noqa: B027
+        """Tell ranks that wait for this one that it does not come any more, where they can be reached; local."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Release what the ranks share; collective."""

@@ -1,0 +1,179 @@
+"""A group of one rank: what a rank sends is what it receives.
+
+No other rank can differ, so nothing is compared, and asynchronous operations are complete when they return.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ..errors import CollectiveMismatchError
+from ..types import CompletedWork, Observer, Seconds, Work
+from .base import Backend
+from .buffers import empty
+from .call import Call
+from .concat_view import FlatParts
+from .reduction import reduce_wide_into
+from .shared.counters import NodeCounters
+from .worker import WorkerWork
+
+__all__ = ["LocalBackend"]
+
+
+class _AtOnce:
+    """Runs operations when they are submitted."""
+
+    busy = False
+
+    def submit(
+        self, operation: str, task: Callable[[], Any], observer: Observer | None = None, *, in_steps: bool = False
+    ) -> Work:
+        """Run the operation; local."""
+        work = WorkerWork(operation, task, observer)
+        work.run()
+        work.finish()
+        return work
+
+    def close(self, timeout: float) -> bool:
+        """Nothing is ever under way."""
+        return True
+
+
+class _Receive(Work):
+    """A receive that was posted before the message was sent, or after it."""
+
+    def __init__(self, tensor: Tensor, tag: int) -> None:
+        self._tensor = tensor
+        self._tag = tag
+        self._complete = False
+        self._error: Exception | None = None
+
+    def take(self, message: Tensor) -> None:
+        """Put the message into the tensor; local."""
+        if message.nbytes == self._tensor.nbytes:
+            self._tensor.copy_(message.view(-1).view(self._tensor.dtype).view(self._tensor.shape))
+        else:
+            self._error = CollectiveMismatchError(
+                f"recv: expected {self._tensor.nbytes} bytes ({self._tensor.dtype} {list(self._tensor.shape)}) "
+                f"from rank 0, which sent {message.nbytes}"
+            )
+        self._complete = True
+
+    def wait(self, timeout: Seconds | None = None) -> None:
+        """Raise if the message was of another size, or is still to be sent by this very rank."""
+        if not self._complete:
+            raise CollectiveMismatchError(
+                f"recv(tag={self._tag}) waits for this very rank, which is alone in its group; send first, by isend"
+            )
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        """Say whether the message has come."""
+        return self._complete
+
+    def result(self) -> None:
+        """Wait; a receive has no value of its own."""
+        self.wait()
+
+
+class LocalBackend(Backend):
+    """The communicator of one rank with itself.
+
+    Args:
+        timeout: As for every backend; nothing here takes long.
+    """
+
+    name = "local"
+    device_types = ("cpu", "cuda")
+
+    def __init__(self, *, timeout: float | None = None) -> None:
+        super().__init__(0, 1, _AtOnce(), timeout=timeout)
+        self._messages: dict[int, deque[Tensor]] = defaultdict(deque)
+        self._receives: dict[int, deque[_Receive]] = defaultdict(deque)
+
+    def abort(self, code: int = 1) -> NoReturn:
+        """End this process now, with exit code `code`; local."""
+        os._exit(code)
+
+    def check_peers(self, what: str, peer: int | None = None) -> None:
+        """Return: there are no others to fail."""
+
+    def _reduce(self, call: Call, tensor: Tensor) -> None:
+        torch.autograd.graph.increment_version(tensor)  # whatever the reduction, that of one tensor is the tensor
+
+    def _broadcast(self, call: Call, tensor: Tensor) -> None: ...
+
+    def _all_gather(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
+        return _copy(tensor)
+
+    def _reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
+        return _copy(tensor)
+
+    def _gather(self, call: Call, tensor: Tensor) -> list[Tensor]:
+        return [_copy(tensor)]
+
+    def _scatter(self, call: Call, tensor: Tensor | None) -> Tensor:
+        assert tensor is not None
+        return _copy(tensor)
+
+    def _all_to_all(self, call: Call, tensors: list[Tensor]) -> list[Tensor]:
+        return [_copy(tensor) for tensor in tensors]
+
+    def _barrier(self, call: Call) -> None: ...
+
+    def _symmetric_empty(self, call: Call) -> Tensor:
+        assert call.dtype is not None
+        return empty(call.shape, call.dtype)
+
+    def _node_empty(self, call: Call) -> Tensor:
+        return self._symmetric_empty(call)
+
+    def _counters(self, memory: Tensor) -> NodeCounters:
+        return NodeCounters(memory, None, self.timeout, self.check_peers, self.give_way, oversubscribed=True)
+
+    def _all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
+        if tensor is not None:
+            output.copy_(tensor)
+
+    def _reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
+        assert call.op is not None
+        reduce_wide_into([parts.flat()], call.op, output)
+
+    def _divide(self, call: Call, parts: tuple[tuple[int, ...], ...]) -> LocalBackend:
+        return LocalBackend(timeout=self.timeout)
+
+    def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
+        if self._receives[tag]:
+            self._receives[tag].popleft().take(_copy(tensor))
+        else:
+            self._messages[tag].append(_copy(tensor))
+
+    def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
+        self._send(tensor, dst, tag)
+        return CompletedWork()
+
+    def _recv(self, tensor: Tensor, src: int, tag: int) -> None:
+        self._irecv(tensor, src, tag).wait()
+
+    def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
+        work = _Receive(tensor, tag)
+        if self._messages[tag]:
+            work.take(self._messages[tag].popleft())
+        else:
+            self._receives[tag].append(work)
+        return work
+
+    def _release(self) -> None:
+        self._messages.clear()
+        self._receives.clear()
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)

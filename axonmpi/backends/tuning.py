@@ -1,0 +1,109 @@
+"""Sizes and times by which the backends choose between ways to do the same: bytes and seconds.
+
+Measured with `axonmpi bench collectives` and `axonmpi bench overhead` on 2 to 8 ranks of x86 processors with 1 MiB
+of cache a core; where other values did as well, the smallest is taken.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BARRIER_CHECK_SECONDS",
+    "BARRIER_NAP_SECONDS",
+    "BARRIER_SPINS",
+    "BARRIER_YIELDS",
+    "CHUNK_BYTES",
+    "COUNTER_SLEEP_SECONDS",
+    "COUNTER_YIELDS",
+    "COUNTER_YIELDS_OVERSUBSCRIBED",
+    "FIRST_SEGMENT_BYTES",
+    "HANDSHAKE_YIELDS",
+    "LEAST_NETWORK_CHUNK_BYTES",
+    "LONGEST_BARRIER_NAP_SECONDS",
+    "MAX_CALLS",
+    "MAX_MESSAGE_BYTES",
+    "MAX_PLANS",
+    "MAX_VIEWS",
+    "NETWORK_CHUNK_BYTES",
+    "OPERATIONS_UNDER_WAY",
+    "PIECE_BYTES",
+    "POLL_SECONDS",
+    "PROBE_BYTES",
+    "REPEATED_CHUNK_BYTES",
+    "REPLICATED_BYTES",
+    "REPLICATED_ORDINARY_BYTES",
+    "REPLICATED_PAIR_BYTES",
+    "SLICE_BYTES",
+    "SLOW_LINE_SECONDS",
+    "SPARE_BYTES",
+    "STAGING_BYTES",
+    "WIDE_ELEMENTS",
+]
+
+# ---- how data is cut -------------------------------------------------------------------------------------------
+
+REPLICATED_BYTES = 32 << 10
+"""The most that the ranks of a node together have of a tensor that each of them reduces whole. From here on a slice
+for each is quicker: it costs a second barrier and moves less."""
+REPLICATED_ORDINARY_BYTES = 6 << 20
+"""The same for ordinary tensors, times the number of ranks: slices cost two copies more, and each rank reads less
+by that number."""
+REPLICATED_PAIR_BYTES = 2 << 20
+"""The same for each of two ranks, for which slices would move as much."""
+CHUNK_BYTES = 1 << 20
+"""How much of a rank's ordinary tensor goes through staging at a time: chunks of all ranks should fit into the
+cache."""
+REPEATED_CHUNK_BYTES = 768 << 10
+"""The same where it takes several chunks: those of 512 KiB or 1 MiB took up to a fifth longer, perhaps since
+buffers at distances of a power of two compete for lines of a cache."""
+SLICE_BYTES = 256 << 10
+"""How much of its slice a rank reduces at a time: as much of all ranks should fit into its core's cache."""
+PIECE_BYTES = 1 << 20
+"""How much of a tensor is reduced at a time, at most; the initial value of `MpiBackend.piece_bytes`."""
+MAX_MESSAGE_BYTES = 1 << 30
+"""The most that goes into one MPI call, whose counts and offsets may be 32-bit integers."""
+NETWORK_CHUNK_BYTES = 2 << 20
+"""How much of a rank's tensor is under way between nodes at a time: it keeps the network busy, and is soon
+begun."""
+LEAST_NETWORK_CHUNK_BYTES = 256 << 10
+"""The least, where a tensor is cut into several chunks."""
+WIDE_ELEMENTS = 1 << 17
+"""How many elements of 16 bits are converted at a time: their float32 values should stay in the cache."""
+
+# ---- memory ----------------------------------------------------------------------------------------------------
+
+FIRST_SEGMENT_BYTES = 64 << 20
+"""Addresses for each rank in a group's first segment of symmetric memory; pages come with the tensors."""
+SPARE_BYTES = 512 << 10
+"""What the ranks of one of several nodes share from the start, half of what serves where no memory is left."""
+STAGING_BYTES = 32 << 20
+"""Staging of all ranks together where each rank uses many buffers: more than their caches hold."""
+PROBE_BYTES = 256 << 10
+"""How much is written to find out how long a line takes."""
+SLOW_LINE_SECONDS = 8e-9
+"""From here on writing a cache line that another rank has read tells of caches that are far apart. Cores that share
+a cache take 2 ns, those that do not 15 and more."""
+MAX_CALLS = 4096
+"""Kinds of calls that a group keeps the fingerprints of."""
+MAX_PLANS = 256
+"""Kinds of calls that a group keeps preparations for."""
+MAX_VIEWS = 1 << 14
+"""Views of tensors that a group keeps in all."""
+
+# ---- waiting ---------------------------------------------------------------------------------------------------
+
+BARRIER_SPINS = 20
+"""Looks of a rank with a core of its own before it yields: a microsecond or two, in which others mostly come."""
+BARRIER_YIELDS = 400
+BARRIER_NAP_SECONDS = 5e-5
+LONGEST_BARRIER_NAP_SECONDS = 1e-3
+BARRIER_CHECK_SECONDS = 0.5
+"""How often a rank that naps looks whether the process of the other still lives."""
+HANDSHAKE_YIELDS = 1000
+COUNTER_YIELDS = 2000
+COUNTER_YIELDS_OVERSUBSCRIBED = 50
+COUNTER_SLEEP_SECONDS = 1e-3
+"""The longest sleep, since a wake-up may be missed."""
+POLL_SECONDS = 5e-4
+"""Between two looks at a message that is waited for with a time-out."""
+OPERATIONS_UNDER_WAY = 3
+"""Reductions between nodes that run at once: the next one's data leaves before the last of this one's is back."""
