@@ -567,9 +567,14 @@ class Backend(ABC):
     # ---- running --------------------------------------------------------------------------------------------
 
     def _run(self, async_op: bool, call: Call, move: Callable[..., Any], *args: Any) -> Any:
-        if async_op is False and not self._worker.busy and self.timeout is None:
+        if async_op is not False or self._worker.busy or self.timeout is not None:
+            return self._queue(async_op, call, move, args)
+        if self.observer is not None or self._closed is not None:
             return self._execute(call.operation, call.nbytes, move, call, *args)
-        return self._queue(async_op, call, move, args)
+        try:
+            return move(call, *args)
+        except self.failures as error:
+            raise self._failure(call.operation, error) from error
 
     def _queue(self, async_op: bool, call: Call, move: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         check_flags(async_op=async_op)
@@ -601,7 +606,7 @@ class Backend(ABC):
         try:
             return move(*args)
         except self.failures as error:
-            raise CommunicatorError(f"{operation} failed on rank {self.rank}: {error}") from error
+            raise self._failure(operation, error) from error
         finally:
             if observer is not None:
                 observer.leave(operation)
@@ -614,10 +619,13 @@ class Backend(ABC):
         try:
             return (yield from steps)
         except self.failures as error:
-            raise CommunicatorError(f"{call.operation} failed on rank {self.rank}: {error}") from error
+            raise self._failure(call.operation, error) from error
         finally:
             if observer is not None:
                 observer.leave(call.operation)
+
+    def _failure(self, operation: str, error: Exception) -> CommunicatorError:
+        return CommunicatorError(f"{operation} failed on rank {self.rank}: {error}")
 
     def _steps(self, call: Call, *args: Any) -> Steps[Any] | None:
         """Return the steps of an operation beside which the next may begin, None for others; local."""

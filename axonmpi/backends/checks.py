@@ -87,6 +87,18 @@ def check_readable(tensor: object, backend: str, device_types: tuple[str, ...]) 
 
 def check_writable(tensor: Tensor, backend: str, device_types: tuple[str, ...]) -> Tensor:
     """Check a tensor that the operation writes into and return it without its autograd history."""
+    if (  # nothing to object to: found out quickly, since of a small collective it is a noticeable part
+        tensor.__class__ is Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and tensor.is_contiguous()
+        and tensor.dtype in _DTYPES
+        and not tensor.is_nested
+        and not tensor.is_inference()
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+    ):
+        return tensor
     check_tensor(tensor, backend, device_types)
     if not tensor.is_contiguous() and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)

@@ -79,9 +79,9 @@ STAGING_BYTES = 32 << 20
 """Staging of all ranks together where each rank uses many buffers: more than their caches hold."""
 PROBE_BYTES = 256 << 10
 """How much is written to find out how long a line takes."""
-SLOW_LINE_SECONDS = 8e-9
+SLOW_LINE_SECONDS = 4e-9
 """From here on writing a cache line that another rank has read tells of caches that are far apart. Cores that share
-a cache take 2 ns, those that do not 15 and more."""
+a cache take 2 ns, those that do not 8 and more."""
 MAX_CALLS = 4096
 """Kinds of calls that a group keeps the fingerprints of."""
 MAX_PLANS = 256
