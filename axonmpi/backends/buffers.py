@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["as_bytes", "buffer_of", "empty", "flat_elements", "pointer_of", "write_back"]
+__all__ = ["as_bytes", "buffer_of", "bytes_of", "empty", "flat_elements", "write_back"]
 
 
 def buffer_of(mpi: Any, tensor: Tensor) -> Any:
@@ -34,19 +36,24 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return _line(tensor).view(torch.uint8) if tensor.numel() else empty([0], torch.uint8)
 
 
-def pointer_of(tensor: Tensor) -> int:
-    """Return where a contiguous tensor's elements, of which there are some, lie; local.
+def bytes_of(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return a contiguous tensor's bytes as numpy's, which copies small ones in a fraction of torch's time; local.
+
+    The tensor is not kept alive.
 
     Raises:
         RuntimeError: The tensor's storage is smaller than the tensor, or there is none, as in wrapper subclasses.
     """
+    if not tensor.numel():
+        return np.empty(0, np.uint8)
     _line(tensor)
     pointer = tensor.data_ptr()
     if not pointer:
         raise RuntimeError(
             f"expected a tensor with a storage of its own, got a {type(tensor).__name__} without any"
         )
-    return pointer
+    memory: Any = (ctypes.c_uint8 * tensor.nbytes).from_address(pointer)
+    return np.frombuffer(memory, np.uint8)
 
 
 def _line(tensor: Tensor) -> Tensor:

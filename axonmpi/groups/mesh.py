@@ -18,7 +18,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ..backends import MockBackend, all_gather_object
+from ..backends import LocalBackend, all_gather_object
 from ..errors import CommunicatorError
 from ..utils.arguments import integer
 from .world import ProcessGroup, World, current_world
@@ -68,7 +68,7 @@ class DeviceMesh:
         }
         self.coordinates = self.coordinates_of(world.rank)
         self._several = tuple(axis for axis in self.axes if self.shape[axis] > 1)
-        alone = ProcessGroup(MockBackend.create_world(1)[0], [world.rank])
+        alone = ProcessGroup(LocalBackend(), [world.rank])
         self._groups: dict[tuple[str, ...], ProcessGroup] = {(): alone, self._several: world.default_group}
         for axis in self._several:
             self.group(axis)

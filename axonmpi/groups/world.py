@@ -14,7 +14,7 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from ..backends import Backend, MockBackend, MpiBackend, all_gather_object, check_parts, check_ranks
+from ..backends import Backend, LocalBackend, MockBackend, MpiBackend, all_gather_object, check_parts, check_ranks
 from ..errors import CommunicatorError
 from ..launch import start as runtime
 from ..launch.topology import Topology
@@ -96,7 +96,7 @@ class World:
             return cls.mock(1, timeout=timeout)
         started = runtime.start_world(init_method, num_threads=num_threads)
         if started.comm is None:
-            return cls(MockBackend.create_world(1, timeout=timeout)[0], Topology.of([0], 0))
+            return cls(LocalBackend(timeout=timeout), Topology.of([0], 0))
         topology = Topology(started.local_rank, started.local_size, started.node_rank, started.num_nodes)
         return cls(MpiBackend(started.comm, timeout=timeout), topology)
 

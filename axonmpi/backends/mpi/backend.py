@@ -31,6 +31,7 @@ from ..call import Call
 from ..concat_view import FlatParts
 from ..connect import connect
 from ..handshake import PAYLOAD_BYTES, describe, described
+from ..local import LocalBackend
 from ..shared.counters import NodeCounters
 from ..shared.segment import warn_no_shared_memory
 from ..tuning import MAX_MESSAGE_BYTES, PIECE_BYTES
@@ -244,7 +245,7 @@ class MpiBackend(Backend):
     def _barrier(self, call: Call) -> None:
         self._agree(call)
 
-    def _divide(self, call: Call, parts: tuple[tuple[int, ...], ...]) -> MpiBackend | None:
+    def _divide(self, call: Call, parts: tuple[tuple[int, ...], ...]) -> Backend | None:
         self._agree(call)
         color = next((number for number, part in enumerate(parts) if self.rank in part), None)
         with _making_communicators(self._mpi):
@@ -252,6 +253,9 @@ class MpiBackend(Backend):
                 self.mpi_comm.Split(self._mpi.UNDEFINED, 0)
                 return None
             comm: Any = self.mpi_comm.Split(color, parts[color].index(self.rank))
+        if comm.size == 1:
+            comm.Free()
+            return LocalBackend(timeout=self.timeout)
         return MpiBackend(comm, timeout=self.timeout, parent=self)
 
     # ---- point to point -----------------------------------------------------------------------------------

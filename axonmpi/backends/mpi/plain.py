@@ -67,6 +67,8 @@ class PlainConnection(Connection):
             self._reduce_piece(call, padded, True)
             if gets_result:
                 flat[whole:].copy_(padded[:rest])
+        if gets_result:
+            torch.autograd.graph.increment_version(tensor)
 
     def _reduce_piece(self, call: Call, piece: Tensor, in_place: bool) -> None:
         """Reduce a piece of as many elements for each rank; with `in_place` the own slice may be written to."""

@@ -109,6 +109,8 @@ class NetworkConnection(SharedConnection):
             self.handshake.agree(call)
             data = as_bytes(tensor).numpy()
             self._reduce(call, tensor.view(-1), [(0, data.nbytes)] if self.rank == call.root else [], data)
+            if self.rank == call.root:
+                torch.autograd.graph.increment_version(tensor)
 
     def reduce_in_steps(self, call: Call, tensor: Tensor) -> Steps[None]:
         """Return a reduction onto all ranks in steps, between which the next one may begin; any strides; local."""
