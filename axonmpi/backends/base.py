@@ -51,11 +51,15 @@ __all__ = ["Backend", "TaskQueue"]
 
 
 class TaskQueue(Protocol):
-    """What runs a group's asynchronous operations, one after the other."""
+    """What runs a group's asynchronous operations, one after the other.
 
-    @property
-    def busy(self) -> bool:
-        """Whether an operation is queued or running."""
+    Attributes:
+        started: How many operations were submitted.
+        ended: How many of them are over; none is queued or running if it is all.
+    """
+
+    started: int
+    ended: int
 
     def submit(
         self, operation: str, task: Callable[[], Any], observer: Observer | None = None, *, in_steps: bool = False
@@ -567,7 +571,7 @@ class Backend(ABC):
     # ---- running --------------------------------------------------------------------------------------------
 
     def _run(self, async_op: bool, call: Call, move: Callable[..., Any], *args: Any) -> Any:
-        if async_op is not False or self._worker.busy or self.timeout is not None:
+        if async_op is not False or self._worker.started != self._worker.ended or self.timeout is not None:
             return self._queue(async_op, call, move, args)
         if self.observer is not None or self._closed is not None:
             return self._execute(call.operation, call.nbytes, move, call, *args)

@@ -19,13 +19,12 @@ from .handshake import Handshake
 from .mpi.plain import PlainConnection
 from .network.channels import Lane, Nodes
 from .network.collectives import NetworkConnection
-from .shared.all_reduce import replicated_bytes
+from .shared.all_reduce import NodeMemory, replicated_bytes
 from .shared.arena import Arena
 from .shared.barrier import Fence, NodeBarrier
 from .shared.collectives import NodeConnection
 from .shared.handshake import NodeHandshake
 from .shared.segment import PAGE, Segment
-from .shared.staged import NodeMemory
 from .shared.staging import ALIGNMENT, Staging, line_seconds
 from .tuning import (
     BARRIER_SPINS,

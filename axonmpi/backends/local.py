@@ -29,7 +29,7 @@ __all__ = ["LocalBackend"]
 class _AtOnce:
     """Runs operations when they are submitted."""
 
-    busy = False
+    started = ended = 0
 
     def submit(
         self, operation: str, task: Callable[[], Any], observer: Observer | None = None, *, in_steps: bool = False

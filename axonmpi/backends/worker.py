@@ -126,15 +126,15 @@ class Worker:
         self._name = name
         self._queue: queue.SimpleQueue[WorkerWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._started = 0  # written by callers only
-        self._ended = 0  # written by the thread only
+        self.started = 0  # written by callers only
+        self.ended = 0  # written by the thread only
         self._next: WorkerWork | None = None
         self._closing = False
 
     @property
     def busy(self) -> bool:
         """Whether an operation is queued or running."""
-        return self._started != self._ended
+        return self.started != self.ended
 
     def submit(
         self, operation: str, task: Callable[[], Any], observer: Observer | None = None, *, in_steps: bool = False
@@ -152,7 +152,7 @@ class Worker:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
         work = WorkerWork(operation, task, observer, in_steps=in_steps)
-        self._started += 1
+        self.started += 1
         self._queue.put(work)
         return work
 
@@ -196,7 +196,7 @@ class Worker:
             moved |= work.is_under_way and work.advance()
         while under_way and not under_way[0].is_under_way:
             work = under_way.popleft()
-            self._ended += 1  # before whoever waits goes on, so that its next operation finds an idle worker
+            self.ended += 1  # before whoever waits goes on, so that its next operation finds an idle worker
             work.finish()
             moved = True
         return moved

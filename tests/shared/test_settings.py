@@ -6,7 +6,7 @@ import resource
 
 import pytest
 import torch
-from helpers.placements import REAL, Places, is_shared
+from helpers.placements import REAL, Places, is_shared, shared_mappings
 from helpers.symmetric_checks import SymmetricChecks
 
 import axonmpi as ax
@@ -52,6 +52,24 @@ def test_the_way_can_be_chosen(world, monkeypatch) -> None:
     monkeypatch.setenv("AXONMPI_COLLECTIVES", "shared")
     with pytest.raises(ValueError, match="AXONMPI_COLLECTIVES: expected 'auto' or 'plain', got 'shared'"):
         MpiBackend(world.default_group.backend.mpi_comm)
+
+
+# ---- caches that are far apart ----------------------------------------------------------------------------------
+
+
+@REAL
+@pytest.mark.ranks(2, 4)
+def test_every_operation_with_many_buffers(world, monkeypatch) -> None:
+    """Where writing a line that another rank has read takes longer than any limit, each rank has many buffers."""
+    before = sum(map(len, shared_mappings()))
+    usual = world.new_group(range(world.size))
+    middle = sum(map(len, shared_mappings()))
+    monkeypatch.setattr("axonmpi.backends.connect.SLOW_LINE_SECONDS", 0.0)
+    group = world.new_group(range(world.size))
+    assert sum(map(len, shared_mappings())) - middle > 4 * (middle - before)
+    check_every_operation(group)
+    group.close()
+    usual.close()
 
 
 # ---- no memory ------------------------------------------------------------------------------------------------

@@ -23,11 +23,10 @@ from ..connection import Connection
 from ..handshake import PAYLOAD_BYTES, Handshake
 from ..reduction import reduce_in_rank_order, reduce_wide_into
 from ..tuning import MAX_PLANS, SLICE_BYTES
-from .all_reduce import NodeReduction
+from .all_reduce import NodeMemory, NodeReduction
 from .arena import Arena
 from .barrier import NodeBarrier
 from .chunk_pipeline import Stage, run_stages
-from .staged import NodeMemory
 from .staging import ALIGNMENT, bounds_of, round_down
 
 __all__ = ["NodeConnection", "SharedConnection"]
