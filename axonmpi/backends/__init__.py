@@ -1,4 +1,4 @@
-"""Collectives and messages of the ranks of one group: what a backend can do, and those that there are."""
+"""Collectives and messages of the ranks of one group: the contract of a backend, and the backends."""
 
 from .base import Backend
 from .bucketing import all_reduce_coalesced, broadcast_coalesced, by_dtype

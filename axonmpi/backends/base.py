@@ -290,7 +290,7 @@ class Backend(ABC):
         return self._run(async_op, call, self._all_to_all, checked)
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
-        """Wait until all ranks have come here; collective."""
+        """Wait until all ranks have called; collective."""
         work: Work | None = self._run(async_op, self._call("barrier"), self._barrier)
         return work
 
@@ -410,7 +410,7 @@ class Backend(ABC):
         """Put the parts of all ranks one after the other into the memory of each node; collective.
 
         Nothing is written before all ranks have called, so the memory may be in use until then. On one node, with
-        all parts in their places, this is a barrier.
+        all parts there already, this is a barrier.
 
         Args:
             output: [sum(sizes)] contiguous, from `node_empty` of this group.

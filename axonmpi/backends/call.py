@@ -103,7 +103,7 @@ class Call:
         return f"{self.operation}({', '.join(parts)})"
 
     def _parts_text(self) -> str:
-        ends = [place for place, rank in enumerate(self.shape) if rank < 0]
+        ends = [index for index, rank in enumerate(self.shape) if rank < 0]
         starts = [0, *(end + 1 for end in ends)]
         shown = [str(list(self.shape[start:end])) for start, end in zip(starts, ends[:_MAX_SHOWN], strict=False)]
         if len(ends) > _MAX_SHOWN:  # the fingerprint stands for what is not shown

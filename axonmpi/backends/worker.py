@@ -75,7 +75,7 @@ class WorkerWork(Work):
         return self._steps is not None
 
     def finish(self) -> None:
-        """Release whoever waits; called by the worker after `run`."""
+        """Release the threads that wait; called by the worker after `run`."""
         self._complete = True
         self._finished.release()
 
@@ -144,7 +144,7 @@ class Worker:
         Args:
             operation: What to call it.
             task: Does it; returns its value.
-            observer: Told about whoever waits for it.
+            observer: Told about each wait for it.
             in_steps: Whether `task` returns the operation's steps: then the next one of this kind may begin while
                 it is under way.
         """
@@ -196,7 +196,7 @@ class Worker:
             moved |= work.is_under_way and work.advance()
         while under_way and not under_way[0].is_under_way:
             work = under_way.popleft()
-            self.ended += 1  # before whoever waits goes on, so that its next operation finds an idle worker
+            self.ended += 1  # before the thread that waits goes on, so that its next operation finds an idle worker
             work.finish()
             moved = True
         return moved

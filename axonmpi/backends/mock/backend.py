@@ -9,7 +9,7 @@ list.
     rank 2 ── put part 2 ─┘                 └─ [part 0, part 1, part 2]
 
 A rank that fails says so to the `MockWorld` which all rendezvous of a world share, and every rank that waits, now
-or later, raises `RankFailedError`. A rank that has returned leaves the rendezvous, and whoever waits for it raises,
+or later, raises `RankFailedError`. A rank that has returned leaves the rendezvous, and ranks that wait for it raise,
 too. Results are the same bits as MPI's. Each backend keeps a log of its operations.
 """
 
@@ -265,13 +265,13 @@ class MockBackend(Backend):
         self.rendezvous.check(what, [] if peer is None else [peer])
 
     def _all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
-        places = output.split(sizes)
-        parts = self._agree(call, _copy(places[self.rank] if tensor is None else tensor))
+        shares = output.split(sizes)
+        parts = self._agree(call, _copy(shares[self.rank] if tensor is None else tensor))
         here = self.node_ranks
-        for rank, (place, part) in enumerate(zip(places, parts, strict=True)):
+        for rank, (share, part) in enumerate(zip(shares, parts, strict=True)):
             writer = rank if rank in here else here[rank % len(here)]
             if writer == self.rank:
-                place.data.copy_(part)
+                share.data.copy_(part)
         self._meet(call)
 
     def _reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:

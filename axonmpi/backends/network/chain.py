@@ -180,26 +180,26 @@ class Exchange:
     Args:
         nodes: Where the group's ranks are.
         lane: Messages to the other nodes.
-        slots: The ranks whose blocks the lane carries, in the order in which they lie in its buffer.
+        carried: The ranks whose blocks the lane carries, in the order in which they lie in its buffer.
         bounds: Where each rank's block begins and ends, in bytes.
-        size: Bytes of a slot: of each block, so much goes with a chunk.
+        size: Bytes of each block that go with a chunk.
     """
 
     def __init__(
-        self, nodes: Nodes, lane: Lane | None, slots: list[int], bounds: list[tuple[int, int]], size: int
+        self, nodes: Nodes, lane: Lane | None, carried: list[int], bounds: list[tuple[int, int]], size: int
     ) -> None:
         self._lane, self._nodes = lane, nodes
-        self._slots, self._bounds, self._size = slots, bounds, size
-        self._home = {rank: nodes.find(rank) for rank in slots}
+        self._carried, self._bounds, self._size = carried, bounds, size
+        self._home = {rank: nodes.find(rank) for rank in carried}
 
     def run(self, chunk: int, inputs: list[Bytes], output: Bytes) -> None:
         """Exchange one chunk of each block."""
         assert self._lane is not None
         arriving = []
-        for slot, rank in enumerate(self._slots):
+        for position, rank in enumerate(self._carried):
             node, place = self._home[rank]
             count = self._count(rank, chunk)
-            low = slot * self._size
+            low = position * self._size
             if not count:
                 continue
             if node == self._nodes.own:

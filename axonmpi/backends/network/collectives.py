@@ -169,7 +169,7 @@ class NetworkConnection(SharedConnection):
         return span
 
     def _is_symmetric(self, addresses: list[int]) -> bool:
-        """Say whether all ranks have named an address, those of a node the same one."""
+        """Say whether all ranks have named an address, and all ranks of a node the same one."""
         return all(addresses) and all(len({addresses[rank] for rank in ranks}) == 1 for ranks in self._nodes.of)
 
     def _reduce_symmetric(self, call: Call, flat: Tensor, address: int, number: int, *, long: bool) -> Steps[None]:
@@ -293,7 +293,7 @@ class NetworkConnection(SharedConnection):
         if not common:
             target[low:high] = source
         here = nodes.of[nodes.own] if common else (self.rank,)
-        # A lane's blocks lie in slots of its buffer.
+        # The blocks of a lane lie one after the other in its buffer.
         size = round_down(self._chunk_bytes() // max(map(len, carried)), ALIGNMENT)
         mine = carried[nodes.place] if self._lane is not None else []
         exchange = Exchange(self._nodes, self._lane, mine, bounds, size)
@@ -308,11 +308,11 @@ class NetworkConnection(SharedConnection):
 
         def copy_out(chunk: int, index: int, before: int) -> None:
             for lane, ranks in enumerate(carried):
-                for slot, rank in enumerate(ranks):
+                for position, rank in enumerate(ranks):
                     first, last = bounds[rank]
                     part = target[first:last][chunk * size : (chunk + 1) * size]
                     if rank not in here and (not common or rank % len(here) == nodes.place):
-                        part[...] = outputs.buffers[before][lane][slot * size : slot * size + part.nbytes]
+                        part[...] = outputs.buffers[before][lane][position * size : position * size + part.nbytes]
 
         longest = max(last - first for first, last in bounds)
         self._run(call, -(-longest // size), (copy_in, swap, copy_out))
@@ -330,7 +330,7 @@ class NetworkConnection(SharedConnection):
     # ---- common to them -----------------------------------------------------------------------------------
 
     def free(self) -> None:
-        """Let go of the shared memory; see `SharedConnection`."""
+        """Release the shared memory; see `SharedConnection`."""
         self._staging = None
         self._cut_before.clear()
         del self._spare
@@ -364,7 +364,7 @@ class NetworkConnection(SharedConnection):
         return round_down(min(self._most_bytes(), self._most), self._unit)
 
     def _chunks(self, nbytes: int, itemsize: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
-        """Cut `nbytes` bytes into chunks that fit into scratch memory."""
+        """Cut `nbytes` bytes into chunks that fit into staging."""
         return self._cut(nbytes, itemsize, self._chunk_bytes(), LEAST_NETWORK_CHUNK_BYTES)
 
     def _cut(

@@ -37,11 +37,11 @@ class FreeList:
 
     def take(self, size: int, alignment: int) -> int | None:
         """Take `size` bytes; return where they begin, None if there is no such range."""
-        for place, (start, stop) in enumerate(self._free):
+        for index, (start, stop) in enumerate(self._free):
             begin = round_up(start, alignment)
             if begin + size <= stop:
                 rest = ((start, begin), (begin + size, stop))
-                self._free[place : place + 1] = [(low, high) for low, high in rest if low < high]
+                self._free[index : index + 1] = [(low, high) for low, high in rest if low < high]
                 return begin
         return None
 
@@ -63,7 +63,7 @@ class FreeList:
 
 
 class Block:
-    """A range at the same place in each rank's region.
+    """A range at the same offset in each rank's region.
 
     Attributes:
         number: Counts the blocks of an arena, the same on all ranks.
@@ -126,7 +126,7 @@ class Arena:
         if not common:
             return segment.populate(block.start, block.start + nbytes)
         rank, ranks = self._comm.rank, self._comm.size
-        low, high = (round_up(nbytes * place // ranks, PAGE) for place in (rank, rank + 1))
+        low, high = (round_up(nbytes * part // ranks, PAGE) for part in (rank, rank + 1))
         return segment.populate(block.start + low, block.start + min(high, round_up(nbytes, PAGE)), 0)
 
     def _collect(self) -> None:
@@ -165,7 +165,7 @@ class Arena:
             self._free[block.segment].give_back(block.start, block.size)
 
     def close(self) -> None:
-        """Let go of the segments; each lives as long as a tensor on it. Local; nothing is allocated afterwards."""
+        """Release the segments; each lives as long as a tensor on it. Local; nothing is allocated afterwards."""
         self.segments.clear()
         self._free.clear()
         self._blocks.clear()
@@ -210,7 +210,7 @@ class Arena:
         return torch.from_numpy(memory)
 
     def address(self, tensor: Tensor) -> int:
-        """Say where in the arena a tensor lies: a number above 0, equal on ranks if in the same place; local."""
+        """Return a tensor's address in the arena, above 0 and equal on ranks if at the same offset; 0 outside; local."""
         if not self.segments or not tensor.is_contiguous():
             return 0
         pointer, nbytes = tensor.data_ptr(), tensor.nbytes

@@ -1,12 +1,12 @@
 """A barrier for the ranks of a node, in shared memory.
 
-Each rank has a page with a counter of the barriers that it has come to, on a cache line of its own:
+Each rank has a page with a counter of the barriers that it has reached, on a cache line of its own:
 
-    rank 0 | 7 |      rank 0 and 2 have come to barrier 7 and wait;
-    rank 1 | 6 |      rank 1 has not come yet
+    rank 0 | 7 |      ranks 0 and 2 have reached barrier 7 and wait;
+    rank 1 | 6 |      rank 1 has not
     rank 2 | 7 |
 
-Whoever waits gives its core away at every look, and naps when it takes long, since ranks may outnumber the cores.
+A rank that waits yields its core at every look, and naps when it takes long, since ranks may outnumber the cores.
 Everything a rank wrote before a barrier is seen by all ranks after it. On processors that reorder loads and stores,
 `MPI_Win_sync` on both sides is the memory barrier (MPI 4.1, section 12.4; 12.7 on shared windows); the
 counters are 8 aligned bytes, which are written and read whole.
@@ -68,8 +68,8 @@ class NodeBarrier:
     Attributes:
         count: How many barriers this rank has passed; the same on all ranks between two barriers.
         while_waiting: Called again and again while this rank waits, if set.
-        spins: How often a rank looks before it gives way: where each has a core, the others are about to come.
-        yields: How often a rank that waits gives way before it naps.
+        spins: How often a rank looks before it yields: where each has a core, the others arrive soon.
+        yields: How often a rank that waits yields before it naps.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class NodeBarrier:
         self.while_waiting: Callable[[], None] | None = None
 
     def wait(self, what: object = "a barrier") -> None:
-        """Wait until all ranks of the node have come here; collective.
+        """Wait until all ranks of the node have arrived; collective.
 
         Raises:
             CollectiveTimeoutError: A rank has not come within the time-out.
@@ -138,7 +138,7 @@ class NodeBarrier:
         return self._come_to
 
     def pass_in_steps(self, count: int, what: object) -> Steps[None]:
-        """Wait in steps until all ranks of the node have come to barrier `count`. Raises what `wait` raises."""
+        """Wait in steps until all ranks of the node have reached barrier `count`. Raises what `wait` raises."""
         words = self._words
         began = checked = time.monotonic()
         for word, peer in [*self._peers, *self._peers]:  # one that had come may have given up in the meantime
@@ -211,7 +211,7 @@ class NodeBarrier:
         """Tell the other ranks that this one comes to no further barrier; local."""
         self._failed = self._failed or reason
         self._words[self._own + _MARK] = _GAVE_UP if gave_up else _FAILED
-        # Whoever comes late must not pass: what this rank put in may be overwritten from now on.
+        # A rank that arrives late must not pass: this rank's data may be overwritten from now on.
         self._words[self._own] = self.count
 
 

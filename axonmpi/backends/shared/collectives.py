@@ -67,7 +67,7 @@ class SharedConnection(Connection):
         self._barrier.mark_failed(reason)
 
     def free(self) -> None:
-        """Let go of the shared memory, not waiting for Python's garbage; tensors on it keep theirs; collective."""
+        """Release the shared memory, not waiting for Python's garbage; tensors on it keep theirs; collective."""
         for release in (self._arena.close, *self._release):
             release()
 
@@ -94,7 +94,7 @@ class NodeConnection(SharedConnection):
         return tuple(range(self.size))
 
     def free(self) -> None:
-        """Let go of the shared memory; see `SharedConnection`."""
+        """Release the shared memory; see `SharedConnection`."""
         self._reductions.clear()
         self._memory.views.clear()
         del self._memory, self._staging

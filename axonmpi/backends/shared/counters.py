@@ -1,6 +1,6 @@
 """Counters in memory that the ranks of a node share: one rank writes, another waits.
 
-What a rank wrote to shared memory before it counted up is seen by whoever has waited for the count. It is how data
+A rank that has waited for a count sees all that the other wrote to shared memory before it counted up. It is how data
 is handed over without a message: the receiver needs no copy, and the sender can compute on at once, since nothing
 has to progress.
 
@@ -63,7 +63,7 @@ class NodeCounters:
         self._yields = COUNTER_YIELDS_OVERSUBSCRIBED if oversubscribed else COUNTER_YIELDS
 
     def post(self, index: int, value: int) -> None:
-        """Set a counter; what this rank has written before is there for whoever sees it; local."""
+        """Set a counter, which publishes all that this rank has written before; local."""
         if self._fence is not None:
             self._fence()
         word = index * WORDS_PER_COUNTER
@@ -73,7 +73,7 @@ class NodeCounters:
             self._futex.wake(word)
 
     def reached(self, index: int, value: int) -> bool:
-        """Say whether a counter has come to a value; if so, what was written before can be read; local."""
+        """Say whether a counter has reached a value; if so, all that was written before it can be read; local."""
         if self._words[index * WORDS_PER_COUNTER] < value:
             return False
         if self._fence is not None:
@@ -88,7 +88,7 @@ class NodeCounters:
         meanwhile: Callable[[], None] = _nothing,
         peer: int | None = None,
     ) -> None:
-        """Wait until a counter has come to a value, giving the core away; local.
+        """Wait until a counter has reached a value, yielding the core; local.
 
         Args:
             index: Which counter.
