@@ -9,8 +9,8 @@ list.
     rank 2 ── put part 2 ─┘                 └─ [part 0, part 1, part 2]
 
 A rank that fails says so to the `MockWorld` which all rendezvous of a world share, and every rank that waits, now
-or later, raises `RankFailedError`. A rank that has returned leaves the rendezvous, and ranks that wait for it raise,
-too. Results are the same bits as MPI's. Each backend keeps a log of its operations.
+or later, raises `RankFailedError`. A rank that has returned leaves the rendezvous, and ranks that wait for it
+raise, too. Results are the same bits as MPI's. Each backend keeps a log of its operations.
 """
 
 from __future__ import annotations

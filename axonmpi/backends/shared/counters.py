@@ -1,8 +1,8 @@
 """Counters in memory that the ranks of a node share: one rank writes, another waits.
 
-A rank that has waited for a count sees all that the other wrote to shared memory before it counted up. It is how data
-is handed over without a message: the receiver needs no copy, and the sender can compute on at once, since nothing
-has to progress.
+A rank that has waited for a count sees all that the other wrote to shared memory before it counted up. It is how
+data is handed over without a message: the receiver needs no copy, and the sender can compute on at once, since
+nothing has to progress.
 
     rank 0: writes its data, post(5, 1)            rank 1: wait(5, 1), reads the data, post(6, 1)
     rank 0: wait(6, 1), writes the next ...
