@@ -210,7 +210,7 @@ class Arena:
         return torch.from_numpy(memory)
 
     def address(self, tensor: Tensor) -> int:
-        """Return a tensor's address in the arena: above 0, equal on ranks if at the same offset; 0 outside; local."""
+        """Return a tensor's address in the arena, above 0 and equal on ranks if at the same offset; local."""
         if not self.segments or not tensor.is_contiguous():
             return 0
         pointer, nbytes = tensor.data_ptr(), tensor.nbytes
