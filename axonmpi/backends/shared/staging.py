@@ -32,7 +32,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 ALIGNMENT = 64
 _LINE_BYTES = 64
-_PROBES = 5
+_PROBES = 3
 
 
 class Staging:
