@@ -13,30 +13,27 @@ A single rank keeps Python's own ways; only MPI is finalised at its end.
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
-import ctypes
 import faulthandler
-import fcntl
 import gc
 import io
 import os
 import signal
-import stat
 import sys
-import termios
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
 from ..errors import LaunchError, RankFailedError
-from .children import after_fork
+from ..utils.pipes import wait_until_read
+from ..utils.waiting import Backoff, wait_until
+from .exit_code import observe_exit_code
 
-__all__ = ["after_fork", "before_finalize", "end_together", "install", "leave_unsaid", "let_first_speak", "meet_on"]
+__all__ = ["before_finalize", "end_together", "install", "leave_unsaid", "let_first_speak", "meet_on"]
 
 FAILED_MEETING_SECONDS = 1.0
 """How long a rank that ends with an error gives the others to end as well, before it aborts the job."""
@@ -84,7 +81,7 @@ def install(mpi: Any, *, finalize: bool) -> None:
     if _job.size > 1:
         sys.excepthook = _job.on_exception
         threading.excepthook = _job.on_thread_exception
-        _observe_system_exit(_job.on_system_exit)
+        observe_exit_code(_job.on_system_exit)
 
 
 def meet_on(comm: Any) -> None:
@@ -94,17 +91,17 @@ def meet_on(comm: Any) -> None:
         _job.meeting = comm.Dup()
 
 
-def leave_unsaid(kind: type[BaseException]) -> None:
-    """Have an error of this kind that nobody catches end a process without other ranks in silence; local."""
+def leave_unsaid() -> None:
+    """Have a LaunchError that nobody catches end a process without other ranks in silence; local."""
     if _job is not None and _job.size > 1:
         return
     hook = sys.excepthook
 
-    def quiet(raised: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(raised, kind):
+    def quiet(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, LaunchError):
             let_first_speak()
         else:
-            hook(raised, error, trace)
+            hook(kind, error, trace)
 
     sys.excepthook = quiet
 
@@ -149,10 +146,7 @@ class _Job:
             return
         if isinstance(error, RankFailedError) or (self._rank and isinstance(error, _OF_ALL_RANKS)):
             time.sleep(CAUSE_SECONDS)  # the launcher ends this process when the other rank ends the job
-        text = ""
-        if self._exception_hook is not sys.__excepthook__:
-            text = _printed_by(lambda: self._exception_hook(kind, error, trace))
-        self._print(text or "".join(traceback.format_exception(kind, error, trace)))
+        self._print(_printed_by(lambda: self._exception_hook(kind, error, trace)) or _traceback_of(error))
         self._abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def on_thread_exception(self, args: threading.ExceptHookArgs, /) -> None:
@@ -160,12 +154,7 @@ class _Job:
         if self._is_out() or issubclass(args.exc_type, SystemExit):
             self._thread_hook(args)
             return
-        text = ""
-        if self._thread_hook is not threading.__excepthook__:
-            text = _printed_by(lambda: self._thread_hook(args))
-        name = args.thread.name if args.thread is not None else "unknown"
-        trace = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
-        self._print(text or f"Exception in thread {name}:\n{trace}")
+        self._print(_printed_by(lambda: self._thread_hook(args)) or _traceback_of(args.exc_value))
         self._abort(1)
 
     def on_system_exit(self, code: object) -> object:
@@ -219,23 +208,18 @@ class _Job:
         if self.meeting is None:
             return code == 0  # MPI_Finalize waits as well, if less gently
         try:
-            limit = FAILED_MEETING_SECONDS if code and not self.patient else None
-            return self._wait_for(self.meeting.Ibarrier(), limit)
+            return self._wait_for(self.meeting.Ibarrier(), gives_up=code != 0 and not self.patient)
         except self._mpi.Exception as error:
             self._print(f"could not wait for the other ranks' ends: {error}")
             return False
 
-    def _wait_for(self, request: Any, limit: float | None) -> bool:
-        started = time.monotonic()
-        said = False
-        while not request.Test():
-            waited = time.monotonic() - started
-            if limit is not None and waited > limit:
-                return False
-            if waited > PATIENCE_SECONDS and not said:
-                self._print("has come to the end of its program and waits for the other ranks")
-                said = True
-            time.sleep(min(0.02, 1e-4 + waited / 10))  # the other ranks may need this core
+    def _wait_for(self, request: Any, *, gives_up: bool) -> bool:
+        backoff = Backoff(0, 1e-4, 0.02)  # the other ranks may need this core
+        if gives_up:
+            return wait_until(request.Test, backoff, FAILED_MEETING_SECONDS)
+        if not wait_until(request.Test, backoff, PATIENCE_SECONDS):
+            self._print("has come to the end of its program and waits for the other ranks")
+            wait_until(request.Test, backoff)
         return True
 
     def _close(self, code: int) -> None:
@@ -254,7 +238,7 @@ class _Job:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        _wait_until_read((1, 2))  # the launcher may drop what it has not read when the job is aborted
+        wait_until_read((1, 2), READ_SECONDS)  # the launcher may drop what it has not read when the job is aborted
         # MPI_Abort can hang while other threads are inside MPI, and it keeps Python's lock.
         _end_after(ABORT_SECONDS)
         self._mpi.COMM_WORLD.Abort(code)
@@ -264,16 +248,14 @@ class _Job:
         """Say whether MPI is not this process's to use: it is a fork, or MPI has been finalised."""
         return os.getpid() != self._pid or self._mpi.Is_finalized()
 
-    def _prefixed(self, text: str) -> str:
-        prefix = f"[rank {self._rank}] " if self.size > 1 else ""
-        return "".join(f"{prefix}{line}\n" for line in text.splitlines())
-
     def _print(self, text: str) -> None:
-        """Write all of it at once, so that the lines of several ranks do not mix."""
+        """Write all lines at once, so that those of several ranks do not mix."""
+        prefix = f"[rank {self._rank}] " if self.size > 1 else ""
+        lines = "".join(f"{prefix}{line}\n" for line in text.splitlines())
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         with contextlib.suppress(OSError):
-            os.write(2, self._prefixed(text).encode(errors="backslashreplace"))
+            os.write(2, lines.encode(errors="backslashreplace"))
 
 
 def _end_after(seconds: float) -> None:
@@ -284,55 +266,13 @@ def _end_after(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-def _wait_until_read(descriptors: Sequence[int]) -> None:
-    """Wait until the readers of those descriptors that are pipes have read everything, if they do so soon."""
-    deadline = time.monotonic() + READ_SECONDS
-    while any(map(_unread, descriptors)) and time.monotonic() < deadline:
-        time.sleep(0.001)
-
-
-def _unread(descriptor: int) -> bool:
-    """Say whether the descriptor is a pipe that holds unread bytes."""
-    count = array.array("i", [0])
-    try:
-        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-            fcntl.ioctl(descriptor, termios.FIONREAD, count)
-    except OSError:
-        return False
-    return count[0] > 0
-
-
 def _printed_by(hook: Callable[[], object]) -> str:
-    """Return what a hook installed by somebody else prints to stderr."""
+    """Return what an exception hook prints to stderr."""
     printed = io.StringIO()
     with contextlib.suppress(Exception), contextlib.redirect_stderr(printed):
         hook()
     return printed.getvalue()
 
 
-def _observe_system_exit(observer: Callable[[object], object]) -> None:
-    """Have `observer(code)` called when the interpreter ends because of a SystemExit; it returns the code to use.
-
-    Python tells nobody its exit code. But at its very end it reads the exception's attribute `code`, and then no
-    Python function asks for it, as one does wherever the exception is caught. So the attribute becomes a property
-    that looks for its caller. In every other respect SystemExit stays what it is.
-    """
-    member = SystemExit.__dict__["code"]
-
-    def read(error: SystemExit) -> object:
-        code: object = member.__get__(error)
-        try:
-            sys._getframe(1)
-        except ValueError:
-            return observer(code)
-        return code
-
-    attributes = gc.get_referents(SystemExit.__dict__)[0]  # a built-in class refuses setattr
-    attributes["code"] = property(read, member.__set__, member.__delete__, member.__doc__)
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
-    if sys.version_info < (3, 12):
-        sys.exit = _exit  # the built-in one makes no exception object there, so nothing is read
-
-
-def _exit(status: Any = None, /) -> NoReturn:
-    raise SystemExit(status)
+def _traceback_of(error: BaseException | None) -> str:
+    return "".join(traceback.format_exception(error))

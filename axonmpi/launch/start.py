@@ -91,7 +91,7 @@ def _told_once() -> Iterator[None]:
         yield
     except LaunchError:
         if not is_first_on_node():
-            exits.leave_unsaid(LaunchError)
+            exits.leave_unsaid()
         raise
 
 
