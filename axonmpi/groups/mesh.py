@@ -19,10 +19,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..backends import LocalBackend, all_gather_object
-from ..errors import CommunicatorError
 from ..utils.arguments import integer
 from ..utils.text import lines_of_ranks, ranks_by_text, text_of_problems
-from .world import ProcessGroup, World, current_world
+from .world import ProcessGroup, World, get_world
 
 __all__ = ["DeviceMesh", "nearest_shapes"]
 
@@ -56,9 +55,7 @@ class DeviceMesh:
     """
 
     def __init__(self, shape: Mapping[str, int], world: World | None = None) -> None:
-        world = current_world() if world is None else world
-        if world is None:
-            raise CommunicatorError("no world yet: call axonmpi.init_process_group() first")
+        world = get_world() if world is None else world
         if not isinstance(world, World):
             raise TypeError(f"world: expected an axonmpi.World or None, got {type(world).__name__}")
         self._world = world

@@ -55,11 +55,11 @@ def check_launch(launchers: Iterable[Launcher], mpi_rank: int, mpi_size: int, li
     return None
 
 
-def check_protocol(env: Mapping[str, str], library: MpiLibrary, description: str) -> str | None:
+def check_protocol(env: Mapping[str, str] | None, library: MpiLibrary, description: str) -> str | None:
     """Say why the library could not even start under the launcher, where it would end the process; local.
 
     Args:
-        env: The environment variables.
+        env: Environment variables, `None` for this process's own.
         library: The MPI library loaded.
         description: What the library says of itself, its build options included.
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..errors import LaunchError
 from .cpu import release_core
-from .variables import child_environment, launched_ranks, parent_rank, process_environment, turn_into_child
+from .variables import child_environment, launched_ranks, parent_rank, turn_into_child
 
 __all__ = ["after_fork", "refuse", "watch"]
 
@@ -59,12 +59,11 @@ def _become_child() -> None:
 def _spawn(path: str | bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
     """Start a program as multiprocessing does, but without the launcher's variables; return its process number."""
     rank = None if _forked else _watched_rank
-    variables = process_environment() if rank is None else child_environment(rank)
     child = subprocess.Popen(
         [os.fsencode(arg) for arg in args],
         executable=os.fsencode(path),
         pass_fds=tuple(passfds),
-        env=variables,
+        env=None if rank is None else child_environment(rank),
         restore_signals=False,
     )
     with contextlib.suppress(ProcessLookupError):  # it may have ended

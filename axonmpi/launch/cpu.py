@@ -51,8 +51,12 @@ def share_of_cores(own: Iterable[int], masks: Sequence[frozenset[int]]) -> int:
         masks: Those of all ranks of the node, this one included.
     """
     # In units of the ranks' common multiple the sum would be exact; a small allowance does as well.
-    share = sum(1.0 / sum(cpu in mask for mask in masks) for cpu in own)
-    return max(1, int(share + 1e-9))
+    return max(1, int(_share(own, masks) + 1e-9))
+
+
+def _share(own: Iterable[int], masks: Sequence[frozenset[int]]) -> float:
+    """Return how many cores a rank has, where a core of two ranks is a half for each."""
+    return sum(1.0 / sum(cpu in mask for mask in masks) for cpu in own)
 
 
 def core_to_keep_to(own_rank: int, masks: Sequence[frozenset[int]]) -> int | None:
@@ -117,5 +121,4 @@ def core_share(mpi: Any, comm: Any) -> CoreShare:
     node = comm.Split_type(mpi.COMM_TYPE_SHARED)
     masks = node.allgather(usable_cores())
     node.Free()
-    own = sum(1.0 / sum(core in mask for mask in masks) for core in usable_cores())
-    return CoreShare(comm.allreduce(own, mpi.MIN))
+    return CoreShare(comm.allreduce(_share(usable_cores(), masks), mpi.MIN))

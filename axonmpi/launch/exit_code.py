@@ -1,10 +1,10 @@
 """The code that the interpreter is about to end with.
 
-A rank that ends with an error ends the whole job; one that ends well waits for the others. So a rank has to know its
-exit code before the process is over, and Python tells nobody: the code is an attribute of a SystemExit, which
+A rank that ends with an error ends the whole job; one that ends well waits for the others. So a rank has to know
+its exit code before the process is over, and Python tells nobody: the code is an attribute of a SystemExit, which
 programs raise (`raise SystemExit(3)`), libraries raise (argparse) and both catch again. `sys.excepthook` does not
-see it, `atexit` callables are not given it, and a `sys.exit` of our own would neither see what others raise nor know
-what is caught.
+see it, `atexit` callables are not given it, and a `sys.exit` of our own would neither see what others raise nor
+know what is caught.
 
 But the interpreter, at its very end, reads the exception's attribute `code` while no Python function runs. Wherever
 else it is read, one does. So the attribute becomes a property that looks for its caller. In every other respect

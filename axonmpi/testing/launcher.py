@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from ..launch.cpu import release_core
-from ..launch.variables import process_environment, without_launcher_variables
+from ..launch.variables import without_launcher_variables
 from ..types import Seconds
 from ..utils.arguments import integer, seconds
 from .mpirun import find_mpirun, mpirun_command
@@ -91,7 +91,7 @@ def launch(
         raise TypeError(f"script_or_code: expected a path or source code, got {script_or_code!r}")
     limit = seconds("timeout", timeout)
     marker = uuid.uuid4().hex
-    surrounding = without_launcher_variables(process_environment())
+    surrounding = without_launcher_variables()
     command, settings = mpirun_command(find_mpirun(mpirun), n)
     variables = {**settings, **surrounding, **(env or {}), _MARKER: marker}
     with tempfile.TemporaryDirectory(prefix="axonmpi-launch-") as folder:

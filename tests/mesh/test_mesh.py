@@ -164,7 +164,7 @@ def test_bad_names_and_places_are_refused(world) -> None:
 
 def test_without_a_world() -> None:
     if not ax.is_initialized():
-        with pytest.raises(ax.CommunicatorError, match="no world yet"):
+        with pytest.raises(ax.CommunicatorError, match="no process group yet"):
             ax.DeviceMesh({"dp": 1})
     mesh = ax.DeviceMesh({"dp": 1}, ax.World.mock())
     assert mesh.describe() == "dp 1: 1 rank on 1 node"
