@@ -97,55 +97,46 @@ def start_ranks(n: int, body: Callable[[World], Any], timeout: float | None) -> 
     """Run `body(world)` on n mock ranks until all have ended or were left behind; raises nothing of theirs."""
     # The limit of a single wait is beyond the limit of the run, whose error can show all the stacks.
     peers = World.mock(n, timeout=_NO_LIMIT if timeout is None else 2 * timeout).peers
-    ranks = [_RankThread(world, body) for world in peers]
-    for rank in ranks:
-        rank.start()
+    results: dict[int, Any] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(world: World) -> None:
+        __tracebackhide__ = True
+        backend = world.default_group.backend
+        assert isinstance(backend, MockBackend)
+        try:
+            with world.activate():
+                result = body(world)
+            backend.leave()
+            results[world.rank] = result
+        except BaseException as error:
+            errors[world.rank] = error
+            world.fail(error)
+
+    threads = [
+        threading.Thread(target=run, args=(world,), name=f"mock rank {world.rank}", daemon=True) for world in peers
+    ]
+    for thread in threads:
+        thread.start()
     try:
-        ended = _join(ranks, timeout)
+        ended = _join(threads, timeout)
     except BaseException as error:  # an interrupt of the caller: the ranks must not wait for ever
         _release(peers, error)
         raise
-    errors = {rank.world.rank: rank.error for rank in ranks if rank.error is not None}
-    results = {rank.world.rank: rank.result for rank in ranks if rank.returned}
     if ended:
         if errors:  # operations under way that a failed rank never came to must end as well
             _release(peers, errors[min(errors)])
         for world in peers:
             world.close()
         return RankRun(n, results, errors)
-    late = _timeout_error(ranks, timeout)
+    stuck = {rank: stack_of(thread) for rank, thread in enumerate(threads) if thread.is_alive()}
+    late = CollectiveTimeoutError(
+        f"{name_ranks(stuck)} of {n} mock ranks did not end within {timeout:g} s\n{merge_texts(stuck, 'stack of ')}"
+    )
+    run_so_far = RankRun(n, dict(results), dict(errors), late)
     _release(peers, late)
-    _join(ranks, _RELEASE_SECONDS)
-    return RankRun(n, results, errors, late)
-
-
-class _RankThread(threading.Thread):
-    """One rank: runs the body with its world as default and keeps how that ended."""
-
-    def __init__(self, world: World, body: Callable[[World], Any]) -> None:
-        super().__init__(name=f"mock rank {world.rank}", daemon=True)
-        self.world = world
-        self.returned = False
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self._body = body
-
-    def run(self) -> None:
-        """Run the body; a failure releases the other ranks."""
-        __tracebackhide__ = True
-        try:
-            with self.world.activate():
-                self.result = self._body(self.world)
-            self.returned = True
-            self._leave()
-        except BaseException as error:
-            self.error = error
-            self.world.fail(error)
-
-    def _leave(self) -> None:
-        backend = self.world.default_group.backend
-        assert isinstance(backend, MockBackend)
-        backend.leave()
+    _join(threads, _RELEASE_SECONDS)
+    return run_so_far
 
 
 def _join(ranks: Sequence[threading.Thread], timeout: float | None) -> bool:
@@ -159,14 +150,6 @@ def _join(ranks: Sequence[threading.Thread], timeout: float | None) -> bool:
 def _release(peers: Sequence[World], error: BaseException) -> None:
     for world in peers:
         world.fail(error)
-
-
-def _timeout_error(ranks: Sequence[_RankThread], timeout: float | None) -> CollectiveTimeoutError:
-    stuck = {rank.world.rank: stack_of(rank) for rank in ranks if rank.is_alive()}
-    return CollectiveTimeoutError(
-        f"{name_ranks(stuck)} of {len(ranks)} mock ranks did not end within {timeout:g} s\n"
-        + merge_texts(stuck, "stack of ")
-    )
 
 
 def _add_note(error: BaseException, note: str) -> None:

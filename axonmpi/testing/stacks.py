@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 __all__ = ["all_stacks", "stack_of"]
 
-_RUNNERS = re.compile(r"(_pytest|pluggy|runpy|threading|axonmpi\.testing)(\.|$)")
+_RUNNERS = re.compile(r"(_pytest|pluggy|runpy|threading|axonmpi\.testing|axonmpi\.utils\.waiting)(\.|$)")
 """Modules whose frames say nothing about the code under test."""
 
 

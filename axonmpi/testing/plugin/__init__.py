@@ -127,9 +127,9 @@ def world(request: pytest.FixtureRequest, rank_count: int) -> Any:
 
 
 @pytest.fixture
-def group(request: pytest.FixtureRequest, rank_count: int) -> Any:
+def group(world: Any) -> Any:
     """The group of all ranks that the test runs on."""
-    return request.config.stash[_RANKS].group(request.node)
+    return None if world is None else world.default_group
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from ..rank_text import merge_texts
-from .meeting import Stop
+from .meeting import SessionStoppedError
 
 __all__ = ["Collected", "merge_collected"]
 
@@ -27,13 +27,13 @@ class Collected:
     errors: tuple[str, ...]
 
 
-def merge_collected(given: Mapping[int, Collected]) -> Stop | None:
+def merge_collected(given: Mapping[int, Collected]) -> SessionStoppedError | None:
     """Return how the ranks differ, or None if they do not; local."""
     first = given[0]
     differing = {rank: _difference(first, other) for rank, other in given.items() if other != first}
     if not differing:
         return None
-    return Stop(
+    return SessionStoppedError(
         "the ranks did not collect the same tests in the same order, so they cannot run them together. "
         "Does something that differs from rank to rank decide what is collected (a random order, the order of a "
         "set, the time, the rank)?\n" + merge_texts(differing),

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from ...errors import CommunicatorError
-from ...groups.world import World, current_world
+from ...groups.world import World, current_world, get_world
 from ..mock_ranks import RankRun, start_ranks
 from ..rank_text import merge_texts
 from .examples import inner_test_of, replaced_inner_test
 from .marked import marked_rank_count, timeout_of, uses_ranks
 from .outcomes import MergedFailure, failure_of
-from .rank_fixtures import FixturesOfRank, Plan, StandIn, plan_for
+from .rank_fixtures import FixturesOfRank, Plan, plan_for
 
 __all__ = ["MockRanks"]
 
@@ -41,12 +41,8 @@ class MockRanks:
         return marked_rank_count(item) or 1
 
     def world(self, item: pytest.Item) -> Any:
-        """Return the value of the fixture `world`."""
-        return StandIn("world", self.rank_count(item))
-
-    def group(self, item: pytest.Item) -> Any:
-        """Return the value of the fixture `group`."""
-        return StandIn("group", self.rank_count(item))
+        """Return the value of the fixture `world`: each rank's own."""
+        return Plan("world", get_world, {})
 
     def share(self, item: pytest.Item, value: Any) -> Any:
         """Return rank 0's value; mock ranks have one anyway."""
@@ -64,7 +60,7 @@ class MockRanks:
         if not _can_wait(fixturedef, request):
             return None
         asked = [request.getfixturevalue(name) for name in fixturedef.argnames]
-        return plan_for(fixturedef, request) if any(isinstance(value, StandIn | Plan) for value in asked) else None
+        return plan_for(fixturedef, request) if any(isinstance(value, Plan) for value in asked) else None
 
     @pytest.hookimpl(specname="pytest_fixture_setup", wrapper=True)
     def pytest_fixture_setup_without_a_world(
@@ -123,7 +119,7 @@ def _run_on_ranks(item: pytest.Item, count: int, test: Callable[..., Any], argum
         __tracebackhide__ = True
         try:
             with ExitStack() as stack:
-                own = FixturesOfRank(world, stack)
+                own = FixturesOfRank(stack)
                 for value in getattr(item, "funcargs", {}).values():
                     own.value(value)
                 test(**{name: own.value(value) for name, value in arguments.items()})

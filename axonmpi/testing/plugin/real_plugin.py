@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -23,10 +23,10 @@ from ..rank_text import merge_texts
 from .collection import Collected, merge_collected
 from .examples import inner_test_of
 from .marked import is_for_all_ranks, marked_rank_count, timeout_of, uses_ranks
-from .meeting import SessionEnd, SessionStoppedError, Stop
+from .meeting import SessionEnd, SessionStoppedError
 from .outcomes import FAILED, PASSED, apply_verdict, merge_outcomes, outcome_of
 from .rank_examples import follow_examples, lead_examples
-from .real_session import RealSession
+from .real_session import END_OF_SESSION, RealSession
 
 __all__ = ["RealRanks"]
 
@@ -86,15 +86,10 @@ class RealRanks:
         """Return the value of the fixture `world`; None on ranks that take no part."""
         return self.session.subworld(self.rank_count(item))
 
-    def group(self, item: pytest.Item) -> ProcessGroup | None:
-        """Return the value of the fixture `group`."""
-        world = self.world(item)
-        return None if world is None else world.default_group
-
     def share(self, item: pytest.Item, value: Any) -> Any:
         """Return rank 0's value on all ranks of the test."""
-        group = self.group(item)
-        return None if group is None else group.broadcast_object(value)
+        world = self.world(item)
+        return None if world is None else world.default_group.broadcast_object(value)
 
     # ---- the session ------------------------------------------------------------------------------------
 
@@ -117,7 +112,7 @@ class RealRanks:
         """Leave the terminal, the cache and result files to rank 0."""
         manager = self._config.pluginmanager
         if manager.has_plugin("terminalreporter"):
-            self._config.get_terminal_writer()._file = _Nowhere()
+            self._config.get_terminal_writer()._file = io.StringIO()
         if (cache := getattr(self._config, "cache", None)) is not None:
             vars(cache)["set"] = lambda key, value: None
         for plugin in manager.get_plugins():
@@ -150,11 +145,11 @@ class RealRanks:
         topic = "end of the session" + (f": {self._why_ended}" if self._why_ended else "")
         end = SessionEnd(int(exitstatus), tuple(self._warnings))
         try:
-            with self.session.at_end():
+            with self.session.together_at(END_OF_SESSION):
                 session.exitstatus, self._warnings_elsewhere = self.session.agree(topic, end, _merge_ends)
         except SessionStoppedError as stopped:
-            session.exitstatus = stopped.stop.exit_code
-            self._print(stopped.stop.reason)
+            session.exitstatus = stopped.exit_code
+            self._print(stopped.reason)
 
     def pytest_unconfigure(self) -> None:
         """End MPI."""
@@ -176,11 +171,6 @@ class RealRanks:
         if reporter is not None:
             reporter.write_line(f"\naxonmpi: {text}", red=True)
 
-    def _stop(self, stop: Stop) -> NoReturn:
-        """End the session of this rank, as all ranks agreed."""
-        self._print(stop.reason)
-        pytest.exit("the ranks agreed to end the session", returncode=stop.exit_code)
-
     # ---- collection -------------------------------------------------------------------------------------
 
     @pytest.hookimpl(trylast=True)
@@ -201,10 +191,10 @@ class RealRanks:
         """Make sure that all ranks are going to run the same tests."""
         collected = Collected(tuple(item.nodeid for item in session.items), tuple(self._collection_errors))
         try:
-            with self.session.at_collection():
+            with self.session.together_at("the end of the collection"):
                 self.session.agree("collection", collected, merge_collected)
         except SessionStoppedError as stopped:
-            reasons = () if self.rank else (stopped.stop.reason,)
+            reasons = () if self.rank else (stopped.reason,)
             raise pytest.UsageError(*reasons) from stopped
 
     # ---- running a test ---------------------------------------------------------------------------------
@@ -259,7 +249,8 @@ class RealRanks:
         try:
             verdict = self.session.agree(f"{report.when} of {item.nodeid}", own, merge_outcomes, failure)
         except SessionStoppedError as stopped:
-            self._stop(stopped.stop)
+            self._print(stopped.reason)
+            pytest.exit("the ranks agreed to end the session", returncode=stopped.exit_code)
         apply_verdict(report, verdict, self.rank)
         if verdict.kind == FAILED:
             self.session.forget_subworlds()
@@ -272,14 +263,6 @@ class RealRanks:
         world = self._own_world(item)
         if world is not None:
             world.close_groups(keep=self._groups_before)
-
-
-class _Nowhere(io.TextIOBase):
-    """Takes what the other ranks' pytest would print."""
-
-    def write(self, text: str, /) -> int:
-        """Forget the text."""
-        return len(text)
 
 
 def _nothing() -> None:

@@ -24,7 +24,9 @@ from .marked import positive_seconds
 from .meeting import Meeting, SessionStoppedError
 from .monitor import Monitor
 
-__all__ = ["RealSession"]
+__all__ = ["END_OF_SESSION", "RealSession"]
+
+END_OF_SESSION = "the end of the session"
 
 
 class RealSession:
@@ -83,14 +85,14 @@ class RealSession:
                 self.stopped = True
                 raise
 
-    def send(self, thing: Any, rank: int) -> None:
-        """Send something picklable to another rank, apart from what the test itself sends."""
-        self._meeting.send(thing, rank)
-
     def receive(self, rank: int, failure: str = "", topic: str = "") -> Any:
         """Return what another rank sent with `send`; see `agree` about failures."""
         with self._waiting(failure, topic):
             return self._meeting.receive(rank)
+
+    def send(self, thing: Any, rank: int) -> None:
+        """Send something picklable to another rank, apart from what the test itself sends."""
+        self._meeting.send(thing, rank)
 
     def _waiting(self, failure: str, topic: str) -> AbstractContextManager[None]:
         if not failure:
@@ -101,17 +103,13 @@ class RealSession:
         )
         return self.limit(self._grace, reason, failure)
 
-    def at_end(self) -> AbstractContextManager[None]:
-        """Return a limit for what the ranks do when the session is over."""
-        return self.limit(self._timeout, "the ranks did not come to the end of the session together")
-
-    def at_collection(self) -> AbstractContextManager[None]:
-        """Return a limit for how long a rank waits for the others to have collected the tests."""
-        return self.limit(self._timeout, "the ranks did not come to the end of the collection together")
+    def together_at(self, place: str) -> AbstractContextManager[None]:
+        """Return a limit for how long a rank waits for the others to come to the same place of the session."""
+        return self.limit(self._timeout, f"the ranks did not come to {place} together")
 
     def close(self) -> None:
         """End the monitor and MPI; collective unless `stopped`."""
-        with self.at_end():
+        with self.together_at(END_OF_SESSION):
             try:
                 self.world.close()
             except CommunicatorError as error:  # what a failed test left under way will never end
@@ -147,6 +145,7 @@ class RealSession:
 
     def _captured(self) -> str:
         """Return what this rank has printed in the current test."""
+        self._flush()  # the rank that ends the job may be another one
         capture: Any = self._config.pluginmanager.get_plugin("capturemanager")
         try:
             return "".join(capture.read_global_capture())
