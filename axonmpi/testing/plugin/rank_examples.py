@@ -10,6 +10,7 @@ and `data` need hypothesis' own state, which only rank 0 has: use them in the st
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -28,19 +29,20 @@ Body = Callable[..., Any]
 def lead_examples(item: pytest.Function, inner: Body, session: RealSession, count: int) -> None:
     """Run the hypothesis test on rank 0 and each example on all `count` ranks."""
     __tracebackhide__ = True
-    fixtures = _fixture_values(item)
+    own = _own_arguments(item, inner)
     others = range(1, count)
 
     def tell(message: dict[str, Any] | bool) -> None:
         for rank in others:
             session.send(message, rank)
 
-    def body(*instance: Any, **kwargs: Any) -> None:
+    def body(*args: Any, **kwargs: Any) -> None:
         __tracebackhide__ = True
-        tell({name: value for name, value in kwargs.items() if name not in fixtures})
+        given = inspect.signature(inner).bind(*args, **kwargs).arguments
+        tell({name: value for name, value in given.items() if name not in own})
         error: BaseException | None = None
         try:
-            inner(*instance, **kwargs)
+            inner(*args, **kwargs)
         except BaseException as raised:
             error = raised
         failure = "" if error is None else str(item.repr_failure(pytest.ExceptionInfo.from_exception(error)))
@@ -53,7 +55,7 @@ def lead_examples(item: pytest.Function, inner: Body, session: RealSession, coun
     fails = True
     try:
         with replaced_inner_test(item.obj, body):
-            item.obj(**fixtures)
+            item.obj(**{name: item.funcargs[name] for name in item._fixtureinfo.argnames})
         fails = False
     finally:
         tell(fails)
@@ -62,13 +64,12 @@ def lead_examples(item: pytest.Function, inner: Body, session: RealSession, coun
 def follow_examples(item: pytest.Function, inner: Body, session: RealSession) -> None:
     """Run the examples that rank 0 sends, until it sends whether the test fails; on the other ranks."""
     __tracebackhide__ = True
-    instance = () if item.instance is None else (item.instance,)
-    fixtures = _fixture_values(item)
+    own = _own_arguments(item, inner)
     error: BaseException | None = None
     while isinstance(message := session.receive(0), dict):
         error = None
         try:
-            inner(*instance, **fixtures, **message)
+            inner(**own, **message)
         except (KeyboardInterrupt, pytest.exit.Exception):
             raise
         except BaseException as raised:
@@ -78,5 +79,9 @@ def follow_examples(item: pytest.Function, inner: Body, session: RealSession) ->
         raise error
 
 
-def _fixture_values(item: pytest.Function) -> dict[str, Any]:
-    return {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
+def _own_arguments(item: pytest.Function, inner: Body) -> dict[str, Any]:
+    """Return the arguments that each rank has of its own: fixtures, and the object of a test method."""
+    own = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
+    if item.instance is not None:
+        own[next(iter(inspect.signature(inner).parameters))] = item.instance
+    return own
