@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from ..backends import Backend, all_gather_object
 from ..groups.world import ProcessGroup
-from ..utils.text import lines_of_ranks, ranks_by_text, text_of_problems
+from ..utils.text import first_difference, text_of_problems
 from .divided_parameters import check_not_divided
 
 __all__ = ["check_batch_norms", "check_same", "check_same_model", "gradient_strides", "raised_on_all"]
@@ -62,10 +61,8 @@ def check_same(
     lines = list(own)
     if len(set(all_gather_object(backend, hashlib.sha256("\n".join(lines).encode()).digest()))) == 1:
         return
-    for texts in zip_longest(*all_gather_object(backend, lines), fillvalue="no further one"):
-        if len(set(texts)) > 1:
-            ranks_of = ranks_by_text(dict(enumerate(texts)))
-            raise error(f"{what}; the first difference is\n  {lines_of_ranks(ranks_of.items())}\n{todo}")
+    difference = first_difference(all_gather_object(backend, lines))
+    raise error(f"{what}; the first difference is\n  {difference}\n{todo}")
 
 
 def check_same_model(module: nn.Module, group: ProcessGroup, arguments: Mapping[str, object]) -> None:

@@ -14,9 +14,10 @@ of an axis, one for each place on the other axes, are disjoint and together all 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
 
 from ..backends import LocalBackend, all_gather_object
 from ..utils.arguments import integer
@@ -61,9 +62,7 @@ class DeviceMesh:
         self._world = world
         self.shape, self._nodes = _agreed(world, shape)
         self.axes = tuple(self.shape)
-        self._strides = {
-            axis: math.prod(list(self.shape.values())[number + 1 :]) for number, axis in enumerate(self.axes)
-        }
+        self._grid = torch.arange(world.size, device="cpu").view(list(self.shape.values()))
         self.coordinates = self.coordinates_of(world.rank)
         self._several = tuple(axis for axis in self.axes if self.shape[axis] > 1)
         alone = ProcessGroup(LocalBackend(), [world.rank])
@@ -87,9 +86,7 @@ class DeviceMesh:
         """
         key = tuple(axis for axis in self._checked(axes) if axis in self._several)
         if key not in self._groups:
-            starts = self._offsets([axis for axis in self.axes if axis not in key])
-            along = self._offsets(key)
-            self._groups[key] = self._world.partition([[start + step for step in along] for start in starts])
+            self._groups[key] = self._world.partition(self._groups_along(key))
         return self._groups[key]
 
     def close(self) -> None:
@@ -100,16 +97,11 @@ class DeviceMesh:
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Return the world's ranks that `group` of the same axes has; local."""
-        chosen = self._checked(axes)
-        start = self._world.rank - sum(self.coordinates[axis] * self._strides[axis] for axis in chosen)
-        return tuple(start + step for step in self._offsets(chosen))
+        return next(ranks for ranks in self._groups_along(self._checked(axes)) if self._world.rank in ranks)
 
     def rank(self, *axes: str) -> int:
         """Return this rank's number in `group` of the same axes, that is its place on a single axis; local."""
-        number = 0
-        for axis in self._checked(axes):
-            number = number * self.shape[axis] + self.coordinates[axis]
-        return number
+        return self.ranks(*axes).index(self._world.rank)
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks in `group` of the same axes; local."""
@@ -125,7 +117,7 @@ class DeviceMesh:
         """
         if not 0 <= integer("rank", rank) < self._world.size:
             raise ValueError(f"rank: expected one of the world's, 0 to {self._world.size - 1}, got {rank}")
-        return {axis: rank // self._strides[axis] % size for axis, size in self.shape.items()}
+        return dict(zip(self.axes, (self._grid == rank).nonzero()[0].tolist(), strict=True))
 
     def rank_at(self, **coordinates: int) -> int:
         """Return the world's rank at a place; local.
@@ -141,7 +133,7 @@ class DeviceMesh:
             place[axis] = integer(axis, coordinates[axis])
             if not 0 <= place[axis] < self.shape[axis]:
                 raise ValueError(f"{axis}: expected a place from 0 to {self.shape[axis] - 1}, got {place[axis]}")
-        return sum(place[axis] * self._strides[axis] for axis in self.axes)
+        return int(self._grid[tuple(place.values())])
 
     # ---- text -----------------------------------------------------------------------------------------------
 
@@ -156,7 +148,7 @@ class DeviceMesh:
         """
         sizes = " x ".join(f"{axis} {size}" for axis, size in self.shape.items())
         lines = [f"{sizes}: {_counted(self._world.size, 'rank')} on {_counted(len(set(self._nodes)), 'node')}"]
-        across = [axis for axis in self._several if not self._stays_on_a_node(axis)]
+        across = [axis for axis in self._several if self._crosses_nodes(axis)]
         if across:
             lines.append(f"groups across nodes: {', '.join(across)}")
         if self._several:
@@ -166,18 +158,15 @@ class DeviceMesh:
     def _rows(self) -> list[str]:
         """Return the header of the table and a line for each place on all axes but the last."""
         *leading, last = self._several
-        along = self._offsets([last])
         rows = [" ".join([*leading, f"ranks along {last}"])]
-        for start in self._offsets(leading):
-            place = self.coordinates_of(start)
+        for ranks in self._groups_along([last]):
+            place = self.coordinates_of(ranks[0])
             columns = [f"{place[axis]:>{len(axis)}}" for axis in leading]
-            rows.append(" ".join([*columns, _listed([start + step for step in along])]))
+            rows.append(" ".join([*columns, _listed(ranks)]))
         return rows
 
-    def _stays_on_a_node(self, axis: str) -> bool:
-        starts = self._offsets([other for other in self.axes if other != axis])
-        along = self._offsets([axis])
-        return all(len({self._nodes[start + step] for step in along}) == 1 for start in starts)
+    def _crosses_nodes(self, axis: str) -> bool:
+        return any(len({self._nodes[rank] for rank in ranks}) > 1 for ranks in self._groups_along([axis]))
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
@@ -192,10 +181,12 @@ class DeviceMesh:
             raise ValueError(f"axes: expected different ones, got {given}")
         return tuple(axis for axis in self.axes if axis in given) if given else self.axes
 
-    def _offsets(self, axes: Sequence[str]) -> list[int]:
-        """Return how far from the first of them the ranks along some axes are, row by row."""
-        steps = [range(0, self.shape[axis] * self._strides[axis], self._strides[axis]) for axis in axes]
-        return [sum(step) for step in itertools.product(*steps)]
+    def _groups_along(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
+        """Return the ranks of each group along some axes, which are in the mesh's order."""
+        along = [self.axes.index(axis) for axis in axes]
+        others = [number for number in range(len(self.axes)) if number not in along]
+        groups = self._grid.permute(*others, *along).reshape(-1, math.prod(self.shape[axis] for axis in axes))
+        return [tuple(ranks) for ranks in groups.tolist()]
 
 
 def nearest_shapes(

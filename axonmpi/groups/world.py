@@ -91,26 +91,21 @@ class World:
             LaunchError: The processes were not started as one MPI job.
             ValueError: `backend` or `init_method` is unknown, or `timeout` is not positive.
         """
-        world = cls._start(backend, init_method, timeout, num_threads)
-        if current_world() is None:
-            set_process_world(world)
-        return world
-
-    @classmethod
-    def _start(
-        cls, backend: str, init_method: str | None, timeout: Seconds | None, num_threads: int | None
-    ) -> World:
         if backend not in BACKENDS:
             todo = _MISSING.get(backend, "") if isinstance(backend, str) else ""
             raise ValueError(f"backend: expected one of {', '.join(map(repr, BACKENDS))}, got {backend!r}{todo}")
         timeout = seconds("timeout", timeout)
         runtime.check_arguments(init_method, num_threads)
         if backend == "mock":
-            return cls.mock(1, timeout=timeout)
-        started = runtime.start_world(init_method, num_threads=num_threads)
-        if started.comm is None:
-            return cls(LocalBackend(timeout=timeout), Topology.of([0], 0))
-        return cls(MpiBackend(started.comm, timeout=timeout), started.topology)
+            world = cls.mock(1, timeout=timeout)
+        else:
+            started = runtime.start_world(init_method, num_threads=num_threads)
+            alone = started.comm is None
+            own = LocalBackend(timeout=timeout) if alone else MpiBackend(started.comm, timeout=timeout)
+            world = cls(own, started.topology)
+        if current_world() is None:
+            set_process_world(world)
+        return world
 
     @classmethod
     def mock(cls, world_size: int = 1, *, timeout: Seconds | None = None) -> World:

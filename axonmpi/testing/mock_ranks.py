@@ -12,6 +12,7 @@ them was.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -82,7 +83,8 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: Seconds | Non
         CollectiveTimeoutError: The ranks did not end in time; the message has every rank's stack.
         ValueError: `n` is below 1, or the time-out is not positive.
     """
-    run = start_ranks(n, lambda world: fn(world, *args), seconds("timeout", timeout))
+    limit = seconds("timeout", timeout)
+    run = start_ranks(n, lambda world: fn(world, *args), math.inf if limit is None else limit)
     error = run.error()
     if error is not None:
         if n > 1 and run.causes:
@@ -93,10 +95,11 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: Seconds | Non
     return [run.results[rank] for rank in range(n)]
 
 
-def start_ranks(n: int, body: Callable[[World], Any], timeout: float | None) -> RankRun:
+def start_ranks(n: int, body: Callable[[World], Any], timeout: float) -> RankRun:
     """Run `body(world)` on n mock ranks until all have ended or were left behind; raises nothing of theirs."""
+    timeout = min(timeout, _NO_LIMIT)
     # The limit of a single wait is beyond the limit of the run, whose error can show all the stacks.
-    peers = World.mock(n, timeout=_NO_LIMIT if timeout is None else 2 * timeout).peers
+    peers = World.mock(n, timeout=2 * timeout).peers
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
 
@@ -139,11 +142,11 @@ def start_ranks(n: int, body: Callable[[World], Any], timeout: float | None) -> 
     return run_so_far
 
 
-def _join(ranks: Sequence[threading.Thread], timeout: float | None) -> bool:
+def _join(ranks: Sequence[threading.Thread], timeout: float) -> bool:
     """Wait until all have ended; False if the time came first."""
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
     for rank in ranks:
-        rank.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        rank.join(max(0.0, deadline - time.monotonic()))
     return not any(rank.is_alive() for rank in ranks)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 
-__all__ = ["lines_of_ranks", "name_ranks", "ranks_by_text", "text_of_problems"]
+__all__ = ["first_difference", "lines_of_ranks", "name_ranks", "ranks_by_text", "text_of_problems"]
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -28,6 +29,18 @@ def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
 def lines_of_ranks(ranks_of: Iterable[tuple[str, Sequence[int]]]) -> str:
     """Return an indented line for each text, which names its ranks; local."""
     return "\n  ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in ranks_of)
+
+
+def first_difference(lists: Sequence[Sequence[str]]) -> str:
+    """Return a line for each text in the first place where the ranks' lists differ; empty if they do not; local.
+
+    Args:
+        lists: One a rank.
+    """
+    for texts in zip_longest(*lists, fillvalue="no further one"):
+        if len(set(texts)) > 1:
+            return lines_of_ranks(ranks_by_text(dict(enumerate(texts))).items())
+    return ""
 
 
 def text_of_problems(problems: Sequence[str]) -> str:

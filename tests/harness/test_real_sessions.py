@@ -273,8 +273,7 @@ def test_different_collections_are_refused(mpirun_pytest):
     result = mpirun_pytest(2, MISMATCH)
     assert result.returncode == pytest.ExitCode.USAGE_ERROR, result.stdout + result.stderr
     assert result.stderr.count("ERROR: the ranks did not collect the same tests") == 1
-    assert "---- rank 1 ----" in result.stderr
-    assert "number 1: test_it.py::test_it[1], where rank 0 has test_it.py::test_it[0]" in result.stderr
+    assert "rank 0: test_it.py::test_it[0]\n  rank 1: test_it.py::test_it[1]" in result.stderr
 
 
 ONE_LEAVES = """

@@ -127,7 +127,7 @@ def _run_on_ranks(item: pytest.Item, count: int, test: Callable[..., Any], argum
             return skipped  # not a failure that must release the other ranks
         return None
 
-    run = _without_expected(start_ranks(count, body, _finite(timeout_of(item))))
+    run = _without_expected(start_ranks(count, body, timeout_of(item)))
     if run.timeout is not None:
         failures = {rank: "".join(traceback.format_exception(error)) for rank, error in run.causes.items()}
         pytest.fail(f"{run.timeout}\n{merge_texts(failures, 'failure of ')}".rstrip(), pytrace=False)
@@ -143,10 +143,6 @@ def _run_on_ranks(item: pytest.Item, count: int, test: Callable[..., Any], argum
 
 def _can_wait(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> bool:
     return fixturedef.scope == "function" and isinstance(request.node, pytest.Function) and uses_ranks(request.node)
-
-
-def _finite(seconds: float) -> float | None:
-    return None if seconds == float("inf") else seconds
 
 
 def _without_expected(run: RankRun) -> RankRun:

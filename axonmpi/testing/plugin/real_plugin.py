@@ -20,7 +20,7 @@ import pytest
 from ...groups.world import ProcessGroup, World, current_world, set_process_world
 from ...launch.variables import launched_ranks
 from ..rank_text import merge_texts
-from .collection import Collected, merge_collected
+from .collection import merge_collected
 from .examples import inner_test_of
 from .marked import is_for_all_ranks, marked_rank_count, timeout_of, uses_ranks
 from .meeting import SessionEnd, SessionStoppedError
@@ -189,7 +189,7 @@ class RealRanks:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Make sure that all ranks are going to run the same tests."""
-        collected = Collected(tuple(item.nodeid for item in session.items), tuple(self._collection_errors))
+        collected = [*self._collection_errors, *(item.nodeid for item in session.items)]
         try:
             with self.session.together_at("the end of the collection"):
                 self.session.agree("collection", collected, merge_collected)
