@@ -3,7 +3,7 @@
 MPI belongs to the process that the launcher started. A child that inherits the launcher's variables would look like
 that rank again, and would hang or bring the job down if it started MPI. So once a rank has started MPI,
 
-    os.fork                     the child drops the launcher's variables and runs the `after_fork` callables
+    os.fork                     the child drops the launcher's variables
     spawn, forkserver           the helper process and the workers are started without the launcher's variables
 
 and both carry the rank's number, by which starting MPI is refused with an explanation. Neither keeps to the one
@@ -17,23 +17,17 @@ import multiprocessing
 import multiprocessing.util
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import LaunchError
 from .cpu import release_core
 from .variables import child_environment, launched_ranks, parent_rank, turn_into_child
 
-__all__ = ["after_fork", "refuse", "watch"]
+__all__ = ["refuse", "watch"]
 
-_after_fork: list[Callable[[], None]] = []
 _watched_rank: int | None = None
 _forked = False
-
-
-def after_fork(callback: Callable[[], None]) -> None:
-    """Have `callback()` called in every process that this rank forks from now on; local."""
-    _after_fork.append(callback)
 
 
 def watch(rank: int) -> None:
@@ -52,8 +46,6 @@ def _become_child() -> None:
     assert _watched_rank is not None
     _forked = True
     turn_into_child(_watched_rank)
-    for callback in _after_fork:
-        callback()
 
 
 def _spawn(path: str | bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:

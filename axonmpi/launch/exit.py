@@ -133,7 +133,6 @@ class _Job:
         self._rank: int = mpi.COMM_WORLD.Get_rank()
         self._pid = os.getpid()
         self._code: int | None = None
-        self._meeting_of_failed: threading.Thread | None = None
         self._exception_hook = sys.excepthook
         self._thread_hook = threading.excepthook
 
@@ -166,9 +165,8 @@ class _Job:
             code = 1
         self._code = (code or 0) & 0xFF
         if self._code:
-            # Python now waits for the program's other threads, and they may be waiting for other ranks.
-            self._meeting_of_failed = threading.Thread(target=self._meet_or_abort, args=(self._code,), daemon=True)
-            self._meeting_of_failed.start()
+            # Python is about to wait for the program's other threads, and they may be waiting for other ranks.
+            self._meet_or_abort(self._code)
         return code
 
     def end(self) -> None:
@@ -177,9 +175,7 @@ class _Job:
             return
         code = self._exit_code()
         try:
-            if self._meeting_of_failed is not None:
-                self._meeting_of_failed.join()
-            else:
+            if not self._code:  # else they have met
                 self._meet_or_abort(code)
             self._close(code)
             if self._finalize:

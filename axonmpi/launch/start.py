@@ -294,9 +294,5 @@ def _mpirun_beside(library: str, vendor: str) -> str | None:
     """Find the launcher in a `bin` folder beside or above the library's folder."""
     names = _LAUNCHERS.get(vendor, ("mpirun", "mpiexec"))
     folders = dict.fromkeys(folder for path in (Path(library), Path(library).resolve()) for folder in path.parents)
-    for folder in folders:
-        for name in names:
-            launcher = folder / "bin" / name
-            if launcher.is_file():
-                return str(launcher)
-    return None
+    launchers = (folder / "bin" / name for folder in folders for name in names)
+    return next((str(launcher) for launcher in launchers if launcher.is_file()), None)

@@ -57,6 +57,7 @@ class RealRanks:
         self._too_large = 0
         self._takes_part = True
         self._why_ended = ""
+        self._world: World | None = None  # of the test, on its ranks
         self._groups_before: tuple[ProcessGroup | World, ...] = ()
         self._warnings: dict[str, None] = {}
         self._warnings_elsewhere = ""
@@ -205,13 +206,12 @@ class RealRanks:
         count, seconds = self.rank_count(item), timeout_of(item)
         self._takes_part = self.rank < count
         if not self._takes_part:
-            vars(item).update(setup=_nothing, runtest=_nothing)
+            vars(item).update(setup=lambda: None, runtest=lambda: None)
         with ExitStack() as stack:
             stack.enter_context(self.session.limit(seconds, f"{item.nodeid} did not end within {seconds:g} s"))
-            if uses_ranks(item):
-                world = self.session.subworld(count)
-                if world is not None:
-                    stack.enter_context(world.activate())
+            self._world = self.session.subworld(count) if uses_ranks(item) else None
+            if self._world is not None:
+                stack.enter_context(self._world.activate())
             elif count < self.real_size:
                 stack.enter_context(_no_process_world())
             return (yield)
@@ -219,13 +219,8 @@ class RealRanks:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
         """Note which groups there are, so that those that the test makes can be released."""
-        world = self._own_world(item)
-        self._groups_before = () if world is None else world.groups
+        self._groups_before = () if self._world is None else self._world.groups
         return (yield)
-
-    def _own_world(self, item: pytest.Item) -> World | None:
-        """Return the world that a test on ranks runs in; None on ranks that take no part, and for other tests."""
-        return self.world(item) if uses_ranks(item) else None
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
@@ -254,19 +249,10 @@ class RealRanks:
         apply_verdict(report, verdict, self.rank)
         if verdict.kind == FAILED:
             self.session.forget_subworlds()
-        elif verdict.kind == PASSED and report.when == "call":
-            self._release_groups(item)
+        elif verdict.kind == PASSED and report.when == "call" and self._world is not None:
+            # MPI libraries have room for some thousand communicators.
+            self._world.close_groups(keep=self._groups_before)
         return report
-
-    def _release_groups(self, item: pytest.Item) -> None:
-        """Release the groups that a test has made: MPI libraries have room for some thousand communicators."""
-        world = self._own_world(item)
-        if world is not None:
-            world.close_groups(keep=self._groups_before)
-
-
-def _nothing() -> None:
-    """Stand in for a phase of a test on ranks that take no part."""
 
 
 @contextmanager
