@@ -14,8 +14,10 @@ of an axis, one for each place on the other axes, are disjoint and together all 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
 
 import torch
 
@@ -203,20 +205,10 @@ def nearest_shapes(
     def distance(shape: dict[str, int]) -> float:
         return sum(abs(math.log(shape[axis] / size)) for axis, size in asked.items() if size > 0)
 
-    shapes = [dict(zip(asked, sizes, strict=True)) for sizes in _factorizations(num_ranks, len(asked))]
+    divisors = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+    all_sizes = (sizes for sizes in itertools.product(divisors, repeat=len(asked)) if math.prod(sizes) == num_ranks)
+    shapes = [dict(zip(asked, sizes, strict=True)) for sizes in all_sizes]
     return sorted(shapes, key=lambda shape: round(distance(shape), 9))[:count]
-
-
-def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ordered ways to write a number as a product of so many factors."""
-    if factors == 0:
-        if number == 1:
-            yield ()
-        return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            for rest in _factorizations(number // first, factors - 1):
-                yield first, *rest
 
 
 def _checked_shape(shape: object, num_ranks: int) -> dict[str, int]:

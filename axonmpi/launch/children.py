@@ -73,13 +73,12 @@ def refuse() -> None:
     rank = parent_rank()
     # With a launcher's variables of its own, a child's child has been started as a rank of a new job.
     if _forked or (rank is not None and launched_ranks() == 1):
-        raise LaunchError(_message(f"rank {rank}"))
-    if multiprocessing.parent_process() is not None and launched_ranks() > 1:
-        raise LaunchError(_message("a rank of the job"))
-
-
-def _message(parent: str) -> str:
-    return (
+        parent = f"rank {rank}"
+    elif multiprocessing.parent_process() is not None and launched_ranks() > 1:
+        parent = "a rank of the job"
+    else:
+        return
+    raise LaunchError(
         f"this process was forked or spawned by {parent}, and MPI belongs to that rank alone: "
         "communicate in the rank itself, not in its DataLoader workers or other child processes"
     )

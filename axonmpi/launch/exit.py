@@ -203,20 +203,19 @@ class _Job:
             return True
         if self.meeting is None:
             return code == 0  # MPI_Finalize waits as well, if less gently
+        gives_up = code != 0 and not self.patient
+        backoff = Backoff(0, 1e-4, 0.02)  # the other ranks may need this core
         try:
-            return self._wait_for(self.meeting.Ibarrier(), gives_up=code != 0 and not self.patient)
+            all_are_there = self.meeting.Ibarrier().Test
+            if wait_until(all_are_there, backoff, FAILED_MEETING_SECONDS if gives_up else PATIENCE_SECONDS):
+                return True
+            if gives_up:
+                return False
+            self._print("has come to the end of its program and waits for the other ranks")
+            return wait_until(all_are_there, backoff)
         except self._mpi.Exception as error:
             self._print(f"could not wait for the other ranks' ends: {error}")
             return False
-
-    def _wait_for(self, request: Any, *, gives_up: bool) -> bool:
-        backoff = Backoff(0, 1e-4, 0.02)  # the other ranks may need this core
-        if gives_up:
-            return wait_until(request.Test, backoff, FAILED_MEETING_SECONDS)
-        if not wait_until(request.Test, backoff, PATIENCE_SECONDS):
-            self._print("has come to the end of its program and waits for the other ranks")
-            wait_until(request.Test, backoff)
-        return True
 
     def _close(self, code: int) -> None:
         """Run the callables of `before_finalize`; abort if they fail, end the process if they block."""

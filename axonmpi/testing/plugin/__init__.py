@@ -133,6 +133,6 @@ def group(world: Any) -> Any:
 
 
 @pytest.fixture
-def shared_tmp_path(request: pytest.FixtureRequest, tmp_path: Path, rank_count: int) -> Any:
+def shared_tmp_path(group: Any, tmp_path: Path) -> Any:
     """An empty folder of the test that is the same on all of its ranks."""
-    return request.config.stash[_RANKS].share(request.node, tmp_path)
+    return None if group is None else group.broadcast_object(tmp_path)

@@ -44,10 +44,6 @@ class MockRanks:
         """Return the value of the fixture `world`: each rank's own."""
         return Plan("world", get_world, {})
 
-    def share(self, item: pytest.Item, value: Any) -> Any:
-        """Return rank 0's value; mock ranks have one anyway."""
-        return value
-
     def pytest_report_header(self) -> str:
         """Say on what the tests run."""
         return "axonmpi: tests on ranks use mock ranks (threads); for real ones: mpirun -n 4 pytest"

@@ -87,11 +87,6 @@ class RealRanks:
         """Return the value of the fixture `world`; None on ranks that take no part."""
         return self.session.subworld(self.rank_count(item))
 
-    def share(self, item: pytest.Item, value: Any) -> Any:
-        """Return rank 0's value on all ranks of the test."""
-        world = self.world(item)
-        return None if world is None else world.default_group.broadcast_object(value)
-
     # ---- the session ------------------------------------------------------------------------------------
 
     @pytest.hookimpl(tryfirst=True)

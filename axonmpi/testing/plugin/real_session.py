@@ -38,6 +38,8 @@ class RealSession:
 
     Attributes:
         world: All ranks.
+        limit: See `Monitor.limit`.
+        send: See `Meeting.send`.
         stopped: Whether the ranks agreed to end early, so that they are no longer in step.
     """
 
@@ -54,6 +56,8 @@ class RealSession:
         self._backend = backend
         self._meeting = Meeting(backend.mpi_comm.Dup())
         self._monitor = Monitor(backend.mpi_comm.Dup(), stream, self._abort, self._captured, self._earlier_failures)
+        self.limit = self._monitor.limit
+        self.send = self._meeting.send
 
     def subworld(self, count: int) -> World | None:
         """Return a world of the first `count` ranks, None on the others; collective."""
@@ -64,10 +68,6 @@ class RealSession:
     def forget_subworlds(self) -> None:
         """Use new worlds from now on; on all ranks together."""
         self._worlds.clear()
-
-    def limit(self, seconds: float, reason: str, failure: str = "") -> AbstractContextManager[None]:
-        """End the job with `reason` if the `with` block takes longer, see `Monitor.limit`; local."""
-        return self._monitor.limit(seconds, reason, failure)
 
     def agree(self, topic: str, own: Any, merge: Callable[[dict[int, Any]], Any], failure: str = "") -> Any:
         """Agree with all ranks, see `Meeting.agree`; a rank that has failed waits for the others a short time only.
@@ -89,10 +89,6 @@ class RealSession:
         """Return what another rank sent with `send`; see `agree` about failures."""
         with self._waiting(failure, topic):
             return self._meeting.receive(rank)
-
-    def send(self, thing: Any, rank: int) -> None:
-        """Send something picklable to another rank, apart from what the test itself sends."""
-        self._meeting.send(thing, rank)
 
     def _waiting(self, failure: str, topic: str) -> AbstractContextManager[None]:
         if not failure:
