@@ -18,7 +18,6 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-
 import torch
 
 from ..backends import LocalBackend, all_gather_object

@@ -13,7 +13,6 @@ import os
 import warnings
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import pytest
 
