@@ -110,7 +110,7 @@ class DistributedSampler(Sampler[int]):
         return samples // self.num_replicas if self.drop_last else -(-samples // self.num_replicas)
 
     def __len__(self) -> int:
-        """Return how many indices a pass gives this rank: of a resumed epoch, those that are left."""
+        """Return how many indices a pass gives this rank: of a resumed epoch, the indices that are left."""
         return self._share(self.length - self._pass.start)
 
     def __iter__(self) -> Iterator[int]:

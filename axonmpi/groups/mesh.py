@@ -145,7 +145,7 @@ class DeviceMesh:
         """Return a small table of which rank is where, and which axes stay on a node; local.
 
         Args:
-            max_rows: Rows of the table; those in the middle are left out.
+            max_rows: Rows of the table; rows in the middle are left out.
         """
         sizes = " x ".join(f"{axis} {size}" for axis, size in self.shape.items())
         lines = [f"{sizes}: {_counted(self._world.size, 'rank')} on {_counted(len(set(self._nodes)), 'node')}"]
@@ -172,7 +172,7 @@ class DeviceMesh:
     # ---- inside ---------------------------------------------------------------------------------------------
 
     def _checked(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Check names of axes and return them in the mesh's order; none stand for all."""
+        """Check names of axes and return them in the mesh's order; no names mean all axes."""
         given = list(axes)
         unknown = [axis for axis in given if not isinstance(axis, str) or axis not in self.shape]
         if unknown:
@@ -193,10 +193,10 @@ class DeviceMesh:
 def nearest_shapes(
     asked: Mapping[str, int], num_ranks: int, count: int | None = _SUGGESTIONS
 ) -> list[dict[str, int]]:
-    """Return shapes that `num_ranks` ranks can have, those nearest to what was asked first; local.
+    """Return the possible shapes of `num_ranks` ranks, the shapes nearest to what was asked first; local.
 
     Args:
-        asked: Number of ranks along each axis; -1 stands for any.
+        asked: Number of ranks along each axis; -1 means any number.
         num_ranks: Ranks to place.
         count: How many shapes; None returns all.
     """

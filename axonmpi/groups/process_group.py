@@ -124,7 +124,7 @@ class ProcessGroup:
     scatter_tensor = scatter
 
     def all_to_all(self, tensors: Sequence[Tensor], async_op: bool = False) -> Any:
-        """Send one tensor to each rank, return those received; collective. See `Backend.all_to_all`."""
+        """Send one tensor to each rank, return the received tensors; collective. See `Backend.all_to_all`."""
         return self.backend.all_to_all(tensors, async_op=async_op)
 
     def barrier(self, async_op: bool = False) -> Work | None:
@@ -202,7 +202,7 @@ class ProcessGroup:
         return self.rank >= 0 and self.backend.is_open
 
     def close(self) -> None:
-        """Release what the group has; collective in effect, may be called twice, does nothing on ranks outside."""
+        """Release the group's resources; collective in effect, may be called twice, does nothing on ranks outside."""
         while self._private:
             _, private = self._private.popitem()
             if private is not None:

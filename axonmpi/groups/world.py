@@ -224,7 +224,7 @@ class World:
         """Release groups of this world, the newest first; collective in effect.
 
         Args:
-            keep: Those to keep, such as what `groups` was at an earlier time; on all ranks the same ones.
+            keep: Groups to keep, such as the value of `groups` at an earlier time; the same on all ranks.
         """
         for group in reversed(self.groups):
             if group not in keep:

@@ -1,7 +1,7 @@
-"""Does the launcher agree with MPI, and what to type if it does not.
+"""Does the launcher agree with MPI, and what to type if it does not?
 
-MPI knows the truth: where a launcher says four ranks and MPI says one, the wrong `mpirun` was used and every
-process would train alone.
+MPI is right: where a launcher counts four ranks and MPI one, the wrong `mpirun` was used and every process would
+train alone.
 
     mpirun / srun / torchrun ──variables──> detect_launchers ─┐
     mpi4py ──rank, size, library───────────────────────────────┴─> check_launch ──> None, or what to type instead

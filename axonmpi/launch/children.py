@@ -31,7 +31,7 @@ _forked = False
 
 
 def watch(rank: int) -> None:
-    """See to it that the children of this process, which is rank `rank`, leave MPI alone; local, once."""
+    """Keep the launcher's variables from the children of this process, which is rank `rank`; local, once."""
     global _watched_rank
     if _watched_rank is not None:
         return

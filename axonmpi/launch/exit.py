@@ -1,14 +1,14 @@
 """How a rank ends, and the job with it.
 
-By itself a rank that fails leaves the others waiting for it forever. Here, once MPI runs with several ranks:
+Without this file a rank that fails leaves the others waiting for it for ever. Once MPI runs with several ranks:
 
     an exception nobody caught, in any thread    one traceback, prefixed with the rank, then MPI_Abort
     ctrl-C, a launch that cannot work            the same, from rank 0
     sys.exit(3), raise SystemExit(3)             code 3 for the whole job, unless all ranks end at the same time
     the end of the program                       waits for the other ranks' ends, then MPI_Finalize
-    os._exit, a signal, a crash                  nothing to do: the launcher sees it and ends the job
+    os._exit, a signal, a crash                  nothing: the launcher sees it and ends the job
 
-A single rank keeps Python's own ways; only MPI is finalised at its end.
+A single rank ends as any Python program does, after MPI_Finalize.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from .exit_code import observe_exit_code
 __all__ = ["before_finalize", "end_together", "install", "leave_unsaid", "let_first_speak", "meet_on"]
 
 FAILED_MEETING_SECONDS = 1.0
-"""How long a rank that ends with an error gives the others to end as well, before it aborts the job."""
+"""How long a rank that ends with an error waits for the other ranks' ends before it aborts the job."""
 PATIENCE_SECONDS = 10.0
-"""After how long a rank that waits at its end says so."""
+"""How long a rank waits at its end before it says so."""
 CLOSING_SECONDS = 5.0
 """How long the callables of `before_finalize` may take, all together."""
 ABORT_SECONDS = 3.0
 """How long MPI_Abort may take before the process ends without it, which the launcher notices."""
 CAUSE_SECONDS = 1.5
-"""How long a rank gives another one, which failed before it or with it, to speak and to end the job."""
+"""How long a rank waits for another rank, which failed before or with it, to print its error and end the job."""
 FIRST_SECONDS = 3.0
-"""How long a process that leaves an error unsaid gives the first one to say it."""
+"""How long a process that does not print an error waits for the first process to print it."""
 READ_SECONDS = 0.5
 """How long an aborting rank waits for the launcher to read what it has printed."""
 
 _OF_ALL_RANKS = (KeyboardInterrupt, LaunchError)
-"""What all ranks raise at the same time: rank 0 says it."""
+"""What all ranks raise at the same time: rank 0 prints it."""
 
 _before_finalize: list[Callable[[], None]] = []
 _job: _Job | None = None
 
 
 def before_finalize(callback: Callable[[], None]) -> None:
-    """Have `callback()` called at the end of the program, before MPI is finalised; local.
+    """Register a function to call at the end of the program, before MPI is finalised; local.
 
     The last registered is called first. If one raises, or all together take more than 5 seconds, the job is
     aborted: a thread that is inside MPI while MPI is finalised crashes the process.
@@ -67,11 +67,11 @@ def before_finalize(callback: Callable[[], None]) -> None:
 
 
 def install(mpi: Any, *, finalize: bool) -> None:
-    """Take care of this process's end; local, does nothing when called again.
+    """Control how this process ends; local, does nothing when called again.
 
     Args:
         mpi: The module `mpi4py.MPI`, initialised.
-        finalize: Whether to finalise MPI at the end; False where whoever has started MPI does it.
+        finalize: Whether to finalise MPI at the end; False where the program that started MPI does it.
     """
     global _job
     if _job is not None:
@@ -85,14 +85,14 @@ def install(mpi: Any, *, finalize: bool) -> None:
 
 
 def meet_on(comm: Any) -> None:
-    """Have all ranks wait for each other's ends, on a duplicate of `comm`; collective over it."""
+    """Use a duplicate of `comm` for ranks to wait for each other's ends; collective over it."""
     assert _job is not None
     if _job.meeting is None:
         _job.meeting = comm.Dup()
 
 
 def leave_unsaid() -> None:
-    """Have a LaunchError that nobody catches end a process without other ranks in silence; local."""
+    """Print no traceback of an uncaught LaunchError, unless this process is one of several ranks; local."""
     if _job is not None and _job.size > 1:
         return
     hook = sys.excepthook
@@ -107,22 +107,22 @@ def leave_unsaid() -> None:
 
 
 def let_first_speak() -> None:
-    """Wait before ending with an error that another process says: the first to end may end the whole job; local.
+    """Wait for another process to print the error: the first process to end may end the whole job; local.
 
-    Ranks that have found each other end together, so they need not wait.
+    Ranks of one MPI world end together, so they need not wait.
     """
     if _job is None or _job.size == 1:
         time.sleep(FIRST_SECONDS)
 
 
 def end_together() -> None:
-    """Say that all ranks are at their ends: one with an error gives the others all the time they need; local."""
+    """Declare that all ranks end now: a rank with an error waits for the others as long as they need; local."""
     assert _job is not None
     _job.patient = True
 
 
 class _Job:
-    """What one rank has to know when it ends."""
+    """What a rank knows of its job when it ends, and the ways to end."""
 
     def __init__(self, mpi: Any, finalize: bool) -> None:
         self.size: int = mpi.COMM_WORLD.Get_size()
@@ -139,7 +139,7 @@ class _Job:
     # ---- the ways to end ------------------------------------------------------------------------------------
 
     def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Stand in for `sys.excepthook`: print the traceback and end the job."""
+        """Replace `sys.excepthook`: print the traceback and end the job."""
         if self._is_out():
             self._exception_hook(kind, error, trace)
             return
@@ -149,7 +149,7 @@ class _Job:
         self._abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def on_thread_exception(self, args: threading.ExceptHookArgs, /) -> None:
-        """Stand in for `threading.excepthook`: the same, except that SystemExit ends the thread only."""
+        """Replace `threading.excepthook`: the same, except that SystemExit ends the thread only."""
         if self._is_out() or issubclass(args.exc_type, SystemExit):
             self._thread_hook(args)
             return
@@ -170,7 +170,7 @@ class _Job:
         return code
 
     def end(self) -> None:
-        """End this rank in order, or abort the job; called when the interpreter ends."""
+        """Wait for the other ranks and finalise MPI, or abort the job; called when the interpreter ends."""
         if self._is_out():
             return
         code = self._exit_code()
@@ -198,7 +198,7 @@ class _Job:
             self._abort(code or 1)
 
     def _all_ranks_end(self, code: int) -> bool:
-        """Wait until all ranks have come to their ends, with an error only a moment; say whether they have."""
+        """Wait for the ends of all ranks, after an error for a moment only; return whether all have come."""
         if self.size == 1:
             return True
         if self.meeting is None:
@@ -240,11 +240,11 @@ class _Job:
         os._exit(code)
 
     def _is_out(self) -> bool:
-        """Say whether MPI is not this process's to use: it is a fork, or MPI has been finalised."""
+        """Return whether this process must not use MPI: it is a fork, or MPI has been finalised."""
         return os.getpid() != self._pid or self._mpi.Is_finalized()
 
     def _print(self, text: str) -> None:
-        """Write all lines at once, so that those of several ranks do not mix."""
+        """Write all lines at once, so that lines of several ranks do not mix."""
         prefix = f"[rank {self._rank}] " if self.size > 1 else ""
         lines = "".join(f"{prefix}{line}\n" for line in text.splitlines())
         with contextlib.suppress(Exception):
@@ -254,7 +254,7 @@ class _Job:
 
 
 def _end_after(seconds: float) -> None:
-    """End the process if it is still there then, with a traceback if there is memory for what writes it."""
+    """End the process after some seconds, with a traceback if there is memory for the thread that writes it."""
     try:
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     except RuntimeError:

@@ -23,10 +23,10 @@ __all__ = ["observe_exit_code"]
 
 
 def observe_exit_code(observer: Callable[[object], object]) -> None:
-    """Have `observer(code)` called when the interpreter ends because of a SystemExit; local.
+    """Call `observer(code)` when the interpreter ends because of a SystemExit; local.
 
     Args:
-        observer: Given what the exception was made with; returns what the interpreter should use.
+        observer: Gets the exception's argument; returns the argument that the interpreter uses.
     """
     member = SystemExit.__dict__["code"]
 

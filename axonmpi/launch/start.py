@@ -1,11 +1,11 @@
-"""Starting MPI, and making sure that it was launched as meant.
+"""Starting MPI, and checking how it was launched.
 
-    start_mpi     imports mpi4py, starts MPI with threads, takes care of the process's end and of its children
+    start_mpi     imports mpi4py, starts MPI with threads, controls how the process and its children end
     start_world   the same, then compares MPI's world with the launcher's variables, finds the node of each rank and
                   gives each rank its share of the node's cores
 
-Where there is no MPI at all, a program that was started alone is a world of one rank; one that was started by
-a launcher is refused. A launch that cannot work is told once, and not by every process.
+Without MPI, a program that was started alone is a world of one rank; a program that a launcher started is refused.
+A launch that cannot work is reported once, not by every process.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Started:
 
 @contextlib.contextmanager
 def _told_once() -> Iterator[None]:
-    """Have one process of each node print a LaunchError that nobody catches, where ranks do not know each other."""
+    """Print an uncaught LaunchError on one process of each node only, where ranks do not know each other."""
     try:
         yield
     except LaunchError:
@@ -86,9 +86,9 @@ def _told_once() -> Iterator[None]:
 
 
 def speaks_of_launch() -> bool:
-    """Say whether it is up to this process to tell of a launch that failed; local.
+    """Return whether this process reports a launch that failed; local.
 
-    It is rank 0's where ranks have found each other, else the first one's on each node.
+    Rank 0 does where ranks have found each other, else the first process on each node.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1:
@@ -100,8 +100,8 @@ def speaks_of_launch() -> bool:
 def start_mpi() -> Any:
     """Start MPI, if it is not running, and return the module `mpi4py.MPI`; collective over all ranks of the job.
 
-    MPI may also have been started by whoever has imported `mpi4py.MPI` before. It is finalised at the end of
-    the program.
+    MPI may run already, where the program has imported `mpi4py.MPI` before. It is finalised at the end of the
+    program.
 
     Raises:
         LaunchError: MPI is not installed, has ended, or cannot be used by several threads; or this is a child of
@@ -281,7 +281,7 @@ def library_info() -> MpiLibrary:
 
 
 def _library_path() -> str | None:
-    """Find the file of the MPI library among those that this process has mapped."""
+    """Return the file of the MPI library, found among the files that this process has mapped."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""What launchers say in environment variables: which rank a process is, of how many.
+"""Launchers' environment variables: the number of this rank, and of all ranks.
 
-Each launcher has variables of its own. They are not trusted but compared with what MPI says, see `check`.
+Each launcher has variables of its own. They are compared with MPI's world, see `check`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PARENT_RANK = "AXONMPI_PARENT_RANK"
 
 @dataclass(frozen=True)
 class Launcher:
-    """What one launcher's variables say about this process.
+    """One launcher's variables in this process.
 
     Attributes:
         name: The launcher: `"Open MPI"`, `"MVAPICH"`, `"Intel MPI"`, `"MPICH"`, `"PMI"` (another one with the same
@@ -149,13 +149,13 @@ def number_in(env: Mapping[str, str] | None, name: str | None) -> int | None:
 
 
 def launched_ranks(env: Mapping[str, str] | None = None) -> int:
-    """Return how many ranks the launchers say there are, 1 where nothing says more; local."""
+    """Return the number of ranks that the launchers' variables give, 1 without a launcher; local."""
     launchers = detect_launchers(env)
     return max((max(launcher.size or 1, (launcher.rank or 0) + 1) for launcher in launchers), default=1)
 
 
 def is_first_launched(env: Mapping[str, str] | None = None) -> bool:
-    """Say whether this is rank 0 as the launcher numbers the ranks, before MPI tells; local.
+    """Return whether this is rank 0 by the launcher's variables, before MPI starts; local.
 
     `RANK` and `WORLD_SIZE` alone may be left over from another job, in which case there is no other rank 0.
     """
@@ -164,7 +164,7 @@ def is_first_launched(env: Mapping[str, str] | None = None) -> bool:
 
 
 def is_first_on_node(env: Mapping[str, str] | None = None) -> bool:
-    """Say whether this is, or may be, the first process that the launcher has started on this node; local."""
+    """Return whether this may be the first process that the launcher started on this node; local."""
     launcher = _trusted_launcher(env)
     if launcher is None:
         return True
@@ -173,12 +173,12 @@ def is_first_on_node(env: Mapping[str, str] | None = None) -> bool:
 
 
 def _trusted_launcher(env: Mapping[str, str] | None) -> Launcher | None:
-    """Return the launcher by whose numbers the processes can tell each other apart, if there is one."""
+    """Return the launcher whose numbers are different on each process, or None."""
     return next((found for found in detect_launchers(env) if found.name != "RANK/WORLD_SIZE"), None)
 
 
 def without_launcher_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return environment variables without what a launcher tells its processes: those of a new job; local.
+    """Return environment variables for a new job, without a launcher's variables for its processes; local.
 
     Settings stay: `OMPI_MCA_*` and the like, and the description of Slurm's allocation.
 

@@ -1,8 +1,8 @@
 """Start an `mpirun` of a Python script and wait for it, for tests of whole jobs.
 
-What a test of an abort has to know: the exit code, what was printed, how long it took, and whether any process
-was left behind. So the job runs in a session of its own, writes into files rather than pipes (a process left behind
-would hold a pipe open), and all of its processes carry a marker in their environment by which they are found again.
+A test of an abort has to know the exit code, the output, the time, and whether a process was left behind. So the
+job runs in a session of its own, writes into files rather than pipes (a process left behind would hold a pipe
+open), and all of its processes have a marker in their environment by which they are found.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@
                       ├─ thread 1: fn(world 1) ─┼─ [result 0, result 1, result 2]
                       └─ thread 2: fn(world 2) ─┘
 
-A rank that raises releases the others, which then raise `RankFailedError`; the caller gets the first rank's own
-exception, not what followed from it. A rank that waits for one that has returned raises `CollectiveMismatchError`
-at once. Ranks that wait for each other for ever are released after the time-out, and the error says where each of
-them was.
+A rank that raises releases the others, which then raise `RankFailedError`; the caller gets the exception of the
+rank that failed by itself. A rank that waits for a rank that has returned raises `CollectiveMismatchError` at once.
+Ranks that wait for each other for ever are released after the time-out, and the error has the stack of each of them.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class RankRun:
 
     @property
     def causes(self) -> dict[int, BaseException]:
-        """The errors, without those that only followed from another rank's failure."""
+        """The errors, without errors that only followed from another rank's failure."""
         own = {rank: error for rank, error in self.errors.items() if not isinstance(error, RankFailedError)}
         return own or dict(self.errors)
 
@@ -127,7 +126,7 @@ def start_ranks(n: int, body: Callable[[World], Any], timeout: float) -> RankRun
         _release(peers, error)
         raise
     if ended:
-        if errors:  # operations under way that a failed rank never came to must end as well
+        if errors:  # asynchronous operations that a failed rank never joined must end too
             _release(peers, errors[min(errors)])
         for world in peers:
             world.close()

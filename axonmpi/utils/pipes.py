@@ -1,4 +1,4 @@
-"""Pipes that others read from, such as the launcher of this process: is all read that was written?"""
+"""Waiting until the reader of a pipe, such as this process's launcher, has read everything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def wait_until_read(descriptors: Iterable[int], limit: float) -> None:
     """Wait until the readers of pipes have read everything; local.
 
     Args:
-        descriptors: Those that are no pipes count as read.
+        descriptors: File descriptors; a descriptor that is no pipe counts as read.
         limit: Seconds after which to give up.
     """
     wait_until(lambda: not any(map(_unread, descriptors)), Backoff(0, 1e-3), limit)

@@ -24,7 +24,7 @@ def inner_test_of(test: Any) -> Callable[..., Any] | None:
 
 @contextmanager
 def replaced_inner_test(test: Any, body: Callable[..., Any]) -> Iterator[None]:
-    """Let hypothesis call `body` with each example, for the duration of a `with` block."""
+    """Replace the body of a hypothesis test by `body` for the duration of a `with` block."""
     inner = test.hypothesis.inner_test
     test.hypothesis.inner_test = functools.wraps(inner)(body)
     try:

@@ -1,4 +1,4 @@
-"""What a test's markers and the settings say: how many ranks, how long, who runs it."""
+"""A test's markers and the settings: the number of ranks, the time limit, the ranks that run it."""
 
 from __future__ import annotations
 

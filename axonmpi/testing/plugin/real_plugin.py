@@ -41,7 +41,7 @@ class RealRanks:
 
     Args:
         config: Of the session.
-        unmarked: `"all"` or `"first"`: who runs tests that do not say on how many ranks they run.
+        unmarked: `"all"` or `"first"`: the ranks that run tests without a marker.
         stream: File descriptor of the terminal.
     """
 
@@ -128,7 +128,7 @@ class RealRanks:
         self._why_ended = str(excrepr)
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage) -> None:
-        """Keep a warning: only those of rank 0 are printed by pytest itself."""
+        """Keep a warning: pytest itself prints the warnings of rank 0 only."""
         seen = warning_message
         self._warnings[warnings.formatwarning(seen.message, seen.category, seen.filename, seen.lineno)] = None
 
@@ -212,13 +212,13 @@ class RealRanks:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Note which groups there are, so that those that the test makes can be released."""
+        """Note the groups before the test, so that the groups that the test makes can be released."""
         self._groups_before = () if self._world is None else self._world.groups
         return (yield)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
-        """Let rank 0 draw the examples of a property-based test for all of its ranks."""
+        """Run a property-based test on all of its ranks with the examples that rank 0 draws."""
         count, inner = self.rank_count(pyfuncitem), inner_test_of(pyfuncitem.obj)
         together = uses_ranks(pyfuncitem) or is_for_all_ranks(pyfuncitem)
         if inner is None or count == 1 or not together:
@@ -251,7 +251,7 @@ class RealRanks:
 
 @contextmanager
 def _no_process_world() -> Iterator[None]:
-    """Let a test that only rank 0 runs find the library as it is in a plain run: not initialised."""
+    """Take the default world away from a test that only rank 0 runs, as in a plain run."""
     world = current_world()
     set_process_world(None)
     try:

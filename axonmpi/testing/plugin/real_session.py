@@ -1,8 +1,8 @@
 """What the ranks of a test session under `mpirun` share.
 
-The world, the meeting where ranks agree, the monitor that ends the job when one does not come, and the worlds of
-fewer ranks that tests run in. Those are kept from test to test, but not after a failed one, which may have left
-messages behind in them.
+The world, the meeting where ranks agree, the monitor that ends the job when a rank does not come, and the worlds of
+fewer ranks that tests run in. Smaller worlds are kept from test to test, but not after a failed test, which may
+have left messages in them.
 """
 
 from __future__ import annotations
