@@ -202,7 +202,7 @@ class ProcessGroup:
         return self.rank >= 0 and self.backend.is_open
 
     def close(self) -> None:
-        """Release the group's resources; collective in effect, may be called twice, does nothing on ranks outside."""
+        """Release the group's resources; collective in effect, may be called twice; nothing on ranks outside."""
         while self._private:
             _, private = self._private.popitem()
             if private is not None:

@@ -6,7 +6,7 @@
 
 A rank that raises releases the others, which then raise `RankFailedError`; the caller gets the exception of the
 rank that failed by itself. A rank that waits for a rank that has returned raises `CollectiveMismatchError` at once.
-Ranks that wait for each other for ever are released after the time-out, and the error has the stack of each of them.
+Ranks that wait for each other for ever are released after the time-out, and the error has the stack of each one.
 """
 
 from __future__ import annotations
