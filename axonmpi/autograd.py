@@ -19,6 +19,8 @@ gradients work. Source: Shoeybi et al. 2019 (Megatron-LM), Korthikanti et al. 20
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ from .groups.world import ProcessGroup, chosen_group
 from .types import ReduceOp
 from .utils.arguments import either_group_name
 from .utils.partition import split_sizes
+
+_Operation = Callable[[Tensor, "_Slices"], Tensor]
 
 __all__ = ["all_gather", "all_to_all", "copy", "gather", "reduce", "reduce_scatter", "scatter"]
 
@@ -48,7 +52,7 @@ def copy(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """
     group = chosen_group(group)
     _check(tensor, group)
-    return _apply(_Copy, tensor, group)
+    return _apply(_Pair, tensor, _same, _summed, _Slices(group))
 
 
 @either_group_name
@@ -64,7 +68,7 @@ def reduce(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """
     group = chosen_group(group)
     _check(tensor, group)
-    return _apply(_Reduce, tensor, group)
+    return _apply(_Pair, tensor, _summed, _same, _Slices(group))
 
 
 @either_group_name
@@ -80,10 +84,7 @@ def scatter(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> 
         DtypeError: The tensor has no gradient (integers, bool).
         DimensionError: `dim` is out of range.
     """
-    group = chosen_group(group)
-    _check(tensor, group)
-    dim = wrap_dim(dim, tensor.dim())
-    return _apply(_Scatter, tensor, group, dim, split_sizes(tensor.shape[dim], group.size))
+    return _apply(_Pair, tensor, _own_slice, _joined, _slices(tensor, chosen_group(group), dim))
 
 
 @either_group_name
@@ -99,10 +100,8 @@ def gather(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) -> T
         DtypeError: The tensor has no gradient (integers, bool).
         DimensionError: `dim` is out of range.
     """
-    group = chosen_group(group)
-    tensor = _check_joined(tensor, group)
-    dim = wrap_dim(dim, tensor.dim())
-    return _apply(_Gather, tensor, group, dim, _sizes_here(tensor, group, dim))
+    tensor, slices = _gathered(tensor, chosen_group(group), dim)
+    return _apply(_Pair, tensor, _joined, _own_slice, slices)
 
 
 @either_group_name
@@ -118,10 +117,7 @@ def reduce_scatter(tensor: Tensor, group: ProcessGroup | None = None, dim: int =
         DtypeError: The tensor has no gradient (integers, bool).
         DimensionError: `dim` is out of range.
     """
-    group = chosen_group(group)
-    _check(tensor, group)
-    dim = wrap_dim(dim, tensor.dim())
-    return _apply(_ReduceScatter, tensor, group, dim, split_sizes(tensor.shape[dim], group.size))
+    return _apply(_Pair, tensor, _own_slice_of_sum, _joined, _slices(tensor, chosen_group(group), dim))
 
 
 @either_group_name
@@ -137,10 +133,8 @@ def all_gather(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 0) 
         DtypeError: The tensor has no gradient (integers, bool).
         DimensionError: `dim` is out of range.
     """
-    group = chosen_group(group)
-    tensor = _check_joined(tensor, group)
-    dim = wrap_dim(dim, tensor.dim())
-    return _apply(_AllGather, tensor, group, dim, _sizes_here(tensor, group, dim))
+    tensor, slices = _gathered(tensor, chosen_group(group), dim)
+    return _apply(_Pair, tensor, _joined, _own_slice_of_sum, slices)
 
 
 @either_group_name
@@ -177,101 +171,75 @@ def _check(tensor: Tensor, group: ProcessGroup) -> None:
         )
 
 
-def _check_joined(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Check a tensor that is joined with those of other ranks and return it with at least one dimension."""
+def _slices(tensor: Tensor, group: ProcessGroup, dim: int) -> _Slices:
+    """Return where the ranks' slices of a tensor that all have are; local."""
     _check(tensor, group)
-    return tensor.reshape(1) if tensor.dim() == 0 else tensor
+    dim = wrap_dim(dim, tensor.dim())
+    return _Slices(group, dim, split_sizes(tensor.shape[dim], group.size))
 
 
-def _sizes_here(tensor: Tensor, group: ProcessGroup, dim: int) -> tuple[int, ...]:
-    """Return every rank's size along `dim`; collective."""
+def _gathered(tensor: Tensor, group: ProcessGroup, dim: int) -> tuple[Tensor, _Slices]:
+    """Return the tensor with at least one dimension, and where it will be in the joined one; collective."""
+    _check(tensor, group)
+    tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
+    dim = wrap_dim(dim, tensor.dim())
     sizes: list[int] = group.all_gather(torch.tensor([tensor.shape[dim]])).tolist()
-    return tuple(sizes)
+    return tensor, _Slices(group, dim, tuple(sizes))
 
 
-def _own(tensor: Tensor, group: ProcessGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
-    own: Tensor = tensor.split(list(sizes), dim)[group.rank]
-    return own
+@dataclass(frozen=True)
+class _Slices:
+    """The ranks' slices of a tensor.
+
+    Attributes:
+        group: The ranks.
+        dim: Dimension along which the tensor is cut.
+        sizes: Size of each rank's slice along `dim`.
+    """
+
+    group: ProcessGroup
+    dim: int = 0
+    sizes: tuple[int, ...] = ()
 
 
-def _apply(function: type[Function], tensor: Tensor, group: ProcessGroup, *options: Any) -> Tensor:
-    result: Tensor = function.apply(tensor, group, *options)
+def _same(tensor: Tensor, slices: _Slices) -> Tensor:
+    return tensor.view_as(tensor)
+
+
+def _summed(tensor: Tensor, slices: _Slices) -> Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    slices.group.all_reduce(total, ReduceOp.SUM)
+    return total
+
+
+def _own_slice(tensor: Tensor, slices: _Slices) -> Tensor:
+    own: Tensor = tensor.split(list(slices.sizes), slices.dim)[slices.group.rank]
+    return own.clone(memory_format=torch.contiguous_format)
+
+
+def _joined(tensor: Tensor, slices: _Slices) -> Tensor:
+    result: Tensor = slices.group.all_gather(tensor, slices.dim)
     return result
 
 
-class _Copy(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _apply(_Reduce, grads[0], ctx.group), None
+def _own_slice_of_sum(tensor: Tensor, slices: _Slices) -> Tensor:
+    if slices.sizes != split_sizes(tensor.shape[slices.dim], slices.group.size):
+        return _own_slice(_summed(tensor, slices), slices)
+    result: Tensor = slices.group.reduce_scatter(tensor, ReduceOp.SUM, slices.dim)
+    return result
 
 
-class _Reduce(Function):
+class _Pair(Function):
+    """Two operations that are each other's transpose: forward is the first one, backward the other one."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        group.all_reduce(total, ReduceOp.SUM)
-        return total
+    def forward(ctx: Any, tensor: Tensor, first: _Operation, other: _Operation, slices: _Slices) -> Tensor:
+        ctx.transposed = other, first, slices
+        return first(tensor, slices)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _apply(_Copy, grads[0], ctx.group), None
-
-
-class _Scatter(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.options = group, dim, sizes
-        return _own(tensor, group, dim, sizes).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _apply(_Gather, grads[0], *ctx.options), None, None, None
-
-
-class _Gather(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.options = group, dim, sizes
-        result: Tensor = group.all_gather(tensor, dim)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _apply(_Scatter, grads[0], *ctx.options), None, None, None
-
-
-class _ReduceScatter(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.options = group, dim, sizes
-        if sizes == split_sizes(tensor.shape[dim], group.size):
-            result: Tensor = group.reduce_scatter(tensor, ReduceOp.SUM, dim)
-            return result
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        group.all_reduce(total, ReduceOp.SUM)
-        return _own(total, group, dim, sizes).clone(memory_format=torch.contiguous_format)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _apply(_AllGather, grads[0], *ctx.options), None, None, None
-
-
-class _AllGather(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dim: int, sizes: tuple[int, ...]) -> Tensor:
-        ctx.options = group, dim, sizes
-        result: Tensor = group.all_gather(tensor, dim)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _apply(_ReduceScatter, grads[0], *ctx.options), None, None, None
+        return _apply(_Pair, grads[0], *ctx.transposed), None, None, None
 
 
 class _AllToAll(Function):
@@ -281,10 +249,15 @@ class _AllToAll(Function):
     ) -> Tensor:
         shape = (*tensor.shape[:concat_dim], -1, *tensor.shape[concat_dim + 1 :])
         parts = tensor.split(list(sizes), split_dim)
-        received = group.operations.all_to_all(parts, cut_from=(tensor.dtype, shape, split_dim))
+        received = group.backend.all_to_all(parts, cut_from=(tensor.dtype, shape, split_dim))
         ctx.options = group, concat_dim, split_dim, tuple(part.shape[concat_dim] for part in received)
         return torch.cat(received, concat_dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return _apply(_AllToAll, grads[0], *ctx.options), None, None, None, None
+
+
+def _apply(function: type[Function], tensor: Tensor, *options: Any) -> Tensor:
+    result: Tensor = function.apply(tensor, *options)
+    return result

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import CommunicatorError
-from .groups.world import ProcessGroup, World, chosen_group, current_world, default_group
+from .groups.world import ProcessGroup, World, chosen_group, current_world, get_world
 from .types import ReduceOp, Seconds, Work
 from .utils.arguments import either_group_name, given_twice
 
@@ -108,18 +108,6 @@ def destroy_process_group() -> None:
         world.close()
 
 
-def get_world() -> World:
-    """Return the default world, wherever it was made; local.
-
-    Raises:
-        CommunicatorError: There is none yet.
-    """
-    world = current_world()
-    if world is None:
-        raise CommunicatorError("no process group yet: call axonmpi.init_process_group() first")
-    return world
-
-
 def get_rank() -> int:
     """Return this rank's number in the world; local."""
     return get_world().rank
@@ -189,9 +177,8 @@ def all_reduce(
         if group is not None:
             raise given_twice("group", "process_group")
         group = process_group
-    operations = (default_group() if group is None else chosen_group(group)).operations
-    work: Work | None = operations.all_reduce(t, op, async_op=async_op)
-    return work
+    backend = (get_world().default_group if group is None else chosen_group(group)).backend
+    return backend.all_reduce(t, op, async_op=async_op)
 
 
 @either_group_name

@@ -110,7 +110,7 @@ class DistributedSampler(Sampler[int]):
         return samples // self.num_replicas if self.drop_last else -(-samples // self.num_replicas)
 
     def __len__(self) -> int:
-        """Return how many indices a pass gives this rank: of a resumed epoch, those that are left."""
+        """Return how many indices a pass gives this rank: of a resumed epoch, the indices that are left."""
         return self._share(self.length - self._pass.start)
 
     def __iter__(self) -> Iterator[int]:
@@ -250,13 +250,9 @@ def _length(dataset: Sized | int) -> int:
 def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     """Return number of ranks and own rank, from the default group where they are not given."""
     world = current_world()
-    group = None if world is None else world.default_group
-    if num_replicas is None:
-        num_replicas = 1 if group is None else group.size
-    if rank is None:
-        rank = 0 if group is None else group.rank
-    num_replicas = integer("num_replicas", num_replicas, minimum=1)
-    rank = integer("rank", rank)
+    here = (1, 0) if world is None else (world.size, world.rank)
+    num_replicas = integer("num_replicas", here[0] if num_replicas is None else num_replicas, minimum=1)
+    rank = integer("rank", here[1] if rank is None else rank)
     if not 0 <= rank < num_replicas:
         raise ValueError(
             f"rank: expected 0 to {num_replicas - 1} for num_replicas={num_replicas}, got {rank}; give both, "

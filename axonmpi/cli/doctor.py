@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path: list[str] = []
     if isinstance(library, str):
         problem = problem or f"only a single rank can run: {library}"
-    elif started is not None and started.comm is not None and started.size > 1:
+    elif started is not None and started.comm is not None and started.topology.size > 1:
         problem = _wrong_settings(started.comm)
         path = [] if problem else _path(started.comm)
     if runtime.speaks_of_launch():
@@ -126,17 +126,19 @@ def _launch(launchers: Iterable[Launcher], started: Started | None, ranks: Itera
     if len(lines) == 1:
         lines.append(_line("seen", "no launcher's variables"))
     if started is not None:
-        nodes = "1 node" if started.num_nodes == 1 else f"{started.num_nodes} nodes"
-        lines.append(_line("ranks", f"{started.size} on {nodes}"))
+        place = started.topology
+        nodes = "1 node" if place.num_nodes == 1 else f"{place.num_nodes} nodes"
+        lines.append(_line("ranks", f"{place.size} on {nodes}"))
     return [*lines, *ranks]
 
 
 def _rank_lines(started: Started) -> list[str]:
     """Describe each rank; collective. The lines are rank 0's to print."""
+    place = started.topology
     threads = "1 thread" if started.num_threads == 1 else f"{started.num_threads} threads"
     own = _line(
-        f"rank {started.rank}",
-        f"node {started.node_rank} ({platform.node()}), local rank {started.local_rank} of {started.local_size}, "
+        f"rank {place.rank}",
+        f"node {place.node_rank} ({platform.node()}), local rank {place.local_rank} of {place.local_size}, "
         f"CPUs {_ranges(usable_cores())}, {threads} ({started.threads_reason})",
     )
     return [own] if started.comm is None else started.comm.gather(own) or []
@@ -160,7 +162,7 @@ def _shared_memory(started: Started | None) -> list[str]:
     except OSError:
         return ["memory", _line(_SHARED_MEMORY, "there is none")]
     lines = ["memory", _line(_SHARED_MEMORY, f"{total / _MIB:,.0f} MiB, {free / _MIB:,.0f} MiB free")]
-    ranks = max(0 if started is None else started.local_size, len(usable_cores()), 2)
+    ranks = max(0 if started is None else started.topology.local_size, len(usable_cores()), 2)
     if total < ranks * _RANKS_SHARED_MEMORY:
         lines.append(_line("", f"small for {ranks} ranks: MPI may crash; in a container enlarge it, --shm-size=1g"))
     return lines

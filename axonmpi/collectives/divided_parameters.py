@@ -1,9 +1,8 @@
-"""Which part of a parameter a rank has, and which ranks have the others.
+"""Which part of a parameter a rank has, and which ranks have the other parts.
 
-A wrapper that divides parameters among ranks marks the parts. Who compares parts of different modules, as a
-pipeline does with tied parameters, sees whether they are parts of the same elements; who takes a norm, over which
-ranks to sum. Modules whose parameters are divided say so by two attributes, `process_group` and `shards`: who
-brings ranks to the same values asks them first.
+A wrapper that divides parameters among ranks marks the parts. A pipeline, which compares tied parameters, reads
+from the marks whether two parts have the same elements; a norm reads over which ranks to sum. Modules with divided
+parameters have two attributes, `process_group` and `shards`, which are checked before ranks get the same values.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def in_common(group: ProcessGroup, other: ProcessGroup) -> list[int]:
 
 
 def mark_divided(module: nn.Module) -> None:
-    """Let modules say which of their parameters are divided, so that others can be put in their place; local."""
+    """Call `mark_parts()` of each submodule that has it, which marks the parameters that it divides; local."""
     for part in module.modules():
         if callable(mark := getattr(part, "mark_parts", None)):
             mark()

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
 
 from ..backends import LocalBackend, all_gather_object
-from ..errors import CommunicatorError
 from ..utils.arguments import integer
-from .world import ProcessGroup, World, current_world
+from ..utils.text import lines_of_ranks, ranks_by_text, text_of_problems
+from .world import ProcessGroup, World, get_world
 
 __all__ = ["DeviceMesh", "nearest_shapes"]
 
@@ -55,17 +57,13 @@ class DeviceMesh:
     """
 
     def __init__(self, shape: Mapping[str, int], world: World | None = None) -> None:
-        world = current_world() if world is None else world
-        if world is None:
-            raise CommunicatorError("no world yet: call axonmpi.init_process_group() first")
+        world = get_world() if world is None else world
         if not isinstance(world, World):
             raise TypeError(f"world: expected an axonmpi.World or None, got {type(world).__name__}")
         self._world = world
         self.shape, self._nodes = _agreed(world, shape)
         self.axes = tuple(self.shape)
-        self._strides = {
-            axis: math.prod(list(self.shape.values())[number + 1 :]) for number, axis in enumerate(self.axes)
-        }
+        self._grid = torch.arange(world.size, device="cpu").view(list(self.shape.values()))
         self.coordinates = self.coordinates_of(world.rank)
         self._several = tuple(axis for axis in self.axes if self.shape[axis] > 1)
         alone = ProcessGroup(LocalBackend(), [world.rank])
@@ -89,9 +87,7 @@ class DeviceMesh:
         """
         key = tuple(axis for axis in self._checked(axes) if axis in self._several)
         if key not in self._groups:
-            starts = self._offsets([axis for axis in self.axes if axis not in key])
-            along = self._offsets(key)
-            self._groups[key] = self._world.partition([[start + step for step in along] for start in starts])
+            self._groups[key] = self._world.partition(self._groups_along(key))
         return self._groups[key]
 
     def close(self) -> None:
@@ -102,16 +98,11 @@ class DeviceMesh:
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Return the world's ranks that `group` of the same axes has; local."""
-        chosen = self._checked(axes)
-        start = self._world.rank - sum(self.coordinates[axis] * self._strides[axis] for axis in chosen)
-        return tuple(start + step for step in self._offsets(chosen))
+        return next(ranks for ranks in self._groups_along(self._checked(axes)) if self._world.rank in ranks)
 
     def rank(self, *axes: str) -> int:
         """Return this rank's number in `group` of the same axes, that is its place on a single axis; local."""
-        number = 0
-        for axis in self._checked(axes):
-            number = number * self.shape[axis] + self.coordinates[axis]
-        return number
+        return self.ranks(*axes).index(self._world.rank)
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks in `group` of the same axes; local."""
@@ -127,7 +118,7 @@ class DeviceMesh:
         """
         if not 0 <= integer("rank", rank) < self._world.size:
             raise ValueError(f"rank: expected one of the world's, 0 to {self._world.size - 1}, got {rank}")
-        return {axis: rank // self._strides[axis] % size for axis, size in self.shape.items()}
+        return dict(zip(self.axes, (self._grid == rank).nonzero()[0].tolist(), strict=True))
 
     def rank_at(self, **coordinates: int) -> int:
         """Return the world's rank at a place; local.
@@ -143,7 +134,7 @@ class DeviceMesh:
             place[axis] = integer(axis, coordinates[axis])
             if not 0 <= place[axis] < self.shape[axis]:
                 raise ValueError(f"{axis}: expected a place from 0 to {self.shape[axis] - 1}, got {place[axis]}")
-        return sum(place[axis] * self._strides[axis] for axis in self.axes)
+        return int(self._grid[tuple(place.values())])
 
     # ---- text -----------------------------------------------------------------------------------------------
 
@@ -154,11 +145,11 @@ class DeviceMesh:
         """Return a small table of which rank is where, and which axes stay on a node; local.
 
         Args:
-            max_rows: Rows of the table; those in the middle are left out.
+            max_rows: Rows of the table; rows in the middle are left out.
         """
         sizes = " x ".join(f"{axis} {size}" for axis, size in self.shape.items())
         lines = [f"{sizes}: {_counted(self._world.size, 'rank')} on {_counted(len(set(self._nodes)), 'node')}"]
-        across = [axis for axis in self._several if not self._stays_on_a_node(axis)]
+        across = [axis for axis in self._several if self._crosses_nodes(axis)]
         if across:
             lines.append(f"groups across nodes: {', '.join(across)}")
         if self._several:
@@ -168,23 +159,20 @@ class DeviceMesh:
     def _rows(self) -> list[str]:
         """Return the header of the table and a line for each place on all axes but the last."""
         *leading, last = self._several
-        along = self._offsets([last])
         rows = [" ".join([*leading, f"ranks along {last}"])]
-        for start in self._offsets(leading):
-            place = self.coordinates_of(start)
+        for ranks in self._groups_along([last]):
+            place = self.coordinates_of(ranks[0])
             columns = [f"{place[axis]:>{len(axis)}}" for axis in leading]
-            rows.append(" ".join([*columns, _listed([start + step for step in along])]))
+            rows.append(" ".join([*columns, _listed(ranks)]))
         return rows
 
-    def _stays_on_a_node(self, axis: str) -> bool:
-        starts = self._offsets([other for other in self.axes if other != axis])
-        along = self._offsets([axis])
-        return all(len({self._nodes[start + step] for step in along}) == 1 for start in starts)
+    def _crosses_nodes(self, axis: str) -> bool:
+        return any(len({self._nodes[rank] for rank in ranks}) > 1 for ranks in self._groups_along([axis]))
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
     def _checked(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Check names of axes and return them in the mesh's order; none stand for all."""
+        """Check names of axes and return them in the mesh's order; no names mean all axes."""
         given = list(axes)
         unknown = [axis for axis in given if not isinstance(axis, str) or axis not in self.shape]
         if unknown:
@@ -194,19 +182,21 @@ class DeviceMesh:
             raise ValueError(f"axes: expected different ones, got {given}")
         return tuple(axis for axis in self.axes if axis in given) if given else self.axes
 
-    def _offsets(self, axes: Sequence[str]) -> list[int]:
-        """Return how far from the first of them the ranks along some axes are, row by row."""
-        steps = [range(0, self.shape[axis] * self._strides[axis], self._strides[axis]) for axis in axes]
-        return [sum(step) for step in itertools.product(*steps)]
+    def _groups_along(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
+        """Return the ranks of each group along some axes, which are in the mesh's order."""
+        along = [self.axes.index(axis) for axis in axes]
+        others = [number for number in range(len(self.axes)) if number not in along]
+        groups = self._grid.permute(*others, *along).reshape(-1, math.prod(self.shape[axis] for axis in axes))
+        return [tuple(ranks) for ranks in groups.tolist()]
 
 
 def nearest_shapes(
     asked: Mapping[str, int], num_ranks: int, count: int | None = _SUGGESTIONS
 ) -> list[dict[str, int]]:
-    """Return shapes that `num_ranks` ranks can have, those nearest to what was asked first; local.
+    """Return the possible shapes of `num_ranks` ranks, the shapes nearest to what was asked first; local.
 
     Args:
-        asked: Number of ranks along each axis; -1 stands for any.
+        asked: Number of ranks along each axis; -1 means any number.
         num_ranks: Ranks to place.
         count: How many shapes; None returns all.
     """
@@ -214,20 +204,10 @@ def nearest_shapes(
     def distance(shape: dict[str, int]) -> float:
         return sum(abs(math.log(shape[axis] / size)) for axis, size in asked.items() if size > 0)
 
-    shapes = [dict(zip(asked, sizes, strict=True)) for sizes in _factorizations(num_ranks, len(asked))]
+    divisors = [size for size in range(1, num_ranks + 1) if num_ranks % size == 0]
+    all_sizes = (sizes for sizes in itertools.product(divisors, repeat=len(asked)) if math.prod(sizes) == num_ranks)
+    shapes = [dict(zip(asked, sizes, strict=True)) for sizes in all_sizes]
     return sorted(shapes, key=lambda shape: round(distance(shape), 9))[:count]
-
-
-def _factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ordered ways to write a number as a product of so many factors."""
-    if factors == 0:
-        if number == 1:
-            yield ()
-        return
-    for first in range(1, number + 1):
-        if number % first == 0:
-            for rest in _factorizations(number // first, factors - 1):
-                yield first, *rest
 
 
 def _checked_shape(shape: object, num_ranks: int) -> dict[str, int]:
@@ -278,20 +258,17 @@ def _agreed(world: World, shape: object) -> tuple[dict[str, int], list[int]]:
     except (TypeError, ValueError) as error:
         problem = error
     own = "" if problem is None else str(problem)
-    given = all_gather_object(world.default_group.backend, (own, checked, world.node_rank))
+    problems, shapes, nodes = zip(
+        *all_gather_object(world.default_group.backend, (own, str(checked), world.node_rank)), strict=True
+    )
     if problem is not None:
         raise problem
-    wrong = [f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(given) if text]
-    if wrong:
-        raise ValueError("; ".join(wrong))
-    sizes = list(checked.items())  # their order counts
-    other = next((rank for rank, (_, theirs, _) in enumerate(given) if list(theirs.items()) != sizes), None)
-    if other is not None:
-        raise ValueError(
-            f"shape: expected the same on all ranks, got {checked} on rank {world.rank} and {given[other][1]} on "
-            f"rank {other}"
-        )
-    return checked, [node for _, _, node in given]
+    if text := text_of_problems(problems):
+        raise ValueError(text)
+    ranks_of = ranks_by_text(dict(enumerate(shapes)))
+    if len(ranks_of) > 1:
+        raise ValueError(f"shape: expected the same on all ranks, got\n  {lines_of_ranks(ranks_of.items())}")
+    return checked, list(nodes)
 
 
 def _counted(number: int, word: str) -> str:

@@ -7,7 +7,8 @@ A group numbers its ranks from 0 and hands each operation over to its backend. T
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,21 +20,6 @@ from ..utils.arguments import integer
 __all__ = ["ProcessGroup"]
 
 
-class _Outside:
-    """Stands for the backend on ranks outside a group: whatever is asked of it is an error."""
-
-    rank = -1
-
-    def __init__(self, ranks: tuple[int, ...], own: int) -> None:
-        self._message = (
-            f"rank {own} is not in this group of ranks {list(ranks)}; "
-            "check group.contains(rank) before calling its operations"
-        )
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise ValueError(self._message)
-
-
 class ProcessGroup:
     """An ordered set of ranks that communicate; the ranks inside are numbered from 0.
 
@@ -43,7 +29,10 @@ class ProcessGroup:
         own_rank: This rank's number in the world, needed on ranks outside.
 
     Attributes:
-        operations: The backend; on ranks outside, something whose every attribute is an error.
+        rank: This rank's number in the group; -1 outside it.
+        size: Number of ranks of the group.
+        world_size: The same as `size`.
+        ranks: The members' numbers in the world, in the group's order.
 
     Raises:
         TypeError: `backend` is none, or `ranks` are no integers.
@@ -63,51 +52,34 @@ class ProcessGroup:
         if ranks is None:
             assert backend is not None
             ranks = range(backend.size)
-        self._ranks = _checked_members(ranks, backend)
-        self._members = frozenset(self._ranks)
+        self.ranks = _checked_members(ranks, backend)
+        if backend is not None:
+            self.backend = backend
+        self.rank = -1 if backend is None else backend.rank
+        self.size = self.world_size = len(self.ranks)
+        self._members = frozenset(self.ranks)
+        self._own_rank = own_rank
         self._private: dict[tuple[int, ...], Backend | None] = {}
-        self.operations: Any = backend if backend is not None else _Outside(self._ranks, own_rank or 0)
 
     @classmethod
     def mock(cls) -> ProcessGroup:
         """Make a group of one rank that needs no MPI; local."""
         return cls(MockBackend.create_world(1)[0])
 
-    @property
-    def rank(self) -> int:
-        """This rank's number in the group; -1 outside it."""
-        rank: int = self.operations.rank
-        return rank
-
-    @property
-    def size(self) -> int:
-        """How many ranks the group has."""
-        return len(self._ranks)
-
-    @property
-    def world_size(self) -> int:
-        """The same as `size`."""
-        return len(self._ranks)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The members' numbers in the world, in the group's order."""
-        return self._ranks
-
-    @property
+    @cached_property
     def backend(self) -> Backend:
         """The communicator; ValueError on ranks outside the group."""
-        if isinstance(self.operations, _Outside):
-            _ = self.operations.backend
-        backend: Backend = self.operations
-        return backend
+        raise ValueError(
+            f"rank {self._own_rank} is not in this group of ranks {list(self.ranks)}; "
+            "check group.contains(rank) before calling its operations"
+        )
 
     def contains(self, global_rank: int) -> bool:
         """Say whether the world's rank `global_rank` is a member; local."""
         return global_rank in self._members
 
     def __repr__(self) -> str:
-        return f"ProcessGroup(ranks={list(self._ranks)}, rank={self.rank})"
+        return f"ProcessGroup(ranks={list(self.ranks)}, rank={self.rank})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessGroup:
         """Return the group itself, so that a copied module communicates with the same ranks; local."""
@@ -117,64 +89,61 @@ class ProcessGroup:
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, async_op: bool = False) -> Work | None:
         """Reduce over all ranks, in place; collective. See `Backend.all_reduce`."""
-        work: Work | None = self.operations.all_reduce(tensor, op, async_op=async_op)
-        return work
+        return self.backend.all_reduce(tensor, op, async_op=async_op)
 
     def reduce(
         self, tensor: Tensor, dst: int, op: ReduceOp | str = ReduceOp.SUM, async_op: bool = False
     ) -> Work | None:
         """Reduce onto rank `dst`, in place there; collective. See `Backend.reduce`."""
-        work: Work | None = self.operations.reduce(tensor, dst, op, async_op=async_op)
-        return work
+        return self.backend.reduce(tensor, dst, op, async_op=async_op)
 
     def broadcast(self, tensor: Tensor, src: int = 0, async_op: bool = False) -> Work | None:
         """Copy rank `src`'s tensor to all ranks, in place; collective. See `Backend.broadcast`."""
-        work: Work | None = self.operations.broadcast(tensor, src, async_op=async_op)
-        return work
+        return self.backend.broadcast(tensor, src, async_op=async_op)
 
     def all_gather(self, tensor: Tensor, dim: int = 0, async_op: bool = False) -> Any:
         """Return all ranks' tensors concatenated along `dim`; collective. See `Backend.all_gather`."""
-        return self.operations.all_gather(tensor, dim, async_op=async_op)
+        return self.backend.all_gather(tensor, dim, async_op=async_op)
 
     def reduce_scatter(
         self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, dim: int = 0, async_op: bool = False
     ) -> Any:
         """Return this rank's slice of the reduced tensor; collective. See `Backend.reduce_scatter`."""
-        return self.operations.reduce_scatter(tensor, op, dim, async_op=async_op)
+        return self.backend.reduce_scatter(tensor, op, dim, async_op=async_op)
 
     def gather(self, tensor: Tensor, dst: int = 0, async_op: bool = False) -> Any:
-        """Return the list of all ranks' tensors on rank `dst`; collective. See `Backend.gather`."""
-        return self.operations.gather(tensor, dst, async_op=async_op)
+        """Return the list of all ranks' tensors on rank `dst`, None elsewhere; collective. See `Backend.gather`."""
+        return self.backend.gather(tensor, dst, async_op=async_op)
+
+    gather_tensor = gather
 
     def scatter(self, tensor: Tensor | None, src: int = 0, async_op: bool = False) -> Any:
-        """Return this rank's part of rank `src`'s tensor; collective. See `Backend.scatter`."""
-        return self.operations.scatter(tensor, src, async_op=async_op)
+        """Return this rank's slice of rank `src`'s tensor, cut along dim 0; collective. See `Backend.scatter`."""
+        return self.backend.scatter(tensor, src, async_op=async_op)
+
+    scatter_tensor = scatter
 
     def all_to_all(self, tensors: Sequence[Tensor], async_op: bool = False) -> Any:
-        """Send one tensor to each rank, return those received; collective. See `Backend.all_to_all`."""
-        return self.operations.all_to_all(tensors, async_op=async_op)
+        """Send one tensor to each rank, return the received tensors; collective. See `Backend.all_to_all`."""
+        return self.backend.all_to_all(tensors, async_op=async_op)
 
     def barrier(self, async_op: bool = False) -> Work | None:
         """Wait for all ranks; collective. See `Backend.barrier`."""
-        work: Work | None = self.operations.barrier(async_op=async_op)
-        return work
+        return self.backend.barrier(async_op=async_op)
 
     def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate a tensor that all ranks of the node can read and write; collective. See `Backend`."""
-        tensor: Tensor = self.operations.symmetric_empty(shape, dtype)
-        return tensor
+        return self.backend.symmetric_empty(shape, dtype)
 
     def node_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate a tensor that the ranks of each node have in common; collective. See `Backend.node_empty`."""
-        tensor: Tensor = self.operations.node_empty(shape, dtype)
-        return tensor
+        return self.backend.node_empty(shape, dtype)
 
     def all_gather_into(
         self, output: Tensor, tensor: Tensor | None, sizes: Sequence[int], async_op: bool = False
     ) -> Work | None:
         """Put the parts of all ranks into memory that each node has in common; collective. See `Backend`."""
-        work: Work | None = self.operations.all_gather_into(output, tensor, sizes, async_op=async_op)
-        return work
+        return self.backend.all_gather_into(output, tensor, sizes, async_op=async_op)
 
     def reduce_scatter_into(
         self,
@@ -187,36 +156,31 @@ class ProcessGroup:
         async_op: bool = False,
     ) -> Work | None:
         """Reduce tensors that lie end to end and put this rank's part into `output`; collective. See `Backend`."""
-        work: Work | None = self.operations.reduce_scatter_into(
-            output, tensors, sizes, op, dtype=dtype, async_op=async_op
-        )
-        return work
+        return self.backend.reduce_scatter_into(output, tensors, sizes, op, dtype=dtype, async_op=async_op)
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send to rank `dst`. See `Backend.send`."""
-        self.operations.send(tensor, dst, tag)
+        self.backend.send(tensor, dst, tag)
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0) -> None:
         """Receive from rank `src`, in place. See `Backend.recv`."""
-        self.operations.recv(tensor, src, tag)
+        self.backend.recv(tensor, src, tag)
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         """Begin to send to rank `dst`. See `Backend.isend`."""
-        work: Work = self.operations.isend(tensor, dst, tag)
-        return work
+        return self.backend.isend(tensor, dst, tag)
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
         """Begin to receive from rank `src`. See `Backend.irecv`."""
-        work: Work = self.operations.irecv(tensor, src, tag)
-        return work
+        return self.backend.irecv(tensor, src, tag)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Return rank `src`'s picklable object on all ranks; collective."""
-        return broadcast_object(self.operations, obj, src)
+        return broadcast_object(self.backend, obj, src)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return the picklable objects of all ranks, in rank order; collective."""
-        return all_gather_object(self.operations, obj)
+        return all_gather_object(self.backend, obj)
 
     def private(self, ranks: Sequence[int] | None = None) -> Backend | None:
         """Return a communicator for messages that must not meet the user's; collective the first time.
@@ -235,62 +199,52 @@ class ProcessGroup:
     @property
     def is_open(self) -> bool:
         """Whether this rank is in the group and has not closed it."""
-        return not isinstance(self.operations, _Outside) and self.backend.is_open
+        return self.rank >= 0 and self.backend.is_open
 
     def close(self) -> None:
-        """Release what the group has; collective in effect, may be called twice, does nothing on ranks outside."""
+        """Release the group's resources; collective in effect, may be called twice; nothing on ranks outside."""
         while self._private:
             _, private = self._private.popitem()
             if private is not None:
                 private.close()
-        if not isinstance(self.operations, _Outside):
-            self.operations.close()
+        if self.rank >= 0:
+            self.backend.close()
 
     # ---- short forms ----------------------------------------------------------------------------------------
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place, in rank order; collective. See `Backend.all_reduce`."""
-        self.operations.all_reduce(tensor, ReduceOp.SUM)
+        self.backend.all_reduce(tensor, ReduceOp.SUM)
 
     def all_reduce_mean(self, tensor: Tensor) -> None:
         """Average over all ranks, in place; floating point or complex; collective. See `Backend.all_reduce`."""
-        self.operations.all_reduce(tensor, ReduceOp.AVERAGE)
+        self.backend.all_reduce(tensor, ReduceOp.AVERAGE)
+
+    sync_gradient = all_reduce_mean
 
     def all_reduce_min(self, tensor: Tensor) -> None:
         """Take the element-wise minimum over all ranks, in place; collective. See `Backend.all_reduce`."""
-        self.operations.all_reduce(tensor, ReduceOp.MIN)
+        self.backend.all_reduce(tensor, ReduceOp.MIN)
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         """Take the element-wise maximum over all ranks, in place; collective. See `Backend.all_reduce`."""
-        self.operations.all_reduce(tensor, ReduceOp.MAX)
+        self.backend.all_reduce(tensor, ReduceOp.MAX)
 
     def all_reduce_product(self, tensor: Tensor) -> None:
         """Multiply over all ranks, in place, in rank order; collective. See `Backend.all_reduce`."""
-        self.operations.all_reduce(tensor, ReduceOp.PRODUCT)
+        self.backend.all_reduce(tensor, ReduceOp.PRODUCT)
 
     def reduce_scatter_sum(self, tensor: Tensor, dim: int = 0, async_op: bool = False) -> Any:
         """Return this rank's slice of the sum over all ranks; collective. See `Backend.reduce_scatter`."""
-        return self.operations.reduce_scatter(tensor, ReduceOp.SUM, dim, async_op=async_op)
+        return self.backend.reduce_scatter(tensor, ReduceOp.SUM, dim, async_op=async_op)
 
     def reduce_scatter_mean(self, tensor: Tensor, dim: int = 0, async_op: bool = False) -> Any:
         """Return this rank's slice of the average over all ranks; collective. See `Backend.reduce_scatter`."""
-        return self.operations.reduce_scatter(tensor, ReduceOp.AVERAGE, dim, async_op=async_op)
+        return self.backend.reduce_scatter(tensor, ReduceOp.AVERAGE, dim, async_op=async_op)
 
     def broadcast_from(self, tensor: Tensor, src: int, async_op: bool = False) -> Work | None:
         """Copy rank `src`'s tensor to all ranks, in place; collective. See `Backend.broadcast`."""
         return self.broadcast(tensor, src, async_op)
-
-    def gather_tensor(self, tensor: Tensor, dst: int = 0, async_op: bool = False) -> Any:
-        """Return the list of all ranks' tensors on rank `dst`, None elsewhere; collective. See `Backend.gather`."""
-        return self.gather(tensor, dst, async_op)
-
-    def scatter_tensor(self, tensor: Tensor | None, src: int = 0, async_op: bool = False) -> Any:
-        """Return this rank's part of rank `src`'s tensor, cut along dim 0; collective. See `Backend.scatter`."""
-        return self.scatter(tensor, src, async_op)
-
-    def sync_gradient(self, tensor: Tensor) -> None:
-        """Average one gradient over all ranks, in place; collective. See `Backend.all_reduce`."""
-        self.operations.all_reduce(tensor, ReduceOp.AVERAGE)
 
     def sync_gradients(self, tensors: Sequence[Tensor]) -> None:
         """Average gradients over all ranks, in place, as few large reductions; collective.

@@ -27,8 +27,7 @@ __all__ = [
     "World",
     "chosen_group",
     "current_world",
-    "default_group",
-    "forget_world",
+    "get_world",
     "group_of_this_rank",
     "set_process_world",
 ]
@@ -47,13 +46,27 @@ class World:
 
     Attributes:
         default_group: The group of all ranks, used where no group is named.
+        rank: This rank's number in the world.
+        size: Number of ranks in the world.
+        world_size: The same as `size`.
+        is_main: Whether this is rank 0.
+        local_rank: This rank's number on its node.
+        local_size: Number of ranks on this node.
+        node_rank: This node's number; nodes are ordered by their lowest rank.
+        num_nodes: Number of nodes.
         peers: The worlds of all mock ranks, in rank order; empty for real ranks.
     """
 
     def __init__(self, backend: Backend, topology: Topology) -> None:
         self.default_group = ProcessGroup(backend)
+        self.rank = backend.rank
+        self.size = self.world_size = backend.size
+        self.is_main = self.rank == 0
+        self.local_rank = topology.local_rank
+        self.local_size = topology.local_size
+        self.node_rank = topology.node_rank
+        self.num_nodes = topology.num_nodes
         self.peers: tuple[World, ...] = ()
-        self._topology = topology
         self._groups: list[ProcessGroup | World] = []
 
     @classmethod
@@ -78,27 +91,21 @@ class World:
             LaunchError: The processes were not started as one MPI job.
             ValueError: `backend` or `init_method` is unknown, or `timeout` is not positive.
         """
-        world = cls._start(backend, init_method, timeout, num_threads)
-        if current_world() is None:
-            set_process_world(world)
-        return world
-
-    @classmethod
-    def _start(
-        cls, backend: str, init_method: str | None, timeout: Seconds | None, num_threads: int | None
-    ) -> World:
         if backend not in BACKENDS:
             todo = _MISSING.get(backend, "") if isinstance(backend, str) else ""
             raise ValueError(f"backend: expected one of {', '.join(map(repr, BACKENDS))}, got {backend!r}{todo}")
         timeout = seconds("timeout", timeout)
         runtime.check_arguments(init_method, num_threads)
         if backend == "mock":
-            return cls.mock(1, timeout=timeout)
-        started = runtime.start_world(init_method, num_threads=num_threads)
-        if started.comm is None:
-            return cls(LocalBackend(timeout=timeout), Topology.of([0], 0))
-        topology = Topology(started.local_rank, started.local_size, started.node_rank, started.num_nodes)
-        return cls(MpiBackend(started.comm, timeout=timeout), topology)
+            world = cls.mock(1, timeout=timeout)
+        else:
+            started = runtime.start_world(init_method, num_threads=num_threads)
+            alone = started.comm is None
+            own = LocalBackend(timeout=timeout) if alone else MpiBackend(started.comm, timeout=timeout)
+            world = cls(own, started.topology)
+        if current_world() is None:
+            set_process_world(world)
+        return world
 
     @classmethod
     def mock(cls, world_size: int = 1, *, timeout: Seconds | None = None) -> World:
@@ -116,46 +123,6 @@ class World:
         for world in worlds:
             world.peers = worlds
         return worlds[0]
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the world."""
-        return self.default_group.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks in the world."""
-        return self.default_group.size
-
-    @property
-    def world_size(self) -> int:
-        """The same as `size`."""
-        return self.default_group.size
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's number on its node."""
-        return self._topology.local_rank
-
-    @property
-    def local_size(self) -> int:
-        """Number of ranks on this node."""
-        return self._topology.local_size
-
-    @property
-    def node_rank(self) -> int:
-        """This node's number; nodes are ordered by their lowest rank."""
-        return self._topology.node_rank
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes."""
-        return self._topology.num_nodes
 
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size}, node={self.node_rank} of {self.num_nodes})"
@@ -257,7 +224,7 @@ class World:
         """Release groups of this world, the newest first; collective in effect.
 
         Args:
-            keep: Those to keep, such as what `groups` was at an earlier time; on all ranks the same ones.
+            keep: Groups to keep, such as the value of `groups` at an earlier time; the same on all ranks.
         """
         for group in reversed(self.groups):
             if group not in keep:
@@ -271,7 +238,10 @@ class World:
         """
         self.close_groups()
         self.default_group.close()
-        forget_world(self)
+        if getattr(_thread, "world", None) is self:
+            _thread.world = None
+        if _process_world is self:
+            set_process_world(None)
 
 
 _thread = threading.local()
@@ -284,31 +254,21 @@ def set_process_world(world: World | None) -> None:
     _process_world = world
 
 
-def forget_world(world: World) -> None:
-    """Take `world` away as the default, the calling thread's and the process's; local."""
-    if getattr(_thread, "world", None) is world:
-        _thread.world = None
-    if _process_world is world:
-        set_process_world(None)
-
-
 def current_world() -> World | None:
     """Return the calling thread's world, else the process's, else None; local."""
-    world: World | None = getattr(_thread, "world", None)
-    return _process_world if world is None else world
+    return getattr(_thread, "world", None) or _process_world
 
 
-def default_group() -> ProcessGroup:
-    """Return the group of all ranks of the current world; local.
+def get_world() -> World:
+    """Return the calling thread's world, else the process's; local.
 
     Raises:
         CommunicatorError: There is none yet.
     """
-    world = getattr(_thread, "world", None) or _process_world
+    world: World | None = getattr(_thread, "world", None) or _process_world
     if world is None:
         raise CommunicatorError("no process group yet: call axonmpi.init_process_group() first")
-    group: ProcessGroup = world.default_group
-    return group
+    return world
 
 
 def chosen_group(given: object, argument: str = "group", habit: str = "") -> ProcessGroup:
@@ -323,7 +283,7 @@ def chosen_group(given: object, argument: str = "group", habit: str = "") -> Pro
         TypeError: It is no group.
     """
     if given is None:
-        return default_group()
+        return get_world().default_group
     if isinstance(given, ProcessGroup):
         return given
     todo = hint(given) or (f"; {habit}" if habit else "")

@@ -1,7 +1,7 @@
-"""Does the launcher agree with MPI, and what to type if it does not.
+"""Does the launcher agree with MPI, and what to type if it does not?
 
-MPI knows the truth: where a launcher says four ranks and MPI says one, the wrong `mpirun` was used and every
-process would train alone.
+MPI is right: where a launcher counts four ranks and MPI one, the wrong `mpirun` was used and every process would
+train alone.
 
     mpirun / srun / torchrun ──variables──> detect_launchers ─┐
     mpi4py ──rank, size, library───────────────────────────────┴─> check_launch ──> None, or what to type instead
@@ -55,11 +55,11 @@ def check_launch(launchers: Iterable[Launcher], mpi_rank: int, mpi_size: int, li
     return None
 
 
-def check_protocol(env: Mapping[str, str], library: MpiLibrary, description: str) -> str | None:
+def check_protocol(env: Mapping[str, str] | None, library: MpiLibrary, description: str) -> str | None:
     """Say why the library could not even start under the launcher, where it would end the process; local.
 
     Args:
-        env: The environment variables.
+        env: Environment variables, `None` for this process's own.
         library: The MPI library loaded.
         description: What the library says of itself, its build options included.
 

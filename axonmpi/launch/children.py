@@ -3,7 +3,7 @@
 MPI belongs to the process that the launcher started. A child that inherits the launcher's variables would look like
 that rank again, and would hang or bring the job down if it started MPI. So once a rank has started MPI,
 
-    os.fork                     the child drops the launcher's variables and runs the `after_fork` callables
+    os.fork                     the child drops the launcher's variables
     spawn, forkserver           the helper process and the workers are started without the launcher's variables
 
 and both carry the rank's number, by which starting MPI is refused with an explanation. Neither keeps to the one
@@ -17,27 +17,21 @@ import multiprocessing
 import multiprocessing.util
 import os
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import LaunchError
 from .cpu import release_core
-from .variables import child_environment, launched_ranks, parent_rank, process_environment, turn_into_child
+from .variables import child_environment, launched_ranks, parent_rank, turn_into_child
 
-__all__ = ["after_fork", "refuse", "watch"]
+__all__ = ["refuse", "watch"]
 
-_after_fork: list[Callable[[], None]] = []
 _watched_rank: int | None = None
 _forked = False
 
 
-def after_fork(callback: Callable[[], None]) -> None:
-    """Have `callback()` called in every process that this rank forks from now on; local."""
-    _after_fork.append(callback)
-
-
 def watch(rank: int) -> None:
-    """See to it that the children of this process, which is rank `rank`, leave MPI alone; local, once."""
+    """Keep the launcher's variables from the children of this process, which is rank `rank`; local, once."""
     global _watched_rank
     if _watched_rank is not None:
         return
@@ -52,19 +46,16 @@ def _become_child() -> None:
     assert _watched_rank is not None
     _forked = True
     turn_into_child(_watched_rank)
-    for callback in _after_fork:
-        callback()
 
 
 def _spawn(path: str | bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
     """Start a program as multiprocessing does, but without the launcher's variables; return its process number."""
     rank = None if _forked else _watched_rank
-    variables = process_environment() if rank is None else child_environment(rank)
     child = subprocess.Popen(
         [os.fsencode(arg) for arg in args],
         executable=os.fsencode(path),
         pass_fds=tuple(passfds),
-        env=variables,
+        env=None if rank is None else child_environment(rank),
         restore_signals=False,
     )
     with contextlib.suppress(ProcessLookupError):  # it may have ended
@@ -82,13 +73,12 @@ def refuse() -> None:
     rank = parent_rank()
     # With a launcher's variables of its own, a child's child has been started as a rank of a new job.
     if _forked or (rank is not None and launched_ranks() == 1):
-        raise LaunchError(_message(f"rank {rank}"))
-    if multiprocessing.parent_process() is not None and launched_ranks() > 1:
-        raise LaunchError(_message("a rank of the job"))
-
-
-def _message(parent: str) -> str:
-    return (
+        parent = f"rank {rank}"
+    elif multiprocessing.parent_process() is not None and launched_ranks() > 1:
+        parent = "a rank of the job"
+    else:
+        return
+    raise LaunchError(
         f"this process was forked or spawned by {parent}, and MPI belongs to that rank alone: "
         "communicate in the rank itself, not in its DataLoader workers or other child processes"
     )

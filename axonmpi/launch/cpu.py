@@ -1,7 +1,7 @@
-"""Which cores a rank may run on, and how many it has to itself.
+"""The cores that a rank may run on, and the number of cores for each rank.
 
-That decides how to wait and whether to overlap. A rank that waits inside MPI polls, which costs nothing on a core
-of its own and takes the core from the ranks it waits for where there are fewer cores than ranks. A thread that
+They decide how to wait and whether to overlap. A rank that waits inside MPI polls: free on a core of its own, but
+with fewer cores than ranks it takes the core from the ranks that it waits for. A thread that
 communicates beside the computation helps where a rank has a core to spare, and hinders where it has not.
 """
 
@@ -48,11 +48,15 @@ def share_of_cores(own: Iterable[int], masks: Sequence[frozenset[int]]) -> int:
 
     Args:
         own: This rank's logical CPUs.
-        masks: Those of all ranks of the node, this one included.
+        masks: The logical CPUs of all ranks of the node, this rank included.
     """
     # In units of the ranks' common multiple the sum would be exact; a small allowance does as well.
-    share = sum(1.0 / sum(cpu in mask for mask in masks) for cpu in own)
-    return max(1, int(share + 1e-9))
+    return max(1, int(_share(own, masks) + 1e-9))
+
+
+def _share(own: Iterable[int], masks: Sequence[frozenset[int]]) -> float:
+    """Return how many cores a rank has, where a core of two ranks is a half for each."""
+    return sum(1.0 / sum(cpu in mask for mask in masks) for cpu in own)
 
 
 def core_to_keep_to(own_rank: int, masks: Sequence[frozenset[int]]) -> int | None:
@@ -117,5 +121,4 @@ def core_share(mpi: Any, comm: Any) -> CoreShare:
     node = comm.Split_type(mpi.COMM_TYPE_SHARED)
     masks = node.allgather(usable_cores())
     node.Free()
-    own = sum(1.0 / sum(core in mask for mask in masks) for core in usable_cores())
-    return CoreShare(comm.allreduce(own, mpi.MIN))
+    return CoreShare(comm.allreduce(_share(usable_cores(), masks), mpi.MIN))

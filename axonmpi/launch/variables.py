@@ -1,13 +1,13 @@
-"""What launchers say in environment variables: which rank a process is, of how many.
+"""Launchers' environment variables: the number of this rank, and of all ranks.
 
-Each launcher has variables of its own. They are not trusted but compared with what MPI says, see `check`.
+Each launcher has variables of its own. They are compared with MPI's world, see `check`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 __all__ = [
     "PARENT_RANK",
@@ -19,7 +19,6 @@ __all__ = [
     "launched_ranks",
     "number_in",
     "parent_rank",
-    "process_environment",
     "turn_into_child",
     "without_launcher_variables",
 ]
@@ -30,7 +29,7 @@ PARENT_RANK = "AXONMPI_PARENT_RANK"
 
 @dataclass(frozen=True)
 class Launcher:
-    """What one launcher's variables say about this process.
+    """One launcher's variables in this process.
 
     Attributes:
         name: The launcher: `"Open MPI"`, `"MVAPICH"`, `"Intel MPI"`, `"MPICH"`, `"PMI"` (another one with the same
@@ -60,7 +59,7 @@ class _Convention:
     local_rank: str | None = None
     local_size: str | None = None
     requires: str | None = None
-    unless: tuple[str, ...] = field(default=())
+    unless: tuple[str, ...] = ()
 
 
 _CONVENTIONS = (
@@ -119,11 +118,6 @@ _OWN_PREFIXES = (
 _KEPT_PREFIXES = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "OMPI_ALLOW_RUN_AS_ROOT")
 
 
-def process_environment() -> dict[str, str]:
-    """Return a copy of this process's environment variables; local."""
-    return dict(os.environ)
-
-
 def detect_launchers(env: Mapping[str, str] | None = None) -> list[Launcher]:
     """Find the launchers whose variables are set, the MPI launchers first; local.
 
@@ -148,20 +142,20 @@ def _recognise(convention: _Convention, env: Mapping[str, str]) -> Launcher | No
     return Launcher(convention.name, rank, size, local_rank, local_size, tuple(dict.fromkeys(seen)))
 
 
-def number_in(env: Mapping[str, str], name: str | None) -> int | None:
+def number_in(env: Mapping[str, str] | None, name: str | None) -> int | None:
     """Return the number that a variable has, None where it is not set or no number; local."""
-    text = env.get(name, "") if name is not None else ""
+    text = "" if name is None else (os.environ if env is None else env).get(name, "")
     return int(text) if text.isdecimal() else None
 
 
 def launched_ranks(env: Mapping[str, str] | None = None) -> int:
-    """Return how many ranks the launchers say there are, 1 where nothing says more; local."""
+    """Return the number of ranks that the launchers' variables give, 1 without a launcher; local."""
     launchers = detect_launchers(env)
     return max((max(launcher.size or 1, (launcher.rank or 0) + 1) for launcher in launchers), default=1)
 
 
 def is_first_launched(env: Mapping[str, str] | None = None) -> bool:
-    """Say whether this is rank 0 as the launcher numbers the ranks, before MPI tells; local.
+    """Return whether this is rank 0 by the launcher's variables, before MPI starts; local.
 
     `RANK` and `WORLD_SIZE` alone may be left over from another job, in which case there is no other rank 0.
     """
@@ -170,25 +164,29 @@ def is_first_launched(env: Mapping[str, str] | None = None) -> bool:
 
 
 def is_first_on_node(env: Mapping[str, str] | None = None) -> bool:
-    """Say whether this is, or may be, the first process that the launcher has started on this node; local."""
+    """Return whether this may be the first process that the launcher started on this node; local."""
     launcher = _trusted_launcher(env)
     if launcher is None:
         return True
     number = launcher.local_rank
-    return not (number_in(os.environ if env is None else env, "SLURM_LOCALID") if number is None else number)
+    return not (number_in(env, "SLURM_LOCALID") if number is None else number)
 
 
 def _trusted_launcher(env: Mapping[str, str] | None) -> Launcher | None:
-    """Return the launcher by whose numbers the processes can tell each other apart, if there is one."""
+    """Return the launcher whose numbers are different on each process, or None."""
     return next((found for found in detect_launchers(env) if found.name != "RANK/WORLD_SIZE"), None)
 
 
-def without_launcher_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` without what a launcher tells its processes, so that a new job can be started with it; local.
+def without_launcher_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return environment variables for a new job, without a launcher's variables for its processes; local.
 
     Settings stay: `OMPI_MCA_*` and the like, and the description of Slurm's allocation.
+
+    Args:
+        env: Environment variables, `None` for this process's own.
     """
-    return {name: value for name, value in env.items() if not _is_launchers(name)}
+    variables = os.environ if env is None else env
+    return {name: value for name, value in variables.items() if not _is_launchers(name)}
 
 
 def _is_launchers(name: str) -> bool:
@@ -197,7 +195,7 @@ def _is_launchers(name: str) -> bool:
 
 def child_environment(rank: int) -> dict[str, str]:
     """Return the environment for a process that rank `rank` starts to work for it; local."""
-    return {**without_launcher_variables(os.environ), PARENT_RANK: str(rank)}
+    return {**without_launcher_variables(), PARENT_RANK: str(rank)}
 
 
 def turn_into_child(rank: int) -> None:
@@ -209,4 +207,4 @@ def turn_into_child(rank: int) -> None:
 
 def parent_rank(env: Mapping[str, str] | None = None) -> int | None:
     """Return the rank that forked or spawned this process, `None` if none did; local."""
-    return number_in(os.environ if env is None else env, PARENT_RANK)
+    return number_in(env, PARENT_RANK)

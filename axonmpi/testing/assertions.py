@@ -24,7 +24,7 @@ def parallel_assert(condition: object, message: str = "", group: ProcessGroup | 
 
     Raises:
         TypeError: `message` is no text.
-        AssertionError: The condition is false on some rank; names those ranks and gives their messages.
+        AssertionError: The condition is false on some rank; names these ranks and gives their messages.
     """
     __tracebackhide__ = True
     if not isinstance(message, str):

@@ -1,8 +1,8 @@
 """Start an `mpirun` of a Python script and wait for it, for tests of whole jobs.
 
-What a test of an abort has to know: the exit code, what was printed, how long it took, and whether any process
-was left behind. So the job runs in a session of its own, writes into files rather than pipes (a process left behind
-would hold a pipe open), and all of its processes carry a marker in their environment by which they are found again.
+A test of an abort has to know the exit code, the output, the time, and whether a process was left behind. So the
+job runs in a session of its own, writes into files rather than pipes (a process left behind would hold a pipe
+open), and all of its processes have a marker in their environment by which they are found.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import textwrap
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from ..launch.cpu import release_core
-from ..launch.variables import process_environment, without_launcher_variables
+from ..launch.variables import without_launcher_variables
 from ..types import Seconds
 from ..utils.arguments import integer, seconds
+from ..utils.waiting import Backoff, wait_until
 from .mpirun import find_mpirun, mpirun_command
 
 __all__ = ["LaunchResult", "launch"]
@@ -31,7 +33,6 @@ __all__ = ["LaunchResult", "launch"]
 _MARKER = "AXONMPI_LAUNCH_ID"
 _LEAVE_SECONDS = 2.0
 """How long processes of a job may outlive its `mpirun` before they count as left over."""
-_POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def launch(
         raise TypeError(f"script_or_code: expected a path or source code, got {script_or_code!r}")
     limit = seconds("timeout", timeout)
     marker = uuid.uuid4().hex
-    surrounding = without_launcher_variables(process_environment())
+    surrounding = without_launcher_variables()
     command, settings = mpirun_command(find_mpirun(mpirun), n)
     variables = {**settings, **surrounding, **(env or {}), _MARKER: marker}
     with tempfile.TemporaryDirectory(prefix="axonmpi-launch-") as folder:
@@ -144,28 +145,20 @@ def _wait(process: subprocess.Popen[bytes], timeout: float | None, marker: str) 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     """Ask `mpirun` and its process group to end, then make them."""
-    for number, patience in ((signal.SIGTERM, 3.0), (signal.SIGKILL, 10.0)):
-        try:
+    for number, patience in ((signal.SIGTERM, 3.0), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
             process.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
     process.wait()
 
 
 def _end_leftover(marker: str) -> tuple[str, ...]:
     """Kill and name the job's processes that do not go away by themselves."""
-    deadline = time.monotonic() + _LEAVE_SECONDS
-    while (found := _processes_with(marker)) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
+    wait_until(lambda: not _processes_with(marker), Backoff(0, shortest=0.02), _LEAVE_SECONDS)
+    found = _processes_with(marker)
     for pid in found:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
     return tuple(f"{pid}: {command}" for pid, command in found.items())
 
 
@@ -174,12 +167,10 @@ def _processes_with(marker: str) -> dict[int, str]:
     wanted = f"{_MARKER}={marker}".encode()
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):  # it has ended meanwhile, or is another user's
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 found[int(folder.name)] = command.strip()
-        except OSError:  # it has ended meanwhile, or is another user's
-            continue
     return found
 
 

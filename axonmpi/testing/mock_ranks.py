@@ -4,14 +4,14 @@
                       ├─ thread 1: fn(world 1) ─┼─ [result 0, result 1, result 2]
                       └─ thread 2: fn(world 2) ─┘
 
-A rank that raises releases the others, which then raise `RankFailedError`; the caller gets the first rank's own
-exception, not what followed from it. A rank that waits for one that has returned raises `CollectiveMismatchError`
-at once. Ranks that wait for each other for ever are released after the time-out, and the error says where each of
-them was.
+A rank that raises releases the others, which then raise `RankFailedError`; the caller gets the exception of the
+rank that failed by itself. A rank that waits for a rank that has returned raises `CollectiveMismatchError` at once.
+Ranks that wait for each other for ever are released after the time-out, and the error has the stack of each one.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -53,7 +53,7 @@ class RankRun:
 
     @property
     def causes(self) -> dict[int, BaseException]:
-        """The errors, without those that only followed from another rank's failure."""
+        """The errors, without errors that only followed from another rank's failure."""
         own = {rank: error for rank, error in self.errors.items() if not isinstance(error, RankFailedError)}
         return own or dict(self.errors)
 
@@ -82,7 +82,8 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: Seconds | Non
         CollectiveTimeoutError: The ranks did not end in time; the message has every rank's stack.
         ValueError: `n` is below 1, or the time-out is not positive.
     """
-    run = start_ranks(n, lambda world: fn(world, *args), seconds("timeout", timeout))
+    limit = seconds("timeout", timeout)
+    run = start_ranks(n, lambda world: fn(world, *args), math.inf if limit is None else limit)
     error = run.error()
     if error is not None:
         if n > 1 and run.causes:
@@ -93,80 +94,64 @@ def run_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout: Seconds | Non
     return [run.results[rank] for rank in range(n)]
 
 
-def start_ranks(n: int, body: Callable[[World], Any], timeout: float | None) -> RankRun:
+def start_ranks(n: int, body: Callable[[World], Any], timeout: float) -> RankRun:
     """Run `body(world)` on n mock ranks until all have ended or were left behind; raises nothing of theirs."""
+    timeout = min(timeout, _NO_LIMIT)
     # The limit of a single wait is beyond the limit of the run, whose error can show all the stacks.
-    peers = World.mock(n, timeout=_NO_LIMIT if timeout is None else 2 * timeout).peers
-    ranks = [_RankThread(world, body) for world in peers]
-    for rank in ranks:
-        rank.start()
+    peers = World.mock(n, timeout=2 * timeout).peers
+    results: dict[int, Any] = {}
+    errors: dict[int, BaseException] = {}
+
+    def run(world: World) -> None:
+        __tracebackhide__ = True
+        backend = world.default_group.backend
+        assert isinstance(backend, MockBackend)
+        try:
+            with world.activate():
+                result = body(world)
+            backend.leave()
+            results[world.rank] = result
+        except BaseException as error:
+            errors[world.rank] = error
+            world.fail(error)
+
+    threads = [
+        threading.Thread(target=run, args=(world,), name=f"mock rank {world.rank}", daemon=True) for world in peers
+    ]
+    for thread in threads:
+        thread.start()
     try:
-        ended = _join(ranks, timeout)
+        ended = _join(threads, timeout)
     except BaseException as error:  # an interrupt of the caller: the ranks must not wait for ever
         _release(peers, error)
         raise
-    errors = {rank.world.rank: rank.error for rank in ranks if rank.error is not None}
-    results = {rank.world.rank: rank.result for rank in ranks if rank.returned}
     if ended:
-        if errors:  # operations under way that a failed rank never came to must end as well
+        if errors:  # asynchronous operations that a failed rank never joined must end too
             _release(peers, errors[min(errors)])
         for world in peers:
             world.close()
         return RankRun(n, results, errors)
-    late = _timeout_error(ranks, timeout)
+    stuck = {rank: stack_of(thread) for rank, thread in enumerate(threads) if thread.is_alive()}
+    late = CollectiveTimeoutError(
+        f"{name_ranks(stuck)} of {n} mock ranks did not end within {timeout:g} s\n{merge_texts(stuck, 'stack of ')}"
+    )
+    run_so_far = RankRun(n, dict(results), dict(errors), late)
     _release(peers, late)
-    _join(ranks, _RELEASE_SECONDS)
-    return RankRun(n, results, errors, late)
+    _join(threads, _RELEASE_SECONDS)
+    return run_so_far
 
 
-class _RankThread(threading.Thread):
-    """One rank: runs the body with its world as default and keeps how that ended."""
-
-    def __init__(self, world: World, body: Callable[[World], Any]) -> None:
-        super().__init__(name=f"mock rank {world.rank}", daemon=True)
-        self.world = world
-        self.returned = False
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self._body = body
-
-    def run(self) -> None:
-        """Run the body; a failure releases the other ranks."""
-        __tracebackhide__ = True
-        try:
-            with self.world.activate():
-                self.result = self._body(self.world)
-            self.returned = True
-            self._leave()
-        except BaseException as error:
-            self.error = error
-            self.world.fail(error)
-
-    def _leave(self) -> None:
-        backend = self.world.default_group.backend
-        assert isinstance(backend, MockBackend)
-        backend.leave()
-
-
-def _join(ranks: Sequence[threading.Thread], timeout: float | None) -> bool:
+def _join(ranks: Sequence[threading.Thread], timeout: float) -> bool:
     """Wait until all have ended; False if the time came first."""
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
     for rank in ranks:
-        rank.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        rank.join(max(0.0, deadline - time.monotonic()))
     return not any(rank.is_alive() for rank in ranks)
 
 
 def _release(peers: Sequence[World], error: BaseException) -> None:
     for world in peers:
         world.fail(error)
-
-
-def _timeout_error(ranks: Sequence[_RankThread], timeout: float | None) -> CollectiveTimeoutError:
-    stuck = {rank.world.rank: stack_of(rank) for rank in ranks if rank.is_alive()}
-    return CollectiveTimeoutError(
-        f"{name_ranks(stuck)} of {len(ranks)} mock ranks did not end within {timeout:g} s\n"
-        + merge_texts(stuck, "stack of ")
-    )
 
 
 def _add_note(error: BaseException, note: str) -> None:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ..errors import LaunchError
-from ..launch.variables import process_environment, without_launcher_variables
+from ..launch.variables import without_launcher_variables
 
 __all__ = ["find_mpirun", "mpirun_command"]
 
@@ -70,7 +70,7 @@ def _kind(version: str) -> str:
 
 @lru_cache(maxsize=16)
 def _output(*command: str) -> str:
-    environment = without_launcher_variables(process_environment())
+    environment = without_launcher_variables()
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     return result.stdout
 

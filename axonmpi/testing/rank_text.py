@@ -1,6 +1,6 @@
-"""How what several ranks say becomes one text.
+"""One text from the texts of several ranks.
 
-Ranks that say the same are named together, once:
+Ranks with the same text are named together, once:
 
     rank 0: "boom"                       ranks 0, 2: boom
     rank 1: "assert 1 == 2"      ->      rank 1: assert 1 == 2
@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from ..utils.text import name_ranks
+from ..utils.text import name_ranks, ranks_by_text
 
 __all__ = ["group_by_text", "merge_texts"]
 
@@ -20,10 +20,8 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
 def group_by_text(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
-    """Group ranks whose texts are equal but for memory addresses, in order of their lowest rank; local."""
-    groups: dict[str, list[int]] = {}
-    for rank in sorted(texts):
-        groups.setdefault(_ADDRESS.sub("0x", texts[rank]), []).append(rank)
+    """Group ranks whose texts differ in memory addresses at most, in order of their lowest rank; local."""
+    groups = ranks_by_text({rank: _ADDRESS.sub("0x", text) for rank, text in texts.items()})
     return [(ranks, texts[ranks[0]]) for ranks in groups.values()]
 
 

@@ -1,4 +1,4 @@
-"""What the threads of this process are doing, as text."""
+"""The stacks of this process's threads, as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 __all__ = ["all_stacks", "stack_of"]
 
-_RUNNERS = re.compile(r"(_pytest|pluggy|runpy|threading|axonmpi\.testing)(\.|$)")
+_RUNNERS = re.compile(r"(_pytest|pluggy|runpy|threading|axonmpi\.testing|axonmpi\.utils\.waiting)(\.|$)")
 """Modules whose frames say nothing about the code under test."""
 
 
@@ -28,7 +28,7 @@ def stack_of(thread: threading.Thread) -> str:
 
 
 def all_stacks(without: Iterable[threading.Thread] = ()) -> str:
-    """Return the stacks of all threads of this process but those named, the main thread first; local."""
+    """Return the stacks of all threads of this process but some, the main thread first; local."""
     left_out = set(without)
     main = threading.main_thread()
     others = [thread for thread in threading.enumerate() if thread is not main]

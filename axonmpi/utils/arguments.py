@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 def either_name(one: str, another: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a parameter have two names in calls, whichever of them is the function's own; local.
+    """Accept two names for a parameter in calls, one of which is the function's own; local.
 
     Raises:
         TypeError: In a call, both are given.
@@ -63,7 +63,7 @@ def given_twice(own: str, other: str) -> TypeError:
 
 
 def either_group_name(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function's group be named `group` and `process_group`; local."""
+    """Accept both `group` and `process_group` as the name of a function's group; local."""
     return either_name("group", "process_group")(function)
 
 
@@ -129,7 +129,7 @@ def number(name: str, value: object) -> float:
 
 
 def hint(value: object) -> str:
-    """Return what to do about an argument that stands where another one belongs, or nothing; local."""
+    """Return what to do about a group or world in place of another argument, empty for other values; local."""
     kind = type(value).__name__  # groups and worlds are classes of a higher layer
     if kind == "ProcessGroup":
         return "; name the group, as group="

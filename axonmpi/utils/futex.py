@@ -1,8 +1,8 @@
 """Sleeping until a number in shared memory changes, where the system can do that: Linux.
 
-A rank that polls takes the core from the rank it waits for; one that naps wakes up late. The futex of the kernel
-(futex(2); Franke, Russell and Kirkwood 2002) does neither, on memory that processes share. Nothing here has to be
-relied on: a sleep may end early, and ends in time if nobody wakes.
+A rank that polls takes the core from the rank that it waits for; a rank that naps wakes up late. The futex of the
+kernel (futex(2); Franke, Russell and Kirkwood 2002) avoids both, on memory that processes share. A sleep may end
+early, and ends in time if no rank wakes it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Futex:
         self._call = ctypes.CDLL(None).syscall if self._number is not None else None
 
     def sleep(self, index: int, seen: int, seconds: float) -> None:
-        """Sleep until somebody wakes those who sleep on a number, unless it has changed already; local.
+        """Sleep until `wake` is called for a number, unless the number has changed already; local.
 
         Args:
             index: Which number, counted from the first one.
@@ -52,6 +52,6 @@ class Futex:
         self._call(self._number, word, _WAIT, ctypes.c_uint32(seen & 0xFFFFFFFF), ctypes.byref(limit), None, 0)
 
     def wake(self, index: int) -> None:
-        """Wake all who sleep on a number; local."""
+        """Wake all sleepers on a number; local."""
         if self._call is not None:
             self._call(self._number, ctypes.c_void_p(self._address + 8 * index), _WAKE, _ALL, None, None, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 import torch
@@ -18,6 +18,7 @@ __all__ = [
     "is_beside_computation",
     "network_backoff",
     "run_steps",
+    "wait_until",
 ]
 
 YIELDS = 10
@@ -65,6 +66,25 @@ class Backoff:
         """Begin anew: what was waited for has come; local."""
         self._left = self._yields
         self._began = 0.0
+
+
+def wait_until(ready: Callable[[], object], backoff: Backoff, limit: float | None = None) -> bool:
+    """Look again and again whether `ready()` is true; local.
+
+    Args:
+        ready: Called once at least.
+        backoff: How to wait between two looks.
+        limit: Seconds; None waits as long as it takes.
+
+    Returns:
+        Whether it became true in time.
+    """
+    deadline = None if limit is None else time.monotonic() + limit
+    while not ready():
+        if deadline is not None and time.monotonic() > deadline:
+            return False
+        backoff.rest()
+    return True
 
 
 def network_backoff() -> Backoff:

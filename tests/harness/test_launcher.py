@@ -16,16 +16,19 @@ RANKS = """
     import os, sys
     from mpi4py import MPI
     comm = MPI.COMM_WORLD
-    print(f"rank {comm.rank} of {comm.size} got {sys.argv[1:]} {os.environ['MINE']} {'HOME' in os.environ}")
+    kept = [name for name in ("HOME", "TORCHELASTIC_RUN_ID") if name in os.environ]
+    print(f"rank {comm.rank} of {comm.size} got {sys.argv[1:]} {os.environ['MINE']} {kept}")
 """
 
 
 def test_ranks_that_outnumber_the_cores_form_a_job_of_their_own_even_inside_a_job(monkeypatch):
+    monkeypatch.setenv("HOME", "/")
     for name in ("PMI_SIZE", "PMI_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"):
         monkeypatch.setenv(name, "3")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of the surrounding launcher, and of no other")
     result = launch(5, RANKS, "a", 7, env={"MINE": "mine"})
     assert result.returncode == 0, result.stderr
-    said = f"of 5 got ['a', '7'] mine {'HOME' in os.environ}"
+    said = "of 5 got ['a', '7'] mine ['HOME']"
     assert sorted(result.stdout.split("\n")[:-1]) == [f"rank {rank} {said}" for rank in range(5)]
     assert result.stderr == ""
     assert not result.timed_out

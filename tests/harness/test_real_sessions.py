@@ -235,18 +235,27 @@ def test_one(world):
 def test_three():
     assert os.path.exists("mended")
 """
-QUICKER_RANK = """
-import warnings, pytest
+OTHER_RANK = """
+import os, warnings, pytest
+import axonmpi as ax
 
-def pytest_sessionfinish():
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session):
+    result = yield
+    session.testsfailed += os.path.exists("mended") and ax.get_rank() == 1
+    return result
+
+def pytest_sessionfinish(session):
     warnings.warn(pytest.PytestWarning("(rm_rf) error removing garbage"))
+    if ax.get_rank() == 1:
+        session.config.cache.set("of/rank_1", "mine")
 """
 
 
 def test_x_ff_and_tests_for_the_first_rank_only(mpirun_pytest, tmp_path):
-    """And ranks that remove the same old folders at their ends do not fail for it."""
+    """The cache is rank 0's, the exit code the first bad one; to remove the same old folder twice is no failure."""
     ini = "axonmpi_unmarked = first\nfilterwarnings = error\n"
-    (tmp_path / "conftest.py").write_text(QUICKER_RANK)
+    (tmp_path / "conftest.py").write_text(OTHER_RANK)
     result = mpirun_pytest(2, FIRST_ONLY, "-x", ini=ini, cache=True)
     assert result.returncode == 1, result.stdout + result.stderr
     assert re.search(r"rank 1: .*assert \(1 == 0", result.stdout)
@@ -255,9 +264,11 @@ def test_x_ff_and_tests_for_the_first_rank_only(mpirun_pytest, tmp_path):
     assert (tmp_path / "runs").read_text() == "x"
     (tmp_path / "mended").touch()
     result = mpirun_pytest(2, FIRST_ONLY, "--ff", "-v", ini=ini, cache=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "= 3 passed" in result.stdout
     assert re.findall(r"::test_(\w+).* PASSED", result.stdout) == ["one", "two", "three"]
     assert (tmp_path / "runs").read_text() == "xx"
+    assert not (tmp_path / ".pytest_cache/v/of/rank_1").exists()
 
 
 MISMATCH = """
@@ -273,8 +284,7 @@ def test_different_collections_are_refused(mpirun_pytest):
     result = mpirun_pytest(2, MISMATCH)
     assert result.returncode == pytest.ExitCode.USAGE_ERROR, result.stdout + result.stderr
     assert result.stderr.count("ERROR: the ranks did not collect the same tests") == 1
-    assert "---- rank 1 ----" in result.stderr
-    assert "number 1: test_it.py::test_it[1], where rank 0 has test_it.py::test_it[0]" in result.stderr
+    assert "rank 0: test_it.py::test_it[0]\n  rank 1: test_it.py::test_it[1]" in result.stderr
 
 
 ONE_LEAVES = """

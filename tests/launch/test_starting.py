@@ -28,7 +28,7 @@ def test_bad_numbers_of_threads_are_refused(num_threads, error):
 def test_a_single_rank_keeps_pythons_own_ways(alone):
     ended = alone(
         """
-        import atexit, os, sys, threading
+        import atexit, dataclasses, os, sys, threading
         hooks = sys.excepthook, threading.excepthook, sys.exit, SystemExit.__dict__["code"]
 
         def at_the_very_end():
@@ -39,8 +39,7 @@ def test_a_single_rank_keeps_pythons_own_ways(alone):
         from axonmpi.launch import start as runtime
         for method in (None, "mpi://", "env://"):
             started = runtime.start_world(method)
-            place = started.rank, started.size, started.local_rank, started.local_size
-            assert (*place, started.node_rank, started.num_nodes) == (0, 1, 0, 1, 0, 1)
+            assert dataclasses.astuple(started.topology) == (0, 1, 0, 1, 0, 1)
             assert started.comm.size == 1
         assert hooks == (sys.excepthook, threading.excepthook, sys.exit, SystemExit.__dict__["code"])
         assert runtime.start_world(num_threads=1).num_threads == 1
@@ -191,6 +190,7 @@ def test_ranks_know_their_place_share_the_cores_and_hear_of_a_disagreement_on_on
     ended = job(
         2,
         """
+        import dataclasses
         from axonmpi.launch import start as runtime
         from axonmpi.launch.cpu import share_of_cores, usable_cores
 
@@ -198,12 +198,11 @@ def test_ranks_know_their_place_share_the_cores_and_hear_of_a_disagreement_on_on
         assert ax.init_process_group("mpi", "env://").size == 2
 
         started = runtime.start_world()
-        assert (started.rank, started.size) == (started.comm.rank, 2)
-        assert (started.local_rank, started.local_size) == (started.rank, 2)
-        assert (started.node_rank, started.num_nodes) == (0, 1)
+        rank = started.comm.rank
+        assert dataclasses.astuple(started.topology) == (rank, 2, rank, 2, 0, 1)
         masks = started.comm.allgather(usable_cores())
         assert started.num_threads == torch.get_num_threads()
-        assert started.num_threads == share_of_cores(masks[started.rank], masks)
+        assert started.num_threads == share_of_cores(masks[rank], masks)
         assert "its share" in started.threads_reason
         os.environ["MKL_NUM_THREADS"] = "5"
         torch.set_num_threads(3)
@@ -218,14 +217,14 @@ def test_ranks_know_their_place_share_the_cores_and_hear_of_a_disagreement_on_on
         except ax.LaunchError as error:
             print(str(error).splitlines()[0], flush=True)
         os.environ["RANK"] = str(world.rank)
-        assert runtime.start_world("env://").size == 2
+        assert runtime.start_world("env://").topology.size == 2
         """,
         before="from mpi4py import MPI\n",
         OMP_NUM_THREADS="",
     )
     assert ended.code == 0, ended.err
     by_variables = "by the variables of RANK/WORLD_SIZE this is rank 0 of 2"
-    said = f"on ranks 1 the launcher and MPI disagree: {by_variables}, by MPI it is rank 1 of 2."
+    said = f"on rank 1 the launcher and MPI disagree: {by_variables}, by MPI it is rank 1 of 2."
     assert ended.out.splitlines() == [said] * 2
 
 

@@ -11,7 +11,7 @@ from helpers.plain_training import plain_run
 import axonmpi as ax
 from axonmpi import cli
 from axonmpi.cli import train
-from axonmpi.launch.variables import Launcher, process_environment, without_launcher_variables
+from axonmpi.launch.variables import Launcher, without_launcher_variables
 from axonmpi.train import Config
 
 SMALL = [
@@ -171,7 +171,7 @@ def losses(folder):
 @pytest.mark.slow
 def test_the_command_without_a_launcher(tmp_path):
     command = [sys.executable, "-m", "axonmpi", "train", *SMALL, "--name", "first"]
-    environment = {**without_launcher_variables(process_environment()), "OMP_NUM_THREADS": "1"}
+    environment = {**without_launcher_variables(), "OMP_NUM_THREADS": "1"}
     finished = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
     )

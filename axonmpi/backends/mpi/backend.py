@@ -9,6 +9,7 @@ Operations that send something else to each rank (gather, scatter, all-to-all, m
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ...errors import CommunicatorError
-from ...launch import children
 from ...launch import exit as exits
 from ...launch import start as runtime
 from ...launch.cpu import CoreShare, core_share
@@ -61,7 +61,7 @@ def _leave_to_parent() -> None:
 @functools.cache
 def _register_with_exits() -> None:
     exits.before_finalize(_close_workers)
-    children.after_fork(_leave_to_parent)
+    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @contextmanager

@@ -66,7 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None, object, object]:
-    """Keep the way to the terminal, before output is captured."""
+    """Keep the terminal's file descriptor, before output is captured."""
     if launched_ranks() > 1:
         early_config.stash[_STDERR] = os.dup(2)
     return (yield)
@@ -74,7 +74,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None
 
 @pytest.hookimpl(optionalhook=True, tryfirst=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """Let `-n auto` start no workers under mpirun, which has started the processes already."""
+    """Return no workers for `-n auto` under mpirun, which has started the processes already."""
     return 0 if launched_ranks() > 1 else None
 
 
@@ -127,12 +127,12 @@ def world(request: pytest.FixtureRequest, rank_count: int) -> Any:
 
 
 @pytest.fixture
-def group(request: pytest.FixtureRequest, rank_count: int) -> Any:
+def group(world: Any) -> Any:
     """The group of all ranks that the test runs on."""
-    return request.config.stash[_RANKS].group(request.node)
+    return None if world is None else world.default_group
 
 
 @pytest.fixture
-def shared_tmp_path(request: pytest.FixtureRequest, tmp_path: Path, rank_count: int) -> Any:
+def shared_tmp_path(group: Any, tmp_path: Path) -> Any:
     """An empty folder of the test that is the same on all of its ranks."""
-    return request.config.stash[_RANKS].share(request.node, tmp_path)
+    return None if group is None else group.broadcast_object(tmp_path)

@@ -24,7 +24,7 @@ def inner_test_of(test: Any) -> Callable[..., Any] | None:
 
 @contextmanager
 def replaced_inner_test(test: Any, body: Callable[..., Any]) -> Iterator[None]:
-    """Let hypothesis call `body` with each example, for the duration of a `with` block."""
+    """Replace the body of a hypothesis test by `body` for the duration of a `with` block."""
     inner = test.hypothesis.inner_test
     test.hypothesis.inner_test = functools.wraps(inner)(body)
     try:
@@ -49,17 +49,10 @@ def adapt_to_ranks(item: pytest.Item) -> None:
     current: Any = getattr(function, "_hypothesis_internal_use_settings", default)
     deadline = None if current.deadline == default.deadline else current.deadline
     suppressed = set(current.suppress_health_check)
-    if not {*_fixtures_asked_for(item)} - {"world", "group", "rank_count"}:
+    info: Any = getattr(item, "_fixtureinfo", None)
+    definitions = [info.name2fixturedefs[name][-1] for name in info.argnames if name in info.name2fixturedefs]
+    if {one.argname for one in definitions if one.scope == "function"} <= {"world", "group", "rank_count"}:
         # The check of the second one would set up the fixtures, on ranks that take no part too.
         suppressed |= {HealthCheck.function_scoped_fixture, HealthCheck.differing_executors}
     adapted = settings(current, deadline=deadline, suppress_health_check=suppressed)
     function._hypothesis_internal_use_settings = adapted
-
-
-def _fixtures_asked_for(item: pytest.Item) -> Iterator[str]:
-    """Name the function-scoped fixtures among the test's own arguments."""
-    info: Any = getattr(item, "_fixtureinfo", None)
-    for name in getattr(info, "argnames", ()):
-        for definition in info.name2fixturedefs.get(name, ())[-1:]:
-            if definition.scope == "function":
-                yield name

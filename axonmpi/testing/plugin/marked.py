@@ -1,4 +1,4 @@
-"""What a test's markers and the settings say: how many ranks, how long, who runs it."""
+"""A test's markers and the settings: the number of ranks, the time limit, the ranks that run it."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def skip_what_cannot_run(config: pytest.Config, items: Sequence[pytest.Item], re
         items: Its tests.
         real_ranks: Number of ranks under `mpirun`, 0 for mock ranks.
     """
-    if any(item.get_closest_marker("gpu") for item in items) and not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if for_gpu and not torch.cuda.is_available():
+        for item in for_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if not config.pluginmanager.hasplugin("pytest_mpi"):
         for item in items:
             _apply_mpi_markers(item, real_ranks)

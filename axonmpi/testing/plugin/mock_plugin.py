@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from ...errors import CommunicatorError
-from ...groups.world import World, current_world
+from ...groups.world import World, current_world, get_world
 from ..mock_ranks import RankRun, start_ranks
 from ..rank_text import merge_texts
 from .examples import inner_test_of, replaced_inner_test
 from .marked import marked_rank_count, timeout_of, uses_ranks
 from .outcomes import MergedFailure, failure_of
-from .rank_fixtures import FixturesOfRank, Plan, StandIn, plan_for
+from .rank_fixtures import FixturesOfRank, Plan, plan_for
 
 __all__ = ["MockRanks"]
 
@@ -41,16 +41,8 @@ class MockRanks:
         return marked_rank_count(item) or 1
 
     def world(self, item: pytest.Item) -> Any:
-        """Return the value of the fixture `world`."""
-        return StandIn("world", self.rank_count(item))
-
-    def group(self, item: pytest.Item) -> Any:
-        """Return the value of the fixture `group`."""
-        return StandIn("group", self.rank_count(item))
-
-    def share(self, item: pytest.Item, value: Any) -> Any:
-        """Return rank 0's value; mock ranks have one anyway."""
-        return value
+        """Return the value of the fixture `world`: each rank's own."""
+        return Plan("world", get_world, {})
 
     def pytest_report_header(self) -> str:
         """Say on what the tests run."""
@@ -64,7 +56,7 @@ class MockRanks:
         if not _can_wait(fixturedef, request):
             return None
         asked = [request.getfixturevalue(name) for name in fixturedef.argnames]
-        return plan_for(fixturedef, request) if any(isinstance(value, StandIn | Plan) for value in asked) else None
+        return plan_for(fixturedef, request) if any(isinstance(value, Plan) for value in asked) else None
 
     @pytest.hookimpl(specname="pytest_fixture_setup", wrapper=True)
     def pytest_fixture_setup_without_a_world(
@@ -123,7 +115,7 @@ def _run_on_ranks(item: pytest.Item, count: int, test: Callable[..., Any], argum
         __tracebackhide__ = True
         try:
             with ExitStack() as stack:
-                own = FixturesOfRank(world, stack)
+                own = FixturesOfRank(stack)
                 for value in getattr(item, "funcargs", {}).values():
                     own.value(value)
                 test(**{name: own.value(value) for name, value in arguments.items()})
@@ -131,7 +123,7 @@ def _run_on_ranks(item: pytest.Item, count: int, test: Callable[..., Any], argum
             return skipped  # not a failure that must release the other ranks
         return None
 
-    run = _without_expected(start_ranks(count, body, _finite(timeout_of(item))))
+    run = _without_expected(start_ranks(count, body, timeout_of(item)))
     if run.timeout is not None:
         failures = {rank: "".join(traceback.format_exception(error)) for rank, error in run.causes.items()}
         pytest.fail(f"{run.timeout}\n{merge_texts(failures, 'failure of ')}".rstrip(), pytrace=False)
@@ -147,10 +139,6 @@ def _run_on_ranks(item: pytest.Item, count: int, test: Callable[..., Any], argum
 
 def _can_wait(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> bool:
     return fixturedef.scope == "function" and isinstance(request.node, pytest.Function) and uses_ranks(request.node)
-
-
-def _finite(seconds: float) -> float | None:
-    return None if seconds == float("inf") else seconds
 
 
 def _without_expected(run: RankRun) -> RankRun:

@@ -3,20 +3,16 @@
 A rank that is stuck in MPI cannot say so, and the others cannot go on without it. So each rank has a thread that
 knows until when the current step must be over and talks to the other ranks' threads on a communicator of its own:
 
-    rank 2: a limit is over ── ALARM ─> rank 0 ── REQUEST ─> all ranks
-                                        rank 0 <── STATE ─── all ranks: failures, output and stacks
-                                        rank 0: prints them, ends the job
+    rank 2: a limit is over ── REQUEST ──> all other ranks
+            prints, ends the job <── STATE ── their failures, output and stacks
 
-If rank 0 does not react, the rank that raised the alarm prints what it knows itself and ends the job.
+Where limits of several ranks are over at the same time, the lowest of these ranks does it.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import fcntl
 import os
-import struct
-import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ...utils.pipes import wait_until_read
 from ..rank_text import merge_texts
 from ..stacks import all_stacks
 
@@ -32,10 +29,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Monitor"]
 
-_ALARM, _REQUEST, _STATE = 1, 2, 3
+_REQUEST, _STATE = 1, 2
 _POLL_SECONDS = 0.1
 _ANSWER_SECONDS = 10.0
-_RESCUE_SECONDS = 15.0
 _DRAIN_SECONDS = 2.0
 _ABORT_SECONDS = 3.0
 
@@ -109,55 +105,46 @@ class Monitor:
         self._thread.join()
 
     def _watch(self) -> None:
+        other_ends_job = False
         while not self._stop.wait(_POLL_SECONDS):
-            if (reason := self._take(_ALARM)) is not None:
-                self._end_job(reason)
-            self._answer()
+            other_ends_job |= self._answer() is not None
             now = time.monotonic()
-            if (over := next((limit for limit in tuple(self._limits) if now > limit.deadline), None)) is not None:
-                self._raise_alarm(over.reason)
+            over = next((limit for limit in tuple(self._limits) if now > limit.deadline), None)
+            if over is not None and not other_ends_job:
+                self._end_job(over.reason)
+                other_ends_job = True
 
     def _take(self, tag: int) -> Any:
         """Return the next message of a kind, or None."""
         message = self.comm.improbe(tag=tag)
         return None if message is None else message.recv()
 
-    def _send(self, thing: Any, rank: int, tag: int) -> None:
-        self._sent.append(self.comm.isend(thing, rank, tag))
-
-    def _answer(self) -> None:
-        if self._take(_REQUEST):
-            self._send((self._rank, self._state()), 0, _STATE)
+    def _answer(self) -> int | None:
+        """Tell a rank that asks what this rank does; return its number, or None where no rank asks."""
+        asking: int | None = self._take(_REQUEST)
+        if asking is not None:
+            self._sent.append(self.comm.isend((self._rank, self._state()), asking, _STATE))
+        return asking
 
     def _state(self) -> _State:
         failures = [limit.failure for limit in tuple(self._limits) if limit.failure]
         return _State("\n".join(failures), self._output(), all_stacks(without=[self._thread]))
 
-    def _raise_alarm(self, reason: str) -> None:
-        """Let rank 0 end the job; do it alone if rank 0 does not."""
-        if self._rank == 0:
-            self._end_job(reason)
-        self._send(reason, 0, _ALARM)
-        deadline = time.monotonic() + _RESCUE_SECONDS
-        while time.monotonic() < deadline and not self._stop.wait(_POLL_SECONDS):
-            self._answer()
-        if not self._stop.is_set():
-            self._print_and_abort(reason, {0: _State(), self._rank: self._state()})
-
     def _end_job(self, reason: str) -> None:
-        """Collect the states of all ranks, print them and end the job; on rank 0."""
-        others = range(1, self.comm.Get_size())
-        for rank in others:
-            self._send(True, rank, _REQUEST)
-        states = {rank: _State() for rank in others} | {0: self._state()}
-        missing = set(others)
+        """Collect the states of all ranks, print them and end the job; return if a lower rank does so."""
+        states = {rank: _State() for rank in range(self.comm.Get_size())} | {self._rank: self._state()}
+        missing = set(states) - {self._rank}
+        self._sent += [self.comm.isend(self._rank, rank, _REQUEST) for rank in missing]
         deadline = time.monotonic() + _ANSWER_SECONDS
         while missing and time.monotonic() < deadline:
+            asking = self._answer()
+            if asking is not None and asking < self._rank:
+                return
             if (answer := self._take(_STATE)) is None:
                 self._stop.wait(_POLL_SECONDS / 4)
-                continue
-            rank, states[rank] = answer
-            missing.discard(rank)
+            else:
+                rank, states[rank] = answer
+                missing.discard(rank)
         self._print_and_abort(reason, states)
 
     def _print_and_abort(self, reason: str, states: dict[int, _State]) -> None:
@@ -165,26 +152,11 @@ class Monitor:
         for attribute, title in (("failure", "failure of "), ("output", "output of "), ("stacks", "stack of ")):
             texts = {rank: getattr(state, attribute) for rank, state in states.items()}
             parts.append(merge_texts({rank: text for rank, text in texts.items() if text}, title))
-        _write_all(self._stream, "\n".join(part for part in parts if part) + "\n")
+        data = memoryview(("\n".join(filter(None, parts)) + "\n").encode(errors="replace"))
+        while data:
+            data = data[os.write(self._stream, data) :]
+        wait_until_read([self._stream], _DRAIN_SECONDS)  # or the abort would cut it off
         # An abort can hang while other threads are inside MPI.
         faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=self._stream)
         self._abort()
         os._exit(1)
-
-
-def _write_all(stream: int, text: str) -> None:
-    """Write to a descriptor and wait until the reader of a pipe has taken it, or the abort would cut it off."""
-    data = memoryview(text.encode(errors="replace"))
-    while data:
-        data = data[os.write(stream, data) :]
-    deadline = time.monotonic() + _DRAIN_SECONDS
-    while time.monotonic() < deadline and _unread(stream):
-        time.sleep(0.005)
-
-
-def _unread(stream: int) -> int:
-    """Return how many bytes wait in the pipe that `stream` writes to; 0 for anything else."""
-    try:
-        return int(struct.unpack("i", fcntl.ioctl(stream, termios.FIONREAD, b"\0" * 4))[0])
-    except OSError:
-        return 0

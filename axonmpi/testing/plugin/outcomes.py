@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from _pytest._code.code import ReprFileLocation, TerminalRepr
@@ -35,7 +35,15 @@ __all__ = [
 
 FAILED, XFAILED, XPASSED_STRICT, XPASSED = "failed", "xfailed", "xpassed strictly", "xpassed"
 PASSED, SKIPPED = "passed", "skipped"
-_PRECEDENCE = (FAILED, XFAILED, XPASSED_STRICT, XPASSED, PASSED, SKIPPED)
+_REPORTED: dict[str, Literal["failed", "skipped", "passed"]] = {
+    FAILED: "failed",
+    XFAILED: "skipped",
+    XPASSED_STRICT: "failed",
+    XPASSED: "passed",
+    PASSED: "passed",
+    SKIPPED: "skipped",
+}
+"""What pytest calls each kind, first the kind that decides where ranks differ."""
 _STRICT = "[XPASS(strict)]"
 
 
@@ -44,7 +52,7 @@ class RankOutcome:
     """How one phase of a test ended on one rank.
 
     Attributes:
-        kind: One of `_PRECEDENCE`.
+        kind: One of `_REPORTED`.
         headline: One line that says what failed, or why it was skipped or expected to fail.
         key: Failures with the same key are the same failure.
         text: The failure in full.
@@ -63,7 +71,7 @@ class Verdict:
     """How one phase of a test ended, for all ranks together.
 
     Attributes:
-        kind: One of `_PRECEDENCE`.
+        kind: One of `_REPORTED`.
         outcomes: The outcomes of the ranks that took part.
     """
 
@@ -143,7 +151,7 @@ def merge_outcomes(given: Mapping[int, RankOutcome | None]) -> Verdict:
     """Merge the outcomes by rank; None from ranks that take no part; local."""
     outcomes = {rank: outcome for rank, outcome in given.items() if outcome is not None}
     kinds = {outcome.kind for outcome in outcomes.values()}
-    return Verdict(next(kind for kind in _PRECEDENCE if kind in kinds), outcomes)
+    return Verdict(next(kind for kind in _REPORTED if kind in kinds), outcomes)
 
 
 def apply_verdict(report: pytest.TestReport, verdict: Verdict, rank: int) -> None:
@@ -153,22 +161,19 @@ def apply_verdict(report: pytest.TestReport, verdict: Verdict, rank: int) -> Non
         return  # the only rank of the test: its report says it all
     pictures = {rank: report.longrepr} if own is not None and own.kind == FAILED else {}
     decisive = verdict.decisive
-    reasons = {number: outcome.headline for number, outcome in decisive.items()}
+    reason = _one_reason({number: outcome.headline for number, outcome in decisive.items()})
     if hasattr(report, "wasxfail"):
         del report.wasxfail
-    report.outcome = "passed"
+    report.outcome = _REPORTED[verdict.kind]
     if verdict.kind == FAILED:
-        report.outcome, report.longrepr = "failed", MergedFailure(decisive, pictures)
+        report.longrepr = MergedFailure(decisive, pictures)
     elif verdict.kind == XPASSED_STRICT:
-        report.outcome, report.longrepr = "failed", next(iter(decisive.values())).text
+        report.longrepr = next(iter(decisive.values())).text
     elif verdict.kind == SKIPPED:
-        path, line = report.location[0], report.location[1] or 0
-        if isinstance(report.longrepr, tuple):
-            path, line, _ = report.longrepr
-        report.outcome, report.longrepr = "skipped", (path, line, _one_reason(reasons))
+        own_place = report.longrepr[:2] if isinstance(report.longrepr, tuple) else None
+        report.longrepr = (*(own_place or (report.location[0], report.location[1] or 0)), reason)
     elif verdict.kind in (XFAILED, XPASSED):
-        report.outcome = "skipped" if verdict.kind == XFAILED else "passed"
-        report.wasxfail = _one_reason(reasons)
+        report.wasxfail = reason
     else:
         report.longrepr = None
     report.sections = _merge_sections(verdict.outcomes)

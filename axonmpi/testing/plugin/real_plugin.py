@@ -13,20 +13,19 @@ import os
 import warnings
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
 
 import pytest
 
 from ...groups.world import ProcessGroup, World, current_world, set_process_world
 from ...launch.variables import launched_ranks
 from ..rank_text import merge_texts
-from .collection import Collected, merge_collected
+from .collection import merge_collected
 from .examples import inner_test_of
 from .marked import is_for_all_ranks, marked_rank_count, timeout_of, uses_ranks
-from .meeting import SessionEnd, SessionStoppedError, Stop
+from .meeting import SessionEnd, SessionStoppedError
 from .outcomes import FAILED, PASSED, apply_verdict, merge_outcomes, outcome_of
 from .rank_examples import follow_examples, lead_examples
-from .real_session import RealSession
+from .real_session import END_OF_SESSION, RealSession
 
 __all__ = ["RealRanks"]
 
@@ -42,7 +41,7 @@ class RealRanks:
 
     Args:
         config: Of the session.
-        unmarked: `"all"` or `"first"`: who runs tests that do not say on how many ranks they run.
+        unmarked: `"all"` or `"first"`: the ranks that run tests without a marker.
         stream: File descriptor of the terminal.
     """
 
@@ -57,6 +56,7 @@ class RealRanks:
         self._too_large = 0
         self._takes_part = True
         self._why_ended = ""
+        self._world: World | None = None  # of the test, on its ranks
         self._groups_before: tuple[ProcessGroup | World, ...] = ()
         self._warnings: dict[str, None] = {}
         self._warnings_elsewhere = ""
@@ -86,16 +86,6 @@ class RealRanks:
         """Return the value of the fixture `world`; None on ranks that take no part."""
         return self.session.subworld(self.rank_count(item))
 
-    def group(self, item: pytest.Item) -> ProcessGroup | None:
-        """Return the value of the fixture `group`."""
-        world = self.world(item)
-        return None if world is None else world.default_group
-
-    def share(self, item: pytest.Item, value: Any) -> Any:
-        """Return rank 0's value on all ranks of the test."""
-        group = self.group(item)
-        return None if group is None else group.broadcast_object(value)
-
     # ---- the session ------------------------------------------------------------------------------------
 
     @pytest.hookimpl(tryfirst=True)
@@ -117,7 +107,7 @@ class RealRanks:
         """Leave the terminal, the cache and result files to rank 0."""
         manager = self._config.pluginmanager
         if manager.has_plugin("terminalreporter"):
-            self._config.get_terminal_writer()._file = _Nowhere()
+            self._config.get_terminal_writer()._file = io.StringIO()
         if (cache := getattr(self._config, "cache", None)) is not None:
             vars(cache)["set"] = lambda key, value: None
         for plugin in manager.get_plugins():
@@ -138,7 +128,7 @@ class RealRanks:
         self._why_ended = str(excrepr)
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage) -> None:
-        """Keep a warning: only those of rank 0 are printed by pytest itself."""
+        """Keep a warning: pytest itself prints the warnings of rank 0 only."""
         seen = warning_message
         self._warnings[warnings.formatwarning(seen.message, seen.category, seen.filename, seen.lineno)] = None
 
@@ -150,11 +140,11 @@ class RealRanks:
         topic = "end of the session" + (f": {self._why_ended}" if self._why_ended else "")
         end = SessionEnd(int(exitstatus), tuple(self._warnings))
         try:
-            with self.session.at_end():
+            with self.session.together_at(END_OF_SESSION):
                 session.exitstatus, self._warnings_elsewhere = self.session.agree(topic, end, _merge_ends)
         except SessionStoppedError as stopped:
-            session.exitstatus = stopped.stop.exit_code
-            self._print(stopped.stop.reason)
+            session.exitstatus = stopped.exit_code
+            self._print(stopped.reason)
 
     def pytest_unconfigure(self) -> None:
         """End MPI."""
@@ -176,11 +166,6 @@ class RealRanks:
         if reporter is not None:
             reporter.write_line(f"\naxonmpi: {text}", red=True)
 
-    def _stop(self, stop: Stop) -> NoReturn:
-        """End the session of this rank, as all ranks agreed."""
-        self._print(stop.reason)
-        pytest.exit("the ranks agreed to end the session", returncode=stop.exit_code)
-
     # ---- collection -------------------------------------------------------------------------------------
 
     @pytest.hookimpl(trylast=True)
@@ -199,12 +184,12 @@ class RealRanks:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Make sure that all ranks are going to run the same tests."""
-        collected = Collected(tuple(item.nodeid for item in session.items), tuple(self._collection_errors))
+        collected = [*self._collection_errors, *(item.nodeid for item in session.items)]
         try:
-            with self.session.at_collection():
+            with self.session.together_at("the end of the collection"):
                 self.session.agree("collection", collected, merge_collected)
         except SessionStoppedError as stopped:
-            reasons = () if self.rank else (stopped.stop.reason,)
+            reasons = () if self.rank else (stopped.reason,)
             raise pytest.UsageError(*reasons) from stopped
 
     # ---- running a test ---------------------------------------------------------------------------------
@@ -215,31 +200,25 @@ class RealRanks:
         count, seconds = self.rank_count(item), timeout_of(item)
         self._takes_part = self.rank < count
         if not self._takes_part:
-            vars(item).update(setup=_nothing, runtest=_nothing)
+            vars(item).update(setup=lambda: None, runtest=lambda: None)
         with ExitStack() as stack:
             stack.enter_context(self.session.limit(seconds, f"{item.nodeid} did not end within {seconds:g} s"))
-            if uses_ranks(item):
-                world = self.session.subworld(count)
-                if world is not None:
-                    stack.enter_context(world.activate())
+            self._world = self.session.subworld(count) if uses_ranks(item) else None
+            if self._world is not None:
+                stack.enter_context(self._world.activate())
             elif count < self.real_size:
                 stack.enter_context(_no_process_world())
             return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
-        """Note which groups there are, so that those that the test makes can be released."""
-        world = self._own_world(item)
-        self._groups_before = () if world is None else world.groups
+        """Note the groups before the test, so that the groups that the test makes can be released."""
+        self._groups_before = () if self._world is None else self._world.groups
         return (yield)
-
-    def _own_world(self, item: pytest.Item) -> World | None:
-        """Return the world that a test on ranks runs in; None on ranks that take no part, and for other tests."""
-        return self.world(item) if uses_ranks(item) else None
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
-        """Let rank 0 draw the examples of a property-based test for all of its ranks."""
+        """Run a property-based test on all of its ranks with the examples that rank 0 draws."""
         count, inner = self.rank_count(pyfuncitem), inner_test_of(pyfuncitem.obj)
         together = uses_ranks(pyfuncitem) or is_for_all_ranks(pyfuncitem)
         if inner is None or count == 1 or not together:
@@ -259,36 +238,20 @@ class RealRanks:
         try:
             verdict = self.session.agree(f"{report.when} of {item.nodeid}", own, merge_outcomes, failure)
         except SessionStoppedError as stopped:
-            self._stop(stopped.stop)
+            self._print(stopped.reason)
+            pytest.exit("the ranks agreed to end the session", returncode=stopped.exit_code)
         apply_verdict(report, verdict, self.rank)
         if verdict.kind == FAILED:
             self.session.forget_subworlds()
-        elif verdict.kind == PASSED and report.when == "call":
-            self._release_groups(item)
+        elif verdict.kind == PASSED and report.when == "call" and self._world is not None:
+            # MPI libraries have room for some thousand communicators.
+            self._world.close_groups(keep=self._groups_before)
         return report
-
-    def _release_groups(self, item: pytest.Item) -> None:
-        """Release the groups that a test has made: MPI libraries have room for some thousand communicators."""
-        world = self._own_world(item)
-        if world is not None:
-            world.close_groups(keep=self._groups_before)
-
-
-class _Nowhere(io.TextIOBase):
-    """Takes what the other ranks' pytest would print."""
-
-    def write(self, text: str, /) -> int:
-        """Forget the text."""
-        return len(text)
-
-
-def _nothing() -> None:
-    """Stand in for a phase of a test on ranks that take no part."""
 
 
 @contextmanager
 def _no_process_world() -> Iterator[None]:
-    """Let a test that only rank 0 runs find the library as it is in a plain run: not initialised."""
+    """Take the default world away from a test that only rank 0 runs, as in a plain run."""
     world = current_world()
     set_process_world(None)
     try:

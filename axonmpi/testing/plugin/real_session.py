@@ -1,8 +1,8 @@
 """What the ranks of a test session under `mpirun` share.
 
-The world, the meeting where ranks agree, the monitor that ends the job when one does not come, and the worlds of
-fewer ranks that tests run in. Those are kept from test to test, but not after a failed one, which may have left
-messages behind in them.
+The world, the meeting where ranks agree, the monitor that ends the job when a rank does not come, and the worlds of
+fewer ranks that tests run in. Smaller worlds are kept from test to test, but not after a failed test, which may
+have left messages in them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from .marked import positive_seconds
 from .meeting import Meeting, SessionStoppedError
 from .monitor import Monitor
 
-__all__ = ["RealSession"]
+__all__ = ["END_OF_SESSION", "RealSession"]
+
+END_OF_SESSION = "the end of the session"
 
 
 class RealSession:
@@ -36,6 +38,8 @@ class RealSession:
 
     Attributes:
         world: All ranks.
+        limit: See `Monitor.limit`.
+        send: See `Meeting.send`.
         stopped: Whether the ranks agreed to end early, so that they are no longer in step.
     """
 
@@ -52,6 +56,8 @@ class RealSession:
         self._backend = backend
         self._meeting = Meeting(backend.mpi_comm.Dup())
         self._monitor = Monitor(backend.mpi_comm.Dup(), stream, self._abort, self._captured, self._earlier_failures)
+        self.limit = self._monitor.limit
+        self.send = self._meeting.send
 
     def subworld(self, count: int) -> World | None:
         """Return a world of the first `count` ranks, None on the others; collective."""
@@ -62,10 +68,6 @@ class RealSession:
     def forget_subworlds(self) -> None:
         """Use new worlds from now on; on all ranks together."""
         self._worlds.clear()
-
-    def limit(self, seconds: float, reason: str, failure: str = "") -> AbstractContextManager[None]:
-        """End the job with `reason` if the `with` block takes longer, see `Monitor.limit`; local."""
-        return self._monitor.limit(seconds, reason, failure)
 
     def agree(self, topic: str, own: Any, merge: Callable[[dict[int, Any]], Any], failure: str = "") -> Any:
         """Agree with all ranks, see `Meeting.agree`; a rank that has failed waits for the others a short time only.
@@ -83,10 +85,6 @@ class RealSession:
                 self.stopped = True
                 raise
 
-    def send(self, thing: Any, rank: int) -> None:
-        """Send something picklable to another rank, apart from what the test itself sends."""
-        self._meeting.send(thing, rank)
-
     def receive(self, rank: int, failure: str = "", topic: str = "") -> Any:
         """Return what another rank sent with `send`; see `agree` about failures."""
         with self._waiting(failure, topic):
@@ -101,17 +99,13 @@ class RealSession:
         )
         return self.limit(self._grace, reason, failure)
 
-    def at_end(self) -> AbstractContextManager[None]:
-        """Return a limit for what the ranks do when the session is over."""
-        return self.limit(self._timeout, "the ranks did not come to the end of the session together")
-
-    def at_collection(self) -> AbstractContextManager[None]:
-        """Return a limit for how long a rank waits for the others to have collected the tests."""
-        return self.limit(self._timeout, "the ranks did not come to the end of the collection together")
+    def together_at(self, place: str) -> AbstractContextManager[None]:
+        """Return a limit for how long a rank waits for the others to come to the same place of the session."""
+        return self.limit(self._timeout, f"the ranks did not come to {place} together")
 
     def close(self) -> None:
         """End the monitor and MPI; collective unless `stopped`."""
-        with self.at_end():
+        with self.together_at(END_OF_SESSION):
             try:
                 self.world.close()
             except CommunicatorError as error:  # what a failed test left under way will never end
@@ -147,6 +141,7 @@ class RealSession:
 
     def _captured(self) -> str:
         """Return what this rank has printed in the current test."""
+        self._flush()  # the rank that ends the job may be another one
         capture: Any = self._config.pluginmanager.get_plugin("capturemanager")
         try:
             return "".join(capture.read_global_capture())

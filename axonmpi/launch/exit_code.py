@@ -1,0 +1,49 @@
+"""The code that the interpreter is about to end with.
+
+A rank that ends with an error ends the whole job; one that ends well waits for the others. So a rank has to know
+its exit code before the process is over, and Python tells nobody: the code is an attribute of a SystemExit, which
+programs raise (`raise SystemExit(3)`), libraries raise (argparse) and both catch again. `sys.excepthook` does not
+see it, `atexit` callables are not given it, and a `sys.exit` of our own would neither see what others raise nor
+know what is caught.
+
+But the interpreter, at its very end, reads the exception's attribute `code` while no Python function runs. Wherever
+else it is read, one does. So the attribute becomes a property that looks for its caller. In every other respect
+SystemExit stays what it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+__all__ = ["observe_exit_code"]
+
+
+def observe_exit_code(observer: Callable[[object], object]) -> None:
+    """Call `observer(code)` when the interpreter ends because of a SystemExit; local.
+
+    Args:
+        observer: Gets the exception's argument; returns the argument that the interpreter uses.
+    """
+    member = SystemExit.__dict__["code"]
+
+    def read(error: SystemExit) -> object:
+        code: object = member.__get__(error)
+        try:
+            sys._getframe(1)
+        except ValueError:
+            return observer(code)
+        return code
+
+    attributes = gc.get_referents(SystemExit.__dict__)[0]  # a built-in class refuses setattr
+    attributes["code"] = property(read, member.__set__, member.__delete__, member.__doc__)
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
+    if sys.version_info < (3, 12):
+        sys.exit = _exit  # the built-in one makes no exception object there, so nothing is read
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    raise SystemExit(status)

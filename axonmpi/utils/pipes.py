@@ -1,0 +1,34 @@
+"""Waiting until the reader of a pipe, such as this process's launcher, has read everything."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import struct
+import termios
+from collections.abc import Iterable
+
+from .waiting import Backoff, wait_until
+
+__all__ = ["wait_until_read"]
+
+
+def wait_until_read(descriptors: Iterable[int], limit: float) -> None:
+    """Wait until the readers of pipes have read everything; local.
+
+    Args:
+        descriptors: File descriptors; a descriptor that is no pipe counts as read.
+        limit: Seconds after which to give up.
+    """
+    wait_until(lambda: not any(map(_unread, descriptors)), Backoff(0, 1e-3), limit)
+
+
+def _unread(descriptor: int) -> bool:
+    try:
+        if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            return False
+        answer = fcntl.ioctl(descriptor, termios.FIONREAD, b"\0" * 4)
+    except OSError:
+        return False
+    return struct.unpack("i", answer) > (0,)
