@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -220,8 +220,7 @@ def schedule_for(plan: Plan, num_microbatches: int, *, trains: bool) -> Schedule
     if trains:
         return schedule
     forwards = [[action for action in own if action.kind.value == "F"] for own in schedule.actions]
-    lists = with_transfers(plan.placement, forwards, plan.edges)
-    return Schedule(schedule.name, plan.placement, num_microbatches, lists, plan.edges)
+    return with_transfers(replace(schedule, actions=tuple(map(tuple, forwards))))
 
 
 def edges_of(num_stages: int, skips: Mapping[str, tuple[int, int]]) -> tuple[tuple[int, int], ...]:

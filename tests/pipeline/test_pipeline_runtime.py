@@ -17,7 +17,6 @@ import axonmpi as ax
 from axonmpi import Pipeline, PipelineSchedule
 from axonmpi.pipeline import Action, ActionKind, Schedule, make_schedule, simulate
 from axonmpi.pipeline.runtime.mailboxes import slots_needed
-from axonmpi.pipeline.schedule.actions import chain
 from axonmpi.pipeline.schedule.trace import last_step, read_trace
 from axonmpi.pipeline.schedule.transfers import with_transfers
 
@@ -109,7 +108,7 @@ def test_a_schedule_of_ones_own_may_divide_some_backwards_only(world) -> None:
             [Action(kind, a.stage, a.micro_batch) for a in actions if a.kind.is_compute for kind in halves(a)]
             for actions in make_schedule(PipelineSchedule.ONE_F_ONE_B, 2, count).actions
         ]
-        return Schedule("mixed", (0, 1), count, with_transfers((0, 1), lists, chain(2)))
+        return with_transfers(Schedule("mixed", (0, 1), count, lists))
 
     pipeline = Pipeline.from_modules(built(block, 2), schedule=mixed, num_microbatches=5, loss_fn=F.mse_loss)
     for batch in batches(5):

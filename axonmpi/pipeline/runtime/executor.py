@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..randomness import RandomStream, undisturbed
-from ..schedule.actions import Action, ActionKind, Links, Schedule
+from ..schedule.actions import Action, ActionKind, Schedule
 from ..schedule.timeline import Span
 from ..skips import skip_scope
 from .mailboxes import Line, last_uses
@@ -114,7 +114,6 @@ class Executor:
         self._learning = learning
         self._feed = feed
         self._times = times
-        self._links = Links(routes.schedule.num_stages, routes.schedule.edges)
         self._last = routes.schedule.num_stages - 1
         self._actions = routes.schedule.actions[routes.rank]
         self._last_uses = last_uses(trains=routes.trains)
@@ -182,7 +181,7 @@ class Executor:
 
     def _forward(self, action: Action) -> None:
         stage, micro_batch = action.stage, action.micro_batch
-        arrived = {source: self._leaves(source, stage, micro_batch) for source in self._links.sources[stage]}
+        arrived = {source: self._leaves(source, stage, micro_batch) for source in self._routes.schedule.sources[stage]}
         self._began = time.monotonic()
         run = self._runs[stage]
         if self._routes.trains:
@@ -201,7 +200,7 @@ class Executor:
         if loss is not None and self._routes.trains:
             run.keep_loss(micro_batch, loss)
         self._check_stashed(stage, left)
-        for target in self._links.targets[stage]:
+        for target in self._routes.schedule.targets[stage]:
             self._hand_over(stage, target, micro_batch, output, left, stream)
 
     def _feed_of(
@@ -255,7 +254,7 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         stage, micro_batch = action.stage, action.micro_batch
-        gradients = {target: self._take(target, stage, micro_batch) for target in self._links.targets[stage]}
+        gradients = {target: self._take(target, stage, micro_batch) for target in self._routes.schedule.targets[stage]}
         self._began = time.monotonic()
         run = self._runs[stage]
         compute = run.backward if action.kind is ActionKind.BACKWARD else run.backward_input

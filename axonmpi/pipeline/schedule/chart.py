@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .actions import Action, ActionKind
-from .simulator import Span, Timeline
+from .timeline import Span, Timeline
 
 __all__ = ["describe", "draw_chart", "text_chart", "text_scale"]
 

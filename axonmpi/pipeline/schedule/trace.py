@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .actions import Action, Schedule, parse_action
-from .simulator import Span, Timeline
+from .timeline import Span, Timeline
 
 __all__ = ["last_step", "read_trace", "write_trace"]
 
