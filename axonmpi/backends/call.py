@@ -126,7 +126,7 @@ def _tensor_text(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 def mismatch_error(calls: Sequence[str]) -> CollectiveMismatchError:
     """Make the error that names what each rank called; `calls` has one text a rank."""
-    groups = sorted(ranks_by_text(calls).items(), key=lambda entry: -len(entry[1]))
+    groups = sorted(ranks_by_text(dict(enumerate(calls))).items(), key=lambda entry: -len(entry[1]))
     return CollectiveMismatchError(
         "the ranks of this group made different calls, so no data was moved:\n  "
         + lines_of_ranks(groups)

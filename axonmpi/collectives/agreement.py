@@ -1,31 +1,79 @@
-"""Whether all ranks have the same model.
+"""Whether all ranks have the same, and which of them differ.
 
-Asked once, when a model is wrapped: ranks whose models differ would average gradients of different parameters, and
-ranks whose arguments differ would wait for reductions that the others do not make.
+    raised_on_all       a mistake that one rank finds is an error on all ranks, instead of a hang on the others
+    check_same          the same texts on all ranks, or an error that shows the first difference
+    check_same_model    the same parameters, buffers and arguments
+
+All of them are collective, and are called once: when a model is wrapped or divided, or a state is loaded.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
+from ..backends import Backend, all_gather_object
 from ..groups.world import ProcessGroup
-from ..utils.text import lines_of_ranks, ranks_by_text
+from ..utils.text import lines_of_ranks, ranks_by_text, text_of_problems
 from .divided_parameters import check_not_divided
 
-__all__ = ["check_batch_norms", "check_same_model", "gradient_strides"]
+__all__ = ["check_batch_norms", "check_same", "check_same_model", "gradient_strides", "raised_on_all"]
 
-Entry = tuple[str, str]
+
+@contextmanager
+def raised_on_all(backend: Backend) -> Iterator[None]:
+    """Raise on all ranks the TypeError or ValueError that the `with` block raises on any; collective at its end.
+
+    Args:
+        backend: Of the ranks.
+
+    Raises:
+        Exception: Of the lowest failed rank's type; names the ranks unless all have the same message.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        problem = error
+    told = all_gather_object(backend, (type(problem), "" if problem is None else str(problem)))
+    if text := text_of_problems([message for _, message in told]):
+        kind = next(kind for kind, message in told if message)
+        raise kind(text) from problem
+
+
+def check_same(
+    backend: Backend, own: Iterable[str], what: str, todo: str, error: type[Exception] = ValueError
+) -> None:
+    """Raise on all ranks unless all have the same texts in the same order; collective.
+
+    Args:
+        backend: Of the ranks.
+        own: This rank's texts.
+        what: What is wrong where they differ.
+        todo: What to do about it.
+        error: What to raise.
+    """
+    lines = list(own)
+    if len(set(all_gather_object(backend, hashlib.sha256("\n".join(lines).encode()).digest()))) == 1:
+        return
+    for texts in zip_longest(*all_gather_object(backend, lines), fillvalue="no further one"):
+        if len(set(texts)) > 1:
+            ranks_of = ranks_by_text(dict(enumerate(texts)))
+            raise error(f"{what}; the first difference is\n  {lines_of_ranks(ranks_of.items())}\n{todo}")
 
 
 def check_same_model(module: nn.Module, group: ProcessGroup, arguments: Mapping[str, object]) -> None:
-    """Raise on every rank unless names, shapes and dtypes of parameters and buffers agree; collective.
+    """Raise on all ranks unless names, shapes and dtypes of parameters and buffers agree; collective.
 
-    Parameters that are divided over ranks of the group have the same shapes, and are refused for all that.
+    Ranks whose models differ would average gradients of different parameters; ranks whose arguments differ would
+    wait for reductions that the others do not make. Parameters that are divided over ranks of the group have the
+    same shapes, and are refused nevertheless.
 
     Args:
         module: This rank's model.
@@ -33,27 +81,24 @@ def check_same_model(module: nn.Module, group: ProcessGroup, arguments: Mapping[
         arguments: What else has to agree, by name.
 
     Raises:
-        ValueError: Naming the first argument, parameter or buffer that differs, and the ranks; or a module whose
+        ValueError: Names the first argument, parameter or buffer that differs, and the ranks; or a module whose
             parameters are divided over them; or a `SyncBatchNorm`; or a parameter without a shape.
     """
-    entries = _entries(module, arguments)
-    digest = hashlib.sha256(repr(entries).encode()).digest()[:16]
-    told = group.all_gather_object((digest, _problem(module, group)))
-    problem = next((problem for _, problem in told if problem), "")
-    if problem:
-        raise ValueError(problem)
-    if len({digest for digest, _ in told}) > 1:
-        raise ValueError(_first_difference(group.all_gather_object(entries)))
+    with raised_on_all(group.backend):
+        check_not_divided(module, group)
+        check_batch_norms(module)
+    what, todo = "the model is not the same on all ranks", "Build and wrap the model in the same way on every rank."
+    check_same(group.backend, _description(module, arguments), what, todo)
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run one forward before wrapping the model")
 
 
 def check_batch_norms(module: nn.Module) -> None:
-    """Raise if a batch norm is to use all ranks' batches and has no way to them; local.
+    """Raise if a batch norm needs the batches of all ranks and cannot get them; local.
 
     Raises:
-        ValueError: Naming the first `torch.nn.SyncBatchNorm`; it communicates by `torch.distributed` alone.
+        ValueError: Names the first `torch.nn.SyncBatchNorm`; it communicates by `torch.distributed` alone.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return
@@ -66,44 +111,22 @@ def check_batch_norms(module: nn.Module) -> None:
             )
 
 
-def _problem(module: nn.Module, group: ProcessGroup) -> str:
-    try:
-        check_not_divided(module, group)
-        check_batch_norms(module)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _entries(module: nn.Module, arguments: Mapping[str, object]) -> list[Entry]:
-    entries = [(f"argument {name!r}", str(value)) for name, value in arguments.items()]
+def _description(module: nn.Module, arguments: Mapping[str, object]) -> Iterator[str]:
+    for name, value in arguments.items():
+        yield f"argument {name!r} {value}"
     for name, parameter in module.named_parameters():
-        frozen = "" if parameter.requires_grad else ", frozen"
-        entries.append((f"parameter {name!r}", _description(parameter) + frozen))
-    entries += [(f"buffer {name!r}", _description(buffer)) for name, buffer in module.named_buffers()]
-    return entries
+        yield f"parameter {name!r} {_layout(parameter)}{'' if parameter.requires_grad else ', frozen'}"
+    for name, buffer in module.named_buffers():
+        yield f"buffer {name!r} {_layout(buffer)}"
+    yield "no further parameter or buffer"
 
 
-def _description(tensor: Tensor) -> str:
+def _layout(tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
     if is_lazy(tensor):
-        return f"{tensor.dtype} without a shape yet"
+        return f"{dtype} without a shape yet"
     strides = "" if tensor.is_contiguous() else f", strides {list(gradient_strides(tensor))}"
-    return f"{tensor.dtype} {list(tensor.shape)}{strides}"
-
-
-def _first_difference(all_entries: Sequence[Sequence[Entry]]) -> str:
-    longest = max(len(entries) for entries in all_entries)
-    for position in range(longest):
-        seen = [entries[position] if position < len(entries) else None for entries in all_entries]
-        if len(set(seen)) > 1:
-            break
-    texts = ["no further parameter or buffer" if entry is None else " ".join(entry) for entry in seen]
-    ranks_of = ranks_by_text([text.replace("torch.", "") for text in texts])
-    return (
-        "the model is not the same on all ranks; the first difference is\n  "
-        + lines_of_ranks(ranks_of.items())
-        + "\nBuild and wrap the model in the same way on every rank."
-    )
+    return f"{dtype} {list(tensor.shape)}{strides}"
 
 
 def gradient_strides(parameter: Tensor) -> tuple[int, ...]:

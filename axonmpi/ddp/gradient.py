@@ -12,12 +12,12 @@ Ranks may add their gradients in different orders: the buckets are laid out by i
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from ..collectives.agreement import check_same
 from ..errors import CollectiveMismatchError, DtypeError
 from ..groups.world import ProcessGroup, chosen_group
 from ..types import GradSyncStrategy, ReduceOp, Work
@@ -224,7 +224,13 @@ class GradientSynchronizer:
             chosen_group(group)
         if self._strategy is not GradSyncStrategy.NO_SYNC:
             group = chosen_group(group)
-            _check_same_on_all_ranks(self._description(num_params), group)
+            check_same(
+                group.backend,
+                self._description(num_params),
+                "the ranks of this group added different gradients, so none was reduced",
+                "Add the same indices, shapes and dtypes on every rank.",
+                CollectiveMismatchError,
+            )
             self._average(group)
         self._synced = [self._added.pop(index) for index in sorted(self._added)]
 
@@ -289,23 +295,6 @@ def _pack(gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     for t in gradients:
         bucket.add(t)
     return bucket.data, bucket.extract()
-
-
-def _check_same_on_all_ranks(lines: list[str], group: ProcessGroup) -> None:
-    """Raise on every rank unless all ranks gave the same lines; collective."""
-    digests = group.all_gather_object(hashlib.sha256("\n".join(lines).encode()).digest())
-    if len(set(digests)) == 1:
-        return
-    for texts in zip(*group.all_gather_object(lines), strict=False):
-        if len(set(texts)) > 1:
-            ranks_of: dict[str, list[str]] = {}
-            for rank, text in enumerate(texts):
-                ranks_of.setdefault(text, []).append(str(rank))
-            found = "; ".join(f"{text} on rank {', '.join(ranks)}" for text, ranks in ranks_of.items())
-            raise CollectiveMismatchError(
-                f"the ranks of this group added different gradients, so none was reduced: {found}; add the "
-                "same indices, shapes and dtypes on every rank"
-            )
 
 
 def _check_dense(name: str, t: object) -> None:

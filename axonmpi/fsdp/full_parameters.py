@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from ..collectives.agreement import raised_on_all
 from .runtime import Run
 
 __all__ = ["GatheredByHand"]
@@ -73,13 +74,14 @@ class GatheredByHand:
 
     def _check_unchanged(self) -> None:
         """Raise on all ranks if there are changes, which one rank alone may see in its part; collective."""
-        changed = (flat.members[index].name for flat in self._flats for index, *_ in flat.changed())
-        names = self._run.group.all_gather_object(next(changed, None))
-        if name := next(filter(None, names), None):
-            raise ValueError(
-                f"parameter {name!r} was changed within full_parameters(writeback=False), which drops changes: "
-                "leave the block first, use writeback=True, or compute under torch.no_grad()"
-            )
+        with raised_on_all(self._run.group.backend):
+            for flat in self._flats:
+                for index, *_ in flat.changed():
+                    raise ValueError(
+                        f"parameter {flat.members[index].name!r} was changed within "
+                        "full_parameters(writeback=False), which drops changes: leave the block first, use "
+                        "writeback=True, or compute under torch.no_grad()"
+                    )
 
     def hide(self) -> None:
         """Show the parts, with this rank's part of what the whole parameters have become; collective."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..collectives.agreement import check_same
 from ..collectives.divided_parameters import axes_of
 from ..utils.arguments import check_flags
 from ..wrapping.partial import as_part_of_state
@@ -178,13 +179,14 @@ def _names(optimizer: torch.optim.Optimizer, places: Mapping[int, tuple[str, Any
 
 def _check_same_groups(groups: ShardingGroups, names: list[list[str]]) -> None:
     """Raise on all ranks unless their optimizers have the same parameters; collective."""
+    lines = [f"group {number}: {', '.join(of_group)}" for number, of_group in enumerate(names)]
     for group in groups.both:
-        for rank, other in enumerate(group.all_gather_object(names)):
-            if other != names:
-                raise ValueError(
-                    f"optimizer: ranks {group.rank} and {rank} have other parameters in its groups; choose them by "
-                    "name, and not by what a rank's part looks like"
-                )
+        check_same(
+            group.backend,
+            lines,
+            "optimizer: the ranks have other parameters in its groups",
+            "Choose parameters by name, and not by what a rank's part looks like.",
+        )
 
 
 def _whole_state(flat: FlatParameter, index: int, state: Mapping[str, Any], *, rank0_only: bool) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ..backends import LocalBackend, all_gather_object
 from ..errors import CommunicatorError
 from ..utils.arguments import integer
+from ..utils.text import lines_of_ranks, ranks_by_text, text_of_problems
 from .world import ProcessGroup, World, current_world
 
 __all__ = ["DeviceMesh", "nearest_shapes"]
@@ -278,20 +279,17 @@ def _agreed(world: World, shape: object) -> tuple[dict[str, int], list[int]]:
     except (TypeError, ValueError) as error:
         problem = error
     own = "" if problem is None else str(problem)
-    given = all_gather_object(world.default_group.backend, (own, checked, world.node_rank))
+    problems, shapes, nodes = zip(
+        *all_gather_object(world.default_group.backend, (own, str(checked), world.node_rank)), strict=True
+    )
     if problem is not None:
         raise problem
-    wrong = [f"rank {rank}: {text}" for rank, (text, _, _) in enumerate(given) if text]
-    if wrong:
-        raise ValueError("; ".join(wrong))
-    sizes = list(checked.items())  # their order counts
-    other = next((rank for rank, (_, theirs, _) in enumerate(given) if list(theirs.items()) != sizes), None)
-    if other is not None:
-        raise ValueError(
-            f"shape: expected the same on all ranks, got {checked} on rank {world.rank} and {given[other][1]} on "
-            f"rank {other}"
-        )
-    return checked, [node for _, _, node in given]
+    if text := text_of_problems(problems):
+        raise ValueError(text)
+    ranks_of = ranks_by_text(dict(enumerate(shapes)))
+    if len(ranks_of) > 1:
+        raise ValueError(f"shape: expected the same on all ranks, got\n  {lines_of_ranks(ranks_of.items())}")
+    return checked, list(nodes)
 
 
 def _counted(number: int, word: str) -> str:

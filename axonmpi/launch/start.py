@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import LaunchError
+from ..utils.text import name_ranks
 from . import children
 from . import exit as exits
 from .check import MpiLibrary, check_launch, check_protocol
@@ -259,8 +260,8 @@ def _agree_on_launch(comm: Any, library: MpiLibrary) -> None:
     own = check_launch(detect_launchers(), comm.rank, comm.size, library)
     complaints = {rank: complaint for rank, complaint in enumerate(comm.allgather(own)) if complaint}
     if complaints:
-        ranks = f"on ranks {', '.join(map(str, complaints))} " if comm.size > 1 else ""
-        raise LaunchError(ranks + next(iter(complaints.values())))
+        where = f"on {name_ranks(complaints)} " if comm.size > 1 else ""
+        raise LaunchError(where + next(iter(complaints.values())))
 
 
 def _node(comm: Any, local: Any) -> tuple[int, int]:

@@ -20,10 +20,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..collectives.agreement import check_same_model
+from ..collectives.agreement import check_same, check_same_model, raised_on_all
 from ..groups.world import ProcessGroup, group_of_this_rank
 from ..utils.arguments import check_flags, either_group_name, integer
-from ..utils.text import name_ranks
 from .plan import Column, Join, Plan, Region, Split, Style, Tied, find_modules
 from .presets import preset
 from .shards import Shard, Sharded
@@ -75,17 +74,13 @@ def tensor_parallelize(
     """
     group = group_of_this_rank(group, "group")
     setting = Setting(group, sequence_parallel, sequence_dim, generator)
-    work, problem = None, None
-    try:
+    with raised_on_all(group.backend):
         check_flags(sequence_parallel=sequence_parallel)
         integer("sequence_dim", sequence_dim)
         work = _plan_work(module, plan, group.size)
         if sequence_parallel:
             _check_sequence(module, work)
-    except (TypeError, ValueError) as error:
-        problem = error
-    _agree(module, work, problem, setting)
-    assert work is not None
+    _check_same_work(module, work, setting)
     splits, joins = bool(work.named(Split)), bool(work.named(Join))
     _carry_out(module, work, dataclasses.replace(setting, splits=splits, joins=joins))
     return module
@@ -208,30 +203,19 @@ def _places(model: nn.Module) -> dict[int, list[tuple[str, str]]]:
     return places
 
 
-def _agree(model: nn.Module, work: _Work | None, problem: Exception | None, setting: Setting) -> None:
-    """Raise on all ranks if one has found a mistake, or if plans or models differ; collective."""
-    group = setting.group
-    samples = {} if problem else {name: _sample(value) for name, value in model.named_parameters()}
-    told = group.all_gather_object((type(problem), "" if problem is None else str(problem), samples))
-    wrong = {rank: (kind, text) for rank, (kind, text, _) in enumerate(told) if text}
-    if wrong:
-        kind, text = next(iter(wrong.values()))
-        if len(wrong) < group.size or len(set(wrong.values())) > 1:
-            text = "\n".join(f"rank {rank}: {text}" for rank, (_, text) in wrong.items())
-        raise kind(text)
-    assert work is not None
+def _check_same_work(model: nn.Module, work: _Work, setting: Setting) -> None:
+    """Raise on all ranks unless they have the same plan and the same model, with the same values; collective."""
     arguments: dict[str, object] = {f"plan: {name}": styles for name, styles in work.styles.items()}
     arguments |= {"sequence_parallel": setting.sequence_parallel, "sequence_dim": setting.sequence_dim}
     if setting.generator is not None:
         arguments["generator (a digest of its state)"] = _digest(setting.generator.get_state())
-    check_same_model(model, group, arguments)
-    for name in samples:
-        different = [rank for rank, (_, _, theirs) in enumerate(told) if theirs[name] != told[0][2][name]]
-        if different:
-            raise ValueError(
-                f"module: the values of {name} on {name_ranks(different)} are not those on rank 0; build the model "
-                "with the same seed, or load the same values, on all ranks of the group"
-            )
+    check_same_model(model, setting.group, arguments)
+    check_same(
+        setting.group.backend,
+        (f"parameter {name!r} with digest {_sample(value)}" for name, value in model.named_parameters()),
+        "module: the parameters' values are not the same on all ranks",
+        "Build the model with the same seed, or load the same values, on all ranks of the group.",
+    )
 
 
 def _sample(parameter: Tensor) -> str:

@@ -10,12 +10,13 @@ make whole is this rank's part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..collectives.agreement import check_same, raised_on_all
 from ..groups.world import ProcessGroup
 from ..utils.arguments import check_flags
 from .shards import Shard, Sharded
@@ -48,7 +49,10 @@ def full_state_dict(
     group, shards = _cuts(module)
     state = module.state_dict() if state is None else state
     parts = {name: shards[name] for name, value in state.items() if name in shards and value is not None}
-    _agree(group, _misfits(parts, state, whole=False), list(parts))
+    with raised_on_all(group.backend):
+        _check_fit("state", parts, state, whole=False)
+    what = "state: expected the same names in the same order on all ranks"
+    check_same(group.backend, parts, what, "Give the state of the same model on every rank.")
     wants = not rank0_only or group.rank == 0
     result = {}
     for name, value in state.items():
@@ -82,9 +86,7 @@ def local_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[s
     """
     group, shards = _cuts(_unwrapped(module))
     cut = {name: shards[name] for name, value in state_dict.items() if name in shards and value is not None}
-    problem = _misfits(cut, state_dict, whole=True)
-    if problem:
-        raise ValueError(f"state_dict: {problem}")
+    _check_fit("state_dict", cut, state_dict, whole=True)
     return {
         name: cut[name].cut(value.detach(), group.rank) if name in cut else value
         for name, value in state_dict.items()
@@ -109,7 +111,9 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any] | None
     group, shards = _cuts(module)
     own = module.state_dict()
     is_first = group.rank == 0
-    _agree(group, _unfit_to_load(own, shards, state_dict, strict=strict) if is_first else "")
+    with raised_on_all(group.backend):
+        if is_first:
+            _check_loadable(own, shards, state_dict, strict=strict)
     given = state_dict if is_first and state_dict is not None else {}
     names = group.broadcast_object([name for name in own if name in given] if is_first else None)
     received = {name: _receive(own[name], shards.get(name), given.get(name), group) for name in names}
@@ -177,8 +181,8 @@ def _cuts(module: nn.Module) -> tuple[ProcessGroup, dict[str, Shard]]:
 # ---- checking ---------------------------------------------------------------------------------------------------
 
 
-def _misfits(shards: Mapping[str, Shard], state: Mapping[str, Any], *, whole: bool) -> str:
-    """Describe tensors that are not whole parameters, or no parts of them; empty if there are none."""
+def _check_fit(argument: str, shards: Mapping[str, Shard], state: Mapping[str, Any], *, whole: bool) -> None:
+    """Raise if a tensor is not a whole parameter, or not a rank's part of one; local."""
     wrong = []
     for name, shard in shards.items():
         dim = 1 - shard.dim if whole and isinstance(shard, TransposedShard) else shard.dim
@@ -186,12 +190,13 @@ def _misfits(shards: Mapping[str, Shard], state: Mapping[str, Any], *, whole: bo
         shape = list(state[name].shape)
         if len(shape) <= dim or shape[dim] != size:
             wrong.append(f"{name}: expected size {size} along dim {dim}, got shape {shape}")
-    return "; ".join(wrong)
+    if wrong:
+        raise ValueError(f"{argument}: {'; '.join(wrong)}")
 
 
-def _unfit_to_load(own: Mapping[str, Any], shards: Mapping[str, Shard], given: object, *, strict: bool) -> str:
+def _check_loadable(own: Mapping[str, Any], shards: Mapping[str, Shard], given: object, *, strict: bool) -> None:
     if not isinstance(given, Mapping):
-        return f"state_dict: expected a mapping of names to values, got {type(given).__name__}"
+        raise ValueError(f"state_dict: expected a mapping of names to values, got {type(given).__name__}")
     problems = []
     missing, unexpected = [name for name in own if name not in given], [name for name in given if name not in own]
     if strict and missing:
@@ -209,23 +214,9 @@ def _unfit_to_load(own: Mapping[str, Any], shards: Mapping[str, Shard], given: o
         problems.append(f"wrong shapes: {'; '.join(wrong)}")
     if any(value.is_meta for value in tensors.values()):
         problems.append("the model is on the meta device: call its to_empty(device=...) first")
-    return f"state_dict does not fit the model, {'; '.join(problems)}" if problems else ""
+    if problems:
+        raise ValueError(f"state_dict does not fit the model, {'; '.join(problems)}")
 
 
 def _shape_text(value: object) -> str:
     return str(list(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-
-
-def _agree(group: ProcessGroup, problem: str, names: Sequence[str] = ()) -> None:
-    """Raise on all ranks if one has a problem, or if they have other names; collective."""
-    told = group.all_gather_object((problem, tuple(names)))
-    wrong = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(told) if text]
-    if wrong:
-        raise ValueError("\n".join(wrong))
-    for rank, (_, other) in enumerate(told):
-        if other != told[0][1]:
-            different = sorted(set(other) ^ set(told[0][1]))
-            raise ValueError(
-                f"state: expected the same names in the same order on all ranks; ranks 0 and {rank} differ in "
-                f"{', '.join(different) or 'their order'}"
-            )

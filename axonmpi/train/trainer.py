@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..collectives.agreement import check_same
 from ..groups.mesh import DeviceMesh
 from ..groups.world import World
 from .batches import BatchPlan, HeldOutPlan, Stream, seeded_generator
@@ -106,15 +107,13 @@ class Trainer:
         return self._recorder.held_out
 
     def _check_same_on_all_ranks(self) -> None:
-        settings = {name: value for name, value in self._config.flat().items() if name not in _MAY_DIFFER}
-        described = self._group.all_gather_object({**settings, "text": self.corpus.digest})
-        for rank, other in enumerate(described):
-            differing = [name for name, value in described[0].items() if other[name] != value]
-            if differing:
-                raise ValueError(
-                    f"ranks 0 and {rank} differ in {', '.join(differing)}: start all ranks with the same settings, "
-                    "and give them the same text"
-                )
+        settings = {**self._config.flat(), "text": f"with digest {self.corpus.digest}"}
+        check_same(
+            self._group.backend,
+            (f"{name} {value}" for name, value in settings.items() if name not in _MAY_DIFFER),
+            "the settings are not the same on all ranks",
+            "Start all ranks with the same settings, and give them the same text.",
+        )
 
     def run(self) -> Summary:
         """Train to the end; collective.

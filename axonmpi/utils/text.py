@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["lines_of_ranks", "name_ranks", "ranks_by_text"]
+__all__ = ["lines_of_ranks", "name_ranks", "ranks_by_text", "text_of_problems"]
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -13,18 +13,33 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(map(str, ordered))}"
 
 
-def ranks_by_text(texts: Sequence[str]) -> dict[str, list[int]]:
-    """Return which ranks said each text, those of the lowest rank first; local.
+def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    """Return the ranks that have each text, the text of the lowest rank first; local.
 
     Args:
-        texts: One a rank.
+        texts: By rank.
     """
     ranks_of: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks_of.setdefault(text, []).append(rank)
+    for rank in sorted(texts):
+        ranks_of.setdefault(texts[rank], []).append(rank)
     return ranks_of
 
 
 def lines_of_ranks(ranks_of: Iterable[tuple[str, Sequence[int]]]) -> str:
-    """Return an indented line for each text, which names the ranks that it is of; local."""
+    """Return an indented line for each text, which names its ranks; local."""
     return "\n  ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in ranks_of)
+
+
+def text_of_problems(problems: Sequence[str]) -> str:
+    """Return what to raise on all ranks; empty if no rank has a problem; local.
+
+    Args:
+        problems: One a rank, empty where a rank has none.
+
+    Returns:
+        The problem itself where all ranks have the same one, else a line for each, which names its ranks.
+    """
+    found = ranks_by_text({rank: problem for rank, problem in enumerate(problems) if problem})
+    if len(set(problems)) == 1:
+        return problems[0]
+    return "\n".join(f"{name_ranks(ranks)}: {problem}" for problem, ranks in found.items())

@@ -225,7 +225,7 @@ def test_ranks_know_their_place_share_the_cores_and_hear_of_a_disagreement_on_on
     )
     assert ended.code == 0, ended.err
     by_variables = "by the variables of RANK/WORLD_SIZE this is rank 0 of 2"
-    said = f"on ranks 1 the launcher and MPI disagree: {by_variables}, by MPI it is rank 1 of 2."
+    said = f"on rank 1 the launcher and MPI disagree: {by_variables}, by MPI it is rank 1 of 2."
     assert ended.out.splitlines() == [said] * 2
 
 
