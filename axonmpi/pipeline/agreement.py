@@ -1,20 +1,20 @@
 """What the ranks of a pipeline tell each other before a step, so that mistakes are errors on all of them.
 
 One small all-gather: what each rank is about to do, how large its batch is, a digest of its shapes. If a rank has
-found a mistake, all hear of it before anything is sent.
+found a mistake, all ranks raise it before anything is sent.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 import torch
 
-from ..backends import Backend, all_gather_object
+from ..backends import Backend
+from ..collectives.agreement import check_same, raised_on_all
 
-__all__ = ["Header", "Mode", "agree", "raise_together"]
+__all__ = ["Header", "Mode", "agree"]
 
 _NONE = -1
 
@@ -33,72 +33,55 @@ class Header:
 
     Attributes:
         mode: What it is about to do.
-        num_microbatches: Micro-batches that it is set to.
+        num_microbatches: Its number of micro-batches.
+        shares: Whether gradients are shared with other ranks afterwards.
+        trained: Digest of which parameters are trained.
         samples: Samples in the input; -1 where this rank has none to give.
         shapes: Digest of the input; 0 where this rank has none to give.
         targets: Samples in the target; -1 where this rank has none to give.
-        trained: Digest of which parameters are trained.
-        shares: Whether gradients are shared with other ranks afterwards.
     """
 
     mode: int
-    num_microbatches: int
+    num_microbatches: int = 0
+    shares: bool = True
+    trained: int = 0
     samples: int = _NONE
     shapes: int = 0
     targets: int = _NONE
-    trained: int = 0
-    shares: int = 1
 
 
-def agree(backend: Backend, own: Header, problem: str) -> list[Header]:
+def agree(backend: Backend, own: Header, problem: Exception | None) -> list[Header]:
     """Exchange headers; collective.
 
     Args:
         backend: Of the pipeline's ranks.
         own: This rank's.
-        problem: What is wrong with this rank's arguments; empty if nothing is.
+        problem: What is wrong with this rank's arguments, if anything is.
 
     Returns:
         The headers of all ranks.
 
     Raises:
-        ValueError: On all ranks, if a rank has a problem or they do not agree.
+        TypeError: A rank has such a problem; on all ranks.
+        ValueError: A rank has such a problem, or they do not agree; on all ranks.
     """
-    words = torch.tensor([bool(problem), *astuple(own)], dtype=torch.int64)
+    words = torch.tensor([problem is not None, *astuple(own)], dtype=torch.int64)
     rows = backend.all_gather(words).view(backend.size, -1).tolist()
     if any(row[0] for row in rows):
-        raise_together(backend, problem)
+        with raised_on_all(backend):
+            if problem is not None:
+                raise problem
     headers = [Header(*row[1:]) for row in rows]
-    _check_same("the operation", [Mode(header.mode).name.lower() for header in headers])
-    _check_same("num_microbatches", [header.num_microbatches for header in headers])
-    _check_same("no_sync()", [bool(1 - header.shares) for header in headers])
+    if len({(header.mode, header.num_microbatches, header.shares) for header in headers}) > 1:
+        sync = "" if own.shares else " within no_sync()"
+        step = f"{Mode(own.mode).name.lower()}{sync}, num_microbatches={own.num_microbatches}"
+        what = "the ranks of the pipeline make different steps"
+        check_same(backend, [step], what, "Make the same steps on all of them.")
     samples = {header.samples for header in headers if header.samples != _NONE}
     targets = {header.targets for header in headers if header.targets != _NONE}
     if targets and targets != samples:
         raise ValueError(
-            f"target: expected as many samples as the input has on the first stage's rank, {_text(samples)}, got "
-            f"{_text(targets)} on the last one's"
+            f"target: expected as many samples as the input has on the first stage's rank, {max(samples)}, got "
+            f"{max(targets)} on the last one's"
         )
     return headers
-
-
-def raise_together(backend: Backend, problem: str) -> None:
-    """Raise on all ranks if any has a problem; collective.
-
-    Raises:
-        ValueError: It names the ranks.
-    """
-    problems = all_gather_object(backend, problem)
-    told = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
-    if told:
-        raise ValueError("; ".join(told))
-
-
-def _check_same(name: str, values: Sequence[object]) -> None:
-    if len(set(values)) > 1:
-        different = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-        raise ValueError(f"{name}: expected the same on all ranks of the pipeline, got {different}")
-
-
-def _text(numbers: set[int]) -> str:
-    return " and ".join(map(str, sorted(numbers)))

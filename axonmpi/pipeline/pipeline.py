@@ -15,35 +15,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..backends import all_gather_object, broadcast_object
+from ..collectives.agreement import check_same, raised_on_all
 from ..collectives.gradient_norm import Copies
 from ..groups.world import ProcessGroup, chosen_group, group_of_this_rank
-from ..utils.arguments import check_flags, check_functions, either_group_name
+from ..utils.arguments import check_flags, check_functions, either_group_name, integer
 from ..utils.text import name_ranks
 from ..wrapping.partial import mark_gradients
 from .agreement import Header, Mode, agree
 from .batches import batch_size, digest_of, joined, loss_weights, split_batch
-from .construction import (
-    ScheduleMaker,
-    agree_on,
-    check_groups,
-    check_stages,
-    chosen_schedule,
-    lay_out,
-    placement_for,
-    schedule_for,
-)
+from .construction import ScheduleMaker, chosen_schedule, lay_out, own_modules, placement_for
 from .norms import clip_grad_norm
-from .runtime.executor import Executor, Routes
+from .runtime.executor import Executor
+from .runtime.payload import Forms
 from .runtime.stage import PipelineStage, StageRun
 from .runtime.step import Step
 from .runtime.transport import Transport
-from .runtime.wires import Forms
 from .schedule.actions import Schedule
 from .schedule.chart import text_chart
 from .schedule.schedules import PipelineSchedule
@@ -109,23 +102,16 @@ class Pipeline(nn.Module):
         self.loss_fn = loss_fn
         self.loss_weight = loss_weight
         self.steps = 0
-        plan, modules, problem = None, {}, ""
-        try:
-            _check_count(num_microbatches)
+        with raised_on_all(backend):
+            integer("num_microbatches", num_microbatches, minimum=1)
             check_functions(loss_fn=loss_fn, loss_weight=loss_weight)
-            ordered = check_stages(stages, self._group)
-            modules = {s.stage_id: s.module for s in ordered if s.device_rank == self._group.rank and s.module}
-            check_groups(modules, self._group)
-            plan = lay_out(ordered, self._group, schedule, modules, skips, ties, seed)
-        except (TypeError, ValueError) as error:
-            problem = str(error)
-            if self._group.size == 1:
-                raise
-        agree_on(backend, plan, problem)
-        assert plan is not None
+            modules = own_modules(stages, self._group)
+            plan = lay_out(stages, self._group, schedule, modules, skips, ties, seed)
+        what = "the arguments of Pipeline are not the same on all ranks"
+        check_same(backend, plan.described(), what, "Give all ranks of the pipeline the same arguments.")
         self._plan = plan
         self.stages = nn.ModuleDict({str(stage): module for stage, module in modules.items()})
-        self._runs = {stage: StageRun(stage, module) for stage, module in modules.items()}
+        self._runs = {stage: StageRun(module) for stage, module in modules.items()}
         self._ties = Ties(plan.ties, plan.placement, modules, self._group)
         self._transport = Transport(backend, plan.placement, plan.edges)
         self._schedules: dict[tuple[int, bool], Schedule] = {}
@@ -206,7 +192,8 @@ class Pipeline(nn.Module):
             ValueError: The input has no batch, or the ranks do not agree; on all ranks.
         """
         step = self._run(Mode.PREDICT, input, None)
-        return joined(step.outputs) if self.has_last_stage else None
+        outputs = [output for _, output in sorted(step.outputs.items())]
+        return joined(outputs) if self.has_last_stage else None
 
     def train_step(self, input: Any, target: Any) -> Tensor | None:
         """Compute the loss and add its gradients to the parameters' `grad`; collective.
@@ -342,37 +329,46 @@ class Pipeline(nn.Module):
         schedule = self._schedule(count, trains=trains)
         step = self._step(mode, input, target, count)
         learning = key not in self._known
-        forms = {} if learning else self._known[key]
+        forms = Forms() if learning else self._known[key]
         wires = self._transport.wires(count, trains=trains, learning=learning)
-        routes = Routes(schedule, self._group.rank, self._plan.skips, trains)
-        Executor(routes, self._runs, wires, forms, learning=learning, feed=step, times=self._times).run()
+        Executor(
+            schedule,
+            self._group.rank,
+            self._plan.skips,
+            self._runs,
+            wires,
+            forms,
+            learning=learning,
+            step=step,
+            times=self._times,
+        ).run()
         self._transport.outbox.flush()
         if learning:
             self._transport.learn(schedule, forms, trains=trains)
             self._known[key] = forms
         return step
 
-    def _header(self, mode: Mode, input: Any, target: Any) -> tuple[Header, str]:
-        """Return what this rank has to say before a step, and what is wrong with its arguments."""
-        samples, shapes, targets, problem = -1, 0, -1, ""
+    def _header(self, mode: Mode, input: Any, target: Any) -> tuple[Header, Exception | None]:
+        """Return what this rank tells the others before a step, and what is wrong with its arguments."""
+        header = Header(mode)
         try:
-            _check_count(self.num_microbatches)
+            count = integer("num_microbatches", self.num_microbatches, minimum=1)
+            trained = hash(tuple(parameter.requires_grad for parameter in self.parameters())) & (2**62 - 1)
+            header = replace(header, num_microbatches=count, shares=self._shares, trained=trained)
             if self.has_first_stage:
-                samples, shapes = batch_size(input, "input"), digest_of(input)
+                header = replace(header, samples=batch_size(input, "input"), shapes=digest_of(input))
             if self.has_last_stage and mode is not Mode.PREDICT:
                 if self.loss_fn is None:
                     raise ValueError("loss_fn: expected one, which train_step() and eval_step() need, got None")
-                targets = batch_size(target, "target")
+                header = replace(header, targets=batch_size(target, "target"))
         except (TypeError, ValueError) as error:
-            problem = str(error)
-        trained = hash(tuple(parameter.requires_grad for parameter in self.parameters())) & (2**62 - 1)
-        shares = int(self._shares)
-        return Header(mode, int(self.num_microbatches), samples, shapes, targets, trained, shares), problem
+            return header, error
+        return header, None
 
     def _schedule(self, num_microbatches: int, *, trains: bool) -> Schedule:
         key = num_microbatches, trains
         if key not in self._schedules:
-            self._schedules[key] = schedule_for(self._plan, num_microbatches, trains=trains)
+            self._schedules[key] = self._plan.schedule_for(num_microbatches, trains=trains)
         return self._schedules[key]
 
     def _step(self, mode: Mode, input: Any, target: Any, count: int) -> Step:
@@ -385,13 +381,6 @@ class Pipeline(nn.Module):
             targets,
             loss_weights(targets, self.loss_weight) if wants_loss else [],
             loss_fn=self.loss_fn,
-            random=None if self._plan.seed is None else (self._plan.seed, self.steps),
+            seed=None if self._plan.seed is None else (self._plan.seed, self.steps),
             is_lent=self._transport.holds,
         )
-
-
-def _check_count(num_microbatches: object) -> None:
-    if not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool):
-        raise TypeError(f"num_microbatches: expected an int, got {num_microbatches!r}")
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches: expected 1 or more, got {num_microbatches}")

@@ -1,13 +1,13 @@
 """The actions of a pipeline's ranks, and a schedule as lists of them (without torch).
 
-    F2.3        forward of stage 2 for micro-batch 3
-    B2.3        its backward, whole; or in two halves:
-    I2.3        the gradient of the stage's input, which the stage before waits for
-    W2.3        the gradient of its weights, which no other stage waits for
-    SF2.3>4     send forward: the output of stage 2 for micro-batch 3, to stage 4
-    RF4.3<2     receive forward: the same message, at stage 4
-    SB4.3>2     send backward: the gradient of what stage 4 has received, to stage 2
-    RB2.3<4     receive backward: the same message, at stage 2
+F2.3        forward of stage 2 for micro-batch 3
+B2.3        its backward, whole; or in two halves:
+I2.3        the gradient of the stage's input, which the stage before waits for
+W2.3        the gradient of its weights, which no other stage waits for
+SF2.3>4     send forward: the output of stage 2 for micro-batch 3, to stage 4
+RF4.3<2     receive forward: the same message, at stage 4
+SB4.3>2     send backward: the gradient of what stage 4 has received, to stage 2
+RB2.3<4     receive backward: the same message, at stage 2
 """
 
 from __future__ import annotations
@@ -81,6 +81,12 @@ class Action:
         return Action(kind, self.peer, self.micro_batch, self.stage)
 
     @property
+    def line(self) -> tuple[int, int]:
+        """The stage that sends and the stage that receives, of a transfer."""
+        assert self.peer is not None
+        return (self.stage, self.peer) if self.kind.is_send else (self.peer, self.stage)
+
+    @property
     def makes(self) -> Datum | None:
         """The datum that the action makes; None for a weight gradient and for transfers."""
         if not self.kind.is_compute or self.kind is ActionKind.BACKWARD_WEIGHT:
@@ -92,8 +98,7 @@ class Action:
         """The datum that a transfer moves; None for an action that computes."""
         if self.peer is None:
             return None
-        forward = self.kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD)
-        return forward, self.stage if self.kind.is_send else self.peer, self.micro_batch
+        return self.kind.value.endswith("F"), self.line[0], self.micro_batch
 
 
 _PATTERN = re.compile(r"(SF|RF|SB|RB|F|B|I|W)(\d+)\.(\d+)(?:([<>])(\d+))?")

@@ -6,8 +6,8 @@
     timeline.peak_activations    (4, 3, 2, 1)       micro-batches whose activations a rank holds
 
 Each simulated rank goes through its list. Posting a receive takes no time. An action that computes waits for its
-data: those that other stages of the rank have made, and messages. A send takes no time either. Under *rendezvous* it
-first waits until its receive is posted, as large messages of MPI may do; *eager* messages never wait.
+data: those that other stages of the rank have made, and messages. A send takes no time either. Under *rendezvous*
+it first waits until its receive is posted, as large messages of MPI may do; *eager* messages never wait.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, rendezvous: bool = 
     check_flags(rendezvous=rendezvous)
     simulation = _Simulation(schedule, costs or Costs(), rendezvous)
     ranks = range(schedule.num_ranks)
-    while any([simulation.advance(rank) for rank in ranks]):
+    while sum(simulation.advance(rank) for rank in ranks):
         pass
     simulation.check_ended()
     return Timeline(schedule.name, tuple(map(tuple, simulation.spans)))
@@ -176,5 +176,7 @@ class _Simulation:
         stuck = {(rank, step): own[step] for rank, own in lists if (step := self._steps[rank]) < len(own)}
         if stuck:
             waiting = ", ".join(f"rank {rank} at step {step}, {action}" for (rank, step), action in stuck.items())
-            messages = "sends wait for their receives (rendezvous)" if self._rendezvous else "sends never wait (eager)"
+            messages = (
+                "sends wait for their receives (rendezvous)" if self._rendezvous else "sends never wait (eager)"
+            )
             raise fault(self._schedule, stuck, f"deadlock where {messages}: these wait for ever: {waiting}")

@@ -23,7 +23,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from .actions import Action, ActionKind, Datum, Schedule
+from .actions import Action, Datum, Schedule
 from .simulator import Costs, simulate
 from .timeline import Span
 
@@ -54,13 +54,12 @@ def _merged(schedule: Schedule, spans: Sequence[Span], made: Mapping[Datum | Non
     """Yield the actions of a rank, each after the receives before it and followed by its sends."""
     ends = [span.end for span in spans]
     posts: list[list[Action]] = [[] for _ in spans]
-    used: dict[tuple[ActionKind, int, int | None], int] = {}
+    used: dict[tuple[int, int], int] = {}
     for index, span in enumerate(spans):
         for receive in schedule.receives(span.action):
-            line = receive.kind, receive.stage, receive.peer
             ahead = bisect_left(ends, made[receive.carries])
-            posts[min(index, ahead, used.get(line, index))].append(receive)
-            used[line] = index
+            posts[min(index, ahead, used.get(receive.line, index))].append(receive)
+            used[receive.line] = index
     for span, receives in zip(spans, posts, strict=True):
         yield from receives
         yield span.action
