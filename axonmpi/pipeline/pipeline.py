@@ -13,6 +13,7 @@ Gradients are those of one process: the loss is the mean over the whole batch, h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from ..backends import all_gather_object, broadcast_object
 from ..collectives.agreement import check_same, raised_on_all
-from ..collectives.gradient_norm import Copies
+from ..collectives.gradient_norm import Copies, clip_over, copy_counts, divided_axes
 from ..groups.world import ProcessGroup, chosen_group, group_of_this_rank
 from ..utils.arguments import check_flags, check_functions, either_group_name, integer
 from ..utils.text import name_ranks
@@ -31,7 +32,6 @@ from ..wrapping.partial import mark_gradients
 from .agreement import Header, Mode, agree
 from .batches import batch_size, digest_of, joined, loss_weights, split_batch
 from .construction import ScheduleMaker, chosen_schedule, lay_out, own_modules, placement_for
-from .norms import clip_grad_norm
 from .runtime.executor import Executor
 from .runtime.payload import Forms
 from .runtime.stage import PipelineStage, StageRun
@@ -43,7 +43,7 @@ from .schedule.schedules import PipelineSchedule
 from .schedule.simulator import Costs, simulate
 from .schedule.timeline import Span
 from .schedule.trace import write_trace
-from .ties import Ties, shared_parameters
+from .ties import shared_parameters, tie_parameters
 
 __all__ = ["Pipeline"]
 
@@ -112,7 +112,7 @@ class Pipeline(nn.Module):
         self._plan = plan
         self.stages = nn.ModuleDict({str(stage): module for stage, module in modules.items()})
         self._runs = {stage: StageRun(module) for stage, module in modules.items()}
-        self._ties = Ties(plan.ties, plan.placement, modules, self._group)
+        self._tied = tie_parameters(plan.ties, plan.placement, modules, self._group, backend)
         self._transport = Transport(backend, plan.placement, plan.edges)
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._known: dict[tuple[Header, ...], Forms] = {}
@@ -212,16 +212,19 @@ class Pipeline(nn.Module):
         with ExitStack() as stack:
             for run in self._runs.values():
                 stack.enter_context(run.without_sync())
-            kept = self._ties.begin()
+            for tied in self._tied:
+                tied.begin()
             step = self._run(Mode.TRAIN, input, target)
         if self._shares:
             for _, run in sorted(self._runs.items()):
                 run.sync_gradients()
-            self._ties.sum(kept)
+            for tied in self._tied:
+                tied.sum()
             if self._group.size > 1:
                 mark_gradients(self.parameters())
         else:
-            self._ties.leave(kept)
+            for tied in self._tied:
+                tied.leave()
         self.steps += 1
         return step.loss
 
@@ -269,16 +272,22 @@ class Pipeline(nn.Module):
             ValueError: `max_norm` is negative or `norm_type` not positive, or `group` or `copies` does not fit.
             RuntimeError: The norm is not finite, with `error_if_nonfinite`; on all ranks.
         """
-        return clip_grad_norm(
-            list(self.named_parameters()),
-            self._ties.elsewhere,
-            ProcessGroup(self._backend, self._group.ranks),
-            max_norm,
-            norm_type,
-            group=None if group is None else chosen_group(group),
-            copies=copies,
-            error_if_nonfinite=error_if_nonfinite,
-        )
+        stages = ProcessGroup(self._backend, self._group.ranks)
+        asked = [stages if group is None else chosen_group(group)]
+        if not all(asked[0].contains(rank) for rank in stages.ranks):
+            raise ValueError(
+                f"group: expected one with all ranks of the pipeline, {list(stages.ranks)}, got "
+                f"{list(asked[0].ranks)}; join the axes, as in mesh.group('pp', 'tp')"
+            )
+        named = list(self.named_parameters())
+        if group is None and copies is None:
+            asked = [*(axis.group for axis in divided_axes(self.parameters())), stages]
+        elsewhere = set[int]().union(*(tied.elsewhere for tied in self._tied))
+        pairs = [
+            (parameter, math.inf if id(parameter) in elsewhere else count)
+            for (_, parameter), count in zip(named, copy_counts(named, copies, asked), strict=True)
+        ]
+        return clip_over(pairs, asked, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     # ---- pictures ---------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..collectives.agreement import check_same, raised_on_all
 from ..groups.world import ProcessGroup, chosen_group, current_world
 from ..utils.arguments import either_group_name, integer
 from .runtime.payload import pack, unpack
@@ -210,32 +211,13 @@ def _times(
         group = world.default_group
     if group is None:
         return _measured(pieces, sample, repeats)
-    times, failure = None, None
-    if group.rank == 0:
-        try:
-            times = _measured(pieces, sample, repeats)
-        except ValueError as error:
-            failure = error
-    # One exchange tells every rank the times, or why there are none, and whether all cut the same thing.
-    reports = group.all_gather_object((num_stages, len(pieces), times, failure and str(failure)))
-    if failure is not None:
-        raise failure
-    _check_reports(reports)
-    agreed: list[int] = reports[0][2]
+    with raised_on_all(group.backend):
+        times = _measured(pieces, sample, repeats) if group.rank == 0 else []
+    own = f"{num_stages} stages of {len(pieces)} pieces"
+    what = "the ranks cut different numbers of stages from different numbers of pieces"
+    check_same(group.backend, [own], what, "Give all of them the same model and num_stages.")
+    agreed: list[int] = group.broadcast_object(times)
     return agreed
-
-
-def _check_reports(reports: Sequence[tuple[int, int, list[int] | None, str | None]]) -> None:
-    """Raise what rank 0 has raised, or unless all ranks have as many stages and pieces."""
-    reason = reports[0][3]
-    if reason is not None:
-        raise ValueError(reason)
-    if len({report[:2] for report in reports}) > 1:
-        plans = [f"rank {rank}: {report[0]} of {report[1]}" for rank, report in enumerate(reports)]
-        raise ValueError(
-            f"the ranks cut different numbers of stages from different numbers of pieces ({', '.join(plans)}): "
-            "give all of them the same model and num_stages"
-        )
 
 
 def _measured(pieces: Sequence[_Piece], sample: Any, repeats: int) -> list[int]:
@@ -296,10 +278,8 @@ def _unchanged(model: nn.Module, devices: set[torch.device]) -> Iterator[None]:
         for generator, state in states:
             generator.set_state(state)
         for module, before in buffers:
-            for name in set(dict(module._buffers)).difference(before):
-                delattr(module, name)
-            for name, buffer in before.items():
-                setattr(module, name, buffer)
+            module._buffers.clear()
+            module._buffers.update(before)
 
 
 def _described(value: Any) -> str:

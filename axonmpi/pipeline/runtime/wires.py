@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import pickle
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -95,19 +94,19 @@ def _ended(work: Work) -> bool:
     return True
 
 
-class Wire(ABC):
+class Wire:
     """One direction of an edge, at one of its ends."""
 
-    @abstractmethod
     def send(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
         """Hand over the payload of a micro-batch; the tensors may be dropped, but not changed, afterwards."""
+        raise NotImplementedError
 
     def post(self, micro_batch: int, forms: Sequence[TensorForm]) -> None:
         """Get ready to receive the payload of a micro-batch."""
 
-    @abstractmethod
     def take(self, micro_batch: int, forms: Sequence[TensorForm]) -> list[Tensor]:
         """Wait for the payload of a micro-batch."""
+        raise NotImplementedError
 
     def free(self, micro_batch: int) -> None:
         """Say that the payload of a micro-batch is not needed any more."""

@@ -32,9 +32,9 @@ _SUFFIXES = (".png", ".svg")
 
 def describe(timeline: Timeline) -> str:
     """Return a line with the bubble and with the activations that each rank holds at most; local."""
-    ranks = len(timeline.spans)
+    ranks = "1 rank" if len(timeline.spans) == 1 else f"{len(timeline.spans)} ranks"
     peaks = ", ".join(map(str, timeline.peak_activations))
-    return f"{timeline.name} on {_count(ranks, 'rank')}: bubble {timeline.bubble:.1%}, peak activations {peaks}"
+    return f"{timeline.name} on {ranks}: bubble {timeline.bubble:.1%}, peak activations {peaks}"
 
 
 def text_chart(timeline: Timeline, width: int = 240, scale: float | None = None) -> str:
@@ -158,7 +158,3 @@ def _legend(timeline: Timeline) -> list[Any]:
 
     kinds = {span.action.kind for spans in timeline.spans for span in spans}
     return [Patch(color=color, label=label) for kind, (color, label) in _COLORS.items() if kind in kinds]
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
