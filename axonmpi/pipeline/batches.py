@@ -27,7 +27,9 @@ def batch_size(value: Any, name: str) -> int:
     """
     _, tensors = pack(value)
     if not tensors:
-        raise ValueError(f"{name}: expected a tensor, or tuples, lists or dicts of tensors, got {_kind(value)}")
+        raise ValueError(
+            f"{name}: expected a tensor, or tuples, lists or dicts of tensors, got {type(value).__name__}"
+        )
     sizes = sorted({tensor.shape[0] if tensor.dim() else -1 for tensor in tensors})
     if len(sizes) > 1 or sizes[0] < 1:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
@@ -35,10 +37,6 @@ def batch_size(value: Any, name: str) -> int:
             f"{name}: expected tensors whose dim 0 is the batch, of the same size from 1, got {shapes}"
         )
     return sizes[0]
-
-
-def _kind(value: Any) -> str:
-    return "None" if value is None else type(value).__name__
 
 
 def digest_of(value: Any) -> int:
@@ -88,7 +86,7 @@ def as_scalar(loss: Any) -> Tensor:
         ValueError: It has more than one element.
     """
     if not isinstance(loss, Tensor):
-        raise TypeError(f"loss_fn: expected that it returns a tensor, got {_kind(loss)}")
+        raise TypeError(f"loss_fn: expected that it returns a tensor, got {type(loss).__name__}")
     if loss.numel() != 1:
         raise ValueError(
             f"loss_fn: expected that it returns one number, the mean of a micro-batch, got {list(loss.shape)}"

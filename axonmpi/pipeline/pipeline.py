@@ -27,15 +27,13 @@ from ..collectives.agreement import check_same, raised_on_all
 from ..collectives.gradient_norm import Copies, clip_over, copy_counts, divided_axes
 from ..groups.world import ProcessGroup, chosen_group, group_of_this_rank
 from ..utils.arguments import check_flags, check_functions, either_group_name, integer
-from ..utils.text import name_ranks
 from ..wrapping.partial import mark_gradients
-from .agreement import Header, Mode, agree
 from .batches import batch_size, digest_of, joined, loss_weights, split_batch
 from .construction import ScheduleMaker, chosen_schedule, lay_out, own_modules, placement_for
 from .runtime.executor import Executor
 from .runtime.payload import Forms
 from .runtime.stage import PipelineStage, StageRun
-from .runtime.step import Step
+from .runtime.step import Header, Mode, Step, agree
 from .runtime.transport import Transport
 from .schedule.actions import Schedule
 from .schedule.chart import text_chart
@@ -313,13 +311,10 @@ class Pipeline(nn.Module):
         Raises:
             ValueError: `record_times()` was not called on a rank; on all ranks.
         """
+        with raised_on_all(self._backend):
+            if self._times is None:
+                raise ValueError("write_trace: expected that record_times() was called before the steps")
         of_all = all_gather_object(self._backend, self._times)
-        missing = [rank for rank, times in enumerate(of_all) if times is None]
-        if missing:
-            raise ValueError(
-                "write_trace: expected that record_times() was called on all ranks before the steps, it was not on "
-                + name_ranks(missing)
-            )
         self._times = []
         if self._group.rank == 0:
             write_trace(Path(path), of_all, self._schedule(self.num_microbatches, trains=True).name)

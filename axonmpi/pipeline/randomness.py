@@ -14,14 +14,15 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 __all__ = ["RandomStream", "microbatch_seed", "undisturbed"]
 
-_lock = threading.Lock()  # torch's random state is the process's, and mock ranks are threads
+undisturbed = threading.Lock()
+"""Keeps other threads from drawing: torch's random state is the process's, and mock ranks are threads."""
 
 
 def microbatch_seed(seed: int, step: int, micro_batch: int) -> int:
@@ -34,11 +35,6 @@ def microbatch_seed(seed: int, step: int, micro_batch: int) -> int:
     """
     digest = hashlib.sha256(f"{seed}/{step}/{micro_batch}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-def undisturbed() -> AbstractContextManager[object]:
-    """Keep other threads from drawing within the block, in which a recomputation draws again."""
-    return _lock
 
 
 class RandomStream:
@@ -66,7 +62,7 @@ class RandomStream:
         if self.state is None:
             yield
             return
-        with _lock if alone else nullcontext():
+        with undisturbed if alone else nullcontext():
             before = torch.get_rng_state()
             torch.set_rng_state(self.state.clone())
             try:

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from ..collectives.agreement import check_same, raised_on_all
 from ..groups.world import ProcessGroup, chosen_group, current_world
 from ..utils.arguments import either_group_name, integer
-from .runtime.payload import pack, unpack
+from .runtime.payload import form_of, pack, unpack
 from .skips import skip_scope
 
 __all__ = ["balanced_bounds", "split_module"]
@@ -84,25 +84,23 @@ def split_module(
             have, such as hooks; a parameter has no shape yet; the sample is missing or does not fit, or a piece
             fails on it; the ranks have different numbers of pieces or stages.
     """
-    _check_options(num_stages, balance, process_group, repeats)
-    pieces = _pieces(module, num_stages)
-    if balance == "parameters":
-        costs = _parameter_costs(pieces)
-    else:
-        times = _times(pieces, num_stages, sample, process_group, repeats)
-        costs = [{position: time} for position, time in enumerate(times)]
-    modes = [module] if isinstance(module, nn.Module) else [piece.module for piece in pieces]
-    training = any(part.training for part in modes)
-    return [_stage(pieces[start:stop], training) for start, stop in balanced_bounds(costs, num_stages)]
-
-
-def _check_options(num_stages: object, balance: object, process_group: object, repeats: object) -> None:
-    for name, number in (("num_stages", num_stages), ("repeats", repeats)):
-        integer(name, number, minimum=1)
+    integer("num_stages", num_stages, minimum=1)
+    integer("repeats", repeats, minimum=1)
     if balance not in ("parameters", "time"):
         raise ValueError(f"balance: expected 'parameters' or 'time', got {balance!r}")
     if process_group is not None:
         chosen_group(process_group, "process_group")
+    pieces = _pieces(module, num_stages)
+    if balance == "parameters":
+        costs: list[Mapping[Hashable, int]] = [
+            {id(tensor): tensor.numel() for tensor in piece.module.parameters()} for piece in pieces
+        ]
+    else:
+        times = _times(pieces, num_stages, sample, process_group, repeats)
+        costs = [{index: time} for index, time in enumerate(times)]
+    modes = [module] if isinstance(module, nn.Module) else [piece.module for piece in pieces]
+    training = any(part.training for part in modes)
+    return [_stage(pieces[start:stop], training) for start, stop in balanced_bounds(costs, num_stages)]
 
 
 # ---- pieces -----------------------------------------------------------------------------------------------------
@@ -198,10 +196,6 @@ def _stage(pieces: Sequence[_Piece], training: bool) -> nn.Sequential:
 # ---- costs ------------------------------------------------------------------------------------------------------
 
 
-def _parameter_costs(pieces: Sequence[_Piece]) -> list[Mapping[Hashable, int]]:
-    return [{id(tensor): tensor.numel() for tensor in piece.module.parameters()} for piece in pieces]
-
-
 def _times(
     pieces: Sequence[_Piece], num_stages: int, sample: Any, group: ProcessGroup | None, repeats: int
 ) -> list[int]:
@@ -242,7 +236,7 @@ def _timed_run(pieces: Sequence[_Piece], value: Any) -> list[int]:
             result = piece.module(value)
         except Exception as error:
             raise ValueError(
-                f"sample: piece {number} of {len(pieces)}, {piece}, failed on {_described(value)}: "
+                f"sample: piece {number} of {len(pieces)}, {piece}, failed on {form_of(*pack(value))}: "
                 f"{type(error).__name__}: {error}\n"
                 "Give the input of the first stage; each piece takes what the one before returns."
             ) from error
@@ -280,12 +274,6 @@ def _unchanged(model: nn.Module, devices: set[torch.device]) -> Iterator[None]:
         for module, before in buffers:
             module._buffers.clear()
             module._buffers.update(before)
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor {list(value.shape)}".replace("torch.", "")
-    return f"a {type(value).__name__}"
 
 
 # ---- balance ----------------------------------------------------------------------------------------------------

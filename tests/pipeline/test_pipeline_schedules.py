@@ -115,7 +115,7 @@ def test_what_a_schedule_knows():
         ((ONE_F_ONE_B, 1, 0), "num_microbatches: expected at least 1, got 0"),
         ((ZERO_BUBBLE, 1, 1, 0), "chunks: expected at least 1, got 0"),
         ((ZERO_BUBBLE, 2, 1, 3), "expected 1 or 2 stages on each rank for the zero-bubble schedule, got 3"),
-        ((GPIPE, 2, 1, 1, [(0, 2)]), r"edges: expected pairs of stages from 0 to 1, .* got \(0, 2\)"),
+        ((GPIPE, 2, 1, 1, [(0, 2)]), r"edges: expected different pairs of stages from 0 to 1, .* got \(0, 2\)"),
         ((GPIPE, 2, 1, 1, [(1, 0)]), r"the lower one first, got \(1, 0\)"),
         (("gpipes", 2, 1), "kind: expected an axonmpi.PipelineSchedule, GPIPE, .*, got 'gpipes'"),
     ],

@@ -23,7 +23,8 @@ from .mailboxes import Line, last_uses
 from .payload import Forms, check_form, form_of, pack, unpack
 from .stage import StageRun
 from .step import Step
-from .wires import MessageWire, Wire
+from .transport import Wire
+from .wires import MessageWire
 
 __all__ = ["Executor"]
 
@@ -209,4 +210,4 @@ class Executor:
 
     def _undisturbed(self, run: StageRun) -> AbstractContextManager[object]:
         """Keep other threads from drawing while backward recomputes; not where it waits for other ranks."""
-        return undisturbed() if self._step.seed is not None and not run.communicates else nullcontext()
+        return undisturbed if self._step.seed is not None and not run.communicates else nullcontext()

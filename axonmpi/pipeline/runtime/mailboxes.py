@@ -25,7 +25,7 @@ from torch import Tensor
 from ...backends import NodeCounters
 from ..schedule.actions import Action, ActionKind
 from .payload import TensorForm
-from .wires import Outbox, Wire
+from .wires import Outbox
 
 __all__ = ["Line", "Mailbox", "MailboxSize", "cells_needed", "last_uses", "make_mailboxes", "payload_bytes"]
 
@@ -79,7 +79,7 @@ def last_uses(*, trains: bool) -> tuple[ActionKind, ...]:
     return (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT) if trains else (ActionKind.FORWARD,)
 
 
-class Mailbox(Wire):
+class Mailbox:
     """One end of a mailbox. Payloads are numbered from 0 over all steps.
 
     Args:
@@ -133,6 +133,9 @@ class Mailbox(Wire):
             for view, tensor in zip(self._tensors(cell, tensors), tensors, strict=True):
                 view.copy_(tensor)
             self._counters.post(self._filled + cell, number + 1)
+
+    def post(self, micro_batch: int, forms: Sequence[TensorForm]) -> None:
+        """Do nothing: the cell is there."""
 
     def take(self, micro_batch: int, forms: Sequence[TensorForm]) -> list[Tensor]:
         """Wait until the cell is filled; return its tensors, which are the cell itself."""

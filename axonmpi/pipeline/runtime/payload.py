@@ -62,7 +62,8 @@ class Form:
     tensors: tuple[TensorForm, ...]
 
     def __str__(self) -> str:
-        return ", ".join(f"{str(form.dtype).removeprefix('torch.')}{list(form.shape)}" for form in self.tensors)
+        texts = [f"{str(form.dtype).removeprefix('torch.')}{list(form.shape)}" for form in self.tensors]
+        return ", ".join(texts) or f"a {type(self.skeleton).__name__} without tensors"
 
 
 class Forms(dict[tuple[tuple[int, int], int], Form]):
@@ -92,11 +93,9 @@ def _taken_out(tensors: list[Tensor], part: Any) -> Any:
 
 def unpack(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
     """Put tensors back into a skeleton."""
-    return _put_back(tensors, skeleton)
-
-
-def _put_back(tensors: Sequence[Tensor], part: Any) -> Any:
-    return tensors[part.value] if isinstance(part, _Index) else _rebuilt(part, partial(_put_back, tensors))
+    if isinstance(skeleton, _Index):
+        return tensors[skeleton.value]
+    return _rebuilt(skeleton, partial(unpack, tensors=tensors))
 
 
 def _rebuilt(part: Any, walk: Callable[[Any], Any]) -> Any:

@@ -18,9 +18,12 @@ from ...backends import MAX_TAG, Backend, all_gather_object
 from ..schedule.actions import Schedule
 from .mailboxes import Line, Mailbox, MailboxSize, cells_needed, make_mailboxes, payload_bytes
 from .payload import Forms
-from .wires import MessageWire, Outbox, Wire
+from .wires import MessageWire, Outbox
 
-__all__ = ["Transport"]
+__all__ = ["Transport", "Wire"]
+
+Wire = MessageWire | Mailbox
+"""One direction of an edge, at one of its ends."""
 
 
 class Transport:

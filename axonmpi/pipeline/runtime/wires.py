@@ -1,4 +1,4 @@
-"""Messages between stages, and the interface that they share with mailboxes.
+"""Messages between stages.
 
 The executor asks a wire for four things:
 
@@ -28,7 +28,7 @@ from ...types import Work
 from ...utils.waiting import Backoff
 from .payload import Form, TensorForm
 
-__all__ = ["MessageWire", "Outbox", "Wire"]
+__all__ = ["MessageWire", "Outbox"]
 
 _YIELDS = 400
 """How often a rank that waits for a message yields its core before it naps."""
@@ -94,25 +94,7 @@ def _ended(work: Work) -> bool:
     return True
 
 
-class Wire:
-    """One direction of an edge, at one of its ends."""
-
-    def send(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
-        """Hand over the payload of a micro-batch; the tensors may be dropped, but not changed, afterwards."""
-        raise NotImplementedError
-
-    def post(self, micro_batch: int, forms: Sequence[TensorForm]) -> None:
-        """Get ready to receive the payload of a micro-batch."""
-
-    def take(self, micro_batch: int, forms: Sequence[TensorForm]) -> list[Tensor]:
-        """Wait for the payload of a micro-batch."""
-        raise NotImplementedError
-
-    def free(self, micro_batch: int) -> None:
-        """Say that the payload of a micro-batch is not needed any more."""
-
-
-class MessageWire(Wire):
+class MessageWire:
     """Tensors as tagged messages.
 
     Args:
@@ -153,10 +135,13 @@ class MessageWire(Wire):
         self._posted[micro_batch] = tensors, [backend.irecv(t, self._peer, tag) for t in tensors]
 
     def take(self, micro_batch: int, forms: Sequence[TensorForm]) -> list[Tensor]:
-        """Wait for the messages; the tensors are this rank's own."""
+        """Wait for the messages."""
         if micro_batch not in self._posted:
             self.post(micro_batch, forms)
         tensors, works = self._posted.pop(micro_batch)
         for work in works:
             self._outbox.wait(work, f"receiving {self._name}")
         return tensors
+
+    def free(self, micro_batch: int) -> None:
+        """Do nothing: the tensors are this rank's own."""

@@ -13,11 +13,12 @@ RB2.3<4     receive backward: the same message, at stage 2
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
-__all__ = ["Action", "ActionKind", "ComputeLists", "Datum", "Schedule", "chain", "parse_action"]
+__all__ = ["Action", "ActionKind", "ComputeLists", "Datum", "Schedule", "chain", "check_edges", "parse_action"]
 
 Datum = tuple[bool, int, int]
 """The output (True) or the gradient of the input (False) of a stage, for a micro-batch."""
@@ -126,6 +127,20 @@ def chain(num_stages: int) -> tuple[tuple[int, int], ...]:
 
 ComputeLists = tuple[tuple[Action, ...], ...]
 """[ranks] the actions that each rank computes, in order, without transfers."""
+
+
+def check_edges(edges: Sequence[tuple[int, int]], num_stages: int) -> None:
+    """Raise unless edges are different pairs of stages, the lower one first.
+
+    Raises:
+        ValueError: Naming the first edge that is not.
+    """
+    for edge in edges:
+        if not 0 <= edge[0] < edge[1] < num_stages or edges.count(edge) > 1:
+            raise ValueError(
+                f"edges: expected different pairs of stages from 0 to {num_stages - 1}, the lower one first, "
+                f"got {edge} in {edges}"
+            )
 
 
 @dataclass(frozen=True)

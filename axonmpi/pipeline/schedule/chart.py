@@ -25,8 +25,9 @@ _COLORS = {
     ActionKind.BACKWARD_INPUT: ("#57a7a0", "gradient of the input"),
     ActionKind.BACKWARD_WEIGHT: ("#e0a03c", "gradient of the weights"),
 }
-_LIGHTER = 0.35
-_ROOM_FOR_A_NUMBER = 0.008
+_LIGHTER = 0.65
+_NARROWEST_WITH_NUMBER = 0.008
+"""Share of the width that a box needs for its micro-batch's number."""
 _SUFFIXES = (".png", ".svg")
 
 
@@ -109,8 +110,10 @@ def draw_chart(timeline: Timeline, path: Path, measured: Timeline | None = None)
     from matplotlib.figure import Figure
 
     timelines = [timeline] if measured is None else [timeline, measured]
+    most = max((len(spans) for each in timelines for spans in each.spans), default=0)
+    width = min(max(8.0, 0.45 * most), 30.0)  # inches, about half of one for each action
     height = sum(1.2 + 0.45 * len(each.spans) for each in timelines)
-    figure = Figure(figsize=(_width(timelines), height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     longest = max(each.makespan for each in timelines) or 1.0
     rows = figure.subplots(len(timelines), squeeze=False, height_ratios=[len(each.spans) + 1 for each in timelines])
@@ -121,36 +124,27 @@ def draw_chart(timeline: Timeline, path: Path, measured: Timeline | None = None)
     figure.savefig(path, dpi=120, format=path.suffix[1:])
 
 
-def _width(timelines: list[Timeline]) -> float:
-    """Return the width of a picture in inches: about half an inch for each action, within reason."""
-    most = max((len(spans) for each in timelines for spans in each.spans), default=0)
-    return min(max(8.0, 0.45 * most), 30.0)
-
-
 def _draw(axes: Any, timeline: Timeline, longest: float) -> None:
     """Draw one timeline into a part of the picture; `longest` is the makespan that fills its width."""
+    from matplotlib.colors import to_rgba
+
     for rank, spans in enumerate(timeline.spans):
         stages = sorted({span.action.stage for span in spans})
         boxes = [(span.start - timeline.start, span.end - span.start) for span in spans]
-        colors = [_shade(span.action.kind, stages.index(span.action.stage)) for span in spans]
+        # the later a stage among those of its rank, the lighter its boxes
+        colors = [
+            to_rgba(_COLORS[action.kind][0], _LIGHTER ** stages.index(action.stage))
+            for action in (span.action for span in spans)
+        ]
         axes.broken_barh(boxes, (rank - 0.45, 0.9), facecolors=colors, edgecolor="white", linewidth=0.6)
         for (start, length), span in zip(boxes, spans, strict=True):
-            if length > _ROOM_FOR_A_NUMBER * longest:
-                place = start + length / 2, rank
-                axes.text(*place, str(span.action.micro_batch), ha="center", va="center", fontsize=7)
+            if length > _NARROWEST_WITH_NUMBER * longest:
+                number = str(span.action.micro_batch)
+                axes.text(start + length / 2, rank, number, ha="center", va="center", fontsize=7)
     ranks = range(len(timeline.spans))
     axes.set(xlim=(0, longest), ylim=(len(ranks) - 0.5, -0.5), xlabel="time")
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     axes.legend(handles=_legend(timeline), loc="upper left", bbox_to_anchor=(1, 1))
-
-
-def _shade(kind: ActionKind, chunk: int) -> tuple[float, float, float]:
-    """Return the colour of a box: the later a stage among those of its rank, the lighter."""
-    from matplotlib.colors import to_rgb
-
-    share = 1 - (1 - _LIGHTER) ** chunk
-    red, green, blue = to_rgb(_COLORS[kind][0])
-    return red + share * (1 - red), green + share * (1 - green), blue + share * (1 - blue)
 
 
 def _legend(timeline: Timeline) -> list[Any]:

@@ -25,7 +25,7 @@ from itertools import count, zip_longest
 
 from ...utils.arguments import integer, member
 from ...utils.partition import split_bounds
-from .actions import Action, ActionKind, ComputeLists, Schedule, chain
+from .actions import Action, ActionKind, ComputeLists, Schedule, chain, check_edges
 from .transfers import with_transfers
 
 __all__ = [
@@ -281,12 +281,7 @@ def make_schedule(
         member("kind", PipelineSchedule, kind), num_ranks, num_microbatches, chunks
     )
     pairs = tuple(sorted({*chain(len(placement)), *(() if edges is None else edges)}))
-    for source, target in pairs:
-        if not 0 <= source < target < len(placement):
-            raise ValueError(
-                f"edges: expected pairs of stages from 0 to {len(placement) - 1}, the lower one first, "
-                f"got {(source, target)}"
-            )
+    check_edges(pairs, len(placement))
     return with_transfers(Schedule(name, placement, num_microbatches, lists, pairs))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .actions import Action, ActionKind, Datum, Schedule
+from .actions import Action, ActionKind, Datum, Schedule, check_edges
 from .grid import ScheduleError, fault
 from .simulator import simulate
 
@@ -48,12 +48,7 @@ def _check_numbers(schedule: Schedule) -> None:
         raise ValueError(f"expected at least 1 stage and 1 micro-batch, got {stages} and {micro_batches}")
     if set(schedule.placement) != set(range(ranks)):
         raise ValueError(f"placement: expected stages on all of {ranks} ranks, got {schedule.placement}")
-    for edge in schedule.edges:
-        if not 0 <= edge[0] < edge[1] < stages or schedule.edges.count(edge) > 1:
-            raise ValueError(
-                f"edges: expected different pairs of stages from 0 to {stages - 1}, the lower one first, "
-                f"got {edge} in {schedule.edges}"
-            )
+    check_edges(schedule.edges, stages)
 
 
 def _checked_positions(schedule: Schedule) -> Positions:
