@@ -113,7 +113,7 @@ class Pipeline(nn.Module):
         self._tied = tie_parameters(plan.ties, plan.placement, modules, self._group, backend)
         self._transport = Transport(backend, plan.placement, plan.edges)
         self._schedules: dict[tuple[int, bool], Schedule] = {}
-        self._known: dict[tuple[Header, ...], Forms] = {}
+        self._forms: dict[tuple[Header, ...], Forms] = {}
         self._shares = True
         self._times: list[Span] | None = None
 
@@ -329,12 +329,10 @@ class Pipeline(nn.Module):
         samples = max(header.samples for header in headers)
         count = min(self.num_microbatches, samples)
         self._transport.check(count)
-        key = tuple(headers)
+        forms = self._forms.setdefault(tuple(headers), Forms())
         schedule = self._schedule(count, trains=trains)
         step = self._step(mode, input, target, count)
-        learning = key not in self._known
-        forms = Forms() if learning else self._known[key]
-        wires = self._transport.wires(count, trains=trains, learning=learning)
+        wires = self._transport.wires(count, forms, trains=trains)
         Executor(
             schedule,
             self._group.rank,
@@ -342,14 +340,12 @@ class Pipeline(nn.Module):
             self._runs,
             wires,
             forms,
-            learning=learning,
             step=step,
             times=self._times,
         ).run()
         self._transport.outbox.flush()
-        if learning:
+        if not forms.are_complete:
             self._transport.learn(schedule, forms, trains=trains)
-            self._known[key] = forms
         return step
 
     def _header(self, mode: Mode, input: Any, target: Any) -> tuple[Header, Exception | None]:
@@ -386,5 +382,4 @@ class Pipeline(nn.Module):
             loss_weights(targets, self.loss_weight) if wants_loss else [],
             loss_fn=self.loss_fn,
             seed=None if self._plan.seed is None else (self._plan.seed, self.steps),
-            is_lent=self._transport.holds,
         )

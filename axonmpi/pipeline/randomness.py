@@ -47,11 +47,6 @@ class RandomStream:
     def __init__(self, state: Tensor | None) -> None:
         self.state = state
 
-    @classmethod
-    def begin(cls, seed: int, step: int, micro_batch: int) -> RandomStream:
-        """Make the stream of a micro-batch."""
-        return cls(torch.Generator().manual_seed(microbatch_seed(seed, step, micro_batch)).get_state())
-
     @contextmanager
     def drawn_from(self, *, alone: bool) -> Iterator[None]:
         """Draw from this stream within the block; the process's own stream goes on afterwards.

@@ -52,8 +52,7 @@ class Executor:
         skips: Source and target stage of each skip connection, by name.
         runs: This rank's stages.
         wires: This rank's ends of the lines to other ranks.
-        forms: The known forms of payloads; filled while learning.
-        learning: Whether forms travel with the payloads.
+        forms: Of the payloads; filled if they are not complete.
         step: The inputs and targets, and what becomes of outputs and losses.
         times: Receives when each action ran, in seconds, if wanted; waiting for others is not counted.
     """
@@ -67,7 +66,6 @@ class Executor:
         wires: Mapping[Line, Wire],
         forms: Forms,
         *,
-        learning: bool,
         step: Step,
         times: list[Span] | None = None,
     ) -> None:
@@ -77,7 +75,7 @@ class Executor:
         self._runs = runs
         self._wires = wires
         self._forms = forms
-        self._learning = learning
+        self._learning = not forms.are_complete
         self._step = step
         self._times = times
         self._began = 0.0

@@ -113,11 +113,6 @@ class Mailbox:
         self._views: list[list[Tensor]] = [[] for _ in range(size.cells)]
         self._first_of_step = self._first_of_next_step = 0
 
-    @property
-    def storage(self) -> int:
-        """Address of the memory that all mailboxes of the node lie in."""
-        return self._memory.untyped_storage().data_ptr()
-
     def begin_step(self, num_microbatches: int) -> None:
         """Begin a step in which this many payloads go through."""
         self._first_of_step = self._first_of_next_step

@@ -67,7 +67,13 @@ class Form:
 
 
 class Forms(dict[tuple[tuple[int, int], int], Form]):
-    """The known forms of activations: by the stages that send and receive them, and the micro-batch."""
+    """The known forms of activations: by the stages that send and receive them, and the micro-batch.
+
+    Attributes:
+        are_complete: Whether all are known; else they travel with the payloads of the next step.
+    """
+
+    are_complete = False
 
     def carried(self, line: tuple[int, int], micro_batch: int) -> tuple[TensorForm, ...]:
         """Return the forms of the tensors from one stage to another: activations forward, gradients back."""

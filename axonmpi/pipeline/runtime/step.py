@@ -17,7 +17,7 @@ from torch import Tensor
 from ...backends import Backend
 from ...collectives.agreement import check_same, raised_on_all
 from ..batches import as_scalar
-from ..randomness import RandomStream
+from ..randomness import RandomStream, microbatch_seed
 from .payload import pack, unpack
 
 __all__ = ["Header", "Mode", "Step", "agree"]
@@ -103,7 +103,6 @@ class Step:
         weights: Their shares in the loss, there as well.
         loss_fn: Returns the mean loss of a micro-batch.
         seed: The seed and the number of the step; None leaves random numbers to the process.
-        is_lent: Says whether a tensor lies in memory that others will write to.
         losses: The losses of micro-batches, on the last stage's rank.
         outputs: The last stage's outputs by micro-batch, if outputs are wanted.
     """
@@ -114,7 +113,6 @@ class Step:
     weights: Sequence[float]
     loss_fn: Callable[[Any, Any], Tensor] | None
     seed: tuple[int, int] | None
-    is_lent: Callable[[Tensor], bool]
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -137,13 +135,15 @@ class Step:
         """Return the micro-batch's random numbers: the process's without a seed or without training."""
         if self.seed is None or not self.trains:
             return RandomStream(None)
-        return RandomStream.begin(*self.seed, micro_batch)
+        seed = microbatch_seed(*self.seed, micro_batch)
+        return RandomStream(torch.Generator().manual_seed(seed).get_state())
 
     def finish(self, micro_batch: int, output: Any) -> Tensor | None:
         """Take the last stage's output; return its loss, if it is wanted."""
         if self.mode is Mode.PREDICT:
             skeleton, tensors = pack(output)
-            self.outputs[micro_batch] = unpack(skeleton, [t.clone() if self.is_lent(t) else t for t in tensors])
+            # a stage may return what it was given, in memory that later micro-batches are written to
+            self.outputs[micro_batch] = unpack(skeleton, [tensor.clone() for tensor in tensors])
             return None
         assert self.loss_fn is not None
         loss = as_scalar(self.loss_fn(output, self.targets[micro_batch]))

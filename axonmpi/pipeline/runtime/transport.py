@@ -12,8 +12,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from ...backends import MAX_TAG, Backend, all_gather_object
 from ..schedule.actions import Schedule
 from .mailboxes import Line, Mailbox, MailboxSize, cells_needed, make_mailboxes, payload_bytes
@@ -57,14 +55,14 @@ class Transport:
             most = MAX_TAG // len(self._lines)
             raise ValueError(f"num_microbatches: expected at most {most} with these stages, got {num_microbatches}")
 
-    def wires(self, num_microbatches: int, *, trains: bool, learning: bool) -> dict[Line, Wire]:
+    def wires(self, num_microbatches: int, forms: Forms, *, trains: bool) -> dict[Line, Wire]:
         """Return this rank's ends of the lines for one step; the same call on all ranks."""
         wires: dict[Line, Wire] = {}
         for index, line in enumerate(self._lines):
             peers = [self._placement[stage] for stage in line]
             if self._backend.rank not in peers or (line[0] > line[1] and not trains):
                 continue
-            if line in self._mailboxes and not learning:
+            if line in self._mailboxes and forms.are_complete:
                 self._mailboxes[line].begin_step(num_microbatches)
                 wires[line] = self._mailboxes[line]
             else:
@@ -74,7 +72,8 @@ class Transport:
         return wires
 
     def learn(self, schedule: Schedule, forms: Forms, *, trains: bool) -> None:
-        """Make larger mailboxes if the payloads that are known now do not fit into the old ones; collective."""
+        """Take the forms as known; make larger mailboxes if these payloads do not fit the old ones; collective."""
+        forms.are_complete = True
         sizes = dict(self._sizes)
         for needed in all_gather_object(self._backend, self._needed(schedule, forms, trains=trains)):
             for line, size in needed.items():
@@ -87,11 +86,6 @@ class Transport:
         except MemoryError as error:
             warnings.warn(f"stages hand over their tensors by messages, which takes longer: {error}", stacklevel=2)
             self._sizes = {}
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Say whether a tensor lies in a mailbox; local."""
-        storage = tensor.untyped_storage().data_ptr()
-        return any(mailbox.storage == storage for mailbox in self._mailboxes.values())
 
     def _needed(self, schedule: Schedule, forms: Forms, *, trains: bool) -> dict[Line, MailboxSize]:
         """Return the size of the mailboxes of lines into this rank from other ranks of its node."""
