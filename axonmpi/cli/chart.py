@@ -4,7 +4,7 @@
     axonmpi chart --schedule zero-bubble --stages 8 --chunks 2 --micro-batches 16 --output chart.svg
     axonmpi chart --schedule 1f1b --stages 4 --micro-batches 8 --trace run.json --output chart.png
 
-Nothing is run. With a trace, the ideal takes its times from the real run, so that what differs is waiting.
+No stage is run. With a trace, the ideal takes its times from the real run, so that the two differ by waiting only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         argv: The flags.
 
     Returns:
-        0; 2 where the numbers do not fit together or the trace is not of this schedule.
+        0; 2 if the numbers do not fit together or the trace is of another schedule.
 
     Raises:
         SystemExit: A flag is unknown or bad (code 2), or help was asked for (code 0).
@@ -73,7 +73,7 @@ def _schedule(options: argparse.Namespace) -> Schedule:
 
 
 def _costs(options: argparse.Namespace, measured: Timeline | None) -> Costs:
-    """Return the times of the flags, else those of the real run, else the defaults."""
+    """Return the times given by flags, and else measured in the real run or the defaults."""
     given = {name: getattr(options, name) for name in _COSTS if getattr(options, name) is not None}
     return dataclasses.replace(Costs() if measured is None else measured_costs(measured), **given)
 

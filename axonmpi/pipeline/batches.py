@@ -20,7 +20,7 @@ def batch_size(value: Any, name: str) -> int:
 
     Args:
         value: A tensor, or tensors in tuples, lists and dicts, whose dim 0 is the batch.
-        name: What the batch is, for messages.
+        name: The argument's name, for messages.
 
     Raises:
         ValueError: There is no tensor, or one without dimensions, or their batches differ or are empty.
@@ -40,7 +40,7 @@ def batch_size(value: Any, name: str) -> int:
 
 
 def digest_of(value: Any) -> int:
-    """Return a number from 0 to 2^62 - 1 that differs where shapes, dtypes or what is no tensor differ."""
+    """Return a number from 0 to 2^62 - 1, another one for other shapes, dtypes or values that are no tensors."""
     skeleton, tensors = pack(value)
     text = pickle.dumps(form_of(skeleton, [tensor.detach() for tensor in tensors]))
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 2
@@ -67,7 +67,7 @@ def joined(outputs: Sequence[Any]) -> Any:
 
 
 def loss_weights(targets: Sequence[Any], weigh: Callable[[Any], float] | None) -> list[float]:
-    """Return the share of each micro-batch in the loss: of its samples, or of what `weigh` says.
+    """Return the share of each micro-batch in the loss, by its number of samples or by `weigh(target)`.
 
     Raises:
         ValueError: A weight is negative, or all are zero.

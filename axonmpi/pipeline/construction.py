@@ -83,7 +83,7 @@ def own_modules(stages: Iterable[PipelineStage], group: ProcessGroup) -> dict[in
     """Check the stages of a pipeline; return the modules of this rank's by number. Local.
 
     Raises:
-        TypeError: The stages are something else.
+        TypeError: The stages are not all `PipelineStage` objects.
         ValueError: Numbers are missing or double, a rank has none or is not in the group, ranks have different
             numbers of stages, or this rank's own module is missing, has a `SyncBatchNorm`, or shares parameters or
             gradients with another rank of the pipeline.
@@ -136,7 +136,7 @@ def _check_groups(stage: int, module: nn.Module, group: ProcessGroup) -> None:
                 f"process_group: expected ranks with different stages, got ranks {list(group.ranks)}, of which "
                 f"{ranks} share module {name!r} of stage {stage} with each other (its group has ranks "
                 f"{list(other.ranks)}); give the pipeline the group of one axis, as in "
-                "process_group=mesh.group('pp'), and the modules of its stages those of others"
+                "process_group=mesh.group('pp'), and the modules of its stages the groups of other axes"
             )
 
 
@@ -209,7 +209,7 @@ def lay_out(
     ties: Sequence[Sequence[tuple[int, str]]],
     seed: int | None,
 ) -> Plan:
-    """Lay out a pipeline; local, arguments as those of `Pipeline`.
+    """Lay out a pipeline; local. The arguments are those of `Pipeline`.
 
     Raises:
         TypeError: An argument is of the wrong kind.

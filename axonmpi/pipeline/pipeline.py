@@ -1,4 +1,4 @@
-"""A model whose stages live on different ranks.
+"""A model whose stages are on different ranks.
 
     pipeline = ax.Pipeline.from_modules(stages, num_microbatches=8, loss_fn=nn.functional.cross_entropy)
     optimizer = torch.optim.AdamW(pipeline.parameters())
@@ -8,7 +8,7 @@
         optimizer.step()
 
 A step cuts its batch into micro-batches, which go through the stages one behind the other, as the schedule says.
-Gradients are those of one process: the loss is the mean over the whole batch, however it is cut.
+Gradients equal those of one process: the loss is the mean over the whole batch, however it is cut.
 """
 
 from __future__ import annotations
@@ -49,27 +49,27 @@ __all__ = ["Pipeline"]
 class Pipeline(nn.Module):
     """Runs the stages of a model on the ranks of a group, micro-batch after micro-batch.
 
-    Its parameters are those of this rank's stages. Making it and every step are collective over the group.
+    Its parameters are the parameters of this rank's stages. Making it and every step are collective over the group.
 
     Args:
         stages: All stages, the same list on all ranks; modules of other ranks' stages may be None and are dropped.
         process_group: The ranks; None means the default group.
-        schedule: In which order the ranks compute, a `PipelineSchedule` or its name. Or a function that makes a
+        schedule: The order in which the ranks compute, a `PipelineSchedule` or its name. Or a function that makes a
             `Schedule` for a number of micro-batches, which is checked before it is used.
-        num_microbatches: Into how many parts a batch is cut; a batch with fewer samples is cut into single ones.
+        num_microbatches: The number of parts of a batch; a batch with fewer samples is cut into single ones.
         loss_fn: `loss_fn(output, target)` returns the mean loss of a micro-batch as a tensor of one element; used
             on the last stage's rank.
-        loss_weight: `loss_weight(target)` returns what a micro-batch counts in the mean over the batch; None means
-            its number of samples. With targets that the loss leaves out it is the number of those it does not.
+        loss_weight: `loss_weight(target)` returns the weight of a micro-batch in the mean over the batch; None
+            means its number of samples. If the loss leaves some targets out, it is the number of the others.
         skips: Source and target stage of each skip connection by name, see `axonmpi.pipeline.stash`.
-        ties: For each parameter that several stages have in common, its places: pairs of a stage's number and the
-            name of the parameter there. The copies get the first one's values, and their gradients are summed.
-        seed: Makes random numbers, such as those of dropout, depend on the seed, the step and the micro-batch only,
-            see `microbatch_seed`. None leaves them to each process.
+        ties: For each parameter that several stages share, pairs of a stage's number and the parameter's name in
+            that stage. The copies get the first one's values, and their gradients are summed.
+        seed: Makes random numbers, as for dropout, depend on the seed, the step and the micro-batch only, see
+            `microbatch_seed`. None leaves them to each process.
 
     Attributes:
         stages: This rank's modules, by number.
-        steps: How many training steps were made; set it when training is resumed.
+        steps: Number of training steps made; set it when training is resumed.
         num_microbatches: As given; may be changed between steps, on all ranks alike.
 
     Raises:
@@ -162,7 +162,7 @@ class Pipeline(nn.Module):
 
     @property
     def schedule(self) -> PipelineSchedule | ScheduleMaker:
-        """In which order the ranks compute."""
+        """The order in which the ranks compute."""
         return self._plan.schedule
 
     @property
@@ -257,10 +257,11 @@ class Pipeline(nn.Module):
         Args:
             max_norm: The largest norm that is left as it is; infinity only measures.
             norm_type: 1, 2, any other positive number, or infinity, the largest absolute value.
-            group: Where other ranks have other parts of the stages: these and the pipeline's ranks. None means the
-                latter, and those among which FSDP or tensor parallelism divide the stages.
-            copies: On how many ranks of `group` a gradient is: a number, a mapping by name or by parameter, or a
-                function of the parameter. None means 1, or what follows from how the stages are divided.
+            group: The pipeline's ranks and other ranks that have other parts of the stages. None means the
+                pipeline's ranks, and the ranks among which FSDP or tensor parallelism divide the stages.
+            copies: The number of ranks of `group` that have the same gradient: a number, a mapping by name or by
+                parameter, or a function of the parameter. None means 1, or the number that follows from how the
+                stages are divided.
             error_if_nonfinite: Raise if the norm is infinite or no number.
 
         Returns:
@@ -293,12 +294,12 @@ class Pipeline(nn.Module):
         """Draw the schedule of a training step in characters, a line for each rank; local.
 
         Args:
-            costs: How long actions take; None means forward 1, backward 2.
+            costs: The times of actions; None means forward 1, backward 2.
         """
         return text_chart(simulate(self._schedule(self.num_microbatches, trains=True), costs))
 
     def record_times(self, wanted: bool = True) -> None:
-        """Begin to keep when this rank's actions run, or stop it and forget; local."""
+        """Begin to record when this rank's actions run, or stop and drop the records; local."""
         check_flags(wanted=wanted)
         self._times = [] if wanted else None
 
@@ -318,9 +319,9 @@ class Pipeline(nn.Module):
         self._times = []
         if self._group.rank == 0:
             write_trace(Path(path), of_all, self._schedule(self.num_microbatches, trains=True).name)
-        broadcast_object(self._backend, None, 0)  # the file is there on return
+        broadcast_object(self._backend, None, 0)  # the file is complete on return
 
-    # ---- inside -----------------------------------------------------------------------------------------------
+    # ---- internals --------------------------------------------------------------------------------------------
 
     def _run(self, mode: Mode, input: Any, target: Any) -> Step:
         trains = mode is Mode.TRAIN
@@ -349,7 +350,7 @@ class Pipeline(nn.Module):
         return step
 
     def _header(self, mode: Mode, input: Any, target: Any) -> tuple[Header, Exception | None]:
-        """Return what this rank tells the others before a step, and what is wrong with its arguments."""
+        """Return this rank's header of a step, and what is wrong with its arguments."""
         header = Header(mode)
         try:
             count = integer("num_microbatches", self.num_microbatches, minimum=1)

@@ -42,7 +42,7 @@ def stash(name: str, value: Any) -> None:
     """
     if name in _stash.values:
         raise ValueError(
-            f"stash({name!r}): it holds a value that nobody has popped; each name serves once in a forward"
+            f"stash({name!r}): it holds a value that no stage has popped; each name serves once in a forward"
         )
     _stash.values[name] = value
 
@@ -58,7 +58,7 @@ def pop(name: str) -> Any:
     """
     if name not in _stash.values:
         raise ValueError(
-            f"pop({name!r}): nothing was stashed under this name for this stage (there is: "
+            f"pop({name!r}): nothing was stashed under this name for this stage (stashed: "
             f"{sorted(_stash.values) or 'nothing'}); give the pipeline "
             f"skips={{{name!r}: (stage that stashes, stage that pops)}}"
         )

@@ -149,8 +149,8 @@ def test_a_tensor_for_a_batch_that_is_none(world) -> None:
 
 def test_names_that_are_stashed_twice_or_never() -> None:
     stash("once", 1)
-    with pytest.raises(ValueError, match="nobody has popped"):
+    with pytest.raises(ValueError, match="no stage has popped"):
         stash("once", 2)
     assert pop("once") == 1
-    with pytest.raises(ValueError, match="there is: nothing"):
+    with pytest.raises(ValueError, match="stashed: nothing"):
         pop("once")

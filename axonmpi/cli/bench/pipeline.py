@@ -68,7 +68,7 @@ def measure(world: World, blocks: int, sizes: Sizes, names: Sequence[str]) -> di
         names: Some of `CASES`.
 
     Raises:
-        RuntimeError: A variant's gradients are not those of one process; on all ranks.
+        RuntimeError: A variant's gradients differ from those of one process; on all ranks.
         ValueError: A size does not fit these ranks.
     """
     _check_sizes(world, sizes)
@@ -118,7 +118,7 @@ def check_gradients(task: Task, variants: Mapping[str, Step]) -> None:
     """Compare the gradients that each variant leaves on this rank with those of one process; collective.
 
     Raises:
-        RuntimeError: They are not the same, or not those of this rank's share of the parameters; on all ranks.
+        RuntimeError: They differ, or are not for this rank's share of the parameters; on all ranks.
     """
     task.step_of_one_process()
     wanted = task.gradients()

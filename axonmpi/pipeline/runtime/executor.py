@@ -53,7 +53,7 @@ class Executor:
         runs: This rank's stages.
         wires: This rank's ends of the lines to other ranks.
         forms: Of the payloads; filled if they are not complete.
-        step: The inputs and targets, and what becomes of outputs and losses.
+        step: Inputs, targets, outputs and losses.
         times: Receives when each action ran, in seconds, if wanted; waiting for others is not counted.
     """
 
@@ -180,7 +180,7 @@ class Executor:
         return tensors
 
     def _check_stashed(self, stage: int, left: Mapping[str, Any]) -> None:
-        """Raise unless a stage has stashed what the pipeline's skip connections say, and has popped the rest."""
+        """Raise unless a stage has stashed the values of its skip connections, and has popped all others."""
         expected = {name for name, (source, _) in self._skips.items() if source == stage}
         if set(left) != expected:
             raise ValueError(

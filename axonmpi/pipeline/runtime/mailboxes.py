@@ -130,7 +130,7 @@ class Mailbox:
             self._counters.post(self._filled + cell, number + 1)
 
     def post(self, micro_batch: int, forms: Sequence[TensorForm]) -> None:
-        """Do nothing: the cell is there."""
+        """Do nothing: the cell exists."""
 
     def take(self, micro_batch: int, forms: Sequence[TensorForm]) -> list[Tensor]:
         """Wait until the cell is filled; return its tensors, which are the cell itself."""
@@ -138,7 +138,7 @@ class Mailbox:
         what, progress = f"receiving {self._name}", self._outbox.progress
         with self._outbox.observed("wait"):
             self._counters.wait(self._filled + cell, number + 1, what, progress, self._sender)
-        # Cells lie in one memory, but a change of one of them is no change of the others.
+        # Cells lie in one memory; `data` gives each one a version counter of its own.
         return [view.data for view in self._tensors(cell, forms)]
 
     def free(self, micro_batch: int) -> None:
@@ -151,7 +151,7 @@ class Mailbox:
         return number, number % self._size.cells
 
     def _tensors(self, cell: int, forms: Sequence[Tensor | TensorForm]) -> list[Tensor]:
-        """Return tensors of these forms in a cell: those of last time if they had the same, as nearly always."""
+        """Return tensors of these forms in a cell, made again only if the forms have changed."""
         views = self._views[cell]
         if [(view.shape, view.dtype) for view in views] != [(form.shape, form.dtype) for form in forms]:
             views, offset = [], cell * self._size.cell_bytes

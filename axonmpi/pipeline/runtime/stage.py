@@ -89,7 +89,7 @@ class StageRun:
 
     Attributes:
         module: As given.
-        communicates: Whether computing may wait for other ranks, as of a shared stage or of divided layers.
+        communicates: Whether computing may wait for other ranks, as in a shared stage or in divided layers.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -35,16 +35,16 @@ class Mode(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank says before a step.
+    """What a rank tells the others before a step.
 
     Attributes:
         mode: What it is about to do.
         num_microbatches: Its number of micro-batches.
         shares: Whether gradients are shared with other ranks afterwards.
         trained: Digest of which parameters are trained.
-        samples: Samples in the input; -1 where this rank has none to give.
-        shapes: Digest of the input; 0 where this rank has none to give.
-        targets: Samples in the target; -1 where this rank has none to give.
+        samples: Samples in the input; -1 on ranks that use none.
+        shapes: Digest of the input; 0 on ranks that use none.
+        targets: Samples in the target; -1 on ranks that use none.
     """
 
     mode: int
@@ -142,7 +142,7 @@ class Step:
         """Take the last stage's output; return its loss, if it is wanted."""
         if self.mode is Mode.PREDICT:
             skeleton, tensors = pack(output)
-            # a stage may return what it was given, in memory that later micro-batches are written to
+            # a stage may return its input, which lies in a mailbox that later micro-batches are written to
             self.outputs[micro_batch] = unpack(skeleton, [tensor.clone() for tensor in tensors])
             return None
         assert self.loss_fn is not None

@@ -46,10 +46,10 @@ class Transport:
         self._mailboxes: dict[Line, Mailbox] = {}
 
     def check(self, num_microbatches: int) -> None:
-        """Raise if there are too many micro-batches to tell their messages apart; local.
+        """Raise unless each message of a step has a tag of its own; local.
 
         Raises:
-            ValueError: There are.
+            ValueError: There are too many micro-batches.
         """
         if len(self._lines) * num_microbatches > MAX_TAG:
             most = MAX_TAG // len(self._lines)

@@ -4,8 +4,8 @@
     rank 1     F0 F1       B0--- F2 B1--- F3 B2---    B3---
     rank 2        F0 B0--- F1 B1--- F2 B2--- F3 B3---
 
-A box begins with what is done, and is as long as that takes. `F2` is the forward of micro-batch 2; where a rank has
-several stages, `F5.2` is the forward of stage 5 for it.
+A box is as long as its action takes. `F2` is the forward of micro-batch 2; where a rank has several stages, `F5.2`
+is the forward of stage 5 for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SUFFIXES = (".png", ".svg")
 
 
 def describe(timeline: Timeline) -> str:
-    """Return a line with the bubble and with the activations that each rank holds at most; local."""
+    """Return a line with the bubble and the most activations that each rank holds; local."""
     ranks = "1 rank" if len(timeline.spans) == 1 else f"{len(timeline.spans)} ranks"
     peaks = ", ".join(map(str, timeline.peak_activations))
     return f"{timeline.name} on {ranks}: bubble {timeline.bubble:.1%}, peak activations {peaks}"
@@ -42,8 +42,8 @@ def text_chart(timeline: Timeline, width: int = 240, scale: float | None = None)
     """Draw a timeline in characters; local.
 
     Args:
-        timeline: What to draw.
-        width: The most characters in a line; where that is too few, boxes lose the end of their text.
+        timeline: The timeline.
+        width: The most characters in a line; where they are too few, boxes lose the end of their text.
         scale: Characters for a unit of time, whatever the width; None means `text_scale(timeline, width)`.
 
     Returns:
@@ -56,11 +56,11 @@ def text_chart(timeline: Timeline, width: int = 240, scale: float | None = None)
 
 
 def text_scale(timeline: Timeline, width: int) -> float:
-    """Return how many characters a unit of time needs, so that the shortest box has room for its text; local.
+    """Return the characters for a unit of time that give the shortest box room for its text; local.
 
     Args:
-        timeline: What to draw.
-        width: The most characters in a line; where that is too few, the scale is smaller.
+        timeline: The timeline.
+        width: The most characters in a line; where they are too few, the scale is smaller.
     """
     spans = [span for spans in timeline.spans for span in spans if span.end > span.start]
     if not spans:
@@ -86,7 +86,7 @@ def _row(first: float, spans: tuple[Span, ...], label: Callable[[Action], str], 
 
 
 def _labels(timeline: Timeline) -> Callable[[Action], str]:
-    """Return what makes the text in a box: the stage is left out where each rank has but one."""
+    """Return the function that makes the text in a box, without the stage if each rank has only one."""
     if any(len({span.action.stage for span in spans}) > 1 for spans in timeline.spans):
         return str
     return lambda action: f"{action.kind.value}{action.micro_batch}"
@@ -96,7 +96,7 @@ def draw_chart(timeline: Timeline, path: Path, measured: Timeline | None = None)
     """Draw a timeline as a picture; replaces an existing file. Local.
 
     Args:
-        timeline: What to draw: the ideal, if there is a measured one.
+        timeline: The timeline; the ideal one, if a measured one is given.
         path: The file to write; its name ends in .png or .svg.
         measured: A real run in the same unit of time, drawn below on the same scale.
 

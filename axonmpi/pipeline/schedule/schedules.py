@@ -158,7 +158,7 @@ def interleaved_one_f_one_b(num_ranks: int, num_microbatches: int, chunks: int =
 
 
 def zero_bubble(num_ranks: int, num_microbatches: int) -> ComputeLists:
-    """ZB-H1 (Qi et al. 2023): gradients of weights, which nobody waits for, fill the gaps of 1F1B.
+    """ZB-H1 (Qi et al. 2023): gradients of weights, which no other rank waits for, fill the gaps of 1F1B.
 
         zero_bubble(3, 5)
 
@@ -187,7 +187,7 @@ def zero_bubble(num_ranks: int, num_microbatches: int) -> ComputeLists:
 
 
 def zero_bubble_v(num_ranks: int, num_microbatches: int) -> ComputeLists:
-    """ZB-V (Qi et al. 2023): two stages on each rank, in a V, so that the last rank turns round without waiting.
+    """ZB-V (Qi et al. 2023): two stages on each rank, in a V, so that the last rank goes on without waiting.
 
         zero_bubble_v(2, 3)
 
@@ -196,7 +196,7 @@ def zero_bubble_v(num_ranks: int, num_microbatches: int) -> ComputeLists:
 
     With at least 2 * num_ranks - 1 micro-batches, and if all actions take equally long, a rank never waits between
     its first action and its last. It holds at most 2 * num_ranks activations, of stages half as large. With fewer
-    micro-batches the order is that of 2 * num_ranks - 1, without those that do not exist.
+    micro-batches the order is the one for 2 * num_ranks - 1, without the micro-batches that do not exist.
 
     Args:
         num_ranks: Ranks; rank r has the stages r and 2 * num_ranks - 1 - r.
@@ -262,15 +262,15 @@ def make_schedule(
 ) -> Schedule:
     """Make a schedule with its messages, ready to be run; the same on all ranks. Local.
 
-    ONE_F_ONE_B with several stages on each rank is the interleaved one, INTERLEAVED_ONE_F_ONE_B with one is 1F1B,
-    and ZERO_BUBBLE with two is the one placed as a V.
+    ONE_F_ONE_B with several stages on each rank is the interleaved schedule, INTERLEAVED_ONE_F_ONE_B with one is
+    1F1B, and ZERO_BUBBLE with two is the V-shaped schedule.
 
     Args:
-        kind: Which schedule, or its name.
+        kind: The schedule or its name.
         num_ranks: Ranks of the pipeline.
         num_microbatches: Micro-batches in a step.
         chunks: Stages on each rank.
-        edges: Skip connections, pairs of stages with the lower one first, besides those from stage to stage.
+        edges: Skip connections, pairs of stages with the lower one first, besides the chain of all stages.
 
     Raises:
         ValueError: A number is below 1, an edge does not lead from a stage to a later one, or ZERO_BUBBLE has more

@@ -60,7 +60,7 @@ class Costs:
 
     @classmethod
     def by_stage(cls, times: Mapping[tuple[ActionKind, int], float]) -> Costs:
-        """Return the costs that each kind of action has at each stage; 0 for those that are not given."""
+        """Return costs from the time of each kind of action at each stage; 0 for times that are not given."""
         stages = range(1 + max((stage for _, stage in times), default=0))
         kinds = [kind for kind in ActionKind if kind.is_compute]
         costs: dict[str, Any] = {

@@ -100,7 +100,7 @@ def _check_complete(schedule: Schedule, positions: Positions) -> None:
 
 
 def _expected(schedule: Schedule, positions: Positions) -> Iterator[Action]:
-    """Yield every action that has to be there."""
+    """Yield every action of a complete schedule."""
     for micro_batch in range(schedule.num_microbatches):
         for stage in range(schedule.num_stages):
             halves = [Action(kind, stage, micro_batch) for kind in _HALVES]
