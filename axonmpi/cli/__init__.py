@@ -122,6 +122,13 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
         return parser.parse_args(argv)
 
 
+def positive(text: str) -> int:
+    """Read an option's value, a whole number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+    return int(text)
+
+
 # ---- how commands end -------------------------------------------------------------------------------------------
 
 

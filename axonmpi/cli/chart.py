@@ -4,14 +4,13 @@
     axonmpi chart --schedule zero-bubble --stages 8 --chunks 2 --micro-batches 16 --output chart.svg
     axonmpi chart --schedule 1f1b --stages 4 --micro-batches 8 --trace run.json --output chart.png
 
-Nothing is run. With a trace, the ideal takes its times from the real run, so that what differs is waiting.
+No stage is run. With a trace, the ideal takes its times from the real run, so that the two differ by waiting only.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from ..pipeline import Costs, PipelineSchedule, Schedule, Timeline, make_schedul
 from ..pipeline.schedule.chart import describe, draw_chart, text_chart, text_scale
 from ..pipeline.schedule.simulator import measured_costs
 from ..pipeline.schedule.trace import last_step, read_trace
-from . import parse_arguments, print_on_first_rank, refuse
+from . import parse_arguments, positive, print_on_first_rank, refuse
 
 __all__ = ["main"]
 
@@ -44,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         argv: The flags.
 
     Returns:
-        0; 2 where the numbers do not fit together or the trace is not of this schedule.
+        0; 2 if the numbers do not fit together or the trace is of another schedule.
 
     Raises:
         SystemExit: A flag is unknown or bad (code 2), or help was asked for (code 0).
@@ -74,7 +73,7 @@ def _schedule(options: argparse.Namespace) -> Schedule:
 
 
 def _costs(options: argparse.Namespace, measured: Timeline | None) -> Costs:
-    """Return the times of the flags, else those of the real run, else the defaults."""
+    """Return the times given by flags, and else measured in the real run or the defaults."""
     given = {name: getattr(options, name) for name in _COSTS if getattr(options, name) is not None}
     return dataclasses.replace(Costs() if measured is None else measured_costs(measured), **given)
 
@@ -105,34 +104,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     names = [kind.value for kind in PipelineSchedule]
     parser.add_argument("--schedule", choices=names, default="1f1b", help="which schedule (default: 1f1b)")
-    parser.add_argument("--stages", type=_positive, required=True, metavar="N", help="stages of the model")
+    parser.add_argument("--stages", type=positive, required=True, metavar="N", help="stages of the model")
     parser.add_argument(
-        "--micro-batches", type=_positive, required=True, metavar="N", help="micro-batches of a step"
+        "--micro-batches", type=positive, required=True, metavar="N", help="micro-batches of a step"
     )
-    parser.add_argument("--chunks", type=_positive, default=1, metavar="N", help="stages on each rank (default: 1)")
+    parser.add_argument("--chunks", type=positive, default=1, metavar="N", help="stages on each rank (default: 1)")
     for name, words in _COSTS.items():
         text = f"how long {words} takes (default: {getattr(Costs, name):g})"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=_time, metavar="TIME", help=text)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="TIME", help=text)
     parser.add_argument("--rendezvous", action="store_true", help="let sends wait until they are received")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="show a real run beside it, from its trace")
     parser.add_argument("--output", type=_picture, metavar="FILE", help="draw a picture into FILE.png or FILE.svg")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
-    return int(text)
-
-
-def _time(text: str) -> float:
-    try:
-        time = float(text)
-    except ValueError:
-        time = math.nan
-    if not (math.isfinite(time) and time >= 0):
-        raise argparse.ArgumentTypeError(f"expected a time of at least 0, got {text!r}")
-    return time
 
 
 def _picture(text: str) -> Path:

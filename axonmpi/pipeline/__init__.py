@@ -8,7 +8,8 @@ from .randomness import microbatch_seed
 from .runtime.stage import PipelineStage, Synchronized
 from .schedule.actions import Action, ActionKind, Schedule, parse_action
 from .schedule.schedules import PipelineSchedule, make_schedule
-from .schedule.simulator import Costs, Span, Timeline, simulate
+from .schedule.simulator import Costs, simulate
+from .schedule.timeline import Span, Timeline
 from .schedule.validator import ScheduleError, validate
 from .skips import pop, stash
 from .splitting import split_module

@@ -20,14 +20,16 @@ def batch_size(value: Any, name: str) -> int:
 
     Args:
         value: A tensor, or tensors in tuples, lists and dicts, whose dim 0 is the batch.
-        name: What the batch is, for messages.
+        name: The argument's name, for messages.
 
     Raises:
         ValueError: There is no tensor, or one without dimensions, or their batches differ or are empty.
     """
     _, tensors = pack(value)
     if not tensors:
-        raise ValueError(f"{name}: expected a tensor, or tuples, lists or dicts of tensors, got {_kind(value)}")
+        raise ValueError(
+            f"{name}: expected a tensor, or tuples, lists or dicts of tensors, got {type(value).__name__}"
+        )
     sizes = sorted({tensor.shape[0] if tensor.dim() else -1 for tensor in tensors})
     if len(sizes) > 1 or sizes[0] < 1:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
@@ -37,12 +39,8 @@ def batch_size(value: Any, name: str) -> int:
     return sizes[0]
 
 
-def _kind(value: Any) -> str:
-    return "None" if value is None else type(value).__name__
-
-
 def digest_of(value: Any) -> int:
-    """Return a number from 0 to 2^62 - 1 that differs where shapes, dtypes or what is no tensor differ."""
+    """Return a number from 0 to 2^62 - 1, another one for other shapes, dtypes or values that are no tensors."""
     skeleton, tensors = pack(value)
     text = pickle.dumps(form_of(skeleton, [tensor.detach() for tensor in tensors]))
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 2
@@ -69,7 +67,7 @@ def joined(outputs: Sequence[Any]) -> Any:
 
 
 def loss_weights(targets: Sequence[Any], weigh: Callable[[Any], float] | None) -> list[float]:
-    """Return the share of each micro-batch in the loss: of its samples, or of what `weigh` says.
+    """Return the share of each micro-batch in the loss, by its number of samples or by `weigh(target)`.
 
     Raises:
         ValueError: A weight is negative, or all are zero.
@@ -88,7 +86,7 @@ def as_scalar(loss: Any) -> Tensor:
         ValueError: It has more than one element.
     """
     if not isinstance(loss, Tensor):
-        raise TypeError(f"loss_fn: expected that it returns a tensor, got {_kind(loss)}")
+        raise TypeError(f"loss_fn: expected that it returns a tensor, got {type(loss).__name__}")
     if loss.numel() != 1:
         raise ValueError(
             f"loss_fn: expected that it returns one number, the mean of a micro-batch, got {list(loss.shape)}"

@@ -1,36 +1,24 @@
-"""What is checked and agreed on when a pipeline is made."""
+"""The checks of a pipeline's arguments, and the plan that they make."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ..backends import Backend, all_gather_object
 from ..collectives.agreement import check_batch_norms
 from ..collectives.divided_parameters import divided_modules, in_common
 from ..groups.world import ProcessGroup
-from ..utils.arguments import member
-from .agreement import raise_together
+from ..utils.arguments import integer, member
 from .runtime.stage import PipelineStage, Synchronized
-from .schedule.actions import Schedule, chain
+from .schedule.actions import ActionKind, Schedule, chain
 from .schedule.schedules import PipelineSchedule, make_schedule
 from .schedule.transfers import with_transfers
 from .schedule.validator import validate
 from .ties import Tie
 
-__all__ = [
-    "Plan",
-    "ScheduleMaker",
-    "agree_on",
-    "check_groups",
-    "check_stages",
-    "chosen_schedule",
-    "lay_out",
-    "placement_for",
-    "schedule_for",
-]
+__all__ = ["Plan", "ScheduleMaker", "chosen_schedule", "lay_out", "own_modules", "placement_for"]
 
 ScheduleMaker = Callable[[int], Schedule]
 """Makes the schedule for a number of micro-batches."""
@@ -38,14 +26,14 @@ ScheduleMaker = Callable[[int], Schedule]
 
 @dataclass(frozen=True)
 class Plan:
-    """How a pipeline is laid out, the same on all ranks.
+    """The layout of a pipeline, the same on all ranks.
 
     Attributes:
         placement: The rank of each stage.
         edges: Pairs of stages between which activations go forward and gradients back.
         skips: Source and target stage of each skip connection, by name.
-        schedule: Which schedule, or what makes it.
-        ties: Places of parameters that several stages have in common.
+        schedule: The kind of schedule, or a function that makes it.
+        ties: Stages and names of each parameter that several stages share.
         seed: Of the random numbers; None leaves them to each process.
     """
 
@@ -56,79 +44,100 @@ class Plan:
     ties: tuple[Tie, ...]
     seed: int | None
 
-    def described(self) -> dict[str, str]:
-        """Return what has to be the same on all ranks, by the name of the argument."""
+    def described(self) -> list[str]:
+        """Return the arguments that have to be the same on all ranks."""
         kind = self.schedule if isinstance(self.schedule, PipelineSchedule) else "made by a function"
-        return {
-            "stages": f"on ranks {list(self.placement)}",
-            "skips": str(dict(sorted(self.skips.items()))),
-            "schedule": str(kind),
-            "ties": str(sorted(self.ties)),
-            "seed": str(self.seed),
-        }
+        return [
+            f"stages: on ranks {list(self.placement)}",
+            f"skips: {dict(sorted(self.skips.items()))}",
+            f"schedule: {kind}",
+            f"ties: {sorted(self.ties)}",
+            f"seed: {self.seed}",
+        ]
 
-    @property
-    def chunks(self) -> int:
-        """Stages on each rank."""
-        return len(self.placement) // (max(self.placement) + 1)
+    def schedule_for(self, num_microbatches: int, *, trains: bool) -> Schedule:
+        """Make the schedule of a step, its forwards only if nothing is trained.
+
+        Raises:
+            ValueError: A schedule made by a function is not valid, or is not for these stages.
+        """
+        if isinstance(self.schedule, PipelineSchedule):
+            num_ranks = max(self.placement) + 1
+            chunks = len(self.placement) // num_ranks
+            schedule = make_schedule(self.schedule, num_ranks, num_microbatches, chunks, self.edges)
+        else:
+            schedule = self.schedule(num_microbatches)
+            validate(schedule)
+        if (schedule.placement, schedule.edges) != (self.placement, self.edges):
+            raise ValueError(
+                f"schedule: expected one for stages on ranks {list(self.placement)} with edges {list(self.edges)}, "
+                f"got one for {list(schedule.placement)} with {list(schedule.edges)}"
+            )
+        if trains:
+            return schedule
+        forwards = (tuple(a for a in own if a.kind is ActionKind.FORWARD) for own in schedule.actions)
+        return with_transfers(replace(schedule, actions=tuple(forwards)))
 
 
-def check_stages(stages: Iterable[PipelineStage], group: ProcessGroup) -> tuple[PipelineStage, ...]:
-    """Return the stages in order.
+def own_modules(stages: Iterable[PipelineStage], group: ProcessGroup) -> dict[int, nn.Module]:
+    """Check the stages of a pipeline; return the modules of this rank's by number. Local.
 
     Raises:
-        TypeError: Something else is among them.
+        TypeError: The stages are not all `PipelineStage` objects.
         ValueError: Numbers are missing or double, a rank has none or is not in the group, ranks have different
-            numbers of stages, or this rank's own module is missing or has a `SyncBatchNorm`.
+            numbers of stages, or this rank's own module is missing, has a `SyncBatchNorm`, or shares parameters or
+            gradients with another rank of the pipeline.
     """
     given = tuple(stages)
     for stage in given:
         if not isinstance(stage, PipelineStage):
             raise TypeError(f"stages: expected PipelineStage objects, got {type(stage).__name__}")
-    ordered = tuple(sorted(given, key=lambda stage: stage.stage_id))
-    numbers = [stage.stage_id for stage in ordered]
-    if numbers != list(range(len(ordered))) or not ordered:
+    numbers = sorted(stage.stage_id for stage in given)
+    if numbers != list(range(len(given))) or not given:
         raise ValueError(f"stages: expected each stage_id from 0 once, on every rank the whole list, got {numbers}")
-    counts = [sum(stage.device_rank == rank for stage in ordered) for rank in range(group.size)]
-    if len(set(counts)) > 1 or sum(counts) != len(ordered):
-        ranks = [stage.device_rank for stage in ordered]
+    ranks = _placement(given)
+    if sorted(ranks) != sorted(list(range(group.size)) * (len(ranks) // group.size)):
         raise ValueError(
-            f"stages: expected the same number of stages on each of the {group.size} ranks, got {len(ordered)} "
-            f"stages with device_rank {ranks}"
+            f"stages: expected the same number of stages on each of the {group.size} ranks, got {len(ranks)} "
+            f"stages with device_rank {list(ranks)}"
         )
-    for stage in ordered:
-        if stage.device_rank == group.rank:
-            if stage.module is None:
-                raise ValueError(f"stages: expected a module for stage {stage.stage_id} on its own rank, got None")
-            check_batch_norms(stage.module)
-    return ordered
+    modules = {stage.stage_id: stage.module for stage in given if stage.device_rank == group.rank}
+    checked = {}
+    for number, module in sorted(modules.items()):
+        if module is None:
+            raise ValueError(f"stages: expected a module for stage {number} on its own rank, got None")
+        check_batch_norms(module)
+        _check_groups(number, module, group)
+        checked[number] = module
+    return checked
 
 
-def check_groups(modules: Mapping[int, nn.Module], group: ProcessGroup) -> None:
-    """Raise if a rank of the pipeline shares parameters or gradients of its stages with another one; local.
+def _placement(stages: Iterable[PipelineStage]) -> tuple[int, ...]:
+    """Return the rank of each stage, in the order of data."""
+    return tuple(stage.device_rank for stage in sorted(stages, key=lambda stage: stage.stage_id))
 
-    Args:
-        modules: This rank's stages.
-        group: The ranks of the pipeline, which have different stages.
+
+def _check_groups(stage: int, module: nn.Module, group: ProcessGroup) -> None:
+    """Raise if ranks of the pipeline, which have different stages, share parameters or gradients of one; local.
 
     Raises:
-        ValueError: A layer of a stage is divided over ranks of the pipeline, or a wrapper in it averages over them.
+        ValueError: A layer of the stage is divided over ranks of the pipeline, or a wrapper in it averages over
+            them.
     """
-    for stage, module in modules.items():
-        wrappers = [(name, part) for name, part in module.named_modules() if isinstance(part, Synchronized)]
-        averaged = [
-            (name, getattr(part, attribute, None))
-            for name, part in wrappers
-            for attribute in ("process_group", "replicate_group")
-        ]
-        for name, other in [*averaged, *divided_modules(module)]:
-            if isinstance(other, ProcessGroup) and (ranks := in_common(group, other)):
-                raise ValueError(
-                    f"process_group: expected ranks with different stages, got ranks {list(group.ranks)}, of which "
-                    f"{ranks} share module {name!r} of stage {stage} with each other (its group has ranks "
-                    f"{list(other.ranks)}); give the pipeline the group of one axis, as in "
-                    "process_group=mesh.group('pp'), and the modules of its stages those of others"
-                )
+    averaged = [
+        (name, getattr(part, attribute, None))
+        for name, part in module.named_modules()
+        if isinstance(part, Synchronized)
+        for attribute in ("process_group", "replicate_group")
+    ]
+    for name, other in [*averaged, *divided_modules(module)]:
+        if isinstance(other, ProcessGroup) and (ranks := in_common(group, other)):
+            raise ValueError(
+                f"process_group: expected ranks with different stages, got ranks {list(group.ranks)}, of which "
+                f"{ranks} share module {name!r} of stage {stage} with each other (its group has ranks "
+                f"{list(other.ranks)}); give the pipeline the group of one axis, as in "
+                "process_group=mesh.group('pp'), and the modules of its stages the groups of other axes"
+            )
 
 
 def chosen_schedule(schedule: PipelineSchedule | ScheduleMaker | str) -> PipelineSchedule | ScheduleMaker:
@@ -158,14 +167,14 @@ def placement_for(num_stages: int, num_ranks: int, schedule: PipelineSchedule | 
     return schedule(1).placement
 
 
-def skip_routes(skips: Mapping[str, tuple[int, int]] | None, num_stages: int) -> dict[str, tuple[int, int]]:
+def _skip_routes(skips: Mapping[str, tuple[int, int]], num_stages: int) -> dict[str, tuple[int, int]]:
     """Return the skip connections.
 
     Raises:
         ValueError: A connection does not lead from a stage to a later one.
     """
     routes = {}
-    for name, route in ({} if skips is None else skips).items():
+    for name, route in skips.items():
         pair = tuple(route)
         if len(pair) != 2 or not 0 <= pair[0] < pair[1] < num_stages:
             raise ValueError(
@@ -176,75 +185,19 @@ def skip_routes(skips: Mapping[str, tuple[int, int]] | None, num_stages: int) ->
     return routes
 
 
-def tie_list(
-    ties: Sequence[Sequence[tuple[int, str]]], placement: Sequence[int], modules: Mapping[int, nn.Module], rank: int
-) -> tuple[Tie, ...]:
-    """Return the ties.
+def _check_tie(tie: Tie, num_stages: int, modules: Mapping[int, nn.Module]) -> None:
+    """Raise unless a tie names parameters of several stages.
 
     Raises:
         ValueError: A stage does not exist, or this rank's stage has no parameter of that name.
     """
-    made = []
-    for tie in ties:
-        places = tuple((stage, name) for stage, name in tie)
-        for stage, name in places:
-            if not 0 <= stage < len(placement):
-                raise ValueError(f"ties: expected stages from 0 to {len(placement) - 1}, got {stage}")
-            if placement[stage] == rank and name not in dict(
-                modules[stage].named_parameters(remove_duplicate=False)
-            ):
-                raise ValueError(f"ties: expected the name of a parameter of stage {stage}, got {name!r}")
-        if len({stage for stage, _ in places}) < 2:
-            raise ValueError(f"ties: expected places in several stages, got {list(places)}")
-        made.append(places)
-    return tuple(made)
-
-
-def schedule_for(plan: Plan, num_microbatches: int, *, trains: bool) -> Schedule:
-    """Make the schedule of a step, its forwards only if nothing is trained.
-
-    Raises:
-        ValueError: A schedule made by a function is not valid, or is not for these stages.
-    """
-    num_ranks = max(plan.placement) + 1
-    if isinstance(plan.schedule, PipelineSchedule):
-        schedule = make_schedule(plan.schedule, num_ranks, num_microbatches, plan.chunks, plan.edges)
-    else:
-        schedule = plan.schedule(num_microbatches)
-        validate(schedule)
-    if (schedule.placement, schedule.edges) != (plan.placement, plan.edges):
-        raise ValueError(
-            f"schedule: expected one for stages on ranks {list(plan.placement)} with edges {list(plan.edges)}, got "
-            f"one for {list(schedule.placement)} with {list(schedule.edges)}"
-        )
-    if trains:
-        return schedule
-    forwards = [[action for action in own if action.kind.value == "F"] for own in schedule.actions]
-    lists = with_transfers(plan.placement, forwards, plan.edges)
-    return Schedule(schedule.name, plan.placement, num_microbatches, lists, plan.edges)
-
-
-def edges_of(num_stages: int, skips: Mapping[str, tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of stages between which something goes."""
-    return tuple(sorted({*chain(num_stages), *skips.values()}))
-
-
-def agree_on(backend: Backend, plan: Plan | None, problem: str) -> None:
-    """Raise on all ranks unless they have made the same plan; collective.
-
-    Raises:
-        ValueError: A rank has a problem, or the ranks' arguments differ.
-    """
-    raise_together(backend, problem)
-    assert plan is not None
-    described = all_gather_object(backend, plan.described())
-    for name, text in described[0].items():
-        others = [rank for rank, entries in enumerate(described) if entries[name] != text]
-        if others:
-            raise ValueError(
-                f"{name}: expected the same on all ranks of the pipeline, got {text} on rank 0 and "
-                f"{described[others[0]][name]} on rank {others[0]}"
-            )
+    for stage, name in tie:
+        if not 0 <= stage < num_stages:
+            raise ValueError(f"ties: expected stages from 0 to {num_stages - 1}, got {stage}")
+        if stage in modules and name not in dict(modules[stage].named_parameters(remove_duplicate=False)):
+            raise ValueError(f"ties: expected the name of a parameter of stage {stage}, got {name!r}")
+    if len({stage for stage, _ in tie}) < 2:
+        raise ValueError(f"ties: expected parameters of several stages, got {list(tie)}")
 
 
 def lay_out(
@@ -256,22 +209,23 @@ def lay_out(
     ties: Sequence[Sequence[tuple[int, str]]],
     seed: int | None,
 ) -> Plan:
-    """Lay out a pipeline; local, arguments as those of `Pipeline`.
+    """Lay out a pipeline; local. The arguments are those of `Pipeline`.
 
     Raises:
         TypeError: An argument is of the wrong kind.
         ValueError: The arguments do not fit each other.
     """
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-        raise TypeError(f"seed: expected an int or None, got {seed!r}")
-    placement = tuple(stage.device_rank for stage in stages)
+    placement = _placement(stages)
     schedule = chosen_schedule(schedule)
-    expected = placement_for(len(stages), group.size, schedule)
+    expected = placement_for(len(placement), group.size, schedule)
     if placement != expected:
         raise ValueError(
             f"stages: expected device_rank {list(expected)} for this schedule, got {list(placement)}; "
             "Pipeline.from_modules() places stages by itself"
         )
-    routes = skip_routes(skips, len(stages))
-    found = tie_list(ties, placement, modules, group.rank)
-    return Plan(placement, edges_of(len(stages), routes), routes, schedule, found, seed)
+    routes = _skip_routes(skips or {}, len(placement))
+    edges = tuple(sorted({*chain(len(placement)), *routes.values()}))
+    checked_ties = tuple(tuple((stage, name) for stage, name in tie) for tie in ties)
+    for tie in checked_ties:
+        _check_tie(tie, len(placement), modules)
+    return Plan(placement, edges, routes, schedule, checked_ties, None if seed is None else integer("seed", seed))

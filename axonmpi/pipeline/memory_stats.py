@@ -1,8 +1,8 @@
-"""How many activations a pipeline holds (without torch)."""
+"""The number of activations that a pipeline holds (without torch)."""
 
 from __future__ import annotations
 
-from .schedule.schedules import PipelineSchedule, make_schedule
+from .schedule.schedules import make_schedule
 from .schedule.simulator import simulate
 
 __all__ = ["PipelineMemoryStats"]
@@ -18,7 +18,7 @@ class PipelineMemoryStats:
         Raises:
             ValueError: A number is below 1.
         """
-        return _peak(PipelineSchedule.GPIPE, num_stages, num_microbatches)
+        return max(simulate(make_schedule("gpipe", num_stages, num_microbatches)).peak_activations)
 
     @staticmethod
     def one_f_one_b_peak_activations(num_stages: int, num_microbatches: int) -> int:
@@ -27,8 +27,4 @@ class PipelineMemoryStats:
         Raises:
             ValueError: A number is below 1.
         """
-        return _peak(PipelineSchedule.ONE_F_ONE_B, num_stages, num_microbatches)
-
-
-def _peak(kind: PipelineSchedule, num_stages: int, num_microbatches: int) -> int:
-    return max(simulate(make_schedule(kind, num_stages, num_microbatches)).peak_activations)
+        return max(simulate(make_schedule("1f1b", num_stages, num_microbatches)).peak_activations)

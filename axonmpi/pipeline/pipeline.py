@@ -1,4 +1,4 @@
-"""A model whose stages live on different ranks.
+"""A model whose stages are on different ranks.
 
     pipeline = ax.Pipeline.from_modules(stages, num_microbatches=8, loss_fn=nn.functional.cross_entropy)
     optimizer = torch.optim.AdamW(pipeline.parameters())
@@ -8,49 +8,40 @@
         optimizer.step()
 
 A step cuts its batch into micro-batches, which go through the stages one behind the other, as the schedule says.
-Gradients are those of one process: the loss is the mean over the whole batch, however it is cut.
+Gradients equal those of one process: the loss is the mean over the whole batch, however it is cut.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..backends import all_gather_object, broadcast_object
-from ..collectives.gradient_norm import Copies
+from ..collectives.agreement import check_same, raised_on_all
+from ..collectives.gradient_norm import Copies, clip_over, copy_counts, divided_axes
 from ..groups.world import ProcessGroup, chosen_group, group_of_this_rank
-from ..utils.arguments import check_flags, check_functions, either_group_name
-from ..utils.text import name_ranks
+from ..utils.arguments import check_flags, check_functions, either_group_name, integer
 from ..wrapping.partial import mark_gradients
-from .agreement import Header, Mode, agree
 from .batches import batch_size, digest_of, joined, loss_weights, split_batch
-from .construction import (
-    ScheduleMaker,
-    agree_on,
-    check_groups,
-    check_stages,
-    chosen_schedule,
-    lay_out,
-    placement_for,
-    schedule_for,
-)
-from .norms import clip_grad_norm
-from .runtime.executor import Executor, Routes
+from .construction import ScheduleMaker, chosen_schedule, lay_out, own_modules, placement_for
+from .runtime.executor import Executor
+from .runtime.payload import Forms
 from .runtime.stage import PipelineStage, StageRun
-from .runtime.step import Step
+from .runtime.step import Header, Mode, Step, agree
 from .runtime.transport import Transport
-from .runtime.wires import Forms
 from .schedule.actions import Schedule
 from .schedule.chart import text_chart
 from .schedule.schedules import PipelineSchedule
 from .schedule.simulator import Costs, simulate
 from .schedule.timeline import Span
 from .schedule.trace import write_trace
-from .ties import Ties, shared_parameters
+from .ties import shared_parameters, tie_parameters
 
 __all__ = ["Pipeline"]
 
@@ -58,27 +49,27 @@ __all__ = ["Pipeline"]
 class Pipeline(nn.Module):
     """Runs the stages of a model on the ranks of a group, micro-batch after micro-batch.
 
-    Its parameters are those of this rank's stages. Making it and every step are collective over the group.
+    Its parameters are the parameters of this rank's stages. Making it and every step are collective over the group.
 
     Args:
         stages: All stages, the same list on all ranks; modules of other ranks' stages may be None and are dropped.
         process_group: The ranks; None means the default group.
-        schedule: In which order the ranks compute, a `PipelineSchedule` or its name. Or a function that makes a
+        schedule: The order in which the ranks compute, a `PipelineSchedule` or its name. Or a function that makes a
             `Schedule` for a number of micro-batches, which is checked before it is used.
-        num_microbatches: Into how many parts a batch is cut; a batch with fewer samples is cut into single ones.
+        num_microbatches: The number of parts of a batch; a batch with fewer samples is cut into single ones.
         loss_fn: `loss_fn(output, target)` returns the mean loss of a micro-batch as a tensor of one element; used
             on the last stage's rank.
-        loss_weight: `loss_weight(target)` returns what a micro-batch counts in the mean over the batch; None means
-            its number of samples. With targets that the loss leaves out it is the number of those it does not.
+        loss_weight: `loss_weight(target)` returns the weight of a micro-batch in the mean over the batch; None
+            means its number of samples. If the loss leaves some targets out, it is the number of the others.
         skips: Source and target stage of each skip connection by name, see `axonmpi.pipeline.stash`.
-        ties: For each parameter that several stages have in common, its places: pairs of a stage's number and the
-            name of the parameter there. The copies get the first one's values, and their gradients are summed.
-        seed: Makes random numbers, such as those of dropout, depend on the seed, the step and the micro-batch only,
-            see `microbatch_seed`. None leaves them to each process.
+        ties: For each parameter that several stages share, pairs of a stage's number and the parameter's name in
+            that stage. The copies get the first one's values, and their gradients are summed.
+        seed: Makes random numbers, as for dropout, depend on the seed, the step and the micro-batch only, see
+            `microbatch_seed`. None leaves them to each process.
 
     Attributes:
         stages: This rank's modules, by number.
-        steps: How many training steps were made; set it when training is resumed.
+        steps: Number of training steps made; set it when training is resumed.
         num_microbatches: As given; may be changed between steps, on all ranks alike.
 
     Raises:
@@ -109,27 +100,20 @@ class Pipeline(nn.Module):
         self.loss_fn = loss_fn
         self.loss_weight = loss_weight
         self.steps = 0
-        plan, modules, problem = None, {}, ""
-        try:
-            _check_count(num_microbatches)
+        with raised_on_all(backend):
+            integer("num_microbatches", num_microbatches, minimum=1)
             check_functions(loss_fn=loss_fn, loss_weight=loss_weight)
-            ordered = check_stages(stages, self._group)
-            modules = {s.stage_id: s.module for s in ordered if s.device_rank == self._group.rank and s.module}
-            check_groups(modules, self._group)
-            plan = lay_out(ordered, self._group, schedule, modules, skips, ties, seed)
-        except (TypeError, ValueError) as error:
-            problem = str(error)
-            if self._group.size == 1:
-                raise
-        agree_on(backend, plan, problem)
-        assert plan is not None
+            modules = own_modules(stages, self._group)
+            plan = lay_out(stages, self._group, schedule, modules, skips, ties, seed)
+        what = "the arguments of Pipeline are not the same on all ranks"
+        check_same(backend, plan.described(), what, "Give all ranks of the pipeline the same arguments.")
         self._plan = plan
         self.stages = nn.ModuleDict({str(stage): module for stage, module in modules.items()})
-        self._runs = {stage: StageRun(stage, module) for stage, module in modules.items()}
-        self._ties = Ties(plan.ties, plan.placement, modules, self._group)
+        self._runs = {stage: StageRun(module) for stage, module in modules.items()}
+        self._tied = tie_parameters(plan.ties, plan.placement, modules, self._group, backend)
         self._transport = Transport(backend, plan.placement, plan.edges)
         self._schedules: dict[tuple[int, bool], Schedule] = {}
-        self._known: dict[tuple[Header, ...], Forms] = {}
+        self._forms: dict[tuple[Header, ...], Forms] = {}
         self._shares = True
         self._times: list[Span] | None = None
 
@@ -178,7 +162,7 @@ class Pipeline(nn.Module):
 
     @property
     def schedule(self) -> PipelineSchedule | ScheduleMaker:
-        """In which order the ranks compute."""
+        """The order in which the ranks compute."""
         return self._plan.schedule
 
     @property
@@ -206,7 +190,8 @@ class Pipeline(nn.Module):
             ValueError: The input has no batch, or the ranks do not agree; on all ranks.
         """
         step = self._run(Mode.PREDICT, input, None)
-        return joined(step.outputs) if self.has_last_stage else None
+        outputs = [output for _, output in sorted(step.outputs.items())]
+        return joined(outputs) if self.has_last_stage else None
 
     def train_step(self, input: Any, target: Any) -> Tensor | None:
         """Compute the loss and add its gradients to the parameters' `grad`; collective.
@@ -225,16 +210,19 @@ class Pipeline(nn.Module):
         with ExitStack() as stack:
             for run in self._runs.values():
                 stack.enter_context(run.without_sync())
-            kept = self._ties.begin()
+            for tied in self._tied:
+                tied.begin()
             step = self._run(Mode.TRAIN, input, target)
         if self._shares:
             for _, run in sorted(self._runs.items()):
                 run.sync_gradients()
-            self._ties.sum(kept)
+            for tied in self._tied:
+                tied.sum()
             if self._group.size > 1:
                 mark_gradients(self.parameters())
         else:
-            self._ties.leave(kept)
+            for tied in self._tied:
+                tied.leave()
         self.steps += 1
         return step.loss
 
@@ -269,10 +257,11 @@ class Pipeline(nn.Module):
         Args:
             max_norm: The largest norm that is left as it is; infinity only measures.
             norm_type: 1, 2, any other positive number, or infinity, the largest absolute value.
-            group: Where other ranks have other parts of the stages: these and the pipeline's ranks. None means the
-                latter, and those among which FSDP or tensor parallelism divide the stages.
-            copies: On how many ranks of `group` a gradient is: a number, a mapping by name or by parameter, or a
-                function of the parameter. None means 1, or what follows from how the stages are divided.
+            group: The pipeline's ranks and other ranks that have other parts of the stages. None means the
+                pipeline's ranks, and the ranks among which FSDP or tensor parallelism divide the stages.
+            copies: The number of ranks of `group` that have the same gradient: a number, a mapping by name or by
+                parameter, or a function of the parameter. None means 1, or the number that follows from how the
+                stages are divided.
             error_if_nonfinite: Raise if the norm is infinite or no number.
 
         Returns:
@@ -282,16 +271,22 @@ class Pipeline(nn.Module):
             ValueError: `max_norm` is negative or `norm_type` not positive, or `group` or `copies` does not fit.
             RuntimeError: The norm is not finite, with `error_if_nonfinite`; on all ranks.
         """
-        return clip_grad_norm(
-            list(self.named_parameters()),
-            self._ties.elsewhere,
-            ProcessGroup(self._backend, self._group.ranks),
-            max_norm,
-            norm_type,
-            group=None if group is None else chosen_group(group),
-            copies=copies,
-            error_if_nonfinite=error_if_nonfinite,
-        )
+        stages = ProcessGroup(self._backend, self._group.ranks)
+        asked = [stages if group is None else chosen_group(group)]
+        if not all(asked[0].contains(rank) for rank in stages.ranks):
+            raise ValueError(
+                f"group: expected one with all ranks of the pipeline, {list(stages.ranks)}, got "
+                f"{list(asked[0].ranks)}; join the axes, as in mesh.group('pp', 'tp')"
+            )
+        named = list(self.named_parameters())
+        if group is None and copies is None:
+            asked = [*(axis.group for axis in divided_axes(self.parameters())), stages]
+        elsewhere = set[int]().union(*(tied.elsewhere for tied in self._tied))
+        pairs = [
+            (parameter, math.inf if id(parameter) in elsewhere else count)
+            for (_, parameter), count in zip(named, copy_counts(named, copies, asked), strict=True)
+        ]
+        return clip_over(pairs, asked, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     # ---- pictures ---------------------------------------------------------------------------------------------
 
@@ -299,12 +294,12 @@ class Pipeline(nn.Module):
         """Draw the schedule of a training step in characters, a line for each rank; local.
 
         Args:
-            costs: How long actions take; None means forward 1, backward 2.
+            costs: The times of actions; None means forward 1, backward 2.
         """
         return text_chart(simulate(self._schedule(self.num_microbatches, trains=True), costs))
 
     def record_times(self, wanted: bool = True) -> None:
-        """Begin to keep when this rank's actions run, or stop it and forget; local."""
+        """Begin to record when this rank's actions run, or stop and drop the records; local."""
         check_flags(wanted=wanted)
         self._times = [] if wanted else None
 
@@ -317,19 +312,16 @@ class Pipeline(nn.Module):
         Raises:
             ValueError: `record_times()` was not called on a rank; on all ranks.
         """
+        with raised_on_all(self._backend):
+            if self._times is None:
+                raise ValueError("write_trace: expected that record_times() was called before the steps")
         of_all = all_gather_object(self._backend, self._times)
-        missing = [rank for rank, times in enumerate(of_all) if times is None]
-        if missing:
-            raise ValueError(
-                "write_trace: expected that record_times() was called on all ranks before the steps, it was not on "
-                + name_ranks(missing)
-            )
         self._times = []
         if self._group.rank == 0:
             write_trace(Path(path), of_all, self._schedule(self.num_microbatches, trains=True).name)
-        broadcast_object(self._backend, None, 0)  # the file is there on return
+        broadcast_object(self._backend, None, 0)  # the file is complete on return
 
-    # ---- inside -----------------------------------------------------------------------------------------------
+    # ---- internals --------------------------------------------------------------------------------------------
 
     def _run(self, mode: Mode, input: Any, target: Any) -> Step:
         trains = mode is Mode.TRAIN
@@ -338,41 +330,46 @@ class Pipeline(nn.Module):
         samples = max(header.samples for header in headers)
         count = min(self.num_microbatches, samples)
         self._transport.check(count)
-        key = tuple(headers)
+        forms = self._forms.setdefault(tuple(headers), Forms())
         schedule = self._schedule(count, trains=trains)
         step = self._step(mode, input, target, count)
-        learning = key not in self._known
-        forms = {} if learning else self._known[key]
-        wires = self._transport.wires(count, trains=trains, learning=learning)
-        routes = Routes(schedule, self._group.rank, self._plan.skips, trains)
-        Executor(routes, self._runs, wires, forms, learning=learning, feed=step, times=self._times).run()
+        wires = self._transport.wires(count, forms, trains=trains)
+        Executor(
+            schedule,
+            self._group.rank,
+            self._plan.skips,
+            self._runs,
+            wires,
+            forms,
+            step=step,
+            times=self._times,
+        ).run()
         self._transport.outbox.flush()
-        if learning:
+        if not forms.are_complete:
             self._transport.learn(schedule, forms, trains=trains)
-            self._known[key] = forms
         return step
 
-    def _header(self, mode: Mode, input: Any, target: Any) -> tuple[Header, str]:
-        """Return what this rank has to say before a step, and what is wrong with its arguments."""
-        samples, shapes, targets, problem = -1, 0, -1, ""
+    def _header(self, mode: Mode, input: Any, target: Any) -> tuple[Header, Exception | None]:
+        """Return this rank's header of a step, and what is wrong with its arguments."""
+        header = Header(mode)
         try:
-            _check_count(self.num_microbatches)
+            count = integer("num_microbatches", self.num_microbatches, minimum=1)
+            trained = hash(tuple(parameter.requires_grad for parameter in self.parameters())) & (2**62 - 1)
+            header = replace(header, num_microbatches=count, shares=self._shares, trained=trained)
             if self.has_first_stage:
-                samples, shapes = batch_size(input, "input"), digest_of(input)
+                header = replace(header, samples=batch_size(input, "input"), shapes=digest_of(input))
             if self.has_last_stage and mode is not Mode.PREDICT:
                 if self.loss_fn is None:
                     raise ValueError("loss_fn: expected one, which train_step() and eval_step() need, got None")
-                targets = batch_size(target, "target")
+                header = replace(header, targets=batch_size(target, "target"))
         except (TypeError, ValueError) as error:
-            problem = str(error)
-        trained = hash(tuple(parameter.requires_grad for parameter in self.parameters())) & (2**62 - 1)
-        shares = int(self._shares)
-        return Header(mode, int(self.num_microbatches), samples, shapes, targets, trained, shares), problem
+            return header, error
+        return header, None
 
     def _schedule(self, num_microbatches: int, *, trains: bool) -> Schedule:
         key = num_microbatches, trains
         if key not in self._schedules:
-            self._schedules[key] = schedule_for(self._plan, num_microbatches, trains=trains)
+            self._schedules[key] = self._plan.schedule_for(num_microbatches, trains=trains)
         return self._schedules[key]
 
     def _step(self, mode: Mode, input: Any, target: Any, count: int) -> Step:
@@ -385,13 +382,5 @@ class Pipeline(nn.Module):
             targets,
             loss_weights(targets, self.loss_weight) if wants_loss else [],
             loss_fn=self.loss_fn,
-            random=None if self._plan.seed is None else (self._plan.seed, self.steps),
-            is_lent=self._transport.holds,
+            seed=None if self._plan.seed is None else (self._plan.seed, self.steps),
         )
-
-
-def _check_count(num_microbatches: object) -> None:
-    if not isinstance(num_microbatches, int) or isinstance(num_microbatches, bool):
-        raise TypeError(f"num_microbatches: expected an int, got {num_microbatches!r}")
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches: expected 1 or more, got {num_microbatches}")

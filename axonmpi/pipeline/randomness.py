@@ -1,7 +1,7 @@
 """Random numbers that do not depend on how a model is cut.
 
-Each micro-batch has a stream of random numbers of its own, which goes through the stages with it: what a stage
-draws for micro-batch m follows what the stages before have drawn for it, as if one process had computed
+Each micro-batch has a stream of random numbers of its own, which goes through the stages with it: a stage draws for
+micro-batch m what follows the draws of the stages before, as if one process had computed
 
     torch.manual_seed(microbatch_seed(seed, step, m))
     loss = loss_fn(model(inputs[m]), targets[m])
@@ -14,14 +14,15 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 __all__ = ["RandomStream", "microbatch_seed", "undisturbed"]
 
-_lock = threading.Lock()  # torch's random state is the process's, and mock ranks are threads
+undisturbed = threading.Lock()
+"""Keeps other threads from drawing: torch's random state is the process's, and mock ranks are threads."""
 
 
 def microbatch_seed(seed: int, step: int, micro_batch: int) -> int:
@@ -29,41 +30,34 @@ def microbatch_seed(seed: int, step: int, micro_batch: int) -> int:
 
     Args:
         seed: The pipeline's.
-        step: How many training steps were before.
+        step: The number of training steps before.
         micro_batch: Its number in the step.
     """
     digest = hashlib.sha256(f"{seed}/{step}/{micro_batch}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def undisturbed() -> AbstractContextManager[object]:
-    """Keep other threads from drawing within the block: what is computed again draws again."""
-    return _lock
-
-
 class RandomStream:
-    """Where the stream of a micro-batch is.
+    """The stream of a micro-batch.
 
     Attributes:
-        state: [bytes] uint8, the state of torch's CPU generator.
+        state: [bytes] uint8, the state of torch's CPU generator; None leaves random numbers to the process.
     """
 
-    def __init__(self, state: Tensor) -> None:
+    def __init__(self, state: Tensor | None) -> None:
         self.state = state
-
-    @classmethod
-    def begin(cls, seed: int, step: int, micro_batch: int) -> RandomStream:
-        """Make the stream of a micro-batch."""
-        return cls(torch.Generator().manual_seed(microbatch_seed(seed, step, micro_batch)).get_state())
 
     @contextmanager
     def drawn_from(self, *, alone: bool) -> Iterator[None]:
-        """Have what is drawn within the block come from this stream; the process's own goes on afterwards.
+        """Draw from this stream within the block; the process's own stream goes on afterwards.
 
         Args:
             alone: Whether other threads that draw have to wait meanwhile; not where the block waits for them.
         """
-        with _lock if alone else nullcontext():
+        if self.state is None:
+            yield
+            return
+        with undisturbed if alone else nullcontext():
             before = torch.get_rng_state()
             torch.set_rng_state(self.state.clone())
             try:

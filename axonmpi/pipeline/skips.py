@@ -1,4 +1,4 @@
-"""Skip connections: a tensor that one stage leaves for a later one, past those between.
+"""Skip connections: a tensor that one stage leaves for a later one, past the stages between.
 
     class Down(nn.Module):                          class Up(nn.Module):
         def forward(self, x):                           def forward(self, x):
@@ -7,7 +7,7 @@
 
     Pipeline(stages, skips={"edges": (0, 3)})       from stage 0 straight to stage 3
 
-Without a pipeline, in one process, what was stashed is simply there when it is popped.
+Without a pipeline, in one process, `pop` returns the stashed value itself.
 """
 
 from __future__ import annotations
@@ -19,59 +19,57 @@ from typing import Any
 
 __all__ = ["pop", "skip_scope", "stash"]
 
-_thread = threading.local()
+
+class _Stash(threading.local):
+    """What has been stashed in this thread and not been popped."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
 
 
-def _here() -> dict[str, Any]:
-    if not hasattr(_thread, "stashed"):
-        _thread.stashed = {}
-    stashed: dict[str, Any] = _thread.stashed
-    return stashed
+_stash = _Stash()
 
 
 def stash(name: str, value: Any) -> None:
     """Leave a tensor, or tensors in tuples, lists or dicts, for a later stage; local.
 
     Args:
-        name: What the pipeline's `skips` calls the connection.
-        value: What `pop` returns there. Gradients flow back through it.
+        name: Of the connection, as in the pipeline's `skips`.
+        value: Returned by `pop` in the later stage. Gradients flow back through it.
 
     Raises:
-        ValueError: Something of this name has been left and not been taken.
+        ValueError: A value of this name has been stashed and not been popped.
     """
-    stashed = _here()
-    if name in stashed:
+    if name in _stash.values:
         raise ValueError(
-            f"stash({name!r}): it holds a value that nobody has popped; each name serves once in a forward"
+            f"stash({name!r}): it holds a value that no stage has popped; each name serves once in a forward"
         )
-    stashed[name] = value
+    _stash.values[name] = value
 
 
 def pop(name: str) -> Any:
-    """Take what an earlier stage has left; local.
+    """Take the value that an earlier stage has stashed; local.
 
     Args:
-        name: What the pipeline's `skips` calls the connection.
+        name: Of the connection, as in the pipeline's `skips`.
 
     Raises:
-        ValueError: Nothing of this name is there.
+        ValueError: No value of this name is stashed.
     """
-    stashed = _here()
-    if name not in stashed:
+    if name not in _stash.values:
         raise ValueError(
-            f"pop({name!r}): nothing was stashed under this name for this stage (there is: "
-            f"{sorted(stashed) or 'nothing'}); give the pipeline "
+            f"pop({name!r}): nothing was stashed under this name for this stage (stashed: "
+            f"{sorted(_stash.values) or 'nothing'}); give the pipeline "
             f"skips={{{name!r}: (stage that stashes, stage that pops)}}"
         )
-    return stashed.pop(name)
+    return _stash.values.pop(name)
 
 
 @contextmanager
 def skip_scope(arrived: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Run a stage with what has arrived for it; the block's value is what is stashed when it ends; local."""
-    before = _here()
-    _thread.stashed = dict(arrived)
+    """Give a stage the values that have arrived for it; the block's value is what is stashed at its end; local."""
+    before, _stash.values = _stash.values, dict(arrived)
     try:
-        yield _thread.stashed
+        yield _stash.values
     finally:
-        _thread.stashed = before
+        _stash.values = before

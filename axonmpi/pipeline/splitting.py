@@ -1,12 +1,12 @@
-"""Cutting a model into stages of like weight.
+"""Cutting a model into stages of nearly equal cost.
 
     model     [ embedding, [ block, block, block, block ], norm, head ]
     pieces        0          1.0    1.1    1.2    1.3       2     3
     stages    { 0, 1.0 }   { 1.1, 1.2, 1.3 }   { 2, 3 }
 
-A piece is what is never cut, a stage is a row of pieces. Every piece has a cost, which is its number of parameters
-or the time of its forward; the cut is the one whose most expensive stage is cheapest. Stages keep the names that
-pieces have in the model, so the state dicts of all stages together are that of the model.
+A piece is never cut; a stage is a row of pieces. Every piece has a cost: its number of parameters or the time of
+its forward. The chosen cut is the one whose most expensive stage is cheapest. Pieces keep their names in the model,
+so the state dicts of all stages together are the model's.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..collectives.agreement import check_same, raised_on_all
 from ..groups.world import ProcessGroup, chosen_group, current_world
 from ..utils.arguments import either_group_name, integer
-from .runtime.payload import pack, unpack
+from .runtime.payload import form_of, pack, unpack
 from .skips import skip_scope
 
 __all__ = ["balanced_bounds", "split_module"]
 
 
 class _Piece(NamedTuple):
-    """What is not cut: a module, and the names on the way to it in the model."""
+    """A module that is not cut, and the names on the path to it in the model."""
 
     path: tuple[str, ...]
     module: nn.Module
@@ -53,25 +54,25 @@ def split_module(
 ) -> list[nn.Sequential]:
     """Cut a model into stages which, one after the other, compute what the model computes.
 
-    The cut is the best there is: no other one has a cheaper most expensive stage. Among equally good ones, that
-    with the most even numbers of pieces is taken. Local with `balance="parameters"`; with `balance="time"` it is
-    collective where there is a group, and the times of its rank 0 decide, so that all ranks cut alike.
+    The cut is optimal: no other one has a cheaper most expensive stage. Among equally good cuts, the one with the
+    most even numbers of pieces is taken. Local with `balance="parameters"`; with `balance="time"` it is collective
+    if there is a group, and the times of its rank 0 decide, so that all ranks cut alike.
 
     Args:
         module: A `Sequential`, or a sequence of modules each of which takes what the one before returns, such as
             head, repeated blocks and tail; a `ModuleList` in it stands for its modules. A nested `Sequential` is
             one piece, unless more pieces are needed: then all of them are opened, one level after another. The
             modules are reused, not copied, so parameters that are tied stay tied.
-        num_stages: How many stages, at least 1.
-        balance: What is balanced. `"parameters"`: the number of parameter elements, frozen ones included; a
-            parameter that several pieces share counts once in each stage. `"time"`: how long a forward takes in
-            the mode, training or evaluation, that each module is in.
+        num_stages: Number of stages, at least 1.
+        balance: The cost. `"parameters"`: the number of parameter elements, frozen ones included; a parameter that
+            several pieces share counts once in each stage. `"time"`: the time of a forward in the mode, training or
+            evaluation, that each module is in.
         sample: The input of the first stage, a tensor or nested tuples, lists and dicts of tensors, not changed.
             Needed to measure times, on rank 0 of the group only.
-        process_group: The ranks that have to cut alike; None means all ranks, or this process alone where no
-            process group is initialised.
-        repeats: How often times are measured after a first run that does not count; the median is taken. Buffers,
-            torch's random numbers and generators that modules hold are afterwards as they were.
+        process_group: The ranks that have to cut alike; None means all ranks, or this process alone if no process
+            group is initialised.
+        repeats: Number of timed runs after a first one that does not count; the median is taken. Afterwards
+            buffers, torch's random numbers and generators that modules hold are as they were.
 
     Returns:
         The stages. Parameters and buffers have the names that they have in the model, or in
@@ -79,29 +80,27 @@ def split_module(
 
     Raises:
         TypeError: The model is no sequence of modules, or an argument is of the wrong type.
-        ValueError: There are fewer pieces than stages; the model has something of its own that no stage would
-            have, such as hooks; a parameter has no shape yet; the sample is missing or does not fit, or a piece
-            fails on it; the ranks have different numbers of pieces or stages.
+        ValueError: The model has fewer pieces than stages; it has hooks, parameters or buffers of its own, which no
+            stage would have; a parameter has no shape yet; the sample is missing or does not fit, or a piece fails
+            on it; the ranks have different numbers of pieces or stages.
     """
-    _check_options(num_stages, balance, process_group, repeats)
-    pieces = _pieces(module, num_stages)
-    if balance == "parameters":
-        costs = _parameter_costs(pieces)
-    else:
-        times = _times(pieces, num_stages, sample, process_group, repeats)
-        costs = [{position: time} for position, time in enumerate(times)]
-    modes = [module] if isinstance(module, nn.Module) else [piece.module for piece in pieces]
-    training = any(part.training for part in modes)
-    return [_stage(pieces[start:stop], training) for start, stop in balanced_bounds(costs, num_stages)]
-
-
-def _check_options(num_stages: object, balance: object, process_group: object, repeats: object) -> None:
-    for name, number in (("num_stages", num_stages), ("repeats", repeats)):
-        integer(name, number, minimum=1)
+    integer("num_stages", num_stages, minimum=1)
+    integer("repeats", repeats, minimum=1)
     if balance not in ("parameters", "time"):
         raise ValueError(f"balance: expected 'parameters' or 'time', got {balance!r}")
     if process_group is not None:
         chosen_group(process_group, "process_group")
+    pieces = _pieces(module, num_stages)
+    if balance == "parameters":
+        costs: list[Mapping[Hashable, int]] = [
+            {id(tensor): tensor.numel() for tensor in piece.module.parameters()} for piece in pieces
+        ]
+    else:
+        times = _times(pieces, num_stages, sample, process_group, repeats)
+        costs = [{index: time} for index, time in enumerate(times)]
+    modes = [module] if isinstance(module, nn.Module) else [piece.module for piece in pieces]
+    training = any(part.training for part in modes)
+    return [_stage(pieces[start:stop], training) for start, stop in balanced_bounds(costs, num_stages)]
 
 
 # ---- pieces -----------------------------------------------------------------------------------------------------
@@ -150,7 +149,7 @@ def _check_piece(piece: _Piece) -> None:
 
 
 def _inside(container: Any, path: tuple[str, ...] = ()) -> Iterator[_Piece]:
-    """Yield the modules of a container; those of a list in place of the list, which cannot be called."""
+    """Yield the modules of a container, and the modules of a list in place of the list, which cannot be called."""
     # Not named_children(), which leaves out a module that comes a second time.
     is_module = isinstance(container, nn.Module)
     named = container._modules.items() if is_module else ((str(i), entry) for i, entry in enumerate(container))
@@ -178,7 +177,7 @@ def _is_plain(container: nn.Module) -> bool:
 
 
 def _stage(pieces: Sequence[_Piece], training: bool) -> nn.Sequential:
-    """Join pieces; a container that was opened is there again, with those of its modules that are in the stage."""
+    """Join pieces; opened containers are made again, each with the modules of it that are in the stage."""
     stage = nn.Sequential()
     stage.training = training
     for piece in pieces:
@@ -197,45 +196,22 @@ def _stage(pieces: Sequence[_Piece], training: bool) -> nn.Sequential:
 # ---- costs ------------------------------------------------------------------------------------------------------
 
 
-def _parameter_costs(pieces: Sequence[_Piece]) -> list[Mapping[Hashable, int]]:
-    return [{id(tensor): tensor.numel() for tensor in piece.module.parameters()} for piece in pieces]
-
-
 def _times(
     pieces: Sequence[_Piece], num_stages: int, sample: Any, group: ProcessGroup | None, repeats: int
 ) -> list[int]:
-    """Return the nanoseconds of each piece's forward, those of rank 0 on all ranks; collective in a group."""
+    """Return the nanoseconds of each piece's forward, measured on rank 0 for all ranks; collective in a group."""
     world = current_world()
     if group is None and world is not None:
         group = world.default_group
     if group is None:
         return _measured(pieces, sample, repeats)
-    times, failure = None, None
-    if group.rank == 0:
-        try:
-            times = _measured(pieces, sample, repeats)
-        except ValueError as error:
-            failure = error
-    # One exchange tells every rank the times, or why there are none, and whether all cut the same thing.
-    reports = group.all_gather_object((num_stages, len(pieces), times, failure and str(failure)))
-    if failure is not None:
-        raise failure
-    _check_reports(reports)
-    agreed: list[int] = reports[0][2]
+    with raised_on_all(group.backend):
+        times = _measured(pieces, sample, repeats) if group.rank == 0 else []
+    own = f"{num_stages} stages of {len(pieces)} pieces"
+    what = "the ranks cut different numbers of stages from different numbers of pieces"
+    check_same(group.backend, [own], what, "Give all of them the same model and num_stages.")
+    agreed: list[int] = group.broadcast_object(times)
     return agreed
-
-
-def _check_reports(reports: Sequence[tuple[int, int, list[int] | None, str | None]]) -> None:
-    """Raise what rank 0 has raised, or unless all ranks have as many stages and pieces."""
-    reason = reports[0][3]
-    if reason is not None:
-        raise ValueError(reason)
-    if len({report[:2] for report in reports}) > 1:
-        plans = [f"rank {rank}: {report[0]} of {report[1]}" for rank, report in enumerate(reports)]
-        raise ValueError(
-            f"the ranks cut different numbers of stages from different numbers of pieces ({', '.join(plans)}): "
-            "give all of them the same model and num_stages"
-        )
 
 
 def _measured(pieces: Sequence[_Piece], sample: Any, repeats: int) -> list[int]:
@@ -260,7 +236,7 @@ def _timed_run(pieces: Sequence[_Piece], value: Any) -> list[int]:
             result = piece.module(value)
         except Exception as error:
             raise ValueError(
-                f"sample: piece {number} of {len(pieces)}, {piece}, failed on {_described(value)}: "
+                f"sample: piece {number} of {len(pieces)}, {piece}, failed on {form_of(*pack(value))}: "
                 f"{type(error).__name__}: {error}\n"
                 "Give the input of the first stage; each piece takes what the one before returns."
             ) from error
@@ -270,7 +246,7 @@ def _timed_run(pieces: Sequence[_Piece], value: Any) -> list[int]:
 
 
 def _now(value: Any) -> int:
-    """Return the nanoseconds at which `value` is there, also where a device computes it meanwhile."""
+    """Return the time in nanoseconds once `value` is computed, also on a device."""
     for device in {tensor.device for tensor in pack(value)[1]}:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -279,7 +255,7 @@ def _now(value: Any) -> int:
 
 @contextmanager
 def _unchanged(model: nn.Module, devices: set[torch.device]) -> Iterator[None]:
-    """Let modules compute on copies of their buffers, and put back what they have drawn of random numbers."""
+    """Let modules compute on copies of their buffers, and restore the random generators that they draw from."""
     buffers = [(module, dict(module._buffers)) for module in model.modules()]
     attributes = [value for module in model.modules() for value in vars(module).values()]
     states = [(value, value.get_state()) for value in attributes if isinstance(value, torch.Generator)]
@@ -296,34 +272,26 @@ def _unchanged(model: nn.Module, devices: set[torch.device]) -> Iterator[None]:
         for generator, state in states:
             generator.set_state(state)
         for module, before in buffers:
-            for name in set(dict(module._buffers)).difference(before):
-                delattr(module, name)
-            for name, buffer in before.items():
-                setattr(module, name, buffer)
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor {list(value.shape)}".replace("torch.", "")
-    return f"a {type(value).__name__}"
+            module._buffers.clear()
+            module._buffers.update(before)
 
 
 # ---- balance ----------------------------------------------------------------------------------------------------
 
 
 def balanced_bounds(costs: Sequence[Mapping[Hashable, int]], parts: int) -> list[tuple[int, int]]:
-    """Cut a row of pieces so that the most expensive part is as cheap as can be; exact, and no part is empty.
+    """Cut a row of pieces so that the most expensive part is as cheap as possible; exact, and no part is empty.
 
-    Among the cuts that reach it, that with the least sum of squares of the numbers of pieces is taken, and among
-    those the one whose first parts have more.
+    Among the optimal cuts, the one with the least sum of squares of the numbers of pieces is taken, and among equal
+    ones the cut whose first parts have more pieces.
 
     Args:
-        costs: What each piece consists of, and what that costs, at least 0; what several pieces of a part consist
-            of counts once in it.
-        parts: How many parts, from 1 to the number of pieces.
+        costs: The components of each piece with their costs, at least 0; a component that several pieces of a part
+            share counts once in it.
+        parts: Number of parts, from 1 to the number of pieces.
 
     Returns:
-        For each part the first piece, and the one after its last.
+        For each part the index of its first piece, and the one after its last.
     """
     total = sum(cost for piece in costs for cost in piece.values())
     limit = bisect_left(range(total), True, key=lambda cost: _fills(costs, cost, parts))

@@ -25,8 +25,7 @@ def every_schedule(ranks: Iterable[int], micro_batches: Iterable[int]) -> Iterat
 
 def schedule_of(lists: ComputeLists, placement: tuple[int, ...], num_microbatches: int, edges=()) -> Schedule:
     """A schedule of lists without transfers."""
-    whole = Schedule("made by hand", placement, num_microbatches, lists, edges)
-    return Schedule(whole.name, placement, num_microbatches, with_transfers(placement, lists, whole.edges), edges)
+    return with_transfers(Schedule("made by hand", placement, num_microbatches, lists, edges))
 
 
 def computed(schedule: Schedule, rank: int) -> list[Action]:

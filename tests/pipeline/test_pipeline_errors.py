@@ -47,16 +47,16 @@ def test_wrong_stages(world) -> None:
 @pytest.mark.ranks(2)
 def test_wrong_arguments(world) -> None:
     for settings, message in (
-        ({"num_microbatches": 0}, "num_microbatches: expected 1 or more, got 0"),
-        ({"num_microbatches": 2.0}, "num_microbatches: expected an int, got 2.0"),
+        ({"num_microbatches": 0}, "num_microbatches: expected at least 1, got 0"),
+        ({"num_microbatches": 2.0}, "num_microbatches: expected an integer, got 2.0"),
         ({"skips": {"a": (1, 0)}}, "skips.'a'.*the earlier one first"),
         ({"skips": {"a": (0, 2)}}, "stages from 0 to 1"),
         ({"ties": [[(0, "0.weight"), (2, "0.weight")]]}, "ties: expected stages from 0 to 1"),
         ({"ties": [[(0, "0.weight"), (1, "weigth")]]}, "parameter of stage 1, got 'weigth'"),
-        ({"ties": [[(0, "0.weight")]]}, "places in several stages"),
-        ({"seed": "x"}, "seed: expected an int or None"),
-        ({"seed": world.rank}, "seed: expected the same on all ranks.*got 0 on rank 0 and 1 on rank 1"),
-        ({"schedule": ("gpipe", "1f1b")[world.rank]}, "schedule: expected the same on all ranks"),
+        ({"ties": [[(0, "0.weight")]]}, "parameters of several stages"),
+        ({"seed": "x"}, "seed: expected an integer, got 'x'"),
+        ({"seed": world.rank}, "not the same on all ranks.*\n.*rank 0: seed: 0\n.*rank 1: seed: 1"),
+        ({"schedule": ("gpipe", "1f1b")[world.rank]}, "not the same on all ranks.*\n.*rank 0: schedule: .*GPIPE\n"),
     ):
         refused(world, lambda settings=settings: Pipeline.from_modules(built(block, 2), **settings), message)
     three_each = built(block, 6)
@@ -91,16 +91,22 @@ def test_wrong_steps(world) -> None:
     def differently():
         return pipeline(inputs) if world.rank else pipeline.train_step(inputs, targets)
 
-    refused(world, differently, "the operation: expected the same on all ranks.*train on rank 0, predict on rank 1")
+    refused(world, differently, "make different steps.*\n.*rank 0: train, .*\n.*ranks? 1.*: predict")
     pipeline.num_microbatches = 2 + world.rank
-    refused(world, lambda: pipeline.train_step(inputs, targets), "num_microbatches: expected the same on all ranks")
+    refused(
+        world,
+        lambda: pipeline.train_step(inputs, targets),
+        "make different steps.*\n.*rank 0: train, num_microbatches=2\n",
+    )
     pipeline.num_microbatches = 20_000
     many = inputs.repeat(2000, 1)
     refused(world, lambda: pipeline.train_step(many, many), "num_microbatches: expected at most")
     pipeline.loss_fn, pipeline.num_microbatches = None, 2
     refused(world, lambda: pipeline.train_step(inputs, targets), "loss_fn: expected one")
     pipeline.record_times(world.rank != 1)
-    refused(world, lambda: pipeline.write_trace("trace.json"), r"record_times\(\) was called.*not on rank 1$")
+    refused(
+        world, lambda: pipeline.write_trace("trace.json"), r"^rank 1: .*expected that record_times\(\) was called"
+    )
     for limits, name in (((-1.0, 2.0), "max_norm: expected 0"), ((1.0, 0.0), "norm_type: expected a positive")):
         with pytest.raises(ValueError, match=name):
             pipeline.clip_grad_norm(*limits)
@@ -143,8 +149,8 @@ def test_a_tensor_for_a_batch_that_is_none(world) -> None:
 
 def test_names_that_are_stashed_twice_or_never() -> None:
     stash("once", 1)
-    with pytest.raises(ValueError, match="nobody has popped"):
+    with pytest.raises(ValueError, match="no stage has popped"):
         stash("once", 2)
     assert pop("once") == 1
-    with pytest.raises(ValueError, match="there is: nothing"):
+    with pytest.raises(ValueError, match="stashed: nothing"):
         pop("once")

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 import axonmpi as ax
 from axonmpi import Pipeline, PipelineSchedule
 from axonmpi.pipeline import Action, ActionKind, Schedule, make_schedule, simulate
-from axonmpi.pipeline.runtime.mailboxes import slots_needed
-from axonmpi.pipeline.schedule.actions import chain
+from axonmpi.pipeline.runtime.mailboxes import cells_needed
 from axonmpi.pipeline.schedule.trace import last_step, read_trace
 from axonmpi.pipeline.schedule.transfers import with_transfers
 
@@ -71,13 +70,13 @@ def test_activations_are_kept_as_long_as_the_simulator_says(world) -> None:
 
 
 def test_memory_in_common_does_not_grow_with_micro_batches() -> None:
-    """But where a schedule says so: each line has as many slots as micro-batches are on their way, and few more."""
+    """But where a schedule says so: each line has as many cells as micro-batches are on their way, and few more."""
     for schedule, chunks in KINDS[2:]:
         few, many = (make_schedule(schedule, 4, count, chunks) for count in (16, 48))
         for rank in range(4):
-            slots = slots_needed(few.actions[rank], trains=True)
-            assert slots == slots_needed(many.actions[rank], trains=True)
-            assert max(slots.values()) <= 4 * chunks + 2
+            cells = cells_needed(few.actions[rank], trains=True)
+            assert cells == cells_needed(many.actions[rank], trains=True)
+            assert max(cells.values()) <= 4 * chunks + 2
 
 
 @pytest.mark.ranks(1)
@@ -98,7 +97,7 @@ def test_an_output_of_another_form_than_before_is_refused(world) -> None:
 
 @pytest.mark.ranks(2)
 def test_a_schedule_of_ones_own_may_divide_some_backwards_only(world) -> None:
-    """Over more steps than mailboxes have slots."""
+    """Over more steps than mailboxes have cells."""
 
     def mixed(count: int) -> Schedule:
         def halves(action: Action) -> tuple[ActionKind, ...]:
@@ -109,7 +108,7 @@ def test_a_schedule_of_ones_own_may_divide_some_backwards_only(world) -> None:
             [Action(kind, a.stage, a.micro_batch) for a in actions if a.kind.is_compute for kind in halves(a)]
             for actions in make_schedule(PipelineSchedule.ONE_F_ONE_B, 2, count).actions
         ]
-        return Schedule("mixed", (0, 1), count, with_transfers((0, 1), lists, chain(2)))
+        return with_transfers(Schedule("mixed", (0, 1), count, lists))
 
     pipeline = Pipeline.from_modules(built(block, 2), schedule=mixed, num_microbatches=5, loss_fn=F.mse_loss)
     for batch in batches(5):

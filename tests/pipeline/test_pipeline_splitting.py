@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -362,7 +361,7 @@ def test_nested_samples_and_connections_past_stages(clock):
     assert sample["pair"][0].tolist() == [1, 1]
     assert run(stages, sample).tolist() == [7, 7]
     sample["pair"][0].fill_(1)
-    with pytest.raises(ValueError, match="piece 2 of 2, '1', a Linear, failed on a tuple: TypeError"):
+    with pytest.raises(ValueError, match=r"piece 2 of 2, '1', a Linear, failed on float32\[2\]: TypeError"):
         by_time([Joining(), nn.Linear(2, 2)], 2, sample)
     with pytest.raises(ValueError, match=r"pop\('first'\): nothing was stashed"):
         pop("first")
@@ -388,13 +387,13 @@ def test_all_ranks_cut_as_rank_0_of_the_group_does(world, clock):
 @pytest.mark.ranks(3)
 def test_what_fails_on_rank_0_is_raised_on_all_ranks(world):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 3))
-    with pytest.raises(ValueError, match=r"piece 2 of 2, '1', a Linear, failed on a float32 tensor \[2, 4\]"):
+    with pytest.raises(ValueError, match=r"piece 2 of 2, '1', a Linear, failed on float32\[2, 4\]"):
         by_time(model, 2, torch.ones(2, 4))
     with pytest.raises(ValueError, match=r"sample: balance='time' needs the input of the first stage .* got None"):
         split_module(model, 2, balance="time")
-    message = "(rank 0: 1 of 2, rank 1: 2 of 2, rank 2: 2 of 3): give all"
+    plans = ("rank 0: 1 stages of 2 pieces", "rank 1: 2 stages of 2 pieces", "rank 2: 2 stages of 3 pieces")
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3 if world.rank == 2 else 2)))
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=r"\n *".join(plans)):
         by_time(model, 2 if world.rank else 1, torch.ones(2, 4))
     group = world.new_group([0, 1])
     if world.rank == 2:
@@ -471,7 +470,7 @@ def linear() -> nn.Module:
             lambda: nn.Sequential(linear(), nn.Sequential(linear(), nn.Linear(5, 5))),
             {"num_stages": 3, "balance": "time", "sample": torch.ones(2, 4)},
             ValueError,
-            r"sample: piece 3 of 3, '1.1', a Linear, failed on a float32 tensor \[2, 4\]: RuntimeError: .*\nGive",
+            r"sample: piece 3 of 3, '1.1', a Linear, failed on float32\[2, 4\]: RuntimeError: .*\nGive",
         ),
     ],
 )

@@ -22,7 +22,6 @@ from axonmpi.pipeline import (
     validate,
 )
 from axonmpi.pipeline.schedule import grid
-from axonmpi.pipeline.schedule.actions import Links
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 FORWARD, BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD
@@ -76,11 +75,12 @@ def test_messages_for_any_placement_and_any_order_are_valid(case):
 
 def any_order(placement, micro_batches: int, edges, split: bool, chance: random.Random) -> list[list[Action]]:
     """What each rank computes, in a random order that its data allows."""
-    links, kinds = Links(len(placement), edges), (FORWARD, INPUT, WEIGHT) if split else (FORWARD, BACKWARD)
+    on_one_rank = Schedule("any", (0,) * len(placement), micro_batches, (), edges)
+    kinds = (FORWARD, INPUT, WEIGHT) if split else (FORWARD, BACKWARD)
     left = [Action(kind, s, m) for kind in kinds for s in range(len(placement)) for m in range(micro_batches)]
     made, lists = set(), [[] for _ in set(placement)]
     while left:
-        action = chance.choice([action for action in left if made.issuperset(links.needs(action))])
+        action = chance.choice([action for action in left if made.issuperset(on_one_rank.needs(action))])
         left.remove(action)
         made.add(action.makes)
         lists[placement[action.stage]].append(action)

@@ -11,7 +11,7 @@ from pathlib import Path
 from ...comm import destroy_process_group, init_process_group
 from ...launch.variables import launched_ranks
 from ...testing.launcher import launch
-from .. import parse_arguments
+from .. import parse_arguments, positive
 from .benchmarks import BENCHMARKS, Benchmark, Figures
 
 __all__ = ["main"]
@@ -62,14 +62,14 @@ def _add_options(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
     ranks = " ".join(map(str, benchmark.ranks))
     parser.add_argument(
         "--ranks",
-        type=_positive,
+        type=positive,
         nargs="+",
         help=f"numbers of ranks to start mpirun with (default: {ranks})",
         metavar="N",
     )
     parser.add_argument(
         "--blocks",
-        type=_positive,
+        type=positive,
         default=15,
         help="how often each variant takes its turn (default: 15)",
         metavar="N",
@@ -81,12 +81,6 @@ def _add_options(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
         parser.add_argument("--plot", type=_picture, metavar="FILE.png", help="draw the figures into FILE.png")
     if benchmark.add_options:
         benchmark.add_options(parser)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
-    return int(text)
 
 
 def _file(text: str) -> Path:

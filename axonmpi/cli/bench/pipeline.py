@@ -1,10 +1,10 @@
 """A pipeline's training step by each schedule: ours, torch's on gloo, and the ideal.
 
 Stages are rows of transformer blocks, equally many on each rank. For each schedule three variants take turns:
-ours, `torch.distributed.pipelining` on gloo, and the computation alone. For the last, each rank does all that the
-schedule has it compute, in the same order and with the same modules, while the others do likewise; but it sends
-nothing and waits for nobody. What its actions take goes into the simulator. The time that comes out is the ideal,
-in which ranks wait only where the schedule has a bubble.
+ours, `torch.distributed.pipelining` on gloo, and the computation alone. For the last, all ranks compute what the
+schedule has them compute, at once, in the same order and with the same modules, but send nothing and wait for no
+other rank. The times of their actions go into the simulator. The time that comes out is the ideal, in which ranks
+wait only where the schedule has a bubble.
 
 Before anything is timed, gradients of all variants are compared with those of one process.
 """
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ...comm import all_reduce_max
 from ...groups.world import World
@@ -40,7 +39,7 @@ class Case:
     """A schedule, here and in torch.
 
     Attributes:
-        kind: Which one.
+        kind: The schedule.
         chunks: Stages on each rank.
         made_by: The name of the class in `torch.distributed.pipelining`.
     """
@@ -65,12 +64,12 @@ def measure(world: World, blocks: int, sizes: Sizes, names: Sequence[str]) -> di
     Args:
         world: The ranks.
         blocks: How often each variant takes its turn.
-        sizes: What is computed.
-        names: Which of `CASES`.
+        sizes: Of the model and the batch.
+        names: Some of `CASES`.
 
     Raises:
-        RuntimeError: A variant's gradients are not those of one process; on all ranks.
-        ValueError: A size is not as it has to be for these ranks.
+        RuntimeError: A variant's gradients differ from those of one process; on all ranks.
+        ValueError: A size does not fit these ranks.
     """
     _check_sizes(world, sizes)
     start_gloo(world)
@@ -80,16 +79,12 @@ def measure(world: World, blocks: int, sizes: Sizes, names: Sequence[str]) -> di
         name: make_schedule(case.kind, world.size, sizes.microbatches, case.chunks) for name, case in cases.items()
     }
     computations = {name: Computation(task, schedule) for name, schedule in schedules.items()}
-    ours = {name: our_step(task, case.kind, case.chunks) for name, case in cases.items()}
-    stock = {name: torch_step(task, schedules[name], case.made_by) for name, case in cases.items()}
-    check_gradients(task, {**_named("axonmpi", ours), **_named("torch", stock)})
-    variants: dict[str, Step] = {}
-    for name in cases:
-        variants |= {
-            f"compute {name}": computations[name].step,
-            f"axonmpi {name}": ours[name],
-            f"torch {name}": stock[name],
-        }
+    pipelines: dict[str, Step] = {}
+    for name, case in cases.items():
+        pipelines[f"axonmpi {name}"] = our_step(task, case.kind, case.chunks)
+        pipelines[f"torch {name}"] = torch_step(task, schedules[name], case.made_by)
+    check_gradients(task, pipelines)
+    variants = {**pipelines, **{f"compute {name}": each.step for name, each in computations.items()}}
     samples = interleave(variants, blocks=blocks, calls=STEPS_PER_BLOCK)
     dist.destroy_process_group()
     milliseconds = {name: sample.median * 1e3 for name, sample in samples.items()}
@@ -109,10 +104,6 @@ def measure(world: World, blocks: int, sizes: Sizes, names: Sequence[str]) -> di
     }
 
 
-def _named(who: str, steps: Mapping[str, Step]) -> dict[str, Step]:
-    return {f"{who} {name}": step for name, step in steps.items()}
-
-
 def _simulated(schedule: Schedule, costs: Costs) -> dict[str, Any]:
     timeline = simulate(schedule, costs)
     return {
@@ -124,10 +115,10 @@ def _simulated(schedule: Schedule, costs: Costs) -> dict[str, Any]:
 
 
 def check_gradients(task: Task, variants: Mapping[str, Step]) -> None:
-    """Compare what each variant leaves on this rank with the gradients of one process; collective.
+    """Compare the gradients that each variant leaves on this rank with those of one process; collective.
 
     Raises:
-        RuntimeError: They are not the same, or not those of this rank's share of the parameters; on all ranks.
+        RuntimeError: They differ, or are not for this rank's share of the parameters; on all ranks.
     """
     task.step_of_one_process()
     wanted = task.gradients()
@@ -135,19 +126,19 @@ def check_gradients(task: Task, variants: Mapping[str, Step]) -> None:
     for name, step in variants.items():
         step()
         pairs = zip(task.gradients(), wanted, strict=True)
-        errors = [_error(found, right) for found, right in pairs if found is not None and right is not None]
-        worst = torch.tensor(max(errors) if len(errors) == share else math.inf)
+        errors = [
+            (found - right).abs().max() / right.abs().max()
+            for found, right in pairs
+            if found is not None and right is not None
+        ]
+        worst = torch.stack(errors).max() if len(errors) == share else torch.tensor(math.inf)
+        worst.nan_to_num_(nan=math.inf)
         all_reduce_max(worst)
         if not worst <= _TOLERANCE:
             raise RuntimeError(
                 f"{name} on {task.world.size} ranks: gradients are not those of one process, off by {worst:.1e} of "
                 f"the largest, expected at most {_TOLERANCE:.0e}"
             )
-
-
-def _error(found: Tensor, right: Tensor) -> float:
-    error = float((found - right).abs().max() / right.abs().max())
-    return error if math.isfinite(error) else math.inf
 
 
 # ---- table ------------------------------------------------------------------------------------------------------
@@ -194,7 +185,7 @@ _HELP = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what is measured; local."""
+    """Add the options for schedules and sizes; local."""
     parser.add_argument(
         "--schedules",
         nargs="+",
@@ -216,12 +207,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:
-    """Return the sizes that options say; local."""
+    """Return the sizes that the options give; local."""
     return Sizes(**{name: getattr(options, name) for name in _HELP})
 
 
 def _check_sizes(world: World, sizes: Sizes) -> None:
-    """Raise ValueError unless all schedules can do with the sizes, torch's too."""
+    """Raise ValueError unless the sizes fit all schedules, torch's too."""
     divisors = {"layers": CHUNKS, "width": HEAD_WIDTH, "microbatches": world.size}
     for name, value in asdict(sizes).items():
         divisor = divisors.get(name, 1)

@@ -213,16 +213,7 @@ class Computation:
             for key in self._seconds[0]
         }
         of_all = {key: value for costs in all_gather_object(own) for key, value in costs.items()}
-
-        def of(kind: ActionKind) -> tuple[float, ...]:
-            return tuple(of_all.get((kind, stage), 0.0) for stage in range(len(self._stages)))
-
-        return Costs(
-            forward=of(ActionKind.FORWARD),
-            backward=of(ActionKind.BACKWARD),
-            backward_input=of(ActionKind.BACKWARD_INPUT),
-            backward_weight=of(ActionKind.BACKWARD_WEIGHT),
-        )
+        return Costs.by_stage(of_all)
 
     def _forward(self, action: Action) -> None:
         leaf = self._input.detach().requires_grad_(action.stage > 0)

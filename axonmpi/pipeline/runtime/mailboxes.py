@@ -1,32 +1,33 @@
-"""Memory of a node that stages hand their tensors over in.
+"""Mailboxes: memory of a node through which stages hand over their tensors.
 
-Each direction of each edge between two ranks of a node has a ring of slots, in memory that both have in common. The
-sender copies a payload into a slot and counts up; the receiver computes with the slot itself, so nothing is copied
-again, and no message has to progress while the sender computes.
+Each direction of each edge between two ranks of a node has a mailbox, a ring of cells in memory that both ranks
+share. The sender copies a payload into a cell and counts up; the receiver computes with the cell itself, so nothing
+is copied again, and no message has to progress while the sender computes.
 
-    slot 0 | micro-batch 0, being computed with |     filled 1   freed 0
-    slot 1 | micro-batch 1, has arrived         |     filled 2   freed 0
-    slot 2 | free                               |     filled 0   freed 0
+    cell 0 | micro-batch 0, in use              |     filled 1   freed 0
+    cell 1 | micro-batch 1, has arrived         |     filled 2   freed 0
+    cell 2 | free                               |     filled 0   freed 0
 
-A slot is free again after the action that needed it last: the sender of number n waits until number n - slots has
-been freed. There are as many slots as the receiver has receives posted and not freed at once, and one more; so a
-sender never waits longer than until its receive is posted, which the validator has proved to come.
+A cell is free again after the last action that needs it: the sender of number n waits until number n - cells has
+been freed. There are as many cells as the receiver has receives posted and not freed at once, and one more; so a
+sender never waits longer than until its receive is posted, which the validator has proved to happen.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...backends import Backend, NodeCounters
+from ...backends import NodeCounters
 from ..schedule.actions import Action, ActionKind
 from .payload import TensorForm
+from .wires import Outbox
 
-__all__ = ["Line", "Mailbox", "Ring", "allocate_rings", "last_uses", "payload_bytes", "slots_needed"]
+__all__ = ["Line", "Mailbox", "MailboxSize", "cells_needed", "last_uses", "make_mailboxes", "payload_bytes"]
 
 Line = tuple[int, int]
 """A direction of an edge: the stage that sends and the stage that receives."""
@@ -34,29 +35,20 @@ Line = tuple[int, int]
 _ALIGNMENT = 64
 
 
-@dataclass(frozen=True)
-class Ring:
-    """How large the ring of one line is.
+class MailboxSize(NamedTuple):
+    """The size of a mailbox.
 
     Attributes:
-        slots: Number of slots.
-        slot_bytes: Bytes of each.
+        cells: Number of cells.
+        cell_bytes: Bytes of each.
     """
 
-    slots: int
-    slot_bytes: int
-
-    def covers(self, other: Ring) -> bool:
-        """Say whether another ring's payloads fit into this one."""
-        return self.slots >= other.slots and self.slot_bytes >= other.slot_bytes
-
-    def joined(self, other: Ring) -> Ring:
-        """Return a ring that covers both."""
-        return Ring(max(self.slots, other.slots), max(self.slot_bytes, other.slot_bytes))
+    cells: int
+    cell_bytes: int
 
 
 def payload_bytes(forms: Iterable[TensorForm]) -> int:
-    """Return the bytes that tensors take in a slot."""
+    """Return the bytes that tensors take in a cell."""
     return sum(_aligned(form.nbytes) for form in forms)
 
 
@@ -64,134 +56,144 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def slots_needed(actions: Sequence[Action], *, trains: bool) -> dict[Line, int]:
-    """Count the slots of each line into a rank: receives posted and not freed at once, and one more.
+def cells_needed(actions: Sequence[Action], *, trains: bool) -> dict[Line, int]:
+    """Count the cells of each line into a rank: receives posted and not freed at once, and one more.
 
     Args:
-        actions: What the rank does.
+        actions: Those of the rank.
         trains: Whether payloads are needed until backward.
     """
     held: Counter[Line] = Counter()
     most: Counter[Line] = Counter()
-    waiting: dict[tuple[int, int], list[Line]] = {}
-    last = last_uses(trains=trains)
     for action in actions:
-        own = action.stage, action.micro_batch
         if action.kind.is_receive:
-            assert action.peer is not None
-            line = action.peer, action.stage
-            held[line] += 1
-            most[line] = max(most[line], held[line])
-            waiting.setdefault(own, []).append(line)
-        elif action.kind in last:
-            for line in waiting.pop(own, []):
-                held[line] -= 1
+            held[action.line] += 1
+            most[action.line] = max(most[action.line], held[action.line])
+        elif action.kind in last_uses(trains=trains):
+            held.subtract([line for line in held if line[1] == action.stage])
     return {line: count + 1 for line, count in most.items()}
 
 
 def last_uses(*, trains: bool) -> tuple[ActionKind, ...]:
-    """Return the kinds of actions after which what a stage has received for a micro-batch is not needed."""
+    """Return the kinds of actions that are the last to need the payloads of their stage and micro-batch."""
     return (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT) if trains else (ActionKind.FORWARD,)
 
 
 class Mailbox:
-    """One end of a ring.
+    """One end of a mailbox. Payloads are numbered from 0 over all steps.
 
     Args:
-        memory: [slots * slot_bytes] uint8, common to both ends.
-        ring: Its size.
-        counters: Of all rings of the node.
-        first: Number of the first of this ring's counters: for each slot filled, then for each slot freed.
+        outbox: Its messages go on while this rank waits.
+        memory: [cells * cell_bytes] uint8, common to both ends.
+        size: The number and the bytes of its cells.
+        counters: Of all mailboxes of the node.
+        first: Index of this mailbox's first counter: for each cell filled, then for each cell freed.
         line: The stages at its ends.
         ranks: The ranks of these stages.
     """
 
     def __init__(
-        self, memory: Tensor, ring: Ring, counters: NodeCounters, first: int, line: Line, ranks: tuple[int, int]
+        self,
+        outbox: Outbox,
+        memory: Tensor,
+        size: MailboxSize,
+        counters: NodeCounters,
+        first: int,
+        line: Line,
+        ranks: Sequence[int],
     ) -> None:
+        self._outbox = outbox
         self._memory = memory
-        self._ring = ring
+        self._size = size
         self._counters = counters
         self._filled = first
-        self._freed = first + ring.slots
+        self._freed = first + size.cells
         self._name = f"from stage {line[0]} at stage {line[1]}"
         self._sender, self._receiver = ranks
-        self._views: list[list[Tensor]] = [[] for _ in range(ring.slots)]
+        self._views: list[list[Tensor]] = [[] for _ in range(size.cells)]
+        self._first_of_step = self._first_of_next_step = 0
 
-    @property
-    def storage(self) -> int:
-        """Address of the memory that all rings of the node lie in."""
-        return self._memory.untyped_storage().data_ptr()
+    def begin_step(self, num_microbatches: int) -> None:
+        """Begin a step in which this many payloads go through."""
+        self._first_of_step = self._first_of_next_step
+        self._first_of_next_step += num_microbatches
 
-    def put(self, number: int, tensors: Sequence[Tensor], meanwhile: Callable[[], None]) -> None:
-        """Hand over payload `number`, counted from 0 over all steps."""
-        slot = number % self._ring.slots
-        free = number + 1 - self._ring.slots
-        if free > 0:
-            self._counters.wait(self._freed + slot, free, f"sending {self._name}", meanwhile, self._receiver)
-        for view, tensor in zip(self._tensors(slot, tensors), tensors, strict=True):
-            view.copy_(tensor)
-        self._counters.post(self._filled + slot, number + 1)
+    def send(self, micro_batch: int, tensors: Sequence[Tensor]) -> None:
+        """Copy the tensors into a cell."""
+        number, cell = self._number_and_cell(micro_batch)
+        freed, progress = number + 1 - self._size.cells, self._outbox.progress
+        with self._outbox.observed("send", tensors):
+            if freed > 0:
+                self._counters.wait(self._freed + cell, freed, f"sending {self._name}", progress, self._receiver)
+            for view, tensor in zip(self._tensors(cell, tensors), tensors, strict=True):
+                view.copy_(tensor)
+            self._counters.post(self._filled + cell, number + 1)
 
-    def take(self, number: int, forms: Sequence[TensorForm], meanwhile: Callable[[], None]) -> list[Tensor]:
-        """Wait for payload `number`; return its tensors, which are the slot itself."""
-        slot = number % self._ring.slots
-        self._counters.wait(self._filled + slot, number + 1, f"receiving {self._name}", meanwhile, self._sender)
-        # Slots lie in one memory, but what is written to one of them is no change of the others.
-        return [view.data for view in self._tensors(slot, forms)]
+    def post(self, micro_batch: int, forms: Sequence[TensorForm]) -> None:
+        """Do nothing: the cell exists."""
 
-    def free(self, number: int) -> None:
-        """Say that payload `number` is not needed any more."""
-        self._counters.post(self._freed + number % self._ring.slots, number + 1)
+    def take(self, micro_batch: int, forms: Sequence[TensorForm]) -> list[Tensor]:
+        """Wait until the cell is filled; return its tensors, which are the cell itself."""
+        number, cell = self._number_and_cell(micro_batch)
+        what, progress = f"receiving {self._name}", self._outbox.progress
+        with self._outbox.observed("wait"):
+            self._counters.wait(self._filled + cell, number + 1, what, progress, self._sender)
+        # Cells lie in one memory; `data` gives each one a version counter of its own.
+        return [view.data for view in self._tensors(cell, forms)]
 
-    def _tensors(self, slot: int, forms: Sequence[Tensor | TensorForm]) -> list[Tensor]:
-        """Return tensors of these forms in a slot: those of last time if they had the same, as nearly always."""
-        views = self._views[slot]
-        if len(views) != len(forms) or any(
-            view.shape != form.shape or view.dtype != form.dtype for view, form in zip(views, forms, strict=True)
-        ):
-            views, offset = [], slot * self._ring.slot_bytes
+    def free(self, micro_batch: int) -> None:
+        """Give the cell back."""
+        number, cell = self._number_and_cell(micro_batch)
+        self._counters.post(self._freed + cell, number + 1)
+
+    def _number_and_cell(self, micro_batch: int) -> tuple[int, int]:
+        number = self._first_of_step + micro_batch
+        return number, number % self._size.cells
+
+    def _tensors(self, cell: int, forms: Sequence[Tensor | TensorForm]) -> list[Tensor]:
+        """Return tensors of these forms in a cell, made again only if the forms have changed."""
+        views = self._views[cell]
+        if [(view.shape, view.dtype) for view in views] != [(form.shape, form.dtype) for form in forms]:
+            views, offset = [], cell * self._size.cell_bytes
             for form in forms:
-                views.append(self._view(offset, form.shape, form.dtype))
+                views.append(self._memory[offset : offset + form.nbytes].view(form.dtype).view(form.shape))
                 offset += _aligned(form.nbytes)
-            self._views[slot] = views
+            self._views[cell] = views
         return views
 
-    def _view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        if not nbytes:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        return self._memory[offset : offset + nbytes].view(dtype).view(shape)
 
-
-def allocate_rings(backend: Backend, rings: Mapping[Line, Ring], placement: Sequence[int]) -> dict[Line, Mailbox]:
-    """Allocate the rings of this node; collective.
+def make_mailboxes(
+    outbox: Outbox, sizes: Mapping[Line, MailboxSize], placement: Sequence[int]
+) -> dict[Line, Mailbox]:
+    """Make the mailboxes of all nodes; collective.
 
     Args:
-        backend: Of the pipeline's ranks.
-        rings: The size of the ring of each line between two ranks of one node, on all nodes; the same on all ranks.
+        outbox: Of this rank.
+        sizes: Of each line between two ranks of one node, on all nodes; the same on all ranks.
         placement: The rank of each stage.
 
     Returns:
-        The ends of the rings of this rank's node.
+        The mailboxes that this rank is an end of.
+
+    Raises:
+        MemoryError: A node has not enough memory.
     """
-    places: dict[Line, tuple[int, int]] = {}
+    backend = outbox.backend
+    nodes = backend.all_gather(torch.tensor([backend.node_ranks[0]])).tolist()
+    starts: dict[Line, tuple[int, int]] = {}
     nbytes: Counter[int] = Counter()
     counters: Counter[int] = Counter()
-    nodes = backend.all_gather(torch.tensor([backend.node_ranks[0]])).tolist()
-    for line in sorted(rings):
+    for line, size in sorted(sizes.items()):
         node = nodes[placement[line[1]]]
-        places[line] = nbytes[node], counters[node]
-        nbytes[node] += rings[line].slots * rings[line].slot_bytes
-        counters[node] += 2 * rings[line].slots
+        starts[line] = nbytes[node], counters[node]
+        nbytes[node] += size.cells * size.cell_bytes
+        counters[node] += 2 * size.cells
     memory = backend.node_empty((max(nbytes.values(), default=0),), torch.uint8)
     words = backend.node_counters(max(counters.values(), default=0))
-    own = nodes[backend.rank]
     made = {}
-    for line, (start, first) in places.items():
-        ranks = placement[line[0]], placement[line[1]]
-        if nodes[ranks[1]] == own:
-            ring = rings[line]
-            part = memory[start : start + ring.slots * ring.slot_bytes]
-            made[line] = Mailbox(part, ring, words, first, line, ranks)
+    for line, (start, first) in starts.items():
+        ranks, size = [placement[stage] for stage in line], sizes[line]
+        if backend.rank in ranks:
+            own = memory[start : start + size.cells * size.cell_bytes]
+            made[line] = Mailbox(outbox, own, size, words, first, line, ranks)
     return made

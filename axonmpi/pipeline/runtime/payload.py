@@ -1,4 +1,4 @@
-"""What stages hand to each other: tensors in nested tuples, lists and dicts.
+"""The payloads that stages hand to each other: tensors in nested tuples, lists and dicts.
 
     {"hidden": t0, "mask": t1, "scale": 2}   ->   [t0, t1]  and  {"hidden": <0>, "mask": <1>, "scale": 2}
 
@@ -15,23 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Form", "TensorForm", "check_form", "form_of", "pack", "unpack"]
+__all__ = ["Form", "Forms", "TensorForm", "check_form", "form_of", "pack", "unpack"]
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Stands for a tensor.
+class _Index:
+    """Stands for a tensor in a skeleton.
 
     Attributes:
-        index: Its number among the tensors.
+        value: The index among the tensors.
     """
 
-    index: int
+    value: int
 
 
 @dataclass(frozen=True)
 class TensorForm:
-    """What is known of a tensor before it arrives.
+    """The form of a tensor, known before it arrives.
 
     Attributes:
         shape: Its shape.
@@ -48,32 +48,39 @@ class TensorForm:
         """Bytes of its elements."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
-    def fits(self, tensor: Tensor) -> bool:
-        """Say whether a tensor has this form."""
-        return (
-            tensor.shape == self.shape and tensor.dtype == self.dtype and tensor.requires_grad == self.requires_grad
-        )
-
 
 @dataclass(frozen=True)
 class Form:
-    """What is known of a payload before it arrives.
+    """The form of a payload, known before it arrives.
 
     Attributes:
-        skeleton: The payload with places instead of tensors.
+        skeleton: The payload with indices in place of tensors.
         tensors: The form of each tensor.
     """
 
     skeleton: Any
     tensors: tuple[TensorForm, ...]
 
-    @property
-    def trained(self) -> tuple[TensorForm, ...]:
-        """The forms of those tensors for which gradients go back."""
-        return tuple(tensor for tensor in self.tensors if tensor.requires_grad)
-
     def __str__(self) -> str:
-        return ", ".join(f"{str(form.dtype).removeprefix('torch.')}{list(form.shape)}" for form in self.tensors)
+        texts = [f"{str(form.dtype).removeprefix('torch.')}{list(form.shape)}" for form in self.tensors]
+        return ", ".join(texts) or f"a {type(self.skeleton).__name__} without tensors"
+
+
+class Forms(dict[tuple[tuple[int, int], int], Form]):
+    """The known forms of activations: by the stages that send and receive them, and the micro-batch.
+
+    Attributes:
+        are_complete: Whether all are known; else they travel with the payloads of the next step.
+    """
+
+    are_complete = False
+
+    def carried(self, line: tuple[int, int], micro_batch: int) -> tuple[TensorForm, ...]:
+        """Return the forms of the tensors from one stage to another: activations forward, gradients back."""
+        source, target = line
+        if source < target:
+            return self[line, micro_batch].tensors
+        return tuple(form for form in self[(target, source), micro_batch].tensors if form.requires_grad)
 
 
 def pack(value: Any) -> tuple[Any, list[Tensor]]:
@@ -86,21 +93,19 @@ def _taken_out(tensors: list[Tensor], part: Any) -> Any:
     # A function inside `pack` that calls itself would keep the tensors until the next garbage collection.
     if isinstance(part, Tensor):
         tensors.append(part)
-        return _Place(len(tensors) - 1)
+        return _Index(len(tensors) - 1)
     return _rebuilt(part, partial(_taken_out, tensors))
 
 
 def unpack(skeleton: Any, tensors: Sequence[Tensor]) -> Any:
     """Put tensors back into a skeleton."""
-    return _put_back(tensors, skeleton)
-
-
-def _put_back(tensors: Sequence[Tensor], part: Any) -> Any:
-    return tensors[part.index] if isinstance(part, _Place) else _rebuilt(part, partial(_put_back, tensors))
+    if isinstance(skeleton, _Index):
+        return tensors[skeleton.value]
+    return _rebuilt(skeleton, partial(unpack, tensors=tensors))
 
 
 def _rebuilt(part: Any, walk: Callable[[Any], Any]) -> Any:
-    """Return a container with `walk` done to all that is in it; anything else as it is."""
+    """Return a container with `walk` applied to its entries; anything else as it is."""
     if isinstance(part, tuple):
         values = [walk(entry) for entry in part]
         return type(part)(*values) if hasattr(part, "_fields") else tuple(values)
@@ -122,10 +127,8 @@ def check_form(known: Form, skeleton: Any, tensors: Sequence[Tensor], what: str)
     Raises:
         ValueError: Its tensors have other shapes or dtypes, or another structure.
     """
-    same = len(tensors) == len(known.tensors) and skeleton == known.skeleton
-    if same and all(form.fits(tensor) for form, tensor in zip(known.tensors, tensors, strict=True)):
-        return
-    raise ValueError(
-        f"{what} was {known} when inputs of this shape came first, and is {form_of(skeleton, tensors)} now; "
-        "a stage's output may depend on the shape of its input, and on nothing else: pad it to one shape"
-    )
+    if known != (form := form_of(skeleton, tensors)):
+        raise ValueError(
+            f"{what} was {known} when inputs of this shape came first, and is {form} now; "
+            "a stage's output may depend on the shape of its input, and on nothing else: pad it to one shape"
+        )

@@ -1,100 +1,151 @@
-"""What goes into a step at the ends of a pipeline, and what comes out."""
+"""One step of a pipeline: what ranks tell each other before it, and its ends: inputs, targets, outputs and losses.
+
+Before a step there is one small all-gather: what each rank is about to do, how large its batch is, a digest of its
+shapes. If a rank has found a mistake, all ranks raise it before anything is sent.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..agreement import Mode
+from ...backends import Backend
+from ...collectives.agreement import check_same, raised_on_all
 from ..batches import as_scalar
-from ..randomness import RandomStream
+from ..randomness import RandomStream, microbatch_seed
 from .payload import pack, unpack
 
-__all__ = ["Step"]
+__all__ = ["Header", "Mode", "Step", "agree"]
+
+_NONE = -1
 
 
+class Mode(enum.IntEnum):
+    """What a step does."""
+
+    TRAIN = 0
+    EVALUATE = 1
+    PREDICT = 2
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank tells the others before a step.
+
+    Attributes:
+        mode: What it is about to do.
+        num_microbatches: Its number of micro-batches.
+        shares: Whether gradients are shared with other ranks afterwards.
+        trained: Digest of which parameters are trained.
+        samples: Samples in the input; -1 on ranks that use none.
+        shapes: Digest of the input; 0 on ranks that use none.
+        targets: Samples in the target; -1 on ranks that use none.
+    """
+
+    mode: int
+    num_microbatches: int = 0
+    shares: bool = True
+    trained: int = 0
+    samples: int = _NONE
+    shapes: int = 0
+    targets: int = _NONE
+
+
+def agree(backend: Backend, own: Header, problem: Exception | None) -> list[Header]:
+    """Exchange headers; collective.
+
+    Args:
+        backend: Of the pipeline's ranks.
+        own: This rank's.
+        problem: What is wrong with this rank's arguments, if anything is.
+
+    Returns:
+        The headers of all ranks.
+
+    Raises:
+        TypeError: A rank has such a problem; on all ranks.
+        ValueError: A rank has such a problem, or they do not agree; on all ranks.
+    """
+    words = torch.tensor([problem is not None, *astuple(own)], dtype=torch.int64)
+    rows = backend.all_gather(words).view(backend.size, -1).tolist()
+    if any(row[0] for row in rows):
+        with raised_on_all(backend):
+            if problem is not None:
+                raise problem
+    headers = [Header(*row[1:]) for row in rows]
+    if len({(header.mode, header.num_microbatches, header.shares) for header in headers}) > 1:
+        sync = "" if own.shares else " within no_sync()"
+        step = f"{Mode(own.mode).name.lower()}{sync}, num_microbatches={own.num_microbatches}"
+        what = "the ranks of the pipeline make different steps"
+        check_same(backend, [step], what, "Make the same steps on all of them.")
+    samples, targets = (max(sizes) for sizes in zip(*((h.samples, h.targets) for h in headers), strict=True))
+    if targets not in (_NONE, samples):
+        raise ValueError(
+            f"target: expected as many samples as the input has on the first stage's rank, {samples}, got "
+            f"{targets} on the last one's"
+        )
+    return headers
+
+
+@dataclass
 class Step:
     """One step of one rank.
 
-    Args:
-        mode: What it does.
+    Attributes:
+        mode: What the step does.
         inputs: The input of each micro-batch, on the first stage's rank.
         targets: Their targets, on the last stage's rank.
         weights: Their shares in the loss, there as well.
         loss_fn: Returns the mean loss of a micro-batch.
-        random: The seed and the number of the step; None leaves random numbers to the process.
-        is_lent: Says whether a tensor lies in memory that others will write to.
-
-    Attributes:
-        outputs: The last stage's output for each micro-batch, if outputs are wanted.
-        loss: The mean loss over the micro-batches so far, on the last stage's rank.
+        seed: The seed and the number of the step; None leaves random numbers to the process.
+        losses: The losses of micro-batches, on the last stage's rank.
+        outputs: The last stage's outputs by micro-batch, if outputs are wanted.
     """
 
-    def __init__(
-        self,
-        mode: Mode,
-        inputs: Sequence[Any],
-        targets: Sequence[Any],
-        weights: Sequence[float],
-        *,
-        loss_fn: Callable[[Any, Any], Tensor] | None,
-        random: tuple[int, int] | None,
-        is_lent: Callable[[Tensor], bool],
-    ) -> None:
-        self._mode = mode
-        self._inputs = inputs
-        self._targets = targets
-        self._weights = weights
-        self._loss_fn = loss_fn
-        self._random = random
-        self._is_lent = is_lent
-        self._losses: dict[int, Tensor] = {}
-        self._outputs: dict[int, Any] = {}
+    mode: Mode
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    weights: Sequence[float]
+    loss_fn: Callable[[Any, Any], Tensor] | None
+    seed: tuple[int, int] | None
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
 
     @property
-    def outputs(self) -> list[Any]:
-        """The last stage's outputs, in order."""
-        return [output for _, output in sorted(self._outputs.items())]
+    def trains(self) -> bool:
+        """Whether there is a backward."""
+        return self.mode is Mode.TRAIN
 
     @property
     def loss(self) -> Tensor | None:
         """[] the mean of the micro-batches' losses, each with its weight; None where there are none."""
-        if not self._losses:
+        if not self.losses:
             return None
-        losses = torch.stack(list(self._losses.values()))
-        weights = [self._weights[micro_batch] for micro_batch in self._losses]
+        losses = torch.stack(list(self.losses.values()))
+        weights = [self.weights[micro_batch] for micro_batch in self.losses]
         mean = losses.double() @ torch.tensor(weights, dtype=torch.float64, device=losses.device)
         return mean.to(losses.dtype)
 
-    @property
-    def draws(self) -> bool:
-        """Whether micro-batches have random numbers of their own."""
-        return self._random is not None and self._mode is Mode.TRAIN
-
-    def input(self, micro_batch: int) -> Any:
-        """Return the first stage's input."""
-        return self._inputs[micro_batch]
-
-    def begin_random(self, micro_batch: int) -> RandomStream | None:
-        """Return the micro-batch's random numbers, None without a seed or without training."""
-        if self._random is None or not self.draws:
-            return None
-        return RandomStream.begin(*self._random, micro_batch)
+    def begin_random(self, micro_batch: int) -> RandomStream:
+        """Return the micro-batch's random numbers: the process's without a seed or without training."""
+        if self.seed is None or not self.trains:
+            return RandomStream(None)
+        seed = microbatch_seed(*self.seed, micro_batch)
+        return RandomStream(torch.Generator().manual_seed(seed).get_state())
 
     def finish(self, micro_batch: int, output: Any) -> Tensor | None:
         """Take the last stage's output; return its loss, if it is wanted."""
-        if self._mode is Mode.PREDICT:
+        if self.mode is Mode.PREDICT:
             skeleton, tensors = pack(output)
-            self._outputs[micro_batch] = unpack(skeleton, [t.clone() if self._is_lent(t) else t for t in tensors])
+            # a stage may return its input, which lies in a mailbox that later micro-batches are written to
+            self.outputs[micro_batch] = unpack(skeleton, [tensor.clone() for tensor in tensors])
             return None
-        assert self._loss_fn is not None
-        loss = as_scalar(self._loss_fn(output, self._targets[micro_batch]))
-        self._losses[micro_batch] = loss.detach()
+        assert self.loss_fn is not None
+        loss = as_scalar(self.loss_fn(output, self.targets[micro_batch]))
+        self.losses[micro_batch] = loss.detach()
         return loss
-
-    def loss_gradient(self, micro_batch: int) -> Tensor:
-        """Return the share of a micro-batch in the loss."""
-        return torch.full_like(self._losses[micro_batch], self._weights[micro_batch])

@@ -1,35 +1,34 @@
-"""What a rank does in a pipeline, one frozen step at a time (without torch).
+"""The actions of a pipeline's ranks, and a schedule as lists of them (without torch).
 
-    F2.3        forward of stage 2 for micro-batch 3
-    B2.3        its backward, whole; or in two halves:
-    I2.3        the gradient of the stage's input, which the stage before waits for
-    W2.3        the gradient of its weights, which nobody waits for
-    SF2.3>4     send forward: what stage 2 has made for micro-batch 3, to stage 4
-    RF4.3<2     receive forward: the same message, at stage 4
-    SB4.3>2     send backward: the gradient of what stage 4 has received, to stage 2
-    RB2.3<4     receive backward: the same message, at stage 2
-
-A `Schedule` is a list of these for each rank, and where each stage lives.
+F2.3        forward of stage 2 for micro-batch 3
+B2.3        its backward, whole; or in two halves:
+I2.3        the gradient of the stage's input, which the stage before waits for
+W2.3        the gradient of its weights, which no other stage waits for
+SF2.3>4     send forward: the output of stage 2 for micro-batch 3, to stage 4
+RF4.3<2     receive forward: the same message, at stage 4
+SB4.3>2     send backward: the gradient of what stage 4 has received, to stage 2
+RB2.3<4     receive backward: the same message, at stage 2
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
-__all__ = ["Action", "ActionKind", "ComputeLists", "Datum", "Links", "Schedule", "chain", "parse_action"]
+__all__ = ["Action", "ActionKind", "ComputeLists", "Datum", "Schedule", "chain", "check_edges", "parse_action"]
 
 Datum = tuple[bool, int, int]
-"""What a compute action makes: the output (True) or the input gradient (False) of a stage, for a micro-batch."""
+"""The output (True) or the gradient of the input (False) of a stage, for a micro-batch."""
 
 
 class ActionKind(Enum):
-    """What an action does; the value is how its short form begins.
+    """The kind of an action; its value is the start of the action's short form.
 
     Attributes:
-        is_compute: Whether it computes; the others are transfers.
+        is_compute: Whether the action computes; the others are transfers.
         is_send: Whether it sends.
         is_receive: Whether it posts a receive.
     """
@@ -51,22 +50,14 @@ class ActionKind(Enum):
     __hash__ = object.__hash__  # each member exists once, and hashing its name takes longer
 
 
-_COUNTERPARTS = {
-    ActionKind.SEND_FORWARD: ActionKind.RECV_FORWARD,
-    ActionKind.RECV_FORWARD: ActionKind.SEND_FORWARD,
-    ActionKind.SEND_BACKWARD: ActionKind.RECV_BACKWARD,
-    ActionKind.RECV_BACKWARD: ActionKind.SEND_BACKWARD,
-}
-
-
 @dataclass(frozen=True)
 class Action:
     """One step of one rank.
 
     Attributes:
-        kind: What is done.
-        stage: The stage that does it.
-        micro_batch: For which micro-batch, counted from 0.
+        kind: The kind.
+        stage: The stage that acts.
+        micro_batch: The micro-batch, counted from 0.
         peer: The stage at the other end of a transfer; None for an action that computes.
     """
 
@@ -85,26 +76,30 @@ class Action:
         Raises:
             ValueError: The action computes.
         """
-        if self.peer is None or self.kind not in _COUNTERPARTS:
+        if self.peer is None or self.kind.is_compute:
             raise ValueError(f"expected a transfer with a peer, got {self}")
-        return Action(_COUNTERPARTS[self.kind], self.peer, self.micro_batch, self.stage)
+        kind = ActionKind(("R" if self.kind.is_send else "S") + self.kind.value[1])
+        return Action(kind, self.peer, self.micro_batch, self.stage)
+
+    @property
+    def line(self) -> tuple[int, int]:
+        """The stage that sends and the stage that receives, of a transfer."""
+        assert self.peer is not None
+        return (self.stage, self.peer) if self.kind.is_send else (self.peer, self.stage)
 
     @property
     def makes(self) -> Datum | None:
-        """What other actions may need of this one; None for a weight gradient and for transfers."""
-        if self.kind is ActionKind.FORWARD:
-            return True, self.stage, self.micro_batch
-        if self.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
-            return False, self.stage, self.micro_batch
-        return None
+        """The datum that the action makes; None for a weight gradient and for transfers."""
+        if not self.kind.is_compute or self.kind is ActionKind.BACKWARD_WEIGHT:
+            return None
+        return self.kind is ActionKind.FORWARD, self.stage, self.micro_batch
 
     @property
     def carries(self) -> Datum | None:
-        """What a transfer moves; None for an action that computes."""
+        """The datum that a transfer moves; None for an action that computes."""
         if self.peer is None:
             return None
-        forward = self.kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD)
-        return forward, self.stage if self.kind.is_send else self.peer, self.micro_batch
+        return self.kind.value.endswith("F"), self.line[0], self.micro_batch
 
 
 _PATTERN = re.compile(r"(SF|RF|SB|RB|F|B|I|W)(\d+)\.(\d+)(?:([<>])(\d+))?")
@@ -130,17 +125,35 @@ def chain(num_stages: int) -> tuple[tuple[int, int], ...]:
     return tuple((stage, stage + 1) for stage in range(num_stages - 1))
 
 
+ComputeLists = tuple[tuple[Action, ...], ...]
+"""[ranks] the actions that each rank computes, in order, without transfers."""
+
+
+def check_edges(edges: Sequence[tuple[int, int]], num_stages: int) -> None:
+    """Raise unless edges are different pairs of stages, the lower one first.
+
+    Raises:
+        ValueError: Naming the first edge that is not.
+    """
+    for edge in edges:
+        if not 0 <= edge[0] < edge[1] < num_stages or edges.count(edge) > 1:
+            raise ValueError(
+                f"edges: expected different pairs of stages from 0 to {num_stages - 1}, the lower one first, "
+                f"got {edge} in {edges}"
+            )
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """Which rank does what, in which order.
+    """A list of actions for each rank, and the rank of each stage.
 
     Attributes:
         name: For titles and messages.
-        placement: [stages] the rank that each stage lives on.
+        placement: [stages] the rank of each stage.
         num_microbatches: Micro-batches in one step.
-        actions: [ranks] what each rank does, in order.
-        edges: Pairs of stages, the lower one first, between which activations go forward and gradients back; those
-            between stages that do not follow each other are skip connections. None given means the chain.
+        actions: [ranks] the actions of each rank, in order.
+        edges: Pairs of stages, the lower one first, between which activations go forward and gradients back;
+            pairs of stages that do not follow each other are skip connections. None given means the chain.
     """
 
     name: str
@@ -164,7 +177,7 @@ class Schedule:
         return len(self.actions)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that live on a rank, in the order of data."""
+        """Return the stages of a rank, in the order of data."""
         return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
 
     @property
@@ -172,38 +185,52 @@ class Schedule:
         """Whether gradients of inputs and of weights are computed apart."""
         return any(action.kind is ActionKind.BACKWARD_WEIGHT for actions in self.actions for action in actions)
 
+    # ---- dependencies -----------------------------------------------------------------------------------------
 
-ComputeLists = tuple[tuple[Action, ...], ...]
-"""[ranks] what each rank computes, in order, without transfers."""
+    @cached_property
+    def sources(self) -> tuple[tuple[int, ...], ...]:
+        """[stages] the stages that feed each stage, in order."""
+        edges = sorted(self.edges)
+        return tuple(tuple(s for s, target in edges if target == stage) for stage in range(self.num_stages))
 
+    @cached_property
+    def targets(self) -> tuple[tuple[int, ...], ...]:
+        """[stages] the stages that each stage feeds, in order."""
+        edges = sorted(self.edges)
+        return tuple(tuple(t for source, t in edges if source == stage) for stage in range(self.num_stages))
 
-class Links:
-    """Who feeds whom: the edges of a pipeline, looked up by stage.
-
-    Attributes:
-        sources: [stages] the stages that feed each stage, in order.
-        targets: [stages] the stages that each stage feeds, in order.
-    """
-
-    def __init__(self, num_stages: int, edges: Iterable[tuple[int, int]]) -> None:
-        ordered = sorted(edges)
-        self.sources: Sequence[list[int]] = [[] for _ in range(num_stages)]
-        self.targets: Sequence[list[int]] = [[] for _ in range(num_stages)]
-        for source, target in ordered:
-            self.sources[target].append(source)
-            self.targets[source].append(target)
+    def is_local(self, stage: int, other: int) -> bool:
+        """Say whether two stages are on the same rank."""
+        return self.placement[stage] == self.placement[other]
 
     def needs(self, action: Action) -> list[Datum]:
-        """Return what has to be there before an action can compute."""
+        """Return the data that an action computes with and that its own rank makes."""
+        return [datum for datum in self._inputs(action) if self.is_local(datum[1], action.stage)]
+
+    def receives(self, action: Action) -> list[Action]:
+        """Return the receives of the data that an action computes with and that other ranks make."""
+        return [
+            Action(
+                ActionKind.RECV_FORWARD if forward else ActionKind.RECV_BACKWARD, action.stage, micro_batch, maker
+            )
+            for forward, maker, micro_batch in self._inputs(action)
+            if not self.is_local(maker, action.stage)
+        ]
+
+    def sends(self, action: Action) -> list[Action]:
+        """Return the sends of the datum that an action makes to stages of other ranks."""
+        if action.makes is None:
+            return []
+        forward, stage, micro_batch = action.makes
+        kind = ActionKind.SEND_FORWARD if forward else ActionKind.SEND_BACKWARD
+        receivers = (self.targets if forward else self.sources)[stage]
+        return [Action(kind, stage, micro_batch, peer) for peer in receivers if not self.is_local(stage, peer)]
+
+    def _inputs(self, action: Action) -> list[Datum]:
+        """Return the data that an action computes with."""
         stage, micro_batch = action.stage, action.micro_batch
         if action.kind is ActionKind.FORWARD:
             return [(True, source, micro_batch) for source in self.sources[stage]]
         if action.kind is ActionKind.BACKWARD_WEIGHT:
             return [(False, stage, micro_batch)]
         return [(True, stage, micro_batch), *((False, target, micro_batch) for target in self.targets[stage])]
-
-    def receivers(self, action: Action) -> list[int]:
-        """Return the stages that wait for what a compute action makes; none for a weight gradient."""
-        if action.kind is ActionKind.BACKWARD_WEIGHT:
-            return []
-        return (self.targets if action.kind is ActionKind.FORWARD else self.sources)[action.stage]

@@ -4,8 +4,8 @@
     rank 1     F0 F1       B0--- F2 B1--- F3 B2---    B3---
     rank 2        F0 B0--- F1 B1--- F2 B2--- F3 B3---
 
-A box begins with what is done, and is as long as that takes. `F2` is the forward of micro-batch 2; where a rank has
-several stages, `F5.2` is the forward of stage 5 for it.
+A box is as long as its action takes. `F2` is the forward of micro-batch 2; where a rank has several stages, `F5.2`
+is the forward of stage 5 for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .actions import Action, ActionKind
-from .simulator import Span, Timeline
+from .timeline import Span, Timeline
 
 __all__ = ["describe", "draw_chart", "text_chart", "text_scale"]
 
@@ -25,24 +25,25 @@ _COLORS = {
     ActionKind.BACKWARD_INPUT: ("#57a7a0", "gradient of the input"),
     ActionKind.BACKWARD_WEIGHT: ("#e0a03c", "gradient of the weights"),
 }
-_LIGHTER = 0.35
-_ROOM_FOR_A_NUMBER = 0.008
+_LIGHTER = 0.65
+_NARROWEST_WITH_NUMBER = 0.008
+"""Share of the width that a box needs for its micro-batch's number."""
 _SUFFIXES = (".png", ".svg")
 
 
 def describe(timeline: Timeline) -> str:
-    """Return a line with the bubble and with the activations that each rank holds at most; local."""
-    ranks = len(timeline.spans)
+    """Return a line with the bubble and the most activations that each rank holds; local."""
+    ranks = "1 rank" if len(timeline.spans) == 1 else f"{len(timeline.spans)} ranks"
     peaks = ", ".join(map(str, timeline.peak_activations))
-    return f"{timeline.name} on {_count(ranks, 'rank')}: bubble {timeline.bubble:.1%}, peak activations {peaks}"
+    return f"{timeline.name} on {ranks}: bubble {timeline.bubble:.1%}, peak activations {peaks}"
 
 
 def text_chart(timeline: Timeline, width: int = 240, scale: float | None = None) -> str:
     """Draw a timeline in characters; local.
 
     Args:
-        timeline: What to draw.
-        width: The most characters in a line; where that is too few, boxes lose the end of their text.
+        timeline: The timeline.
+        width: The most characters in a line; where they are too few, boxes lose the end of their text.
         scale: Characters for a unit of time, whatever the width; None means `text_scale(timeline, width)`.
 
     Returns:
@@ -55,11 +56,11 @@ def text_chart(timeline: Timeline, width: int = 240, scale: float | None = None)
 
 
 def text_scale(timeline: Timeline, width: int) -> float:
-    """Return how many characters a unit of time needs, so that the shortest box has room for its text; local.
+    """Return the characters for a unit of time that give the shortest box room for its text; local.
 
     Args:
-        timeline: What to draw.
-        width: The most characters in a line; where that is too few, the scale is smaller.
+        timeline: The timeline.
+        width: The most characters in a line; where they are too few, the scale is smaller.
     """
     spans = [span for spans in timeline.spans for span in spans if span.end > span.start]
     if not spans:
@@ -85,7 +86,7 @@ def _row(first: float, spans: tuple[Span, ...], label: Callable[[Action], str], 
 
 
 def _labels(timeline: Timeline) -> Callable[[Action], str]:
-    """Return what makes the text in a box: the stage is left out where each rank has but one."""
+    """Return the function that makes the text in a box, without the stage if each rank has only one."""
     if any(len({span.action.stage for span in spans}) > 1 for spans in timeline.spans):
         return str
     return lambda action: f"{action.kind.value}{action.micro_batch}"
@@ -95,7 +96,7 @@ def draw_chart(timeline: Timeline, path: Path, measured: Timeline | None = None)
     """Draw a timeline as a picture; replaces an existing file. Local.
 
     Args:
-        timeline: What to draw: the ideal, if there is a measured one.
+        timeline: The timeline; the ideal one, if a measured one is given.
         path: The file to write; its name ends in .png or .svg.
         measured: A real run in the same unit of time, drawn below on the same scale.
 
@@ -109,8 +110,10 @@ def draw_chart(timeline: Timeline, path: Path, measured: Timeline | None = None)
     from matplotlib.figure import Figure
 
     timelines = [timeline] if measured is None else [timeline, measured]
+    most = max((len(spans) for each in timelines for spans in each.spans), default=0)
+    width = min(max(8.0, 0.45 * most), 30.0)  # inches, about half of one for each action
     height = sum(1.2 + 0.45 * len(each.spans) for each in timelines)
-    figure = Figure(figsize=(_width(timelines), height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     longest = max(each.makespan for each in timelines) or 1.0
     rows = figure.subplots(len(timelines), squeeze=False, height_ratios=[len(each.spans) + 1 for each in timelines])
@@ -121,36 +124,27 @@ def draw_chart(timeline: Timeline, path: Path, measured: Timeline | None = None)
     figure.savefig(path, dpi=120, format=path.suffix[1:])
 
 
-def _width(timelines: list[Timeline]) -> float:
-    """Return the width of a picture in inches: about half an inch for each action, within reason."""
-    most = max((len(spans) for each in timelines for spans in each.spans), default=0)
-    return min(max(8.0, 0.45 * most), 30.0)
-
-
 def _draw(axes: Any, timeline: Timeline, longest: float) -> None:
     """Draw one timeline into a part of the picture; `longest` is the makespan that fills its width."""
+    from matplotlib.colors import to_rgba
+
     for rank, spans in enumerate(timeline.spans):
         stages = sorted({span.action.stage for span in spans})
         boxes = [(span.start - timeline.start, span.end - span.start) for span in spans]
-        colors = [_shade(span.action.kind, stages.index(span.action.stage)) for span in spans]
+        # the later a stage among those of its rank, the lighter its boxes
+        colors = [
+            to_rgba(_COLORS[action.kind][0], _LIGHTER ** stages.index(action.stage))
+            for action in (span.action for span in spans)
+        ]
         axes.broken_barh(boxes, (rank - 0.45, 0.9), facecolors=colors, edgecolor="white", linewidth=0.6)
         for (start, length), span in zip(boxes, spans, strict=True):
-            if length > _ROOM_FOR_A_NUMBER * longest:
-                place = start + length / 2, rank
-                axes.text(*place, str(span.action.micro_batch), ha="center", va="center", fontsize=7)
+            if length > _NARROWEST_WITH_NUMBER * longest:
+                number = str(span.action.micro_batch)
+                axes.text(start + length / 2, rank, number, ha="center", va="center", fontsize=7)
     ranks = range(len(timeline.spans))
     axes.set(xlim=(0, longest), ylim=(len(ranks) - 0.5, -0.5), xlabel="time")
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     axes.legend(handles=_legend(timeline), loc="upper left", bbox_to_anchor=(1, 1))
-
-
-def _shade(kind: ActionKind, chunk: int) -> tuple[float, float, float]:
-    """Return the colour of a box: the later a stage among those of its rank, the lighter."""
-    from matplotlib.colors import to_rgb
-
-    share = 1 - (1 - _LIGHTER) ** chunk
-    red, green, blue = to_rgb(_COLORS[kind][0])
-    return red + share * (1 - red), green + share * (1 - green), blue + share * (1 - blue)
 
 
 def _legend(timeline: Timeline) -> list[Any]:
@@ -158,7 +152,3 @@ def _legend(timeline: Timeline) -> list[Any]:
 
     kinds = {span.action.kind for spans in timeline.spans for span in spans}
     return [Patch(color=color, label=label) for kind, (color, label) in _COLORS.items() if kind in kinds]
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"

@@ -1,9 +1,8 @@
-"""The schedules, each one short generator of what every rank computes (without torch).
+"""The schedules, each a short generator of the actions that every rank computes (without torch).
 
 In the pictures every action takes one column. `F2` is the forward of micro-batch 2; where a rank has several
-stages, `F5.2` is the forward of stage 5 for micro-batch 2. B is backward, and where it is divided, I is the
-gradient of the input and W that of the weights. All schedules add up the gradients of a stage in the order of
-micro-batches.
+stages, `F5.2` is the forward of stage 5 for micro-batch 2. B is backward; where it is divided, I is the gradient of
+the input and W that of the weights. All schedules add up the gradients of a stage in the order of micro-batches.
 
     schedule          stages on a rank    idle share of the time      activations held, of one stage and micro-batch
     gpipe             any number, loop    (p-1) / (chunks M + p-1)    chunks M
@@ -13,19 +12,20 @@ micro-batches.
     zero-bubble       2, as a V           (p-1) / (6 M + p-1)         2 p
 
 This is for p ranks and M micro-batches, no fewer than p (for the V, 2 p - 1), if messages take no time, F, I and W
-equally long, and B as I and W. The last column is for the rank that holds most, with M a multiple of p; with more
-stages on a rank each of them is smaller.
+equally long, and B as I and W together. The last column is for the rank that holds most, with M a multiple of p;
+with more stages on a rank each of them is smaller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from itertools import count
+from itertools import count, zip_longest
 
-from ...utils.arguments import member
+from ...utils.arguments import integer, member
 from ...utils.partition import split_bounds
-from .actions import Action, ActionKind, ComputeLists, Schedule, chain
+from .actions import Action, ActionKind, ComputeLists, Schedule, chain, check_edges
 from .transfers import with_transfers
 
 __all__ = [
@@ -45,7 +45,7 @@ _I, _W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 
 
 class PipelineSchedule(Enum):
-    """In which order the ranks of a pipeline compute; the value is its name on a command line."""
+    """The order in which the ranks of a pipeline compute; the value is its name on a command line."""
 
     GPIPE = "gpipe"
     ONE_F_ONE_B = "1f1b"
@@ -86,9 +86,9 @@ def gpipe(num_ranks: int, num_microbatches: int, chunks: int = 1) -> ComputeList
     def on_rank(rank: int) -> Iterator[Action]:
         stages = range(rank, num_ranks * chunks, num_ranks)
         for stage in stages:
-            yield from (Action(_F, stage, m) for m in range(num_microbatches))
+            yield from _actions(_F, stage, num_microbatches)
         for stage in reversed(stages):
-            yield from (Action(_B, stage, m) for m in range(num_microbatches))
+            yield from _actions(_B, stage, num_microbatches)
 
     return _each_rank(on_rank, num_ranks, num_microbatches, chunks)
 
@@ -113,12 +113,10 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> ComputeLists:
     """
 
     def on_rank(rank: int) -> Iterator[Action]:
-        ahead = min(num_ranks - 1 - rank, num_microbatches)
-        yield from (Action(_F, rank, m) for m in range(ahead))
-        for m in range(num_microbatches):
-            if m + ahead < num_microbatches:
-                yield Action(_F, rank, m + ahead)
-            yield Action(_B, rank, m)
+        forwards, backwards = (_actions(kind, rank, num_microbatches) for kind in (_F, _B))
+        ahead = num_ranks - 1 - rank
+        yield from forwards[:ahead]
+        yield from _in_turn(forwards[ahead:], backwards)
 
     return _each_rank(on_rank, num_ranks, num_microbatches)
 
@@ -145,25 +143,22 @@ def interleaved_one_f_one_b(num_ranks: int, num_microbatches: int, chunks: int =
     """
     if chunks == 1:
         return one_f_one_b(num_ranks, num_microbatches)
-    _check(num_ranks, num_microbatches, chunks)
-    bounds = split_bounds(num_microbatches, max(1, num_microbatches // num_ranks))
-    groups = [range(*bound) for bound in bounds]
 
     def on_rank(rank: int) -> Iterator[Action]:
         stages = range(rank, num_ranks * chunks, num_ranks)
+        bounds = split_bounds(num_microbatches, max(1, num_microbatches // num_ranks))
+        groups = [range(*bound) for bound in bounds]
         forwards = [Action(_F, stage, m) for group in groups for stage in stages for m in group]
         backwards = [Action(_B, stage, m) for group in groups for stage in reversed(stages) for m in group]
         ahead = (chunks - 1) * len(groups[0]) + 2 * (num_ranks - 1 - rank)
         yield from forwards[:ahead]
-        for number, backward in enumerate(backwards):
-            yield from forwards[ahead + number : ahead + number + 1]
-            yield backward
+        yield from _in_turn(forwards[ahead:], backwards)
 
     return _each_rank(on_rank, num_ranks, num_microbatches, chunks)
 
 
 def zero_bubble(num_ranks: int, num_microbatches: int) -> ComputeLists:
-    """ZB-H1 (Qi et al. 2023): gradients of weights, which nobody waits for, fill the gaps of 1F1B.
+    """ZB-H1 (Qi et al. 2023): gradients of weights, which no other rank waits for, fill the gaps of 1F1B.
 
         zero_bubble(3, 5)
 
@@ -183,21 +178,16 @@ def zero_bubble(num_ranks: int, num_microbatches: int) -> ComputeLists:
     """
 
     def on_rank(rank: int) -> Iterator[Action]:
-        ahead = min(num_ranks - 1 - rank, num_microbatches)
-        yield from (Action(_F, rank, m) for m in range(ahead))
-        for m in range(num_microbatches):
-            if m + ahead < num_microbatches:
-                yield Action(_F, rank, m + ahead)
-            yield Action(_I, rank, m)
-            if m >= rank:
-                yield Action(_W, rank, m - rank)
-        yield from (Action(_W, rank, m) for m in range(max(num_microbatches - rank, 0), num_microbatches))
+        forwards, inputs, weights = (_actions(kind, rank, num_microbatches) for kind in (_F, _I, _W))
+        ahead = num_ranks - 1 - rank
+        yield from forwards[:ahead]
+        yield from _in_turn(forwards[ahead:], inputs, [*[None] * rank, *weights])
 
     return _each_rank(on_rank, num_ranks, num_microbatches)
 
 
 def zero_bubble_v(num_ranks: int, num_microbatches: int) -> ComputeLists:
-    """ZB-V (Qi et al. 2023): two stages on each rank, in a V, so that the last rank turns round without waiting.
+    """ZB-V (Qi et al. 2023): two stages on each rank, in a V, so that the last rank goes on without waiting.
 
         zero_bubble_v(2, 3)
 
@@ -206,7 +196,7 @@ def zero_bubble_v(num_ranks: int, num_microbatches: int) -> ComputeLists:
 
     With at least 2 * num_ranks - 1 micro-batches, and if all actions take equally long, a rank never waits between
     its first action and its last. It holds at most 2 * num_ranks activations, of stages half as large. With fewer
-    micro-batches the order is that of 2 * num_ranks - 1, without those that do not exist.
+    micro-batches the order is the one for 2 * num_ranks - 1, without the micro-batches that do not exist.
 
     Args:
         num_ranks: Ranks; rank r has the stages r and 2 * num_ranks - 1 - r.
@@ -219,24 +209,35 @@ def zero_bubble_v(num_ranks: int, num_microbatches: int) -> ComputeLists:
 
     def on_rank(rank: int) -> Iterator[Action]:
         first, second = rank, 2 * num_ranks - 1 - rank
-        numbers = {(kind, stage): count() for kind in (_F, _I, _W) for stage in (first, second)}
-
-        def go(times: int, *steps: tuple[ActionKind, int]) -> Iterator[Action]:
-            for _ in range(times):
-                yield from (Action(kind, stage, next(numbers[kind, stage])) for kind, stage in steps)
-
-        down, up = (_F, first), (_F, second)
-        yield from go(2 * (num_ranks - rank) - 1, down)
-        yield from go(rank, up, down)
-        yield from go(num_ranks - rank, up, (_I, second), (_W, second))
-        yield from go(total - num_ranks, down, (_I, first), (_W, first), up, (_I, second), (_W, second))
-        yield from go(rank, (_I, first), (_I, second))
-        yield from go(num_ranks - rank, (_I, first), (_W, first))
-        yield from go(rank, (_W, second))
-        yield from go(rank, (_W, first))
+        backward_first, backward_second = [(_I, first), (_W, first)], [(_I, second), (_W, second)]
+        phases = [
+            (2 * (num_ranks - rank) - 1, [(_F, first)]),
+            (rank, [(_F, second), (_F, first)]),
+            (num_ranks - rank, [(_F, second), *backward_second]),
+            (total - num_ranks, [(_F, first), *backward_first, (_F, second), *backward_second]),
+            (rank, [(_I, first), (_I, second)]),
+            (num_ranks - rank, backward_first),
+            (rank, [(_W, second)]),
+            (rank, [(_W, first)]),
+        ]
+        numbers: defaultdict[tuple[ActionKind, int], Iterator[int]] = defaultdict(count)
+        for times, steps in phases:
+            for kind, stage in steps * times:
+                yield Action(kind, stage, next(numbers[kind, stage]))
 
     lists = _each_rank(on_rank, num_ranks, num_microbatches)
     return tuple(tuple(action for action in actions if action.micro_batch < num_microbatches) for actions in lists)
+
+
+def _actions(kind: ActionKind, stage: int, num_microbatches: int) -> list[Action]:
+    """Return the actions of one kind of a stage, one for each micro-batch."""
+    return [Action(kind, stage, m) for m in range(num_microbatches)]
+
+
+def _in_turn(*lists: Sequence[Action | None]) -> Iterator[Action]:
+    """Yield the first entry of each list, then the second of each, and so on; lists may end early or have gaps."""
+    for entries in zip_longest(*lists):
+        yield from (action for action in entries if action is not None)
 
 
 def _each_rank(
@@ -249,8 +250,7 @@ def _each_rank(
 
 def _check(num_ranks: int, num_microbatches: int, chunks: int) -> None:
     for name, number in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches), ("chunks", chunks)):
-        if number < 1:
-            raise ValueError(f"{name}: expected at least 1, got {number}")
+        integer(name, number, minimum=1)
 
 
 def make_schedule(
@@ -262,15 +262,15 @@ def make_schedule(
 ) -> Schedule:
     """Make a schedule with its messages, ready to be run; the same on all ranks. Local.
 
-    ONE_F_ONE_B with several stages on each rank is the interleaved one, INTERLEAVED_ONE_F_ONE_B with one is 1F1B,
-    and ZERO_BUBBLE with two is the one placed as a V.
+    ONE_F_ONE_B with several stages on each rank is the interleaved schedule, INTERLEAVED_ONE_F_ONE_B with one is
+    1F1B, and ZERO_BUBBLE with two is the V-shaped schedule.
 
     Args:
-        kind: Which schedule, or its name.
+        kind: The schedule or its name.
         num_ranks: Ranks of the pipeline.
         num_microbatches: Micro-batches in a step.
         chunks: Stages on each rank.
-        edges: Skip connections, pairs of stages with the lower one first, besides those from stage to stage.
+        edges: Skip connections, pairs of stages with the lower one first, besides the chain of all stages.
 
     Raises:
         ValueError: A number is below 1, an edge does not lead from a stage to a later one, or ZERO_BUBBLE has more
@@ -280,20 +280,15 @@ def make_schedule(
     name, placement, lists = _compute_lists(
         member("kind", PipelineSchedule, kind), num_ranks, num_microbatches, chunks
     )
-    links = tuple(sorted({*chain(len(placement)), *(() if edges is None else edges)}))
-    for source, target in links:
-        if not 0 <= source < target < len(placement):
-            raise ValueError(
-                f"edges: expected pairs of stages from 0 to {len(placement) - 1}, the lower one first, "
-                f"got {(source, target)}"
-            )
-    return Schedule(name, placement, num_microbatches, with_transfers(placement, lists, links), links)
+    pairs = tuple(sorted({*chain(len(placement)), *(() if edges is None else edges)}))
+    check_edges(pairs, len(placement))
+    return with_transfers(Schedule(name, placement, num_microbatches, lists, pairs))
 
 
 def _compute_lists(
     kind: PipelineSchedule, num_ranks: int, num_microbatches: int, chunks: int
 ) -> tuple[str, tuple[int, ...], ComputeLists]:
-    """Return the name of a schedule, where its stages live, and what each rank computes."""
+    """Return the name of a schedule, the rank of each stage, and the actions that each rank computes."""
     loop = loop_placement(num_ranks, chunks)
     if kind is PipelineSchedule.GPIPE:
         return "GPipe", loop, gpipe(num_ranks, num_microbatches, chunks)

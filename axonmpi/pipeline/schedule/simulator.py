@@ -5,32 +5,34 @@
     timeline.bubble              0.2727...          3 / (8 + 3) of the ranks' time is waiting
     timeline.peak_activations    (4, 3, 2, 1)       micro-batches whose activations a rank holds
 
-A `Timeline` is the same for a real run: its times are measured then.
+Each simulated rank goes through its list. Posting a receive takes no time. An action that computes waits for its
+data: those that other stages of the rank have made, and messages. A send takes no time either. Under *rendezvous*
+it first waits until its receive is posted, as large messages of MPI may do; *eager* messages never wait.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from typing import Any
 
 from ...utils.arguments import check_flags
-from .actions import Action, ActionKind, Schedule
-from .timeline import Span, execute
+from .actions import Action, ActionKind, Datum, Schedule
+from .grid import fault
+from .timeline import Span, Timeline
 
-__all__ = ["Costs", "Span", "Timeline", "measured_costs", "simulate"]
+__all__ = ["Costs", "measured_costs", "simulate"]
 
 Cost = float | Sequence[float]
 """One time for all stages, or one for each."""
 
-_FREES = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
-
 
 @dataclass(frozen=True)
 class Costs:
-    """How long things take, in any unit; for all stages, or [stages] for each.
+    """The times of actions and messages, in any unit; for all stages, or [stages] for each.
 
     Attributes:
         forward: The forward of one micro-batch through one stage.
@@ -56,18 +58,23 @@ class Costs:
             if not all(math.isfinite(time) and time >= 0 for time in times):
                 raise ValueError(f"{field.name}: expected times of at least 0, got {value}")
 
+    @classmethod
+    def by_stage(cls, times: Mapping[tuple[ActionKind, int], float]) -> Costs:
+        """Return costs from the time of each kind of action at each stage; 0 for times that are not given."""
+        stages = range(1 + max((stage for _, stage in times), default=0))
+        kinds = [kind for kind in ActionKind if kind.is_compute]
+        costs: dict[str, Any] = {
+            kind.name.lower(): tuple(times.get((kind, stage), 0.0) for stage in stages) for kind in kinds
+        }
+        return cls(**costs)
+
     def of(self, action: Action) -> float:
-        """Return how long an action that computes takes.
+        """Return the time of an action that computes.
 
         Raises:
             ValueError: Times are given for each stage, and this one has none.
         """
-        cost = {
-            ActionKind.FORWARD: self.forward,
-            ActionKind.BACKWARD: self.backward,
-            ActionKind.BACKWARD_INPUT: self.backward_input,
-            ActionKind.BACKWARD_WEIGHT: self.backward_weight,
-        }[action.kind]
+        cost: Cost = getattr(self, action.kind.name.lower())
         if not isinstance(cost, Sequence):
             return cost
         if action.stage >= len(cost):
@@ -75,98 +82,101 @@ class Costs:
         return cost[action.stage]
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """When each rank does what.
-
-    Attributes:
-        name: For titles.
-        spans: [ranks] the actions that compute, in the order of the rank.
-    """
-
-    name: str
-    spans: tuple[tuple[Span, ...], ...]
-
-    @cached_property
-    def start(self) -> float:
-        """When the first action begins."""
-        return min((span.start for spans in self.spans for span in spans), default=0.0)
-
-    @cached_property
-    def end(self) -> float:
-        """When the last action ends."""
-        return max((span.end for spans in self.spans for span in spans), default=0.0)
-
-    @property
-    def makespan(self) -> float:
-        """The time from the first begin to the last end."""
-        return self.end - self.start
-
-    @property
-    def bubbles(self) -> tuple[float, ...]:
-        """The share of the makespan that each rank does not compute in, from 0 to 1."""
-        whole = self.makespan
-        return tuple(
-            1 - math.fsum(s.end - s.start for s in spans) / whole if whole else 0.0 for spans in self.spans
-        )
-
-    @property
-    def bubble(self) -> float:
-        """The share of all ranks' time in which they do not compute, from 0 to 1."""
-        return math.fsum(self.bubbles) / len(self.spans) if self.spans else 0.0
-
-    @property
-    def peak_activations(self) -> tuple[int, ...]:
-        """The most micro-batches whose activations each rank holds at a time, counted for each of its stages.
-
-        They are held from the forward to the end of the backward, or of the gradient of weights where that is
-        apart.
-        """
-        return tuple(_peak(spans) for spans in self.spans)
-
-
 def measured_costs(timeline: Timeline) -> Costs:
-    """Return how long things took in a real run: for each stage the median over its micro-batches. Local.
+    """Return the times of a real run: for each stage the median over its micro-batches. Local.
 
-    Simulated with them, a schedule shows what the run would have been if no rank had waited for messages.
+    Simulated with them, a schedule shows the run as it would be if no rank waited for messages.
     """
-    times: dict[tuple[ActionKind, int], list[float]] = {}
+    times: dict[tuple[ActionKind, int], list[float]] = defaultdict(list)
     for span in (span for spans in timeline.spans for span in spans):
-        times.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
-    stages = range(1 + max((stage for _, stage in times), default=0))
-
-    def of(kind: ActionKind) -> tuple[float, ...]:
-        return tuple(statistics.median(times.get((kind, stage), [0.0])) for stage in stages)
-
-    return Costs(
-        forward=of(ActionKind.FORWARD),
-        backward=of(ActionKind.BACKWARD),
-        backward_input=of(ActionKind.BACKWARD_INPUT),
-        backward_weight=of(ActionKind.BACKWARD_WEIGHT),
-    )
-
-
-def _peak(spans: Sequence[Span]) -> int:
-    live = peak = 0
-    for span in spans:
-        live += span.action.kind is ActionKind.FORWARD
-        peak = max(peak, live)
-        live -= span.action.kind in _FREES
-    return peak
+        times[span.action.kind, span.action.stage].append(span.end - span.start)
+    return Costs.by_stage({key: statistics.median(measured) for key, measured in times.items()})
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, rendezvous: bool = False) -> Timeline:
     """Compute when each action of a schedule begins and ends; local.
 
     Args:
-        schedule: What the ranks do.
-        costs: How long things take; None means forward 1, backward 2 or twice 1, messages 0.
+        schedule: Nothing is checked but that all ranks come to an end.
+        costs: The times; None means forward 1, backward 2 or twice 1, messages 0.
         rendezvous: Whether a send waits until its receive is posted, as large messages may do.
 
     Raises:
-        ScheduleError: Ranks would wait for ever.
+        ScheduleError: Ranks wait for each other, or for an action that is missing.
         ValueError: Costs are given for each stage, but not for every one.
     """
-    costs = costs or Costs()
     check_flags(rendezvous=rendezvous)
-    return Timeline(schedule.name, execute(schedule, costs.of, costs.transfer, rendezvous))
+    simulation = _Simulation(schedule, costs or Costs(), rendezvous)
+    ranks = range(schedule.num_ranks)
+    while sum(simulation.advance(rank) for rank in ranks):
+        pass
+    simulation.check_ended()
+    return Timeline(schedule.name, tuple(map(tuple, simulation.spans)))
+
+
+class _Simulation:
+    """The state of all ranks: their next steps, their clocks, and the times of what they have done.
+
+    Attributes:
+        spans: [ranks] the actions that each rank has computed.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs, rendezvous: bool) -> None:
+        self.spans: list[list[Span]] = [[] for _ in schedule.actions]
+        self._schedule = schedule
+        self._costs = costs
+        self._rendezvous = rendezvous
+        self._steps = [0] * schedule.num_ranks
+        self._clocks = [0.0] * schedule.num_ranks
+        self._made: dict[Datum | None, float] = {}
+        self._posted: dict[Action, float] = {}
+        self._arrived: dict[Action, float] = {}
+
+    def advance(self, rank: int) -> bool:
+        """Perform a rank's next actions up to one that cannot begin yet; say whether there were any."""
+        actions, first = self._schedule.actions[rank], self._steps[rank]
+        while self._steps[rank] < len(actions) and self._perform(rank, actions[self._steps[rank]]):
+            self._steps[rank] += 1
+        return self._steps[rank] > first
+
+    def _perform(self, rank: int, action: Action) -> bool:
+        start = max([self._clocks[rank], *self._conditions(action)])
+        if start == math.inf:
+            return False
+        self._clocks[rank] = start
+        if action.kind.is_compute:
+            self._clocks[rank] = self._made[action.makes] = start + self._costs.of(action)
+            self.spans[rank].append(Span(action, start, self._clocks[rank]))
+        elif action.kind.is_receive:
+            self._posted[action] = start
+        else:
+            self._arrived[action.counterpart()] = start + self._costs.transfer
+        return True
+
+    def _conditions(self, action: Action) -> Iterator[float]:
+        """Yield the times before which an action cannot begin, infinity for what has not been done."""
+        if action.kind.is_send:
+            yield self._made.get(action.carries, math.inf)
+            if self._rendezvous:
+                yield self._posted.get(action.counterpart(), math.inf)
+        elif action.kind.is_compute:
+            for datum in self._schedule.needs(action):
+                yield self._made.get(datum, math.inf)
+            for receive in self._schedule.receives(action):
+                yield self._posted.get(receive, math.inf)
+                yield self._arrived.get(receive, math.inf)
+
+    def check_ended(self) -> None:
+        """Raise unless all ranks have come to the end of their lists.
+
+        Raises:
+            ScheduleError: Naming the ranks that wait for ever.
+        """
+        lists = enumerate(self._schedule.actions)
+        stuck = {(rank, step): own[step] for rank, own in lists if (step := self._steps[rank]) < len(own)}
+        if stuck:
+            waiting = ", ".join(f"rank {rank} at step {step}, {action}" for (rank, step), action in stuck.items())
+            messages = (
+                "sends wait for their receives (rendezvous)" if self._rendezvous else "sends never wait (eager)"
+            )
+            raise fault(self._schedule, stuck, f"deadlock where {messages}: these wait for ever: {waiting}")

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .actions import Action, Schedule, parse_action
-from .simulator import Span, Timeline
+from .actions import Schedule, parse_action
+from .timeline import Span, Timeline
 
 __all__ = ["last_step", "read_trace", "write_trace"]
 
@@ -26,12 +27,12 @@ _MICROSECONDS = 1e6
 
 
 def write_trace(path: Path, spans: Sequence[Sequence[Span]], name: str = "pipeline") -> None:
-    """Write when each rank did what; replaces an existing file, at once and not bit by bit. Local.
+    """Write a trace; it replaces an existing file at once, not bit by bit. Local.
 
     Args:
         path: The file to write.
-        spans: [ranks] actions of any kind, transfers too, and when they were, in seconds by a clock of all ranks.
-        name: What the timeline is called when it is read again.
+        spans: [ranks] actions of any kind, transfers too, with times in seconds by a clock that all ranks share.
+        name: The name of the timeline when it is read again.
     """
     events = [event for rank, own in enumerate(spans) for event in _events(rank, own)]
     whole = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"name": name}}
@@ -41,19 +42,18 @@ def write_trace(path: Path, spans: Sequence[Sequence[Span]], name: str = "pipeli
 
 
 def _events(rank: int, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
-    place = {"pid": rank, "tid": rank}
+    row = {"pid": rank, "tid": rank}
     stages = sorted({span.action.stage for span in spans})
-    names = {"process_name": f"rank {rank}", "thread_name": f"stages {', '.join(map(str, stages))}"}
-    for key, text in names.items():
-        yield {"ph": "M", "name": key, **place, "args": {"name": text}}
-    yield {"ph": "M", "name": "process_sort_index", **place, "args": {"sort_index": rank}}
+    yield {"ph": "M", "name": "process_name", **row, "args": {"name": f"rank {rank}"}}
+    yield {"ph": "M", "name": "thread_name", **row, "args": {"name": f"stages {', '.join(map(str, stages))}"}}
+    yield {"ph": "M", "name": "process_sort_index", **row, "args": {"sort_index": rank}}
     for span in spans:
         action = span.action
         yield {
             "ph": "X",
             "name": str(action),
             "cat": _CATEGORY,
-            **place,
+            **row,
             "ts": round(span.start * _MICROSECONDS, 3),
             "dur": round((span.end - span.start) * _MICROSECONDS, 3),
             "args": {"kind": action.kind.name.lower(), "stage": action.stage, "micro_batch": action.micro_batch},
@@ -71,22 +71,23 @@ def read_trace(path: Path) -> Timeline:
         OSError: The file cannot be read.
     """
     try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-        spans = [_span(event) for event in whole["traceEvents"] if event.get("cat") == _CATEGORY]
-        name = str(whole["otherData"]["name"])
+        return _timeline(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"expected a trace of a pipeline in {str(path)!r}, got {error!r}") from None
-    computed = [(rank, span) for rank, span in spans if span.action.kind.is_compute]
-    if not any(span.end > span.start for _, span in computed):
-        raise ValueError(f"expected a trace of a pipeline in {str(path)!r}, got one in which nothing is computed")
-    numbers = sorted({rank for rank, _ in computed})
-    if numbers != list(range(len(numbers))):
-        raise ValueError(f"expected a trace of a pipeline in {str(path)!r}, got one of the ranks {numbers}")
-    first = min(span.start for _, span in computed)
-    ranks: list[list[Span]] = [[] for _ in numbers]
-    for rank, span in sorted(computed, key=lambda entry: entry[1].start):
-        ranks[rank].append(Span(span.action, span.start - first, span.end - first))
-    return Timeline(name, tuple(map(tuple, ranks)))
+
+
+def _timeline(trace: Any) -> Timeline:
+    ranks: defaultdict[int, list[Span]] = defaultdict(list)
+    for event in trace["traceEvents"]:
+        if event.get("cat") == _CATEGORY and (action := parse_action(event["name"])).kind.is_compute:
+            start = event["ts"] / _MICROSECONDS
+            ranks[int(event["pid"])].append(Span(action, start, start + event["dur"] / _MICROSECONDS))
+    if not any(span.end > span.start for spans in ranks.values() for span in spans):
+        raise ValueError("one in which nothing is computed")
+    if sorted(ranks) != list(range(len(ranks))):
+        raise ValueError(f"one of the ranks {sorted(ranks)}")
+    spans = (tuple(sorted(ranks[rank], key=lambda span: span.start)) for rank in sorted(ranks))
+    return Timeline(str(trace["otherData"]["name"]), tuple(spans)).from_zero()
 
 
 def last_step(timeline: Timeline, schedule: Schedule) -> Timeline:
@@ -95,25 +96,15 @@ def last_step(timeline: Timeline, schedule: Schedule) -> Timeline:
     Raises:
         ValueError: The ranks did not do what the schedule says.
     """
-    ranks = []
-    plans = [[action for action in actions if action.kind.is_compute] for actions in schedule.actions]
+    plans = [tuple(action for action in actions if action.kind.is_compute) for actions in schedule.actions]
     if len(plans) != len(timeline.spans):
         raise ValueError(f"expected a run with {len(plans)} ranks, got one with {len(timeline.spans)}")
-    for rank, (planned, spans) in enumerate(zip(plans, timeline.spans, strict=True)):
-        last = spans[-len(planned) :]
-        if [span.action for span in last] != planned:
+    ends = tuple(spans[-len(planned) :] for planned, spans in zip(plans, timeline.spans, strict=True))
+    for rank, (planned, last) in enumerate(zip(plans, ends, strict=True)):
+        if tuple(span.action for span in last) != planned:
             raise ValueError(
                 f"expected a run of {schedule.name} with {schedule.num_stages} stages on {len(plans)} ranks and "
                 f"{schedule.num_microbatches} micro-batches, got one where rank {rank} ends with "
                 f"{' '.join(str(span.action) for span in last[-4:])}"
             )
-        ranks.append(last)
-    first = min(spans[0].start for spans in ranks)
-    moved = (tuple(Span(span.action, span.start - first, span.end - first) for span in spans) for spans in ranks)
-    return Timeline(timeline.name, tuple(moved))
-
-
-def _span(event: dict[str, Any]) -> tuple[int, Span]:
-    action: Action = parse_action(event["name"])
-    start = event["ts"] / _MICROSECONDS
-    return int(event["pid"]), Span(action, start, start + event["dur"] / _MICROSECONDS)
+    return Timeline(timeline.name, ends).from_zero()
