@@ -20,11 +20,15 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
-from .settings import Settings, above, at_least
+from .settings import AboveZero, Count, Fraction, Limit, NotNegative, Positive, Settings
 
 __all__ = ["Config", "MeshConfig", "ModelConfig", "OptimizerConfig", "PipelineConfig", "RunConfig", "TextConfig"]
+
+_HeldOutFraction = Annotated[float, Limit("more than 0 and at most 0.5", lambda number: 0 < number <= 0.5)]
+# with 1 nothing is ever learned
+_Decay = Annotated[float, Limit("0 to 1, and less than 1", lambda number: 0 <= number < 1)]
 
 
 @dataclass(frozen=True)
@@ -36,15 +40,15 @@ class ModelConfig(Settings):
         ValueError: A value is out of range, or `width` does not divide by `heads`.
     """
 
-    layers: int = 4
+    layers: Positive = 4
     """Number of transformer blocks."""
-    width: int = 128
+    width: Positive = 128
     """Features of each position; a multiple of heads."""
-    heads: int = 4
+    heads: Positive = 4
     """Attention heads of each block."""
-    mlp_ratio: int = 4
+    mlp_ratio: Positive = 4
     """Hidden features of a block's perceptron, as a multiple of width."""
-    sequence_length: int = 128
+    sequence_length: Positive = 128
     """Bytes that the model sees at once."""
     positions: Literal["rotary", "learned"] = "rotary"
     """How positions are told apart: by rotating queries and keys, or by a learned vector each."""
@@ -54,8 +58,6 @@ class ModelConfig(Settings):
     """Use one matrix for the input embedding and the output layer."""
 
     def _check(self) -> None:
-        for name in ("layers", "width", "heads", "mlp_ratio", "sequence_length"):
-            at_least(name, getattr(self, name), 1)
         if self.width % self.heads:
             raise ValueError(f"width: expected a multiple of heads = {self.heads}, got {self.width}")
         if self.positions == "rotary" and self.width // self.heads % 2:
@@ -76,17 +78,10 @@ class TextConfig(Settings):
 
     data: Path | None = None
     """A file, or a folder whose files are read in sorted order; without it, Python's own library sources."""
-    data_limit: float = 8.0
+    data_limit: AboveZero = 8.0
     """Megabytes (10^6 bytes) of text to use at most; what comes later in the order is left out."""
-    held_out_fraction: float = 0.05
+    held_out_fraction: _HeldOutFraction = 0.05
     """Part of the text, in whole blocks, that is never trained on."""
-
-    def _check(self) -> None:
-        above("data_limit", self.data_limit, 0)
-        if not 0 < self.held_out_fraction <= 0.5:
-            raise ValueError(
-                f"held_out_fraction: expected more than 0 and at most 0.5, got {self.held_out_fraction}"
-            )
 
 
 @dataclass(frozen=True)
@@ -98,30 +93,20 @@ class OptimizerConfig(Settings):
         ValueError: A value is out of range.
     """
 
-    lr: float = 3e-3
+    lr: AboveZero = 3e-3
     """Learning rate at the end of the warm-up, its highest."""
-    lr_final: float = 0.1
+    lr_final: Fraction = 0.1
     """Learning rate of the last step, as a fraction of lr."""
-    warmup_steps: int = 20
+    warmup_steps: Count = 20
     """Steps in which the learning rate rises from near zero."""
-    weight_decay: float = 0.1
+    weight_decay: NotNegative = 0.1
     """Decay of the matrices, not of the norms."""
-    beta1: float = 0.9
+    beta1: _Decay = 0.9
     """Decay of the average of gradients."""
-    beta2: float = 0.98
+    beta2: _Decay = 0.98
     """Decay of the average of squared gradients."""
-    gradient_clip: float = 1.0
+    gradient_clip: NotNegative = 1.0
     """Largest norm of the whole gradient; 0 leaves it as it is."""
-
-    def _check(self) -> None:
-        above("lr", self.lr, 0)
-        for name in ("warmup_steps", "weight_decay", "gradient_clip"):
-            at_least(name, getattr(self, name), 0)
-        for name in ("lr_final", "beta1", "beta2"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}: expected 0 to 1, got {getattr(self, name)}")
-        if 1 in (self.beta1, self.beta2):
-            raise ValueError("beta1, beta2: expected less than 1, got 1, with which nothing is ever learned")
 
 
 @dataclass(frozen=True)
@@ -137,13 +122,13 @@ class RunConfig(Settings):
     """Name of the run; names its folder."""
     out: Path | None = None
     """Folder for everything the run writes, default axonmpi-runs/NAME; an earlier run's files are replaced."""
-    seed: int = 0
+    seed: Count = 0
     """Decides the initial weights, the order of the data and the sample."""
-    steps: int = 250
+    steps: Positive = 250
     """Updates of the weights."""
-    global_batch: int = 16
+    global_batch: Positive = 16
     """Sequences of each step over all ranks together, so results do not depend on the number of ranks."""
-    accumulation: int = 1
+    accumulation: Positive = 1
     """Parts in which each rank goes through its sequences of a step; more need less memory."""
     strategy: Literal["overlapped", "synchronous", "no_sync"] = "overlapped"
     """When gradients are averaged: while backward runs, at its end, or by one call after it."""
@@ -154,13 +139,13 @@ class RunConfig(Settings):
     """What the model computes in; parameters, their updates and the sums of gradients stay in float32."""
     cpu_offload: Literal["none", "params", "full"] = "none"
     """What lies in files in the run's folder instead of memory, with fsdp: parameters, or optimizer state too."""
-    evaluate_every: int = 50
+    evaluate_every: Count = 50
     """Steps between two held-out losses; 0 means only at the beginning and the end."""
-    held_out_sequences: int = 128
+    held_out_sequences: Count = 128
     """Held-out sequences in each of them, spread evenly; 0 means all there are."""
-    sample_length: int = 200
+    sample_length: Count = 200
     """Bytes of text to generate at the end; 0 generates none."""
-    temperature: float = 0.7
+    temperature: NotNegative = 0.7
     """Randomness of that text: 0 takes the likeliest byte each time."""
     prompt: str = "def "
     """What that text goes on from."""
@@ -175,10 +160,6 @@ class RunConfig(Settings):
         return self.out or Path("axonmpi-runs") / self.name
 
     def _check(self) -> None:
-        for name in ("steps", "global_batch", "accumulation"):
-            at_least(name, getattr(self, name), 1)
-        for name in ("seed", "evaluate_every", "held_out_sequences", "sample_length", "temperature"):
-            at_least(name, getattr(self, name), 0)
         if not self.name or self.name in (".", "..") or any(sign in self.name for sign in "/\\\0"):
             raise ValueError(f"name: expected the name of a folder without slashes, got {self.name!r}; see --out")
         if self.cpu_offload != "none" and self.fsdp == "none":
@@ -198,14 +179,14 @@ class PipelineConfig(Settings):
         ValueError: A value is out of range, or the schedule does not take so many chunks.
     """
 
-    pp: int = 1
+    pp: Positive = 1
     """Ranks of a pipeline, which have the model's stages; where ranks are left there are several pipelines."""
     schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"] = "1f1b"
     """In which order the ranks of a pipeline compute; axonmpi chart draws it."""
-    micro_batches: int = 0
+    micro_batches: Count = 0
     """Parts in which a batch goes through the stages; 0 means 4 for each rank of a pipeline, where there are
     sequences enough."""
-    chunks: int = 0
+    chunks: Count = 0
     """Stages on each rank; 0 means 2 with interleaved-1f1b, where there are blocks enough, and else 1."""
     trace: Path | None = None
     """File for the times of the last step, which Perfetto and axonmpi chart open."""
@@ -222,9 +203,6 @@ class PipelineConfig(Settings):
         return 2 if self.schedule == "interleaved-1f1b" and layers >= 2 * self.pp else 1
 
     def _check(self) -> None:
-        at_least("pp", self.pp, 1)
-        for name in ("micro_batches", "chunks"):
-            at_least(name, getattr(self, name), 0)
         if self.schedule == "zero-bubble" and self.chunks > 2:
             raise ValueError(
                 f"chunks: expected 1 or 2 with zero-bubble, got {self.chunks}; interleaved-1f1b takes any number"
@@ -240,16 +218,12 @@ class MeshConfig(Settings):
         ValueError: A value is out of range.
     """
 
-    dp: int = 0
+    dp: Count = 0
     """Replicas of the model, each with its part of the batch; 0 means as many as the ranks are enough for."""
-    tp: int = 1
+    tp: Positive = 1
     """Ranks that divide every layer of the model among them."""
     sequence_parallel: bool = False
     """With tp, divide what is between the layers among the same ranks as well, along the sequence."""
-
-    def _check(self) -> None:
-        at_least("dp", self.dp, 0)
-        at_least("tp", self.tp, 1)
 
 
 @dataclass(frozen=True)
@@ -308,18 +282,18 @@ class Config:
             ValueError: There is no setting of that name (the message names similar ones), or its value is bad.
             TypeError: A value is of the wrong type.
         """
-        places = _places()
+        group_of = _group_of_each_setting()
         changes: dict[str, dict[str, Any]] = {name: {} for name in _groups()}
         for name, value in settings.items():
-            if name not in places:
+            if name not in group_of:
                 raise ValueError(_unknown_setting(name))
-            changes[places[name]][name] = value
+            changes[group_of[name]][name] = value
         groups = {name: dataclasses.replace(getattr(self, name), **given) for name, given in changes.items()}
         return Config(**groups)
 
     def flat(self) -> dict[str, Any]:
         """Return every setting by its name, with paths as text: what a TOML or JSON file can hold."""
-        values = {name: getattr(getattr(self, group), name) for name, group in _places().items()}
+        values = {name: getattr(getattr(self, group), name) for name, group in _group_of_each_setting().items()}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
     @classmethod
@@ -342,21 +316,20 @@ def _groups() -> dict[str, type[Settings]]:
     return hints
 
 
-def _places() -> dict[str, str]:
-    """Return the group of each setting."""
+def _group_of_each_setting() -> dict[str, str]:
     return {setting.name: name for name, group in _groups().items() for setting in dataclasses.fields(group)}
 
 
 def _ungrouped(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Lift the settings out of their groups' tables."""
+    groups, group_of = _groups(), _group_of_each_setting()
     flat: dict[str, Any] = {}
     for key, value in settings.items():
-        table = value if key in _groups() and isinstance(value, Mapping) else None
-        for name, setting in (table if table is not None else {key: value}).items():
+        in_table = key in groups and isinstance(value, Mapping)
+        for name, setting in (value if in_table else {key: value}).items():
             canonical = str(name).replace("-", "_")
-            group = _places().get(canonical)
-            if table is not None and group not in (None, key):
-                raise ValueError(f"{name} belongs to the table {group}, got it in {key}: move it")
+            if in_table and group_of.get(canonical, key) != key:
+                raise ValueError(f"{name} belongs to the table {group_of[canonical]}, got it in {key}: move it")
             if canonical in flat:
                 raise ValueError(f"{name} is given twice: keep one")
             flat[canonical] = setting
@@ -364,7 +337,7 @@ def _ungrouped(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unknown_setting(name: str) -> str:
-    near = difflib.get_close_matches(name, _places(), n=3)
+    near = difflib.get_close_matches(name, _group_of_each_setting(), n=3)
     if near:
         return f"unknown setting {name!r}: did you mean {' or '.join(near)}?"
-    return f"unknown setting {name!r}: expected one of {', '.join(sorted(_places()))}"
+    return f"unknown setting {name!r}: expected one of {', '.join(sorted(_group_of_each_setting()))}"

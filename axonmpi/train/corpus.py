@@ -14,7 +14,7 @@ import hashlib
 import math
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ __all__ = ["Corpus", "load_corpus", "split_blocks", "unigram_entropy"]
 
 _BLOCK_BYTES = 1 << 16
 _MEGABYTE = 1_000_000
-# in the library's folder but not the library: installed packages, and its tests, which not every vendor ships
+# in the folder of the library, but no part of it: installed packages, and the tests, which some vendors leave out
 _NOT_LIBRARY = {"__pycache__", "dist-packages", "idlelib", "site-packages", "test", "tests"}
 
 
@@ -36,7 +36,7 @@ class Corpus:
     """A text in two parts.
 
     Attributes:
-        source: Where it comes from, for people.
+        source: Its origin in words.
         train: The bytes to train on, uint8 `[N]`.
         held_out: The bytes never trained on, uint8 `[M]`.
         digest: SHA-256 of both, to compare between ranks.
@@ -78,18 +78,8 @@ def load_corpus(config: TextConfig, sequence_length: int) -> Corpus:
 
 
 def _library() -> Iterator[Path]:
-    return _modules(sysconfig.get_paths()["stdlib"])
-
-
-def _modules(folder: str) -> Iterator[Path]:
-    """Yield the modules below a folder in the order of their paths, looking into folders as they are needed."""
-    for entry in _inside(folder):
-        if entry.name in _NOT_LIBRARY:
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from _modules(entry.path)
-        elif entry.name.endswith(".py"):
-            yield Path(entry.path)
+    files = _below(sysconfig.get_paths()["stdlib"], left_out=_NOT_LIBRARY)
+    return (file for file in files if file.suffix == ".py")
 
 
 def _files(path: Path) -> Iterable[Path]:
@@ -100,22 +90,20 @@ def _files(path: Path) -> Iterable[Path]:
     return [path]
 
 
-def _below(folder: str) -> Iterator[Path]:
-    """Yield the files below a folder in the order of their paths, looking into folders as they are needed."""
-    for entry in _inside(folder):
+def _below(folder: str, left_out: Collection[str] = ()) -> Iterator[Path]:
+    """Yield the files below a folder in the order of their paths; look into a folder only when it is needed."""
+    try:
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+    except OSError as error:  # else the files of that folder would be left out
+        raise ValueError(f"cannot read {folder}: {error.strerror}") from error
+    for entry in entries:
+        if entry.name in left_out:
+            continue
         if entry.is_dir(follow_symlinks=False):
-            yield from _below(entry.path)
+            yield from _below(entry.path, left_out)
         elif entry.is_file():
             yield Path(entry.path)
-
-
-def _inside(folder: str) -> list[os.DirEntry[str]]:
-    """Return what is in a folder, by name; a folder that cannot be read is an error, as a file is."""
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-    except OSError as error:
-        raise ValueError(f"cannot read {folder}: {error.strerror}") from error
 
 
 def _read(files: Iterable[Path], limit: int) -> Tensor:

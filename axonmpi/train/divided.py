@@ -12,9 +12,8 @@ the last norm; it has the whole sequence again where logits are computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,7 +24,7 @@ from ..tensor.state import copies
 from .batches import IGNORED
 from .model import GPT, VOCABULARY_SIZE
 
-__all__ = ["DividedPredictor", "divide", "joined_logits", "replicated_copies", "summed_loss"]
+__all__ = ["divide", "joined_logits", "replicated_copies", "summed_loss"]
 
 _PLAN = {
     "embedding": "vocab",
@@ -77,25 +76,3 @@ def joined_logits(logits: Tensor, group: ProcessGroup) -> Tensor:
     """Return all logits of one position, [256], of what each rank has of them; collective over the tp axis."""
     whole: Tensor = logits if group.size == 1 else group.all_gather(logits)
     return whole[:VOCABULARY_SIZE]
-
-
-class DividedPredictor:
-    """Predicts with all ranks along the tp axis, which get the same answer.
-
-    Args:
-        model: Each rank's part.
-        group: The ranks.
-    """
-
-    def __init__(self, model: GPT, group: ProcessGroup) -> None:
-        self._model = model
-        self._group = group
-
-    @torch.no_grad()
-    def next_logits(self, text: Sequence[int]) -> Tensor:
-        """Return the logits of the byte after `text`, [256]; collective."""
-        length = self._model.config.sequence_length
-        window = torch.tensor([text[-length:]])
-        # of a length that can be divided; a byte sees nothing of those behind it
-        logits = self._model(F.pad(window, (0, length - window.shape[1])))
-        return joined_logits(logits[0, window.shape[1] - 1], self._group)

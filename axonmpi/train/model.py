@@ -21,9 +21,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import skip_init
 
 from ..pipeline.splitting import balanced_bounds
-from ..wrapping.linear import QuickLinear
 from .config import ModelConfig
 
 __all__ = ["GPT", "VOCABULARY_SIZE", "Block", "GPTStage", "Positions", "Predictor", "cut", "generate"]
@@ -34,21 +34,10 @@ VOCABULARY_SIZE = 256
 _INITIAL_STD = 0.02  # of GPT-2
 
 
-class _Linear(QuickLinear):
-    """A layer without bias that leaves its weight unset and torch's global generator alone."""
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
-
-    def reset_parameters(self) -> None:
-        """Do nothing: `GPT` fills every weight."""
-
-
-class _Embedding(nn.Embedding):
-    """The same for an embedding."""
-
-    def reset_parameters(self) -> None:
-        """Do nothing: `GPT` fills every weight."""
+def _linear(in_features: int, out_features: int) -> nn.Linear:
+    """Return a layer without bias or initial weights: `GPT` fills them, without torch's global generator."""
+    layer: nn.Linear = skip_init(nn.Linear, in_features, out_features, bias=False)
+    return layer
 
 
 class Positions(nn.Module):
@@ -113,8 +102,8 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_width = config.width // config.heads
-        self.query_key_value = _Linear(config.width, 3 * config.width)
-        self.output = _Linear(config.width, config.width)
+        self.query_key_value = _linear(config.width, 3 * config.width)
+        self.output = _linear(config.width, config.width)
 
     def forward(self, x: Tensor, table: Tensor | None) -> Tensor:
         """Mix positions.
@@ -148,8 +137,8 @@ class Block(nn.Module):
         self.attention_norm = _norm(config)
         self.attention = CausalSelfAttention(config)
         self.mlp_norm = _norm(config)
-        self.expand = _Linear(config.width, config.mlp_ratio * config.width)
-        self.contract = _Linear(config.mlp_ratio * config.width, config.width)
+        self.expand = _linear(config.width, config.mlp_ratio * config.width)
+        self.contract = _linear(config.mlp_ratio * config.width, config.width)
 
     def forward(self, x: Tensor, table: Tensor | None) -> Tensor:
         """Return the stream `[B, T, D]` after this layer; `x` is left as it is."""
@@ -170,13 +159,13 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = config
-        self.embedding = _Embedding(VOCABULARY_SIZE, config.width)
+        self.embedding = skip_init(nn.Embedding, VOCABULARY_SIZE, config.width)
         self.positions: Positions | None = None
         if config.positions == "learned":
             self.positions = Positions(torch.empty(config.sequence_length, config.width))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.final_norm = _norm(config)
-        self.head = _Linear(config.width, VOCABULARY_SIZE)
+        self.head = _linear(config.width, VOCABULARY_SIZE)
         if config.tied_embeddings:
             self.head.weight = self.embedding.weight
         # not a buffer: it is the same on every rank and needs no broadcast, and no place in a checkpoint

@@ -14,11 +14,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..backends import Backend
 from ..collectives.gradient_norm import clip_grad_norm
@@ -29,7 +30,7 @@ from ..groups.world import ProcessGroup
 from ..types import GradSyncStrategy
 from .batches import IGNORED, Batch
 from .config import Config, RunConfig
-from .divided import DividedPredictor, replicated_copies, summed_loss
+from .divided import joined_logits, replicated_copies, summed_loss
 from .model import GPT, Block, Predictor
 
 __all__ = ["Held", "ParallelModel", "Replica", "WholeModel", "wrap"]
@@ -111,16 +112,24 @@ class ParallelModel(ABC):
     """A model that lives on several ranks, as the trainer sees it.
 
     Args:
-        modules: This rank's.
-        wrapped: The same, made to share their gradients with the replicas.
+        modules: This rank's modules.
+        wrapped: The same modules, wrapped to share their gradients with the replicas.
         mesh: The ranks, with the axes dp, pp and tp.
-        accumulates: Whether a step's gradients are added up before they are averaged: whole ones, also of shards.
+        length: Bytes that the model sees at once.
+        accumulates: Whether whole gradients, also of sharded parameters, are added up before they are averaged.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], wrapped: Sequence[Wrapped], mesh: DeviceMesh, *, accumulates: bool
+        self,
+        modules: Sequence[nn.Module],
+        wrapped: Sequence[Wrapped],
+        mesh: DeviceMesh,
+        *,
+        length: int,
+        accumulates: bool,
     ) -> None:
         self._accumulates = accumulates
+        self._length = length
         self._modules = list(modules)
         self._wrapped = list(wrapped)
         self._mesh = mesh
@@ -179,13 +188,23 @@ class ParallelModel(ABC):
         )
 
     @contextmanager
-    def _whole_parameters(self) -> Iterator[None]:
-        """Give ranks that have shards of parameters all of them in the block; collective at both ends."""
+    def predictor(self) -> Iterator[Predictor | None]:
+        """Give the first replica a predictor, and other ranks None; collective at both ends of the block.
+
+        Rank 0 belongs to the first replica, all of whose ranks have to generate the same text.
+        """
         with ExitStack() as stack:
             for one in self._wrapped:
                 if isinstance(one, FullyShardedDataParallel):
                     stack.enter_context(one.full_parameters(writeback=False))
-            yield
+            yield None if self._mesh.rank("dp") else self
+
+    def next_logits(self, text: Sequence[int]) -> Tensor:
+        """Return the logits of the byte after `text`, [256]; collective over the ranks of the first replica."""
+        window = text[-self._length :]
+        # always of one length, which stages know and tp ranks can divide; no byte sees the padding after it
+        padded = F.pad(torch.tensor([window]), (0, self._length - len(window)))
+        return self._logits_at(padded, len(window) - 1)
 
     def _share(self, known: Tensor) -> Tensor:
         """Return what a rank knows, if it is to count: ranks with parts of the same layers all know the same."""
@@ -215,11 +234,8 @@ class ParallelModel(ABC):
         """
 
     @abstractmethod
-    def predictor(self) -> AbstractContextManager[Predictor | None]:
-        """Have text generated in the block by the ranks that get something to do it with; collective at both ends.
-
-        Rank 0 is one of them, and all of them have to generate the same text.
-        """
+    def _logits_at(self, tokens: Tensor, position: int) -> Tensor:
+        """Return the logits at one position of `tokens`, [1, T]; collective over the ranks of the first replica."""
 
 
 class WholeModel(ParallelModel):
@@ -234,7 +250,8 @@ class WholeModel(ParallelModel):
     def __init__(self, model: GPT, config: Config, mesh: DeviceMesh) -> None:
         self._model = model
         self._replica = wrap(model, config.run, mesh.group("dp"))
-        super().__init__([model], [self._replica], mesh, accumulates=config.run.accumulation > 1)
+        length, accumulates = config.model.sequence_length, config.run.accumulation > 1
+        super().__init__([model], [self._replica], mesh, length=length, accumulates=accumulates)
 
     def backward(self, parts: Sequence[Batch]) -> Tensor:
         """Add up the gradients of the parts, then average."""
@@ -258,15 +275,8 @@ class WholeModel(ParallelModel):
         loss = summed_loss(self._replica(inputs), targets, self._mesh.group("tp"))
         return self._share(torch.stack((loss, (targets != IGNORED).sum())).double())
 
-    @contextmanager
-    def predictor(self) -> Iterator[Predictor | None]:
-        """Have rank 0 generate, and those with the other parts of its layers."""
-        group = self._mesh.group("tp")
-        with self._whole_parameters():
-            if self._mesh.rank("dp"):
-                yield None
-            else:
-                yield self._model if group.size == 1 else DividedPredictor(self._model, group)
+    def _logits_at(self, tokens: Tensor, position: int) -> Tensor:
+        return joined_logits(self._model(tokens)[0, position], self._mesh.group("tp"))
 
 
 def _groups(wrapped: Wrapped) -> list[ProcessGroup]:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..backends import Backend
 from ..groups.mesh import DeviceMesh
@@ -26,12 +25,12 @@ from ..pipeline import Pipeline, PipelineSchedule, Schedule, Timeline, simulate
 from ..pipeline.schedule.chart import describe
 from ..pipeline.schedule.simulator import measured_costs
 from ..pipeline.schedule.trace import last_step, read_trace
+from ..utils.text import counted
 from .batches import IGNORED, Batch
 from .config import Config
 from .divided import joined_logits, summed_loss
-from .model import GPT, VOCABULARY_SIZE, GPTStage, Predictor, cut
+from .model import GPT, VOCABULARY_SIZE, GPTStage, cut
 from .parallel import ParallelModel, wrap
-from .report.wording import counted
 
 __all__ = ["PipelinedModel"]
 
@@ -54,7 +53,6 @@ class PipelinedModel(ParallelModel):
 
     def __init__(self, model: GPT, config: Config, schedule: Schedule, mesh: DeviceMesh) -> None:
         self._parts = config.run.accumulation
-        self._length = config.model.sequence_length
         self._schedule = schedule
         group = mesh.group("pp")
         stages = cut(model, schedule.num_stages)
@@ -77,7 +75,8 @@ class PipelinedModel(ParallelModel):
             num_microbatches=schedule.num_microbatches,
             loss_fn=self._loss,
         )
-        super().__init__(self.stages, [one for one in wrapped if one is not None], mesh, accumulates=True)
+        own_wrapped = [one for one in wrapped if one is not None]
+        super().__init__(self.stages, own_wrapped, mesh, length=config.model.sequence_length, accumulates=True)
         # those of the pipeline's own messages, and of the ranks that have the tied embedding
         ranks = sorted({schedule.placement[stage] for tie in ties for stage, _ in tie})
         private = [group.private(), group.private(ranks) if len(ranks) > 1 else None]
@@ -113,14 +112,13 @@ class PipelinedModel(ParallelModel):
         summed = loss.double() * self._parts * targets.numel()
         return self._share(torch.stack((summed, (targets != IGNORED).sum())))
 
-    @contextmanager
-    def predictor(self) -> Iterator[Predictor | None]:
-        """Have the ranks of the first replica generate together."""
-        with self._whole_parameters():
-            if self._mesh.rank("dp"):
-                yield None
-            else:
-                yield _PipelinePredictor(self._pipeline, self._mesh, self._schedule.placement[-1], self._length)
+    def _logits_at(self, tokens: Tensor, position: int) -> Tensor:
+        output = self._pipeline(tokens)
+        logits = torch.empty(VOCABULARY_SIZE)
+        if output is not None:
+            logits.copy_(joined_logits(output[0, position], self._mesh.group("tp")))
+        self._pipeline.process_group.broadcast(logits, self._schedule.placement[-1])
+        return logits
 
     @contextmanager
     def traced(self, path: Path) -> Iterator[None]:
@@ -137,34 +135,6 @@ class PipelinedModel(ParallelModel):
         """Read a trace: return the last step, and what it would have been without waiting for messages; local."""
         measured = last_step(read_trace(path), self._schedule)
         return measured, simulate(self._schedule, measured_costs(measured))
-
-
-class _PipelinePredictor:
-    """Predicts with all ranks of a replica, which get the same answer.
-
-    Args:
-        pipeline: The model.
-        mesh: The ranks.
-        last: The rank of the pipeline that has the last stage.
-        length: Bytes that the model sees at once.
-    """
-
-    def __init__(self, pipeline: Pipeline, mesh: DeviceMesh, last: int, length: int) -> None:
-        self._pipeline = pipeline
-        self._mesh = mesh
-        self._last = last
-        self._length = length
-
-    def next_logits(self, text: Sequence[int]) -> Tensor:
-        """Return the logits of the byte after `text`, [256]; collective over the replica."""
-        window = torch.tensor([text[-self._length :]])
-        # always of one length, which the stages then know; a byte sees nothing of those behind it
-        output = self._pipeline(F.pad(window, (0, self._length - window.shape[1])))
-        logits = torch.empty(VOCABULARY_SIZE)
-        if output is not None:
-            logits.copy_(joined_logits(output[0, window.shape[1] - 1], self._mesh.group("tp")))
-        self._pipeline.process_group.broadcast(logits, self._last)
-        return logits
 
 
 def _tied_parts(stage: GPTStage) -> list[str]:

@@ -22,6 +22,7 @@ from torch import nn
 
 from ..groups.mesh import DeviceMesh
 from ..groups.world import World
+from ..utils.text import counted
 from .batches import BatchPlan, HeldOutPlan, Stream, seeded_generator
 from .config import Config, OptimizerConfig
 from .corpus import Corpus, load_corpus
@@ -31,9 +32,8 @@ from .model import GPT, generate
 from .parallel import ParallelModel, WholeModel
 from .pipelined import PipelinedModel
 from .report.metrics import CommunicationClock, HeldOutMetrics, Speedometer, StepMetrics
-from .report.recorder import SilentRecorder, Summary, open_recorder, printable
+from .report.recorder import Recorder, Summary, open_recorder, printable
 from .report.table import Share, layout_table
-from .report.wording import counted
 from .schedule import learning_rate
 
 __all__ = ["Trainer"]
@@ -61,6 +61,8 @@ class Trainer:
         model: This rank's model, or its part of it, without the wrapper; in a pipeline the list of its stages.
         corpus: The text.
         optimizer: Updates this rank's parameters.
+        steps: The steps of the last run, on every rank; speed and communication are this rank's own.
+        held_out: The held-out evaluations of the last run, on every rank.
     """
 
     def __init__(self, config: Config, world: World, *, corpus: Corpus | None = None) -> None:
@@ -93,17 +95,8 @@ class Trainer:
         share = Share.of(config, layout, schedule, stages, self._parallel.held())
         self._table = layout_table(config, layout, schedule, self._group.all_gather_object(share))
         self._speed = Speedometer(run.global_batch * length)
-        self._recorder = SilentRecorder()
-
-    @property
-    def steps(self) -> list[StepMetrics]:
-        """The steps made so far, on every rank; speed and communication are this rank's own."""
-        return self._recorder.steps
-
-    @property
-    def held_out(self) -> list[HeldOutMetrics]:
-        """The held-out evaluations made so far, on every rank."""
-        return self._recorder.held_out
+        self.steps: list[StepMetrics] = []
+        self.held_out: list[HeldOutMetrics] = []
 
     def _check_same_on_all_ranks(self) -> None:
         settings = {name: value for name, value in self._config.flat().items() if name not in _MAY_DIFFER}
@@ -126,40 +119,39 @@ class Trainer:
             ValueError: Rank 0 cannot write to the run's folder; raised on every rank.
             FloatingPointError: The loss is no longer a number; raised on every rank.
         """
-        self._recorder = open_recorder(self._config, self._group)
+        self.steps, self.held_out = [], []
+        recorder = open_recorder(self._config, self._group)
         summary = None
         try:
             backends = {id(backend): backend for backend in [self._group.backend, *self._parallel.backends]}
             with CommunicationClock(*backends.values()) as clock:
-                self._recorder.note(self.opening)
-                seconds = self._train(clock)
+                recorder.note(self.opening)
+                seconds = self._train(clock, recorder)
             sample = self.sample()
             if self._group.rank == 0:
-                summary = self._finish(seconds, sample)
+                summary = self._finish(seconds, sample, recorder)
         finally:
-            self._recorder.close()
+            recorder.close()
         agreed: Summary = self._group.broadcast_object(summary)
         return agreed
 
-    def _train(self, clock: CommunicationClock) -> float:
+    def _train(self, clock: CommunicationClock, recorder: Recorder) -> float:
         """Make all steps and return the seconds they and the evaluations took."""
         run = self._config.run
         begin = time.perf_counter()
-        self._evaluate(0, begin)
-        for step in range(1, run.steps + 1):
-            with self._traced() if step == run.steps else nullcontext():
-                metrics = self._timed_step(step, begin, clock)
-            self._recorder.add_step(metrics)
-            if step == run.steps or (run.evaluate_every and step % run.evaluate_every == 0):
-                self._evaluate(step, begin)
+        for step in range(run.steps + 1):
+            if step:
+                with self._traced() if step == run.steps else nullcontext():
+                    self.steps.append(self._timed_step(step, begin, clock))
+                recorder.add(self.steps[-1])
+            if step in (0, run.steps) or (run.evaluate_every and step % run.evaluate_every == 0):
+                loss = self.held_out_loss()
+                self.held_out.append(HeldOutMetrics(step, loss, time.perf_counter() - begin))
+                recorder.add(self.held_out[-1])
         return time.perf_counter() - begin
 
-    def _evaluate(self, step: int, begin: float) -> None:
-        loss = self.held_out_loss()
-        self._recorder.add_held_out(HeldOutMetrics(step, loss, time.perf_counter() - begin))
-
     def _traced(self) -> AbstractContextManager[None]:
-        """Write when the ranks of a pipeline compute within the block to a file, if that is wanted; collective."""
+        """Write the trace file, if one is wanted: when the ranks of a pipeline compute in the block; collective."""
         trace = self._config.pipeline.trace
         return nullcontext() if self._pipelined is None or trace is None else self._pipelined.traced(trace)
 
@@ -220,19 +212,14 @@ class Trainer:
             f"{self.corpus.source}\n{self._table}{pipeline}"
         )
 
-    def _finish(self, seconds: float, sample: str) -> Summary:
-        """Write and show what there is at the end; on rank 0."""
+    def _finish(self, seconds: float, sample: str, recorder: Recorder) -> Summary:
+        """Write and show the results; on rank 0."""
         trace = self._config.pipeline.trace
         if self._pipelined is not None and trace is not None:
-            self._recorder.add_pipeline(*self._pipelined.timelines(trace))
-        summary = self._summarize(seconds, sample)
-        self._recorder.finish(summary)
-        return summary
-
-    def _summarize(self, seconds: float, sample: str) -> Summary:
+            recorder.add_pipeline(*self._pipelined.timelines(trace))
         speed, communication = self._speed.overall()
         run = self._config.run
-        return Summary(
+        summary = Summary(
             ranks=self._group.size,
             steps=run.steps,
             parameters=self._parameters,
@@ -248,6 +235,8 @@ class Trainer:
             sample=sample,
             folder=str(run.folder),
         )
+        recorder.finish(summary, self.steps, self.held_out)
+        return summary
 
 
 def _batch_plan(config: Config, layout: Layout) -> BatchPlan:

@@ -12,7 +12,7 @@ from axonmpi.train.layout import Layout, check_nodes, plan_schedule
 from axonmpi.train.memory import bytes_at_output, bytes_in_block
 from axonmpi.train.parallel import Held
 from axonmpi.train.report.table import Share, layout_table
-from axonmpi.train.report.wording import aligned, in_ranges
+from axonmpi.utils.text import aligned, in_ranges
 
 
 def test_the_last_axis_are_neighbours():
@@ -135,8 +135,8 @@ def test_many_ranks_are_shown_in_few_rows():
 
 
 def test_ranges_and_columns():
-    assert in_ranges([0, 1, 2, 5, 8, 9], 4) == "0-2 5 8-9"
-    assert in_ranges(range(0, 20, 2), 4) == "0 2 4 ... 18"
+    assert in_ranges([0, 1, 2, 5, 8, 9], most=4) == "0-2 5 8-9"
+    assert in_ranges(range(0, 20, 2), most=4) == "0 2 4 ... 18"
     assert aligned([["a", "bb"], ["ccc", "d"]], left=[0]) == ["a    bb", "ccc   d"]
 
 

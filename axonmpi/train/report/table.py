@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...pipeline import Schedule, simulate
+from ...utils.text import aligned, counted, in_ranges
 from ..config import Config
 from ..layout import Layout
 from ..memory import bytes_of_activations
 from ..model import GPTStage
 from ..parallel import Held
-from .wording import aligned, counted, in_ranges
 
 __all__ = ["Share", "layout_table"]
 
@@ -132,7 +132,7 @@ def _row(layout: Layout, position: int, shares: Sequence[Share], unit: int) -> l
     held = max((share.held for share in there), key=lambda held: held.together)
     sizes = [held.values, held.gradients, held.state, there[0].activations]
     memory = [f"{size / unit:,.1f}" for size in [*sizes, sum(sizes)]]
-    ranks = in_ranges(layout.ranks_at(position), _MOST_RANGES)
+    ranks = in_ranges(layout.ranks_at(position), most=_MOST_RANGES)
     return [str(position), ranks, there[0].content, f"{held.parameters:,}", *memory]
 
 
