@@ -83,10 +83,9 @@ class Recorder:
         self._folder = config.run.folder
         if writes:
             self._folder.mkdir(parents=True, exist_ok=True)
+            # else a run that is interrupted would seem to have the results of an earlier one
             for name in ("loss.png", "pipeline.png", "sample.txt", "summary.json"):
-                (self._folder / name).unlink(
-                    missing_ok=True
-                )  # an interrupted run would show an earlier one's result
+                (self._folder / name).unlink(missing_ok=True)
         path = self._folder / "metrics.jsonl" if writes else os.devnull
         self._metrics = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - stays open until `close`
         self._progress = make_progress(config.run.progress if writes else "off", config.run.steps)

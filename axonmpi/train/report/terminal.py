@@ -1,8 +1,8 @@
 """Whether a person sees on a terminal what this process prints.
 
-Under a launcher the process's own output does not tell: with MPICH it is a pipe although the launcher may print to a
-terminal, with Open MPI it is a pseudo-terminal although the launcher may print to a file. On Linux the launcher is
-among the process's ancestors, and its output can be looked up:
+Under a launcher the process's own output does not tell: with MPICH it is a pipe although the launcher may print to
+a terminal, with Open MPI it is a pseudo-terminal although the launcher may print to a file. On Linux the launcher
+is among the process's ancestors, and its output can be looked up:
 
     terminal  <──  mpirun  <── pipe ──  (proxy)  <── pipe or pseudo-terminal ──  rank
 """
