@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..comm import destroy_process_group, init_process_group
 from ..groups.world import World
+from ..launch.settings import widen_terminal
 from ..launch.variables import detect_launchers
 from ..train.config import Config
 from ..train.config_file import load_config
@@ -122,8 +121,7 @@ def parse(argv: Sequence[str]) -> Config:
         base = _from_file(argv)
     except ValueError as error:
         raise SystemExit(_refuse_file(str(error))) from None
-    if shutil.get_terminal_size().columns < _NARROWEST:
-        os.environ["COLUMNS"] = str(_NARROWEST)  # in a column or two tyro never comes to an end
+    widen_terminal(_NARROWEST)  # in a column or two tyro never comes to an end
     groups = [group.name for group in fields(base)]
     default = _Flags(*(getattr(base, name) for name in groups))
     with said_once():

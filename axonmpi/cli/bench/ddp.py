@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...ddp import DistributedDataParallel
 from ...groups.world import World
+from ...utils.text import aligned
 from .gloo import start_gloo
 from .timing import interleave
 
@@ -34,7 +35,7 @@ def measure(world: World, blocks: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(world.rank)
     batch = torch.randn(BATCH, WIDTHS[0], generator=generator)
     stock = nn.parallel.DistributedDataParallel(build_model(), gradient_as_bucket_view=True)
-    samples = interleave(
+    seconds = interleave(
         {
             "local": _step(build_model(), batch),
             "axonmpi": _step(DistributedDataParallel(build_model()), batch),
@@ -44,7 +45,7 @@ def measure(world: World, blocks: int) -> dict[str, Any]:
         calls=STEPS_PER_BLOCK,
     )
     dist.destroy_process_group()
-    milliseconds = {name: sample.median * 1e3 for name, sample in samples.items()}
+    milliseconds = {name: value * 1e3 for name, value in seconds.items()}
     return {
         "ranks": world.size,
         "parameters": sum(p.numel() for p in stock.parameters()),
@@ -56,19 +57,14 @@ def measure(world: World, blocks: int) -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]]) -> str:
     """Format the figures of several numbers of ranks."""
-    lines = [
-        f"DDP, {results[0]['parameters'] / 1e6:.1f} M parameters, batch {BATCH} a rank; ms a step, medians",
-        f"{'ranks':>5} {'local':>9} {'axonmpi':>9} {'gloo':>9} | {'overhead':>9} {'gloo':>9} {'gloo / ours':>12}",
-    ]
+    title = f"DDP, {results[0]['parameters'] / 1e6:.1f} M parameters, batch {BATCH} a rank; ms a step, medians"
+    rows = [["ranks", "local", "axonmpi", "gloo", "|", "overhead", "gloo", "gloo / ours"]]
     for result in results:
-        times, overhead = result["milliseconds"], result["overhead"]
-        ours, stock = overhead["axonmpi"], overhead["torch on gloo"]
-        ratio = f"{stock / ours:12.1f}" if ours > 0 else f"{'no overhead':>12}"
-        lines.append(
-            f"{result['ranks']:>5} {times['local']:9.1f} {times['axonmpi']:9.1f} {times['torch on gloo']:9.1f} | "
-            f"{ours:9.1f} {stock:9.1f} {ratio}"
-        )
-    return "\n".join(lines)
+        ours, stock = result["overhead"]["axonmpi"], result["overhead"]["torch on gloo"]
+        times = [f"{time:.1f}" for time in result["milliseconds"].values()]
+        ratio = f"{stock / ours:.1f}" if ours > 0 else "no overhead"
+        rows.append([str(result["ranks"]), *times, "|", f"{ours:.1f}", f"{stock:.1f}", ratio])
+    return "\n".join([title, *aligned(rows)])
 
 
 def build_model() -> nn.Sequential:

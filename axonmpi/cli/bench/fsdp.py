@@ -22,6 +22,7 @@ from ...ddp import DistributedDataParallel
 from ...fsdp import FullyShardedDataParallel, ShardingStrategy
 from ...fsdp.memory import PeakMemory, process_memory
 from ...groups.world import World
+from ...utils.text import aligned
 from .ddp import WIDTHS, build_model
 from .gloo import start_gloo
 from .timing import interleave
@@ -49,7 +50,7 @@ def measure(world: World, blocks: int, samples_per_rank: int) -> dict[str, Any]:
         "torch on gloo": lambda model: _step(_torch_fsdp(model, world), batch),
     }
     memory = {name: _peak_memory(make) for name, make in variants.items()}
-    samples = interleave(
+    seconds = interleave(
         {name: make(build_model()) for name, make in variants.items()}, blocks=blocks, calls=STEPS_PER_BLOCK
     )
     parameters = sum(p.numel() for p in build_model().parameters())
@@ -65,7 +66,7 @@ def measure(world: World, blocks: int, samples_per_rank: int) -> dict[str, Any]:
         "ranks": world.size,
         "parameters": parameters,
         "batch": samples_per_rank,
-        "milliseconds": {name: sample.median * 1e3 for name, sample in samples.items()},
+        "milliseconds": {name: value * 1e3 for name, value in seconds.items()},
         "memory": memory,
         "theory": theory,
     }
@@ -73,24 +74,18 @@ def measure(world: World, blocks: int, samples_per_rank: int) -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]]) -> str:
     """Format the figures of several numbers of ranks."""
+    title = f"{results[0]['parameters'] / 1e6:.1f} M parameters, batch {results[0]['batch']} a rank, AdamW"
     names = list(results[0]["milliseconds"])
-    head = "".join(f"{name:>15}" for name in names)
-    lines = [
-        f"{results[0]['parameters'] / 1e6:.1f} M parameters, batch {results[0]['batch']} a rank, AdamW",
-        f"{'ms a step':<12} ranks {head} | gloo / fsdp   ddp / fsdp",
-    ]
+    times = [["ms a step", "ranks", *names, "|", "gloo / fsdp", "ddp / fsdp"]]
+    memory = [["MiB of a node", "ranks", *names, "|", "theory: ddp", "fsdp"]]
     for result in results:
-        times = result["milliseconds"]
-        row = "".join(f"{times[name]:15.1f}" for name in names)
-        ratios = f"{times['torch on gloo'] / times['fsdp']:12.2f} {times['ddp'] / times['fsdp']:12.2f}"
-        lines.append(f"{'':<12} {result['ranks']:>5} {row} | {ratios}")
-    lines.append("MiB of a node at most; theory: parameters, gradients and AdamW's state alone")
-    for result in results:
-        memory, theory = result["memory"], result["theory"]
-        row = "".join(f"{memory[name] / 2**20:15.0f}" for name in names)
-        shown = ", ".join(f"{name} {value / 2**20:.0f}" for name, value in theory.items())
-        lines.append(f"{'':<12} {result['ranks']:>5} {row} | theory: {shown}")
-    return "\n".join(lines)
+        ranks, taken = str(result["ranks"]), result["milliseconds"]
+        ratios = (f"{taken[name] / taken['fsdp']:.2f}" for name in ("torch on gloo", "ddp"))
+        times.append(["", ranks, *(f"{value:.1f}" for value in taken.values()), "|", *ratios])
+        numbers = [f"{value / 2**20:.0f}" for value in [*result["memory"].values(), *result["theory"].values()]]
+        memory.append(["", ranks, *numbers[: len(names)], "|", *numbers[len(names) :]])
+    note = "memory at most; theory: parameters, gradients and AdamW's state alone"
+    return "\n".join([title, *aligned(times), "", *aligned(memory), note])
 
 
 def _torch_fsdp(model: nn.Sequential, world: World) -> nn.Module:

@@ -90,9 +90,9 @@ def measure(world: World, blocks: int, sizes: Sizes, names: Sequence[str]) -> di
             f"axonmpi {name}": ours[name],
             f"torch {name}": stock[name],
         }
-    samples = interleave(variants, blocks=blocks, calls=STEPS_PER_BLOCK)
+    seconds = interleave(variants, blocks=blocks, calls=STEPS_PER_BLOCK)
     dist.destroy_process_group()
-    milliseconds = {name: sample.median * 1e3 for name, sample in samples.items()}
+    milliseconds = {name: value * 1e3 for name, value in seconds.items()}
     return {
         "ranks": world.size,
         "cores": count_cores(world),

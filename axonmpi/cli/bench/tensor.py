@@ -221,10 +221,8 @@ def measure(world: World, blocks: int, sizes: Sizes) -> dict[str, Any]:
         for length in sizes.lengths:
             task = Task(world, sizes, block, length)
             check_results(task)
-            samples = interleave(task.variants(), blocks=blocks, calls=STEPS_PER_BLOCK)
-            figures[block][str(sizes.sequences * length)] = {
-                name: sample.median * 1e3 for name, sample in samples.items()
-            }
+            seconds = interleave(task.variants(), blocks=blocks, calls=STEPS_PER_BLOCK)
+            figures[block][str(sizes.sequences * length)] = {name: value * 1e3 for name, value in seconds.items()}
     dist.destroy_process_group()
     return {
         "ranks": world.size,

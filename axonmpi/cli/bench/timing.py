@@ -1,4 +1,4 @@
-"""Taking turns and taking medians."""
+"""Variants that take turns, and the median time of each."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 from ...comm import all_reduce_max, barrier
 
-__all__ = ["AXONMPI", "Agreement", "Samples", "calls_for", "interleave"]
+__all__ = ["AXONMPI", "Agreement", "calls_for", "interleave"]
 
 MOST_CALLS = 16384
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How the ranks that measure begin together, and learn what the slowest took; both are collective.
+    """The operations by which ranks begin together and learn the time of the slowest; both are collective.
 
     Attributes:
         barrier: Waits for all ranks.
@@ -38,22 +38,6 @@ def _largest(value: float) -> float:
 AXONMPI = Agreement(barrier, _largest)
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Seconds per call of one variant, one value a block, the slowest rank's.
-
-    Attributes:
-        seconds: The blocks' values.
-    """
-
-    seconds: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        """Median of the blocks, in seconds per call."""
-        return statistics.median(self.seconds)
-
-
 def interleave(
     variants: Mapping[str, Callable[[], object]],
     *,
@@ -61,17 +45,20 @@ def interleave(
     calls: int | Mapping[str, int],
     before: Callable[[], object] | None = None,
     ranks: Agreement = AXONMPI,
-) -> dict[str, Samples]:
+) -> dict[str, float]:
     """Time each variant in `blocks` short blocks, taking turns; collective.
 
-    The first block of each warms up and is not counted.
+    The first block of each warms up and is not counted. A block takes as long as on its slowest rank.
 
     Args:
         variants: What to call, in the same order on all ranks.
-        blocks: How often each takes its turn.
+        blocks: Number of turns of each variant.
         calls: Calls a block, of all variants or of each; the same on all ranks.
-        before: Called before the variants take turns once more, untimed.
-        ranks: How the ranks agree.
+        before: Called before each round of turns, untimed.
+        ranks: The operations by which the ranks agree.
+
+    Returns:
+        The median of each variant's blocks, in seconds a call.
     """
     numbers = calls if isinstance(calls, Mapping) else dict.fromkeys(variants, calls)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
@@ -82,7 +69,7 @@ def interleave(
             taken = _seconds_per_call(call, numbers[name], ranks)
             if block:
                 seconds[name].append(taken)
-    return {name: Samples(tuple(values)) for name, values in seconds.items()}
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def calls_for(

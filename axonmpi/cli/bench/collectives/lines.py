@@ -1,8 +1,8 @@
-"""How long it takes to write a cache line that another rank has just read.
+"""The time to write a cache line that another rank has just read.
 
-Where two ranks share a cache that is a few nanoseconds, where their cores are far apart about ten times as many,
-and with it changes the time of everything that goes through shared memory. A system may move ranks meanwhile,
-so it is measured beside each block.
+It is a few nanoseconds where two ranks share a cache, about ten times as much where their cores are far apart, and
+the time of everything that goes through shared memory changes with it. A system may move ranks at any time, so this
+time is measured beside each block.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ _REPEATS = 5
 
 
 class LineProbe:
-    """Measures the time of writing lines on rank 0 that the others have read.
+    """Measures how long rank 0 takes to write lines that the others have read.
 
     Args:
         world: The ranks; the methods are collective over all of them.
 
-    Attributes:
-        nanoseconds: What was measured, on rank 0; empty elsewhere, and where ranks do not read each other's memory.
-            Where there was too little memory to share (a warning says so) it is about memory of rank 0 alone.
+    Where there was too little memory to share (a warning says so), rank 0 writes memory that no other rank reads.
     """
 
     def __init__(self, world: World) -> None:
-        self.nanoseconds: list[float] = []
+        self._nanoseconds: list[float] = []
         self._is_writer = world.rank == 0
         shares = getattr(world.default_group.backend, "path", "") == "node"
         self._memory = symmetric_empty((_LINES * _LINE_BYTES,), torch.uint8) if shares else None
@@ -51,9 +49,12 @@ class LineProbe:
             taken.append((time.perf_counter() - began) / _LINES * 1e9)
             broadcast(self._memory)
         if self._is_writer:
-            self.nanoseconds.append(statistics.median(taken[1:]))
+            self._nanoseconds.append(statistics.median(taken[1:]))
 
     def median(self) -> float | None:
-        """Return the median of what was measured since the last call, None if nothing was, and forget it; local."""
-        taken, self.nanoseconds = self.nanoseconds, []
+        """Return the median of the measurements since the last call, in nanoseconds; local.
+
+        None on ranks other than 0, and where ranks do not read each other's memory.
+        """
+        taken, self._nanoseconds = self._nanoseconds, []
         return statistics.median(taken) if taken else None

@@ -7,13 +7,13 @@
     gloo        torch.distributed
     memcpy      each rank copies as many bytes within its own memory, all at once: the floor
 
-For each operation, dtype and size they take turns. Before, each does it once with values that are known, and the
-result is looked at: no wrong answer is timed.
+For each operation, dtype and size they take turns. Before that each does it once with known values, and its result
+is checked: no wrong answer is timed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,16 +23,15 @@ from ....groups.world import World
 from ....launch import start as runtime
 from ..cores import count_cores
 from ..gloo import start_gloo
-from ..sizes import format_size
 from ..timing import AXONMPI, Agreement, calls_for, interleave
-from .cases import OPERATIONS, Case, Variant, variants_of
+from .cases import OPERATIONS, Case, Variant, format_size, variants_of
 from .lines import LineProbe
 
-__all__ = ["BLOCK_SECONDS", "DEFAULT_SIZES", "DTYPES", "OPERATIONS", "check", "measure"]
+__all__ = ["DEFAULT_SIZES", "DTYPES", "OPERATIONS", "check", "measure", "median_times"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_SIZES = ("4B", "1KiB", "16KiB", "64KiB", "256KiB", "1MiB", "16MiB", "64MiB")
-BLOCK_SECONDS = 7e-3
+_BLOCK_SECONDS = 7e-3
 
 
 def measure(
@@ -42,7 +41,7 @@ def measure(
 
     Args:
         world: All ranks of the job.
-        blocks: How often each variant takes its turn.
+        blocks: Number of turns of each variant.
         operations: Some of `OPERATIONS`.
         dtypes: Some of `DTYPES`.
         sizes: In bytes.
@@ -78,11 +77,7 @@ def measure(
 
 
 def _measure_case(case: Case, mpi: Any, blocks: int, probe: LineProbe) -> dict[str, Any]:
-    variants = variants_of(case, mpi)
-    check(case, variants)
-    calls = {name: variant.call for name, variant in variants.items()}
-    samples = interleave(calls, blocks=blocks, calls=calls_for(calls, BLOCK_SECONDS), before=probe.sample)
-    microseconds = {name: sample.median * 1e6 for name, sample in samples.items()}
+    microseconds = median_times(case, variants_of(case, mpi), blocks, before=probe.sample)
     by_level = {runtime.thread_level(mpi): microseconds["mpi"]} if "mpi" in microseconds else {}
     return {
         "operation": case.operation,
@@ -94,8 +89,34 @@ def _measure_case(case: Case, mpi: Any, blocks: int, probe: LineProbe) -> dict[s
     }
 
 
+def median_times(
+    case: Case,
+    variants: Mapping[str, Variant],
+    blocks: int,
+    ranks: Agreement = AXONMPI,
+    before: Callable[[], object] | None = None,
+) -> dict[str, float]:
+    """Check the variants of a case, then time them in turns; collective. Returns microseconds a call.
+
+    Args:
+        case: The case.
+        variants: Its variants, the same on all ranks.
+        blocks: Number of turns of each variant.
+        ranks: The operations by which the ranks agree.
+        before: Called before each round of turns, untimed.
+
+    Raises:
+        RuntimeError: A variant's result is wrong; raised on all ranks.
+    """
+    check(case, variants, ranks)
+    calls = {name: variant.call for name, variant in variants.items()}
+    numbers = calls_for(calls, _BLOCK_SECONDS, ranks)
+    seconds = interleave(calls, blocks=blocks, calls=numbers, before=before, ranks=ranks)
+    return {name: value * 1e6 for name, value in seconds.items()}
+
+
 def check(case: Case, variants: Mapping[str, Variant], ranks: Agreement = AXONMPI) -> None:
-    """Raise RuntimeError on all ranks if a variant's result is wrong on any; collective."""
+    """Raise RuntimeError on all ranks if a variant's result is wrong on any rank; collective."""
     names = [name for name, variant in variants.items() if ranks.largest(not variant.is_right())]
     if names:
         what = f"{case.operation} of {format_size(case.nbytes)} of {case.dtype} on {case.ranks} ranks"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .table import VARIANTS, count_of, label
+from ....utils.text import counted
+from .table import VARIANTS, label
 
 __all__ = ["plot"]
 
@@ -42,6 +43,6 @@ def _draw(axes: Any, result: dict[str, Any], operation: str, dtype: str) -> None
         if points:
             sizes, times = zip(*points, strict=True)
             axes.loglog(sizes, times, f"C{number}o-", markersize=3, label=label(variant, result))
-    axes.set(xlabel="bytes", ylabel="µs", title=f"{operation}, {dtype}, {count_of(result['ranks'], 'rank')}")
+    axes.set(xlabel="bytes", ylabel="µs", title=f"{operation}, {dtype}, {counted(result['ranks'], 'rank')}")
     axes.grid(alpha=0.3)
     axes.legend()
