@@ -2,15 +2,15 @@
 
     Config
       ├─ model      ModelConfig       the network's shape
-      ├─ text       TextConfig        what it learns from, what is held out
-      ├─ optimizer  OptimizerConfig   AdamW and the course of its learning rate
-      ├─ run        RunConfig         steps, batch, what is written where
-      ├─ pipeline   PipelineConfig    whether ranks have stages of the model, and how they go about it
-      └─ mesh       MeshConfig        how many replicas there are, and whether ranks divide the layers
+      ├─ text       TextConfig        the training text and the held-out part
+      ├─ optimizer  OptimizerConfig   AdamW and its learning rate
+      ├─ run        RunConfig         steps, batch, output files
+      ├─ pipeline   PipelineConfig    stages of the model on different ranks
+      └─ mesh       MeshConfig        replicas, and layers divided among ranks
 
 The name of a setting is the same here, as a flag (`--global-batch 32`) and in a file (`global_batch = 32`).
-The text under each is also what `axonmpi train --help` shows. A dataclass that exists is valid: its
-constructor raises `ValueError` or `TypeError` otherwise.
+`axonmpi train --help` shows the text of each under `Attributes`. An invalid group cannot be made: its constructor
+raises `ValueError` or `TypeError`.
 """
 
 from __future__ import annotations
@@ -35,27 +35,29 @@ _Decay = Annotated[float, Limit("0 to 1, and less than 1", lambda number: 0 <= n
 class ModelConfig(Settings):
     """The network's shape.
 
+    Attributes:
+        layers: Number of transformer blocks.
+        width: Features of each position; a multiple of heads.
+        heads: Attention heads of each block.
+        mlp_ratio: Hidden features of a block's perceptron, as a multiple of width.
+        sequence_length: Bytes that the model sees at once.
+        positions: The encoding of positions: rotated queries and keys, or a learned vector for each position.
+        norm: Normalization before each attention and perceptron.
+        tied_embeddings: Use one matrix for the input embedding and the output layer.
+
     Raises:
         TypeError: A value is of the wrong type.
         ValueError: A value is out of range, or `width` does not divide by `heads`.
     """
 
     layers: Positive = 4
-    """Number of transformer blocks."""
     width: Positive = 128
-    """Features of each position; a multiple of heads."""
     heads: Positive = 4
-    """Attention heads of each block."""
     mlp_ratio: Positive = 4
-    """Hidden features of a block's perceptron, as a multiple of width."""
     sequence_length: Positive = 128
-    """Bytes that the model sees at once."""
     positions: Literal["rotary", "learned"] = "rotary"
-    """How positions are told apart: by rotating queries and keys, or by a learned vector each."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalization before each attention and perceptron."""
     tied_embeddings: bool = True
-    """Use one matrix for the input embedding and the output layer."""
 
     def _check(self) -> None:
         if self.width % self.heads:
@@ -69,7 +71,12 @@ class ModelConfig(Settings):
 
 @dataclass(frozen=True)
 class TextConfig(Settings):
-    """What the model learns from.
+    """The training text and the held-out part.
+
+    Attributes:
+        data: A file, or a folder whose files are read in sorted order; without it, Python's own library sources.
+        data_limit: Megabytes (10^6 bytes) of text to use at most; files later in the order are left out.
+        held_out_fraction: Part of the text, in whole blocks, that is never trained on.
 
     Raises:
         TypeError: A value is of the wrong type.
@@ -77,16 +84,22 @@ class TextConfig(Settings):
     """
 
     data: Path | None = None
-    """A file, or a folder whose files are read in sorted order; without it, Python's own library sources."""
     data_limit: AboveZero = 8.0
-    """Megabytes (10^6 bytes) of text to use at most; what comes later in the order is left out."""
     held_out_fraction: _HeldOutFraction = 0.05
-    """Part of the text, in whole blocks, that is never trained on."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(Settings):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), and a warm-up followed by half a cosine.
+
+    Attributes:
+        lr: Highest learning rate, at the end of the warm-up.
+        lr_final: Learning rate of the last step, as a fraction of lr.
+        warmup_steps: Steps in which the learning rate rises from near zero.
+        weight_decay: Decay of the matrices, not of the norms.
+        beta1: Decay of the average of gradients.
+        beta2: Decay of the average of squared gradients.
+        gradient_clip: Largest norm of the whole gradient; 0 leaves it as it is.
 
     Raises:
         TypeError: A value is of the wrong type.
@@ -94,24 +107,41 @@ class OptimizerConfig(Settings):
     """
 
     lr: AboveZero = 3e-3
-    """Learning rate at the end of the warm-up, its highest."""
     lr_final: Fraction = 0.1
-    """Learning rate of the last step, as a fraction of lr."""
     warmup_steps: Count = 20
-    """Steps in which the learning rate rises from near zero."""
     weight_decay: NotNegative = 0.1
-    """Decay of the matrices, not of the norms."""
     beta1: _Decay = 0.9
-    """Decay of the average of gradients."""
     beta2: _Decay = 0.98
-    """Decay of the average of squared gradients."""
     gradient_clip: NotNegative = 1.0
-    """Largest norm of the whole gradient; 0 leaves it as it is."""
 
 
 @dataclass(frozen=True)
 class RunConfig(Settings):
-    """How long, how divided over the ranks, and what is written where.
+    """Length of the run, division over the ranks, and output files.
+
+    Attributes:
+        name: Name of the run and of its folder.
+        out: Folder for everything the run writes, default axonmpi-runs/NAME; an earlier run's files are replaced.
+        seed: Decides the initial weights, the order of the data and the sample.
+        steps: Updates of the weights.
+        global_batch: Sequences of each step over all ranks together, so results do not depend on the number of
+            ranks.
+        accumulation: Parts in which each rank processes its sequences of a step; more parts need less memory.
+        strategy: When gradients are averaged: while backward runs, at its end, or by one call after it.
+        fsdp: What is divided among the replicas: nothing (data parallelism), or parameters, gradients and optimizer
+            state; parameters are gathered when needed (full), or kept for backward (grad); hybrid is full on each
+            node.
+        dtype: Dtype of the model's computation; parameters, their updates and sums of gradients stay in float32.
+        cpu_offload: With fsdp, what lies in files in the run's folder instead of memory: parameters, or optimizer
+            state too.
+        evaluate_every: Steps between two held-out losses; 0 means only at the beginning and the end.
+        held_out_sequences: Held-out sequences in each evaluation, spread evenly; 0 means all.
+        sample_length: Bytes of text to generate at the end; 0 generates none.
+        temperature: Randomness of that text: 0 takes the likeliest byte each time.
+        prompt: Beginning of that text.
+        progress: One line that is redrawn, a line for each tenth, or nothing; auto redraws where a terminal shows
+            it.
+        plot: Draw the loss curve at the end, and with trace the times of the pipeline.
 
     Raises:
         TypeError: A value is of the wrong type.
@@ -119,40 +149,22 @@ class RunConfig(Settings):
     """
 
     name: str = "gpt"
-    """Name of the run; names its folder."""
     out: Path | None = None
-    """Folder for everything the run writes, default axonmpi-runs/NAME; an earlier run's files are replaced."""
     seed: Count = 0
-    """Decides the initial weights, the order of the data and the sample."""
     steps: Positive = 250
-    """Updates of the weights."""
     global_batch: Positive = 16
-    """Sequences of each step over all ranks together, so results do not depend on the number of ranks."""
     accumulation: Positive = 1
-    """Parts in which each rank goes through its sequences of a step; more need less memory."""
     strategy: Literal["overlapped", "synchronous", "no_sync"] = "overlapped"
-    """When gradients are averaged: while backward runs, at its end, or by one call after it."""
     fsdp: Literal["none", "full", "grad", "hybrid"] = "none"
-    """What is divided among the replicas: nothing (data parallelism), or parameters, gradients and optimizer state;
-    parameters are gathered when needed (full), or kept for backward (grad); hybrid is full on each node."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the model computes in; parameters, their updates and the sums of gradients stay in float32."""
     cpu_offload: Literal["none", "params", "full"] = "none"
-    """What lies in files in the run's folder instead of memory, with fsdp: parameters, or optimizer state too."""
     evaluate_every: Count = 50
-    """Steps between two held-out losses; 0 means only at the beginning and the end."""
     held_out_sequences: Count = 128
-    """Held-out sequences in each of them, spread evenly; 0 means all there are."""
     sample_length: Count = 200
-    """Bytes of text to generate at the end; 0 generates none."""
     temperature: NotNegative = 0.7
-    """Randomness of that text: 0 takes the likeliest byte each time."""
     prompt: str = "def "
-    """What that text goes on from."""
     progress: Literal["auto", "live", "plain", "off"] = "auto"
-    """One line that is redrawn, a line for each tenth, or nothing; auto redraws where a terminal shows it."""
     plot: bool = True
-    """Draw the loss curve at the end, and with trace the times of the pipeline."""
 
     @property
     def folder(self) -> Path:
@@ -172,7 +184,15 @@ class RunConfig(Settings):
 
 @dataclass(frozen=True)
 class PipelineConfig(Settings):
-    """A pipeline: ranks have stages of the model. With all settings at their defaults there is none.
+    """A pipeline, whose ranks have stages of the model. With all settings at their defaults there is none.
+
+    Attributes:
+        pp: Ranks of a pipeline, each with stages of the model; more ranks make several pipelines.
+        schedule: Order in which the ranks of a pipeline compute; axonmpi chart draws it.
+        micro_batches: Parts in which a batch goes through the stages; 0 means 4 for each rank of a pipeline, where
+            there are sequences enough.
+        chunks: Stages on each rank; 0 means 2 with interleaved-1f1b, where there are blocks enough, and else 1.
+        trace: File for the times of the last step, which Perfetto and axonmpi chart open.
 
     Raises:
         TypeError: A value is of the wrong type.
@@ -180,16 +200,10 @@ class PipelineConfig(Settings):
     """
 
     pp: Positive = 1
-    """Ranks of a pipeline, which have the model's stages; where ranks are left there are several pipelines."""
     schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"] = "1f1b"
-    """In which order the ranks of a pipeline compute; axonmpi chart draws it."""
     micro_batches: Count = 0
-    """Parts in which a batch goes through the stages; 0 means 4 for each rank of a pipeline, where there are
-    sequences enough."""
     chunks: Count = 0
-    """Stages on each rank; 0 means 2 with interleaved-1f1b, where there are blocks enough, and else 1."""
     trace: Path | None = None
-    """File for the times of the last step, which Perfetto and axonmpi chart open."""
 
     @property
     def is_wanted(self) -> bool:
@@ -211,7 +225,13 @@ class PipelineConfig(Settings):
 
 @dataclass(frozen=True)
 class MeshConfig(Settings):
-    """How the ranks are laid out: dp x tp x pp is their number.
+    """The layout of the ranks: dp x tp x pp is their number.
+
+    Attributes:
+        dp: Replicas of the model, each with its part of the batch; 0 means as many as the ranks are enough for.
+        tp: Ranks that divide every layer of the model among them.
+        sequence_parallel: With tp, divide what is between the layers among the same ranks as well, along the
+            sequence.
 
     Raises:
         TypeError: A value is of the wrong type.
@@ -219,11 +239,8 @@ class MeshConfig(Settings):
     """
 
     dp: Count = 0
-    """Replicas of the model, each with its part of the batch; 0 means as many as the ranks are enough for."""
     tp: Positive = 1
-    """Ranks that divide every layer of the model among them."""
     sequence_parallel: bool = False
-    """With tp, divide what is between the layers among the same ranks as well, along the sequence."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from torch.nn.utils import skip_init
 from ..pipeline.splitting import balanced_bounds
 from .config import ModelConfig
 
-__all__ = ["GPT", "VOCABULARY_SIZE", "Block", "GPTStage", "Positions", "Predictor", "cut", "generate"]
+__all__ = ["GPT", "VOCABULARY_SIZE", "Block", "GPTStage", "Predictor", "cut", "generate"]
 
 VOCABULARY_SIZE = 256
 """One token for each value of a byte."""
@@ -38,22 +38,6 @@ def _linear(in_features: int, out_features: int) -> nn.Linear:
     """Return a layer without bias or initial weights: `GPT` fills them, without torch's global generator."""
     layer: nn.Linear = skip_init(nn.Linear, in_features, out_features, bias=False)
     return layer
-
-
-class Positions(nn.Module):
-    """A learned vector for each position.
-
-    Args:
-        weight: [T, D] the vectors.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-
-    def forward(self, length: int) -> Tensor:
-        """Return the vectors of the first positions, [length, D]."""
-        return self.weight[:length]
 
 
 def _norm(config: ModelConfig) -> nn.Module:
@@ -160,9 +144,9 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = skip_init(nn.Embedding, VOCABULARY_SIZE, config.width)
-        self.positions: Positions | None = None
+        self.positions: nn.Embedding | None = None
         if config.positions == "learned":
-            self.positions = Positions(torch.empty(config.sequence_length, config.width))
+            self.positions = skip_init(nn.Embedding, config.sequence_length, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.final_norm = _norm(config)
         self.head = _linear(config.width, VOCABULARY_SIZE)
@@ -255,7 +239,7 @@ def _compute(parts: GPT | GPTStage, x: Tensor) -> Tensor:
     if parts.embedding is not None:
         x = parts.embedding(x)
         if parts.positions is not None:
-            x = x + parts.positions(x.shape[1])
+            x = x + parts.positions(torch.arange(x.shape[1], device=x.device))
     if parts.table is not None:
         parts.table = parts.table.to(x.device)
     for block in parts.blocks.children():

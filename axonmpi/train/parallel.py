@@ -1,12 +1,12 @@
-"""How the model is spread over the ranks: replicas, sharded or not, of the whole model or of stages of it.
+"""The model on several ranks: replicas, sharded or not, of the whole model or of its stages.
 
     trainer ──► ParallelModel ─┬─ WholeModel        a rank has all layers
                                └─ PipelinedModel    a rank has stages, see `pipelined.py`
                 each module in ┬─ Replica           gradients are averaged over the dp axis
-                               └─ FSDP              and parameters divided along it
+                               └─ FSDP              parameters are sharded along it, too
 
-With tp a rank's modules are already its part of each layer, see `divided.py`. The trainer uses nothing of all this
-but what `ParallelModel` lists, so another wrapper needs a case here and no change elsewhere.
+With tp a rank's modules are its part of each layer, see `divided.py`. The trainer uses only the methods of
+`ParallelModel`, so another wrapper needs a case here and no change elsewhere.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank has of the model, in bytes but for the first.
+    """A rank's part of the model.
 
     Attributes:
         parameters: Numbers that its optimizer updates.
-        values: Of the parameters, with what they are gathered in.
-        gradients: Of theirs.
-        state: Of the optimizer.
+        values: Bytes of the parameters and of the buffers that they are gathered in.
+        gradients: Bytes of the gradients.
+        state: Bytes of the optimizer's state.
     """
 
     parameters: int
@@ -57,12 +57,12 @@ class Held:
 
     @property
     def together(self) -> int:
-        """All of it, in bytes."""
+        """Bytes of all three."""
         return self.values + self.gradients + self.state
 
 
 class Replica(DistributedDataParallel):
-    """A model, or a part of one, that several ranks have, computed in the chosen dtype.
+    """A replica of a module, computed in the chosen dtype.
 
     Args:
         module: The same on all ranks of the group.
@@ -71,7 +71,7 @@ class Replica(DistributedDataParallel):
     """
 
     def __init__(self, module: nn.Module, config: RunConfig, group: ProcessGroup) -> None:
-        # the model has no buffers that change, so none need to be sent before each forward
+        # the model has no buffers that change, so none need a broadcast before each forward
         super().__init__(module, group, sync_strategy=GradSyncStrategy(config.strategy), broadcast_buffers=False)
         self._dtype = getattr(torch, config.dtype)
 
@@ -86,13 +86,13 @@ Wrapped = Replica | FullyShardedDataParallel
 
 
 def wrap(module: nn.Module, config: RunConfig, group: ProcessGroup, alone: Sequence[str] = ()) -> Wrapped:
-    """Let the ranks of a group train a module together, each on its part of the batch; collective.
+    """Wrap a module for data parallel training, sharded or not; collective.
 
     Args:
-        module: The same on all of them.
-        config: Chooses how.
+        module: The same on all ranks of the group.
+        config: The kind of data parallelism.
         group: The ranks along the dp axis.
-        alone: Names of submodules that are sharded by themselves, if the module is sharded.
+        alone: Names of submodules that become FSDP units of their own.
     """
     if config.fsdp == "none":
         return Replica(module, config, group)
@@ -109,7 +109,7 @@ def wrap(module: nn.Module, config: RunConfig, group: ProcessGroup, alone: Seque
 
 
 class ParallelModel(ABC):
-    """A model that lives on several ranks, as the trainer sees it.
+    """A model on several ranks, as the trainer sees it.
 
     Args:
         modules: This rank's modules.
@@ -134,7 +134,7 @@ class ParallelModel(ABC):
         self._wrapped = list(wrapped)
         self._mesh = mesh
         self._is_sharded = any(isinstance(one, FullyShardedDataParallel) for one in wrapped)
-        # replicas have the same gradients: only where each has a part of them do they all have to be asked
+        # replicas have the same gradients; with shards each has a part of them, and all have to be asked
         self._norm_group = mesh.group() if self._is_sharded else mesh.group("pp", "tp")
         self._copies = {
             id(parameter): copies.get(name, 1) * _replicas(one)
@@ -145,19 +145,18 @@ class ParallelModel(ABC):
 
     @property
     def backends(self) -> list[Backend]:
-        """The communicators that it uses besides that of all ranks; some may be named twice."""
+        """The backends that it uses besides that of all ranks; some may come twice."""
         groups = [self._norm_group, self._mesh.group("tp")]
         groups += [group for one in self._wrapped for group in _groups(one)]
         return [group.backend for group in groups]
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what this rank's optimizer updates, with the names in the model, each once."""
-        seen = set()
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that this rank's optimizer updates, each once, with their names in the model."""
+        first: dict[int, tuple[str, nn.Parameter]] = {}
         for module in self._modules:
             for name, parameter in module.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield name, parameter
+                first.setdefault(id(parameter), (name, parameter))
+        return list(first.values())
 
     def clip(self, largest: float) -> float:
         """Scale the gradients down to a norm of at most `largest`; collective. Returns the norm before.
@@ -168,16 +167,16 @@ class ParallelModel(ABC):
         return float(self._clip(largest or math.inf))
 
     def _copies_of(self, parameter: Tensor) -> int:
-        """Say on how many of the ranks that are asked for a norm the gradient of a parameter is."""
+        """Return how many ranks of the norm's group have the gradient of a parameter."""
         return self._copies[id(parameter)]
 
     def held(self) -> Held:
-        """Compute what this rank has; local."""
-        counted = {id(parameter): parameter for _, parameter in self.named_parameters()}
-        numel = sum(parameter.numel() for parameter in counted.values())
+        """Return the size of this rank's part; local."""
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        numel = sum(parameter.numel() for parameter in parameters)
         sharded = [one.memory_estimate() for one in self._wrapped if isinstance(one, FullyShardedDataParallel)]
         if not sharded:
-            nbytes = sum(parameter.nbytes for parameter in counted.values())
+            nbytes = sum(parameter.nbytes for parameter in parameters)
             return Held(numel, nbytes, nbytes, _ADAM_STATES * nbytes)
         whole = sum(stats.total_params for stats in sharded) * _FLOAT if self._accumulates else 0
         return Held(
@@ -207,18 +206,18 @@ class ParallelModel(ABC):
         return self._logits_at(padded, len(window) - 1)
 
     def _share(self, known: Tensor) -> Tensor:
-        """Return what a rank knows, if it is to count: ranks with parts of the same layers all know the same."""
+        """Return a value on the first of the tp ranks, which all have the same one, and zeros on the others."""
         return known if self._mesh.rank("tp") == 0 else torch.zeros_like(known)
 
     @abstractmethod
     def backward(self, parts: Sequence[Batch]) -> Tensor:
-        """Make the gradient of the mean loss over the global batch; collective.
+        """Compute the gradient of the mean loss over the global batch; collective.
 
         Args:
-            parts: This replica's sequences, gone through part by part.
+            parts: This replica's sequences, part by part.
 
         Returns:
-            [] float64, this rank's share of that loss, which is the sum over all ranks.
+            [] float64, this rank's share of that loss: the sum over all ranks is the loss.
         """
 
     @abstractmethod
@@ -239,7 +238,7 @@ class ParallelModel(ABC):
 
 
 class WholeModel(ParallelModel):
-    """Every rank computes with all layers, or with its part of each, for a part of the batch.
+    """Every rank has all layers, or its part of each, for a part of the batch.
 
     Args:
         model: The same on the ranks along the dp axis.
@@ -254,7 +253,7 @@ class WholeModel(ParallelModel):
         super().__init__([model], [self._replica], mesh, length=length, accumulates=accumulates)
 
     def backward(self, parts: Sequence[Batch]) -> Tensor:
-        """Add up the gradients of the parts, then average."""
+        """Add up the gradients of the parts, then average over the replicas."""
         total = torch.zeros((), dtype=torch.float64)
         for number, (inputs, targets) in enumerate(parts, 1):
             with nullcontext() if number == len(parts) else self._replica.no_sync():
@@ -286,7 +285,7 @@ def _groups(wrapped: Wrapped) -> list[ProcessGroup]:
 
 
 def _replicas(wrapped: Wrapped) -> int:
-    """Return on how many ranks the same shard of a module's gradients is; 1 without shards, as one rank counts."""
+    """Return how many ranks have the same shard of a module's gradients; 1 without shards."""
     if isinstance(wrapped, FullyShardedDataParallel) and wrapped.replicate_group is not None:
         return wrapped.replicate_group.size
     return 1

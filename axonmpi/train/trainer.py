@@ -23,7 +23,7 @@ from torch import nn
 from ..groups.mesh import DeviceMesh
 from ..groups.world import World
 from ..utils.text import counted
-from .batches import BatchPlan, HeldOutPlan, Stream, seeded_generator
+from .batches import BatchPlan, Stream, held_out_batches, seeded_generator
 from .config import Config, OptimizerConfig
 from .corpus import Corpus, load_corpus
 from .divided import divide
@@ -71,9 +71,11 @@ class Trainer:
         self._group = world.default_group
         self.corpus = load_corpus(config.text, length) if corpus is None else corpus
         self._check_same_on_all_ranks()
-        layout = Layout.of(config, world.size, world.rank)
-        self._plan = _batch_plan(config, layout)
-        self._held_out = HeldOutPlan(run.held_out_sequences, length, _HELD_OUT_BATCH, layout.replica, layout.dp)
+        layout = self._layout = Layout.of(config, world.size, world.rank)
+        unit = "replicas" if layout.tp > 1 else "pipelines" if layout.pp > 1 else "ranks"
+        self._plan = BatchPlan(
+            run.global_batch, length, run.accumulation, layout.replica, layout.dp, run.seed, unit
+        )
         schedule = plan_schedule(config, layout) if config.pipeline.is_wanted else None
         mesh = DeviceMesh(layout.shape, world)
         if run.fsdp == "hybrid":
@@ -183,7 +185,15 @@ class Trainer:
     def held_out_loss(self) -> float:
         """Return the mean loss on held-out text, in nats per byte; collective, each replica scores its part."""
         totals = torch.zeros(2, dtype=torch.float64)  # of the loss, of the bytes
-        for batch in self._held_out.batches(self.corpus.held_out):
+        batches = held_out_batches(
+            self.corpus.held_out,
+            self._config.model.sequence_length,
+            most=self._config.run.held_out_sequences,
+            batch=_HELD_OUT_BATCH,
+            replica=self._layout.replica,
+            replicas=self._layout.dp,
+        )
+        for batch in batches:
             totals += self._parallel.score(batch)
         self._group.all_reduce(totals)
         return float(totals[0] / totals[1])
@@ -237,13 +247,6 @@ class Trainer:
         )
         recorder.finish(summary, self.steps, self.held_out)
         return summary
-
-
-def _batch_plan(config: Config, layout: Layout) -> BatchPlan:
-    run = config.run
-    unit = "replicas" if layout.tp > 1 else "pipelines" if layout.pp > 1 else "ranks"
-    share = layout.replica, layout.dp
-    return BatchPlan(run.global_batch, config.model.sequence_length, run.accumulation, *share, run.seed, unit)
 
 
 def _make_optimizer(

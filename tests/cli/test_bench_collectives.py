@@ -11,8 +11,7 @@ import axonmpi as ax
 from axonmpi.cli.bench.collectives.cases import OPERATIONS, Case, Variant, format_size, parse_size
 from axonmpi.cli.bench.collectives.measure import check
 from axonmpi.cli.bench.collectives.mpi import add
-from axonmpi.cli.bench.collectives.plot import plot
-from axonmpi.cli.bench.collectives.table import table
+from axonmpi.cli.bench.collectives.table import plot, table
 from axonmpi.cli.bench.timing import MOST_CALLS, calls_for, interleave
 
 MULTIPLE, FUNNELED = "MPI_THREAD_MULTIPLE", "MPI_THREAD_FUNNELED"

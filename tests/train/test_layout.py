@@ -9,9 +9,8 @@ from torch.nn import functional as F
 from axonmpi.testing import run_ranks
 from axonmpi.train import GPT, Config, Trainer
 from axonmpi.train.layout import Layout, check_nodes, plan_schedule
-from axonmpi.train.memory import bytes_at_output, bytes_in_block
 from axonmpi.train.parallel import Held
-from axonmpi.train.report.table import Share, layout_table
+from axonmpi.train.report.table import Share, bytes_at_output, bytes_in_block, layout_table
 from axonmpi.utils.text import aligned, in_ranges
 
 
@@ -20,7 +19,6 @@ def test_the_last_axis_are_neighbours():
     places = [Layout.of(config, 8, rank) for rank in range(8)]
     assert [place.replica for place in places] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [place.position for place in places] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [place.part for place in places] == [0, 1, 0, 1, 0, 1, 0, 1]
     assert [places[0].ranks_at(position) for position in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert places[0].shape == {"dp": 2, "pp": 2, "tp": 2}
     assert Layout.of(Config().replace(tp=2), 12, 0).dp == 6

@@ -15,10 +15,9 @@ from ...groups.world import World
 from ...launch.variables import launched_ranks
 from ...testing.launcher import launch
 from .. import parse_arguments
-from . import ddp, fsdp, overhead, pipeline, tensor
+from . import data_parallel, overhead, pipeline, tensor
 from .collectives import measure as collectives
 from .collectives import mpi as collectives_mpi
-from .collectives import plot as collectives_plot
 from .collectives import table as collectives_table
 from .collectives.cases import parse_size
 
@@ -209,8 +208,8 @@ def _add_fsdp_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch",
         type=int,
-        default=fsdp.BATCH,
-        help=f"samples of a step on each rank (default: {fsdp.BATCH})",
+        default=data_parallel.BATCH,
+        help=f"samples of a step on each rank (default: {data_parallel.BATCH})",
         metavar="N",
     )
 
@@ -236,20 +235,20 @@ BENCHMARKS: dict[str, Benchmark] = {
         collectives_table.table,
         (2, 4),
         _add_collectives_options,
-        collectives_plot.plot,
+        collectives_table.plot,
         lambda options: collectives_mpi.measure(options.blocks, options.operations, options.sizes),
         collectives_mpi.add,
     ),
     "ddp": Benchmark(
         "step overhead of data parallelism, ours and torch's on gloo",
-        lambda world, options: ddp.measure(world, options.blocks),
-        ddp.table,
+        lambda world, options: data_parallel.measure_ddp(world, options.blocks),
+        data_parallel.ddp_table,
         (2, 4),
     ),
     "fsdp": Benchmark(
         "a step of fully sharded training: ours, torch's on gloo, and data parallelism; time and memory",
-        lambda world, options: fsdp.measure(world, options.blocks, options.batch),
-        fsdp.table,
+        lambda world, options: data_parallel.measure_fsdp(world, options.blocks, options.batch),
+        data_parallel.fsdp_table,
         (2, 4),
         _add_fsdp_options,
     ),

@@ -16,8 +16,7 @@ from ...comm import all_reduce
 from ...groups.world import World
 from ...launch import start as runtime
 from ...utils.text import aligned
-from .cores import count_cores
-from .timing import interleave
+from .timing import count_cores, interleave
 
 __all__ = ["measure", "table"]
 

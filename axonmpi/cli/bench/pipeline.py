@@ -24,10 +24,8 @@ from torch import Tensor
 from ...comm import all_reduce_max
 from ...groups.world import World
 from ...pipeline import Costs, PipelineSchedule, Schedule, make_schedule, simulate
-from .cores import count_cores
-from .gloo import start_gloo
 from .pipeline_steps import CHUNKS, HEAD_WIDTH, Computation, Sizes, Step, Task, our_step, torch_step
-from .timing import interleave
+from .timing import count_cores, interleave, start_gloo
 
 __all__ = ["CASES", "Case", "add_options", "check_gradients", "measure", "sizes_of", "table"]
 

@@ -25,9 +25,7 @@ from ...comm import all_reduce, all_reduce_max
 from ...groups.world import World
 from ...tensor import ColumnParallelLinear, ParallelMLP, RowParallelLinear, tensor_parallel_attention
 from ...wrapping.linear import QuickLinear
-from .cores import count_cores
-from .gloo import start_gloo
-from .timing import interleave
+from .timing import count_cores, interleave, start_gloo
 
 __all__ = ["BLOCKS", "Sizes", "add_options", "measure", "sizes_of", "table"]
 

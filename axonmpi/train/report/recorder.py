@@ -24,7 +24,6 @@ from ...pipeline.schedule.chart import describe, draw_chart
 from ...utils.text import counted
 from ..config import Config
 from .metrics import HeldOutMetrics, StepMetrics
-from .plot import plot_losses
 from .progress import make_progress
 
 __all__ = ["Recorder", "Summary", "open_recorder"]
@@ -118,7 +117,7 @@ class Recorder:
             (self._folder / "sample.txt").write_text(summary.sample + "\n", encoding="utf-8")
         if self._config.run.plot:
             title = f"{self._config.run.name}: {summary.parameters:,} parameters, {counted(summary.ranks, 'rank')}"
-            plot_losses(self._folder / "loss.png", steps, held_out, summary.unigram_entropy, title)
+            _plot_losses(self._folder / "loss.png", steps, held_out, summary.unigram_entropy, title)
         self.note(_report(summary))
 
     def close(self) -> None:
@@ -180,3 +179,34 @@ def _report(summary: Summary) -> str:
     if summary.sample:
         lines += ["", "a sample of what it writes:", *("    " + line for line in summary.sample.splitlines())]
     return "\n".join(lines)
+
+
+def _plot_losses(
+    path: Path,
+    steps: Sequence[StepMetrics],
+    held_out: Sequence[HeldOutMetrics],
+    unigram_entropy: float,
+    title: str,
+) -> None:
+    """Draw the training loss, the held-out loss, and the entropy that both must get below, as a PNG; local.
+
+    Args:
+        path: The file to write.
+        steps: Every step of the run.
+        held_out: Every evaluation.
+        unigram_entropy: Nats per byte, drawn as a level line.
+        title: Heading.
+    """
+    # not pyplot: the threads of a process share its state, and it looks for a display
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([m.step for m in steps], [m.loss for m in steps], linewidth=0.8, label="training")
+    axes.plot([m.step for m in held_out], [m.held_out_loss for m in held_out], marker="o", label="held out")
+    level = f"unigram entropy of the held-out bytes ({unigram_entropy:.2f})"
+    axes.axhline(unigram_entropy, color="grey", linestyle="--", label=level)
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120, format="png")

@@ -6,8 +6,19 @@ pp  ranks    what each has                       parameters  weights  gradients 
  1  2-3 6-7  1/2 of blocks 2 to 3, output layer     106,816      0.4        1.2        0.8           1.9   4.4
 weights to all: memory in MiB that a rank is expected to need; * estimated, with micro-batches of 1 sequence
 
-Ranks that differ in their place along dp or tp alone have as much of the same stages, so there is a row for each
-place along pp.
+Ranks that differ in their position along dp or tp only have equally much of the same stages, so there is a row for
+each position along pp.
+
+Parameters, gradients and the optimizer's state are counted. Activations are estimated: for each position of a block
+autograd keeps these multiples of the width D, where r is `mlp_ratio`:
+
+    along the stream     x, norm(x) before attention and before the perceptron    each 1, rmsnorm one more
+    inside attention     queries, keys, values                                    3
+                         rotated queries and keys, a copy of the result           2 + 1
+                         the result                                               1
+    inside the mlp       before and after the activation function                 2 r
+
+The inside is divided by tp, the stream by tp with sequence parallelism only.
 """
 
 from __future__ import annotations
@@ -19,14 +30,14 @@ from ...pipeline import Schedule, simulate
 from ...utils.text import aligned, counted, in_ranges
 from ..config import Config
 from ..layout import Layout
-from ..memory import bytes_of_activations
-from ..model import GPTStage
+from ..model import VOCABULARY_SIZE, GPTStage
 from ..parallel import Held
 
-__all__ = ["Share", "layout_table"]
+__all__ = ["Share", "bytes_at_output", "bytes_in_block", "layout_table"]
 
 _UNITS = ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)
 _MOST_ROWS = 8
+_FLOAT = 4
 _MOST_RANGES = 4
 _IN_FILES = {"params": "parameters in files", "full": "parameters, gradients and optimizer state in files"}
 _HEADER = ("what each has", "parameters", "weights", "gradients", "optimizer", "activations*", "all*")
@@ -67,7 +78,7 @@ class Share:
             held: What it holds.
         """
         peak = 1 if schedule is None else simulate(schedule).peak_activations[layout.position]
-        activations = bytes_of_activations(config, stages, peak, _sequences(config, layout, schedule))
+        activations = _bytes_of_activations(config, stages, peak, _sequences(config, layout, schedule))
         return cls(layout.position, _content(layout, stages), held, activations)
 
 
@@ -140,3 +151,47 @@ def _sequences(config: Config, layout: Layout, schedule: Schedule | None) -> int
     """Return the sequences that a rank goes through at once."""
     count = config.run.global_batch // layout.dp // config.run.accumulation
     return count if schedule is None else -(-count // schedule.num_microbatches)
+
+
+# ---- activations ------------------------------------------------------------------------------------------------
+
+
+def bytes_in_block(config: Config) -> float:
+    """Return what autograd keeps on a rank for one position of one block."""
+    model, tp = config.model, config.mesh.tp
+    computed = 2 if config.run.dtype == "bfloat16" else _FLOAT
+    inside = 3 + 1 + 2 * model.mlp_ratio + (3 if model.positions == "rotary" else 0)
+    stream = 2 * (_kept_by_norm(config) + computed) / _sequence_parts(config)
+    return model.width * (stream + inside * computed / tp) + _FLOAT * model.heads / tp
+
+
+def bytes_at_output(config: Config) -> float:
+    """Return what autograd keeps on a rank for one position of the last norm, the output layer and the loss."""
+    computed = 2 if config.run.dtype == "bfloat16" else _FLOAT
+    stream = config.model.width * (_kept_by_norm(config) / _sequence_parts(config) + computed)
+    return stream + VOCABULARY_SIZE * _FLOAT / config.mesh.tp
+
+
+def _bytes_of_activations(config: Config, stages: Sequence[GPTStage] | None, peak: int, sequences: int) -> int:
+    """Estimate what a rank keeps of its activations at most.
+
+    Args:
+        config: All settings.
+        stages: Those of the rank; None means the whole model.
+        peak: How many micro-batches it has under way at most, counted for each stage.
+        sequences: Of a micro-batch.
+    """
+    blocks = config.model.layers if stages is None else sum(len(stage.blocks) for stage in stages)
+    outputs = 1 if stages is None else sum(stage.head is not None for stage in stages)
+    position = blocks * bytes_in_block(config) + outputs * bytes_at_output(config)
+    of_stage = position / (1 if stages is None else len(stages))
+    return round(peak * sequences * config.model.sequence_length * of_stage)
+
+
+def _kept_by_norm(config: Config) -> int:
+    """Return the bytes of its input, and for rmsnorm of the input divided by its root mean square."""
+    return (2 if config.model.norm == "rmsnorm" else 1) * _FLOAT
+
+
+def _sequence_parts(config: Config) -> int:
+    return config.mesh.tp if config.mesh.sequence_parallel else 1

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ....comm import all_gather, all_reduce, broadcast, reduce, reduce_scatter_sum, symmetric_empty
 from ....utils.memory import flat_zeros
-from ..gloo import all_gather_flat, reduce_scatter_flat
+from ..timing import all_gather_flat, reduce_scatter_flat
 
 __all__ = ["OPERATIONS", "Case", "Variant", "format_size", "mpi_variant", "parse_size", "variants_of"]
 

@@ -1,14 +1,15 @@
-"""The figures of `axonmpi bench collectives` as tables."""
+"""The figures of `axonmpi bench collectives` as tables and as a picture."""
 
 from __future__ import annotations
 
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from ....utils.text import aligned, counted
 from .cases import format_size
 
-__all__ = ["VARIANTS", "label", "table"]
+__all__ = ["VARIANTS", "plot", "table"]
 
 VARIANTS = ("symmetric", "ordinary", "mpi", "gloo", "memcpy")
 RATIOS = (("symmetric", "memcpy"), ("mpi", "symmetric"), ("mpi", "ordinary"), ("gloo", "symmetric"))
@@ -24,7 +25,7 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n\n".join(block for result in results for block in (_opening(result), *_tables(result)))
 
 
-def label(variant: str, result: dict[str, Any]) -> str:
+def _label(variant: str, result: dict[str, Any]) -> str:
     """Return the name that a variant is shown with: MPI's is that of its library; local."""
     return str(result["mpi"]) if variant == "mpi" else variant
 
@@ -41,11 +42,11 @@ def _opening(result: dict[str, Any]) -> str:
 
 
 def _tables(result: dict[str, Any]) -> list[str]:
-    over, under = ([label(ratio[side], result) for ratio in RATIOS] for side in (0, 1))
+    over, under = ([_label(ratio[side], result) for ratio in RATIOS] for side in (0, 1))
     above = ["", *("" for _ in VARIANTS), "|", *over, "|", "line"]
     below = [
         "size",
-        *(label(name, result) for name in VARIANTS),
+        *(_label(name, result) for name in VARIANTS),
         "|",
         *(f"/ {name}" for name in under),
         "|",
@@ -70,3 +71,38 @@ def _row(case: dict[str, Any]) -> list[str]:
 
 def _time(microseconds: float) -> str:
     return f"{microseconds:.2f} µs" if microseconds < 1e3 else f"{microseconds / 1e3:.2f} ms"
+
+
+def plot(path: Path, results: list[dict[str, Any]]) -> None:
+    """Draw time against size, both logarithmic, as a PNG; replaces an existing file. Local.
+
+    A row for each number of ranks, a column for each operation and dtype, a line for each variant.
+
+    Args:
+        path: The file to write.
+        results: What `measure` has returned, for each number of ranks.
+    """
+    # not pyplot: the threads of a process share its state, and it looks for a display
+    from matplotlib.figure import Figure
+
+    kinds = list(dict.fromkeys((case["operation"], case["dtype"]) for case in results[0]["cases"]))
+    figure = Figure(figsize=(5 * len(kinds), 4 * len(results)), layout="constrained")
+    grid = figure.subplots(len(results), len(kinds), squeeze=False)
+    for row, result in zip(grid, results, strict=True):
+        for axes, kind in zip(row, kinds, strict=True):
+            _draw(axes, result, *kind)
+    figure.savefig(path, dpi=120, format="png")
+
+
+def _draw(axes: Any, result: dict[str, Any], operation: str, dtype: str) -> None:
+    cases = [case for case in result["cases"] if (case["operation"], case["dtype"]) == (operation, dtype)]
+    for number, variant in enumerate(VARIANTS):
+        points = [
+            (case["bytes"], case["microseconds"][variant]) for case in cases if variant in case["microseconds"]
+        ]
+        if points:
+            sizes, times = zip(*points, strict=True)
+            axes.loglog(sizes, times, f"C{number}o-", markersize=3, label=_label(variant, result))
+    axes.set(xlabel="bytes", ylabel="µs", title=f"{operation}, {dtype}, {counted(result['ranks'], 'rank')}")
+    axes.grid(alpha=0.3)
+    axes.legend()
