@@ -3,9 +3,9 @@
     mpirun -n 4 axonmpi train --steps 500
                         └─ axonmpi.cli.train.main(["--steps", "500"]) -> exit code
 
-A subcommand is a module of this package with `main(argv) -> int`, imported when it is asked for. Every rank runs
-the command, so every rank refuses a bad one, with exit code 2 and before MPI starts; what all ranks would print,
-rank 0 prints.
+A subcommand is a module of this package with `main(argv) -> int`, imported on demand. Every rank runs the
+command, so every rank refuses a bad one, with exit code 2 and before MPI starts. Output that is the same on all
+ranks is printed by rank 0.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def print_on_first_rank(text: str) -> None:
 
 @contextlib.contextmanager
 def said_once() -> Iterator[None]:
-    """Let what is printed in the block be printed by rank 0 only; all ranks do the same in it."""
+    """Print the output of the block on rank 0 only; all ranks do the same in it."""
     if is_first_launched():
         yield
         return
@@ -135,7 +135,7 @@ def said_once() -> Iterator[None]:
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options; every rank refuses bad ones or ends after help, as argparse does, and rank 0 says so."""
+    """Return the options; on bad options or after help every rank ends as with argparse, and rank 0 prints."""
     with said_once():
         return parser.parse_args(argv)
 
@@ -144,7 +144,7 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
 
 
 def _prepare_streams() -> None:
-    """See that anything can be printed: with an output that is closed, and one that has few letters."""
+    """Make any text printable, also to an output that is closed or that lacks some characters."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:

@@ -1,6 +1,6 @@
-"""`axonmpi train`: flags and a settings file become a configuration, and the trainer does the rest.
+"""`axonmpi train`: a training run with settings from flags and a file.
 
-Whatever can be wrong without asking another rank is found before MPI starts: flags, the file, the text.
+Errors that need no other rank are found before MPI starts: in the flags, in the file, in the text.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from ..comm import destroy_process_group, init_process_group
 from ..groups.world import World
 from ..launch.settings import widen_terminal
 from ..launch.variables import detect_launchers
-from ..train.config import Config
-from ..train.config_file import load_config
+from ..train.config import Config, load_config
 from ..train.corpus import Corpus, load_corpus
 from ..train.trainer import Trainer
 from . import refuse, said_once

@@ -9,22 +9,33 @@
       └─ mesh       MeshConfig        replicas, and layers divided among ranks
 
 The name of a setting is the same here, as a flag (`--global-batch 32`) and in a file (`global_batch = 32`).
-`axonmpi train --help` shows the text of each under `Attributes`. An invalid group cannot be made: its constructor
-raises `ValueError` or `TypeError`.
+`axonmpi train --help` shows the text of each under `Attributes`. A group's constructor raises `TypeError` for a
+value of the wrong type, and `ValueError` for one that is out of range or contradicts another setting.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+import importlib
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 from .settings import AboveZero, Count, Fraction, Limit, NotNegative, Positive, Settings
 
-__all__ = ["Config", "MeshConfig", "ModelConfig", "OptimizerConfig", "PipelineConfig", "RunConfig", "TextConfig"]
+__all__ = [
+    "Config",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PipelineConfig",
+    "RunConfig",
+    "TextConfig",
+    "load_config",
+]
 
 _HeldOutFraction = Annotated[float, Limit("more than 0 and at most 0.5", lambda number: 0 < number <= 0.5)]
 # with 1 nothing is ever learned
@@ -44,10 +55,6 @@ class ModelConfig(Settings):
         positions: The encoding of positions: rotated queries and keys, or a learned vector for each position.
         norm: Normalization before each attention and perceptron.
         tied_embeddings: Use one matrix for the input embedding and the output layer.
-
-    Raises:
-        TypeError: A value is of the wrong type.
-        ValueError: A value is out of range, or `width` does not divide by `heads`.
     """
 
     layers: Positive = 4
@@ -77,10 +84,6 @@ class TextConfig(Settings):
         data: A file, or a folder whose files are read in sorted order; without it, Python's own library sources.
         data_limit: Megabytes (10^6 bytes) of text to use at most; files later in the order are left out.
         held_out_fraction: Part of the text, in whole blocks, that is never trained on.
-
-    Raises:
-        TypeError: A value is of the wrong type.
-        ValueError: A value is out of range.
     """
 
     data: Path | None = None
@@ -100,10 +103,6 @@ class OptimizerConfig(Settings):
         beta1: Decay of the average of gradients.
         beta2: Decay of the average of squared gradients.
         gradient_clip: Largest norm of the whole gradient; 0 leaves it as it is.
-
-    Raises:
-        TypeError: A value is of the wrong type.
-        ValueError: A value is out of range.
     """
 
     lr: AboveZero = 3e-3
@@ -142,10 +141,6 @@ class RunConfig(Settings):
         progress: One line that is redrawn, a line for each tenth, or nothing; auto redraws where a terminal shows
             it.
         plot: Draw the loss curve at the end, and with trace the times of the pipeline.
-
-    Raises:
-        TypeError: A value is of the wrong type.
-        ValueError: A value is out of range.
     """
 
     name: str = "gpt"
@@ -193,10 +188,6 @@ class PipelineConfig(Settings):
             there are sequences enough.
         chunks: Stages on each rank; 0 means 2 with interleaved-1f1b, where there are blocks enough, and else 1.
         trace: File for the times of the last step, which Perfetto and axonmpi chart open.
-
-    Raises:
-        TypeError: A value is of the wrong type.
-        ValueError: A value is out of range, or the schedule does not take so many chunks.
     """
 
     pp: Positive = 1
@@ -232,10 +223,6 @@ class MeshConfig(Settings):
         tp: Ranks that divide every layer of the model among them.
         sequence_parallel: With tp, divide what is between the layers among the same ranks as well, along the
             sequence.
-
-    Raises:
-        TypeError: A value is of the wrong type.
-        ValueError: A value is out of range.
     """
 
     dp: Count = 0
@@ -358,3 +345,55 @@ def _unknown_setting(name: str) -> str:
     if near:
         return f"unknown setting {name!r}: did you mean {' or '.join(near)}?"
     return f"unknown setting {name!r}: expected one of {', '.join(sorted(_group_of_each_setting()))}"
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+def load_config(path: str | Path) -> Config:
+    """Read a configuration from a file with the names of the flags; the other settings have their defaults. Local.
+
+        steps = 1000                    [optimizer]
+        layers = 6              or      lr = 2e-3
+        lr = 2e-3                       [run]
+                                        steps = 1000
+
+    Args:
+        path: A file ending in `.toml`, `.yaml` or `.yml`.
+
+    Raises:
+        ValueError: The file is missing, unreadable, malformed or of another kind; a name in it is unknown (the
+            message has similar ones), comes twice or is in the wrong table; a value is out of range or of the
+            wrong type.
+    """
+    path = Path(path)
+    readers: dict[str, Callable[[str], Any]] = {".toml": _toml, ".yaml": _yaml, ".yml": _yaml}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise ValueError(f"config file {path}: expected a name ending in .toml, .yaml or .yml")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"config file {path} cannot be read: {error}") from error
+    try:
+        settings = reader(text)
+        if not isinstance(settings, dict):
+            raise TypeError(f"expected settings as NAME: VALUE, got {type(settings).__name__}")
+        return Config.from_mapping(settings)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config file {path}: {error}") from error
+
+
+def _toml(text: str) -> Any:
+    # tomli became a part of Python in 3.11
+    toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    return toml.loads(text)
+
+
+def _yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"not valid YAML: {error}") from error

@@ -3,9 +3,9 @@
     files in sorted order ──► one string of bytes ──► equal blocks   T T T H T T T H ...
                                                        T joined: train      H joined: held out
 
-Whole contiguous blocks are held out, spread over the text, so no held-out sequence overlaps a training one
-and both parts are of the same kind. Everything is deterministic: each rank reads the text for itself and all
-have the same. The default text is the standard library of Python, which is on every machine that runs this.
+Whole contiguous blocks are held out, spread over the text, so no held-out sequence overlaps a training one and both
+parts are of the same kind. Everything is deterministic: each rank reads the text itself, and all get the same. The
+default text is the standard library of Python, which every machine has that runs this.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .config import TextConfig
 
-__all__ = ["Corpus", "load_corpus", "split_blocks", "unigram_entropy"]
+__all__ = ["Corpus", "load_corpus", "split_blocks"]
 
 _BLOCK_BYTES = 1 << 16
 _MEGABYTE = 1_000_000
@@ -49,8 +49,15 @@ class Corpus:
 
     @property
     def unigram_entropy(self) -> float:
-        """Nats per byte that the held-out bytes cost a model which knows only how frequent each byte is."""
-        return unigram_entropy(self.train, self.held_out)
+        """Mean of -ln p(byte) over the held-out bytes, in nats per byte, with p from counts of the training bytes.
+
+        It is the cross-entropy of the best model without context, which a trained model must be below. One is added
+        to each count (Laplace), so that a byte that is never trained on costs much but not infinitely much.
+        """
+        counts = torch.bincount(self.train.long(), minlength=256).double() + 1
+        log_chances = (counts / counts.sum()).log()
+        frequencies = torch.bincount(self.held_out.long(), minlength=256).double() / len(self.held_out)
+        return float(-(frequencies * log_chances).sum())
 
 
 def load_corpus(config: TextConfig, sequence_length: int) -> Corpus:
@@ -148,22 +155,3 @@ def split_blocks(text: Tensor, held_out_fraction: float, shortest: int) -> tuple
     blocks = text.tensor_split(count - count % period)
     train = [block for number, block in enumerate(blocks, 1) if number % period]
     return torch.cat(train), torch.cat(blocks[period - 1 :: period])
-
-
-def unigram_entropy(train: Tensor, held_out: Tensor) -> float:
-    """Return the mean of -ln p(byte) over the held-out bytes, with p from counting the training bytes.
-
-    It is the cross-entropy that the best model without context reaches: what a trained one must be below.
-    One is added to each count (Laplace), so that a byte never trained on costs much but not infinitely much.
-
-    Args:
-        train: uint8 `[N]`.
-        held_out: uint8 `[M]`, M at least 1.
-
-    Returns:
-        Nats per byte, the unit of the loss.
-    """
-    counts = torch.bincount(train.long(), minlength=256).double() + 1
-    log_chances = (counts / counts.sum()).log()
-    frequencies = torch.bincount(held_out.long(), minlength=256).double() / len(held_out)
-    return float(-(frequencies * log_chances).sum())

@@ -5,11 +5,12 @@
     Block:  x + attention(norm(x)),  then  x + mlp(norm(x))
 
 Position t sees bytes 0..t and predicts byte t + 1. B is the batch, T the sequence length, D the width,
-H the number of heads and C = D / H the width of a head. Every random number comes from a `torch.Generator`
-that the caller passes, so two models built from equal seeds are equal, in any thread and on any rank.
+H the number of heads and C = D / H the width of a head. Every random number comes from a `torch.Generator` of the
+caller, so two models built from equal seeds are equal, in any thread and on any rank.
 
-For a pipeline the model is cut into stages, rows of blocks; the first has the embedding too, the last the output.
-Nothing here depends on how many heads, hidden features or vocabulary rows there are, so ranks can divide them.
+For a pipeline the model is cut into stages of consecutive blocks; the first one also has the embedding, the
+last one the output. The code does not use the number of heads, hidden features or vocabulary rows, so ranks can
+divide them.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a position sees itself and what came before.
+    """Multi-head attention in which a position sees itself and earlier positions.
 
     Args:
         config: The model's shape.
@@ -152,7 +153,7 @@ class GPT(nn.Module):
         self.head = _linear(config.width, VOCABULARY_SIZE)
         if config.tied_embeddings:
             self.head.weight = self.embedding.weight
-        # not a buffer: it is the same on every rank and needs no broadcast, and no place in a checkpoint
+        # not a buffer: it is the same on every rank, and needs no broadcast and no place in a checkpoint
         self.table: Tensor | None = None
         if self.positions is None:
             self.table = rotation_table(config.sequence_length, config.width // config.heads)
@@ -201,14 +202,14 @@ class GPT(nn.Module):
 
 
 class GPTStage(nn.Module):
-    """A row of a model's blocks, with the embedding before the first one and the output layer after the last.
+    """Consecutive blocks of a model, with the embedding before the first block and the output layer after the last.
 
-    All parts are those of the model, not copies, and have the names that they have there.
+    All parts are the model's own, not copies, and keep their names.
 
     Args:
         model: The whole model.
-        first: The first block.
-        stop: The one after the last.
+        first: Number of the first block.
+        stop: Number of the last block, plus one.
     """
 
     def __init__(self, model: GPT, first: int, stop: int) -> None:
@@ -227,7 +228,7 @@ class GPTStage(nn.Module):
 
     @property
     def content(self) -> str:
-        """What is in it, in words."""
+        """Its parts in words."""
         numbers = list(self.blocks)
         blocks = f"blocks {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"block {numbers[0]}"
         parts = ("embedding", self.embedding), (blocks, self.blocks), ("output layer", self.head)
@@ -235,7 +236,7 @@ class GPTStage(nn.Module):
 
 
 def _compute(parts: GPT | GPTStage, x: Tensor) -> Tensor:
-    """Send a batch through all that is there: embedding, blocks, output layer."""
+    """Compute with all parts of a model or a stage: embedding, blocks, output layer."""
     if parts.embedding is not None:
         x = parts.embedding(x)
         if parts.positions is not None:
@@ -251,10 +252,10 @@ def _compute(parts: GPT | GPTStage, x: Tensor) -> Tensor:
 
 
 def cut(model: GPT, num_stages: int) -> list[GPTStage]:
-    """Cut a model into stages of whole blocks, so that the one that computes most computes as little as it can.
+    """Cut a model into stages of whole blocks, so that the largest stage computes as little as possible.
 
     Args:
-        model: The whole model, whose parts are used.
+        model: The whole model, whose parts the stages share.
         num_stages: From 1 to the number of blocks.
 
     Raises:
@@ -271,7 +272,7 @@ def cut(model: GPT, num_stages: int) -> list[GPTStage]:
 
 
 class Predictor(Protocol):
-    """What text is generated with."""
+    """A model that `generate` can use."""
 
     def next_logits(self, text: Sequence[int]) -> Tensor:
         """Return the logits of the byte after `text`, [256]."""

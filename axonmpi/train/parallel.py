@@ -31,7 +31,7 @@ from ..types import GradSyncStrategy
 from .batches import IGNORED, Batch
 from .config import Config, RunConfig
 from .divided import joined_logits, replicated_copies, summed_loss
-from .model import GPT, Block, Predictor
+from .model import GPT, Block, GPTStage, Predictor
 
 __all__ = ["Held", "ParallelModel", "Replica", "WholeModel", "wrap"]
 
@@ -117,7 +117,14 @@ class ParallelModel(ABC):
         mesh: The ranks, with the axes dp, pp and tp.
         length: Bytes that the model sees at once.
         accumulates: Whether whole gradients, also of sharded parameters, are added up before they are averaged.
+
+    Attributes:
+        stages: This rank's stages of a pipeline; None where a rank has all layers.
+        opening: A line about the pipeline, shown when a run begins.
     """
+
+    stages: list[GPTStage] | None = None
+    opening: str = ""
 
     def __init__(
         self,

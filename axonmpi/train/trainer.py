@@ -1,12 +1,12 @@
 """Training a small GPT on several ranks.
 
     each step:   own part of the global batch ─► forward, backward ─► average gradients ─► clip ─► AdamW
-    at times:    own part of the held-out sequences ─► forward ─► sum over ranks ─► held-out loss
+    sometimes:   own part of the held-out sequences ─► forward ─► sum over ranks ─► held-out loss
     at the end:  held-out loss, a sample of text, a picture of the losses
 
-The ranks of a replica have the model, and a part of the batch, together: each has some layers (pp), a part of every
-layer (tp), or both. The global batch of a step depends on the seed and the step only, so how many ranks there are,
-and how they are laid out, changes who computes what and not what is computed: loss curves agree to rounding.
+The ranks of a replica share a model and a part of the batch: each has some layers (pp), a part of every layer
+(tp), or both. The global batch of a step depends on the seed and the step only. The number of ranks and their
+layout decide which rank computes what, but not the result: loss curves agree to rounding.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from .pipelined import PipelinedModel
 from .report.metrics import CommunicationClock, HeldOutMetrics, Speedometer, StepMetrics
 from .report.recorder import Recorder, Summary, open_recorder, printable
 from .report.table import Share, layout_table
-from .schedule import learning_rate
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "learning_rate"]
 
 _HELD_OUT_BATCH = 16
 _MAY_DIFFER = ("data", "out", "progress")  # between ranks; the text itself is compared
@@ -50,7 +49,7 @@ class Trainer:
     Args:
         config: All settings, the same on every rank.
         world: The ranks.
-        corpus: The text; None means what `config.text` says.
+        corpus: The text; None means the text of `config.text`.
 
     Raises:
         ValueError: The text cannot be used (before anything is sent); settings or text differ between ranks, the
@@ -93,8 +92,7 @@ class Trainer:
             self._parallel = self._pipelined = PipelinedModel(whole, config, schedule, mesh)
             self.model = nn.ModuleList(self._pipelined.stages)
         self.optimizer = _make_optimizer(self._parallel, matrices, config.optimizer)
-        stages = None if self._pipelined is None else self._pipelined.stages
-        share = Share.of(config, layout, schedule, stages, self._parallel.held())
+        share = Share.of(config, layout, schedule, self._parallel.stages, self._parallel.held())
         self._table = layout_table(config, layout, schedule, self._group.all_gather_object(share))
         self._speed = Speedometer(run.global_batch * length)
         self.steps: list[StepMetrics] = []
@@ -115,7 +113,7 @@ class Trainer:
         """Train to the end; collective.
 
         Returns:
-            The run in a few numbers, the same on every rank.
+            The results, the same on every rank.
 
         Raises:
             ValueError: Rank 0 cannot write to the run's folder; raised on every rank.
@@ -199,7 +197,7 @@ class Trainer:
         return float(totals[0] / totals[1])
 
     def sample(self) -> str:
-        """Return the configured prompt and what the model makes of it, on rank 0 at least; collective."""
+        """Return the configured prompt and the model's continuation, on rank 0 at least; collective."""
         run = self._config.run
         if not run.sample_length:
             return ""
@@ -212,14 +210,13 @@ class Trainer:
 
     @property
     def opening(self) -> str:
-        """What is shown at the start: the model, the text, and how the ranks are laid out."""
+        """The text at the start of a run: the model, the training text, and the layout of the ranks."""
         run, length = self._config.run, self._config.model.sequence_length
-        pipeline = "" if self._pipelined is None else f"\n{self._pipelined.opening}"
         return (
             f"a byte-level GPT of {self._parameters:,} parameters on {counted(self._group.size, 'rank')}, "
             f"{run.steps} steps of {run.global_batch} x {length} bytes\n"
             f"text: {len(self.corpus.train):,} bytes to train on, {len(self.corpus.held_out):,} held out, from "
-            f"{self.corpus.source}\n{self._table}{pipeline}"
+            f"{self.corpus.source}\n{self._table}{self._parallel.opening}"
         )
 
     def _finish(self, seconds: float, sample: str, recorder: Recorder) -> Summary:
@@ -259,3 +256,21 @@ def _make_optimizer(
         {"params": [p for name, p in parameters if name not in matrices], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+
+def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
+    """Return the learning rate of a step: a straight rise, then half a cosine (Loshchilov and Hutter 2017).
+
+    Args:
+        step: Number of the step, from 0.
+        steps: Number of steps of the run; the last one, `steps - 1`, has `lr * lr_final`.
+        config: Highest rate, final fraction and length of the warm-up.
+
+    Returns:
+        The rate, from just above 0 up to `config.lr`.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    through = (step - config.warmup_steps + 1) / max(1, steps - config.warmup_steps)
+    cosine = (1 + math.cos(math.pi * min(1.0, through))) / 2
+    return config.lr * (config.lr_final + (1 - config.lr_final) * cosine)

@@ -10,7 +10,7 @@ from axonmpi.testing import run_ranks
 from axonmpi.train import GPT, Config, Trainer
 from axonmpi.train.layout import Layout, check_nodes, plan_schedule
 from axonmpi.train.parallel import Held
-from axonmpi.train.report.table import Share, bytes_at_output, bytes_in_block, layout_table
+from axonmpi.train.report.table import Share, bytes_of_position, layout_table
 from axonmpi.utils.text import aligned, in_ranges
 
 
@@ -166,5 +166,5 @@ def test_activations_are_estimated_well(norm, positions, dtype):
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
             logits = model(tokens)
         F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
-    estimated = (bytes_in_block(config) + bytes_at_output(config)) * tokens.numel()
+    estimated = sum(bytes_of_position(config)) * tokens.numel()
     assert sum(kept.values()) == pytest.approx(estimated, rel=0.1)

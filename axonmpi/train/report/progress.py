@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import Literal, TextIO
 
 from .metrics import StepMetrics
 from .terminal import terminal_width
-
-if TYPE_CHECKING:
-    import rich.progress
 
 __all__ = ["LiveProgress", "PlainProgress", "SilentProgress", "make_progress"]
 
@@ -70,9 +67,14 @@ class LiveProgress(SilentProgress):
     """
 
     def __init__(self, steps: int, stream: TextIO, width: int | None = None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
         self._steps = steps
         self._drawn = 0.0
-        self._bar = _make_bar(stream, width)
+        columns = BarColumn(bar_width=None), TextColumn("{task.fields[text]}", markup=False), TimeElapsedColumn()
+        console = Console(file=stream, force_terminal=True, width=width)
+        self._bar = Progress(*columns, console=console, auto_refresh=False, expand=True)
         self._task = self._bar.add_task("", total=steps, text="starting")
         self._bar.start()
         self._bar.console.show_cursor()  # a hidden cursor would stay hidden where a launcher kills this process
@@ -112,15 +114,6 @@ def make_progress(
     if mode == "live" or width is not None:
         return LiveProgress(steps, stream, width)
     return PlainProgress(steps, stream)
-
-
-def _make_bar(stream: TextIO, width: int | None) -> rich.progress.Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(file=stream, force_terminal=True, width=width)
-    columns = (BarColumn(bar_width=None), TextColumn("{task.fields[text]}", markup=False), TimeElapsedColumn())
-    return Progress(*columns, console=console, auto_refresh=False, expand=True)
 
 
 def _text(metrics: StepMetrics, steps: int) -> str:

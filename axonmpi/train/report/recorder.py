@@ -141,8 +141,10 @@ def open_recorder(config: Config, group: ProcessGroup) -> Recorder:
     if group.rank == 0:
         place = f"--trace {trace}"
         try:
-            if trace is not None:
-                _remove_writable(trace)
+            if trace is not None:  # at the end of the run it would be too late to find out
+                trace.parent.mkdir(parents=True, exist_ok=True)
+                trace.touch()
+                trace.unlink()
             place = f"--out {folder}"
             recorder = Recorder(config, writes=True)
         except OSError as error:
@@ -151,13 +153,6 @@ def open_recorder(config: Config, group: ProcessGroup) -> Recorder:
     if problem is not None:
         raise ValueError(problem)
     return recorder or Recorder(config, writes=False)
-
-
-def _remove_writable(file: Path) -> None:
-    """Remove an earlier run's file; raise OSError before the run where a new one cannot be written after it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.touch()
-    file.unlink()
 
 
 def printable(text: bytes) -> str:

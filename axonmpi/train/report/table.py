@@ -1,4 +1,4 @@
-"""What is shown of the layout when a run begins.
+"""The description of the layout that is shown when a run begins.
 
 mesh: dp 2 x pp 2 x tp 2 = 8 ranks, rank = (dp x 2 + pp) x 2 + tp; parameters sharded along dp (full)
 pp  ranks    what each has                       parameters  weights  gradients  optimizer  activations*  all*
@@ -33,7 +33,7 @@ from ..layout import Layout
 from ..model import VOCABULARY_SIZE, GPTStage
 from ..parallel import Held
 
-__all__ = ["Share", "bytes_at_output", "bytes_in_block", "layout_table"]
+__all__ = ["Share", "bytes_of_position", "layout_table"]
 
 _UNITS = ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)
 _MOST_ROWS = 8
@@ -45,13 +45,13 @@ _HEADER = ("what each has", "parameters", "weights", "gradients", "optimizer", "
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank has.
+    """The part of one rank.
 
     Attributes:
-        position: Its place along pp.
+        position: Its position along pp.
         content: Its stages in words.
-        held: What is counted.
-        activations: Bytes, estimated.
+        held: Sizes of parameters, gradients and optimizer state.
+        activations: Estimated bytes.
     """
 
     position: int
@@ -68,14 +68,14 @@ class Share:
         stages: Sequence[GPTStage] | None,
         held: Held,
     ) -> Share:
-        """Describe what this rank has; local.
+        """Describe the part of this rank; local.
 
         Args:
             config: All settings.
-            layout: Where it stands.
-            schedule: What the ranks of its pipeline do, if there is one.
-            stages: Its own; None means all layers.
-            held: What it holds.
+            layout: The rank's place.
+            schedule: The schedule of its pipeline, if there is one.
+            stages: Its stages; None means all layers.
+            held: Sizes of its parameters, gradients and optimizer state.
         """
         peak = 1 if schedule is None else simulate(schedule).peak_activations[layout.position]
         activations = _bytes_of_activations(config, stages, peak, _sequences(config, layout, schedule))
@@ -83,13 +83,13 @@ class Share:
 
 
 def layout_table(config: Config, layout: Layout, schedule: Schedule | None, shares: Sequence[Share]) -> str:
-    """Describe the mesh, what its ranks have, and how much memory they are expected to need; local.
+    """Describe the mesh, the part of each rank, and the memory that it is expected to need; local.
 
     Args:
         config: All settings.
-        layout: Where any of the ranks stands.
-        schedule: What the ranks of a pipeline do, if there is one.
-        shares: What each rank has.
+        layout: The place of any of the ranks.
+        schedule: The schedule of a pipeline, if there is one.
+        shares: The part of each rank.
     """
     unit, size = _unit(shares)
     rows = [_row(layout, position, shares, size) for position in range(layout.pp)]
@@ -117,7 +117,7 @@ def _mesh(config: Config, layout: Layout) -> str:
 
 
 def _order(layout: Layout) -> str:
-    """Return how ranks are numbered, if there are several axes."""
+    """Return the numbering of the ranks, if there are several axes."""
     first, *others = [axis for axis, size in layout.shape.items() if size > 1] or ["dp"]
     number = first
     for count, axis in enumerate(others, 1):
@@ -132,13 +132,13 @@ def _content(layout: Layout, stages: Sequence[GPTStage] | None) -> str:
 
 
 def _unit(shares: Sequence[Share]) -> tuple[str, int]:
-    """Return a unit of memory in which the largest number is at least 1, and what it is in bytes."""
+    """Return a unit of memory in which the largest number is at least 1, and its bytes."""
     largest = max(share.held.together + share.activations for share in shares)
     return next((unit for unit in reversed(_UNITS) if unit[1] <= largest), _UNITS[0])
 
 
 def _row(layout: Layout, position: int, shares: Sequence[Share], unit: int) -> list[str]:
-    """Return the row of a place along pp; shards of different ranks may differ a little, the largest counts."""
+    """Return the row of a position along pp; the shards of its ranks may differ a little, the largest counts."""
     there = [share for share in shares if share.position == position]
     held = max((share.held for share in there), key=lambda held: held.together)
     sizes = [held.values, held.gradients, held.state, there[0].activations]
@@ -148,7 +148,7 @@ def _row(layout: Layout, position: int, shares: Sequence[Share], unit: int) -> l
 
 
 def _sequences(config: Config, layout: Layout, schedule: Schedule | None) -> int:
-    """Return the sequences that a rank goes through at once."""
+    """Return the number of sequences that a rank processes at once."""
     count = config.run.global_batch // layout.dp // config.run.accumulation
     return count if schedule is None else -(-count // schedule.num_microbatches)
 
@@ -156,42 +156,30 @@ def _sequences(config: Config, layout: Layout, schedule: Schedule | None) -> int
 # ---- activations ------------------------------------------------------------------------------------------------
 
 
-def bytes_in_block(config: Config) -> float:
-    """Return what autograd keeps on a rank for one position of one block."""
+def bytes_of_position(config: Config) -> tuple[float, float]:
+    """Return the bytes that autograd keeps on a rank for one position: of a block, and of norm, output and loss."""
     model, tp = config.model, config.mesh.tp
     computed = 2 if config.run.dtype == "bfloat16" else _FLOAT
+    kept_by_norm = (2 if model.norm == "rmsnorm" else 1) * _FLOAT  # its input; for rmsnorm also input / rms
+    stream_parts = tp if config.mesh.sequence_parallel else 1
     inside = 3 + 1 + 2 * model.mlp_ratio + (3 if model.positions == "rotary" else 0)
-    stream = 2 * (_kept_by_norm(config) + computed) / _sequence_parts(config)
-    return model.width * (stream + inside * computed / tp) + _FLOAT * model.heads / tp
-
-
-def bytes_at_output(config: Config) -> float:
-    """Return what autograd keeps on a rank for one position of the last norm, the output layer and the loss."""
-    computed = 2 if config.run.dtype == "bfloat16" else _FLOAT
-    stream = config.model.width * (_kept_by_norm(config) / _sequence_parts(config) + computed)
-    return stream + VOCABULARY_SIZE * _FLOAT / config.mesh.tp
+    stream = 2 * (kept_by_norm + computed) / stream_parts
+    block = model.width * (stream + inside * computed / tp) + _FLOAT * model.heads / tp
+    output = model.width * (kept_by_norm / stream_parts + computed) + VOCABULARY_SIZE * _FLOAT / tp
+    return block, output
 
 
 def _bytes_of_activations(config: Config, stages: Sequence[GPTStage] | None, peak: int, sequences: int) -> int:
-    """Estimate what a rank keeps of its activations at most.
+    """Estimate the largest memory of a rank's activations; local.
 
     Args:
         config: All settings.
-        stages: Those of the rank; None means the whole model.
-        peak: How many micro-batches it has under way at most, counted for each stage.
-        sequences: Of a micro-batch.
+        stages: The rank's stages; None means the whole model.
+        peak: The largest number of micro-batches under way, counted for each stage.
+        sequences: Sequences of a micro-batch.
     """
     blocks = config.model.layers if stages is None else sum(len(stage.blocks) for stage in stages)
     outputs = 1 if stages is None else sum(stage.head is not None for stage in stages)
-    position = blocks * bytes_in_block(config) + outputs * bytes_at_output(config)
-    of_stage = position / (1 if stages is None else len(stages))
+    block, output = bytes_of_position(config)
+    of_stage = (blocks * block + outputs * output) / (1 if stages is None else len(stages))
     return round(peak * sequences * config.model.sequence_length * of_stage)
-
-
-def _kept_by_norm(config: Config) -> int:
-    """Return the bytes of its input, and for rmsnorm of the input divided by its root mean square."""
-    return (2 if config.model.norm == "rmsnorm" else 1) * _FLOAT
-
-
-def _sequence_parts(config: Config) -> int:
-    return config.mesh.tp if config.mesh.sequence_parallel else 1
