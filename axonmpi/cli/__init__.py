@@ -3,9 +3,9 @@
     mpirun -n 4 axonmpi train --steps 500
                         └─ axonmpi.cli.train.main(["--steps", "500"]) -> exit code
 
-A subcommand is a module of this package with `main(argv) -> int`, imported when it is asked for. Every rank runs
-the command, so every rank refuses a bad one, with exit code 2 and before MPI starts; what all ranks would print,
-rank 0 prints.
+A subcommand is a module of this package with `main(argv) -> int`, imported on demand. Every rank runs the
+command, so every rank refuses a bad one, with exit code 2 and before MPI starts. Output that is the same on all
+ranks is printed by rank 0.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import errno
 import gc
 import importlib
 import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from types import TracebackType
-from typing import TextIO
 
 from ..errors import LaunchError
 from ..launch.exit import let_first_speak
@@ -34,10 +35,18 @@ _COMMANDS = {
     "chart": "draw a pipeline schedule: which rank does what, and when it waits",
     "doctor": "say what is wrong with the installation or the launch",
 }
+_USAGE = """\
+usage: axonmpi COMMAND [FLAGS]            on one rank
+       mpirun -n 4 axonmpi COMMAND ...    on four
+
+{commands}
+
+axonmpi COMMAND --help shows the flags of a command."""
 BAD_USAGE = 2
 """The exit code for arguments that cannot be used."""
 _NOBODY_READS = 141
 """The exit code that a shell shows for a program whose output nobody reads any more, as before `| head`."""
+_NOT_WRITTEN = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,32 +59,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, or 2 for a command that does not exist, or what the subcommand returns.
 
     Raises:
-        SystemExit: A subcommand refuses its arguments (code 2), or has shown its help (code 0).
+        SystemExit: A subcommand refuses its arguments (code 2) or has shown its help (code 0); the output cannot be
+            written (code 1), or nobody reads it (code 141).
     """
     if argv is not None:
         return _run(list(argv))
     _prepare_streams()
     sys.excepthook = _say_briefly
     try:
-        # What imports have made stays to the end, so collections need not look through it, nor does the exit.
-        return _run(sys.argv[1:], imported=gc.freeze)
-    except BrokenPipeError:
-        if not _is_unread(sys.stdout):
+        try:
+            return _run(sys.argv[1:], freeze=True)
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        return _NOBODY_READS
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the exit tries to write once more
+        if error.errno == errno.EPIPE:
+            raise SystemExit(_NOBODY_READS) from None
+        sys.stderr.write(f"{_program()}: error: cannot write the output: {error.strerror}\n")
+        raise SystemExit(_NOT_WRITTEN) from None
 
 
-def _run(arguments: Sequence[str], imported: Callable[[], None] = lambda: None) -> int:
+def _run(arguments: Sequence[str], *, freeze: bool = False) -> int:
     name = arguments[0] if arguments else ""
     if name in _COMMANDS:
         run: Callable[[Sequence[str]], int] = importlib.import_module(f".{name}", __name__).main
-        imported()
+        if freeze:
+            gc.freeze()  # imported objects stay to the end: collections, also the last one, can leave them out
         return run(arguments[1:])
     if name in ("-h", "--help", "help"):
-        print_on_first_rank(_usage())
+        commands = "\n".join(f"  {name:8} {text}" for name, text in _COMMANDS.items())
+        print_on_first_rank(_USAGE.format(commands=commands))
         return 0
     if name == "--version":
-        print_on_first_rank(_version())
+        print_on_first_rank(f"axonmpi {metadata.version('axonmpi')}")
         return 0
     near = difflib.get_close_matches(name, _COMMANDS, n=1)
     hint = f": did you mean {near[0]}?" if near else f": expected one of {', '.join(_COMMANDS)}"
@@ -103,7 +121,7 @@ def print_on_first_rank(text: str) -> None:
 
 @contextlib.contextmanager
 def said_once() -> Iterator[None]:
-    """Let what is printed in the block be printed by rank 0 only; all ranks do the same in it."""
+    """Print the output of the block on rank 0 only; all ranks do the same in it."""
     if is_first_launched():
         yield
         return
@@ -117,7 +135,7 @@ def said_once() -> Iterator[None]:
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options; every rank refuses bad ones or ends after help, as argparse does, and rank 0 says so."""
+    """Return the options; on bad options or after help every rank ends as with argparse, and rank 0 prints."""
     with said_once():
         return parser.parse_args(argv)
 
@@ -133,7 +151,7 @@ def positive(text: str) -> int:
 
 
 def _prepare_streams() -> None:
-    """See that anything can be printed: with an output that is closed, and one that has few letters."""
+    """Make any text printable, also to an output that is closed or that lacks some characters."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -143,41 +161,14 @@ def _prepare_streams() -> None:
 
 
 def _say_briefly(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Stand in for `sys.excepthook`: what is no fault of the program needs no traceback."""
-    program = " ".join(["axonmpi", *sys.argv[1:2]])
+    """Write one line, in place of `sys.excepthook`, about an error that is no fault of the program."""
     if issubclass(kind, KeyboardInterrupt):
-        sys.stderr.write(f"{program}: interrupted\n")
+        sys.stderr.write(f"{_program()}: interrupted\n")
     elif issubclass(kind, LaunchError):
-        sys.stderr.write(f"{program}: error: {error}\n")
+        sys.stderr.write(f"{_program()}: error: {error}\n")
     else:
         sys.__excepthook__(kind, error, trace)
 
 
-def _is_unread(stream: TextIO) -> bool:
-    """Say whether the reader of a stream is gone, and if so let nothing more be written to it."""
-    try:
-        stream.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        return True
-    return False
-
-
-def _usage() -> str:
-    lines = [f"  {name:8} {text}" for name, text in _COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: axonmpi COMMAND [FLAGS]            on one rank",
-            "       mpirun -n 4 axonmpi COMMAND ...    on four",
-            "",
-            *lines,
-            "",
-            "axonmpi COMMAND --help shows the flags of a command.",
-        ]
-    )
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return f"axonmpi {version('axonmpi')}"
+def _program() -> str:
+    return " ".join(["axonmpi", *sys.argv[1:2]])

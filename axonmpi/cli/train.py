@@ -1,6 +1,6 @@
-"""`axonmpi train`: flags and a settings file become a configuration, and the trainer does the rest.
+"""`axonmpi train`: a training run with settings from flags and a file.
 
-Whatever can be wrong without asking another rank is found before MPI starts: flags, the file, the text.
+Errors that need no other rank are found before MPI starts: in the flags, in the file, in the text.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..comm import destroy_process_group, init_process_group
 from ..groups.world import World
+from ..launch.settings import widen_terminal
 from ..launch.variables import detect_launchers
-from ..train.config import Config, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig, TextConfig
-from ..train.config_file import load_config
+from ..train.config import Config, load_config
 from ..train.corpus import Corpus, load_corpus
 from ..train.trainer import Trainer
 from . import refuse, said_once
@@ -24,10 +24,11 @@ __all__ = ["main", "parse"]
 
 _PROGRAM = "axonmpi train"
 _DIVERGED = 1
+_NARROWEST = 40
 
 
 @dataclass(frozen=True)
-class _Flags:
+class _Flags(Config):
     """Train a small GPT on text, on as many ranks as there are.
 
     With the default settings it takes about a minute on two cores. The same seed and global batch give the same
@@ -35,13 +36,10 @@ class _Flags:
     """
 
     config: Path | None = None
-    """A .toml, .yaml or .yml file with settings named as the flags below; flags come before it."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    text: TextConfig = field(default_factory=TextConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
+    """A .toml, .yaml or .yml file with settings named as the flags below; flags override it."""
+
+    def __post_init__(self) -> None:
+        """Check nothing: `Config` says in one line what is wrong, tyro in a box."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -122,13 +120,15 @@ def parse(argv: Sequence[str]) -> Config:
         base = _from_file(argv)
     except ValueError as error:
         raise SystemExit(_refuse_file(str(error))) from None
-    default = _Flags(None, base.model, base.text, base.optimizer, base.run, base.pipeline, base.mesh)
+    widen_terminal(_NARROWEST)  # in a column or two tyro never comes to an end
+    groups = [group.name for group in fields(base)]
+    default = _Flags(*(getattr(base, name) for name in groups))
     with said_once():
         flags = tyro.cli(
             _Flags, prog=_PROGRAM, args=list(argv), default=default, config=(tyro.conf.OmitArgPrefixes,)
         )
     try:
-        return Config(flags.model, flags.text, flags.optimizer, flags.run, flags.pipeline, flags.mesh)
+        return Config(*(getattr(flags, name) for name in groups))
     except ValueError as error:
         raise SystemExit(refuse(_PROGRAM, str(error))) from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 
 from .variables import detect_launchers
@@ -15,6 +16,7 @@ __all__ = [
     "user_threads",
     "wanted_matmul",
     "wants_shared_memory",
+    "widen_terminal",
 ]
 
 
@@ -92,3 +94,9 @@ def pretended_node(world_rank: int) -> int:
 def may_bind() -> bool:
     """Return whether to bind each unbound rank to a core; `AXONMPI_BIND=none` forbids it; local."""
     return os.environ.get("AXONMPI_BIND") != "none"
+
+
+def widen_terminal(columns: int) -> None:
+    """Have this process take the terminal to have at least so many columns; local."""
+    if shutil.get_terminal_size().columns < columns:
+        os.environ["COLUMNS"] = str(columns)

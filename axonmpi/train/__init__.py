@@ -12,8 +12,16 @@
 
 from __future__ import annotations
 
-from .config import Config, MeshConfig, ModelConfig, OptimizerConfig, PipelineConfig, RunConfig, TextConfig
-from .config_file import load_config
+from .config import (
+    Config,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    RunConfig,
+    TextConfig,
+    load_config,
+)
 from .corpus import Corpus, load_corpus
 from .model import GPT, generate
 from .report.metrics import CommunicationClock

@@ -1,12 +1,12 @@
-"""Which sequences a step trains on, and who takes which: the same global batch for any number of ranks.
+"""The sequences of a step, and their division among the replicas: the same global batch for any number of ranks.
 
     step s ──(seed, s)──► starts of global_batch sequences
                           ├─ replica 0 ┤├─ replica 1 ┤      contiguous, each taken
                           [part][part ][part ][part ]       in `accumulation` parts
 
-A replica is a rank, or the ranks of a pipeline, which all go through the same sequences. Nothing depends on earlier
-steps, so a run can begin at any step; and nothing on the number of ranks but who computes what, so loss curves of
-different numbers of ranks agree to rounding.
+A replica is a rank, or several ranks that share a model and go through the same sequences. Nothing depends on
+earlier steps, so a run can begin at any step. The number of ranks decides only which rank computes what, so loss
+curves of different numbers of ranks agree to rounding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["IGNORED", "Batch", "BatchPlan", "HeldOutPlan", "Stream", "seeded_generator"]
+__all__ = ["IGNORED", "Batch", "BatchPlan", "Stream", "held_out_batches", "seeded_generator"]
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, each int64 [sequences, sequence_length]."""
@@ -30,7 +30,7 @@ IGNORED = -100
 
 
 class Stream(enum.IntEnum):
-    """What random numbers are for; those of different streams are unrelated."""
+    """The uses of random numbers; numbers of different streams are unrelated."""
 
     WEIGHTS = 0
     DATA = 1
@@ -50,11 +50,11 @@ class BatchPlan:
     Attributes:
         global_batch: Sequences of a step over all ranks.
         sequence_length: Bytes of input of a sequence; it also takes the byte after them, as the last target.
-        accumulation: Parts in which a replica goes through its sequences of a step.
+        accumulation: Parts in which a replica processes its sequences of a step.
         replica: Number of this rank's replica.
-        replicas: How many there are.
+        replicas: Number of replicas.
         seed: The run's seed.
-        unit: What the user calls replicas.
+        unit: The word for replicas in the error message.
 
     Raises:
         ValueError: `global_batch` does not divide by replicas x accumulation.
@@ -99,43 +99,32 @@ class BatchPlan:
             yield _sequences(text, starts, self.sequence_length)
 
 
-@dataclass(frozen=True)
-class HeldOutPlan:
-    """Which held-out sequences are scored, and which of them by which replica; they do not overlap.
+def held_out_batches(
+    text: Tensor, length: int, *, most: int, batch: int, replica: int, replicas: int
+) -> Iterator[Batch]:
+    """Yield the held-out inputs and targets of a replica; no two sequences of any replicas overlap. Local.
 
-    Attributes:
-        sequences: How many at most over all replicas, spread evenly over the text; 0 means all there are.
-        sequence_length: Bytes of input of a sequence.
+    Each replica gets equally many batches, since replicas with sharded parameters go through them together. With
+    more replicas than sequences some replicas get a sequence whose targets are `IGNORED`.
+
+    Args:
+        text: The held-out bytes, uint8 `[M]`, longer than `length`.
+        length: Bytes of input of a sequence.
+        most: Largest number of sequences over all replicas, spread evenly over the text; 0 means all there are.
         batch: Sequences of a forward pass.
         replica: Number of this rank's replica.
-        replicas: How many there are.
+        replicas: Number of replicas.
+
+    Yields:
+        Inputs and targets, each int64 `[at most batch, length]`.
     """
-
-    sequences: int
-    sequence_length: int
-    batch: int
-    replica: int
-    replicas: int
-
-    def batches(self, text: Tensor) -> Iterator[Batch]:
-        """Yield this replica's inputs and targets, as many batches as for any other replica. Local.
-
-        Where parameters are sharded, replicas go through them together. With more replicas than sequences some get
-        a sequence whose targets are `IGNORED`.
-
-        Args:
-            text: The held-out bytes, uint8 `[M]`, longer than `sequence_length`.
-
-        Yields:
-            Inputs and targets, each int64 `[at most batch, sequence_length]`.
-        """
-        available = (len(text) - 1) // self.sequence_length
-        count = min(self.sequences or available, available)
-        chosen = torch.arange(count) * available // count * self.sequence_length
-        rounds = math.ceil(math.ceil(count / self.replicas) / self.batch)
-        for starts in chosen.tensor_split(self.replicas)[self.replica].tensor_split(rounds):
-            inputs, targets = _sequences(text, starts if len(starts) else chosen[:1], self.sequence_length)
-            yield inputs, targets if len(starts) else torch.full_like(targets, IGNORED)
+    available = (len(text) - 1) // length
+    count = min(most or available, available)
+    chosen = torch.arange(count) * available // count * length
+    rounds = math.ceil(math.ceil(count / replicas) / batch)
+    for starts in chosen.tensor_split(replicas)[replica].tensor_split(rounds):
+        inputs, targets = _sequences(text, starts if len(starts) else chosen[:1], length)
+        yield inputs, targets if len(starts) else torch.full_like(targets, IGNORED)
 
 
 def _sequences(text: Tensor, starts: Tensor, length: int) -> Batch:

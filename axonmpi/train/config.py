@@ -2,60 +2,71 @@
 
     Config
       ├─ model      ModelConfig       the network's shape
-      ├─ text       TextConfig        what it learns from, what is held out
-      ├─ optimizer  OptimizerConfig   AdamW and the course of its learning rate
-      ├─ run        RunConfig         steps, batch, what is written where
-      ├─ pipeline   PipelineConfig    whether ranks have stages of the model, and how they go about it
-      └─ mesh       MeshConfig        how many replicas there are, and whether ranks divide the layers
+      ├─ text       TextConfig        the training text and the held-out part
+      ├─ optimizer  OptimizerConfig   AdamW and its learning rate
+      ├─ run        RunConfig         steps, batch, output files
+      ├─ pipeline   PipelineConfig    stages of the model on different ranks
+      └─ mesh       MeshConfig        replicas, and layers divided among ranks
 
 The name of a setting is the same here, as a flag (`--global-batch 32`) and in a file (`global_batch = 32`).
-The text under each is also what `axonmpi train --help` shows. A dataclass that exists is valid: its
-constructor raises `ValueError` or `TypeError` otherwise.
+`axonmpi train --help` shows the text of each under `Attributes`. A group's constructor raises `TypeError` for a
+value of the wrong type, and `ValueError` for one that is out of range or contradicts another setting.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+import importlib
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
-from .settings import Settings, above, at_least
+from .settings import AboveZero, Count, Fraction, Limit, NotNegative, Positive, Settings
 
-__all__ = ["Config", "MeshConfig", "ModelConfig", "OptimizerConfig", "PipelineConfig", "RunConfig", "TextConfig"]
+__all__ = [
+    "Config",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PipelineConfig",
+    "RunConfig",
+    "TextConfig",
+    "load_config",
+]
+
+_HeldOutFraction = Annotated[float, Limit("more than 0 and at most 0.5", lambda number: 0 < number <= 0.5)]
+# with 1 nothing is ever learned
+_Decay = Annotated[float, Limit("0 to 1, and less than 1", lambda number: 0 <= number < 1)]
 
 
 @dataclass(frozen=True)
 class ModelConfig(Settings):
     """The network's shape.
 
-    Raises:
-        TypeError: A value is of the wrong type.
-        ValueError: A value is out of range, or `width` does not divide by `heads`.
+    Attributes:
+        layers: Number of transformer blocks.
+        width: Features of each position; a multiple of heads.
+        heads: Attention heads of each block.
+        mlp_ratio: Hidden features of a block's perceptron, as a multiple of width.
+        sequence_length: Bytes that the model sees at once.
+        positions: The encoding of positions: rotated queries and keys, or a learned vector for each position.
+        norm: Normalization before each attention and perceptron.
+        tied_embeddings: Use one matrix for the input embedding and the output layer.
     """
 
-    layers: int = 4
-    """Number of transformer blocks."""
-    width: int = 128
-    """Features of each position; a multiple of heads."""
-    heads: int = 4
-    """Attention heads of each block."""
-    mlp_ratio: int = 4
-    """Hidden features of a block's perceptron, as a multiple of width."""
-    sequence_length: int = 128
-    """Bytes that the model sees at once."""
+    layers: Positive = 4
+    width: Positive = 128
+    heads: Positive = 4
+    mlp_ratio: Positive = 4
+    sequence_length: Positive = 128
     positions: Literal["rotary", "learned"] = "rotary"
-    """How positions are told apart: by rotating queries and keys, or by a learned vector each."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalization before each attention and perceptron."""
     tied_embeddings: bool = True
-    """Use one matrix for the input embedding and the output layer."""
 
     def _check(self) -> None:
-        for name in ("layers", "width", "heads", "mlp_ratio", "sequence_length"):
-            at_least(name, getattr(self, name), 1)
         if self.width % self.heads:
             raise ValueError(f"width: expected a multiple of heads = {self.heads}, got {self.width}")
         if self.positions == "rotary" and self.width // self.heads % 2:
@@ -67,107 +78,88 @@ class ModelConfig(Settings):
 
 @dataclass(frozen=True)
 class TextConfig(Settings):
-    """What the model learns from.
+    """The training text and the held-out part.
 
-    Raises:
-        TypeError: A value is of the wrong type.
-        ValueError: A value is out of range.
+    Attributes:
+        data: A file, or a folder whose files are read in sorted order; without it, Python's own library sources.
+        data_limit: Megabytes (10^6 bytes) of text to use at most; files later in the order are left out.
+        held_out_fraction: Part of the text, in whole blocks, that is never trained on.
     """
 
     data: Path | None = None
-    """A file, or a folder whose files are read in sorted order; without it, Python's own library sources."""
-    data_limit: float = 8.0
-    """Megabytes (10^6 bytes) of text to use at most; what comes later in the order is left out."""
-    held_out_fraction: float = 0.05
-    """Part of the text, in whole blocks, that is never trained on."""
-
-    def _check(self) -> None:
-        above("data_limit", self.data_limit, 0)
-        if not 0 < self.held_out_fraction <= 0.5:
-            raise ValueError(
-                f"held_out_fraction: expected more than 0 and at most 0.5, got {self.held_out_fraction}"
-            )
+    data_limit: AboveZero = 8.0
+    held_out_fraction: _HeldOutFraction = 0.05
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(Settings):
     """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), and a warm-up followed by half a cosine.
 
-    Raises:
-        TypeError: A value is of the wrong type.
-        ValueError: A value is out of range.
+    Attributes:
+        lr: Highest learning rate, at the end of the warm-up.
+        lr_final: Learning rate of the last step, as a fraction of lr.
+        warmup_steps: Steps in which the learning rate rises from near zero.
+        weight_decay: Decay of the matrices, not of the norms.
+        beta1: Decay of the average of gradients.
+        beta2: Decay of the average of squared gradients.
+        gradient_clip: Largest norm of the whole gradient; 0 leaves it as it is.
     """
 
-    lr: float = 3e-3
-    """Learning rate at the end of the warm-up, its highest."""
-    lr_final: float = 0.1
-    """Learning rate of the last step, as a fraction of lr."""
-    warmup_steps: int = 20
-    """Steps in which the learning rate rises from near zero."""
-    weight_decay: float = 0.1
-    """Decay of the matrices, not of the norms."""
-    beta1: float = 0.9
-    """Decay of the average of gradients."""
-    beta2: float = 0.98
-    """Decay of the average of squared gradients."""
-    gradient_clip: float = 1.0
-    """Largest norm of the whole gradient; 0 leaves it as it is."""
-
-    def _check(self) -> None:
-        above("lr", self.lr, 0)
-        for name in ("warmup_steps", "weight_decay", "gradient_clip"):
-            at_least(name, getattr(self, name), 0)
-        for name in ("lr_final", "beta1", "beta2"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}: expected 0 to 1, got {getattr(self, name)}")
-        if 1 in (self.beta1, self.beta2):
-            raise ValueError("beta1, beta2: expected less than 1, got 1, with which nothing is ever learned")
+    lr: AboveZero = 3e-3
+    lr_final: Fraction = 0.1
+    warmup_steps: Count = 20
+    weight_decay: NotNegative = 0.1
+    beta1: _Decay = 0.9
+    beta2: _Decay = 0.98
+    gradient_clip: NotNegative = 1.0
 
 
 @dataclass(frozen=True)
 class RunConfig(Settings):
-    """How long, how divided over the ranks, and what is written where.
+    """Length of the run, division over the ranks, and output files.
 
-    Raises:
-        TypeError: A value is of the wrong type.
-        ValueError: A value is out of range.
+    Attributes:
+        name: Name of the run and of its folder.
+        out: Folder for everything the run writes, default axonmpi-runs/NAME; an earlier run's files are replaced.
+        seed: Decides the initial weights, the order of the data and the sample.
+        steps: Updates of the weights.
+        global_batch: Sequences of each step over all ranks together, so results do not depend on the number of
+            ranks.
+        accumulation: Parts in which each rank processes its sequences of a step; more parts need less memory.
+        strategy: When gradients are averaged: while backward runs, at its end, or by one call after it.
+        fsdp: What is divided among the replicas: nothing (data parallelism), or parameters, gradients and optimizer
+            state; parameters are gathered when needed (full), or kept for backward (grad); hybrid is full on each
+            node.
+        dtype: Dtype of the model's computation; parameters, their updates and sums of gradients stay in float32.
+        cpu_offload: With fsdp, what lies in files in the run's folder instead of memory: parameters, or optimizer
+            state too.
+        evaluate_every: Steps between two held-out losses; 0 means only at the beginning and the end.
+        held_out_sequences: Held-out sequences in each evaluation, spread evenly; 0 means all.
+        sample_length: Bytes of text to generate at the end; 0 generates none.
+        temperature: Randomness of that text: 0 takes the likeliest byte each time.
+        prompt: Beginning of that text.
+        progress: One line that is redrawn, a line for each tenth, or nothing; auto redraws where a terminal shows
+            it.
+        plot: Draw the loss curve at the end, and with trace the times of the pipeline.
     """
 
     name: str = "gpt"
-    """Name of the run; names its folder."""
     out: Path | None = None
-    """Folder for everything the run writes, default axonmpi-runs/NAME; an earlier run's files are replaced."""
-    seed: int = 0
-    """Decides the initial weights, the order of the data and the sample."""
-    steps: int = 250
-    """Updates of the weights."""
-    global_batch: int = 16
-    """Sequences of each step over all ranks together, so results do not depend on the number of ranks."""
-    accumulation: int = 1
-    """Parts in which each rank goes through its sequences of a step; more need less memory."""
+    seed: Count = 0
+    steps: Positive = 250
+    global_batch: Positive = 16
+    accumulation: Positive = 1
     strategy: Literal["overlapped", "synchronous", "no_sync"] = "overlapped"
-    """When gradients are averaged: while backward runs, at its end, or by one call after it."""
     fsdp: Literal["none", "full", "grad", "hybrid"] = "none"
-    """What is divided among the replicas: nothing (data parallelism), or parameters, gradients and optimizer state;
-    parameters are gathered when needed (full), or kept for backward (grad); hybrid is full on each node."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the model computes in; parameters, their updates and the sums of gradients stay in float32."""
     cpu_offload: Literal["none", "params", "full"] = "none"
-    """What lies in files in the run's folder instead of memory, with fsdp: parameters, or optimizer state too."""
-    evaluate_every: int = 50
-    """Steps between two held-out losses; 0 means only at the beginning and the end."""
-    held_out_sequences: int = 128
-    """Held-out sequences in each of them, spread evenly; 0 means all there are."""
-    sample_length: int = 200
-    """Bytes of text to generate at the end; 0 generates none."""
-    temperature: float = 0.7
-    """Randomness of that text: 0 takes the likeliest byte each time."""
+    evaluate_every: Count = 50
+    held_out_sequences: Count = 128
+    sample_length: Count = 200
+    temperature: NotNegative = 0.7
     prompt: str = "def "
-    """What that text goes on from."""
     progress: Literal["auto", "live", "plain", "off"] = "auto"
-    """One line that is redrawn, a line for each tenth, or nothing; auto redraws where a terminal shows it."""
     plot: bool = True
-    """Draw the loss curve at the end, and with trace the times of the pipeline."""
 
     @property
     def folder(self) -> Path:
@@ -175,10 +167,6 @@ class RunConfig(Settings):
         return self.out or Path("axonmpi-runs") / self.name
 
     def _check(self) -> None:
-        for name in ("steps", "global_batch", "accumulation"):
-            at_least(name, getattr(self, name), 1)
-        for name in ("seed", "evaluate_every", "held_out_sequences", "sample_length", "temperature"):
-            at_least(name, getattr(self, name), 0)
         if not self.name or self.name in (".", "..") or any(sign in self.name for sign in "/\\\0"):
             raise ValueError(f"name: expected the name of a folder without slashes, got {self.name!r}; see --out")
         if self.cpu_offload != "none" and self.fsdp == "none":
@@ -191,24 +179,22 @@ class RunConfig(Settings):
 
 @dataclass(frozen=True)
 class PipelineConfig(Settings):
-    """A pipeline: ranks have stages of the model. With all settings at their defaults there is none.
+    """A pipeline, whose ranks have stages of the model. With all settings at their defaults there is none.
 
-    Raises:
-        TypeError: A value is of the wrong type.
-        ValueError: A value is out of range, or the schedule does not take so many chunks.
+    Attributes:
+        pp: Ranks of a pipeline, each with stages of the model; more ranks make several pipelines.
+        schedule: Order in which the ranks of a pipeline compute; axonmpi chart draws it.
+        micro_batches: Parts in which a batch goes through the stages; 0 means 4 for each rank of a pipeline, where
+            there are sequences enough.
+        chunks: Stages on each rank; 0 means 2 with interleaved-1f1b, where there are blocks enough, and else 1.
+        trace: File for the times of the last step, which Perfetto and axonmpi chart open.
     """
 
-    pp: int = 1
-    """Ranks of a pipeline, which have the model's stages; where ranks are left there are several pipelines."""
+    pp: Positive = 1
     schedule: Literal["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"] = "1f1b"
-    """In which order the ranks of a pipeline compute; axonmpi chart draws it."""
-    micro_batches: int = 0
-    """Parts in which a batch goes through the stages; 0 means 4 for each rank of a pipeline, where there are
-    sequences enough."""
-    chunks: int = 0
-    """Stages on each rank; 0 means 2 with interleaved-1f1b, where there are blocks enough, and else 1."""
+    micro_batches: Count = 0
+    chunks: Count = 0
     trace: Path | None = None
-    """File for the times of the last step, which Perfetto and axonmpi chart open."""
 
     @property
     def is_wanted(self) -> bool:
@@ -222,9 +208,6 @@ class PipelineConfig(Settings):
         return 2 if self.schedule == "interleaved-1f1b" and layers >= 2 * self.pp else 1
 
     def _check(self) -> None:
-        at_least("pp", self.pp, 1)
-        for name in ("micro_batches", "chunks"):
-            at_least(name, getattr(self, name), 0)
         if self.schedule == "zero-bubble" and self.chunks > 2:
             raise ValueError(
                 f"chunks: expected 1 or 2 with zero-bubble, got {self.chunks}; interleaved-1f1b takes any number"
@@ -233,23 +216,18 @@ class PipelineConfig(Settings):
 
 @dataclass(frozen=True)
 class MeshConfig(Settings):
-    """How the ranks are laid out: dp x tp x pp is their number.
+    """The layout of the ranks: dp x tp x pp is their number.
 
-    Raises:
-        TypeError: A value is of the wrong type.
-        ValueError: A value is out of range.
+    Attributes:
+        dp: Replicas of the model, each with its part of the batch; 0 means as many as the ranks are enough for.
+        tp: Ranks that divide every layer of the model among them.
+        sequence_parallel: With tp, divide what is between the layers among the same ranks as well, along the
+            sequence.
     """
 
-    dp: int = 0
-    """Replicas of the model, each with its part of the batch; 0 means as many as the ranks are enough for."""
-    tp: int = 1
-    """Ranks that divide every layer of the model among them."""
+    dp: Count = 0
+    tp: Positive = 1
     sequence_parallel: bool = False
-    """With tp, divide what is between the layers among the same ranks as well, along the sequence."""
-
-    def _check(self) -> None:
-        at_least("dp", self.dp, 0)
-        at_least("tp", self.tp, 1)
 
 
 @dataclass(frozen=True)
@@ -308,18 +286,18 @@ class Config:
             ValueError: There is no setting of that name (the message names similar ones), or its value is bad.
             TypeError: A value is of the wrong type.
         """
-        places = _places()
+        group_of = _group_of_each_setting()
         changes: dict[str, dict[str, Any]] = {name: {} for name in _groups()}
         for name, value in settings.items():
-            if name not in places:
+            if name not in group_of:
                 raise ValueError(_unknown_setting(name))
-            changes[places[name]][name] = value
+            changes[group_of[name]][name] = value
         groups = {name: dataclasses.replace(getattr(self, name), **given) for name, given in changes.items()}
         return Config(**groups)
 
     def flat(self) -> dict[str, Any]:
         """Return every setting by its name, with paths as text: what a TOML or JSON file can hold."""
-        values = {name: getattr(getattr(self, group), name) for name, group in _places().items()}
+        values = {name: getattr(getattr(self, group), name) for name, group in _group_of_each_setting().items()}
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
     @classmethod
@@ -342,21 +320,20 @@ def _groups() -> dict[str, type[Settings]]:
     return hints
 
 
-def _places() -> dict[str, str]:
-    """Return the group of each setting."""
+def _group_of_each_setting() -> dict[str, str]:
     return {setting.name: name for name, group in _groups().items() for setting in dataclasses.fields(group)}
 
 
 def _ungrouped(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Lift the settings out of their groups' tables."""
+    groups, group_of = _groups(), _group_of_each_setting()
     flat: dict[str, Any] = {}
     for key, value in settings.items():
-        table = value if key in _groups() and isinstance(value, Mapping) else None
-        for name, setting in (table if table is not None else {key: value}).items():
+        in_table = key in groups and isinstance(value, Mapping)
+        for name, setting in (value if in_table else {key: value}).items():
             canonical = str(name).replace("-", "_")
-            group = _places().get(canonical)
-            if table is not None and group not in (None, key):
-                raise ValueError(f"{name} belongs to the table {group}, got it in {key}: move it")
+            if in_table and group_of.get(canonical, key) != key:
+                raise ValueError(f"{name} belongs to the table {group_of[canonical]}, got it in {key}: move it")
             if canonical in flat:
                 raise ValueError(f"{name} is given twice: keep one")
             flat[canonical] = setting
@@ -364,7 +341,59 @@ def _ungrouped(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unknown_setting(name: str) -> str:
-    near = difflib.get_close_matches(name, _places(), n=3)
+    near = difflib.get_close_matches(name, _group_of_each_setting(), n=3)
     if near:
         return f"unknown setting {name!r}: did you mean {' or '.join(near)}?"
-    return f"unknown setting {name!r}: expected one of {', '.join(sorted(_places()))}"
+    return f"unknown setting {name!r}: expected one of {', '.join(sorted(_group_of_each_setting()))}"
+
+
+# ---- files ------------------------------------------------------------------------------------------------------
+
+
+def load_config(path: str | Path) -> Config:
+    """Read a configuration from a file with the names of the flags; the other settings have their defaults. Local.
+
+        steps = 1000                    [optimizer]
+        layers = 6              or      lr = 2e-3
+        lr = 2e-3                       [run]
+                                        steps = 1000
+
+    Args:
+        path: A file ending in `.toml`, `.yaml` or `.yml`.
+
+    Raises:
+        ValueError: The file is missing, unreadable, malformed or of another kind; a name in it is unknown (the
+            message has similar ones), comes twice or is in the wrong table; a value is out of range or of the
+            wrong type.
+    """
+    path = Path(path)
+    readers: dict[str, Callable[[str], Any]] = {".toml": _toml, ".yaml": _yaml, ".yml": _yaml}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise ValueError(f"config file {path}: expected a name ending in .toml, .yaml or .yml")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"config file {path} cannot be read: {error}") from error
+    try:
+        settings = reader(text)
+        if not isinstance(settings, dict):
+            raise TypeError(f"expected settings as NAME: VALUE, got {type(settings).__name__}")
+        return Config.from_mapping(settings)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config file {path}: {error}") from error
+
+
+def _toml(text: str) -> Any:
+    # tomli became a part of Python in 3.11
+    toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    return toml.loads(text)
+
+
+def _yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"not valid YAML: {error}") from error

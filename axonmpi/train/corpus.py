@@ -3,9 +3,9 @@
     files in sorted order ──► one string of bytes ──► equal blocks   T T T H T T T H ...
                                                        T joined: train      H joined: held out
 
-Whole contiguous blocks are held out, spread over the text, so no held-out sequence overlaps a training one
-and both parts are of the same kind. Everything is deterministic: each rank reads the text for itself and all
-have the same. The default text is the standard library of Python, which is on every machine that runs this.
+Whole contiguous blocks are held out, spread over the text, so no held-out sequence overlaps a training one and both
+parts are of the same kind. Everything is deterministic: each rank reads the text itself, and all get the same. The
+default text is the standard library of Python, which every machine has that runs this.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 import math
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +23,11 @@ from torch import Tensor
 
 from .config import TextConfig
 
-__all__ = ["Corpus", "load_corpus", "split_blocks", "unigram_entropy"]
+__all__ = ["Corpus", "load_corpus", "split_blocks"]
 
 _BLOCK_BYTES = 1 << 16
 _MEGABYTE = 1_000_000
-# in the library's folder but not the library: installed packages, and its tests, which not every vendor ships
+# in the folder of the library, but no part of it: installed packages, and the tests, which some vendors leave out
 _NOT_LIBRARY = {"__pycache__", "dist-packages", "idlelib", "site-packages", "test", "tests"}
 
 
@@ -36,7 +36,7 @@ class Corpus:
     """A text in two parts.
 
     Attributes:
-        source: Where it comes from, for people.
+        source: Its origin in words.
         train: The bytes to train on, uint8 `[N]`.
         held_out: The bytes never trained on, uint8 `[M]`.
         digest: SHA-256 of both, to compare between ranks.
@@ -49,8 +49,15 @@ class Corpus:
 
     @property
     def unigram_entropy(self) -> float:
-        """Nats per byte that the held-out bytes cost a model which knows only how frequent each byte is."""
-        return unigram_entropy(self.train, self.held_out)
+        """Mean of -ln p(byte) over the held-out bytes, in nats per byte, with p from counts of the training bytes.
+
+        It is the cross-entropy of the best model without context, which a trained model must be below. One is added
+        to each count (Laplace), so that a byte that is never trained on costs much but not infinitely much.
+        """
+        counts = torch.bincount(self.train.long(), minlength=256).double() + 1
+        log_chances = (counts / counts.sum()).log()
+        frequencies = torch.bincount(self.held_out.long(), minlength=256).double() / len(self.held_out)
+        return float(-(frequencies * log_chances).sum())
 
 
 def load_corpus(config: TextConfig, sequence_length: int) -> Corpus:
@@ -78,18 +85,8 @@ def load_corpus(config: TextConfig, sequence_length: int) -> Corpus:
 
 
 def _library() -> Iterator[Path]:
-    return _modules(sysconfig.get_paths()["stdlib"])
-
-
-def _modules(folder: str) -> Iterator[Path]:
-    """Yield the modules below a folder in the order of their paths, looking into folders as they are needed."""
-    for entry in _inside(folder):
-        if entry.name in _NOT_LIBRARY:
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from _modules(entry.path)
-        elif entry.name.endswith(".py"):
-            yield Path(entry.path)
+    files = _below(sysconfig.get_paths()["stdlib"], left_out=_NOT_LIBRARY)
+    return (file for file in files if file.suffix == ".py")
 
 
 def _files(path: Path) -> Iterable[Path]:
@@ -100,22 +97,20 @@ def _files(path: Path) -> Iterable[Path]:
     return [path]
 
 
-def _below(folder: str) -> Iterator[Path]:
-    """Yield the files below a folder in the order of their paths, looking into folders as they are needed."""
-    for entry in _inside(folder):
+def _below(folder: str, left_out: Collection[str] = ()) -> Iterator[Path]:
+    """Yield the files below a folder in the order of their paths; look into a folder only when it is needed."""
+    try:
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+    except OSError as error:  # else the files of that folder would be left out
+        raise ValueError(f"cannot read {folder}: {error.strerror}") from error
+    for entry in entries:
+        if entry.name in left_out:
+            continue
         if entry.is_dir(follow_symlinks=False):
-            yield from _below(entry.path)
+            yield from _below(entry.path, left_out)
         elif entry.is_file():
             yield Path(entry.path)
-
-
-def _inside(folder: str) -> list[os.DirEntry[str]]:
-    """Return what is in a folder, by name; a folder that cannot be read is an error, as a file is."""
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
-    except OSError as error:
-        raise ValueError(f"cannot read {folder}: {error.strerror}") from error
 
 
 def _read(files: Iterable[Path], limit: int) -> Tensor:
@@ -160,22 +155,3 @@ def split_blocks(text: Tensor, held_out_fraction: float, shortest: int) -> tuple
     blocks = text.tensor_split(count - count % period)
     train = [block for number, block in enumerate(blocks, 1) if number % period]
     return torch.cat(train), torch.cat(blocks[period - 1 :: period])
-
-
-def unigram_entropy(train: Tensor, held_out: Tensor) -> float:
-    """Return the mean of -ln p(byte) over the held-out bytes, with p from counting the training bytes.
-
-    It is the cross-entropy that the best model without context reaches: what a trained one must be below.
-    One is added to each count (Laplace), so that a byte never trained on costs much but not infinitely much.
-
-    Args:
-        train: uint8 `[N]`.
-        held_out: uint8 `[M]`, M at least 1.
-
-    Returns:
-        Nats per byte, the unit of the loss.
-    """
-    counts = torch.bincount(train.long(), minlength=256).double() + 1
-    log_chances = (counts / counts.sum()).log()
-    frequencies = torch.bincount(held_out.long(), minlength=256).double() / len(held_out)
-    return float(-(frequencies * log_chances).sum())

@@ -5,16 +5,15 @@
     output                    └─ one sum over the ranks        and likewise expand, contract
     head               rows of the vocabulary                  a rank has some words' logits, no rank has all
 
-Every rank builds the whole model from the same seed and keeps its part, so that training begins with the values
-that it begins with on one rank. With sequence parallelism a rank has a part of the sequence from the first block to
-the last norm; it has the whole sequence again where logits are computed.
+Every rank builds the whole model from the same seed and keeps its part, so that training begins with the same
+values as on one rank. With sequence parallelism a rank has a part of the sequence from the first block to the
+last norm, and the whole sequence again for the logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,7 +24,7 @@ from ..tensor.state import copies
 from .batches import IGNORED
 from .model import GPT, VOCABULARY_SIZE
 
-__all__ = ["DividedPredictor", "divide", "joined_logits", "replicated_copies", "summed_loss"]
+__all__ = ["divide", "joined_logits", "replicated_copies", "summed_loss"]
 
 _PLAN = {
     "embedding": "vocab",
@@ -46,14 +45,14 @@ def divide(model: GPT, group: ProcessGroup, *, sequence_parallel: bool) -> None:
     Args:
         model: The same model on every rank; its heads divide by the number of ranks.
         group: The ranks along the tp axis; nothing is done for one.
-        sequence_parallel: Divide what is between the layers as well.
+        sequence_parallel: Divide the activations between the layers as well.
     """
     if group.size > 1:
         tensor_parallelize(model, _PLAN, group, sequence_parallel=sequence_parallel)
 
 
 def replicated_copies(module: nn.Module, group: ProcessGroup) -> Mapping[str, int]:
-    """Return on how many ranks along the tp axis each parameter is, by its name; local."""
+    """Return the number of ranks along the tp axis that have each parameter, by its name; local."""
     return copies(module) if group.size > 1 else {}
 
 
@@ -61,9 +60,9 @@ def summed_loss(logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
     """Return the loss in nats, summed over all bytes whose target is not `IGNORED`; collective over the tp axis.
 
     Args:
-        logits: [B, T, V] all of them, or this rank's; they may be in half precision, the loss is not.
+        logits: [B, T, V] all of them, or this rank's; half precision is possible, the loss is in float32.
         targets: [B, T] bytes.
-        group: The ranks that have the logits together.
+        group: The ranks that share the logits.
     """
     if group.size == 1:
         flat = logits.flatten(0, 1).float()
@@ -74,28 +73,6 @@ def summed_loss(logits: Tensor, targets: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def joined_logits(logits: Tensor, group: ProcessGroup) -> Tensor:
-    """Return all logits of one position, [256], of what each rank has of them; collective over the tp axis."""
+    """Return all logits of one position, [256], given each rank's part; collective over the tp axis."""
     whole: Tensor = logits if group.size == 1 else group.all_gather(logits)
     return whole[:VOCABULARY_SIZE]
-
-
-class DividedPredictor:
-    """Predicts with all ranks along the tp axis, which get the same answer.
-
-    Args:
-        model: Each rank's part.
-        group: The ranks.
-    """
-
-    def __init__(self, model: GPT, group: ProcessGroup) -> None:
-        self._model = model
-        self._group = group
-
-    @torch.no_grad()
-    def next_logits(self, text: Sequence[int]) -> Tensor:
-        """Return the logits of the byte after `text`, [256]; collective."""
-        length = self._model.config.sequence_length
-        window = torch.tensor([text[-length:]])
-        # of a length that can be divided; a byte sees nothing of those behind it
-        logits = self._model(F.pad(window, (0, length - window.shape[1])))
-        return joined_logits(logits[0, window.shape[1] - 1], self._group)

@@ -1,4 +1,4 @@
-"""Which ranks have the model together, and which have the same part of it.
+"""The layout of the ranks: which of them share a model, and which have the same part of it.
 
     rank = (replica * pp + position) * tp + part           8 ranks, dp = pp = tp = 2
 
@@ -8,8 +8,7 @@
     replica 1    rank 4   rank 5   rank 6   rank 7         pp: ranks 0 and 2 are a pipeline, 1 and 3 another
                  a column averages its gradients           dp
 
-It is a `DeviceMesh` of the axes dp, pp and tp. What is here is known before anything is sent, and so is whether the
-ranks are as many as the settings say.
+It is a `DeviceMesh` of the axes dp, pp and tp. The layout is computed and checked before anything is sent.
 """
 
 from __future__ import annotations
@@ -32,16 +31,13 @@ _SUGGESTIONS = 6
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a rank stands among all.
+    """A rank's place among all ranks.
 
     Attributes:
-        dp: How often the model is there.
-        pp: Ranks that have the stages of one.
+        dp: Number of replicas of the model.
+        pp: Ranks that share the stages of a replica.
         tp: Ranks that divide the layers of a stage.
         rank: The rank.
-
-    Raises:
-        ValueError: From `Layout.of`: the ranks are not as many as the settings say.
     """
 
     dp: int
@@ -51,7 +47,11 @@ class Layout:
 
     @classmethod
     def of(cls, config: Config, ranks: int, rank: int) -> Layout:
-        """Lay out `ranks` ranks as the settings say; local."""
+        """Lay out `ranks` ranks as the settings say; local.
+
+        Raises:
+            ValueError: dp x tp x pp is not the number of ranks.
+        """
         dp, pp, tp = config.mesh.dp, config.pipeline.pp, config.mesh.tp
         chosen = dp or max(ranks // (pp * tp), 1)
         if chosen * pp * tp != ranks:
@@ -65,27 +65,22 @@ class Layout:
 
     @property
     def replica(self) -> int:
-        """Which replica this rank is of: decides the part of the batch that it computes."""
+        """Number of this rank's replica, which decides its part of the batch."""
         return self.rank // (self.pp * self.tp)
 
     @property
     def position(self) -> int:
-        """Where this rank is in its pipeline: decides the stages of the model that it has."""
+        """Position of this rank in its pipeline, which decides its stages of the model."""
         return self.rank // self.tp % self.pp
 
-    @property
-    def part(self) -> int:
-        """Which part of its layers this rank has."""
-        return self.rank % self.tp
-
     def ranks_at(self, position: int) -> list[int]:
-        """Return the ranks that have the same stages, or parts of them."""
+        """Return the ranks that have the stages of a position, or parts of them."""
         firsts = range(position * self.tp, self.dp * self.pp * self.tp, self.pp * self.tp)
         return [first + part for first in firsts for part in range(self.tp)]
 
 
 def plan_schedule(config: Config, layout: Layout) -> Schedule:
-    """Return what the ranks of a pipeline do in a step; local.
+    """Return the schedule of a step for the ranks of a pipeline; local.
 
     Raises:
         ValueError: There are more micro-batches than sequences.
@@ -104,14 +99,14 @@ def plan_schedule(config: Config, layout: Layout) -> Schedule:
 
 
 def check_nodes(layout: Layout, nodes: Sequence[int]) -> None:
-    """Raise unless replicas can be sharded within nodes, which every group along dp has to be able to; local.
+    """Raise unless each group along dp has equally many ranks on each of its nodes, for hybrid sharding; local.
 
     Args:
-        layout: Where any of the ranks stands.
+        layout: The place of any of the ranks.
         nodes: The node of each rank.
 
     Raises:
-        ValueError: In a group, one node has more of the ranks than another.
+        ValueError: One node has more ranks of a group than another node.
     """
     stride = layout.pp * layout.tp
     for first in range(stride):
@@ -147,7 +142,7 @@ def _wrong_product(config: Config, ranks: int) -> str:
 
 
 def _fits(config: Config, shape: dict[str, int]) -> bool:
-    """Say whether these settings could be used with another shape of the mesh."""
+    """Say whether the settings fit another shape of the mesh."""
     model, run = config.model, config.run
     pipeline = dataclasses.replace(config.pipeline, pp=shape["pp"])
     sequences = run.global_batch // shape["dp"] // run.accumulation

@@ -5,11 +5,12 @@
     Block:  x + attention(norm(x)),  then  x + mlp(norm(x))
 
 Position t sees bytes 0..t and predicts byte t + 1. B is the batch, T the sequence length, D the width,
-H the number of heads and C = D / H the width of a head. Every random number comes from a `torch.Generator`
-that the caller passes, so two models built from equal seeds are equal, in any thread and on any rank.
+H the number of heads and C = D / H the width of a head. Every random number comes from a `torch.Generator` of the
+caller, so two models built from equal seeds are equal, in any thread and on any rank.
 
-For a pipeline the model is cut into stages, rows of blocks; the first has the embedding too, the last the output.
-Nothing here depends on how many heads, hidden features or vocabulary rows there are, so ranks can divide them.
+For a pipeline the model is cut into stages of consecutive blocks; the first one also has the embedding, the
+last one the output. The code does not use the number of heads, hidden features or vocabulary rows, so ranks can
+divide them.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import skip_init
 
 from ..pipeline.splitting import balanced_bounds
-from ..wrapping.linear import QuickLinear
 from .config import ModelConfig
 
-__all__ = ["GPT", "VOCABULARY_SIZE", "Block", "GPTStage", "Positions", "Predictor", "cut", "generate"]
+__all__ = ["GPT", "VOCABULARY_SIZE", "Block", "GPTStage", "Predictor", "cut", "generate"]
 
 VOCABULARY_SIZE = 256
 """One token for each value of a byte."""
@@ -34,37 +35,10 @@ VOCABULARY_SIZE = 256
 _INITIAL_STD = 0.02  # of GPT-2
 
 
-class _Linear(QuickLinear):
-    """A layer without bias that leaves its weight unset and torch's global generator alone."""
-
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
-
-    def reset_parameters(self) -> None:
-        """Do nothing: `GPT` fills every weight."""
-
-
-class _Embedding(nn.Embedding):
-    """The same for an embedding."""
-
-    def reset_parameters(self) -> None:
-        """Do nothing: `GPT` fills every weight."""
-
-
-class Positions(nn.Module):
-    """A learned vector for each position.
-
-    Args:
-        weight: [T, D] the vectors.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-
-    def forward(self, length: int) -> Tensor:
-        """Return the vectors of the first positions, [length, D]."""
-        return self.weight[:length]
+def _linear(in_features: int, out_features: int) -> nn.Linear:
+    """Return a layer without bias or initial weights: `GPT` fills them, without torch's global generator."""
+    layer: nn.Linear = skip_init(nn.Linear, in_features, out_features, bias=False)
+    return layer
 
 
 def _norm(config: ModelConfig) -> nn.Module:
@@ -104,7 +78,7 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a position sees itself and what came before.
+    """Multi-head attention in which a position sees itself and earlier positions.
 
     Args:
         config: The model's shape.
@@ -113,8 +87,8 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_width = config.width // config.heads
-        self.query_key_value = _Linear(config.width, 3 * config.width)
-        self.output = _Linear(config.width, config.width)
+        self.query_key_value = _linear(config.width, 3 * config.width)
+        self.output = _linear(config.width, config.width)
 
     def forward(self, x: Tensor, table: Tensor | None) -> Tensor:
         """Mix positions.
@@ -148,8 +122,8 @@ class Block(nn.Module):
         self.attention_norm = _norm(config)
         self.attention = CausalSelfAttention(config)
         self.mlp_norm = _norm(config)
-        self.expand = _Linear(config.width, config.mlp_ratio * config.width)
-        self.contract = _Linear(config.mlp_ratio * config.width, config.width)
+        self.expand = _linear(config.width, config.mlp_ratio * config.width)
+        self.contract = _linear(config.mlp_ratio * config.width, config.width)
 
     def forward(self, x: Tensor, table: Tensor | None) -> Tensor:
         """Return the stream `[B, T, D]` after this layer; `x` is left as it is."""
@@ -170,16 +144,16 @@ class GPT(nn.Module):
     def __init__(self, config: ModelConfig, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = config
-        self.embedding = _Embedding(VOCABULARY_SIZE, config.width)
-        self.positions: Positions | None = None
+        self.embedding = skip_init(nn.Embedding, VOCABULARY_SIZE, config.width)
+        self.positions: nn.Embedding | None = None
         if config.positions == "learned":
-            self.positions = Positions(torch.empty(config.sequence_length, config.width))
+            self.positions = skip_init(nn.Embedding, config.sequence_length, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.final_norm = _norm(config)
-        self.head = _Linear(config.width, VOCABULARY_SIZE)
+        self.head = _linear(config.width, VOCABULARY_SIZE)
         if config.tied_embeddings:
             self.head.weight = self.embedding.weight
-        # not a buffer: it is the same on every rank and needs no broadcast, and no place in a checkpoint
+        # not a buffer: it is the same on every rank, and needs no broadcast and no place in a checkpoint
         self.table: Tensor | None = None
         if self.positions is None:
             self.table = rotation_table(config.sequence_length, config.width // config.heads)
@@ -228,14 +202,14 @@ class GPT(nn.Module):
 
 
 class GPTStage(nn.Module):
-    """A row of a model's blocks, with the embedding before the first one and the output layer after the last.
+    """Consecutive blocks of a model, with the embedding before the first block and the output layer after the last.
 
-    All parts are those of the model, not copies, and have the names that they have there.
+    All parts are the model's own, not copies, and keep their names.
 
     Args:
         model: The whole model.
-        first: The first block.
-        stop: The one after the last.
+        first: Number of the first block.
+        stop: Number of the last block, plus one.
     """
 
     def __init__(self, model: GPT, first: int, stop: int) -> None:
@@ -254,7 +228,7 @@ class GPTStage(nn.Module):
 
     @property
     def content(self) -> str:
-        """What is in it, in words."""
+        """Its parts in words."""
         numbers = list(self.blocks)
         blocks = f"blocks {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"block {numbers[0]}"
         parts = ("embedding", self.embedding), (blocks, self.blocks), ("output layer", self.head)
@@ -262,11 +236,11 @@ class GPTStage(nn.Module):
 
 
 def _compute(parts: GPT | GPTStage, x: Tensor) -> Tensor:
-    """Send a batch through all that is there: embedding, blocks, output layer."""
+    """Compute with all parts of a model or a stage: embedding, blocks, output layer."""
     if parts.embedding is not None:
         x = parts.embedding(x)
         if parts.positions is not None:
-            x = x + parts.positions(x.shape[1])
+            x = x + parts.positions(torch.arange(x.shape[1], device=x.device))
     if parts.table is not None:
         parts.table = parts.table.to(x.device)
     for block in parts.blocks.children():
@@ -278,10 +252,10 @@ def _compute(parts: GPT | GPTStage, x: Tensor) -> Tensor:
 
 
 def cut(model: GPT, num_stages: int) -> list[GPTStage]:
-    """Cut a model into stages of whole blocks, so that the one that computes most computes as little as it can.
+    """Cut a model into stages of whole blocks, so that the largest stage computes as little as possible.
 
     Args:
-        model: The whole model, whose parts are used.
+        model: The whole model, whose parts the stages share.
         num_stages: From 1 to the number of blocks.
 
     Raises:
@@ -298,7 +272,7 @@ def cut(model: GPT, num_stages: int) -> list[GPTStage]:
 
 
 class Predictor(Protocol):
-    """What text is generated with."""
+    """A model that `generate` can use."""
 
     def next_logits(self, text: Sequence[int]) -> Tensor:
         """Return the logits of the byte after `text`, [256]."""

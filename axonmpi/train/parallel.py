@@ -1,12 +1,12 @@
-"""How the model is spread over the ranks: replicas, sharded or not, of the whole model or of stages of it.
+"""The model on several ranks: replicas, sharded or not, of the whole model or of its stages.
 
     trainer ──► ParallelModel ─┬─ WholeModel        a rank has all layers
                                └─ PipelinedModel    a rank has stages, see `pipelined.py`
                 each module in ┬─ Replica           gradients are averaged over the dp axis
-                               └─ FSDP              and parameters divided along it
+                               └─ FSDP              parameters are sharded along it, too
 
-With tp a rank's modules are already its part of each layer, see `divided.py`. The trainer uses nothing of all this
-but what `ParallelModel` lists, so another wrapper needs a case here and no change elsewhere.
+With tp a rank's modules are its part of each layer, see `divided.py`. The trainer uses only the methods of
+`ParallelModel`, so another wrapper needs a case here and no change elsewhere.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..backends import Backend
 from ..collectives.gradient_norm import clip_grad_norm
@@ -29,8 +30,8 @@ from ..groups.world import ProcessGroup
 from ..types import GradSyncStrategy
 from .batches import IGNORED, Batch
 from .config import Config, RunConfig
-from .divided import DividedPredictor, replicated_copies, summed_loss
-from .model import GPT, Block, Predictor
+from .divided import joined_logits, replicated_copies, summed_loss
+from .model import GPT, Block, GPTStage, Predictor
 
 __all__ = ["Held", "ParallelModel", "Replica", "WholeModel", "wrap"]
 
@@ -40,13 +41,13 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank has of the model, in bytes but for the first.
+    """A rank's part of the model.
 
     Attributes:
         parameters: Numbers that its optimizer updates.
-        values: Of the parameters, with what they are gathered in.
-        gradients: Of theirs.
-        state: Of the optimizer.
+        values: Bytes of the parameters and of the buffers that they are gathered in.
+        gradients: Bytes of the gradients.
+        state: Bytes of the optimizer's state.
     """
 
     parameters: int
@@ -56,12 +57,12 @@ class Held:
 
     @property
     def together(self) -> int:
-        """All of it, in bytes."""
+        """Bytes of all three."""
         return self.values + self.gradients + self.state
 
 
 class Replica(DistributedDataParallel):
-    """A model, or a part of one, that several ranks have, computed in the chosen dtype.
+    """A replica of a module, computed in the chosen dtype.
 
     Args:
         module: The same on all ranks of the group.
@@ -70,7 +71,7 @@ class Replica(DistributedDataParallel):
     """
 
     def __init__(self, module: nn.Module, config: RunConfig, group: ProcessGroup) -> None:
-        # the model has no buffers that change, so none need to be sent before each forward
+        # the model has no buffers that change, so none need a broadcast before each forward
         super().__init__(module, group, sync_strategy=GradSyncStrategy(config.strategy), broadcast_buffers=False)
         self._dtype = getattr(torch, config.dtype)
 
@@ -85,13 +86,13 @@ Wrapped = Replica | FullyShardedDataParallel
 
 
 def wrap(module: nn.Module, config: RunConfig, group: ProcessGroup, alone: Sequence[str] = ()) -> Wrapped:
-    """Let the ranks of a group train a module together, each on its part of the batch; collective.
+    """Wrap a module for data parallel training, sharded or not; collective.
 
     Args:
-        module: The same on all of them.
-        config: Chooses how.
+        module: The same on all ranks of the group.
+        config: The kind of data parallelism.
         group: The ranks along the dp axis.
-        alone: Names of submodules that are sharded by themselves, if the module is sharded.
+        alone: Names of submodules that become FSDP units of their own.
     """
     if config.fsdp == "none":
         return Replica(module, config, group)
@@ -108,24 +109,39 @@ def wrap(module: nn.Module, config: RunConfig, group: ProcessGroup, alone: Seque
 
 
 class ParallelModel(ABC):
-    """A model that lives on several ranks, as the trainer sees it.
+    """A model on several ranks, as the trainer sees it.
 
     Args:
-        modules: This rank's.
-        wrapped: The same, made to share their gradients with the replicas.
+        modules: This rank's modules.
+        wrapped: The same modules, wrapped to share their gradients with the replicas.
         mesh: The ranks, with the axes dp, pp and tp.
-        accumulates: Whether a step's gradients are added up before they are averaged: whole ones, also of shards.
+        length: Bytes that the model sees at once.
+        accumulates: Whether whole gradients, also of sharded parameters, are added up before they are averaged.
+
+    Attributes:
+        stages: This rank's stages of a pipeline; None where a rank has all layers.
+        opening: A line about the pipeline, shown when a run begins.
     """
 
+    stages: list[GPTStage] | None = None
+    opening: str = ""
+
     def __init__(
-        self, modules: Sequence[nn.Module], wrapped: Sequence[Wrapped], mesh: DeviceMesh, *, accumulates: bool
+        self,
+        modules: Sequence[nn.Module],
+        wrapped: Sequence[Wrapped],
+        mesh: DeviceMesh,
+        *,
+        length: int,
+        accumulates: bool,
     ) -> None:
         self._accumulates = accumulates
+        self._length = length
         self._modules = list(modules)
         self._wrapped = list(wrapped)
         self._mesh = mesh
         self._is_sharded = any(isinstance(one, FullyShardedDataParallel) for one in wrapped)
-        # replicas have the same gradients: only where each has a part of them do they all have to be asked
+        # replicas have the same gradients; with shards each has a part of them, and all have to be asked
         self._norm_group = mesh.group() if self._is_sharded else mesh.group("pp", "tp")
         self._copies = {
             id(parameter): copies.get(name, 1) * _replicas(one)
@@ -136,19 +152,18 @@ class ParallelModel(ABC):
 
     @property
     def backends(self) -> list[Backend]:
-        """The communicators that it uses besides that of all ranks; some may be named twice."""
+        """The backends that it uses besides that of all ranks; some may come twice."""
         groups = [self._norm_group, self._mesh.group("tp")]
         groups += [group for one in self._wrapped for group in _groups(one)]
         return [group.backend for group in groups]
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield what this rank's optimizer updates, with the names in the model, each once."""
-        seen = set()
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that this rank's optimizer updates, each once, with their names in the model."""
+        first: dict[int, tuple[str, nn.Parameter]] = {}
         for module in self._modules:
             for name, parameter in module.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield name, parameter
+                first.setdefault(id(parameter), (name, parameter))
+        return list(first.values())
 
     def clip(self, largest: float) -> float:
         """Scale the gradients down to a norm of at most `largest`; collective. Returns the norm before.
@@ -159,16 +174,16 @@ class ParallelModel(ABC):
         return float(self._clip(largest or math.inf))
 
     def _copies_of(self, parameter: Tensor) -> int:
-        """Say on how many of the ranks that are asked for a norm the gradient of a parameter is."""
+        """Return how many ranks of the norm's group have the gradient of a parameter."""
         return self._copies[id(parameter)]
 
     def held(self) -> Held:
-        """Compute what this rank has; local."""
-        counted = {id(parameter): parameter for _, parameter in self.named_parameters()}
-        numel = sum(parameter.numel() for parameter in counted.values())
+        """Return the size of this rank's part; local."""
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        numel = sum(parameter.numel() for parameter in parameters)
         sharded = [one.memory_estimate() for one in self._wrapped if isinstance(one, FullyShardedDataParallel)]
         if not sharded:
-            nbytes = sum(parameter.nbytes for parameter in counted.values())
+            nbytes = sum(parameter.nbytes for parameter in parameters)
             return Held(numel, nbytes, nbytes, _ADAM_STATES * nbytes)
         whole = sum(stats.total_params for stats in sharded) * _FLOAT if self._accumulates else 0
         return Held(
@@ -179,27 +194,37 @@ class ParallelModel(ABC):
         )
 
     @contextmanager
-    def _whole_parameters(self) -> Iterator[None]:
-        """Give ranks that have shards of parameters all of them in the block; collective at both ends."""
+    def predictor(self) -> Iterator[Predictor | None]:
+        """Give the first replica a predictor, and other ranks None; collective at both ends of the block.
+
+        Rank 0 belongs to the first replica, all of whose ranks have to generate the same text.
+        """
         with ExitStack() as stack:
             for one in self._wrapped:
                 if isinstance(one, FullyShardedDataParallel):
                     stack.enter_context(one.full_parameters(writeback=False))
-            yield
+            yield None if self._mesh.rank("dp") else self
+
+    def next_logits(self, text: Sequence[int]) -> Tensor:
+        """Return the logits of the byte after `text`, [256]; collective over the ranks of the first replica."""
+        window = text[-self._length :]
+        # always of one length, which stages know and tp ranks can divide; no byte sees the padding after it
+        padded = F.pad(torch.tensor([window]), (0, self._length - len(window)))
+        return self._logits_at(padded, len(window) - 1)
 
     def _share(self, known: Tensor) -> Tensor:
-        """Return what a rank knows, if it is to count: ranks with parts of the same layers all know the same."""
+        """Return a value on the first of the tp ranks, which all have the same one, and zeros on the others."""
         return known if self._mesh.rank("tp") == 0 else torch.zeros_like(known)
 
     @abstractmethod
     def backward(self, parts: Sequence[Batch]) -> Tensor:
-        """Make the gradient of the mean loss over the global batch; collective.
+        """Compute the gradient of the mean loss over the global batch; collective.
 
         Args:
-            parts: This replica's sequences, gone through part by part.
+            parts: This replica's sequences, part by part.
 
         Returns:
-            [] float64, this rank's share of that loss, which is the sum over all ranks.
+            [] float64, this rank's share of that loss: the sum over all ranks is the loss.
         """
 
     @abstractmethod
@@ -215,15 +240,12 @@ class ParallelModel(ABC):
         """
 
     @abstractmethod
-    def predictor(self) -> AbstractContextManager[Predictor | None]:
-        """Have text generated in the block by the ranks that get something to do it with; collective at both ends.
-
-        Rank 0 is one of them, and all of them have to generate the same text.
-        """
+    def _logits_at(self, tokens: Tensor, position: int) -> Tensor:
+        """Return the logits at one position of `tokens`, [1, T]; collective over the ranks of the first replica."""
 
 
 class WholeModel(ParallelModel):
-    """Every rank computes with all layers, or with its part of each, for a part of the batch.
+    """Every rank has all layers, or its part of each, for a part of the batch.
 
     Args:
         model: The same on the ranks along the dp axis.
@@ -234,10 +256,11 @@ class WholeModel(ParallelModel):
     def __init__(self, model: GPT, config: Config, mesh: DeviceMesh) -> None:
         self._model = model
         self._replica = wrap(model, config.run, mesh.group("dp"))
-        super().__init__([model], [self._replica], mesh, accumulates=config.run.accumulation > 1)
+        length, accumulates = config.model.sequence_length, config.run.accumulation > 1
+        super().__init__([model], [self._replica], mesh, length=length, accumulates=accumulates)
 
     def backward(self, parts: Sequence[Batch]) -> Tensor:
-        """Add up the gradients of the parts, then average."""
+        """Add up the gradients of the parts, then average over the replicas."""
         total = torch.zeros((), dtype=torch.float64)
         for number, (inputs, targets) in enumerate(parts, 1):
             with nullcontext() if number == len(parts) else self._replica.no_sync():
@@ -258,15 +281,8 @@ class WholeModel(ParallelModel):
         loss = summed_loss(self._replica(inputs), targets, self._mesh.group("tp"))
         return self._share(torch.stack((loss, (targets != IGNORED).sum())).double())
 
-    @contextmanager
-    def predictor(self) -> Iterator[Predictor | None]:
-        """Have rank 0 generate, and those with the other parts of its layers."""
-        group = self._mesh.group("tp")
-        with self._whole_parameters():
-            if self._mesh.rank("dp"):
-                yield None
-            else:
-                yield self._model if group.size == 1 else DividedPredictor(self._model, group)
+    def _logits_at(self, tokens: Tensor, position: int) -> Tensor:
+        return joined_logits(self._model(tokens)[0, position], self._mesh.group("tp"))
 
 
 def _groups(wrapped: Wrapped) -> list[ProcessGroup]:
@@ -276,7 +292,7 @@ def _groups(wrapped: Wrapped) -> list[ProcessGroup]:
 
 
 def _replicas(wrapped: Wrapped) -> int:
-    """Return on how many ranks the same shard of a module's gradients is; 1 without shards, as one rank counts."""
+    """Return how many ranks have the same shard of a module's gradients; 1 without shards."""
     if isinstance(wrapped, FullyShardedDataParallel) and wrapped.replicate_group is not None:
         return wrapped.replicate_group.size
     return 1

@@ -1,13 +1,13 @@
-"""Ranks that have stages of the model, and several such pipelines side by side.
+"""Ranks with stages of the model, and several such pipelines side by side.
 
-    global batch ──┬── replica 0    stage 0 ══► stage 1      micro-batches of its part go through
+    global batch ──┬── replica 0    stage 0 ══► stage 1      micro-batches of its part pass the stages
                    └── replica 1    stage 0 ══► stage 1
                                        │           │
                                    gradients of a stage are averaged over the replicas
 
-Every rank builds the whole model from the same seed and keeps its stages, so that training begins with the values
-that it begins with on one rank. With tp each rank of a pipeline has its part of every layer, and those with the
-other parts are the next pipeline: all of them do the same at the same time.
+Every rank builds the whole model from the same seed and keeps its stages, so that training begins with the same
+values as on one rank. With tp each rank of a pipeline has its part of every layer, and the ranks with the other
+parts are the next pipeline: all of them do the same at the same time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..backends import Backend
 from ..groups.mesh import DeviceMesh
@@ -26,12 +25,12 @@ from ..pipeline import Pipeline, PipelineSchedule, Schedule, Timeline, simulate
 from ..pipeline.schedule.chart import describe
 from ..pipeline.schedule.simulator import measured_costs
 from ..pipeline.schedule.trace import last_step, read_trace
+from ..utils.text import counted
 from .batches import IGNORED, Batch
 from .config import Config
 from .divided import joined_logits, summed_loss
-from .model import GPT, VOCABULARY_SIZE, GPTStage, Predictor, cut
+from .model import GPT, VOCABULARY_SIZE, GPTStage, cut
 from .parallel import ParallelModel, wrap
-from .report.wording import counted
 
 __all__ = ["PipelinedModel"]
 
@@ -39,30 +38,25 @@ _TIED = ("embedding", "head")
 
 
 class PipelinedModel(ParallelModel):
-    """A model whose stages live on different ranks; made collectively over all ranks.
+    """A model whose stages are on different ranks; made collectively over all ranks.
 
     Args:
         model: The same model on every rank, or its part of all layers; the stages of other ranks are dropped.
         config: All settings.
-        schedule: What the ranks of a pipeline do in a step.
+        schedule: The actions of the ranks of a pipeline in a step.
         mesh: The ranks.
-
-    Attributes:
-        stages: This rank's.
-        opening: The schedule in words.
     """
 
     def __init__(self, model: GPT, config: Config, schedule: Schedule, mesh: DeviceMesh) -> None:
         self._parts = config.run.accumulation
-        self._length = config.model.sequence_length
         self._schedule = schedule
         group = mesh.group("pp")
         stages = cut(model, schedule.num_stages)
         sharded = config.run.fsdp != "none"
         ties = _ties(config, len(stages))
-        if ties and sharded:  # each stage gives its parameters' memory back when it is sharded
+        if ties and sharded:  # sharding a stage frees the memory of its parameters
             model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-        self.opening = _describe(config, mesh.size("dp"), schedule)
+        self.opening = "\n" + _describe(config, mesh.size("dp"), schedule)
         own = [rank == group.rank for rank in schedule.placement]
         self.stages = [stage for stage, mine in zip(stages, own, strict=True) if mine]
         wrapped = [
@@ -77,7 +71,8 @@ class PipelinedModel(ParallelModel):
             num_microbatches=schedule.num_microbatches,
             loss_fn=self._loss,
         )
-        super().__init__(self.stages, [one for one in wrapped if one is not None], mesh, accumulates=True)
+        own_wrapped = [one for one in wrapped if one is not None]
+        super().__init__(self.stages, own_wrapped, mesh, length=config.model.sequence_length, accumulates=True)
         # those of the pipeline's own messages, and of the ranks that have the tied embedding
         ranks = sorted({schedule.placement[stage] for tie in ties for stage, _ in tie})
         private = [group.private(), group.private(ranks) if len(ranks) > 1 else None]
@@ -85,14 +80,14 @@ class PipelinedModel(ParallelModel):
 
     @property
     def backends(self) -> list[Backend]:
-        """The communicators that it uses besides that of all ranks; some may be named twice."""
+        """The backends that it uses besides that of all ranks; some may come twice."""
         return [*super().backends, *self._private]
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return summed_loss(logits, targets, self._mesh.group("tp")) / (targets.numel() * self._parts)
 
     def backward(self, parts: Sequence[Batch]) -> Tensor:
-        """Send the parts through the pipeline; gradients are averaged at the end of the last one."""
+        """Send the parts through the pipeline; gradients are averaged at the end of the last part."""
         total = torch.zeros((), dtype=torch.float64)
         for number, (inputs, targets) in enumerate(parts, 1):
             with nullcontext() if number == len(parts) else self._pipeline.no_sync():
@@ -105,7 +100,7 @@ class PipelinedModel(ParallelModel):
         return self._pipeline.clip_grad_norm(largest, group=self._norm_group, copies=self._copies_of)
 
     def score(self, batch: Batch) -> Tensor:
-        """Compute the loss, which the last stage's ranks know."""
+        """Compute the loss, on the ranks of the last stage."""
         inputs, targets = batch
         loss = self._pipeline.eval_step(inputs, targets)
         if loss is None:
@@ -113,18 +108,17 @@ class PipelinedModel(ParallelModel):
         summed = loss.double() * self._parts * targets.numel()
         return self._share(torch.stack((summed, (targets != IGNORED).sum())))
 
-    @contextmanager
-    def predictor(self) -> Iterator[Predictor | None]:
-        """Have the ranks of the first replica generate together."""
-        with self._whole_parameters():
-            if self._mesh.rank("dp"):
-                yield None
-            else:
-                yield _PipelinePredictor(self._pipeline, self._mesh, self._schedule.placement[-1], self._length)
+    def _logits_at(self, tokens: Tensor, position: int) -> Tensor:
+        output = self._pipeline(tokens)
+        logits = torch.empty(VOCABULARY_SIZE)
+        if output is not None:
+            logits.copy_(joined_logits(output[0, position], self._mesh.group("tp")))
+        self._pipeline.process_group.broadcast(logits, self._schedule.placement[-1])
+        return logits
 
     @contextmanager
     def traced(self, path: Path) -> Iterator[None]:
-        """Write when the ranks of the first pipeline compute within the block to a trace file; collective there."""
+        """Write the times at which the ranks of the first pipeline compute in the block; collective over them."""
         if self._mesh.rank("dp", "tp"):
             yield
             return
@@ -134,46 +128,18 @@ class PipelinedModel(ParallelModel):
         self._pipeline.record_times(False)
 
     def timelines(self, path: Path) -> tuple[Timeline, Timeline]:
-        """Read a trace: return the last step, and what it would have been without waiting for messages; local."""
+        """Read a trace: return the last step, and the same without waiting for messages; local."""
         measured = last_step(read_trace(path), self._schedule)
         return measured, simulate(self._schedule, measured_costs(measured))
 
 
-class _PipelinePredictor:
-    """Predicts with all ranks of a replica, which get the same answer.
-
-    Args:
-        pipeline: The model.
-        mesh: The ranks.
-        last: The rank of the pipeline that has the last stage.
-        length: Bytes that the model sees at once.
-    """
-
-    def __init__(self, pipeline: Pipeline, mesh: DeviceMesh, last: int, length: int) -> None:
-        self._pipeline = pipeline
-        self._mesh = mesh
-        self._last = last
-        self._length = length
-
-    def next_logits(self, text: Sequence[int]) -> Tensor:
-        """Return the logits of the byte after `text`, [256]; collective over the replica."""
-        window = torch.tensor([text[-self._length :]])
-        # always of one length, which the stages then know; a byte sees nothing of those behind it
-        output = self._pipeline(F.pad(window, (0, self._length - window.shape[1])))
-        logits = torch.empty(VOCABULARY_SIZE)
-        if output is not None:
-            logits.copy_(joined_logits(output[0, window.shape[1] - 1], self._mesh.group("tp")))
-        self._pipeline.process_group.broadcast(logits, self._last)
-        return logits
-
-
 def _tied_parts(stage: GPTStage) -> list[str]:
-    """Return the names of the parts of a stage whose weight is tied."""
+    """Return the names of a stage's parts with the tied weight."""
     return [name for name in _TIED if getattr(stage, name) is not None]
 
 
 def _ties(config: Config, stages: int) -> list[list[tuple[int, str]]]:
-    """Return where the embedding is once more, as the output layer."""
+    """Return the stages and names of the tied weight, where its two uses are in different stages."""
     if not config.model.tied_embeddings or stages == 1:
         return []
     return [[(0, "embedding.weight"), (stages - 1, "head.weight")]]

@@ -1,45 +1,72 @@
-"""What groups of the trainer's settings have in common: types are checked, then values."""
+"""Groups of settings, whose types and ranges are checked when one is made."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from ..utils.arguments import hint
 
-__all__ = ["Settings", "above", "at_least"]
+__all__ = ["AboveZero", "Count", "Fraction", "Limit", "NotNegative", "Positive", "Settings"]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The range of a number, as an annotation of its type.
+
+    Attributes:
+        words: The range in words.
+        holds: Says whether a number is in it.
+    """
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+_NOT_NEGATIVE = Limit("at least 0", lambda number: number >= 0)
+
+Positive = Annotated[int, Limit("at least 1", lambda number: number >= 1)]
+Count = Annotated[int, _NOT_NEGATIVE]
+NotNegative = Annotated[float, _NOT_NEGATIVE]
+AboveZero = Annotated[float, Limit("more than 0", lambda number: number > 0)]
+Fraction = Annotated[float, Limit("0 to 1", lambda number: 0 <= number <= 1)]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A group of settings: types are checked when one is made, then `_check` looks at the values."""
+    """A group of settings: types and ranges are checked when one is made, then `_check` looks at the whole."""
 
     def __post_init__(self) -> None:
-        for name, annotation in get_type_hints(type(self)).items():
-            object.__setattr__(self, name, _typed(name, annotation, getattr(self, name)))
+        kinds = get_type_hints(type(self))
+        for name, annotation in get_type_hints(type(self), include_extras=True).items():
+            value = _typed(name, kinds[name], getattr(self, name))
+            for limit in getattr(annotation, "__metadata__", ()):
+                if not limit.holds(value):
+                    raise ValueError(f"{name}: expected {limit.words}, got {value}")
+            object.__setattr__(self, name, value)
         self._check()
 
     def _check(self) -> None:
-        """Raise ValueError where a value is out of range or two contradict each other."""
+        """Raise ValueError where two settings contradict each other."""
 
 
-def _typed(name: str, annotation: Any, value: Any) -> Any:
+def _typed(name: str, kind: Any, value: Any) -> Any:
     """Return `value` as the type of its setting."""
-    if get_origin(annotation) is Literal:
-        if value in get_args(annotation):
+    if get_origin(kind) is Literal:
+        if value in get_args(kind):
             return value
-        raise ValueError(f"{name}: expected one of {', '.join(map(repr, get_args(annotation)))}, got {value!r}")
-    if annotation == Path | None:
-        if isinstance(value, str | Path | None):
-            return Path(value) if isinstance(value, str) else value
-    elif annotation is float:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, get_args(kind)))}, got {value!r}")
+    if kind is float:
         return _number(name, value)
-    elif isinstance(value, annotation) and (annotation is bool or not isinstance(value, bool)):
+    if kind == Path | None and isinstance(value, str | Path | None):
+        return Path(value) if isinstance(value, str) else value
+    if kind != Path | None and isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
-    kind = "path" if annotation == Path | None else annotation.__name__
-    raise TypeError(f"{name}: expected a value of type {kind}, got {value!r}{hint(value)}")
+    expected = "path" if kind == Path | None else kind.__name__
+    raise TypeError(f"{name}: expected a value of type {expected}, got {value!r}{hint(value)}")
 
 
 def _number(name: str, value: Any) -> float:
@@ -51,15 +78,3 @@ def _number(name: str, value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{name}: expected a finite number, got {value!r}")
     return number
-
-
-def at_least(name: str, value: float, minimum: int) -> None:
-    """Raise ValueError where a setting is smaller than it may be."""
-    if value < minimum:
-        raise ValueError(f"{name}: expected at least {minimum}, got {value}")
-
-
-def above(name: str, value: float, bound: int) -> None:
-    """Raise ValueError where a setting is not larger than it has to be."""
-    if value <= bound:
-        raise ValueError(f"{name}: expected more than {bound}, got {value}")

@@ -1,12 +1,12 @@
 """Training a small GPT on several ranks.
 
     each step:   own part of the global batch ─► forward, backward ─► average gradients ─► clip ─► AdamW
-    at times:    own part of the held-out sequences ─► forward ─► sum over ranks ─► held-out loss
+    sometimes:   own part of the held-out sequences ─► forward ─► sum over ranks ─► held-out loss
     at the end:  held-out loss, a sample of text, a picture of the losses
 
-The ranks of a replica have the model, and a part of the batch, together: each has some layers (pp), a part of every
-layer (tp), or both. The global batch of a step depends on the seed and the step only, so how many ranks there are,
-and how they are laid out, changes who computes what and not what is computed: loss curves agree to rounding.
+The ranks of a replica share a model and a part of the batch: each has some layers (pp), a part of every layer
+(tp), or both. The global batch of a step depends on the seed and the step only. The number of ranks and their
+layout decide which rank computes what, but not the result: loss curves agree to rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch import nn
 from ..collectives.agreement import check_same
 from ..groups.mesh import DeviceMesh
 from ..groups.world import World
-from .batches import BatchPlan, HeldOutPlan, Stream, seeded_generator
+from ..utils.text import counted
+from .batches import BatchPlan, Stream, held_out_batches, seeded_generator
 from .config import Config, OptimizerConfig
 from .corpus import Corpus, load_corpus
 from .divided import divide
@@ -32,12 +33,10 @@ from .model import GPT, generate
 from .parallel import ParallelModel, WholeModel
 from .pipelined import PipelinedModel
 from .report.metrics import CommunicationClock, HeldOutMetrics, Speedometer, StepMetrics
-from .report.recorder import SilentRecorder, Summary, open_recorder, printable
+from .report.recorder import Recorder, Summary, open_recorder, printable
 from .report.table import Share, layout_table
-from .report.wording import counted
-from .schedule import learning_rate
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "learning_rate"]
 
 _HELD_OUT_BATCH = 16
 _MAY_DIFFER = ("data", "out", "progress")  # between ranks; the text itself is compared
@@ -51,7 +50,7 @@ class Trainer:
     Args:
         config: All settings, the same on every rank.
         world: The ranks.
-        corpus: The text; None means what `config.text` says.
+        corpus: The text; None means the text of `config.text`.
 
     Raises:
         ValueError: The text cannot be used (before anything is sent); settings or text differ between ranks, the
@@ -62,6 +61,8 @@ class Trainer:
         model: This rank's model, or its part of it, without the wrapper; in a pipeline the list of its stages.
         corpus: The text.
         optimizer: Updates this rank's parameters.
+        steps: The steps of the last run, on every rank; speed and communication are this rank's own.
+        held_out: The held-out evaluations of the last run, on every rank.
     """
 
     def __init__(self, config: Config, world: World, *, corpus: Corpus | None = None) -> None:
@@ -70,9 +71,11 @@ class Trainer:
         self._group = world.default_group
         self.corpus = load_corpus(config.text, length) if corpus is None else corpus
         self._check_same_on_all_ranks()
-        layout = Layout.of(config, world.size, world.rank)
-        self._plan = _batch_plan(config, layout)
-        self._held_out = HeldOutPlan(run.held_out_sequences, length, _HELD_OUT_BATCH, layout.replica, layout.dp)
+        layout = self._layout = Layout.of(config, world.size, world.rank)
+        unit = "replicas" if layout.tp > 1 else "pipelines" if layout.pp > 1 else "ranks"
+        self._plan = BatchPlan(
+            run.global_batch, length, run.accumulation, layout.replica, layout.dp, run.seed, unit
+        )
         schedule = plan_schedule(config, layout) if config.pipeline.is_wanted else None
         mesh = DeviceMesh(layout.shape, world)
         if run.fsdp == "hybrid":
@@ -90,21 +93,11 @@ class Trainer:
             self._parallel = self._pipelined = PipelinedModel(whole, config, schedule, mesh)
             self.model = nn.ModuleList(self._pipelined.stages)
         self.optimizer = _make_optimizer(self._parallel, matrices, config.optimizer)
-        stages = None if self._pipelined is None else self._pipelined.stages
-        share = Share.of(config, layout, schedule, stages, self._parallel.held())
+        share = Share.of(config, layout, schedule, self._parallel.stages, self._parallel.held())
         self._table = layout_table(config, layout, schedule, self._group.all_gather_object(share))
         self._speed = Speedometer(run.global_batch * length)
-        self._recorder = SilentRecorder()
-
-    @property
-    def steps(self) -> list[StepMetrics]:
-        """The steps made so far, on every rank; speed and communication are this rank's own."""
-        return self._recorder.steps
-
-    @property
-    def held_out(self) -> list[HeldOutMetrics]:
-        """The held-out evaluations made so far, on every rank."""
-        return self._recorder.held_out
+        self.steps: list[StepMetrics] = []
+        self.held_out: list[HeldOutMetrics] = []
 
     def _check_same_on_all_ranks(self) -> None:
         settings = {**self._config.flat(), "text": f"with digest {self.corpus.digest}"}
@@ -119,46 +112,45 @@ class Trainer:
         """Train to the end; collective.
 
         Returns:
-            The run in a few numbers, the same on every rank.
+            The results, the same on every rank.
 
         Raises:
             ValueError: Rank 0 cannot write to the run's folder; raised on every rank.
             FloatingPointError: The loss is no longer a number; raised on every rank.
         """
-        self._recorder = open_recorder(self._config, self._group)
+        self.steps, self.held_out = [], []
+        recorder = open_recorder(self._config, self._group)
         summary = None
         try:
             backends = {id(backend): backend for backend in [self._group.backend, *self._parallel.backends]}
             with CommunicationClock(*backends.values()) as clock:
-                self._recorder.note(self.opening)
-                seconds = self._train(clock)
+                recorder.note(self.opening)
+                seconds = self._train(clock, recorder)
             sample = self.sample()
             if self._group.rank == 0:
-                summary = self._finish(seconds, sample)
+                summary = self._finish(seconds, sample, recorder)
         finally:
-            self._recorder.close()
+            recorder.close()
         agreed: Summary = self._group.broadcast_object(summary)
         return agreed
 
-    def _train(self, clock: CommunicationClock) -> float:
+    def _train(self, clock: CommunicationClock, recorder: Recorder) -> float:
         """Make all steps and return the seconds they and the evaluations took."""
         run = self._config.run
         begin = time.perf_counter()
-        self._evaluate(0, begin)
-        for step in range(1, run.steps + 1):
-            with self._traced() if step == run.steps else nullcontext():
-                metrics = self._timed_step(step, begin, clock)
-            self._recorder.add_step(metrics)
-            if step == run.steps or (run.evaluate_every and step % run.evaluate_every == 0):
-                self._evaluate(step, begin)
+        for step in range(run.steps + 1):
+            if step:
+                with self._traced() if step == run.steps else nullcontext():
+                    self.steps.append(self._timed_step(step, begin, clock))
+                recorder.add(self.steps[-1])
+            if step in (0, run.steps) or (run.evaluate_every and step % run.evaluate_every == 0):
+                loss = self.held_out_loss()
+                self.held_out.append(HeldOutMetrics(step, loss, time.perf_counter() - begin))
+                recorder.add(self.held_out[-1])
         return time.perf_counter() - begin
 
-    def _evaluate(self, step: int, begin: float) -> None:
-        loss = self.held_out_loss()
-        self._recorder.add_held_out(HeldOutMetrics(step, loss, time.perf_counter() - begin))
-
     def _traced(self) -> AbstractContextManager[None]:
-        """Write when the ranks of a pipeline compute within the block to a file, if that is wanted; collective."""
+        """Write the trace file, if one is wanted: when the ranks of a pipeline compute in the block; collective."""
         trace = self._config.pipeline.trace
         return nullcontext() if self._pipelined is None or trace is None else self._pipelined.traced(trace)
 
@@ -190,13 +182,21 @@ class Trainer:
     def held_out_loss(self) -> float:
         """Return the mean loss on held-out text, in nats per byte; collective, each replica scores its part."""
         totals = torch.zeros(2, dtype=torch.float64)  # of the loss, of the bytes
-        for batch in self._held_out.batches(self.corpus.held_out):
+        batches = held_out_batches(
+            self.corpus.held_out,
+            self._config.model.sequence_length,
+            most=self._config.run.held_out_sequences,
+            batch=_HELD_OUT_BATCH,
+            replica=self._layout.replica,
+            replicas=self._layout.dp,
+        )
+        for batch in batches:
             totals += self._parallel.score(batch)
         self._group.all_reduce(totals)
         return float(totals[0] / totals[1])
 
     def sample(self) -> str:
-        """Return the configured prompt and what the model makes of it, on rank 0 at least; collective."""
+        """Return the configured prompt and the model's continuation, on rank 0 at least; collective."""
         run = self._config.run
         if not run.sample_length:
             return ""
@@ -209,29 +209,23 @@ class Trainer:
 
     @property
     def opening(self) -> str:
-        """What is shown at the start: the model, the text, and how the ranks are laid out."""
+        """The text at the start of a run: the model, the training text, and the layout of the ranks."""
         run, length = self._config.run, self._config.model.sequence_length
-        pipeline = "" if self._pipelined is None else f"\n{self._pipelined.opening}"
         return (
             f"a byte-level GPT of {self._parameters:,} parameters on {counted(self._group.size, 'rank')}, "
             f"{run.steps} steps of {run.global_batch} x {length} bytes\n"
             f"text: {len(self.corpus.train):,} bytes to train on, {len(self.corpus.held_out):,} held out, from "
-            f"{self.corpus.source}\n{self._table}{pipeline}"
+            f"{self.corpus.source}\n{self._table}{self._parallel.opening}"
         )
 
-    def _finish(self, seconds: float, sample: str) -> Summary:
-        """Write and show what there is at the end; on rank 0."""
+    def _finish(self, seconds: float, sample: str, recorder: Recorder) -> Summary:
+        """Write and show the results; on rank 0."""
         trace = self._config.pipeline.trace
         if self._pipelined is not None and trace is not None:
-            self._recorder.add_pipeline(*self._pipelined.timelines(trace))
-        summary = self._summarize(seconds, sample)
-        self._recorder.finish(summary)
-        return summary
-
-    def _summarize(self, seconds: float, sample: str) -> Summary:
+            recorder.add_pipeline(*self._pipelined.timelines(trace))
         speed, communication = self._speed.overall()
         run = self._config.run
-        return Summary(
+        summary = Summary(
             ranks=self._group.size,
             steps=run.steps,
             parameters=self._parameters,
@@ -247,13 +241,8 @@ class Trainer:
             sample=sample,
             folder=str(run.folder),
         )
-
-
-def _batch_plan(config: Config, layout: Layout) -> BatchPlan:
-    run = config.run
-    unit = "replicas" if layout.tp > 1 else "pipelines" if layout.pp > 1 else "ranks"
-    share = layout.replica, layout.dp
-    return BatchPlan(run.global_batch, config.model.sequence_length, run.accumulation, *share, run.seed, unit)
+        recorder.finish(summary, self.steps, self.held_out)
+        return summary
 
 
 def _make_optimizer(
@@ -266,3 +255,21 @@ def _make_optimizer(
         {"params": [p for name, p in parameters if name not in matrices], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+
+def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
+    """Return the learning rate of a step: a straight rise, then half a cosine (Loshchilov and Hutter 2017).
+
+    Args:
+        step: Number of the step, from 0.
+        steps: Number of steps of the run; the last one, `steps - 1`, has `lr * lr_final`.
+        config: Highest rate, final fraction and length of the warm-up.
+
+    Returns:
+        The rate, from just above 0 up to `config.lr`.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    through = (step - config.warmup_steps + 1) / max(1, steps - config.warmup_steps)
+    cosine = (1 + math.cos(math.pi * min(1.0, through))) / 2
+    return config.lr * (config.lr_final + (1 - config.lr_final) * cosine)

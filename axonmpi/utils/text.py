@@ -1,11 +1,20 @@
-"""Ranks in words, as messages name them."""
+"""Numbers, ranks and tables in words, as messages and reports show them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 
-__all__ = ["first_difference", "lines_of_ranks", "name_ranks", "ranks_by_text", "text_of_problems"]
+__all__ = [
+    "aligned",
+    "counted",
+    "first_difference",
+    "in_ranges",
+    "lines_of_ranks",
+    "name_ranks",
+    "ranks_by_text",
+    "text_of_problems",
+]
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -56,3 +65,51 @@ def text_of_problems(problems: Sequence[str]) -> str:
     if len(set(problems)) == 1:
         return problems[0]
     return "\n".join(f"{name_ranks(ranks)}: {problem}" for problem, ranks in found.items())
+
+
+def counted(number: int, word: str, words: str = "") -> str:
+    """Return "1 rank" or "4 ranks"; local.
+
+    Args:
+        number: How many.
+        word: The noun.
+        words: Its plural, if that is not `word` and an s.
+    """
+    return f"{number} {word if number == 1 else words or word + 's'}"
+
+
+def in_ranges(numbers: Sequence[int], separator: str = " ", most: int | None = None) -> str:
+    """Return ascending numbers as "0-3 8-11 16"; local.
+
+    Args:
+        numbers: The numbers.
+        separator: The text between two ranges.
+        most: The largest number of ranges to show; dots stand for the middle ones of more.
+    """
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in ranges]
+    if most is not None and len(shown) > most:
+        shown[most - 1 : -1] = ["..."]
+    return separator.join(shown)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
+    """Return the rows of a table as lines with columns of equal width; local.
+
+    Args:
+        rows: Rows with the same number of texts.
+        left: Numbers of the columns that are aligned on the left; the others are aligned on the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            text.ljust(width) if number in left else text.rjust(width)
+            for number, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 import axonmpi as ax
-from axonmpi.cli.bench.collectives.cases import OPERATIONS, Case, Variant
+from axonmpi.cli.bench.collectives.cases import OPERATIONS, Case, Variant, format_size, parse_size
 from axonmpi.cli.bench.collectives.measure import check
 from axonmpi.cli.bench.collectives.mpi import add
-from axonmpi.cli.bench.collectives.plot import plot
-from axonmpi.cli.bench.collectives.table import table
-from axonmpi.cli.bench.sizes import format_size, parse_size
+from axonmpi.cli.bench.collectives.table import plot, table
 from axonmpi.cli.bench.timing import MOST_CALLS, calls_for, interleave
 
 MULTIPLE, FUNNELED = "MPI_THREAD_MULTIPLE", "MPI_THREAD_FUNNELED"
@@ -84,7 +82,8 @@ def test_table_without_mpi_and_with_a_path_that_it_does_not_know():
     row = table([figures()]).splitlines()[-1]
     assert row.split("|")[1].split() == ["2.00", "-", "-", "1500.00"]
     assert row.split("|")[2].strip() == "-"
-    assert len({len(line) for line in table([figures()]).splitlines() if "|" in line}) == 1
+    for block in table([figures()]).split("\n\n"):
+        assert len({len(line) for line in block.splitlines() if "|" in line}) <= 1
 
 
 def test_plot_is_a_picture(tmp_path):
@@ -108,7 +107,7 @@ def test_plot_is_a_picture(tmp_path):
 )
 def test_expected_results(operation, wanted):
     case = Case(operation, torch.float32, 24, rank=1, ranks=2)
-    assert [case.expected(position) for position in range(case.result_numel)] == wanted
+    assert case.expected(torch.arange(case.result_numel)).tolist() == wanted
     assert case.source_numel == (3 if operation == "all_gather" else 6)
     smallest = Case(operation, torch.float32, 4, rank=0, ranks=4)
     assert min(smallest.source_numel, smallest.result_numel) >= 1
@@ -163,7 +162,6 @@ def test_ranks_make_the_same_number_of_calls(world):
     assert calls["slow"] == 1
     assert 1 <= calls["quick"] <= MOST_CALLS
     counts.update(quick=0, slow=0)
-    samples = interleave(variants, blocks=2, calls=calls)
+    seconds = interleave(variants, blocks=2, calls=calls)
     assert counts == {name: 3 * number for name, number in calls.items()}
-    assert {name: len(sample.seconds) for name, sample in samples.items()} == {"quick": 2, "slow": 2}
-    assert samples["slow"].median >= 0.02
+    assert seconds["slow"] >= 0.02

@@ -102,6 +102,18 @@ def test_output_that_nobody_reads_ends_a_command_in_silence():
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
+def test_an_output_that_is_full_is_said_in_one_line():
+    ended = shell('"$@" >/dev/full', "chart", "--stages=2", "--micro-batches=2")
+    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
+    assert "axonmpi chart: error: cannot write the output: No space left on device" in ended.stderr
+
+
+def test_help_is_shown_in_one_column():
+    ended = shell('"$@"', "train", "--help", COLUMNS="1")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "--sequence-length" in ended.stdout
+
+
 def test_a_closed_output_is_no_error(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["axonmpi", "chart", "--stages=2", "--micro-batches=2"])
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from axonmpi.train import GPT, Config, generate, load_corpus
-from axonmpi.train.batches import BatchPlan, HeldOutPlan, Stream, seeded_generator
+from axonmpi.train.batches import BatchPlan, Stream, held_out_batches, seeded_generator
 
 _once = threading.Lock()
 _runs: dict[Config, PlainRun] = {}
@@ -60,8 +60,8 @@ def _trained(config: Config) -> PlainRun:
         losses.append(loss.item())
     total, count = 0.0, 0
     with torch.no_grad():
-        for inputs, targets in HeldOutPlan(run.held_out_sequences, shape.sequence_length, 16, 0, 1).batches(
-            corpus.held_out
+        for inputs, targets in held_out_batches(
+            corpus.held_out, shape.sequence_length, most=run.held_out_sequences, batch=16, replica=0, replicas=1
         ):
             total += F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum").item()
             count += targets.numel()

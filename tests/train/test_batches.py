@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from axonmpi.train.batches import IGNORED, BatchPlan, HeldOutPlan, Stream, seeded_generator
+from axonmpi.train.batches import IGNORED, BatchPlan, Stream, held_out_batches, seeded_generator
 
 TEXT = (torch.arange(5000) * 7 % 256).to(torch.uint8)
 
@@ -69,7 +69,7 @@ def test_held_out_sequences_are_divided_and_do_not_overlap(ranks, sequences):
     text = torch.arange(101)  # 12 sequences of 8 and their targets
     scored, rounds = [], set()
     for rank in range(ranks):
-        batches = list(HeldOutPlan(sequences, 8, 3, rank, ranks).batches(text))
+        batches = list(held_out_batches(text, 8, most=sequences, batch=3, replica=rank, replicas=ranks))
         rounds.add(len(batches))
         for inputs, targets in batches:
             assert 1 <= len(inputs) <= 3
@@ -83,5 +83,5 @@ def test_held_out_sequences_are_divided_and_do_not_overlap(ranks, sequences):
 
 
 def test_few_held_out_sequences_are_spread_over_the_text():
-    ((inputs, _),) = HeldOutPlan(3, 8, 3, 0, 1).batches(torch.arange(97))
+    ((inputs, _),) = held_out_batches(torch.arange(97), 8, most=3, batch=3, replica=0, replicas=1)
     assert inputs[:, 0].tolist() == [0, 32, 64]

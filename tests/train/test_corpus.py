@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axonmpi.train import TextConfig, load_corpus
-from axonmpi.train.corpus import split_blocks, unigram_entropy
+from axonmpi.train import Corpus, TextConfig, load_corpus
+from axonmpi.train.corpus import split_blocks
 
 
 def test_default_text_is_the_library_in_the_order_of_its_paths():
@@ -113,6 +113,6 @@ def test_unigram_entropy_is_the_cross_entropy_of_counts_with_one_added():
     chances = [(train.count(byte) + 1) / (1000 + 256) for byte in range(256)]
     expected = -sum(math.log(chances[byte]) for byte in held_out) / 300
     as_tensors = (torch.tensor(part, dtype=torch.uint8) for part in (train, held_out))
-    assert unigram_entropy(*as_tensors) == pytest.approx(expected, rel=1e-12)
+    assert Corpus("", *as_tensors, "").unigram_entropy == pytest.approx(expected, rel=1e-12)
     text = torch.arange(256, dtype=torch.uint8).repeat(4)
-    assert unigram_entropy(text, text) == pytest.approx(math.log(256))
+    assert Corpus("", text, text, "").unigram_entropy == pytest.approx(math.log(256))

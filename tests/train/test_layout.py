@@ -9,10 +9,9 @@ from torch.nn import functional as F
 from axonmpi.testing import run_ranks
 from axonmpi.train import GPT, Config, Trainer
 from axonmpi.train.layout import Layout, check_nodes, plan_schedule
-from axonmpi.train.memory import bytes_at_output, bytes_in_block
 from axonmpi.train.parallel import Held
-from axonmpi.train.report.table import Share, layout_table
-from axonmpi.train.report.wording import aligned, in_ranges
+from axonmpi.train.report.table import Share, bytes_of_position, layout_table
+from axonmpi.utils.text import aligned, in_ranges
 
 
 def test_the_last_axis_are_neighbours():
@@ -20,7 +19,6 @@ def test_the_last_axis_are_neighbours():
     places = [Layout.of(config, 8, rank) for rank in range(8)]
     assert [place.replica for place in places] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [place.position for place in places] == [0, 0, 1, 1, 0, 0, 1, 1]
-    assert [place.part for place in places] == [0, 1, 0, 1, 0, 1, 0, 1]
     assert [places[0].ranks_at(position) for position in range(2)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert places[0].shape == {"dp": 2, "pp": 2, "tp": 2}
     assert Layout.of(Config().replace(tp=2), 12, 0).dp == 6
@@ -135,8 +133,8 @@ def test_many_ranks_are_shown_in_few_rows():
 
 
 def test_ranges_and_columns():
-    assert in_ranges([0, 1, 2, 5, 8, 9], 4) == "0-2 5 8-9"
-    assert in_ranges(range(0, 20, 2), 4) == "0 2 4 ... 18"
+    assert in_ranges([0, 1, 2, 5, 8, 9], most=4) == "0-2 5 8-9"
+    assert in_ranges(range(0, 20, 2), most=4) == "0 2 4 ... 18"
     assert aligned([["a", "bb"], ["ccc", "d"]], left=[0]) == ["a    bb", "ccc   d"]
 
 
@@ -168,5 +166,5 @@ def test_activations_are_estimated_well(norm, positions, dtype):
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
             logits = model(tokens)
         F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
-    estimated = (bytes_in_block(config) + bytes_at_output(config)) * tokens.numel()
+    estimated = sum(bytes_of_position(config)) * tokens.numel()
     assert sum(kept.values()) == pytest.approx(estimated, rel=0.1)

@@ -8,13 +8,8 @@ import time
 import pytest
 
 import axonmpi as ax
-from axonmpi.train.report.metrics import (
-    CommunicationClock,
-    HeldOutMetrics,
-    MetricsFile,
-    Speedometer,
-    StepMetrics,
-)
+from axonmpi.train.report.metrics import CommunicationClock, HeldOutMetrics, Speedometer, StepMetrics
+from axonmpi.train.report.recorder import Recorder
 
 STEP = StepMetrics(1, 2.5, 1e-3, 0.5, 1000.0, 0.25, 0.1)
 
@@ -88,15 +83,15 @@ def test_several_communicators_are_added_up():
     assert all(group.backend.observer is None for group in groups)
 
 
-def test_metrics_are_lines_of_json(tmp_path):
+def test_metrics_are_lines_of_json(tiny, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("an earlier run\n")
-    file = MetricsFile(path)
-    file.write(STEP)
+    recorder = Recorder(tiny.replace(out=str(tmp_path)), writes=True)
+    recorder.add(STEP)
     assert json.loads(path.read_text())["loss"] == 2.5  # before the file is closed
-    file.write(HeldOutMetrics(1, 2.0, 0.2))
-    file.close()
-    file.close()
+    recorder.add(HeldOutMetrics(1, 2.0, 0.2))
+    recorder.close()
+    recorder.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines[1] == {"step": 1, "held_out_loss": 2.0, "seconds": 0.2}
 

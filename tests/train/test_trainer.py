@@ -12,7 +12,6 @@ from axonmpi.pipeline.schedule.trace import read_trace
 from axonmpi.testing import run_ranks
 from axonmpi.train import Config, Trainer
 from axonmpi.train.layout import Layout, plan_schedule
-from axonmpi.train.report import recorder
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -121,9 +120,8 @@ def test_the_last_step_is_traced_and_drawn(world, tiny, shared_tmp_path):
         world.default_group.barrier()
 
 
-def test_rank_zero_shows_what_goes_on(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(recorder, "find_spec", lambda name: None)  # as if matplotlib was not there
-    config = tiny.replace(layers=5, steps=2, pp=2, micro_batches=3, progress="plain", plot=True, sample_length=5)
+def test_rank_zero_shows_what_goes_on(tiny, tmp_path, capsys):
+    config = tiny.replace(layers=5, steps=2, pp=2, micro_batches=3, progress="plain", sample_length=5)
     config = config.replace(trace=str(tmp_path / "trace.json"), out=str(tmp_path))
     summary = run_ranks(4, lambda world: Trainer(config, world).run())[0]
     lines = capsys.readouterr().out.splitlines()

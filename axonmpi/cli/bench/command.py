@@ -1,23 +1,57 @@
-"""The command line of `axonmpi bench`."""
+"""The command line of `axonmpi bench`, and the list of its benchmarks."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...comm import destroy_process_group, init_process_group
+from ...groups.world import World
 from ...launch.variables import launched_ranks
 from ...testing.launcher import launch
 from .. import parse_arguments, positive
-from .benchmarks import BENCHMARKS, Benchmark, Figures
+from . import data_parallel, overhead, pipeline, tensor
+from .collectives import measure as collectives
+from .collectives import mpi as collectives_mpi
+from .collectives import table as collectives_table
+from .collectives.cases import parse_size
 
-__all__ = ["main"]
+__all__ = ["BENCHMARKS", "Benchmark", "main"]
 
 _TIMEOUT_SECONDS = 3600.0
 _MARK = "axonmpi-bench-result "
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One benchmark.
+
+    Attributes:
+        title: What it compares.
+        measure: Measures on the ranks of a world; collective.
+        table: Formats the figures of several numbers of ranks.
+        ranks: The default numbers of ranks.
+        add_options: Adds the options of this benchmark alone.
+        plot: Draws the figures into a file.
+        measure_mpi: Measures MPI alone, in a job without axonmpi's communication; collective, result on rank 0.
+        add_mpi: Adds the figures of MPI alone; calls its second argument to run that job, if needed.
+    """
+
+    title: str
+    measure: Callable[[World, argparse.Namespace], Figures]
+    table: Callable[[list[Figures]], str]
+    ranks: tuple[int, ...]
+    add_options: Callable[[argparse.ArgumentParser], None] | None = None
+    plot: Callable[[Path, list[Figures]], None] | None = None
+    measure_mpi: Callable[[argparse.Namespace], Figures | None] | None = None
+    add_mpi: Callable[[Figures, Callable[[], Figures]], None] | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,6 +77,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     if benchmark.plot and options.plot:
         benchmark.plot(options.plot, shown)
     return 0
+
+
+# ---- running ----------------------------------------------------------------------------------------------------
+
+
+def _measure_here(benchmark: Benchmark, options: argparse.Namespace) -> Figures | None:
+    """Measure on the ranks of this job, and return the figures on rank 0; collective."""
+    world = init_process_group()
+    result = benchmark.measure(world, options)
+    is_first = world.rank == 0
+    destroy_process_group()  # not after an exception: it waits for the other ranks, who may wait for this one
+    return result if is_first else None
+
+
+def _measure_on(ranks: int, benchmark: Benchmark, arguments: Sequence[str]) -> Figures:
+    """Run this command once more under `mpirun`, and where MPI alone is measured too, under a second one."""
+    print(f"running on {ranks} ranks ...", file=sys.stderr, flush=True)
+    result = _run_job(ranks, [*arguments, "--here"])
+    if benchmark.add_mpi:
+        benchmark.add_mpi(result, lambda: _run_job(ranks, [*arguments, "--here", "mpi"]))
+    return result
+
+
+def _run_job(ranks: int, arguments: Sequence[str]) -> Figures:
+    """Start this command on several ranks, and return the figures that it prints."""
+    job = launch(
+        ranks,
+        "-m",
+        "axonmpi",
+        "bench",
+        *arguments,
+        timeout=_TIMEOUT_SECONDS,
+        env={"GLOO_SOCKET_IFNAME": "lo"},
+    )
+    for line in job.stdout.splitlines():
+        if line.startswith(_MARK):
+            result: Figures = json.loads(line.removeprefix(_MARK))
+            return result
+    raise SystemExit(
+        f"the benchmark failed on {ranks} ranks (exit code {job.returncode}):\n{job.stderr}{job.stdout}"
+    )
 
 
 # ---- options ----------------------------------------------------------------------------------------------------
@@ -96,42 +171,101 @@ def _picture(text: str) -> Path:
     return _file(text)
 
 
-# ---- running ----------------------------------------------------------------------------------------------------
-
-
-def _measure_here(benchmark: Benchmark, options: argparse.Namespace) -> Figures | None:
-    """Measure on the ranks of this job; the result is rank 0's to show."""
-    world = init_process_group()
-    result = benchmark.measure(world, options)
-    is_first = world.rank == 0
-    destroy_process_group()  # not after an exception: it waits for the other ranks, who may wait for this one
-    return result if is_first else None
-
-
-def _measure_on(ranks: int, benchmark: Benchmark, arguments: Sequence[str]) -> Figures:
-    """Run this command once more, under an `mpirun` of its own, and where MPI alone is asked for under another."""
-    print(f"running on {ranks} ranks ...", file=sys.stderr, flush=True)
-    result = _run_job(ranks, [*arguments, "--here"])
-    if benchmark.add_mpi:
-        benchmark.add_mpi(result, lambda: _run_job(ranks, [*arguments, "--here", "mpi"]))
-    return result
-
-
-def _run_job(ranks: int, arguments: Sequence[str]) -> Figures:
-    """Have this command measure where it is, on ranks that find their options in the arguments."""
-    job = launch(
-        ranks,
-        "-m",
-        "axonmpi",
-        "bench",
-        *arguments,
-        timeout=_TIMEOUT_SECONDS,
-        env={"GLOO_SOCKET_IFNAME": "lo"},
+def _add_collectives_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--operations",
+        nargs="+",
+        choices=collectives.OPERATIONS,
+        default=["all_reduce"],
+        help=f"some of {', '.join(collectives.OPERATIONS)} (default: all_reduce)",
+        metavar="NAME",
     )
-    for line in job.stdout.splitlines():
-        if line.startswith(_MARK):
-            result: Figures = json.loads(line.removeprefix(_MARK))
-            return result
-    raise SystemExit(
-        f"the benchmark failed on {ranks} ranks (exit code {job.returncode}):\n{job.stderr}{job.stdout}"
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=tuple(collectives.DTYPES),
+        default=list(collectives.DTYPES),
+        help=f"some of {', '.join(collectives.DTYPES)} (default: all)",
+        metavar="DTYPE",
     )
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=_size,
+        default=[parse_size(size) for size in collectives.DEFAULT_SIZES],
+        help=f"bytes of a tensor (default: {' '.join(collectives.DEFAULT_SIZES)})",
+        metavar="SIZE",
+    )
+
+
+def _add_fsdp_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=data_parallel.BATCH,
+        help=f"samples of a step on each rank (default: {data_parallel.BATCH})",
+        metavar="N",
+    )
+
+
+def _size(text: str) -> int:
+    try:
+        nbytes = parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if nbytes % 4:
+        raise argparse.ArgumentTypeError(f"expected a multiple of 4 bytes, got {text!r}")
+    return nbytes
+
+
+# ---- benchmarks ------------------------------------------------------------------------------------------------
+
+BENCHMARKS: dict[str, Benchmark] = {
+    "collectives": Benchmark(
+        "collectives of many sizes: ours, MPI's own, gloo's, and a plain copy",
+        lambda world, options: collectives.measure(
+            world, options.blocks, options.operations, options.dtypes, options.sizes
+        ),
+        collectives_table.table,
+        (2, 4),
+        _add_collectives_options,
+        collectives_table.plot,
+        lambda options: collectives_mpi.measure(options.blocks, options.operations, options.sizes),
+        collectives_mpi.add,
+    ),
+    "ddp": Benchmark(
+        "step overhead of data parallelism, ours and torch's on gloo",
+        lambda world, options: data_parallel.measure_ddp(world, options.blocks),
+        data_parallel.ddp_table,
+        (2, 4),
+    ),
+    "fsdp": Benchmark(
+        "a step of fully sharded training: ours, torch's on gloo, and data parallelism; time and memory",
+        lambda world, options: data_parallel.measure_fsdp(world, options.blocks, options.batch),
+        data_parallel.fsdp_table,
+        (2, 4),
+        _add_fsdp_options,
+    ),
+    "overhead": Benchmark(
+        "what Python adds to MPI's own all-reduce of 4 bytes",
+        lambda world, options: overhead.measure(world, options.blocks),
+        overhead.table,
+        (1, 2, 4),
+    ),
+    "pipeline": Benchmark(
+        "a step of a pipeline by each schedule: ours, torch's on gloo, and the ideal",
+        lambda world, options: pipeline.measure(
+            world, options.blocks, pipeline.sizes_of(options), options.schedules
+        ),
+        pipeline.table,
+        (2, 4),
+        pipeline.add_options,
+    ),
+    "tensor": Benchmark(
+        "a perceptron and an attention divided among the ranks: ours, torch's on gloo, and the ideal",
+        lambda world, options: tensor.measure(world, options.blocks, tensor.sizes_of(options)),
+        tensor.table,
+        (2, 4),
+        tensor.add_options,
+    ),
+}

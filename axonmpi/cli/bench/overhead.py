@@ -1,8 +1,8 @@
 """What Python adds to MPI's own all-reduce of one float32.
 
 `axonmpi.all_reduce` checks its arguments, compares the calls of all ranks and sums in rank order; mpi4py's
-`Allreduce` on a numpy array does none of that. Both take turns on the same ranks. Where ranks outnumber cores,
-they compute one after the other what they would compute at the same time: the difference grows accordingly.
+`Allreduce` on a numpy array does none of that. Both take turns on the same ranks. Where ranks outnumber cores, they
+take turns at computing, and the difference grows accordingly.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from ...comm import all_reduce
 from ...groups.world import World
 from ...launch import start as runtime
-from .cores import count_cores
-from .timing import interleave
+from ...utils.text import aligned
+from .timing import count_cores, interleave
 
 __all__ = ["measure", "table"]
 
@@ -28,7 +28,7 @@ def measure(world: World, blocks: int) -> dict[str, Any]:
     mpi = runtime.start_mpi()
     array = np.zeros(1, dtype=np.float32)
     tensor = torch.zeros(1)
-    samples = interleave(
+    seconds = interleave(
         {
             "mpi4py": lambda: mpi.COMM_WORLD.Allreduce(mpi.IN_PLACE, array),
             "axonmpi": lambda: all_reduce(tensor),
@@ -36,7 +36,7 @@ def measure(world: World, blocks: int) -> dict[str, Any]:
         blocks=blocks,
         calls=CALLS,
     )
-    microseconds = {name: sample.median * 1e6 for name, sample in samples.items()}
+    microseconds = {name: value * 1e6 for name, value in seconds.items()}
     return {
         "ranks": world.size,
         "cores": count_cores(world),
@@ -48,11 +48,9 @@ def measure(world: World, blocks: int) -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]]) -> str:
     """Format the figures of several numbers of ranks."""
-    lines = [
-        f"all-reduce of 4 bytes, {results[0]['library']}, {results[0]['cores']} cores; microseconds, medians",
-        f"{'ranks':>5} {'mpi4py':>9} {'axonmpi':>9} {'added':>9}",
-    ]
+    title = f"all-reduce of 4 bytes, {results[0]['library']}, {results[0]['cores']} cores; microseconds, medians"
+    rows = [["ranks", "mpi4py", "axonmpi", "added"]]
     for result in results:
-        times = result["microseconds"]
-        lines.append(f"{result['ranks']:>5} {times['mpi4py']:9.2f} {times['axonmpi']:9.2f} {result['added']:9.2f}")
-    return "\n".join(lines)
+        times = result["microseconds"]["mpi4py"], result["microseconds"]["axonmpi"], result["added"]
+        rows.append([str(result["ranks"]), *(f"{time:.2f}" for time in times)])
+    return "\n".join([title, *aligned(rows)])

@@ -23,10 +23,8 @@ import torch.distributed as dist
 from ...comm import all_reduce_max
 from ...groups.world import World
 from ...pipeline import Costs, PipelineSchedule, Schedule, make_schedule, simulate
-from .cores import count_cores
-from .gloo import start_gloo
 from .pipeline_steps import CHUNKS, HEAD_WIDTH, Computation, Sizes, Step, Task, our_step, torch_step
-from .timing import interleave
+from .timing import count_cores, interleave, start_gloo
 
 __all__ = ["CASES", "Case", "add_options", "check_gradients", "measure", "sizes_of", "table"]
 
@@ -85,9 +83,9 @@ def measure(world: World, blocks: int, sizes: Sizes, names: Sequence[str]) -> di
         pipelines[f"torch {name}"] = torch_step(task, schedules[name], case.made_by)
     check_gradients(task, pipelines)
     variants = {**pipelines, **{f"compute {name}": each.step for name, each in computations.items()}}
-    samples = interleave(variants, blocks=blocks, calls=STEPS_PER_BLOCK)
+    seconds = interleave(variants, blocks=blocks, calls=STEPS_PER_BLOCK)
     dist.destroy_process_group()
-    milliseconds = {name: sample.median * 1e3 for name, sample in samples.items()}
+    milliseconds = {name: value * 1e3 for name, value in seconds.items()}
     return {
         "ranks": world.size,
         "cores": count_cores(world),

@@ -25,9 +25,7 @@ from ...comm import all_reduce, all_reduce_max
 from ...groups.world import World
 from ...tensor import ColumnParallelLinear, ParallelMLP, RowParallelLinear, tensor_parallel_attention
 from ...wrapping.linear import QuickLinear
-from .cores import count_cores
-from .gloo import start_gloo
-from .timing import interleave
+from .timing import count_cores, interleave, start_gloo
 
 __all__ = ["BLOCKS", "Sizes", "add_options", "measure", "sizes_of", "table"]
 
@@ -221,10 +219,8 @@ def measure(world: World, blocks: int, sizes: Sizes) -> dict[str, Any]:
         for length in sizes.lengths:
             task = Task(world, sizes, block, length)
             check_results(task)
-            samples = interleave(task.variants(), blocks=blocks, calls=STEPS_PER_BLOCK)
-            figures[block][str(sizes.sequences * length)] = {
-                name: sample.median * 1e3 for name, sample in samples.items()
-            }
+            seconds = interleave(task.variants(), blocks=blocks, calls=STEPS_PER_BLOCK)
+            figures[block][str(sizes.sequences * length)] = {name: value * 1e3 for name, value in seconds.items()}
     dist.destroy_process_group()
     return {
         "ranks": world.size,

@@ -1,24 +1,42 @@
-"""Taking turns and taking medians."""
+"""The common parts of the benchmarks: variants that take turns, torch on gloo beside MPI, the number of cores."""
 
 from __future__ import annotations
 
+import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ...comm import all_reduce_max, barrier
+from ...comm import all_gather_object, all_reduce_max, barrier, broadcast_object
+from ...groups.world import World
+from ...launch.cpu import usable_cores
 
-__all__ = ["AXONMPI", "Agreement", "Samples", "calls_for", "interleave"]
+__all__ = [
+    "AXONMPI",
+    "Agreement",
+    "all_gather_flat",
+    "calls_for",
+    "count_cores",
+    "interleave",
+    "reduce_scatter_flat",
+    "start_gloo",
+]
 
 MOST_CALLS = 16384
+
+# torch 2.13 gives these two operations new names, and warns of the old ones at every call.
+all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How the ranks that measure begin together, and learn what the slowest took; both are collective.
+    """The operations by which ranks begin together and learn the time of the slowest; both are collective.
 
     Attributes:
         barrier: Waits for all ranks.
@@ -38,22 +56,6 @@ def _largest(value: float) -> float:
 AXONMPI = Agreement(barrier, _largest)
 
 
-@dataclass(frozen=True)
-class Samples:
-    """Seconds per call of one variant, one value a block, the slowest rank's.
-
-    Attributes:
-        seconds: The blocks' values.
-    """
-
-    seconds: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        """Median of the blocks, in seconds per call."""
-        return statistics.median(self.seconds)
-
-
 def interleave(
     variants: Mapping[str, Callable[[], object]],
     *,
@@ -61,17 +63,20 @@ def interleave(
     calls: int | Mapping[str, int],
     before: Callable[[], object] | None = None,
     ranks: Agreement = AXONMPI,
-) -> dict[str, Samples]:
+) -> dict[str, float]:
     """Time each variant in `blocks` short blocks, taking turns; collective.
 
-    The first block of each warms up and is not counted.
+    The first block of each warms up and is not counted. A block takes as long as on its slowest rank.
 
     Args:
         variants: What to call, in the same order on all ranks.
-        blocks: How often each takes its turn.
+        blocks: Number of turns of each variant.
         calls: Calls a block, of all variants or of each; the same on all ranks.
-        before: Called before the variants take turns once more, untimed.
-        ranks: How the ranks agree.
+        before: Called before each round of turns, untimed.
+        ranks: The operations by which the ranks agree.
+
+    Returns:
+        The median of each variant's blocks, in seconds a call.
     """
     numbers = calls if isinstance(calls, Mapping) else dict.fromkeys(variants, calls)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
@@ -82,7 +87,7 @@ def interleave(
             taken = _seconds_per_call(call, numbers[name], ranks)
             if block:
                 seconds[name].append(taken)
-    return {name: Samples(tuple(values)) for name, values in seconds.items()}
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def calls_for(
@@ -110,3 +115,22 @@ def _seconds_per_call(call: Callable[[], object], calls: int, ranks: Agreement) 
     for _ in range(calls):
         call()
     return ranks.largest((time.perf_counter() - start) / calls)
+
+
+def start_gloo(world: World) -> None:
+    """Start the default group of torch.distributed on gloo; collective. MPI carries the address of its store."""
+    make_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # public, yet not among the names that torch exports
+    store: Any = None
+    host = "127.0.0.1" if world.num_nodes == 1 else socket.gethostname()
+    if world.rank == 0:
+        store = make_store(host, 0, is_master=True, wait_for_workers=False)
+    host, port = broadcast_object((host, store.port if store else 0))
+    if store is None:
+        store = make_store(host, port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+
+
+def count_cores(world: World) -> int:
+    """Return how many logical CPUs all ranks may run on together, each counted once; collective."""
+    places = all_gather_object((world.node_rank, usable_cores()))
+    return len({(node, core) for node, cores in places for core in cores})

@@ -1,25 +1,15 @@
-"""What is measured during a run, and the file that keeps it.
-
-`metrics.jsonl` has one JSON object a line. A line of a step has the fields of `StepMetrics`; a line of a held-out
-evaluation has those of `HeldOutMetrics`; a line can be told by which loss it has.
-"""
+"""What is measured during a run: losses, speed, and time in communication."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
-from typing import TextIO
 
 from ...backends import Backend
 from ...types import Observer
 
-__all__ = ["CommunicationClock", "HeldOutMetrics", "MetricsFile", "Speedometer", "StepMetrics"]
+__all__ = ["CommunicationClock", "HeldOutMetrics", "Speedometer", "StepMetrics"]
 
 _WINDOW = 20  # steps over which a speed is averaged
 
@@ -62,36 +52,15 @@ class HeldOutMetrics:
     seconds: float
 
 
-class MetricsFile:
-    """Writes metrics as JSON lines, each flushed when it is complete; replaces an existing file.
-
-    Args:
-        path: The file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._stream: TextIO = path.open("w", encoding="utf-8")
-
-    def write(self, metrics: StepMetrics | HeldOutMetrics) -> None:
-        """Append one line."""
-        self._stream.write(json.dumps(dataclasses.asdict(metrics)) + "\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        """Close the file; may be called twice."""
-        self._stream.close()
-
-
 class CommunicationClock:
-    """Adds up the time that one thread spends in operations of some backends.
+    """Adds up the time that one thread spends in operations of some backends, within a `with` block.
 
-    An observer of the backends (see `axonmpi.Observer`), inside the `with` block. Operations that another thread
-    runs meanwhile do not count: overlapped with computation they cost this thread nothing; only its waiting does.
-    An operation that runs inside another one, of whichever backend, counts once. Observers that were there before
-    are told everything as before, and are put back at the end.
+    It is an observer of the backends (see `axonmpi.Observer`). Operations of another thread do not count: they
+    overlap with computation and cost this thread nothing but its waiting, which counts. An operation inside another
+    one, of any of the backends, counts once. Earlier observers still hear everything, and come back at the end.
 
     Args:
-        *backends: The communicators to observe, each once.
+        *backends: The backends to observe, each once.
 
     Attributes:
         seconds: Time in operations so far.
@@ -99,8 +68,7 @@ class CommunicationClock:
 
     def __init__(self, *backends: Backend) -> None:
         self.seconds = 0.0
-        self._backends = backends
-        self._before: list[Observer | None] = []
+        self._earlier: list[tuple[Backend, Observer | None]] = [(each, None) for each in backends]
         self._thread = 0
         self._depth = 0
         self._entered = 0.0
@@ -108,17 +76,15 @@ class CommunicationClock:
     def __enter__(self) -> CommunicationClock:
         """Begin to count, for the calling thread."""
         self._thread = threading.get_ident()
-        self._before = [backend.observer for backend in self._backends]
-        for backend, before in zip(self._backends, self._before, strict=True):
-            backend.observer = self if before is None else _Both(before, self)
+        self._earlier = [(backend, backend.observer) for backend, _ in self._earlier]
+        for backend, observer in self._earlier:
+            backend.observer = self if observer is None else _Both(observer, self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Stop to count."""
-        for backend, before in zip(self._backends, self._before, strict=True):
-            backend.observer = before
+        for backend, observer in self._earlier:
+            backend.observer = observer
 
     def enter(self, operation: str, nbytes: int) -> None:
         """An operation begins."""
@@ -136,19 +102,19 @@ class CommunicationClock:
 
 
 class _Both:
-    """Tells two observers, and the clock only of the operation itself."""
+    """Tells two observers; the clock counts the operation alone, not the other observer."""
 
-    def __init__(self, before: Observer, clock: CommunicationClock) -> None:
-        self._before = before
+    def __init__(self, earlier: Observer, clock: CommunicationClock) -> None:
+        self._earlier = earlier
         self._clock = clock
 
     def enter(self, operation: str, nbytes: int) -> None:
-        self._before.enter(operation, nbytes)
+        self._earlier.enter(operation, nbytes)
         self._clock.enter(operation, nbytes)
 
     def leave(self, operation: str) -> None:
         self._clock.leave(operation)
-        self._before.leave(operation)
+        self._earlier.leave(operation)
 
 
 class Speedometer:
@@ -160,26 +126,21 @@ class Speedometer:
 
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
-        self._steps: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
-        self.seconds = 0.0
-        self.communication_seconds = 0.0
-        self.steps = 0
+        self._steps: list[tuple[float, float]] = []
 
     def add(self, seconds: float, communication_seconds: float) -> None:
         """Count one step: its whole time and the part of it in communication."""
         self._steps.append((seconds, communication_seconds))
-        self.seconds += seconds
-        self.communication_seconds += communication_seconds
-        self.steps += 1
 
     def recent(self) -> tuple[float, float]:
         """Return tokens a second and the share of communication over the last steps."""
-        seconds, communication = (sum(column) for column in zip(*self._steps, strict=True))
-        return self._rates(len(self._steps), seconds, communication)
+        return self._rates(self._steps[-_WINDOW:])
 
     def overall(self) -> tuple[float, float]:
         """Return tokens a second and the share of communication over all steps."""
-        return self._rates(self.steps, self.seconds, self.communication_seconds)
+        return self._rates(self._steps)
 
-    def _rates(self, steps: int, seconds: float, communication: float) -> tuple[float, float]:
-        return steps * self._tokens / max(seconds, 1e-9), min(1.0, communication / max(seconds, 1e-9))
+    def _rates(self, steps: list[tuple[float, float]]) -> tuple[float, float]:
+        seconds, communication = (sum(column) for column in zip(*steps, strict=True))
+        seconds = max(seconds, 1e-9)
+        return len(steps) * self._tokens / seconds, min(1.0, communication / seconds)

@@ -1,4 +1,4 @@
-"""What a run shows on rank 0 while it goes on: a line that is redrawn on a terminal, else a line now and then.
+"""What a run shows on rank 0 while it trains: a line that is redrawn on a terminal, else a line now and then.
 
 ━━━━━━━━━━━━━╸━━━━━━━━━━  step 180/250  loss 2.0312  17,512 tokens/s  communication  9 %  0:00:22
 """
@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING, Literal, Protocol, TextIO
+from typing import Literal, TextIO
 
 from .metrics import StepMetrics
 from .terminal import terminal_width
 
-if TYPE_CHECKING:
-    import rich.progress
-
-__all__ = ["ProgressLine", "make_progress"]
+__all__ = ["LiveProgress", "PlainProgress", "SilentProgress", "make_progress"]
 
 _PLAIN_LINES = 10
 _REDRAW_SECONDS = 0.1
 
 
-class ProgressLine(Protocol):
-    """Shows how far a run has come."""
+class SilentProgress:
+    """Shows nothing; the base of the kinds that do."""
 
     def update(self, metrics: StepMetrics) -> None:
-        """A step is complete."""
+        """Show that a step is complete."""
 
     def note(self, text: str) -> None:
         """Print a text that stays."""
@@ -34,45 +31,12 @@ class ProgressLine(Protocol):
         """Leave the terminal as it was; may be called twice."""
 
 
-def make_progress(
-    mode: Literal["auto", "live", "plain", "off"], steps: int, stream: TextIO | None = None
-) -> ProgressLine:
-    """Make the progress line of a mode; local.
-
-    Args:
-        mode: `"live"` redraws, `"plain"` prints a line each tenth of the run, `"off"` nothing, `"auto"` is
-            `"live"` where a terminal shows the stream, directly or through the launcher, and else `"plain"`.
-        steps: Steps of the whole run.
-        stream: Where to write; None means `sys.stdout`.
-    """
-    stream = sys.stdout if stream is None else stream
-    width = terminal_width(stream) if mode in ("auto", "live") else None
-    if mode == "off":
-        return SilentProgress()
-    if mode == "live" or width is not None:
-        return LiveProgress(steps, stream, width)
-    return PlainProgress(steps, stream)
-
-
-class SilentProgress:
-    """Shows nothing; also what ranks other than 0 use."""
-
-    def update(self, metrics: StepMetrics) -> None:
-        """Do nothing."""
-
-    def note(self, text: str) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class PlainProgress:
+class PlainProgress(SilentProgress):
     """Prints the first step, each tenth of the run and the last; each line is flushed.
 
     Args:
         steps: Steps of the whole run.
-        stream: Where to write.
+        stream: The output.
     """
 
     def __init__(self, steps: int, stream: TextIO) -> None:
@@ -83,7 +47,7 @@ class PlainProgress:
         """Print a line if this step completes a tenth."""
         tenths = metrics.step * _PLAIN_LINES // self._steps
         if metrics.step == 1 or tenths > (metrics.step - 1) * _PLAIN_LINES // self._steps:
-            self.note("  ".join(_texts(metrics, self._steps)))
+            self.note(_text(metrics, self._steps))
 
     def note(self, text: str) -> None:
         """Print and flush."""
@@ -92,34 +56,35 @@ class PlainProgress:
         self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
         self._stream.flush()
 
-    def close(self) -> None:
-        """Do nothing."""
 
-
-class LiveProgress:
-    """One line that is redrawn at most ten times a second, on the calling thread.
+class LiveProgress(SilentProgress):
+    """Redraws one line at most ten times a second, on the calling thread.
 
     Args:
         steps: Steps of the whole run.
-        stream: Where to write, taken for a terminal.
-        width: Columns of the terminal; None means what the environment says, or 80.
+        stream: The output, which is taken for a terminal.
+        width: Columns of the terminal; None means those of the environment, or 80.
     """
 
     def __init__(self, steps: int, stream: TextIO, width: int | None = None) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
         self._steps = steps
         self._drawn = 0.0
-        self._bar = _make_bar(stream, width)
+        columns = BarColumn(bar_width=None), TextColumn("{task.fields[text]}", markup=False), TimeElapsedColumn()
+        console = Console(file=stream, force_terminal=True, width=width)
+        self._bar = Progress(*columns, console=console, auto_refresh=False, expand=True)
         self._task = self._bar.add_task("", total=steps, text="starting")
         self._bar.start()
-        self._bar.console.show_cursor()  # hidden, it would stay so where a launcher kills this process
+        self._bar.console.show_cursor()  # a hidden cursor would stay hidden where a launcher kills this process
 
     def update(self, metrics: StepMetrics) -> None:
-        """Redraw, unless that was done a moment ago."""
+        """Redraw, unless the last time is less than a tenth of a second ago."""
         now = time.monotonic()
-        due = now - self._drawn > _REDRAW_SECONDS or metrics.step == self._steps
-        if due:
+        if now - self._drawn > _REDRAW_SECONDS or metrics.step == self._steps:
             self._drawn = now
-            text = "  ".join(_texts(metrics, self._steps))
+            text = _text(metrics, self._steps)
             self._bar.update(self._task, completed=metrics.step, text=text, refresh=True)
 
     def note(self, text: str) -> None:
@@ -131,19 +96,28 @@ class LiveProgress:
         self._bar.stop()
 
 
-def _make_bar(stream: TextIO, width: int | None) -> rich.progress.Progress:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+def make_progress(
+    mode: Literal["auto", "live", "plain", "off"], steps: int, stream: TextIO | None = None
+) -> SilentProgress:
+    """Make the progress display of a mode; local.
 
-    console = Console(file=stream, force_terminal=True, width=width)
-    columns = (BarColumn(bar_width=None), TextColumn("{task.fields[text]}", markup=False), TimeElapsedColumn())
-    return Progress(*columns, console=console, auto_refresh=False, expand=True)
+    Args:
+        mode: `"live"` redraws, `"plain"` prints a line each tenth of the run, `"off"` nothing, `"auto"` is
+            `"live"` where a terminal shows the stream, directly or through the launcher, and else `"plain"`.
+        steps: Steps of the whole run.
+        stream: The output; None means `sys.stdout`.
+    """
+    stream = sys.stdout if stream is None else stream
+    if mode == "off":
+        return SilentProgress()
+    width = None if mode == "plain" else terminal_width(stream)
+    if mode == "live" or width is not None:
+        return LiveProgress(steps, stream, width)
+    return PlainProgress(steps, stream)
 
 
-def _texts(metrics: StepMetrics, steps: int) -> tuple[str, ...]:
+def _text(metrics: StepMetrics, steps: int) -> str:
     return (
-        f"step {metrics.step:{len(str(steps))}}/{steps}",
-        f"loss {metrics.loss:.4f}",
-        f"{metrics.tokens_per_second:,.0f} tokens/s",
-        f"communication {100 * metrics.communication:2.0f} %",
+        f"step {metrics.step:{len(str(steps))}}/{steps}  loss {metrics.loss:.4f}  "
+        f"{metrics.tokens_per_second:,.0f} tokens/s  communication {100 * metrics.communication:2.0f} %"
     )

@@ -1,7 +1,8 @@
-"""What a run leaves behind and shows: done by rank 0, silently left out by the others.
+"""What a run writes and shows; only rank 0 does.
 
 axonmpi-runs/NAME/
-  metrics.jsonl   a line for each step and each held-out evaluation
+  metrics.jsonl   a JSON object a line: the fields of `StepMetrics` for each step, which have `loss`,
+                  and those of `HeldOutMetrics` for each held-out evaluation, which have `held_out_loss`
   loss.png        the loss curves
   pipeline.png    the last step of a pipeline beside the ideal, with --trace
   sample.txt      text that the trained model wrote
@@ -12,20 +13,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from ...groups.world import ProcessGroup
 from ...pipeline import Timeline
 from ...pipeline.schedule.chart import describe, draw_chart
+from ...utils.text import counted
 from ..config import Config
-from .metrics import HeldOutMetrics, MetricsFile, StepMetrics
-from .plot import plot_losses
-from .progress import ProgressLine, SilentProgress, make_progress
-from .wording import counted
+from .metrics import HeldOutMetrics, StepMetrics
+from .progress import make_progress
 
-__all__ = ["Recorder", "SilentRecorder", "Summary", "open_recorder"]
+__all__ = ["Recorder", "Summary", "open_recorder"]
 
 
 @dataclass(frozen=True)
@@ -65,134 +66,93 @@ class Summary:
     folder: str
 
 
-class SilentRecorder:
-    """Keeps what was measured, and neither writes nor shows it.
-
-    Attributes:
-        steps: Every step so far.
-        held_out: Every held-out evaluation so far.
-    """
-
-    def __init__(self) -> None:
-        self.steps: list[StepMetrics] = []
-        self.held_out: list[HeldOutMetrics] = []
-        self._progress: ProgressLine = SilentProgress()
-
-    def note(self, text: str) -> None:
-        """Show a text."""
-        self._progress.note(text)
-
-    def add_step(self, metrics: StepMetrics) -> None:
-        """Take in one step."""
-        self.steps.append(metrics)
-        self._progress.update(metrics)
-
-    def add_held_out(self, metrics: HeldOutMetrics) -> None:
-        """Take in one held-out evaluation."""
-        self.held_out.append(metrics)
-        self.note(f"step {metrics.step}: held-out loss {metrics.held_out_loss:.4f} nats per byte")
-
-    def add_pipeline(self, measured: Timeline, ideal: Timeline) -> None:
-        """Take in when the ranks of a pipeline computed, and when they would have without waiting for messages."""
-
-    def finish(self, summary: Summary) -> None:
-        """Take in the end of the run."""
-
-    def close(self) -> None:
-        """Stop showing progress; may be called twice."""
-        self._progress.close()
-
-
-class Recorder(SilentRecorder):
-    """Writes the run's files and shows its progress; makes the folder.
+class Recorder:
+    """Writes the files of a run and shows its progress.
 
     Args:
         config: The run's settings.
+        writes: False on ranks other than 0, where nothing is written or shown.
 
     Raises:
         OSError: The folder or a file in it cannot be written.
     """
 
-    def __init__(self, config: Config) -> None:
-        super().__init__()
+    def __init__(self, config: Config, *, writes: bool) -> None:
         self._config = config
         self._folder = config.run.folder
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for name in ("loss.png", "pipeline.png", "sample.txt", "summary.json"):
-            (self._folder / name).unlink(missing_ok=True)  # or an interrupted run would show another's result
-        self._plots = config.run.plot and find_spec("matplotlib") is not None
-        self._file = MetricsFile(self._folder / "metrics.jsonl")
-        self._progress = make_progress(config.run.progress, config.run.steps)
+        if writes:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # else a run that is interrupted would seem to have the results of an earlier one
+            for name in ("loss.png", "pipeline.png", "sample.txt", "summary.json"):
+                (self._folder / name).unlink(missing_ok=True)
+        path = self._folder / "metrics.jsonl" if writes else os.devnull
+        self._metrics = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - stays open until `close`
+        self._progress = make_progress(config.run.progress if writes else "off", config.run.steps)
 
-    def add_step(self, metrics: StepMetrics) -> None:
-        """Write and show one step."""
-        self._file.write(metrics)
-        super().add_step(metrics)
+    def note(self, text: str) -> None:
+        """Show a text."""
+        self._progress.note(text)
 
-    def add_held_out(self, metrics: HeldOutMetrics) -> None:
-        """Write and show one held-out evaluation."""
-        self._file.write(metrics)
-        super().add_held_out(metrics)
+    def add(self, metrics: StepMetrics | HeldOutMetrics) -> None:
+        """Write and show a step, or an evaluation on held-out text."""
+        self._metrics.write(json.dumps(dataclasses.asdict(metrics)) + "\n")
+        if isinstance(metrics, StepMetrics):
+            self._progress.update(metrics)
+        else:
+            self.note(f"step {metrics.step}: held-out loss {metrics.held_out_loss:.4f} nats per byte")
 
     def add_pipeline(self, measured: Timeline, ideal: Timeline) -> None:
-        """Draw both, and show what they are."""
-        if self._plots:
+        """Draw and describe when the ranks of a pipeline computed, beside the same without waiting; on rank 0."""
+        if self._config.run.plot:
             draw_chart(ideal, self._folder / "pipeline.png", measured)
         trace = self._config.pipeline.trace
         self.note(f"last step: {describe(measured)}; without waiting for messages {ideal.bubble:.1%}; see {trace}")
 
-    def finish(self, summary: Summary) -> None:
-        """Write the summary, the sample and the picture, and show the result."""
+    def finish(self, summary: Summary, steps: Sequence[StepMetrics], held_out: Sequence[HeldOutMetrics]) -> None:
+        """Write the summary, the sample and the picture, and show the result; on rank 0."""
         self.close()
-        self._write_json("summary.json", {**dataclasses.asdict(summary), "config": self._config.flat()})
+        content = json.dumps({**dataclasses.asdict(summary), "config": self._config.flat()}, indent=2)
+        (self._folder / "summary.json").write_text(content + "\n", encoding="utf-8")
         if summary.sample:
             (self._folder / "sample.txt").write_text(summary.sample + "\n", encoding="utf-8")
-        if self._plots:
+        if self._config.run.plot:
             title = f"{self._config.run.name}: {summary.parameters:,} parameters, {counted(summary.ranks, 'rank')}"
-            plot_losses(self._folder / "loss.png", self.steps, self.held_out, summary.unigram_entropy, title)
+            _plot_losses(self._folder / "loss.png", steps, held_out, summary.unigram_entropy, title)
         self.note(_report(summary))
 
     def close(self) -> None:
         """Stop showing progress and close the metrics; may be called twice."""
-        super().close()
-        self._file.close()
-
-    def _write_json(self, name: str, content: dict[str, object]) -> None:
-        text = json.dumps(content, indent=2)
-        (self._folder / name).write_text(text + "\n", encoding="utf-8")
+        self._progress.close()
+        self._metrics.close()
 
 
-def open_recorder(config: Config, group: ProcessGroup) -> SilentRecorder:
+def open_recorder(config: Config, group: ProcessGroup) -> Recorder:
     """Make the recorder of this rank; collective.
 
     Args:
         config: The run's settings.
-        group: All ranks of the run; rank 0 gets the one that writes.
+        group: All ranks of the run; rank 0 writes.
 
     Raises:
-        ValueError: Rank 0 cannot write to the folder, or where the trace should go; raised on every rank.
+        ValueError: Rank 0 cannot write to the folder or to the trace file; raised on every rank.
     """
-    recorder, problem = SilentRecorder(), None
+    recorder, problem = None, None
+    trace, folder = config.pipeline.trace, config.run.folder
     if group.rank == 0:
-        place = f"--trace {config.pipeline.trace}"
+        place = f"--trace {trace}"
         try:
-            _make_way(config.pipeline.trace)
-            place = f"--out {config.run.folder}"
-            recorder = Recorder(config)
+            if trace is not None:  # at the end of the run it would be too late to find out
+                trace.parent.mkdir(parents=True, exist_ok=True)
+                trace.touch()
+                trace.unlink()
+            place = f"--out {folder}"
+            recorder = Recorder(config, writes=True)
         except OSError as error:
             problem = f"{place}: cannot write there: {error.strerror or error}"
     problem = group.broadcast_object(problem)
     if problem is not None:
         raise ValueError(problem)
-    return recorder
-
-
-def _make_way(file: Path | None) -> None:
-    """Take away an earlier run's trace, and see that a new one can be written; at the end of the run it is late."""
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-        file.unlink()
+    return recorder or Recorder(config, writes=False)
 
 
 def printable(text: bytes) -> str:
@@ -214,3 +174,34 @@ def _report(summary: Summary) -> str:
     if summary.sample:
         lines += ["", "a sample of what it writes:", *("    " + line for line in summary.sample.splitlines())]
     return "\n".join(lines)
+
+
+def _plot_losses(
+    path: Path,
+    steps: Sequence[StepMetrics],
+    held_out: Sequence[HeldOutMetrics],
+    unigram_entropy: float,
+    title: str,
+) -> None:
+    """Draw the training loss, the held-out loss, and the entropy that both must get below, as a PNG; local.
+
+    Args:
+        path: The file to write.
+        steps: Every step of the run.
+        held_out: Every evaluation.
+        unigram_entropy: Nats per byte, drawn as a level line.
+        title: Heading.
+    """
+    # not pyplot: the threads of a process share its state, and it looks for a display
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([m.step for m in steps], [m.loss for m in steps], linewidth=0.8, label="training")
+    axes.plot([m.step for m in held_out], [m.held_out_loss for m in held_out], marker="o", label="held out")
+    level = f"unigram entropy of the held-out bytes ({unigram_entropy:.2f})"
+    axes.axhline(unigram_entropy, color="grey", linestyle="--", label=level)
+    axes.set(xlabel="step", ylabel="loss (nats per byte)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120, format="png")

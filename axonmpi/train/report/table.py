@@ -1,4 +1,4 @@
-"""What is shown of the layout when a run begins.
+"""The description of the layout that is shown when a run begins.
 
 mesh: dp 2 x pp 2 x tp 2 = 8 ranks, rank = (dp x 2 + pp) x 2 + tp; parameters sharded along dp (full)
 pp  ranks    what each has                       parameters  weights  gradients  optimizer  activations*  all*
@@ -6,8 +6,19 @@ pp  ranks    what each has                       parameters  weights  gradients 
  1  2-3 6-7  1/2 of blocks 2 to 3, output layer     106,816      0.4        1.2        0.8           1.9   4.4
 weights to all: memory in MiB that a rank is expected to need; * estimated, with micro-batches of 1 sequence
 
-Ranks that differ in their place along dp or tp alone have as much of the same stages, so there is a row for each
-place along pp.
+Ranks that differ in their position along dp or tp only have equally much of the same stages, so there is a row for
+each position along pp.
+
+Parameters, gradients and the optimizer's state are counted. Activations are estimated: for each position of a block
+autograd keeps these multiples of the width D, where r is `mlp_ratio`:
+
+    along the stream     x, norm(x) before attention and before the perceptron    each 1, rmsnorm one more
+    inside attention     queries, keys, values                                    3
+                         rotated queries and keys, a copy of the result           2 + 1
+                         the result                                               1
+    inside the mlp       before and after the activation function                 2 r
+
+The inside is divided by tp, the stream by tp with sequence parallelism only.
 """
 
 from __future__ import annotations
@@ -16,17 +27,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...pipeline import Schedule, simulate
+from ...utils.text import aligned, counted, in_ranges
 from ..config import Config
 from ..layout import Layout
-from ..memory import bytes_of_activations
-from ..model import GPTStage
+from ..model import VOCABULARY_SIZE, GPTStage
 from ..parallel import Held
-from .wording import aligned, counted, in_ranges
 
-__all__ = ["Share", "layout_table"]
+__all__ = ["Share", "bytes_of_position", "layout_table"]
 
 _UNITS = ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)
 _MOST_ROWS = 8
+_FLOAT = 4
 _MOST_RANGES = 4
 _IN_FILES = {"params": "parameters in files", "full": "parameters, gradients and optimizer state in files"}
 _HEADER = ("what each has", "parameters", "weights", "gradients", "optimizer", "activations*", "all*")
@@ -34,13 +45,13 @@ _HEADER = ("what each has", "parameters", "weights", "gradients", "optimizer", "
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank has.
+    """The part of one rank.
 
     Attributes:
-        position: Its place along pp.
+        position: Its position along pp.
         content: Its stages in words.
-        held: What is counted.
-        activations: Bytes, estimated.
+        held: Sizes of parameters, gradients and optimizer state.
+        activations: Estimated bytes.
     """
 
     position: int
@@ -57,28 +68,28 @@ class Share:
         stages: Sequence[GPTStage] | None,
         held: Held,
     ) -> Share:
-        """Describe what this rank has; local.
+        """Describe the part of this rank; local.
 
         Args:
             config: All settings.
-            layout: Where it stands.
-            schedule: What the ranks of its pipeline do, if there is one.
-            stages: Its own; None means all layers.
-            held: What it holds.
+            layout: The rank's place.
+            schedule: The schedule of its pipeline, if there is one.
+            stages: Its stages; None means all layers.
+            held: Sizes of its parameters, gradients and optimizer state.
         """
         peak = 1 if schedule is None else simulate(schedule).peak_activations[layout.position]
-        activations = bytes_of_activations(config, stages, peak, _sequences(config, layout, schedule))
+        activations = _bytes_of_activations(config, stages, peak, _sequences(config, layout, schedule))
         return cls(layout.position, _content(layout, stages), held, activations)
 
 
 def layout_table(config: Config, layout: Layout, schedule: Schedule | None, shares: Sequence[Share]) -> str:
-    """Describe the mesh, what its ranks have, and how much memory they are expected to need; local.
+    """Describe the mesh, the part of each rank, and the memory that it is expected to need; local.
 
     Args:
         config: All settings.
-        layout: Where any of the ranks stands.
-        schedule: What the ranks of a pipeline do, if there is one.
-        shares: What each rank has.
+        layout: The place of any of the ranks.
+        schedule: The schedule of a pipeline, if there is one.
+        shares: The part of each rank.
     """
     unit, size = _unit(shares)
     rows = [_row(layout, position, shares, size) for position in range(layout.pp)]
@@ -106,7 +117,7 @@ def _mesh(config: Config, layout: Layout) -> str:
 
 
 def _order(layout: Layout) -> str:
-    """Return how ranks are numbered, if there are several axes."""
+    """Return the numbering of the ranks, if there are several axes."""
     first, *others = [axis for axis, size in layout.shape.items() if size > 1] or ["dp"]
     number = first
     for count, axis in enumerate(others, 1):
@@ -121,22 +132,54 @@ def _content(layout: Layout, stages: Sequence[GPTStage] | None) -> str:
 
 
 def _unit(shares: Sequence[Share]) -> tuple[str, int]:
-    """Return a unit of memory in which the largest number is at least 1, and what it is in bytes."""
+    """Return a unit of memory in which the largest number is at least 1, and its bytes."""
     largest = max(share.held.together + share.activations for share in shares)
     return next((unit for unit in reversed(_UNITS) if unit[1] <= largest), _UNITS[0])
 
 
 def _row(layout: Layout, position: int, shares: Sequence[Share], unit: int) -> list[str]:
-    """Return the row of a place along pp; shards of different ranks may differ a little, the largest counts."""
+    """Return the row of a position along pp; the shards of its ranks may differ a little, the largest counts."""
     there = [share for share in shares if share.position == position]
     held = max((share.held for share in there), key=lambda held: held.together)
     sizes = [held.values, held.gradients, held.state, there[0].activations]
     memory = [f"{size / unit:,.1f}" for size in [*sizes, sum(sizes)]]
-    ranks = in_ranges(layout.ranks_at(position), _MOST_RANGES)
+    ranks = in_ranges(layout.ranks_at(position), most=_MOST_RANGES)
     return [str(position), ranks, there[0].content, f"{held.parameters:,}", *memory]
 
 
 def _sequences(config: Config, layout: Layout, schedule: Schedule | None) -> int:
-    """Return the sequences that a rank goes through at once."""
+    """Return the number of sequences that a rank processes at once."""
     count = config.run.global_batch // layout.dp // config.run.accumulation
     return count if schedule is None else -(-count // schedule.num_microbatches)
+
+
+# ---- activations ------------------------------------------------------------------------------------------------
+
+
+def bytes_of_position(config: Config) -> tuple[float, float]:
+    """Return the bytes that autograd keeps on a rank for one position: of a block, and of norm, output and loss."""
+    model, tp = config.model, config.mesh.tp
+    computed = 2 if config.run.dtype == "bfloat16" else _FLOAT
+    kept_by_norm = (2 if model.norm == "rmsnorm" else 1) * _FLOAT  # its input; for rmsnorm also input / rms
+    stream_parts = tp if config.mesh.sequence_parallel else 1
+    inside = 3 + 1 + 2 * model.mlp_ratio + (3 if model.positions == "rotary" else 0)
+    stream = 2 * (kept_by_norm + computed) / stream_parts
+    block = model.width * (stream + inside * computed / tp) + _FLOAT * model.heads / tp
+    output = model.width * (kept_by_norm / stream_parts + computed) + VOCABULARY_SIZE * _FLOAT / tp
+    return block, output
+
+
+def _bytes_of_activations(config: Config, stages: Sequence[GPTStage] | None, peak: int, sequences: int) -> int:
+    """Estimate the largest memory of a rank's activations; local.
+
+    Args:
+        config: All settings.
+        stages: The rank's stages; None means the whole model.
+        peak: The largest number of micro-batches under way, counted for each stage.
+        sequences: Sequences of a micro-batch.
+    """
+    blocks = config.model.layers if stages is None else sum(len(stage.blocks) for stage in stages)
+    outputs = 1 if stages is None else sum(stage.head is not None for stage in stages)
+    block, output = bytes_of_position(config)
+    of_stage = (blocks * block + outputs * output) / (1 if stages is None else len(stages))
+    return round(peak * sequences * config.model.sequence_length * of_stage)

@@ -1,10 +1,10 @@
-"""Whether what this process prints is seen on a terminal.
+"""Whether a person sees on a terminal what this process prints.
 
-Under a launcher its own output says nothing: MPICH gives each rank a pipe although a person may be looking, Open
-MPI a pseudo-terminal although the output may go to a file. What the launcher itself prints to is the answer, and on
-Linux an ancestor's open files can be read:
+Under a launcher the process's own output does not tell: with MPICH it is a pipe although the launcher may print to
+a terminal, with Open MPI it is a pseudo-terminal although the launcher may print to a file. On Linux the launcher
+is among the process's ancestors, and its output can be looked up:
 
-    terminal  <──  mpirun  <── pipe ──  (proxy)  <── pipe or pty ──  rank
+    terminal  <──  mpirun  <── pipe ──  (proxy)  <── pipe or pseudo-terminal ──  rank
 """
 
 from __future__ import annotations
@@ -22,77 +22,57 @@ _PROCESSES = Path("/proc")
 
 
 def terminal_width(stream: TextIO, processes: Path = _PROCESSES) -> int | None:
-    """Return the columns of the terminal on which a person sees what is written to `stream`; local.
+    """Return the columns of the terminal that shows a stream; local.
 
     Args:
         stream: An open text stream, such as `sys.stdout`.
-        processes: Where the system describes its processes.
+        processes: The folder in which the system describes its processes.
 
     Returns:
         The number of columns, or None where no terminal is known to show the stream.
     """
     try:
-        number = stream.fileno()
-    except (OSError, ValueError, AttributeError):  # closed, or not a file at all
+        shown = _output_of_launcher(stream.fileno(), processes)
+        if shown is None:
+            return os.get_terminal_size(stream.fileno()).columns or None
+        with open(shown, "rb", buffering=0, opener=_without_adopting) as terminal:
+            return os.get_terminal_size(terminal.fileno()).columns or None
+    except (OSError, ValueError, AttributeError):  # closed, no file at all, or no terminal
         return None
-    started = processes / "self"  # by the launcher; this process may be a child of that one
-    for ancestor in _ancestors(processes):
-        if _name(ancestor) in _LAUNCHERS | _DAEMONS:
-            if _target(processes / "self" / "fd" / str(number)) != _target(started / "fd" / "1"):
-                break  # somebody in between collects the output
-            return _launcher_width(processes)
+
+
+def _output_of_launcher(number: int, processes: Path) -> Path | None:
+    """Return the output of the launcher that passes on what is written to a file number; None without a launcher.
+
+    Raises:
+        OSError: The launcher is on another node, or a program between it and this process collects the output.
+    """
+    ancestors = dict(_ancestors(processes))
+    started = processes / "self"  # by the launcher or its daemon: this process or an ancestor of it
+    for ancestor, name in ancestors.items():
+        if name in _LAUNCHERS | _DAEMONS:
+            if os.readlink(processes / "self" / "fd" / str(number)) != os.readlink(started / "fd" / "1"):
+                raise OSError("another program collects the output")
+            launchers = [folder for folder, name in ancestors.items() if name in _LAUNCHERS]
+            if not launchers:
+                raise OSError("the launcher is on another node")
+            return launchers[0] / "fd" / "1"
         started = ancestor
-    return _width(number)
+    return None
 
 
-def _launcher_width(processes: Path) -> int | None:
-    """Return the width of the terminal that the launcher prints to; None if it runs on another node."""
-    launchers = (ancestor for ancestor in _ancestors(processes) if _name(ancestor) in _LAUNCHERS)
-    target = next((_target(launcher / "fd" / "1") for launcher in launchers), "")
-    if not target.startswith(("/dev/pts/", "/dev/tty")):
-        return None
-    try:
-        with open(target, "rb", buffering=0, opener=_without_adopting) as terminal:
-            return _width(terminal.fileno())
-    except OSError:
-        return None
-
-
-def _without_adopting(path: str, flags: int) -> int:
-    """Open a terminal without making it this process's own."""
-    return os.open(path, flags | os.O_NOCTTY)
-
-
-def _width(number: int) -> int | None:
-    try:
-        return os.get_terminal_size(number).columns or None
-    except OSError:
-        return None
-
-
-def _ancestors(processes: Path) -> Iterator[Path]:
-    """Yield the folders of this process's ancestors, its parent first."""
+def _ancestors(processes: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the folder and the name of each ancestor that can be read, the parent first."""
     pid = os.getppid()
     while pid > 1:
         folder = processes / str(pid)
-        yield folder
-        fields = _read(folder / "stat").rpartition(")")[2].split()
-        pid = int(fields[1]) if len(fields) > 1 else 0
+        try:
+            yield folder, (folder / "comm").read_text().strip()
+            pid = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return
 
 
-def _name(process: Path) -> str:
-    return _read(process / "comm").strip()
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""
-
-
-def _target(link: Path) -> str:
-    try:
-        return os.readlink(link)
-    except OSError:
-        return ""
+def _without_adopting(path: str, flags: int) -> int:
+    """Open a terminal without making it this process's controlling terminal, and a pipe without waiting."""
+    return os.open(path, flags | os.O_NOCTTY | os.O_NONBLOCK)

@@ -7,32 +7,34 @@
     gloo        torch.distributed
     memcpy      each rank copies as many bytes within its own memory, all at once: the floor
 
-For each operation, dtype and size they take turns. Before, each does it once with values that are known, and the
-result is looked at: no wrong answer is timed.
+For each operation, dtype and size they take turns. Before that each does it once with known values, and its result
+is checked: no wrong answer is timed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ....comm import broadcast, symmetric_empty
 from ....groups.world import World
 from ....launch import start as runtime
-from ..cores import count_cores
-from ..gloo import start_gloo
-from ..sizes import format_size
-from ..timing import AXONMPI, Agreement, calls_for, interleave
-from .cases import OPERATIONS, Case, Variant, variants_of
-from .lines import LineProbe
+from ..timing import AXONMPI, Agreement, calls_for, count_cores, interleave, start_gloo
+from .cases import OPERATIONS, Case, Variant, format_size, variants_of
 
-__all__ = ["BLOCK_SECONDS", "DEFAULT_SIZES", "DTYPES", "OPERATIONS", "check", "measure"]
+__all__ = ["DEFAULT_SIZES", "DTYPES", "OPERATIONS", "check", "measure", "median_times"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_SIZES = ("4B", "1KiB", "16KiB", "64KiB", "256KiB", "1MiB", "16MiB", "64MiB")
-BLOCK_SECONDS = 7e-3
+_BLOCK_SECONDS = 7e-3
+_LINE_BYTES = 64
+_LINES = 4096
+_REPEATS = 5
 
 
 def measure(
@@ -42,7 +44,7 @@ def measure(
 
     Args:
         world: All ranks of the job.
-        blocks: How often each variant takes its turn.
+        blocks: Number of turns of each variant.
         operations: Some of `OPERATIONS`.
         dtypes: Some of `DTYPES`.
         sizes: In bytes.
@@ -78,11 +80,7 @@ def measure(
 
 
 def _measure_case(case: Case, mpi: Any, blocks: int, probe: LineProbe) -> dict[str, Any]:
-    variants = variants_of(case, mpi)
-    check(case, variants)
-    calls = {name: variant.call for name, variant in variants.items()}
-    samples = interleave(calls, blocks=blocks, calls=calls_for(calls, BLOCK_SECONDS), before=probe.sample)
-    microseconds = {name: sample.median * 1e6 for name, sample in samples.items()}
+    microseconds = median_times(case, variants_of(case, mpi), blocks, before=probe.sample)
     by_level = {runtime.thread_level(mpi): microseconds["mpi"]} if "mpi" in microseconds else {}
     return {
         "operation": case.operation,
@@ -94,8 +92,34 @@ def _measure_case(case: Case, mpi: Any, blocks: int, probe: LineProbe) -> dict[s
     }
 
 
+def median_times(
+    case: Case,
+    variants: Mapping[str, Variant],
+    blocks: int,
+    ranks: Agreement = AXONMPI,
+    before: Callable[[], object] | None = None,
+) -> dict[str, float]:
+    """Check the variants of a case, then time them in turns; collective. Returns microseconds a call.
+
+    Args:
+        case: The case.
+        variants: Its variants, the same on all ranks.
+        blocks: Number of turns of each variant.
+        ranks: The operations by which the ranks agree.
+        before: Called before each round of turns, untimed.
+
+    Raises:
+        RuntimeError: A variant's result is wrong; raised on all ranks.
+    """
+    check(case, variants, ranks)
+    calls = {name: variant.call for name, variant in variants.items()}
+    numbers = calls_for(calls, _BLOCK_SECONDS, ranks)
+    seconds = interleave(calls, blocks=blocks, calls=numbers, before=before, ranks=ranks)
+    return {name: value * 1e6 for name, value in seconds.items()}
+
+
 def check(case: Case, variants: Mapping[str, Variant], ranks: Agreement = AXONMPI) -> None:
-    """Raise RuntimeError on all ranks if a variant's result is wrong on any; collective."""
+    """Raise RuntimeError on all ranks if a variant's result is wrong on any rank; collective."""
     names = [name for name, variant in variants.items() if ranks.largest(not variant.is_right())]
     if names:
         what = f"{case.operation} of {format_size(case.nbytes)} of {case.dtype} on {case.ranks} ranks"
@@ -105,3 +129,45 @@ def check(case: Case, variants: Mapping[str, Variant], ranks: Agreement = AXONMP
 def _library_name(mpi: Any) -> str:
     # An MPI library may stand in for another one of the same binary interface, which mpi4py was built for.
     return "Intel MPI" if "Intel" in mpi.Get_library_version() else runtime.library_info().vendor
+
+
+class LineProbe:
+    """Measures how long rank 0 takes to write a cache line that the others have just read.
+
+    It takes a few nanoseconds where two ranks share a cache, about ten times as much where their cores are far
+    apart, and the time of everything that goes through shared memory changes with it. A system may move ranks at
+    any time, so this time is measured beside each block.
+
+    Args:
+        world: The ranks; the methods are collective over all of them.
+
+    Where there was too little memory to share (a warning says so), rank 0 writes memory that no other rank reads.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._nanoseconds: list[float] = []
+        self._is_writer = world.rank == 0
+        shares = getattr(world.default_group.backend, "path", "") == "node"
+        self._memory = symmetric_empty((_LINES * _LINE_BYTES,), torch.uint8) if shares else None
+
+    def sample(self) -> None:
+        """Add a measurement; collective."""
+        if self._memory is None:
+            return
+        taken = []
+        for repeat in range(_REPEATS + 1):
+            began = time.perf_counter()
+            if self._is_writer:
+                self._memory.fill_(repeat)
+            taken.append((time.perf_counter() - began) / _LINES * 1e9)
+            broadcast(self._memory)
+        if self._is_writer:
+            self._nanoseconds.append(statistics.median(taken[1:]))
+
+    def median(self) -> float | None:
+        """Return the median of the measurements since the last call, in nanoseconds; local.
+
+        None on ranks other than 0, and where ranks do not read each other's memory.
+        """
+        taken, self._nanoseconds = self._nanoseconds, []
+        return statistics.median(taken) if taken else None

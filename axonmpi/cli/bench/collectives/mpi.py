@@ -1,14 +1,14 @@
 """The collectives of MPI alone, at the thread level of a program that has no threads.
 
-An MPI library may have a quicker path for small messages where one thread alone calls it. axonmpi needs
-MPI_THREAD_MULTIPLE, and a process starts MPI once: so this is a job of its own, without any of axonmpi's
-communication. The ranks have the same settings and cores as in the other job.
+An MPI library may have a quicker path for small messages where only one thread calls it. axonmpi needs
+MPI_THREAD_MULTIPLE, and a process starts MPI once, so this is a separate job without axonmpi's communication. The
+ranks have the same settings and cores as in the other job.
 
     axonmpi bench collectives
     ├─ mpirun ...   collectives.measure        all variants, MPI at MPI_THREAD_MULTIPLE
     └─ mpirun ...   mpi.measure                MPI at MPI_THREAD_FUNNELED
 
-`add` puts the two together: the quicker one is "MPI".
+`add` puts the quicker time into the column of MPI.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ....launch import exit as exits
 from ....launch import start as runtime
 from ....launch.cpu import core_to_keep_to, count_of_node, keep_to_core, usable_cores
 from ....launch.settings import prepare_for_mpi
-from ..timing import Agreement, calls_for, interleave
+from ..timing import Agreement
 from .cases import Case, mpi_variant
-from .measure import BLOCK_SECONDS, check
+from .measure import median_times
 
 __all__ = ["add", "measure"]
 
@@ -33,7 +33,7 @@ def measure(blocks: int, operations: Sequence[str], sizes: Sequence[int]) -> dic
     """Start MPI at MPI_THREAD_FUNNELED, and measure its operations on float32; collective.
 
     Args:
-        blocks: How often each operation is timed at each size.
+        blocks: Number of times that each operation is timed at each size.
         operations: Some of `OPERATIONS`.
         sizes: In bytes.
 
@@ -50,7 +50,11 @@ def measure(blocks: int, operations: Sequence[str], sizes: Sequence[int]) -> dic
     cases = [
         Case(operation, torch.float32, nbytes, comm.rank, comm.size) for operation in operations for nbytes in sizes
     ]
-    measured = [_measure_case(case, mpi, blocks, ranks) for case in cases]
+    measured = [
+        {"operation": case.operation, "bytes": case.nbytes, "microseconds": times["mpi"]}
+        for case in cases
+        for times in [median_times(case, {"mpi": mpi_variant(case, mpi)}, blocks, ranks)]
+    ]
     return {"level": runtime.thread_level(mpi), "cases": measured} if comm.rank == 0 else None
 
 
@@ -71,19 +75,11 @@ def _start() -> Any:
     return MPI
 
 
-def _measure_case(case: Case, mpi: Any, blocks: int, ranks: Agreement) -> dict[str, Any]:
-    variant = mpi_variant(case, mpi)
-    check(case, {"mpi": variant}, ranks)
-    calls = {"mpi": variant.call}
-    samples = interleave(calls, blocks=blocks, calls=calls_for(calls, BLOCK_SECONDS, ranks), ranks=ranks)
-    return {"operation": case.operation, "bytes": case.nbytes, "microseconds": samples["mpi"].median * 1e6}
-
-
 def add(result: dict[str, Any], measure_alone: Callable[[], dict[str, Any]]) -> None:
-    """Let the quicker of both jobs be "MPI", where MPI is among the variants; local.
+    """Put the quicker time of both jobs into the figures, where MPI is among the variants; local.
 
     Args:
-        result: What `collectives.measure` has returned; it is changed.
+        result: The result of `collectives.measure`, changed in place.
         measure_alone: Runs the other job, and returns rank 0's result of `measure`.
     """
     cases = [case for case in result["cases"] if case["mpi_microseconds"]]

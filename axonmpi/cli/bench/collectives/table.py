@@ -1,22 +1,23 @@
-"""The figures of `axonmpi bench collectives` as tables."""
+"""The figures of `axonmpi bench collectives` as tables and as a picture."""
 
 from __future__ import annotations
 
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
-from ..sizes import format_size
+from ....utils.text import aligned, counted
+from .cases import format_size
 
-__all__ = ["VARIANTS", "count_of", "label", "table"]
+__all__ = ["VARIANTS", "plot", "table"]
 
 VARIANTS = ("symmetric", "ordinary", "mpi", "gloo", "memcpy")
 RATIOS = (("symmetric", "memcpy"), ("mpi", "symmetric"), ("mpi", "ordinary"), ("gloo", "symmetric"))
 _PATHS = {
-    "node": "through memory that they share",
-    "nodes": "through shared memory on each node, by MPI's messages between nodes",
-    "plain": "by MPI's messages",
+    "node": "node, through memory that they share",
+    "nodes": "nodes, through shared memory on each node, by MPI's messages between nodes",
+    "plain": "plain, by MPI's messages",
 }
-_WIDTH = 11
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -24,62 +25,84 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n\n".join(block for result in results for block in (_opening(result), *_tables(result)))
 
 
-def label(variant: str, result: dict[str, Any]) -> str:
+def _label(variant: str, result: dict[str, Any]) -> str:
     """Return the name that a variant is shown with: MPI's is that of its library; local."""
     return str(result["mpi"]) if variant == "mpi" else variant
 
 
 def _opening(result: dict[str, Any]) -> str:
-    path = result["path"]
-    how = f"{path}, {_PATHS[path]}" if path in _PATHS else path
-    job = f"{count_of(result['ranks'], 'rank')}, {count_of(result['cores'], 'core')}"
-    return "\n".join([f"{job}; path between the ranks: {how}", *_thread_levels(result)])
-
-
-def _thread_levels(result: dict[str, Any]) -> list[str]:
-    """Say what MPI's column is, if there is one."""
+    job = f"{counted(result['ranks'], 'rank')}, {counted(result['cores'], 'core')}"
+    lines = [f"{job}; path between the ranks: {_PATHS.get(result['path'], result['path'])}"]
     levels = list(dict.fromkeys(level for case in result["cases"] for level in case["mpi_microseconds"]))
-    if not levels:
-        return []
-    what = f"at {levels[0]}" if len(levels) == 1 else f"the quicker of {' and '.join(levels)}, each in its own job"
-    return [f"{label('mpi', result)}: {what}"]
+    if len(levels) == 1:
+        lines.append(f"{result['mpi']}: at {levels[0]}")
+    elif levels:
+        lines.append(f"{result['mpi']}: the quicker of {' and '.join(levels)}, each in its own job")
+    return "\n".join(lines)
 
 
 def _tables(result: dict[str, Any]) -> list[str]:
+    over, under = ([_label(ratio[side], result) for ratio in RATIOS] for side in (0, 1))
+    above = ["", *("" for _ in VARIANTS), "|", *over, "|", "line"]
+    below = [
+        "size",
+        *(_label(name, result) for name in VARIANTS),
+        "|",
+        *(f"/ {name}" for name in under),
+        "|",
+        "write",
+    ]
     blocks = []
     for kind, cases in groupby(result["cases"], key=lambda case: (case["operation"], case["dtype"])):
-        title = (
-            f"{', '.join(kind)}, {count_of(result['ranks'], 'rank')}; the slowest rank's time, medians; and ratios"
-        )
-        blocks.append("\n".join([title, *_header(result), *(_row(case) for case in cases)]))
+        ranks = counted(result["ranks"], "rank")
+        title = f"{', '.join(kind)}, {ranks}; the slowest rank's time, medians; and ratios"
+        blocks.append("\n".join([title, *aligned([above, below, *map(_row, cases)])]))
     return blocks
 
 
-def _header(result: dict[str, Any]) -> list[str]:
-    names = "".join(f" {label(variant, result):>{_WIDTH}}" for variant in VARIANTS)
-    above = "".join(f" {label(over, result):>{_WIDTH}}" for over, _ in RATIOS)
-    below = "".join(f" {'/ ' + label(under, result):>{_WIDTH}}" for _, under in RATIOS)
-    return [f"{'':>8}{'':>{len(names)}} |{above} |{'line':>8}", f"{'size':>8}{names} |{below} |{'write':>8}"]
+def _row(case: dict[str, Any]) -> list[str]:
+    times, line = case["microseconds"], case["line_nanoseconds"]
+    shown = [_time(times[name]) if name in times else "-" for name in VARIANTS]
+    ratios = [
+        f"{times[over] / times[under]:.2f}" if over in times and under in times else "-" for over, under in RATIOS
+    ]
+    return [format_size(case["bytes"]), *shown, "|", *ratios, "|", "-" if line is None else f"{line:.1f} ns"]
 
 
-def _row(case: dict[str, Any]) -> str:
-    times = case["microseconds"]
-    shown = "".join(f" {_time(times.get(variant)):>{_WIDTH}}" for variant in VARIANTS)
-    ratios = "".join(f" {_ratio(times.get(over), times.get(under)):>{_WIDTH}}" for over, under in RATIOS)
-    line = case["line_nanoseconds"]
-    return f"{format_size(case['bytes']):>8}{shown} |{ratios} |{'-' if line is None else f'{line:.1f} ns':>8}"
-
-
-def count_of(number: int, noun: str) -> str:
-    """Return `1 rank`, `2 ranks` and so on; local."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _time(microseconds: float | None) -> str:
-    if microseconds is None:
-        return "-"
+def _time(microseconds: float) -> str:
     return f"{microseconds:.2f} µs" if microseconds < 1e3 else f"{microseconds / 1e3:.2f} ms"
 
 
-def _ratio(over: float | None, under: float | None) -> str:
-    return "-" if over is None or under is None else f"{over / under:.2f}"
+def plot(path: Path, results: list[dict[str, Any]]) -> None:
+    """Draw time against size, both logarithmic, as a PNG; replaces an existing file. Local.
+
+    A row for each number of ranks, a column for each operation and dtype, a line for each variant.
+
+    Args:
+        path: The file to write.
+        results: What `measure` has returned, for each number of ranks.
+    """
+    # not pyplot: the threads of a process share its state, and it looks for a display
+    from matplotlib.figure import Figure
+
+    kinds = list(dict.fromkeys((case["operation"], case["dtype"]) for case in results[0]["cases"]))
+    figure = Figure(figsize=(5 * len(kinds), 4 * len(results)), layout="constrained")
+    grid = figure.subplots(len(results), len(kinds), squeeze=False)
+    for row, result in zip(grid, results, strict=True):
+        for axes, kind in zip(row, kinds, strict=True):
+            _draw(axes, result, *kind)
+    figure.savefig(path, dpi=120, format="png")
+
+
+def _draw(axes: Any, result: dict[str, Any], operation: str, dtype: str) -> None:
+    cases = [case for case in result["cases"] if (case["operation"], case["dtype"]) == (operation, dtype)]
+    for number, variant in enumerate(VARIANTS):
+        points = [
+            (case["bytes"], case["microseconds"][variant]) for case in cases if variant in case["microseconds"]
+        ]
+        if points:
+            sizes, times = zip(*points, strict=True)
+            axes.loglog(sizes, times, f"C{number}o-", markersize=3, label=_label(variant, result))
+    axes.set(xlabel="bytes", ylabel="µs", title=f"{operation}, {dtype}, {counted(result['ranks'], 'rank')}")
+    axes.grid(alpha=0.3)
+    axes.legend()
