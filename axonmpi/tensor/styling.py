@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ..groups.world import ProcessGroup
-from ..wrapping.linear import is_linear
 from .hooks import gather_input, head_dropout, join_output, split_input
 from .layers.dropout import ShardedDropout
 from .layers.embedding import VocabParallelEmbedding
@@ -157,7 +156,8 @@ def _check_linear(module: nn.Module, expected: str) -> None:
         raise ValueError(
             "nn.MultiheadAttention does not call its layers; use tensor_parallel_attention in its place"
         )
-    if not (is_linear(module) or _is_transposed(module)) or "weight" not in module._parameters:
+    is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    if not (is_linear or _is_transposed(module)) or "weight" not in module._parameters:
         raise ValueError(f"expected {expected}, got {_kind(module)}")
 
 

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..pipeline.splitting import balanced_bounds
-from ..wrapping.linear import QuickLinear
 from .config import ModelConfig
 
 __all__ = ["GPT", "VOCABULARY_SIZE", "Block", "GPTStage", "Positions", "Predictor", "cut", "generate"]
@@ -34,7 +33,7 @@ VOCABULARY_SIZE = 256
 _INITIAL_STD = 0.02  # of GPT-2
 
 
-class _Linear(QuickLinear):
+class _Linear(nn.Linear):
     """A layer without bias that leaves its weight unset and torch's global generator alone."""
 
     def __init__(self, in_features: int, out_features: int) -> None:

@@ -24,7 +24,6 @@ from ...pipeline import Action, ActionKind, Costs, Pipeline, PipelineSchedule, S
 from ...pipeline.runtime.split_backward import input_gradients
 from ...train.config import ModelConfig
 from ...train.model import GPT
-from ...wrapping.linear import QuickLinear
 
 __all__ = ["CHUNKS", "HEAD_WIDTH", "Computation", "Sizes", "Step", "Task", "our_step", "torch_step"]
 
@@ -77,10 +76,6 @@ class Task:
             positions="learned",
         )
         self.layers = GPT(config).blocks
-        for layer in self.layers.modules():
-            plain: Any = layer
-            if isinstance(layer, QuickLinear):  # as in users' models: torch's own
-                plain.__class__ = nn.Linear
         shape = sizes.samples * sizes.microbatches, sizes.length, sizes.width
         self.input, self.target = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
 

@@ -1,9 +1,9 @@
 """A transformer's two blocks divided among the ranks: ours, torch's on gloo, and the ideal.
 
-The blocks are a perceptron (width to 4 x width and back) and causal self-attention. For each number of tokens five
+The blocks are a perceptron (width to 4 x width and back) and causal self-attention. For each number of tokens four
 variants take turns, each a forward and a backward: the computation alone, which is what a rank has to compute with
-nothing sent; the same by torch's own layers; the two all-reduces alone, of the tokens' activations; ours; and
-`torch.distributed.tensor.parallel` on gloo. The ideal is the first together with the all-reduces.
+nothing sent; the two all-reduces alone, of the tokens' activations; ours; and `torch.distributed.tensor.parallel` on
+gloo. The ideal is the first two together.
 
 Before anything is timed, the output and the gradients of ours and of torch's are compared with one process's.
 """
@@ -24,7 +24,6 @@ from torch.nn import functional as F
 from ...comm import all_reduce, all_reduce_max
 from ...groups.world import World
 from ...tensor import ColumnParallelLinear, ParallelMLP, RowParallelLinear, tensor_parallel_attention
-from ...wrapping.linear import QuickLinear
 from .cores import count_cores
 from .gloo import start_gloo
 from .timing import interleave
@@ -57,10 +56,10 @@ class Sizes:
 class Perceptron(nn.Module):
     """One rank's part of it, or with one part the whole."""
 
-    def __init__(self, sizes: Sizes, parts: int, layer: type[nn.Linear] = nn.Linear) -> None:
+    def __init__(self, sizes: Sizes, parts: int) -> None:
         super().__init__()
-        self.up = layer(sizes.width, 4 * sizes.width // parts)
-        self.down = layer(4 * sizes.width // parts, sizes.width)
+        self.up = nn.Linear(sizes.width, 4 * sizes.width // parts)
+        self.down = nn.Linear(4 * sizes.width // parts, sizes.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [B, T, D] of [B, T, D]."""
@@ -84,13 +83,13 @@ class Attention(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """With one projection for queries, keys and values: a rank's part, as quick as it can be."""
+    """With one projection for queries, keys and values: a rank's part, as fast as it can be."""
 
-    def __init__(self, sizes: Sizes, parts: int, layer: type[nn.Linear] = nn.Linear) -> None:
+    def __init__(self, sizes: Sizes, parts: int) -> None:
         super().__init__()
         self.head_width = sizes.width // sizes.heads
-        self.projection = layer(sizes.width, 3 * sizes.width // parts)
-        self.output = layer(sizes.width // parts, sizes.width)
+        self.projection = nn.Linear(sizes.width, 3 * sizes.width // parts)
+        self.output = nn.Linear(sizes.width // parts, sizes.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [B, T, D] of [B, T, D]."""
@@ -124,14 +123,13 @@ class Task:
         self.tokens = torch.randn(shape, generator=generator).requires_grad_()
         self.gradient = torch.randn(shape, generator=generator)
         self.whole, self.ours, self.stock, build = BLOCKS[block](world, sizes)
-        self.part, self.plain = build(sizes, world.size, QuickLinear), build(sizes, world.size)
+        self.part = build(sizes, world.size)
         self._sent = torch.zeros(shape)
 
     def variants(self) -> dict[str, Step]:
         """Return what takes turns."""
         return {
             "compute": self.step(self.part),
-            "plain": self.step(self.plain),
             "collectives": self._collectives,
             "axonmpi": self.step(self.ours),
             "torch": self.step(self.stock),
@@ -293,8 +291,7 @@ def table(results: list[dict[str, Any]]) -> str:
             f"{result['heads']} heads, {result['sequences']} at once"
         )
         lines.append(
-            f"{'block':<10} {'tokens':>7} {'compute':>8} {'by torch':>8} {'collectives':>12} {'axonmpi':>8} "
-            f"{'torch':>8} | {'ours / (compute + collectives)':>30} {'torch / ours':>12}"
+            f"{'block':<10} {'tokens':>7} {'compute':>8} {'collectives':>12} {'axonmpi':>8} {'torch':>8} | {'ours / (compute + collectives)':>30} {'torch / ours':>12}"
         )
         for block, of_block in result["blocks"].items():
             lines += [_row(block, tokens, figures) for tokens, figures in of_block.items()]
@@ -302,11 +299,9 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def _row(block: str, tokens: str, figures: dict[str, float]) -> str:
-    compute, plain, collectives, ours, stock = (
-        figures[n] for n in ("compute", "plain", "collectives", "axonmpi", "torch")
-    )
+    compute, collectives, ours, stock = (figures[name] for name in ("compute", "collectives", "axonmpi", "torch"))
     return (
-        f"{block:<10} {tokens:>7} {compute:8.2f} {plain:8.2f} {collectives:12.2f} {ours:8.2f} {stock:8.2f} | "
+        f"{block:<10} {tokens:>7} {compute:8.2f} {collectives:12.2f} {ours:8.2f} {stock:8.2f} | "
         f"{ours / (compute + collectives):30.2f} {stock / ours:12.2f}"
     )
 

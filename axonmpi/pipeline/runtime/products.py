@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from ...matmul import gains, weight_gradient
 from ...wrapping.autograd import is_watched
-from ...wrapping.linear import saved_by_linear
 
 __all__ = ["Leaf", "Product", "add_gradients", "find_product", "has_saved_hooks", "is_of_python"]
 
@@ -29,7 +27,6 @@ Leaf: type = type(get_gradient_edge(torch.ones((), requires_grad=True)).node)
 """The class of nodes that add a gradient to that of a parameter."""
 
 _TRANSPOSE = "TBackward0"
-_TELLS_OF_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # since torch 2.7
 _saved_by_type: dict[type, list[str]] = {}
 
 
@@ -61,13 +58,9 @@ class Product:
         weight: The parameter that the weight is, or is made from.
         edge: Where autograd takes the gradient of what the parameter is, or was made into.
         is_transposed: Whether the product is with the transpose of that.
-        quick: Whether the products are left to the quickest library.
     """
 
-    def __init__(
-        self, x: Tensor, weight: Tensor, edge: GradientEdge, *, is_transposed: bool, quick: bool = False
-    ) -> None:
-        self._quick = quick
+    def __init__(self, x: Tensor, weight: Tensor, edge: GradientEdge, *, is_transposed: bool) -> None:
         self.weight = weight
         self.edge = edge
         self._x = x
@@ -88,20 +81,14 @@ class Product:
         left, right = (dy.t(), x.conj()) if self._is_transposed else (x.conj().t(), dy)
         weight, total = self.weight, self.weight.grad
         if type(self.edge.node) is not Leaf or is_watched(weight):
-            return self._product(left, right)
+            return left.mm(right)
         if total is not None and _is_like(total, dy) and not total.requires_grad:
-            if self._quick and gains(len(dy), weight.numel(), [left, right]):
-                total.add_(self._product(left, right))
-            else:
-                total.addmm_(left, right)
+            total.addmm_(left, right)
         elif total is None and _is_like(weight, dy) and weight.is_contiguous():
-            weight.grad = self._product(left, right)
+            weight.grad = left.mm(right)
         else:
             return left.mm(right)
         return None
-
-    def _product(self, left: Tensor, right: Tensor) -> Tensor:
-        return weight_gradient(self.weight, left, right, quick=self._quick)
 
 
 def _is_like(one: Tensor, other: Tensor) -> bool:
@@ -130,10 +117,8 @@ def find_product(node: Node, leaf: Node, weight: Tensor) -> Product | None:
         leaf: The parameter's, to which one edge of the node leads.
         weight: The parameter.
     """
-    kind = _KINDS.get(node.name()) if _TELLS_OF_HOOKS else None
-    if kind is None:
-        return _find_linear(node, leaf, weight)
-    if getattr(node, kind.raw).unpack_hook is not None or getattr(node, "_saved_alpha", 1) != 1:
+    kind = _KINDS.get(node.name())
+    if kind is None or getattr(node, kind.raw).unpack_hook is not None or getattr(node, "_saved_alpha", 1) != 1:
         return None
     x = getattr(node, kind.saved).detach()
     child, position = node.next_functions[kind.edge]
@@ -143,19 +128,6 @@ def find_product(node: Node, leaf: Node, weight: Tensor) -> Product | None:
     if child is None or is_of_python(child) or not _leads_to(child, leaf) or not _is_plain(x):
         return None
     return Product(x, weight, GradientEdge(child, position), is_transposed=is_transposed)
-
-
-def _find_linear(node: Node, leaf: Node, weight: Tensor) -> Product | None:
-    """Do so for the package's own linear layers."""
-    saved = saved_by_linear(node) if _TELLS_OF_HOOKS and not has_saved_hooks(node) else None
-    if saved is None:
-        return None
-    x, quick = saved
-    child, position = node.next_functions[1]
-    if child is None or is_of_python(child) or not _leads_to(child, leaf):
-        return None
-    rows = x.detach().reshape(-1, x.shape[-1])
-    return Product(rows, weight, GradientEdge(child, position), is_transposed=True, quick=quick)
 
 
 def _leads_to(node: Node, leaf: Node) -> bool:
