@@ -23,18 +23,18 @@ from ..groups.world import ProcessGroup
 from .layers.dropout import ShardedDropout
 from .regions import enter, join_sequence, split_sequence
 
-__all__ = ["gather_input", "head_dropout", "join_output", "split_input"]
+__all__ = ["enter_input", "head_dropout", "join_output", "split_input"]
 
 
-def gather_input(module: nn.Module, group: ProcessGroup, dim: int) -> None:
-    """Gather the sequence of a module's input, once for all of its column layers; local.
+def enter_input(module: nn.Module, group: ProcessGroup, **options: Any) -> None:
+    """Let a module's input enter once for all of its column layers; local.
 
     Args:
-        module: Its first floating-point tensor is gathered, positional or keyword.
-        group: The ranks that have the parts.
-        dim: Dimension of the sequence.
+        module: Its first floating-point tensor enters, positional or keyword.
+        group: The ranks.
+        **options: Those of `enter` that say whether and where the sequence is divided.
     """
-    _change_input(module, lambda hidden: enter(hidden, group, sequence_parallel=True, sequence_dim=dim))
+    _change_input(module, lambda hidden: enter(hidden, group, **options))
 
 
 def split_input(module: nn.Module, group: ProcessGroup, dim: int) -> None:

@@ -252,7 +252,11 @@ def _digest(values: Tensor) -> str:
 
 def _carry_out(model: nn.Module, work: _Work, setting: Setting) -> None:
     places, parents = _places(model), _parents(model)
-    regions = work.named(Region) if setting.sequence_parallel else []
+    regions = [
+        name
+        for name, styles in work.styles.items()
+        if any(isinstance(style, Region) and (style.shared or setting.sequence_parallel) for style in styles)
+    ]
     for name, style in work.replacing():  # one by one: of each, the whole is gone before the next
         is_entered = isinstance(style, Column) and any(name.startswith(f"{region}.") for region in regions)
         old = model.get_submodule(name)

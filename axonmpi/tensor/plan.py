@@ -131,11 +131,17 @@ class Dropout(Style):
 
 @dataclass(frozen=True)
 class Region(Style):
-    """A module that needs the whole sequence as its input, not only its column layers; `"region"`.
+    """A module whose input enters once for all of its column layers; `"region"`, `"region:shared"`.
 
-    Such as an attention that takes its shapes from its input. With sequence parallelism its first floating-point
-    tensor is gathered, and its column layers do not gather theirs; else nothing is done.
+    With sequence parallelism its first floating-point tensor is gathered, and its column layers do not gather
+    theirs: for an attention that takes its shapes from its input.
+
+    Attributes:
+        shared: Also without sequence parallelism the gradient of that tensor is summed once, and not by each column
+            layer; they all get the tensor, or what is computed of it.
     """
+
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -224,6 +230,10 @@ def _dropout(options: Sequence[str]) -> Style:
     return Dropout(whole=_option(options, "whole"))
 
 
+def _region(options: Sequence[str]) -> Style:
+    return Region(shared=_option(options, "shared"))
+
+
 def _option(options: Sequence[str], known: str) -> bool:
     if list(options) not in ([], [known]):
         raise ValueError(f"expected nothing or {known!r} after the colon, got {','.join(options)!r}")
@@ -262,7 +272,7 @@ _SHORT_FORMS: dict[str, Callable[[Sequence[str]], Style]] = {
     "sequence": _without_options(SequenceNorm),
     "sum": _without_options(Summed),
     "dropout": _dropout,
-    "region": _without_options(Region),
+    "region": _region,
     "split": _without_options(Split),
     "join": _without_options(Join),
     "head_dropout": _head_dropout,

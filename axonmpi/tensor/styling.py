@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..groups.world import ProcessGroup
-from .hooks import gather_input, head_dropout, join_output, split_input
+from .hooks import enter_input, head_dropout, join_output, split_input
 from .layers.dropout import ShardedDropout
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -274,12 +274,12 @@ def change(module: nn.Module, style: Style, setting: Setting) -> None:
         head_dropout(module, group, style.heads, setting.generator)
     elif isinstance(style, Summed):
         sequence_parallel_norm(module, group)
+    elif isinstance(style, Region) and (style.shared or setting.sequence_parallel):
+        enter_input(module, group, **setting.options())
     elif not setting.sequence_parallel or group.size == 1:
         return
     elif isinstance(style, SequenceNorm):
         sequence_parallel_norm(module, group)
-    elif isinstance(style, Region):
-        gather_input(module, group, dim)
     elif isinstance(style, Split):
         split_input(module, group, dim)
     elif isinstance(style, Join):

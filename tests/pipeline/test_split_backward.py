@@ -128,9 +128,7 @@ KINDS = {
     ),
     "without input": lambda: Kind(lambda m, x: (m.weight.exp(),), weight=(4,)),
     "handed on": lambda: Kind(lambda m, x: (x, m.linear(x)), linear=nn.Linear(4, 4)),
-    "layers": lambda: Kind(
-        layers, first=nn.Linear(4, 6), last=nn.Linear(6, 4, bias=False), twice=nn.Linear(4, 4)
-    ),
+    "layers": lambda: Kind(layers, first=nn.Linear(4, 6), last=nn.Linear(6, 4, bias=False), twice=nn.Linear(4, 4)),
 }
 
 

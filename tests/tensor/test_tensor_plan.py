@@ -38,6 +38,7 @@ SHORT_FORMS = {
     "dropout": Dropout(),
     "dropout:whole": Dropout(whole=True),
     "region": Region(),
+    "region:shared": Region(shared=True),
     "split": Split(),
     "join": Join(),
     "tied": Tied(),

@@ -2,8 +2,8 @@
 
 The blocks are a perceptron (width to 4 x width and back) and causal self-attention. For each number of tokens four
 variants take turns, each a forward and a backward: the computation alone, which is what a rank has to compute with
-nothing sent; the two all-reduces alone, of the tokens' activations; ours; and `torch.distributed.tensor.parallel` on
-gloo. The ideal is the first two together.
+nothing sent; the two all-reduces alone, of the tokens' activations; ours; and torch's tensor parallelism on gloo.
+The ideal is the first two together.
 
 Before anything is timed, the output and the gradients of ours and of torch's are compared with one process's.
 """
@@ -291,7 +291,8 @@ def table(results: list[dict[str, Any]]) -> str:
             f"{result['heads']} heads, {result['sequences']} at once"
         )
         lines.append(
-            f"{'block':<10} {'tokens':>7} {'compute':>8} {'collectives':>12} {'axonmpi':>8} {'torch':>8} | {'ours / (compute + collectives)':>30} {'torch / ours':>12}"
+            f"{'block':<10} {'tokens':>7} {'compute':>8} {'collectives':>12} {'axonmpi':>8} "
+            f"{'torch':>8} | {'ours / (compute + collectives)':>30} {'torch / ours':>12}"
         )
         for block, of_block in result["blocks"].items():
             lines += [_row(block, tokens, figures) for tokens, figures in of_block.items()]

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from ...groups.world import ProcessGroup, group_of_this_rank
 from ...utils.arguments import check_flags, either_group_name, integer, number
+from ..regions import enter
 from ..shards import Shard
 from .dropout import ShardedDropout
 from .linear import ColumnParallelLinear, RowParallelLinear
@@ -152,13 +153,14 @@ class ParallelSelfAttention(nn.Module):
         options: dict[str, Any] = {"bias": bias, "process_group": self.process_group, "device": device}
         options.update(dtype=dtype, sequence_parallel=sequence_parallel)
         of_heads = num_heads * self.head_dim
+        self._sequence_parallel = sequence_parallel
         if pairs == num_heads:
             shard = Shard.packed(0, [of_heads] * 3, ranks)
             self.query_key_value = ColumnParallelLinear(hidden, shard.size, shard=shard, **options)
         else:
-            self.query = ColumnParallelLinear(hidden, of_heads, **options)
+            self.query = ColumnParallelLinear(hidden, of_heads, input_is_entered=True, **options)
             shard = _key_value_shard(pairs, self.head_dim, ranks)
-            self.key_value = ColumnParallelLinear(hidden, shard.size, shard=shard, **options)
+            self.key_value = ColumnParallelLinear(hidden, shard.size, shard=shard, input_is_entered=True, **options)
             sum_over_copies(self.key_value, self.process_group, shard.copies)
         self.output = RowParallelLinear(of_heads, hidden, **options)
 
@@ -193,6 +195,7 @@ class ParallelSelfAttention(nn.Module):
             return query, key, value
         assert self.query is not None
         assert self.key_value is not None
+        x = enter(x, self.process_group, sequence_parallel=self._sequence_parallel)
         (query,) = _by_head(self.query(x), 1, self.head_dim)
         key, value = _by_head(self.key_value(x), 2, self.head_dim)
         return query, key, value
