@@ -222,24 +222,6 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _vocabulary(options: Sequence[str]) -> Style:
-    return Vocabulary(gather_output=not _option(options, "parallel"))
-
-
-def _dropout(options: Sequence[str]) -> Style:
-    return Dropout(whole=_option(options, "whole"))
-
-
-def _region(options: Sequence[str]) -> Style:
-    return Region(shared=_option(options, "shared"))
-
-
-def _option(options: Sequence[str], known: str) -> bool:
-    if list(options) not in ([], [known]):
-        raise ValueError(f"expected nothing or {known!r} after the colon, got {','.join(options)!r}")
-    return bool(options)
-
-
 def _head_dropout(options: Sequence[str]) -> Style:
     if len(options) != 1:
         raise ValueError("expected the number of heads after the colon, as in 'head_dropout:12'")
@@ -256,30 +238,22 @@ def _divide_shared(options: Sequence[str]) -> Style:
     return dataclasses.replace(_divide(options), shared=True)
 
 
-def _without_options(style: type[Style]) -> Callable[[Sequence[str]], Style]:
-    def read(options: Sequence[str]) -> Style:
-        if options:
-            raise ValueError(f"expected no colon, got {','.join(options)!r} after it")
-        return style()
-
-    return read
-
-
-_SHORT_FORMS: dict[str, Callable[[Sequence[str]], Style]] = {
+_SHORT_FORMS: dict[str, Mapping[str, Style] | Callable[[Sequence[str]], Style]] = {
     "column": _column,
-    "row": _without_options(Row),
-    "vocab": _vocabulary,
-    "sequence": _without_options(SequenceNorm),
-    "sum": _without_options(Summed),
-    "dropout": _dropout,
-    "region": _region,
-    "split": _without_options(Split),
-    "join": _without_options(Join),
+    "row": {"": Row()},
+    "vocab": {"": Vocabulary(), "parallel": Vocabulary(gather_output=False)},
+    "sequence": {"": SequenceNorm()},
+    "sum": {"": Summed()},
+    "dropout": {"": Dropout(), "whole": Dropout(whole=True)},
+    "region": {"": Region(), "shared": Region(shared=True)},
+    "split": {"": Split()},
+    "join": {"": Join()},
     "head_dropout": _head_dropout,
     "divide": _divide,
     "divide_shared": _divide_shared,
-    "tied": _without_options(Tied),
+    "tied": {"": Tied()},
 }
+"""By the word before the colon: the styles by what follows it, or what reads the comma-separated options."""
 
 
 def read_style(style: Style | str) -> Style:
@@ -299,8 +273,14 @@ def read_style(style: Style | str) -> Style:
     word, _, rest = style.partition(":")
     if word not in _SHORT_FORMS:
         raise ValueError(f"expected one of the styles {', '.join(_SHORT_FORMS)}, got {style!r}")
+    known = _SHORT_FORMS[word]
     try:
-        return _SHORT_FORMS[word](rest.split(",") if rest else [])
+        if callable(known):
+            return known(rest.split(",") if rest else [])
+        if rest not in known:
+            others = " or ".join(repr(option) for option in known if option)
+            raise ValueError(f"expected nothing{f' or {others}' if others else ''} after the colon, got {rest!r}")
+        return known[rest]
     except ValueError as error:
         raise ValueError(f"style {style!r}: {error}") from None
 

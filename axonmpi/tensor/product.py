@@ -43,10 +43,10 @@ def summed_product(
     """
     if group.size == 1 or (dim is None and not is_differentiated(input)):
         return F.linear(input, weight, bias)
-    local = input.to(_autocast_dtype(input))
-    with torch.no_grad():
-        whole = local if dim is None else gathered(local, group, dim)
-    return _product(local, whole, local, weight, bias, Gathering(group, dim), sums=True)
+    local, weight, bias = _cast(input, weight, bias)
+    whole = local if dim is None else gathered(local.detach(), group, dim)
+    rows = apply(_Product, local, weight, bias, (whole, local), Gathering(group, dim), True)
+    return rows.view(*whole.shape[:-1], weight.shape[0])
 
 
 def entered_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -60,26 +60,8 @@ def entered_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     if not hasattr(input, _ENTERED) or not torch.is_grad_enabled():
         return F.linear(input, weight, bias)
     gathering, local = getattr(input, _ENTERED)
-    dtype = _autocast_dtype(input)
-    whole = input.to(dtype)
-    return _product(whole, whole, local.to(dtype), weight, bias, gathering, sums=False)
-
-
-def _product(
-    input: Tensor,
-    whole: Tensor,
-    local: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    gathering: Gathering,
-    *,
-    sums: bool,
-) -> Tensor:
-    if torch.is_autocast_enabled(whole.device.type):  # else other dtypes are a mistake, as in torch's own layer
-        weight = weight.to(whole.dtype)
-        bias = None if bias is None else bias.to(whole.dtype)
-    # As rows: what a function of autograd's returns must be no view, or it could not be changed in place.
-    rows = apply(_Product, input, weight, bias, (whole, local), gathering, sums)
+    whole, weight, bias = _cast(input, weight, bias)
+    rows = apply(_Product, whole, weight, bias, (whole, local.to(whole.dtype)), gathering, False)
     return rows.view(*whole.shape[:-1], weight.shape[0])
 
 
@@ -137,7 +119,10 @@ class Gathering:
 
 
 class _Product(Function):
-    """[..., in] -> [N, out], where the ranks have other rows of the weight."""
+    """[..., in] -> [N, out], where the ranks have other rows of the weight.
+
+    The result is no view, as [..., out] would be: views that such a function returns cannot be changed in place.
+    """
 
     @staticmethod
     def forward(
@@ -225,9 +210,10 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which a linear layer computes with the tensor, which under autocast is not its own."""
-    kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind) or tensor.dtype is torch.float64:
-        return tensor.dtype
-    return torch.get_autocast_dtype(kind)
+def _cast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what a linear layer computes with, which under autocast is of another dtype."""
+    kind = input.device.type
+    if not torch.is_autocast_enabled(kind):
+        return input, weight, bias
+    dtype = input.dtype if input.dtype is torch.float64 else torch.get_autocast_dtype(kind)
+    return input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -33,7 +33,17 @@ from ..utils.arguments import check_flags, either_group_name
 from .product import Gathering, apply, gathered, is_differentiated
 from .shards import Shard
 
-__all__ = ["check_sequence", "cut", "enter", "join", "join_sequence", "leave", "shared", "split_sequence"]
+__all__ = [
+    "check_sequence",
+    "cut",
+    "enter",
+    "join",
+    "join_sequence",
+    "leave",
+    "shared",
+    "split_sequence",
+    "sum_parts",
+]
 
 
 @either_group_name
@@ -101,6 +111,21 @@ def leave(
     dim = check_sequence(tensor.shape, group, sequence_dim) if sequence_parallel else None
     if group.size == 1:
         return tensor if bias is None else tensor + bias
+    return sum_parts(tensor, bias, group, dim, in_place=in_place)
+
+
+def sum_parts(
+    tensor: Tensor, bias: Tensor | None, group: ProcessGroup, dim: int | None, *, in_place: bool
+) -> Tensor:
+    """Do what `leave` does among several ranks, for arguments that were checked; collective.
+
+    Args:
+        tensor: This rank's part of the sum.
+        bias: [tensor.shape[-1]] or None.
+        group: The ranks.
+        dim: Which dimension is cut into slices; None for the whole sum.
+        in_place: Whether the tensor's memory may be used.
+    """
     if dim is None and (not in_place or tensor._is_view()):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return apply(_Leave, tensor, bias, group, dim)

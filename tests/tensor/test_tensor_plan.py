@@ -60,7 +60,7 @@ NO_STYLES = {
     "column:0": "'column:0': expected a number of at least 1, got '0'",
     "column:three": "expected a number of at least 1, got 'three'",
     "column:heads=x": "expected a number of at least 1, got 'x'",
-    "row:2": "expected no colon, got '2' after it",
+    "row:2": "expected nothing after the colon, got '2'",
     "vocab:gather": "expected nothing or 'parallel' after the colon, got 'gather'",
     "dropout:all": "expected nothing or 'whole'",
     "head_dropout": "expected the number of heads",

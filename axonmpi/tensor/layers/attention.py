@@ -38,24 +38,11 @@ from .norm import sum_over_copies
 __all__ = ["ParallelSelfAttention", "tensor_parallel_attention"]
 
 
-@either_group_name
-def tensor_parallel_attention(
-    hidden: int,
-    num_heads: int,
-    group: ProcessGroup | None = None,
-    *,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    bias: bool = True,
-    causal: bool = True,
-    dropout: float = 0.0,
-    rotary: bool = False,
-    rotary_base: float = 10_000.0,
-    sequence_parallel: bool = False,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> ParallelSelfAttention:
-    """Make a self-attention module whose heads are divided among the ranks; collective.
+class ParallelSelfAttention(nn.Module):
+    """Self-attention whose heads are divided among the ranks, from [B, T, D] to [B, T, D]; made collectively.
+
+    Under the same seed its initial values are those of `torch.nn.Linear` layers made in the order of the
+    attributes: `query_key_value` and `output`, or with grouped queries `query`, `key_value` and `output`.
 
     Args:
         hidden: Features D of the input and the output.
@@ -66,42 +53,13 @@ def tensor_parallel_attention(
         head_dim: Features C of a head; None means `hidden / num_heads`.
         bias: Whether the layers have biases.
         causal: Whether a position sees only itself and what is before it.
-        dropout: The chance of an attention weight to become zero while training. The masks of a head do not depend
-            on the rank that has it.
+        dropout: The probability that an attention weight becomes zero while training. The masks of a head do not
+            depend on the rank that has it.
         rotary: Whether queries and keys are rotated by their position; features c and c + C/2 form a pair.
         rotary_base: The base of the frequencies.
-        sequence_parallel: Each rank gets and returns its part of the sequence.
+        sequence_parallel: Each rank gets and returns its slice of the sequence.
         device: Of the parameters.
         dtype: Of the parameters.
-
-    Returns:
-        The module, from [B, T, D] to [B, T, D].
-
-    Raises:
-        ValueError: The sizes do not fit each other or the ranks, or `dropout` is not from 0 to 1.
-    """
-    return ParallelSelfAttention(
-        hidden,
-        num_heads,
-        group,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        bias=bias,
-        causal=causal,
-        dropout=dropout,
-        rotary=rotary,
-        rotary_base=rotary_base,
-        sequence_parallel=sequence_parallel,
-        device=device,
-        dtype=dtype,
-    )
-
-
-class ParallelSelfAttention(nn.Module):
-    """What `tensor_parallel_attention` makes; its arguments are explained there.
-
-    Under the same seed its initial values are those of `torch.nn.Linear` layers made in the order of the
-    attributes: `query_key_value` and `output`, or with grouped queries `query`, `key_value` and `output`.
 
     Attributes:
         query_key_value: [D -> 3 * heads * C] queries, then keys, then values; None with grouped queries.
@@ -109,6 +67,9 @@ class ParallelSelfAttention(nn.Module):
         key_value: [D -> 2 * key/value heads * C] keys, then values, where queries are grouped, else None.
         output: [heads * C -> D].
         dropout: Of attention weights; its `generator` may be set.
+
+    Raises:
+        ValueError: The sizes do not fit each other or the ranks, or `dropout` is not from 0 to 1.
     """
 
     @either_group_name
@@ -203,6 +164,10 @@ class ParallelSelfAttention(nn.Module):
     def extra_repr(self) -> str:
         """Describe the module in `repr()`."""
         return f"hidden={self.hidden}, heads={self.num_heads}, kv_heads={self.num_kv_heads}, causal={self.causal}"
+
+
+tensor_parallel_attention = ParallelSelfAttention
+"""The module under the name of what it does."""
 
 
 # ---- sizes ------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ...groups.world import ProcessGroup
 from ...utils.arguments import check_flags, either_group_name, integer
 from ..product import entered_product, summed_product
-from ..regions import check_sequence, cut, join, leave
+from ..regions import check_sequence, cut, join, sum_parts
 from ..shards import Shard
 from .layer import ShardedLayer, group_third
 
@@ -269,20 +269,14 @@ class RowParallelLinear(_ParallelLinear):
             self._check_features(input, shard.local, f"this rank's share of {self.in_features} features")
         else:
             self._check_features(input, self.in_features, "the whole input")
+        dim = None
         if self.sequence_parallel:
-            check_sequence(input.shape, group, self._dim_of_sequence(input.shape))
+            dim = check_sequence(input.shape, group, self._dim_of_sequence(input.shape))
         if group.size == 1:
             return F.linear(input, self.weight, self.bias)
         if not self.input_is_parallel:
             input = cut(input, group, shard.along(-1))
-        return leave(
-            F.linear(input, self.weight),
-            group,
-            sequence_parallel=self.sequence_parallel,
-            sequence_dim=self.sequence_dim,
-            bias=self.bias,
-            in_place=True,
-        )
+        return sum_parts(F.linear(input, self.weight), self.bias, group, dim, in_place=True)
 
 
 def _even(dim: int, features: int, group: ProcessGroup, argument: str) -> Shard:

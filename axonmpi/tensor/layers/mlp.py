@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,25 +85,10 @@ class ParallelMLP(nn.Module):
     ) -> None:
         super().__init__()
         group = group_of_this_rank(group, "group")
-        check_flags(bias=bias, sequence_parallel=sequence_parallel)
-        integer("hidden", hidden, minimum=1)
-        integer("intermediate", intermediate, minimum=1)
+        options = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
         self.activation = _find_activation(activation)
         self.dropout = ShardedDropout(dropout, group, 1, replicated=not sequence_parallel)
-        shard = _shard([intermediate], group)
-        self.up = ColumnParallelLinear(
-            hidden,
-            intermediate,
-            bias,
-            group,
-            sequence_parallel=sequence_parallel,
-            shard=shard,
-            device=device,
-            dtype=dtype,
-        )
-        self.down = RowParallelLinear(
-            intermediate, hidden, bias, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype
-        )
+        self.up, self.down = _layers(hidden, [intermediate], bias, group, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute; collective, and so is backward.
@@ -156,24 +142,9 @@ class ParallelGatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         group = group_of_this_rank(group, "group")
-        check_flags(bias=bias, sequence_parallel=sequence_parallel)
-        integer("hidden", hidden, minimum=1)
-        integer("intermediate", intermediate, minimum=1)
+        options = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
         self.activation = _find_activation(activation)
-        shard = _shard([intermediate, intermediate], group)
-        self.gate_up = ColumnParallelLinear(
-            hidden,
-            2 * intermediate,
-            bias,
-            group,
-            sequence_parallel=sequence_parallel,
-            shard=shard,
-            device=device,
-            dtype=dtype,
-        )
-        self.down = RowParallelLinear(
-            intermediate, hidden, bias, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype
-        )
+        self.gate_up, self.down = _layers(hidden, [intermediate, intermediate], bias, group, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute; collective, and so is backward.
@@ -204,11 +175,17 @@ def _find_activation(activation: Activation) -> Callable[[Tensor], Tensor]:
     return _ACTIVATIONS[activation]
 
 
-def _shard(parts: list[int], group: ProcessGroup) -> Shard:
-    """Divide hidden features, which may be several things of this size."""
-    if parts[0] % group.size:
+def _layers(
+    hidden: int, parts: list[int], bias: bool, group: ProcessGroup, **options: Any
+) -> tuple[ColumnParallelLinear, RowParallelLinear]:
+    """Make the layers to and from the hidden features, of which the first one may compute several of this size."""
+    check_flags(bias=bias, sequence_parallel=options["sequence_parallel"])
+    integer("hidden", hidden, minimum=1)
+    if integer("intermediate", parts[0], minimum=1) % group.size:
         raise ValueError(
             f"intermediate: expected a multiple of the {group.size} ranks of the group, got {parts[0]}; "
             "use another size or number of ranks"
         )
-    return Shard.packed(0, parts, group.size)
+    shard = Shard.packed(0, parts, group.size)
+    first = ColumnParallelLinear(hidden, shard.size, bias, group, shard=shard, **options)
+    return first, RowParallelLinear(parts[0], hidden, bias, group, **options)
