@@ -1,11 +1,11 @@
-"""What modules of a model do in addition where it is divided, without any change to their code.
+"""Hooks on the modules of a divided model, which divide and join its sequence without a change to its code.
 
-    input of the first block ── split ──> part of the sequence ── blocks ── join ──> output of the last norm
+    input of the first block ── split ──> slice of the sequence ── blocks ── join ──> output of the last norm
                                                  │
                              attention: gathered before, reduced and divided after
 
-Hooks are put before and after the forward of modules. Dropout of attention weights happens inside functions that
-belong to no module; while a module runs, `head_dropout` takes these calls over, on this thread only.
+Hooks run before and after the forward of modules. Dropout of attention weights happens inside functions that belong
+to no module: while a module runs, `head_dropout` replaces these calls, on this thread only.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ def enter_input(module: nn.Module, group: ProcessGroup, **options: Any) -> None:
 
 
 def split_input(module: nn.Module, group: ProcessGroup, dim: int) -> None:
-    """Give a module only this rank's part of the sequence; local.
+    """Give a module only this rank's slice of the sequence; local.
 
     Args:
         module: Its first floating-point tensor is cut, positional or keyword.
-        group: The ranks that get the parts.
+        group: The ranks that get the slices.
         dim: Dimension of the sequence.
     """
     _change_input(module, lambda hidden: split_sequence(hidden, group, dim))
 
 
 def join_output(module: nn.Module, group: ProcessGroup, dim: int) -> None:
-    """Put the parts of the sequence that a module returns together; local.
+    """Join the slices of the sequence that a module returns; local.
 
     Args:
-        module: It returns a tensor, or a tuple whose first element is it.
-        group: The ranks that have the parts.
+        module: Returns a tensor, or a tuple that begins with one.
+        group: The ranks that have the slices.
         dim: Dimension of the sequence.
     """
 
@@ -94,16 +94,16 @@ def _is_hidden(value: Any) -> bool:
 
 
 def head_dropout(module: nn.Module, group: ProcessGroup, heads: int, generator: torch.Generator | None) -> None:
-    """Let dropout inside a module draw for each head what it would draw on any number of ranks; local.
+    """Make dropout inside a module independent of the number of ranks: each head has its own mask; local.
 
-    Taken over are `torch.nn.functional.dropout` of tensors with heads as dim 1 of 4, and the dropout in
-    `scaled_dot_product_attention`, which then is computed step by step.
+    This replaces `torch.nn.functional.dropout` of tensors with heads as dim 1 of 4, and the dropout in
+    `scaled_dot_product_attention`, which is then computed step by step.
 
     Args:
         module: An attention whose heads are divided.
         group: The ranks that share the heads.
-        heads: Number of heads on all of them together.
-        generator: What numbers are drawn from; None means torch's default generator.
+        heads: Number of heads of the whole attention.
+        generator: Source of random numbers; None means torch's default generator.
     """
     running: list[ExitStack] = []
 
@@ -121,7 +121,7 @@ def head_dropout(module: nn.Module, group: ProcessGroup, heads: int, generator: 
 
 
 def _may_drop(module: nn.Module) -> bool:
-    """Say whether a module has dropout; also if it cannot be seen."""
+    """Say whether a module has dropout, or may have it in a form unknown here."""
     chances = [
         value for name, value in vars(module).items() if "dropout" in name and isinstance(value, int | float)
     ]

@@ -8,8 +8,8 @@
         "blocks.*.norm?": "sequence",                each has a style, or a list of styles
     }
 
-A style is a small frozen dataclass with a short form. What the styles do to modules is in parallelize.py; here they
-are only named, read and found. A pattern that matches nothing is an error: a model that is cut in part is wrong.
+A style is a small frozen dataclass with a short form. styling.py applies the styles; this file names and reads
+them, and finds their modules. A pattern that matches nothing is an error: a model that is cut in part is wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Style:
-    """What is done with a module; see its subclasses.
+    """The treatment of a module; see its subclasses.
 
     Raises:
         TypeError: A value is of another type than its attribute.
@@ -69,10 +69,10 @@ class Column(Style):
     """A linear layer whose outputs are divided; `"column"`, `"column:3"`, `"column:gather"`, `"column:heads=2"`.
 
     Attributes:
-        parts: How many things of the same size the outputs are, each of which is divided, such as queries, keys and
-            values in one layer; or their sizes.
-        heads: The outputs, or each part of them, are this many heads, none of which is cut. None: any output can be
-            cut off from the next.
+        parts: How many matrices of the same size the layer packs, each of which is divided, such as queries, keys
+            and values; or their sizes.
+        heads: Heads in the outputs, or in each part of them, none of which is cut. None: the cut may be between any
+            two outputs.
         shared: If there are fewer heads than ranks, several ranks have the same one, as for grouped keys and
             values; `"column:heads=2,shared"`.
         gather_output: All ranks get all outputs.
@@ -93,7 +93,7 @@ class Row(Style):
 class Vocabulary(Style):
     """An embedding, or a linear layer for logits, whose rows are divided; `"vocab"`, `"vocab:parallel"`.
 
-    The vocabulary need not divide by the ranks. With sequence parallelism, an embedding returns a part of the
+    The vocabulary need not divide by the ranks. With sequence parallelism, an embedding returns a slice of the
     sequence unless the plan says with `"split"` where it is divided, and logits are those of the whole sequence.
 
     Attributes:
@@ -105,14 +105,14 @@ class Vocabulary(Style):
 
 @dataclass(frozen=True)
 class SequenceNorm(Style):
-    """A norm that computes on a part of the sequence with sequence parallelism; `"sequence"`."""
+    """A norm that computes on a slice of the sequence with sequence parallelism; `"sequence"`."""
 
 
 @dataclass(frozen=True)
 class Summed(Style):
     """A module whose parameters all ranks have, while its input is divided, such as a norm of each head; `"sum"`.
 
-    Each rank's gradients are those of its part, so they are summed over the ranks.
+    The gradients of a rank are of its part of the input, so they are summed over the ranks.
     """
 
 
@@ -120,7 +120,7 @@ class Summed(Style):
 class Dropout(Style):
     """An `nn.Dropout` outside of divided layers; `"dropout"`, `"dropout:whole"`.
 
-    What is dropped does not depend on the number of ranks, nor on sequence parallelism.
+    The dropped elements depend neither on the number of ranks nor on sequence parallelism.
 
     Attributes:
         whole: It computes on the whole sequence also with sequence parallelism, as after an embedding.
@@ -138,7 +138,7 @@ class Region(Style):
 
     Attributes:
         shared: Also without sequence parallelism the gradient of that tensor is summed once, and not by each column
-            layer; they all get the tensor, or what is computed of it.
+            layer; all of them get the tensor, or a function of it.
     """
 
     shared: bool = False
@@ -146,12 +146,12 @@ class Region(Style):
 
 @dataclass(frozen=True)
 class Split(Style):
-    """The first module that gets a part of the sequence with sequence parallelism; `"split"`."""
+    """The first module that gets a slice of the sequence with sequence parallelism; `"split"`."""
 
 
 @dataclass(frozen=True)
 class Join(Style):
-    """The last module that gets a part of the sequence: its output is gathered; `"join"`."""
+    """The last module that gets a slice of the sequence: its output is gathered; `"join"`."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class HeadDropout(Style):
 
 @dataclass(frozen=True)
 class Divide(Style):
-    """A module with attributes that count what is divided; `"divide:num_heads"`, `"divide:num_heads,width"`.
+    """A module with attributes that count divided features; `"divide:num_heads"`, `"divide:num_heads,width"`.
 
     Attributes:
         names: The attributes.
@@ -187,7 +187,7 @@ class Assign(Style):
 
     Attributes:
         name: The attribute.
-        value: What it becomes.
+        value: Its new value.
     """
 
     name: str
@@ -253,7 +253,7 @@ _SHORT_FORMS: dict[str, Mapping[str, Style] | Callable[[Sequence[str]], Style]] 
     "divide_shared": _divide_shared,
     "tied": {"": Tied()},
 }
-"""By the word before the colon: the styles by what follows it, or what reads the comma-separated options."""
+"""By the word before the colon: styles by the text after it, or the reader of comma-separated options."""
 
 
 def read_style(style: Style | str) -> Style:
@@ -264,7 +264,7 @@ def read_style(style: Style | str) -> Style:
 
     Raises:
         TypeError: It is neither.
-        ValueError: There is no such style, or what follows its name makes no sense.
+        ValueError: There is no such style, or it has no such options.
     """
     if isinstance(style, Style):
         return style
@@ -289,7 +289,7 @@ def read_style(style: Style | str) -> Style:
 
 
 def find_modules(plan: Plan, model: nn.Module) -> dict[str, tuple[Style, ...]]:
-    """Return the styles of each module that the plan speaks of; local.
+    """Return the styles of each module that the plan names; local.
 
     Args:
         plan: Styles by patterns.

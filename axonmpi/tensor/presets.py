@@ -7,7 +7,7 @@ blocks: `GPT2Model` as well as `GPT2LMHeadModel` or `GPT2ForSequenceClassificati
     output of the attention   row
     MLP                       column, then row
     embedding, logits         vocab
-    norms, dropout            on parts of the sequence with sequence parallelism, from the first block to the last
+    norms, dropout            on slices of the sequence with sequence parallelism, from the first block to the last
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _config(model: nn.Module) -> Any:
 
 
 def _base(model: nn.Module) -> str:
-    """Return what names of modules begin with where the blocks are in a submodule of a larger model."""
+    """Return the prefix of module names where the blocks are in a submodule of a larger model."""
     prefix = getattr(model, "base_model_prefix", "")
     return f"{prefix}." if prefix and hasattr(model, prefix) else ""
 
@@ -184,7 +184,7 @@ def _divisors(number: int) -> str:
 
 
 def _present(lines: Lines, model: nn.Module, *optional: str) -> Plan:
-    """Leave out lines about parts that not every model has."""
+    """Leave out the optional patterns that name no module of this model."""
     names = [name for name, _ in model.named_modules()]
     return {
         pattern: styles

@@ -6,8 +6,8 @@
 Without sequence parallelism nothing is gathered, and the sum is an all-reduce. With it each rank has a slice of x:
 the sum is a reduce-scatter, and only the slice is kept for backward.
 
-Layers that share an input get the result of `enter`, which has gathered it and sums dx once for all of them. Such a
-tensor knows its slice: the layers keep that, and in backward the first of them gathers it for all.
+Layers that share an input get the result of `enter`, which gathers it and sums dx once for all of them. It attaches
+this rank's slice to the tensor: the layers keep the slice, and in backward the first of them gathers it for all.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def summed_product(
 
 
 def entered_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x wᵀ + b of what `enter` has returned, or of what was made of it; backward gathers x where it has to.
+    """Return x wᵀ + b of the result of `enter`, or of a function of it; backward gathers a sequence again.
 
     Args:
         input: [..., in] whole.
@@ -86,7 +86,7 @@ class Gathering:
         self._whole: Tensor | Work | None = None
 
     def mark(self, whole: Tensor, local: Tensor) -> None:
-        """Let the layers that get the whole input know this rank's slice of it; local."""
+        """Attach this rank's slice to the whole input, for the layers that get it; local."""
         setattr(whole, _ENTERED, (self, local))
 
     def start(self, local: Tensor) -> None:
@@ -99,7 +99,7 @@ class Gathering:
             self._whole = self.group.all_gather(local.detach(), self.dim, async_op=self.group.backend.overlaps)
 
     def whole(self, local: Tensor) -> Tensor:
-        """Return the whole input, after `start`; it is dropped when all layers have had it.
+        """Return the whole input, after `start`; dropped after the last layer's call.
 
         Args:
             local: This rank's slice.
@@ -160,7 +160,7 @@ class _Product(Function):
 
 
 def _start_sum(parts: Tensor, group: ProcessGroup, dim: int | None) -> tuple[Tensor, Work | None]:
-    """Start to sum over the ranks; return the sum, which is complete when the work is, or is the work's result."""
+    """Start the sum over the ranks; return its tensor, or one that the work's result replaces, and the work."""
     if torch.is_grad_enabled():  # gradients of gradients are wanted
         return autograd.reduce(parts, group) if dim is None else autograd.reduce_scatter(parts, group, dim), None
     overlaps = group.backend.overlaps
@@ -171,12 +171,12 @@ def _start_sum(parts: Tensor, group: ProcessGroup, dim: int | None) -> tuple[Ten
 
 
 def _is_wanted(node: Any, number: int) -> bool:
-    """Say whether this backward goes on to an input of a node, and not to other tensors only; local."""
+    """Say whether the backward that runs now needs the gradient of an input of this node; local."""
     if not node.needs_input_grad[number]:
         return False
     try:
         return engine_runs(node.next_functions[number][0])
-    except RuntimeError:  # a leaf that torch.autograd.grad was asked for
+    except RuntimeError:  # torch.autograd.grad of this very leaf
         return True
 
 
@@ -196,12 +196,12 @@ def gathered(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def is_differentiated(tensor: Tensor) -> bool:
-    """Say whether autograd records what is done with a tensor; local."""
+    """Say whether autograd records operations on a tensor; local."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def apply(function: type[Function], *inputs: Any) -> Tensor:
-    """Call a function of autograd's that has one output."""
+    """Call an autograd function that has one output."""
     result: Tensor = function.apply(*inputs)
     return result
 
@@ -211,7 +211,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _cast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return what a linear layer computes with, which under autocast is of another dtype."""
+    """Return the operands of a linear layer in the dtype of autocast, where it is enabled."""
     kind = input.device.type
     if not torch.is_autocast_enabled(kind):
         return input, weight, bias

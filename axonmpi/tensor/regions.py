@@ -55,8 +55,8 @@ def enter(
     Forward is local, backward one all-reduce. With sequence parallelism they are one all-gather and one
     reduce-scatter, and one more all-gather for the weights of the layers, which keep this rank's slice alone.
 
-    Layers that get the result, or what is computed of it, are made with `input_is_entered=True`: so queries, keys
-    and values, or a gate and what it gates, share their input, whose gradient is summed once.
+    Layers that get the result, or a function of it, are made with `input_is_entered=True`: queries, keys and
+    values, or a gate and its values, then share their input, whose gradient is summed once.
 
     Args:
         tensor: The same on all ranks; with sequence parallelism this rank's slice, as long on each of them.
@@ -117,7 +117,7 @@ def leave(
 def sum_parts(
     tensor: Tensor, bias: Tensor | None, group: ProcessGroup, dim: int | None, *, in_place: bool
 ) -> Tensor:
-    """Do what `leave` does among several ranks, for arguments that were checked; collective.
+    """End a region of several ranks, as `leave` does, without checks; collective.
 
     Args:
         tensor: This rank's part of the sum.
@@ -153,7 +153,7 @@ def split_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int =
 
 @either_group_name
 def join_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 1) -> Tensor:
-    """Return the whole sequence, with which all ranks go on to do the same; one all-gather, backward is local.
+    """Return the whole sequence, for a computation that is the same on all ranks; one all-gather, local backward.
 
     Args:
         tensor: This rank's slice, of the same shape on all ranks.
@@ -183,7 +183,7 @@ def cut(tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
 
 
 def join(tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
-    """Return the whole tensor, with which all ranks go on to do the same; one all-gather, backward is local.
+    """Return the whole tensor, for a computation that is the same on all ranks; one all-gather, backward is local.
 
     Args:
         tensor: This rank's part.
@@ -196,11 +196,11 @@ def join(tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
 def shared(tensors: Sequence[Tensor], group: ProcessGroup | Backend) -> list[Tensor]:
     """Return the tensors; backward sums their gradients over the ranks, all of them in one all-reduce.
 
-    For parameters that are the same on all ranks and that each rank uses for its part of the data.
+    For parameters that are the same on all ranks, each of which uses them for its slice of the data.
 
     Args:
-        tensors: Of any shapes; those that need no gradient are returned as they are. One of them without a gradient
-            counts as zeros, as long as another one has one.
+        tensors: Any shapes; tensors that need no gradient are returned as they are. If backward reaches only some
+            of them, the gradients of the others count as zeros.
         group: The ranks.
     """
     differentiated = [tensor for tensor in tensors if is_differentiated(tensor)]
@@ -228,7 +228,7 @@ def check_sequence(shape: Sequence[int], group: ProcessGroup, dim: int) -> int:
 
 
 class _Gather(Function):
-    """This rank's slice of the sequence -> the whole, with which each rank goes on to do something else."""
+    """This rank's slice of the sequence -> the whole, for computations that differ on the ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
@@ -265,7 +265,7 @@ class _Leave(Function):
 
 
 class _Join(Function):
-    """This rank's part of one dimension -> the whole, with which all ranks go on to do the same."""
+    """This rank's part of one dimension -> the whole, for a computation that is the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:

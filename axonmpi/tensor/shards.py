@@ -6,7 +6,7 @@
     heads     k0 | k0 | k1 | k1                           fewer heads than ranks: several ranks have the same one
 
 A `Shard` says which rows each rank has, so that the same few lines cut a parameter for training and join it again
-for a checkpoint. "Rows" are what lies along `dim`, which may be columns of a matrix.
+for a checkpoint. "Rows" lie along `dim`, so they may be columns of a matrix.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Shard:
         dim: Dimension that is cut; negative ones count from the end.
         size: Rows of the whole parameter.
         ranges: For each rank the rows that it has, in the order in which its tensor has them.
-        local: Rows of each rank's tensor; those beyond the rank's ranges are padding, zeros at the end.
+        local: Rows of each rank's tensor; rows beyond the rank's ranges are padding, zeros at the end.
         copies: On how many ranks each row is.
 
     Raises:
@@ -146,7 +146,7 @@ class Shard:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the ranks' tensors, one after the other, are the whole one."""
+        """Whether concatenating the ranks' tensors gives the whole one."""
         flat = [bounds for own in self.ranges for bounds in own]
         return self.copies == 1 and self.local * self.group_size == self.size and flat == sorted(flat)
 
@@ -183,7 +183,7 @@ class Shard:
         return torch.cat(pieces, dim) if pieces else full.new_empty(_with(full, dim, 0))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Put the ranks' parts together; local.
+        """Join the ranks' parts; local.
 
         Args:
             parts: [..., local, ...] of each rank, in rank order. Where several ranks have a row, the first counts.
@@ -216,7 +216,7 @@ class Sharded(Protocol):
 
     Attributes:
         process_group: The ranks.
-        shards: How its own parameters are cut, by name; those that are not there are the same on all ranks.
+        shards: How its own parameters are cut, by name; the others are the same on all ranks.
     """
 
     process_group: ProcessGroup
@@ -224,7 +224,7 @@ class Sharded(Protocol):
 
 
 def _shard(dim: int, size: int, ranges: Sequence[Sequence[Range]], local: int, copies: int = 1) -> Shard:
-    """Make a shard, without empty ranges and with those that follow each other as one."""
+    """Make a shard without empty ranges, in which neighbouring ranges are one."""
     return Shard(dim, size, tuple(tuple(_merged(own)) for own in ranges), local, copies)
 
 

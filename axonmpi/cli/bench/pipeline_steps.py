@@ -1,7 +1,7 @@
-"""What a step of the pipeline benchmark is: ours, torch's, and the computation alone.
+"""The steps of the pipeline benchmark: ours, torch's, and the computation alone.
 
-All of them compute with the same modules: each rank has the whole model, and each variant has it cut into stages as
-its schedule wants them.
+All of them compute with the same modules: each rank has the whole model, and each variant has it cut into the
+stages of its schedule.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is computed.
+    """The sizes of the model and of the batch.
 
     Attributes:
         layers: Transformer blocks on each rank.
@@ -57,12 +57,12 @@ class Task:
 
     Args:
         world: The ranks.
-        sizes: What is computed.
+        sizes: Of the model and of the batch.
 
     Attributes:
         layers: All blocks of the model.
         input: [B, T, D] the batch.
-        target: [B, T, D] what the output is compared with.
+        target: [B, T, D] the wanted output.
     """
 
     def __init__(self, world: World, sizes: Sizes) -> None:
@@ -168,7 +168,7 @@ class Computation:
 
     Args:
         task: The model and the batch.
-        schedule: Who computes what.
+        schedule: The actions of each rank.
     """
 
     def __init__(self, task: Task, schedule: Schedule) -> None:
@@ -183,7 +183,7 @@ class Computation:
         self._seconds: list[dict[tuple[ActionKind, int], list[float]]] = []
 
     def step(self) -> None:
-        """Compute, and keep what each action took; local."""
+        """Compute, and keep the seconds of each action; local."""
         self._task.forget()
         perform = {
             ActionKind.FORWARD: self._forward,

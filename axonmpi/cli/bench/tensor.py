@@ -1,8 +1,8 @@
 """A transformer's two blocks divided among the ranks: ours, torch's on gloo, and the ideal.
 
 The blocks are a perceptron (width to 4 x width and back) and causal self-attention. For each number of tokens four
-variants take turns, each a forward and a backward: the computation alone, which is what a rank has to compute with
-nothing sent; the two all-reduces alone, of the tokens' activations; ours; and torch's tensor parallelism on gloo.
+variants take turns, each a forward and a backward: the computation of a rank alone, with no
+messages; the two all-reduces alone, of the tokens' activations; ours; and torch's tensor parallelism on gloo.
 The ideal is the first two together.
 
 Before anything is timed, the output and the gradients of ours and of torch's are compared with one process's.
@@ -38,7 +38,7 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is computed.
+    """The sizes of the blocks and of the batch.
 
     Attributes:
         width: Features of a token.
@@ -68,7 +68,7 @@ class Perceptron(nn.Module):
 
 
 class Attention(nn.Module):
-    """With three projections: what torch divides, and with one part the whole."""
+    """With three projections, as torch divides it; with one part the whole."""
 
     def __init__(self, sizes: Sizes, parts: int) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Task:
 
     Args:
         world: The ranks.
-        sizes: What is computed.
+        sizes: Of the blocks and of the batch.
         block: Which of `BLOCKS`.
         length: Tokens of a sequence.
     """
@@ -127,7 +127,7 @@ class Task:
         self._sent = torch.zeros(shape)
 
     def variants(self) -> dict[str, Step]:
-        """Return what takes turns."""
+        """Return the variants, which take turns."""
         return {
             "compute": self.step(self.part),
             "collectives": self._collectives,
@@ -151,7 +151,7 @@ class Task:
 
 
 Forms = tuple[nn.Module, nn.Module, nn.Module, Callable[..., nn.Module]]
-"""A block on one process, ours, torch's, and what builds a rank's part of the computation."""
+"""A block on one process, ours, torch's, and a function that builds a rank's part of the computation."""
 
 
 def _mlp_forms(world: World, sizes: Sizes) -> Forms:
@@ -205,7 +205,7 @@ def measure(world: World, blocks: int, sizes: Sizes) -> dict[str, Any]:
     Args:
         world: The ranks.
         blocks: How often each variant takes its turn.
-        sizes: What is computed.
+        sizes: Of the blocks and of the batch.
 
     Raises:
         RuntimeError: A variant's results are not those of one process; on all ranks.
@@ -234,7 +234,7 @@ def measure(world: World, blocks: int, sizes: Sizes) -> dict[str, Any]:
 
 
 def check_results(task: Task) -> None:
-    """Compare what each variant computes with one process; collective.
+    """Compare the results of each variant with one process; collective.
 
     Raises:
         RuntimeError: The output, the tokens' gradient or a rank's gradients are not the same; on all ranks.
@@ -317,7 +317,7 @@ _HELP = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what is measured; local."""
+    """Add the options for sizes; local."""
     defaults = asdict(Sizes())
     for name, text in _HELP.items():
         parser.add_argument(
@@ -340,7 +340,7 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
 
 
 def _check_sizes(world: World, sizes: Sizes) -> None:
-    """Raise ValueError unless all variants can do with the sizes."""
+    """Raise ValueError unless the sizes fit all variants."""
     divisors = {"width": (sizes.heads, f"heads = {sizes.heads}"), "heads": (world.size, f"ranks = {world.size}")}
     numbers: Iterable[tuple[str, int]] = [
         ("heads", sizes.heads),

@@ -4,9 +4,9 @@
     way       dx = dy @ w'      autograd does this on the way to the stage's input
     later     dw = x' @ dy      all that is left to do for the weight
 
-Of such a product only x and dy are kept, and the graph is free after the first half. The gradient is added to that
-of the micro-batches before in one operation with the product, so that no matrix of the weight's size is written and
-read again. Autograd adds it where hooks want to see it, and where the weight is made from a parameter.
+Only x and dy are kept of such a product, and the graph is freed after the first half. One operation computes the
+product and adds it to the gradient of earlier micro-batches, so that no matrix of the weight's size is written and
+read again. Autograd adds it where the parameter has hooks, and where the weight is computed from the parameter.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _saved_by_type: dict[type, list[str]] = {}
 
 
 class _Kind(NamedTuple):
-    """How autograd's nodes of one kind of product are made.
+    """The attributes of autograd's nodes of one kind of product.
 
     Attributes:
-        saved: Name of what it has kept of x.
-        raw: The same, as it is kept.
+        saved: Name of the attribute with the saved x.
+        raw: Name of the attribute with its saved variable, which has the hooks.
         edge: Number of the edge that leads to w.
     """
 
@@ -54,10 +54,10 @@ class Product:
     """The weight of a product, between the halves of its backward.
 
     Args:
-        x: What is multiplied by the weight.
-        weight: The parameter that the weight is, or is made from.
-        edge: Where autograd takes the gradient of what the parameter is, or was made into.
-        is_transposed: Whether the product is with the transpose of that.
+        x: The left operand.
+        weight: The parameter that the right operand is, or is computed from.
+        edge: Where autograd takes the gradient of the right operand.
+        is_transposed: Whether the right operand is transposed in the product.
     """
 
     def __init__(self, x: Tensor, weight: Tensor, edge: GradientEdge, *, is_transposed: bool) -> None:
@@ -110,11 +110,11 @@ def add_gradients(products: Sequence[Product]) -> None:
 
 
 def find_product(node: Node, leaf: Node, weight: Tensor) -> Product | None:
-    """Return the product that a node computes, if a parameter is its weight or is made into it, step by step.
+    """Return the product that a node computes, if its weight is a parameter or computed from a parameter alone.
 
     Args:
         node: The node.
-        leaf: The parameter's, to which one edge of the node leads.
+        leaf: The parameter's node, to which one edge of the node leads.
         weight: The parameter.
     """
     kind = _KINDS.get(node.name())
@@ -141,12 +141,12 @@ def _leads_to(node: Node, leaf: Node) -> bool:
 
 
 def is_of_python(node: object) -> bool:
-    """Say whether a node is a function of Python's, which the graph keeps alive and not who refers to it; local."""
+    """Say whether a node is a Python function, which only the graph keeps alive, and no reference to it; local."""
     return isinstance(node, BackwardCFunction)
 
 
 def has_saved_hooks(node: Node) -> bool:
-    """Say whether what a node has kept has to be unpacked, as under activation checkpointing; local."""
+    """Say whether a node's saved tensors have to be unpacked, as under activation checkpointing; local."""
     kind = type(node)
     if kind not in _saved_by_type:
         _saved_by_type[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]

@@ -6,8 +6,8 @@ A head is computed alone, so each rank computes its own from the input to the su
 one in backward for the gradient of the input. With sequence parallelism these are an all-gather and a
 reduce-scatter.
 
-Several query heads may share a key/value head (grouped queries). With fewer of those than ranks, several ranks have
-the same one:
+Several query heads may share a key/value head (grouped queries). With fewer key/value heads than ranks, several
+ranks have the same one:
 
     4 ranks, 8 query heads, 2 key/value heads        rank 0      rank 1      rank 2      rank 3
                                                      q0 q1       q2 q3       q4 q5       q6 q7
@@ -52,7 +52,7 @@ class ParallelSelfAttention(nn.Module):
             None means as many as query heads.
         head_dim: Features C of a head; None means `hidden / num_heads`.
         bias: Whether the layers have biases.
-        causal: Whether a position sees only itself and what is before it.
+        causal: Whether a position sees only itself and the positions before it.
         dropout: The probability that an attention weight becomes zero while training. The masks of a head do not
             depend on the rank that has it.
         rotary: Whether queries and keys are rotated by their position; features c and c + C/2 form a pair.
@@ -167,7 +167,7 @@ class ParallelSelfAttention(nn.Module):
 
 
 tensor_parallel_attention = ParallelSelfAttention
-"""The module under the name of what it does."""
+"""The same class, under a name like those of the functions of this package."""
 
 
 # ---- sizes ------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def _by_head(projected: Tensor, parts: int, width: int) -> tuple[Tensor, ...]:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout: ShardedDropout) -> Tensor:
-    """Return what each position sees, [B, heads, T, C]."""
+    """Return the mixture of values that each position sees, [B, heads, T, C]."""
     groups = query.shape[1] // key.shape[1]
     if not dropout.training or dropout.p == 0:
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=groups > 1)

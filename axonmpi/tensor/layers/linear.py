@@ -31,7 +31,7 @@ _Layer = TypeVar("_Layer", bound="_ParallelLinear")
 
 
 class _ParallelLinear(ShardedLayer):
-    """What both have in common."""
+    """A linear layer whose weight is cut along either dimension."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -63,7 +63,7 @@ class _ParallelLinear(ShardedLayer):
         """Make a layer of this rank's part of a linear layer, which all ranks have; local.
 
         Args:
-            linear: The whole layer; it is not changed. What is trained of it is trained of the new one.
+            linear: The whole layer; it is not changed. The new layer trains the same parameters.
             process_group: The ranks; None means all.
             **options: As for the class, by name; sizes, `bias`, `device` and `dtype` are the linear layer's.
 
@@ -104,7 +104,7 @@ class _ParallelLinear(ShardedLayer):
         return None if self.bias is None else self._full("bias")
 
     def extra_repr(self) -> str:
-        """Say what is cut, and into how many parts."""
+        """Describe the layer in `repr()`."""
         parts = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{parts}, ranks={self.process_group.size}"
 
@@ -132,7 +132,7 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: The input is this rank's slice of the sequence; the output is of the whole sequence.
         sequence_dim: Which dimension of the input is the sequence.
         shard: How rows of the weight (dim 0) are divided. None: evenly.
-        input_is_entered: The input is the result of `axonmpi.tensor.enter`, or was computed of it.
+        input_is_entered: The input is the result of `axonmpi.tensor.enter`, or a function of it.
         device: Of the parameters; "meta" leaves them without values and sends nothing.
         dtype: Of the parameters.
 

@@ -4,8 +4,8 @@
 
     x ── gate and up, one column layer ── activation(gate) · up ── down ── sum            ParallelGatedMLP
 
-Hidden features are computed one by one, so each rank computes its own from the input to the sum, and nothing is
-sent between: one all-reduce in forward, and one in backward for the gradient of the input. With sequence
+Each hidden feature is computed alone, so each rank computes its own from the input to the sum, with no message in
+between: one all-reduce in forward, and one in backward for the gradient of the input. With sequence
 parallelism these are an all-gather and a reduce-scatter.
 
 Source: Shoeybi et al. 2019 (arXiv:1909.08053); gated: Shazeer 2020 (arXiv:2002.05202).
@@ -53,8 +53,8 @@ class ParallelMLP(nn.Module):
         activation: `"gelu"`, `"gelu_tanh"` (as in GPT-2), `"relu"`, `"silu"`, or a function that treats each
             feature alone.
         bias: Whether the layers have biases.
-        dropout: The chance of an element of the output to become zero while training. The mask is the same at any
-            width, with and without sequence parallelism.
+        dropout: The probability that an element of the output becomes zero while training. The mask is the same at
+            any width, with and without sequence parallelism.
         sequence_parallel: Each rank gets and returns its part of the sequence.
         device: Of the parameters.
         dtype: Of the parameters.
@@ -178,7 +178,7 @@ def _find_activation(activation: Activation) -> Callable[[Tensor], Tensor]:
 def _layers(
     hidden: int, parts: list[int], bias: bool, group: ProcessGroup, **options: Any
 ) -> tuple[ColumnParallelLinear, RowParallelLinear]:
-    """Make the layers to and from the hidden features, of which the first one may compute several of this size."""
+    """Make the layers to and from the hidden features; the first may compute several parts of this size."""
     check_flags(bias=bias, sequence_parallel=options["sequence_parallel"])
     integer("hidden", hidden, minimum=1)
     if integer("intermediate", parts[0], minimum=1) % group.size:
