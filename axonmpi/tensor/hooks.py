@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..groups.world import ProcessGroup
+from .layers.attention import attention_weights
 from .layers.dropout import ShardedDropout
 from .regions import enter, join_sequence, split_sequence
 
@@ -160,30 +161,5 @@ class _HeadDropout(TorchFunctionMode):
     ) -> Tensor:
         if not dropout_p:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, **options)
-        weights, value = _weights(query, key, value, attn_mask, is_causal, **options)
+        weights, value = attention_weights(query, key, value, attn_mask, is_causal, **options)
         return self._dropout(weights, dropout_p) @ value
-
-
-def _weights(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return the weights of an attention, [B, heads, T, S], and the values, repeated for each head."""
-    if enable_gqa:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is None:
-        return scores.softmax(-1), value
-    if mask.dtype is not torch.bool:
-        return (scores + mask).softmax(-1), value
-    # the least number and not -inf: positions that may see none get weights of zero, and not NaN
-    hidden = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return hidden.softmax(-1).masked_fill(~mask, 0.0), value

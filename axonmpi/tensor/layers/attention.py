@@ -20,7 +20,6 @@ positions: Su et al. 2021 (arXiv:2104.09864).
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from .dropout import ShardedDropout
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .norm import sum_over_copies
 
-__all__ = ["ParallelSelfAttention", "tensor_parallel_attention"]
+__all__ = ["ParallelSelfAttention", "attention_weights", "tensor_parallel_attention"]
 
 
 class ParallelSelfAttention(nn.Module):
@@ -227,14 +226,40 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout: Sh
     groups = query.shape[1] // key.shape[1]
     if not dropout.training or dropout.p == 0:
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=groups > 1)
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])  # [B, heads, T, T]
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(later, -math.inf)
-    weights = scores.softmax(-1, dtype=torch.float32 if scores.dtype.itemsize < 4 else None)
-    return dropout(weights.to(value.dtype)) @ value  # type: ignore[no-any-return]
+    weights, value = attention_weights(query, key, value, None, causal, enable_gqa=groups > 1)
+    return dropout(weights) @ value  # type: ignore[no-any-return]
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the weights of `torch.nn.functional.scaled_dot_product_attention`, before dropout; local.
+
+    Returns:
+        The weights, [B, heads, T, S] in the dtype of the values, and the values, repeated for each query head.
+    """
+    if enable_gqa:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    precise = torch.float32 if scores.dtype.itemsize < 4 else None
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is None:
+        weights = scores.softmax(-1, precise)
+    elif mask.dtype is not torch.bool:
+        weights = (scores + mask).softmax(-1, precise)
+    else:
+        # the least number and not -inf: positions that may see none get weights of zero, and not NaN
+        hidden = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        weights = hidden.softmax(-1, precise).masked_fill(~mask, 0.0)
+    return weights.to(value.dtype), value
 
 
 class _Rotation:
