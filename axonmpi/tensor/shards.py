@@ -23,7 +23,7 @@ from torch import Tensor
 from ..backends import wrap_dim
 from ..groups.world import ProcessGroup
 
-__all__ = ["Range", "Shard", "Sharded"]
+__all__ = ["Range", "Shard", "Sharded", "check_divides"]
 
 Range = tuple[int, int]
 """The first row, and the one after the last."""
@@ -91,7 +91,7 @@ class Shard:
             ValueError: A size is no multiple of `group_size`.
         """
         for size in sizes_of_parts:
-            _check_divides(size, group_size)
+            check_divides("size", size, group_size)
         starts = [0, *accumulate(sizes_of_parts)]
         ranges = [
             [
@@ -238,11 +238,22 @@ def _merged(ranges: Sequence[Range]) -> list[Range]:
     return merged
 
 
-def _check_divides(size: int, group_size: int) -> None:
-    if size % group_size:
+def check_divides(name: str, size: int, ranks: int, advice: str = "") -> None:
+    """Raise unless ranks can have equal shares of a size; local.
+
+    Args:
+        name: The argument's name.
+        size: The size.
+        ranks: The number of ranks.
+        advice: How to divide it otherwise.
+
+    Raises:
+        ValueError: `size` is no multiple of `ranks`.
+    """
+    if size % ranks:
         raise ValueError(
-            f"expected a size that is a multiple of the {group_size} ranks of the group, got {size}; "
-            "use another size or number of ranks"
+            f"{name}: expected a multiple of the {ranks} ranks of the group, got {size}; "
+            f"use another size or number of ranks{advice}"
         )
 
 

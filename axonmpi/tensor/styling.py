@@ -34,7 +34,7 @@ from .plan import (
     Summed,
     Vocabulary,
 )
-from .shards import Shard
+from .shards import Shard, check_divides
 from .transposed import TransposedShard
 
 __all__ = ["REPLACING", "Setting", "change", "planned", "replacement"]
@@ -138,11 +138,10 @@ def _divided(value: object, ranks: int, name: str, *, shared: bool = False) -> i
     """Return a rank's share of a number; 1 where several ranks have the same head."""
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}: expected a number that can be divided, got {value!r}")
-    if value % ranks == 0:
-        return value // ranks
     if shared and ranks % value == 0:
         return 1
-    raise ValueError(f"{name}: expected a multiple of the {ranks} ranks of the group, got {value}")
+    check_divides(name, value, ranks)
+    return value // ranks
 
 
 def _attribute(module: nn.Module, name: str) -> object:

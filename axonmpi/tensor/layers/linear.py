@@ -22,7 +22,7 @@ from ...groups.world import ProcessGroup
 from ...utils.arguments import check_flags, either_group_name, integer
 from ..product import entered_product, summed_product
 from ..regions import check_sequence, cut, join, sum_parts
-from ..shards import Shard
+from ..shards import Shard, check_divides
 from .layer import ShardedLayer, group_third
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
@@ -280,11 +280,8 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def _even(dim: int, features: int, group: ProcessGroup, argument: str) -> Shard:
-    if integer(argument, features, minimum=1) % group.size:
-        raise ValueError(
-            f"{argument}: expected a multiple of the {group.size} ranks of the group, got {features}; use another "
-            "size or number of ranks, or say with shard= how it is divided"
-        )
+    integer(argument, features, minimum=1)
+    check_divides(argument, features, group.size, ", or say with shard= how it is divided")
     return Shard.even(dim, features, group.size)
 
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from ...groups.world import ProcessGroup, group_of_this_rank
 from ...utils.arguments import check_flags, either_group_name, integer
-from ..shards import Shard
+from ..shards import Shard, check_divides
 from .dropout import ShardedDropout
 from .linear import ColumnParallelLinear, RowParallelLinear
 
@@ -181,11 +181,7 @@ def _layers(
     """Make the layers to and from the hidden features; the first may compute several parts of this size."""
     check_flags(bias=bias, sequence_parallel=options["sequence_parallel"])
     integer("hidden", hidden, minimum=1)
-    if integer("intermediate", parts[0], minimum=1) % group.size:
-        raise ValueError(
-            f"intermediate: expected a multiple of the {group.size} ranks of the group, got {parts[0]}; "
-            "use another size or number of ranks"
-        )
+    check_divides("intermediate", integer("intermediate", parts[0], minimum=1), group.size)
     shard = Shard.packed(0, parts, group.size)
     first = ColumnParallelLinear(hidden, shard.size, bias, group, shard=shard, **options)
     return first, RowParallelLinear(parts[0], hidden, bias, group, **options)
