@@ -14,7 +14,6 @@ __all__ = [
     "pretended_node",
     "settings_for_mpi",
     "user_threads",
-    "wanted_matmul",
     "wants_shared_memory",
     "widen_terminal",
 ]
@@ -61,18 +60,6 @@ def wants_shared_memory() -> bool:
     if setting not in ("auto", "plain"):
         raise ValueError(f"AXONMPI_COLLECTIVES: expected 'auto' or 'plain', got {setting!r}")
     return setting == "auto"
-
-
-def wanted_matmul() -> str:
-    """Return which library is to multiply matrices, `AXONMPI_MATMUL`: "auto", "torch" or "onednn"; local.
-
-    Raises:
-        ValueError: The variable is something else.
-    """
-    setting = os.environ.get("AXONMPI_MATMUL", "auto")
-    if setting not in ("auto", "torch", "onednn"):
-        raise ValueError(f"AXONMPI_MATMUL: expected 'auto', 'torch' or 'onednn', got {setting!r}")
-    return setting
 
 
 def pretended_node(world_rank: int) -> int:

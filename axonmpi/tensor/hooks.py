@@ -1,11 +1,11 @@
-"""What modules of a model do in addition where it is divided, without any change to their code.
+"""Hooks on the modules of a divided model, which divide and join its sequence without a change to its code.
 
-    input of the first block ── split ──> part of the sequence ── blocks ── join ──> output of the last norm
+    input of the first block ── split ──> slice of the sequence ── blocks ── join ──> output of the last norm
                                                  │
                              attention: gathered before, reduced and divided after
 
-Hooks are put before and after the forward of modules. Dropout of attention weights happens inside functions that
-belong to no module; while a module runs, `head_dropout` takes these calls over, on this thread only.
+Hooks run before and after the forward of modules. Dropout of attention weights happens inside functions that belong
+to no module: while a module runs, `head_dropout` replaces these calls, on this thread only.
 """
 
 from __future__ import annotations
@@ -20,40 +20,41 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..groups.world import ProcessGroup
+from .layers.attention import attention_weights
 from .layers.dropout import ShardedDropout
 from .regions import enter, join_sequence, split_sequence
 
-__all__ = ["gather_input", "head_dropout", "join_output", "split_input"]
+__all__ = ["enter_input", "head_dropout", "join_output", "split_input"]
 
 
-def gather_input(module: nn.Module, group: ProcessGroup, dim: int) -> None:
-    """Gather the sequence of a module's input, once for all of its column layers; local.
+def enter_input(module: nn.Module, group: ProcessGroup, **options: Any) -> None:
+    """Let a module's input enter once for all of its column layers; local.
 
     Args:
-        module: Its first floating-point tensor is gathered, positional or keyword.
-        group: The ranks that have the parts.
-        dim: Dimension of the sequence.
+        module: Its first floating-point tensor enters, positional or keyword.
+        group: The ranks.
+        **options: Those of `enter` that say whether and where the sequence is divided.
     """
-    _change_input(module, lambda hidden: enter(hidden, group, sequence_parallel=True, sequence_dim=dim))
+    _change_input(module, lambda hidden: enter(hidden, group, **options))
 
 
 def split_input(module: nn.Module, group: ProcessGroup, dim: int) -> None:
-    """Give a module only this rank's part of the sequence; local.
+    """Give a module only this rank's slice of the sequence; local.
 
     Args:
         module: Its first floating-point tensor is cut, positional or keyword.
-        group: The ranks that get the parts.
+        group: The ranks that get the slices.
         dim: Dimension of the sequence.
     """
     _change_input(module, lambda hidden: split_sequence(hidden, group, dim))
 
 
 def join_output(module: nn.Module, group: ProcessGroup, dim: int) -> None:
-    """Put the parts of the sequence that a module returns together; local.
+    """Join the slices of the sequence that a module returns; local.
 
     Args:
-        module: It returns a tensor, or a tuple whose first element is it.
-        group: The ranks that have the parts.
+        module: Returns a tensor, or a tuple that begins with one.
+        group: The ranks that have the slices.
         dim: Dimension of the sequence.
     """
 
@@ -94,16 +95,16 @@ def _is_hidden(value: Any) -> bool:
 
 
 def head_dropout(module: nn.Module, group: ProcessGroup, heads: int, generator: torch.Generator | None) -> None:
-    """Let dropout inside a module draw for each head what it would draw on any number of ranks; local.
+    """Make dropout inside a module independent of the number of ranks: each head has its own mask; local.
 
-    Taken over are `torch.nn.functional.dropout` of tensors with heads as dim 1 of 4, and the dropout in
-    `scaled_dot_product_attention`, which then is computed step by step.
+    This replaces `torch.nn.functional.dropout` of tensors with heads as dim 1 of 4, and the dropout in
+    `scaled_dot_product_attention`, which is then computed step by step.
 
     Args:
         module: An attention whose heads are divided.
         group: The ranks that share the heads.
-        heads: Number of heads on all of them together.
-        generator: What numbers are drawn from; None means torch's default generator.
+        heads: Number of heads of the whole attention.
+        generator: Source of random numbers; None means torch's default generator.
     """
     running: list[ExitStack] = []
 
@@ -121,7 +122,7 @@ def head_dropout(module: nn.Module, group: ProcessGroup, heads: int, generator: 
 
 
 def _may_drop(module: nn.Module) -> bool:
-    """Say whether a module has dropout; also if it cannot be seen."""
+    """Say whether a module has dropout, or may have it in a form unknown here."""
     chances = [
         value for name, value in vars(module).items() if "dropout" in name and isinstance(value, int | float)
     ]
@@ -160,30 +161,5 @@ class _HeadDropout(TorchFunctionMode):
     ) -> Tensor:
         if not dropout_p:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, **options)
-        weights, value = _weights(query, key, value, attn_mask, is_causal, **options)
+        weights, value = attention_weights(query, key, value, attn_mask, is_causal, **options)
         return self._dropout(weights, dropout_p) @ value
-
-
-def _weights(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return the weights of an attention, [B, heads, T, S], and the values, repeated for each head."""
-    if enable_gqa:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is None:
-        return scores.softmax(-1), value
-    if mask.dtype is not torch.bool:
-        return (scores + mask).softmax(-1), value
-    # the least number and not -inf: positions that may see none get weights of zero, and not NaN
-    hidden = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return hidden.softmax(-1).masked_fill(~mask, 0.0), value

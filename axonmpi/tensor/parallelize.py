@@ -4,7 +4,7 @@
       │ plan      which modules are treated how
       │ check     styles fit the modules, sizes divide, ties hold, all ranks agree: nothing is changed before
       ▼
-    the same model: layers replaced by parallel ones with this rank's part, hooks where the sequence is divided
+    the same model: layers replaced by parallel ones with this rank's shards, hooks where the sequence is divided
 
 Names of modules and parameters stay, so that `state.py` finds the way back to the whole.
 """
@@ -48,8 +48,8 @@ def tensor_parallelize(
 ) -> _Module:
     """Divide a model among the ranks of a group, in place; collective.
 
-    Each rank keeps its part of the layers that the plan names. Call it before DDP or FSDP, and before the optimizer
-    is made. Called with the same inputs on all ranks of the group, the model gives the same outputs as before.
+    Each rank keeps its shard of the layers that the plan names. Call it before DDP or FSDP, and before making the
+    optimizer. Called with the same inputs on all ranks of the group, the model gives the same outputs as before.
 
     Args:
         module: The model, built with the same values on all ranks, or on the meta device.
@@ -58,9 +58,10 @@ def tensor_parallelize(
         group: The ranks; None means all.
         sequence_parallel: Activations between blocks are divided along the sequence, whose length has to be a
             multiple of the number of ranks. A model in which the plan names no `"split"` and no embedding takes
-            this rank's part of the sequence; one with no `"join"` and no layer for logits returns it.
+            this rank's slice of the sequence; one with no `"join"` and no layer for logits returns it.
         sequence_dim: Dimension of the sequence in activations.
-        generator: What dropout draws from, in the same state on all ranks; None means torch's default generator.
+        generator: Source of random numbers for dropout, in the same state on all ranks; None means torch's default
+            generator.
 
     Returns:
         The model.
@@ -88,7 +89,7 @@ def tensor_parallelize(
 
 @dataclass(frozen=True)
 class _Work:
-    """What is to be done.
+    """The work of a plan.
 
     Attributes:
         styles: By module name, in the model's order.
@@ -99,7 +100,7 @@ class _Work:
     shards: Mapping[str, Mapping[str, Shard]]
 
     def replacing(self) -> Iterator[tuple[str, Style]]:
-        """Yield the modules that others take the place of."""
+        """Yield the modules that parallel layers will replace."""
         for name, styles in self.styles.items():
             yield from ((name, style) for style in styles if isinstance(style, REPLACING))
 
@@ -236,8 +237,12 @@ def _digest(values: Tensor) -> str:
 
 def _carry_out(model: nn.Module, work: _Work, setting: Setting) -> None:
     places, parents = _places(model), _parents(model)
-    regions = work.named(Region) if setting.sequence_parallel else []
-    for name, style in work.replacing():  # one by one: of each, the whole is gone before the next
+    regions = [
+        name
+        for name, styles in work.styles.items()
+        if any(isinstance(style, Region) and (style.shared or setting.sequence_parallel) for style in styles)
+    ]
+    for name, style in work.replacing():  # one by one, so that at most one layer is there whole and cut
         is_entered = isinstance(style, Column) and any(name.startswith(f"{region}.") for region in regions)
         old = model.get_submodule(name)
         new = replacement(old, style, setting, is_entered=is_entered)
@@ -261,7 +266,7 @@ def _parents(model: nn.Module) -> dict[int, list[Place]]:
 
 
 def _tie(model: nn.Module, places: Mapping[int, list[tuple[str, str]]], work: _Work, group: ProcessGroup) -> None:
-    """Make parts of what was one parameter one parameter again."""
+    """Tie the shards of a parameter that several modules had in common."""
     for of_one in places.values():
         cut = [(name, own) for name, own in of_one if own in work.shards.get(name, {})]
         if not cut or len(of_one) == 1:
@@ -276,7 +281,7 @@ def _tie(model: nn.Module, places: Mapping[int, list[tuple[str, str]]], work: _W
 
 
 def _mark(holder: nn.Module, name: str, shard: Shard, group: ProcessGroup) -> None:
-    """Let a module say how a parameter is cut that it only holds."""
+    """Record in a module how a parameter that it only holds is cut."""
     known = holder.shards if isinstance(holder, Sharded) else {}
     marked: Sharded = holder  # type: ignore[assignment]
     marked.shards, marked.process_group = {**known, name: shard}, group

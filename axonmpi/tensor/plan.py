@@ -8,8 +8,8 @@
         "blocks.*.norm?": "sequence",                each has a style, or a list of styles
     }
 
-A style is a small frozen dataclass with a short form. What the styles do to modules is in parallelize.py; here they
-are only named, read and found. A pattern that matches nothing is an error: a model that is cut in part is wrong.
+A style is a small frozen dataclass with a short form. styling.py applies the styles; this file names and reads
+them, and finds their modules. A pattern that matches nothing is an error: a model that is cut in part is wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Style:
-    """What is done with a module; see its subclasses.
+    """The treatment of a module; see its subclasses.
 
     Raises:
         TypeError: A value is of another type than its attribute.
@@ -69,10 +69,10 @@ class Column(Style):
     """A linear layer whose outputs are divided; `"column"`, `"column:3"`, `"column:gather"`, `"column:heads=2"`.
 
     Attributes:
-        parts: How many things of the same size the outputs are, each of which is divided, such as queries, keys and
-            values in one layer; or their sizes.
-        heads: The outputs, or each part of them, are this many heads, none of which is cut. None: any output can be
-            cut off from the next.
+        parts: How many matrices of the same size the layer packs, each of which is divided, such as queries, keys
+            and values; or their sizes.
+        heads: Heads in the outputs, or in each part of them, none of which is cut. None: the cut may be between any
+            two outputs.
         shared: If there are fewer heads than ranks, several ranks have the same one, as for grouped keys and
             values; `"column:heads=2,shared"`.
         gather_output: All ranks get all outputs.
@@ -93,7 +93,7 @@ class Row(Style):
 class Vocabulary(Style):
     """An embedding, or a linear layer for logits, whose rows are divided; `"vocab"`, `"vocab:parallel"`.
 
-    The vocabulary need not divide by the ranks. With sequence parallelism, an embedding returns a part of the
+    The vocabulary need not divide by the ranks. With sequence parallelism, an embedding returns a slice of the
     sequence unless the plan says with `"split"` where it is divided, and logits are those of the whole sequence.
 
     Attributes:
@@ -105,14 +105,14 @@ class Vocabulary(Style):
 
 @dataclass(frozen=True)
 class SequenceNorm(Style):
-    """A norm that computes on a part of the sequence with sequence parallelism; `"sequence"`."""
+    """A norm that computes on a slice of the sequence with sequence parallelism; `"sequence"`."""
 
 
 @dataclass(frozen=True)
 class Summed(Style):
     """A module whose parameters all ranks have, while its input is divided, such as a norm of each head; `"sum"`.
 
-    Each rank's gradients are those of its part, so they are summed over the ranks.
+    The gradients of a rank are of its part of the input, so they are summed over the ranks.
     """
 
 
@@ -120,7 +120,7 @@ class Summed(Style):
 class Dropout(Style):
     """An `nn.Dropout` outside of divided layers; `"dropout"`, `"dropout:whole"`.
 
-    What is dropped does not depend on the number of ranks, nor on sequence parallelism.
+    The dropped elements depend neither on the number of ranks nor on sequence parallelism.
 
     Attributes:
         whole: It computes on the whole sequence also with sequence parallelism, as after an embedding.
@@ -131,21 +131,27 @@ class Dropout(Style):
 
 @dataclass(frozen=True)
 class Region(Style):
-    """A module that needs the whole sequence as its input, not only its column layers; `"region"`.
+    """A module whose input enters once for all of its column layers; `"region"`, `"region:shared"`.
 
-    Such as an attention that takes its shapes from its input. With sequence parallelism its first floating-point
-    tensor is gathered, and its column layers do not gather theirs; else nothing is done.
+    With sequence parallelism its first floating-point tensor is gathered, and its column layers do not gather
+    theirs: for an attention that takes its shapes from its input.
+
+    Attributes:
+        shared: Also without sequence parallelism the gradient of that tensor is summed once, and not by each column
+            layer; all of them get the tensor, or a function of it.
     """
+
+    shared: bool = False
 
 
 @dataclass(frozen=True)
 class Split(Style):
-    """The first module that gets a part of the sequence with sequence parallelism; `"split"`."""
+    """The first module that gets a slice of the sequence with sequence parallelism; `"split"`."""
 
 
 @dataclass(frozen=True)
 class Join(Style):
-    """The last module that gets a part of the sequence: its output is gathered; `"join"`."""
+    """The last module that gets a slice of the sequence: its output is gathered; `"join"`."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,7 @@ class HeadDropout(Style):
 
 @dataclass(frozen=True)
 class Divide(Style):
-    """A module with attributes that count what is divided; `"divide:num_heads"`, `"divide:num_heads,width"`.
+    """A module with attributes that count divided features; `"divide:num_heads"`, `"divide:num_heads,width"`.
 
     Attributes:
         names: The attributes.
@@ -181,7 +187,7 @@ class Assign(Style):
 
     Attributes:
         name: The attribute.
-        value: What it becomes.
+        value: Its new value.
     """
 
     name: str
@@ -216,20 +222,6 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _vocabulary(options: Sequence[str]) -> Style:
-    return Vocabulary(gather_output=not _option(options, "parallel"))
-
-
-def _dropout(options: Sequence[str]) -> Style:
-    return Dropout(whole=_option(options, "whole"))
-
-
-def _option(options: Sequence[str], known: str) -> bool:
-    if list(options) not in ([], [known]):
-        raise ValueError(f"expected nothing or {known!r} after the colon, got {','.join(options)!r}")
-    return bool(options)
-
-
 def _head_dropout(options: Sequence[str]) -> Style:
     if len(options) != 1:
         raise ValueError("expected the number of heads after the colon, as in 'head_dropout:12'")
@@ -246,30 +238,22 @@ def _divide_shared(options: Sequence[str]) -> Style:
     return dataclasses.replace(_divide(options), shared=True)
 
 
-def _without_options(style: type[Style]) -> Callable[[Sequence[str]], Style]:
-    def read(options: Sequence[str]) -> Style:
-        if options:
-            raise ValueError(f"expected no colon, got {','.join(options)!r} after it")
-        return style()
-
-    return read
-
-
-_SHORT_FORMS: dict[str, Callable[[Sequence[str]], Style]] = {
+_SHORT_FORMS: dict[str, Mapping[str, Style] | Callable[[Sequence[str]], Style]] = {
     "column": _column,
-    "row": _without_options(Row),
-    "vocab": _vocabulary,
-    "sequence": _without_options(SequenceNorm),
-    "sum": _without_options(Summed),
-    "dropout": _dropout,
-    "region": _without_options(Region),
-    "split": _without_options(Split),
-    "join": _without_options(Join),
+    "row": {"": Row()},
+    "vocab": {"": Vocabulary(), "parallel": Vocabulary(gather_output=False)},
+    "sequence": {"": SequenceNorm()},
+    "sum": {"": Summed()},
+    "dropout": {"": Dropout(), "whole": Dropout(whole=True)},
+    "region": {"": Region(), "shared": Region(shared=True)},
+    "split": {"": Split()},
+    "join": {"": Join()},
     "head_dropout": _head_dropout,
     "divide": _divide,
     "divide_shared": _divide_shared,
-    "tied": _without_options(Tied),
+    "tied": {"": Tied()},
 }
+"""By the word before the colon: styles by the text after it, or the reader of comma-separated options."""
 
 
 def read_style(style: Style | str) -> Style:
@@ -280,7 +264,7 @@ def read_style(style: Style | str) -> Style:
 
     Raises:
         TypeError: It is neither.
-        ValueError: There is no such style, or what follows its name makes no sense.
+        ValueError: There is no such style, or it has no such options.
     """
     if isinstance(style, Style):
         return style
@@ -289,8 +273,14 @@ def read_style(style: Style | str) -> Style:
     word, _, rest = style.partition(":")
     if word not in _SHORT_FORMS:
         raise ValueError(f"expected one of the styles {', '.join(_SHORT_FORMS)}, got {style!r}")
+    known = _SHORT_FORMS[word]
     try:
-        return _SHORT_FORMS[word](rest.split(",") if rest else [])
+        if callable(known):
+            return known(rest.split(",") if rest else [])
+        if rest not in known:
+            others = " or ".join(repr(option) for option in known if option)
+            raise ValueError(f"expected nothing{f' or {others}' if others else ''} after the colon, got {rest!r}")
+        return known[rest]
     except ValueError as error:
         raise ValueError(f"style {style!r}: {error}") from None
 
@@ -299,7 +289,7 @@ def read_style(style: Style | str) -> Style:
 
 
 def find_modules(plan: Plan, model: nn.Module) -> dict[str, tuple[Style, ...]]:
-    """Return the styles of each module that the plan speaks of; local.
+    """Return the styles of each module that the plan names; local.
 
     Args:
         plan: Styles by patterns.

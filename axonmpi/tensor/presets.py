@@ -7,7 +7,7 @@ blocks: `GPT2Model` as well as `GPT2LMHeadModel` or `GPT2ForSequenceClassificati
     output of the attention   row
     MLP                       column, then row
     embedding, logits         vocab
-    norms, dropout            on parts of the sequence with sequence parallelism, from the first block to the last
+    norms, dropout            on slices of the sequence with sequence parallelism, from the first block to the last
 """
 
 from __future__ import annotations
@@ -72,12 +72,13 @@ def llama(model: nn.Module, ranks: int) -> Plan:
         f"{base}layers.0": ["split"],
         f"{base}layers.*.*layernorm": ["sequence"],
         f"{base}layers.*.self_attn": [
-            "region",
+            "region:shared",
             HeadDropout(heads),
             Assign("num_key_value_groups", heads // ranks // max(pairs // ranks, 1)),
         ],
         f"{base}layers.*.q_proj": [Column(heads=heads)],
         f"{base}layers.*.[kv]_proj": [Column(heads=pairs, shared=True)],
+        f"{base}layers.*.mlp": ["region:shared"],
         f"{base}layers.*.gate_proj": ["column"],
         f"{base}layers.*.up_proj": ["column"],
         f"{base}layers.*.[qk]_norm": ["sum"],
@@ -105,7 +106,11 @@ def bert(model: nn.Module, ranks: int) -> Plan:
         f"{base}embeddings.word_embeddings": ["vocab"],
         f"{base}embeddings.dropout": ["dropout:whole"],
         f"{layers}.0": ["split"],
-        f"{layers}.*.attention.self": ["region", "divide:num_attention_heads,all_head_size", HeadDropout(heads)],
+        f"{layers}.*.attention.self": [
+            "region:shared",
+            "divide:num_attention_heads,all_head_size",
+            HeadDropout(heads),
+        ],
         f"{layers}.*.attention.self.query": [Column(heads=heads)],
         f"{layers}.*.attention.self.key": [Column(heads=heads)],
         f"{layers}.*.attention.self.value": [Column(heads=heads)],
@@ -156,7 +161,7 @@ def _config(model: nn.Module) -> Any:
 
 
 def _base(model: nn.Module) -> str:
-    """Return what names of modules begin with where the blocks are in a submodule of a larger model."""
+    """Return the prefix of module names where the blocks are in a submodule of a larger model."""
     prefix = getattr(model, "base_model_prefix", "")
     return f"{prefix}." if prefix and hasattr(model, prefix) else ""
 
@@ -179,7 +184,7 @@ def _divisors(number: int) -> str:
 
 
 def _present(lines: Lines, model: nn.Module, *optional: str) -> Plan:
-    """Leave out lines about parts that not every model has."""
+    """Leave out the optional patterns that name no module of this model."""
     names = [name for name, _ in model.named_modules()]
     return {
         pattern: styles

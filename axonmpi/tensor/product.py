@@ -1,16 +1,13 @@
-"""The product of an entered tensor with a weight, so that backward communicates while it computes.
+"""The product of a column layer, in whose backward the ranks communicate while they compute.
 
-Autograd takes the nodes that are ready newest first, so the order in which forward makes nodes decides what
-backward does first. Forward makes them as they stand here from top to bottom, and backward goes from bottom to top:
+    forward      x ── gather ── y = x wᵀ + b
+    backward     dy ── start to gather x ── dx = dy w ── start the sum of dx ── dw = dyᵀ x ── wait for dx
 
-    enter            waits for the sum of the input's gradient
-    _OfWeight        computes the weight's gradient
-    _OfInput         computes the input's gradient and starts its sum over the ranks
-    _Fetch           starts to gather the whole input again, with sequence parallelism
-    _Product         hands the output's gradient to the nodes above
+Without sequence parallelism nothing is gathered, and the sum is an all-reduce. With it each rank has a slice of x:
+the sum is a reduce-scatter, and only the slice is kept for backward.
 
-The gradients of input and weight are nodes of their own, so that a backward in two halves does nothing twice. What
-a node needs in its backward, but gives no gradient for, comes in a tuple, where autograd does not look.
+Layers that share an input get the result of `enter`, which gathers it and sums dx once for all of them. It attaches
+this rank's slice to the tensor: the layers keep the slice, and in backward the first of them gathers it for all.
 """
 
 from __future__ import annotations
@@ -18,54 +15,193 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from .. import autograd, matmul
-from ..wrapping.linear import linear, unviewed
-from .entry import Entered, Entry
+from .. import autograd
+from ..groups.world import ProcessGroup
+from ..types import ReduceOp, Work
+from ..utils.torch_internals import engine_runs
 
-__all__ = ["apply", "autocast_dtype", "product"]
+__all__ = ["Gathering", "apply", "entered_product", "gathered", "is_differentiated", "summed_product"]
+
+_ENTERED = "_axonmpi_entered"
 
 
-def product(input: Entered, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return what `torch.nn.functional.linear` does; backward is collective where the input's gradient is summed.
+def summed_product(
+    input: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, dim: int | None
+) -> Tensor:
+    """Return x wᵀ + b; backward sums the gradient of x over the ranks, and is collective as forward is.
 
     Args:
-        input: [..., in].
+        input: [..., in] the same on all ranks, or this rank's slice of the sequence.
+        weight: [out, in].
+        bias: [out], or None.
+        group: The ranks, each of which has other outputs.
+        dim: Which dimension of the input is the sequence; None without sequence parallelism.
+    """
+    if group.size == 1 or (dim is None and not is_differentiated(input)):
+        return F.linear(input, weight, bias)
+    local, weight, bias = _cast(input, weight, bias)
+    whole = local if dim is None else gathered(local.detach(), group, dim)
+    rows = apply(_Product, local, weight, bias, (whole, local), Gathering(group, dim), True)
+    return rows.view(*whole.shape[:-1], weight.shape[0])
+
+
+def entered_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x wᵀ + b of the result of `enter`, or of a function of it; backward gathers a sequence again.
+
+    Args:
+        input: [..., in] whole.
         weight: [out, in].
         bias: [out], or None.
     """
-    tensor, entry = input.tensor, input.entry
-    if not torch.is_grad_enabled():
-        return matmul.linear(tensor, weight, bias)
-    if entry is None:
-        return linear(tensor, weight, bias, quick=True)
-    dtype = autocast_dtype(tensor)
-    values = tensor.to(dtype)
-    if torch.is_autocast_enabled(tensor.device.type):  # else other dtypes are a mistake, as in torch's own layer
-        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-    shape = (*tensor.shape[:-1], weight.shape[0])
-    of_weight = of_input = None
-    if weight.requires_grad:
-        of_weight = apply(_OfWeight, weight, shape, entry, (values if input.local is None else input.local,))
-    if tensor.requires_grad:
-        of_input = apply(_OfInput, tensor, shape, entry, (weight,))
-    if of_weight is not None and input.local is not None:
-        of_weight = apply(_Fetch, of_weight, entry, (input.local,))
-    return apply(_Product, of_weight, of_input, bias, (values, weight))
+    if not hasattr(input, _ENTERED) or not torch.is_grad_enabled():
+        return F.linear(input, weight, bias)
+    gathering, local = getattr(input, _ENTERED)
+    whole, weight, bias = _cast(input, weight, bias)
+    rows = apply(_Product, whole, weight, bias, (whole, local.to(whole.dtype)), gathering, False)
+    return rows.view(*whole.shape[:-1], weight.shape[0])
 
 
-def autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype in which a linear layer computes with the tensor, which under autocast is not its own."""
-    kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind) or tensor.dtype is torch.float64:
-        return tensor.dtype
-    return torch.get_autocast_dtype(kind)
+class Gathering:
+    """Makes the slices of an input whole again in backward, once for all layers that share the input.
+
+    Args:
+        group: The ranks.
+        dim: Which dimension is the sequence; None if each rank has the whole input.
+
+    Attributes:
+        group: As given.
+        dim: As given.
+        users: How many layers need the whole input in backward.
+    """
+
+    def __init__(self, group: ProcessGroup, dim: int | None) -> None:
+        self.group = group
+        self.dim = dim
+        self.users = 0
+        self._served = 0
+        self._whole: Tensor | Work | None = None
+
+    def mark(self, whole: Tensor, local: Tensor) -> None:
+        """Attach this rank's slice to the whole input, for the layers that get it; local."""
+        setattr(whole, _ENTERED, (self, local))
+
+    def start(self, local: Tensor) -> None:
+        """Start to gather, unless another layer has; collective.
+
+        Args:
+            local: This rank's slice.
+        """
+        if self.dim is not None and self._whole is None and not torch.is_grad_enabled():
+            self._whole = self.group.all_gather(local.detach(), self.dim, async_op=self.group.backend.overlaps)
+
+    def whole(self, local: Tensor) -> Tensor:
+        """Return the whole input, after `start`; dropped after the last layer's call.
+
+        Args:
+            local: This rank's slice.
+        """
+        if torch.is_grad_enabled():  # gradients of gradients are wanted, which are sums over the ranks too
+            group, dim = self.group, self.dim
+            return autograd.copy(local, group) if dim is None else autograd.all_gather(local, group, dim)
+        if self.dim is None:
+            return local
+        whole = self._whole.result() if isinstance(self._whole, Work) else self._whole
+        assert whole is not None
+        self._served += 1
+        self._whole = whole
+        if self._served >= self.users:
+            self._whole, self._served = None, 0
+        return whole
+
+
+class _Product(Function):
+    """[..., in] -> [N, out], where the ranks have other rows of the weight.
+
+    The result is no view, as [..., out] would be: views that such a function returns cannot be changed in place.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        values: tuple[Tensor, Tensor],
+        gathering: Gathering,
+        sums: bool,
+    ) -> Tensor:
+        whole, local = values
+        ctx.save_for_backward(local, weight)
+        ctx.options = gathering, sums, whole.shape
+        gathering.users += ctx.needs_input_grad[1]
+        return F.linear(_rows(whole), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,), (local, weight), (gathering, sums, shape) = grads, ctx.saved_tensors, ctx.options
+        of_input, of_weight, of_bias = (_is_wanted(ctx, number) for number in range(3))
+        dx, dw, work = None, None, None
+        if of_weight:
+            gathering.start(local)
+        if of_input:
+            dx = (grad @ weight.conj()).view(shape)
+            if sums:
+                dx, work = _start_sum(dx, gathering.group, gathering.dim)
+        if of_weight:
+            dw = grad.t() @ _rows(gathering.whole(local)).conj()
+        if work is not None:
+            scattered = work.result()
+            dx = dx if scattered is None else scattered
+        return dx, dw, grad.sum(0) if of_bias else None, None, None, None
+
+
+def _start_sum(parts: Tensor, group: ProcessGroup, dim: int | None) -> tuple[Tensor, Work | None]:
+    """Start the sum over the ranks; return its tensor, or one that the work's result replaces, and the work."""
+    if torch.is_grad_enabled():  # gradients of gradients are wanted
+        return autograd.reduce(parts, group) if dim is None else autograd.reduce_scatter(parts, group, dim), None
+    overlaps = group.backend.overlaps
+    if dim is None:
+        return parts, group.all_reduce(parts, ReduceOp.SUM, overlaps)
+    started = group.reduce_scatter(parts, ReduceOp.SUM, dim, overlaps)
+    return (parts, started) if overlaps else (started, None)
+
+
+def _is_wanted(node: Any, number: int) -> bool:
+    """Say whether the backward that runs now needs the gradient of an input of this node; local."""
+    if not node.needs_input_grad[number]:
+        return False
+    try:
+        return engine_runs(node.next_functions[number][0])
+    except RuntimeError:  # torch.autograd.grad of this very leaf
+        return True
+
+
+def gathered(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """Return the whole sequence of the ranks' slices; collective.
+
+    Raises:
+        ValueError: The slices are not equally long.
+    """
+    whole: Tensor = group.all_gather(tensor, dim)
+    if whole.shape[dim] != tensor.shape[dim] * group.size:
+        raise ValueError(
+            f"expected slices of a sequence that are equally long on all {group.size} ranks of the group, got "
+            f"{tensor.shape[dim]} of {whole.shape[dim]} on rank {group.rank}; use split_sequence()"
+        )
+    return whole
+
+
+def is_differentiated(tensor: Tensor) -> bool:
+    """Say whether autograd records operations on a tensor; local."""
+    return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def apply(function: type[Function], *inputs: Any) -> Tensor:
-    """Call a function of autograd's that has one output."""
+    """Call an autograd function that has one output."""
     result: Tensor = function.apply(*inputs)
     return result
 
@@ -74,86 +210,10 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _nothing(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor that takes no memory, for nodes from which only a gradient is wanted."""
-    return like.new_zeros(()).expand(shape)
-
-
-class _OfWeight(Function):
-    """[out, in] weight -> where the gradient [..., out] of the outputs comes in."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, shape: tuple[int, ...], entry: Entry, values: tuple[Tensor]) -> Tensor:
-        ctx.entry, ctx.parameter = entry, weight
-        ctx.save_for_backward(*values)
-        entry.weights += 1
-        return _nothing(weight, shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad, (values,), entry = grads[0], ctx.saved_tensors, ctx.entry
-        if torch.is_grad_enabled():  # gradients of gradients are wanted
-            if entry.dim is not None:
-                values = autograd.all_gather(values, entry.group, entry.dim)
-            return _rows(grad).t() @ _rows(values.to(grad.dtype)).conj(), None, None, None
-        if entry.dim is not None:
-            values = entry.whole(values)
-        left, right = _rows(grad).t(), _rows(values.to(grad.dtype)).conj()
-        return matmul.weight_gradient(ctx.parameter, left, right, quick=True), None, None, None
-
-
-class _OfInput(Function):
-    """[..., in] entered tensor -> where the gradient [..., out] of the outputs comes in."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, shape: tuple[int, ...], entry: Entry, weight: tuple[Tensor]) -> Tensor:
-        ctx.entry = entry
-        ctx.save_for_backward(*weight)
-        entry.gradients += 1
-        return _nothing(weight[0], shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad, (weight,) = grads[0], ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return grad @ weight.conj(), None, None, None
-        ctx.entry.add(_rows(grad), weight.conj())
-        return None, None, None, None
-
-
-class _Fetch(Function):
-    """Nothing, but that the whole input is on its way when the weight's gradient is computed."""
-
-    @staticmethod
-    def forward(ctx: Any, of_weight: Tensor, entry: Entry, local: tuple[Tensor]) -> Tensor:
-        ctx.entry = entry
-        ctx.save_for_backward(*local)
-        return of_weight.view_as(of_weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        if not torch.is_grad_enabled():
-            ctx.entry.fetch(*ctx.saved_tensors)
-        return grads[0], None, None
-
-
-class _Product(Function):
-    """The values; from here the outputs' gradient goes to the nodes made before."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        of_weight: Tensor | None,
-        of_input: Tensor | None,
-        bias: Tensor | None,
-        operands: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        # Not needed again, and kept elsewhere: so it can be seen that checkpointing will compute this node again.
-        ctx.save_for_backward(operands[1])
-        return unviewed(matmul.linear(*operands, bias))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        needed, grad = ctx.needs_input_grad, grads[0]
-        of_bias = _rows(grad).sum(0) if needed[2] else None
-        return grad if needed[0] else None, grad if needed[1] else None, of_bias, None
+def _cast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the operands of a linear layer in the dtype of autocast, where it is enabled."""
+    kind = input.device.type
+    if not torch.is_autocast_enabled(kind):
+        return input, weight, bias
+    dtype = input.dtype if input.dtype is torch.float64 else torch.get_autocast_dtype(kind)
+    return input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -18,8 +18,6 @@ Sources: Shoeybi et al. 2019 (Megatron-LM); Korthikanti et al. 2022 (arXiv:2205.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,23 +30,33 @@ from ..backends import Backend, wrap_dim
 from ..groups.world import ProcessGroup, chosen_group
 from ..types import ReduceOp
 from ..utils.arguments import check_flags, either_group_name
-from .entry import Entered, Entry
-from .product import apply, autocast_dtype
+from .product import Gathering, apply, gathered, is_differentiated
+from .shards import Shard
 
-__all__ = ["check_sequence", "enter", "enter_once", "join_sequence", "leave", "shared", "split_sequence"]
+__all__ = [
+    "check_sequence",
+    "cut",
+    "enter",
+    "join",
+    "join_sequence",
+    "leave",
+    "shared",
+    "split_sequence",
+    "sum_parts",
+]
 
 
 @either_group_name
 def enter(
     tensor: Tensor, group: ProcessGroup | None = None, *, sequence_parallel: bool = False, sequence_dim: int = 1
 ) -> Tensor:
-    """Begin a region: return the whole input of layers whose outputs are divided over the ranks.
+    """Begin a region: return the whole input of column layers, whose outputs are divided over the ranks.
 
-    Forward is local, backward one all-reduce; with sequence parallelism one all-gather and one reduce-scatter, and
-    another all-gather in backward for the weights of column layers, which do not keep what was gathered.
+    Forward is local, backward one all-reduce. With sequence parallelism they are one all-gather and one
+    reduce-scatter, and one more all-gather for the weights of the layers, which keep this rank's slice alone.
 
-    Column layers that get the result itself add their gradients apart from it, so that the sum over the ranks
-    starts before the gradient of a weight is computed. A hook on the result sees the gradients of others only.
+    Layers that get the result, or a function of it, are made with `input_is_entered=True`: queries, keys and
+    values, or a gate and its values, then share their input, whose gradient is summed once.
 
     Args:
         tensor: The same on all ranks; with sequence parallelism this rank's slice, as long on each of them.
@@ -63,39 +71,13 @@ def enter(
     group = chosen_group(group)
     check_flags(sequence_parallel=sequence_parallel)
     dim = wrap_dim(sequence_dim, tensor.dim()) if sequence_parallel else None
-    if group.size == 1 or (dim is None and not _is_differentiated(tensor)):
+    if group.size == 1:
         return tensor
-    entry = Entry(group, _shape_of_whole(tensor, group, dim), dim)
-    result = apply(_Enter, tensor, entry, True)
-    Entered(result, entry, tensor if sequence_parallel else None).mark()
-    return result
-
-
-def enter_once(tensor: Tensor, group: ProcessGroup, dim: int | None, user: object) -> Entered:
-    """Do as `enter` does, but once for several layers that get the same tensor one after the other.
-
-    A layer that asks for a tensor again begins anew, as this is another forward.
-
-    Args:
-        tensor: As for `enter`; under autocast it is converted first.
-        group: The ranks.
-        dim: Which dimension is the sequence; None without sequence parallelism.
-        user: The layer.
-    """
-    dtype = autocast_dtype(tensor)
-    if group.size == 1 or (dim is None and not _is_differentiated(tensor)):
-        return Entered(tensor)
-    key = None
-    if not tensor.is_inference():  # these do not tell whether they have changed
-        key = (group, dim, dtype, tensor._version, _is_differentiated(tensor))
-    found = _latest.find(tensor, key, user)
-    if found is None:
-        converted = tensor.to(dtype)
-        entry = Entry(group, _shape_of_whole(tensor, group, dim), dim)
-        found = Entered(apply(_Enter, converted, entry, False), entry)
-        if key is not None:
-            _latest.keep(tensor, key, user, found)
-    return found if dim is None else Entered(found.tensor, found.entry, tensor.to(dtype))
+    if dim is None:
+        return autograd.copy(tensor, group) if is_differentiated(tensor) else tensor
+    whole = apply(_Gather, tensor, group, dim)
+    Gathering(group, dim).mark(whole, tensor)
+    return whole
 
 
 @either_group_name
@@ -129,6 +111,21 @@ def leave(
     dim = check_sequence(tensor.shape, group, sequence_dim) if sequence_parallel else None
     if group.size == 1:
         return tensor if bias is None else tensor + bias
+    return sum_parts(tensor, bias, group, dim, in_place=in_place)
+
+
+def sum_parts(
+    tensor: Tensor, bias: Tensor | None, group: ProcessGroup, dim: int | None, *, in_place: bool
+) -> Tensor:
+    """End a region of several ranks, as `leave` does, without checks; collective.
+
+    Args:
+        tensor: This rank's part of the sum.
+        bias: [tensor.shape[-1]] or None.
+        group: The ranks.
+        dim: Which dimension is cut into slices; None for the whole sum.
+        in_place: Whether the tensor's memory may be used.
+    """
     if dim is None and (not in_place or tensor._is_view()):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return apply(_Leave, tensor, bias, group, dim)
@@ -151,12 +148,12 @@ def split_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int =
     dim = check_sequence(tensor.shape, group, dim)
     if group.size == 1:
         return tensor
-    return apply(_Split, tensor, group, dim)
+    return cut(tensor, group, Shard.even(dim, tensor.shape[dim], group.size))
 
 
 @either_group_name
 def join_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 1) -> Tensor:
-    """Return the whole sequence, with which all ranks go on to do the same; one all-gather, backward is local.
+    """Return the whole sequence, for a computation that is the same on all ranks; one all-gather, local backward.
 
     Args:
         tensor: This rank's slice, of the same shape on all ranks.
@@ -171,25 +168,47 @@ def join_sequence(tensor: Tensor, group: ProcessGroup | None = None, dim: int = 
     dim = wrap_dim(dim, tensor.dim())
     if group.size == 1:
         return tensor
-    return apply(_Join, tensor, group, dim)
+    return join(tensor, group, Shard.even(dim, tensor.shape[dim] * group.size, group.size))
+
+
+def cut(tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
+    """Return this rank's part of a tensor that all ranks have; local, and backward is one all-gather.
+
+    Args:
+        tensor: The same on all ranks.
+        group: The ranks.
+        shard: Which dimension is cut, and how.
+    """
+    return apply(_Cut, tensor, group, shard)
+
+
+def join(tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
+    """Return the whole tensor, for a computation that is the same on all ranks; one all-gather, backward is local.
+
+    Args:
+        tensor: This rank's part.
+        group: The ranks.
+        shard: Which dimension is cut, and how.
+    """
+    return apply(_Join, tensor, group, shard)
 
 
 def shared(tensors: Sequence[Tensor], group: ProcessGroup | Backend) -> list[Tensor]:
     """Return the tensors; backward sums their gradients over the ranks, all of them in one all-reduce.
 
-    For parameters that are the same on all ranks and that each rank uses for its part of the data.
+    For parameters that are the same on all ranks, each of which uses them for its slice of the data.
 
     Args:
-        tensors: Of any shapes; those that need no gradient are returned as they are. One of them without a gradient
-            counts as zeros, as long as another one has one.
+        tensors: Any shapes; tensors that need no gradient are returned as they are. If backward reaches only some
+            of them, the gradients of the others count as zeros.
         group: The ranks.
     """
-    differentiated = [tensor for tensor in tensors if _is_differentiated(tensor)]
+    differentiated = [tensor for tensor in tensors if is_differentiated(tensor)]
     if group.size == 1 or not differentiated:
         return list(tensors)
     sharing: type[Function] = _Shared
     results = iter(sharing.apply(group, *differentiated))
-    return [next(results) if _is_differentiated(tensor) else tensor for tensor in tensors]
+    return [next(results) if is_differentiated(tensor) else tensor for tensor in tensors]
 
 
 def check_sequence(shape: Sequence[int], group: ProcessGroup, dim: int) -> int:
@@ -208,76 +227,17 @@ def check_sequence(shape: Sequence[int], group: ProcessGroup, dim: int) -> int:
     return dim
 
 
-def _is_differentiated(tensor: Tensor) -> bool:
-    return tensor.requires_grad and torch.is_grad_enabled()
-
-
-def _shape_of_whole(tensor: Tensor, group: ProcessGroup, dim: int | None) -> torch.Size:
-    shape = list(tensor.shape)
-    if dim is not None:
-        shape[dim] *= group.size
-    return torch.Size(shape)
-
-
-def _gathered(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    whole: Tensor = group.all_gather(tensor, dim)
-    if whole.shape[dim] != tensor.shape[dim] * group.size:
-        raise ValueError(
-            f"expected slices of a sequence that are equally long on all {group.size} ranks of the group, got "
-            f"{tensor.shape[dim]} of {whole.shape[dim]} on rank {group.rank}; use split_sequence()"
-        )
-    return whole
-
-
-class _Latest(threading.local):
-    """What a thread has entered last, for the next layer that asks for it.
-
-    The tensor that has entered is not kept alive; what it became is, until that is gone or another one enters.
-    """
-
-    def __init__(self) -> None:
-        self._slot: list[Any] = []
-
-    def find(self, tensor: Tensor, key: object, user: object) -> Entered | None:
-        if not self._slot or key is None:
-            return None
-        source, known_key, users, entered = self._slot
-        if source() is not tensor or known_key != key or id(user) in users:
-            return None
-        users.add(id(user))
-        found: Entered = entered
-        return found
-
-    def keep(self, tensor: Tensor, key: object, user: object, entered: Entered) -> None:
-        slot = self._slot
-
-        def forget(source: weakref.ref[Tensor]) -> None:
-            if slot and slot[0] is source:
-                slot.clear()
-
-        slot[:] = [weakref.ref(tensor, forget), key, {id(user)}, entered]
-
-
-_latest = _Latest()
-
-
-class _Enter(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, entry: Entry, is_view: bool) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.entry = entry
-        if entry.dim is not None:
-            return _gathered(tensor, entry.group, entry.dim)
-        return tensor.view_as(tensor) if is_view else tensor.detach()
+class _Gather(Function):
+    """This rank's slice of the sequence -> the whole, for computations that differ on the ranks."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        entry, grad = ctx.entry, grads[0]
-        if grad is None or not torch.is_grad_enabled():
-            return entry.finish(grad), None, None
-        if entry.dim is None:
-            return autograd.reduce(grad, entry.group), None, None
-        return autograd.reduce_scatter(grad, entry.group, entry.dim), None, None
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.options = group, dim
+        return gathered(tensor, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return autograd.reduce_scatter(grads[0], *ctx.options), None, None
 
 
 class _Leave(Function):
@@ -299,32 +259,36 @@ class _Leave(Function):
             parts = autograd.copy(grad, group) if dim is None else autograd.all_gather(grad, group, dim)
             whole = grad if dim is None else autograd.gather(grad, group, dim)
         else:
-            parts = whole = grad if dim is None else _gathered(grad, group, dim)
+            parts = whole = grad if dim is None else gathered(grad, group, dim)
         of_bias = whole.reshape(-1, whole.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
         return parts, of_bias, None, None
 
 
-class _Split(Function):
+class _Join(Function):
+    """This rank's part of one dimension -> the whole, for a computation that is the same on all ranks."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.options = group, dim
-        own: Tensor = tensor.tensor_split(group.size, dim)[group.rank]
-        return own.clone(memory_format=torch.contiguous_format)
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
+        ctx.options = group, shard
+        whole = gathered(tensor, group, shard.dim)
+        return whole if shard.is_plain else shard.join(whole.tensor_split(group.size, shard.dim))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return apply(_Cut, grads[0], *ctx.options), None, None
+
+
+class _Cut(Function):
+    """The whole, the same on all ranks -> this rank's part of one dimension; the transpose of `_Join`."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
+        ctx.options = group, shard
+        return shard.cut(tensor, group.rank)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return apply(_Join, grads[0], *ctx.options), None, None
-
-
-class _Join(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.options = group, dim
-        return _gathered(tensor, group, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return apply(_Split, grads[0], *ctx.options), None, None
 
 
 class _Shared(Function):

@@ -6,7 +6,7 @@
     heads     k0 | k0 | k1 | k1                           fewer heads than ranks: several ranks have the same one
 
 A `Shard` says which rows each rank has, so that the same few lines cut a parameter for training and join it again
-for a checkpoint. "Rows" are what lies along `dim`, which may be columns of a matrix.
+for a checkpoint. "Rows" lie along `dim`, so they may be columns of a matrix.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from ..backends import wrap_dim
 from ..groups.world import ProcessGroup
 
-__all__ = ["Range", "Shard", "Sharded"]
+__all__ = ["Range", "Shard", "Sharded", "check_divides"]
 
 Range = tuple[int, int]
 """The first row, and the one after the last."""
@@ -37,7 +37,7 @@ class Shard:
         dim: Dimension that is cut; negative ones count from the end.
         size: Rows of the whole parameter.
         ranges: For each rank the rows that it has, in the order in which its tensor has them.
-        local: Rows of each rank's tensor; those beyond the rank's ranges are padding, zeros at the end.
+        local: Rows of each rank's tensor; rows beyond the rank's ranges are padding, zeros at the end.
         copies: On how many ranks each row is.
 
     Raises:
@@ -91,7 +91,7 @@ class Shard:
             ValueError: A size is no multiple of `group_size`.
         """
         for size in sizes_of_parts:
-            _check_divides(size, group_size)
+            check_divides("size", size, group_size)
         starts = [0, *accumulate(sizes_of_parts)]
         ranges = [
             [
@@ -146,7 +146,7 @@ class Shard:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the ranks' tensors, one after the other, are the whole one."""
+        """Whether concatenating the ranks' tensors gives the whole one."""
         flat = [bounds for own in self.ranges for bounds in own]
         return self.copies == 1 and self.local * self.group_size == self.size and flat == sorted(flat)
 
@@ -183,7 +183,7 @@ class Shard:
         return torch.cat(pieces, dim) if pieces else full.new_empty(_with(full, dim, 0))
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Put the ranks' parts together; local.
+        """Join the ranks' parts; local.
 
         Args:
             parts: [..., local, ...] of each rank, in rank order. Where several ranks have a row, the first counts.
@@ -216,7 +216,7 @@ class Sharded(Protocol):
 
     Attributes:
         process_group: The ranks.
-        shards: How its own parameters are cut, by name; those that are not there are the same on all ranks.
+        shards: How its own parameters are cut, by name; the others are the same on all ranks.
     """
 
     process_group: ProcessGroup
@@ -224,7 +224,7 @@ class Sharded(Protocol):
 
 
 def _shard(dim: int, size: int, ranges: Sequence[Sequence[Range]], local: int, copies: int = 1) -> Shard:
-    """Make a shard, without empty ranges and with those that follow each other as one."""
+    """Make a shard without empty ranges, in which neighbouring ranges are one."""
     return Shard(dim, size, tuple(tuple(_merged(own)) for own in ranges), local, copies)
 
 
@@ -238,11 +238,22 @@ def _merged(ranges: Sequence[Range]) -> list[Range]:
     return merged
 
 
-def _check_divides(size: int, group_size: int) -> None:
-    if size % group_size:
+def check_divides(name: str, size: int, ranks: int, advice: str = "") -> None:
+    """Raise unless ranks can have equal shares of a size; local.
+
+    Args:
+        name: The argument's name.
+        size: The size.
+        ranks: The number of ranks.
+        advice: How to divide it otherwise.
+
+    Raises:
+        ValueError: `size` is no multiple of `ranks`.
+    """
+    if size % ranks:
         raise ValueError(
-            f"expected a size that is a multiple of the {group_size} ranks of the group, got {size}; "
-            "use another size or number of ranks"
+            f"{name}: expected a multiple of the {ranks} ranks of the group, got {size}; "
+            f"use another size or number of ranks{advice}"
         )
 
 

@@ -1,11 +1,11 @@
-"""State dicts of divided models as they would be of whole ones, and back.
+"""State dicts of whole models from divided ones, and back.
 
     this rank's state dict ── full_state_dict ──> the whole one, the same on all ranks
     this rank's state dict <── local_state_dict ── the whole one
 
-Names are the same in both. Whatever has the shapes of parameters can be joined under their names: values,
-gradients, averages that an optimizer keeps. DDP and FSDP on another axis are around the divided model: what they
-make whole is this rank's part.
+Names are the same in both. Tensors with the shapes of parameters can be joined under their names: values,
+gradients, the averages of an optimizer. DDP and FSDP on another axis wrap the divided model: the whole parameters
+that they give are this rank's parts.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def full_state_dict(
     """Return the state dict of the model as it would be on one rank; collective, one tensor after the other.
 
     Args:
-        module: A model with parallel layers, also one that DDP or FSDP is around.
-        state: What is joined, by the names of the model's parameters: this rank's parts, such as gradients, or what
-            `FullyShardedDataParallel.full_state_dict()` returns; None means the model's own state dict. What is no
-            part of a parameter that is cut goes into the result as it is, as does None.
+        module: A model with parallel layers, also one wrapped in DDP or FSDP.
+        state: This rank's parts by the names of the model's parameters, such as gradients, or the result of
+            `FullyShardedDataParallel.full_state_dict()`; None means the model's own state dict. Values that belong
+            to no parameter that is cut go into the result as they are, as does None.
         rank0_only: Only rank 0 of the model's group gets it; the others get an empty dict.
 
     Returns:
@@ -74,12 +74,12 @@ def local_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[s
     """Return this rank's part of a state dict of the whole model; local.
 
     Args:
-        module: A model with parallel layers, also one that DDP or FSDP is around.
+        module: A model with parallel layers, also one wrapped in DDP or FSDP.
         state_dict: Of the model before it was divided, or gradients and the like by the names of parameters.
 
     Returns:
-        The same names, with new tensors where parameters are cut: what `load_state_dict` of the model, or
-        `FullyShardedDataParallel.load_full_state_dict` takes.
+        The same names, with new tensors where parameters are cut, for `load_state_dict` of the model or
+        `FullyShardedDataParallel.load_full_state_dict`.
 
     Raises:
         ValueError: A tensor has not the shape of its parameter.
@@ -95,10 +95,10 @@ def local_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[s
 
 @torch.no_grad()
 def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any] | None, *, strict: bool = True) -> None:
-    """Take the values of a state dict of the whole model; collective, one tensor after the other.
+    """Load a state dict of the whole model; collective, one tensor after the other.
 
     Args:
-        module: A model with parallel layers, not one that FSDP is around: for that there is `local_state_dict`.
+        module: A model with parallel layers, not wrapped in FSDP: for that there is `local_state_dict`.
         state_dict: On rank 0 of the model's group; ignored on other ranks, where it may be None.
         strict: Missing and unexpected names are an error.
 
@@ -121,7 +121,7 @@ def load_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any] | None
 
 
 def _receive(own: Any, shard: Shard | None, whole: Any, group: ProcessGroup) -> Any:
-    """Return this rank's part of what rank 0 has; collective."""
+    """Return this rank's part of a value of rank 0; collective."""
     is_first = group.rank == 0
     if not isinstance(own, Tensor):
         return group.broadcast_object(whole)
@@ -136,10 +136,10 @@ def _receive(own: Any, shard: Shard | None, whole: Any, group: ProcessGroup) -> 
 def copies(module: nn.Module) -> dict[str, int]:
     """Return on how many ranks of the model's group each parameter's gradients are the same; local.
 
-    It is what a norm over the whole model divides by, so that each element counts once.
+    A norm over the whole model divides by it, so that each element counts once.
 
     Args:
-        module: A model with parallel layers, also one that DDP or FSDP is around.
+        module: A model with parallel layers, also one wrapped in DDP or FSDP.
 
     Returns:
         The number by the parameter's name in the model inside such wrappers: 1 for a parameter each element of
@@ -150,7 +150,7 @@ def copies(module: nn.Module) -> dict[str, int]:
     return {name: shards[name].copies if name in shards else group.size for name, _ in module.named_parameters()}
 
 
-# ---- what is cut ------------------------------------------------------------------------------------------------
+# ---- shards of a model ------------------------------------------------------------------------------------------
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

@@ -1,8 +1,8 @@
-"""What each style of a plan does to a module.
+"""Applies the styles of a plan to modules.
 
-Two steps. `planned` checks that a module can be treated so and says how its parameters will be cut; it changes
+Two steps. `planned` checks that a style fits a module and returns how its parameters will be cut; it changes
 nothing, so that a mistake anywhere leaves the model as it was. `replacement` makes the module that takes another's
-place, and `change` treats one that stays.
+place, and `change` treats a module that stays.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..groups.world import ProcessGroup
-from ..wrapping.linear import is_linear
-from .hooks import gather_input, head_dropout, join_output, split_input
+from .hooks import enter_input, head_dropout, join_output, split_input
 from .layers.dropout import ShardedDropout
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -35,7 +34,7 @@ from .plan import (
     Summed,
     Vocabulary,
 )
-from .shards import Shard
+from .shards import Shard, check_divides
 from .transposed import TransposedShard
 
 __all__ = ["REPLACING", "Setting", "change", "planned", "replacement"]
@@ -46,15 +45,15 @@ REPLACING = (Column, Row, Vocabulary, Dropout)
 
 @dataclass(frozen=True)
 class Setting:
-    """What holds for all modules of a model.
+    """The options of a model, the same for all its modules.
 
     Attributes:
         group: The ranks that share the model.
         sequence_parallel: Whether activations between blocks are divided along the sequence.
         sequence_dim: Dimension of the sequence.
-        generator: What dropout draws from; None means torch's default generator.
-        splits: Whether the plan says where the sequence is divided; else embeddings do it.
-        joins: Whether the plan says where the sequence is put together; else layers for logits do it.
+        generator: Source of random numbers for dropout; None means torch's default generator.
+        splits: Whether the plan says where the sequence is divided; else embeddings divide it.
+        joins: Whether the plan says where the sequence is joined; else layers for logits join it.
     """
 
     group: ProcessGroup
@@ -77,7 +76,7 @@ def planned(module: nn.Module, style: Style, ranks: int) -> dict[str, Shard]:
 
     Args:
         module: The module, before anything is changed.
-        style: What will be done with it.
+        style: Its style.
         ranks: How many ranks share the model.
 
     Raises:
@@ -136,14 +135,13 @@ def _head_shard(outputs: int, heads: int, ranks: int, style: Column) -> Shard:
 
 
 def _divided(value: object, ranks: int, name: str, *, shared: bool = False) -> int:
-    """Return a rank's part of a number; 1 where several ranks have the same thing."""
+    """Return a rank's share of a number; 1 where several ranks have the same head."""
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}: expected a number that can be divided, got {value!r}")
-    if value % ranks == 0:
-        return value // ranks
     if shared and ranks % value == 0:
         return 1
-    raise ValueError(f"{name}: expected a multiple of the {ranks} ranks of the group, got {value}")
+    check_divides(name, value, ranks)
+    return value // ranks
 
 
 def _attribute(module: nn.Module, name: str) -> object:
@@ -157,7 +155,8 @@ def _check_linear(module: nn.Module, expected: str) -> None:
         raise ValueError(
             "nn.MultiheadAttention does not call its layers; use tensor_parallel_attention in its place"
         )
-    if not (is_linear(module) or _is_transposed(module)) or "weight" not in module._parameters:
+    is_linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    if not (is_linear or _is_transposed(module)) or "weight" not in module._parameters:
         raise ValueError(f"expected {expected}, got {_kind(module)}")
 
 
@@ -203,7 +202,7 @@ def replacement(module: nn.Module, style: Style, setting: Setting, *, is_entered
         module: A module that `planned` has accepted.
         style: One of those in `REPLACING`.
         setting: Of the model.
-        is_entered: A module around it has gathered its input.
+        is_entered: Whether its input has entered the region of a module around it.
     """
     if isinstance(style, Dropout):
         assert isinstance(module, nn.Dropout)
@@ -274,12 +273,12 @@ def change(module: nn.Module, style: Style, setting: Setting) -> None:
         head_dropout(module, group, style.heads, setting.generator)
     elif isinstance(style, Summed):
         sequence_parallel_norm(module, group)
+    elif isinstance(style, Region) and (style.shared or setting.sequence_parallel):
+        enter_input(module, group, **setting.options())
     elif not setting.sequence_parallel or group.size == 1:
         return
     elif isinstance(style, SequenceNorm):
         sequence_parallel_norm(module, group)
-    elif isinstance(style, Region):
-        gather_input(module, group, dim)
     elif isinstance(style, Split):
         split_input(module, group, dim)
     elif isinstance(style, Join):

@@ -1,4 +1,4 @@
-"""How a weight is cut that the whole model keeps as [in, out], and parallel layers as [out, in]."""
+"""Shards of weights that the whole model keeps as [in, out], and parallel layers as [out, in]."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TransposedShard(Shard):
 
     @classmethod
     def of(cls, shard: Shard) -> TransposedShard:
-        """Make it from the shard of the same weight as [out, in]; local."""
+        """Return the transposed form of a shard of [out, in]; local."""
         return cls(**{field.name: getattr(shard, field.name) for field in dataclasses.fields(shard)})
 
     def cut(self, full: Tensor, rank: int) -> Tensor:

@@ -110,7 +110,7 @@ def test_tensor(figures, printed):
     for of_block in figures["blocks"].values():
         assert list(of_block) == ["4", "8"]
         for times in of_block.values():
-            assert list(times) == ["compute", "plain", "collectives", "axonmpi", "torch"]
+            assert list(times) == ["compute", "collectives", "axonmpi", "torch"]
             assert min(times.values()) > 0
     assert tensor_table([figures]) in printed
 

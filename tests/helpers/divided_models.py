@@ -6,6 +6,7 @@ Nothing here draws from torch's default generator, which mock ranks have in comm
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -112,15 +113,17 @@ OF_MLP = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
 
 
 class Siblings(nn.Module):
-    """Three layers with one input, and what else is done with it."""
+    """Three layers that share their input, and what else is done with it."""
 
-    def __init__(self, layers: list[nn.Module], output: nn.Module) -> None:
+    def __init__(self, layers: list[nn.Module], output: nn.Module, enter: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.first, self.second, self.third = layers
         self.output = output
+        self.enter = enter
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.output(self.first(x) * torch.tanh(self.second(x)) + self.third(x)) + x
+        shared = self.enter(x)
+        return self.output(self.first(shared) * torch.tanh(self.second(shared)) + self.third(shared)) + x
 
 
 OF_SIBLINGS = {f"{name}.{kind}": 0 for name in ("first", "second", "third") for kind in ("weight", "bias")}
@@ -128,7 +131,9 @@ OF_SIBLINGS |= {"output.weight": 1}
 
 
 def siblings(world: ax.World, sequence_parallel: bool) -> tuple[Siblings, Siblings]:
-    whole = Siblings([whole_linear(6, 8, seed=seed) for seed in (1, 2, 3)], whole_linear(8, 6, seed=4))
-    column, row = ax.ColumnParallelLinear.from_linear, ax.RowParallelLinear.from_linear
-    layers = [column(layer, sequence_parallel=sequence_parallel) for layer in list(whole.children())[:3]]
-    return whole, Siblings(layers, row(whole.output, sequence_parallel=sequence_parallel))
+    layers = [whole_linear(6, 8, seed=seed) for seed in (1, 2, 3)]
+    whole = Siblings(layers, whole_linear(8, 6, seed=4), lambda x: x)
+    divided = [ax.ColumnParallelLinear.from_linear(layer, input_is_entered=True) for layer in layers]
+    row = ax.RowParallelLinear.from_linear(whole.output, sequence_parallel=sequence_parallel)
+    options = {"sequence_parallel": sequence_parallel}
+    return whole, Siblings(divided, row, lambda x: ax.tensor.enter(x, world.default_group, **options))

@@ -196,6 +196,7 @@ class Arguments:
             "tensor.Divide": (("num_heads",),),
             "tensor.Dropout": (),
             "tensor.ParallelSelfAttention": (4 * ranks, ranks),
+            "tensor.Region": (),
             "tensor.Vocabulary": (),
             "tensor.enter": (t,),
             "tensor.full_state_dict": (divided,),

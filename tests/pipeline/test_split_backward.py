@@ -17,7 +17,6 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from axonmpi.pipeline.runtime.split_backward import input_gradients
-from axonmpi.wrapping.linear import QuickLinear
 
 
 class Doubled(torch.autograd.Function):
@@ -87,8 +86,8 @@ def cast(m: Any, x: Tensor) -> tuple[Tensor, ...]:
         return (m.last(torch.tanh(m.first(x))).float(),)
 
 
-def quick(m: Any, x: Tensor) -> tuple[Tensor, ...]:
-    """The package's own linear layers, on three dimensions, one without a bias and one used twice."""
+def layers(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """Linear layers on three dimensions, one without a bias and one used twice."""
     hidden = m.last(torch.tanh(m.first(x[None])))[0]
     return m.twice(torch.tanh(m.twice(hidden))), hidden
 
@@ -129,16 +128,8 @@ KINDS = {
     ),
     "without input": lambda: Kind(lambda m, x: (m.weight.exp(),), weight=(4,)),
     "handed on": lambda: Kind(lambda m, x: (x, m.linear(x)), linear=nn.Linear(4, 4)),
-    "quick": lambda: Kind(
-        quick, first=QuickLinear(4, 6), last=QuickLinear(6, 4, bias=False), twice=QuickLinear(4, 4)
-    ),
+    "layers": lambda: Kind(layers, first=nn.Linear(4, 6), last=nn.Linear(6, 4, bias=False), twice=nn.Linear(4, 4)),
 }
-
-
-@pytest.fixture(autouse=True)
-def all_weights_are_large(monkeypatch):
-    """Let the package's own layers do with small weights what they do with large ones."""
-    monkeypatch.setattr("axonmpi.wrapping.linear.REUSED_BYTES", 1)
 
 
 def halves(module: nn.Module, inputs: list[Tensor], gradients: list[Tensor]) -> None:
@@ -171,13 +162,6 @@ def test_both_halves_make_the_whole(kind) -> None:
     torch.testing.assert_close(parts.grad, whole.grad)
 
 
-@pytest.mark.parametrize("library", ["torch", "onednn"])
-def test_quick_products_are_added_up(library, monkeypatch) -> None:
-    monkeypatch.setattr("axonmpi.matmul.onednn_is_quicker", lambda: library == "onednn")
-    monkeypatch.setattr("axonmpi.matmul._LEAST_PRODUCTS", 1)
-    test_both_halves_make_the_whole("quick")
-
-
 def test_what_each_half_computes() -> None:
     """The first half leaves the gradients of matrices; all of them, if there is no input to go back to."""
     for has_input, computed in ((True, [1, 1, 1, 1]), (False, [])):
@@ -191,9 +175,7 @@ def test_what_each_half_computes() -> None:
         assert None not in [parameter.grad for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize(
-    "layer", [nn.Linear(4, 4), QuickLinear(4, 4), nn.Conv1d(1, 1, 1)], ids=["product", "quick", "again"]
-)
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(1, 1, 1)], ids=["product", "again"])
 def test_only_what_a_layer_was_given_is_kept_for_the_second_half(layer) -> None:
     """What autograd keeps above it, and below a product, is free after the first half; all after the second."""
     inputs = torch.randn(1, 1, 4, requires_grad=True)

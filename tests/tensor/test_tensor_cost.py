@@ -23,17 +23,25 @@ Counts = dict[str, int]
 
 
 class Block(nn.Module):
-    """Column layers with one input, and a row layer."""
+    """Column layers, several of which share their input, and a row layer."""
 
-    def __init__(self, columns: int, *, sequence_parallel: bool = False, bias: bool = True) -> None:
+    def __init__(self, columns: int, *, sequence_parallel: bool = False) -> None:
         super().__init__()
-        options = {"sequence_parallel": sequence_parallel}
-        whole = [whole_linear(8, 16, bias=bias, seed=seed) for seed in range(columns)]
-        self.columns = nn.ModuleList(ax.ColumnParallelLinear.from_linear(linear, **options) for linear in whole)
-        self.row = ax.RowParallelLinear.from_linear(whole_linear(16, 8, bias=bias, seed=9), **options)
+        self.options = {"sequence_parallel": sequence_parallel}
+        self.columns = nn.ModuleList(
+            ax.ColumnParallelLinear.from_linear(
+                whole_linear(8, 16, seed=seed), input_is_entered=columns > 1, **self.options
+            )
+            for seed in range(columns)
+        )
+        self.row = ax.RowParallelLinear.from_linear(whole_linear(16, 8, seed=9), **self.options)
+
+    def project(self, x: Tensor) -> list[Tensor]:
+        shared = enter(x, self.row.process_group, **self.options) if len(self.columns) > 1 else x
+        return [column(shared) for column in self.columns]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.row(F.gelu(sum(column(x) for column in self.columns)))
+        return self.row(F.gelu(sum(self.project(x))))
 
 
 def in_forward_and_backward(
@@ -118,31 +126,17 @@ def test_without_gradients_and_with_a_part_of_them() -> None:
     assert found == [{"all_reduce": 1}, {}]
 
     # Siblings of which one is not used for the loss.
-    found = in_forward_and_backward(lambda: Block(2), use=lambda model, x: model.columns[0](x) + 0 * x.sum())
+    found = in_forward_and_backward(lambda: Block(2), use=lambda model, x: model.project(x)[0] + 0 * x.sum())
     assert found == [{}, {"all_reduce": 1}]
 
-    # What no column layer has seen before is gathered anew.
-    assert in_forward_and_backward(lambda: Block(3), use=looked_at)[0] == {"all_reduce": 2}
-    found = in_forward_and_backward(lambda: Block(3, sequence_parallel=True), use=looked_at)
-    assert found[0] == {"all_gather": 2, "reduce_scatter": 2}
 
-
-def looked_at(model: nn.Module, x: Tensor) -> Tensor:
-    still = x.detach()
-    with torch.no_grad():
-        output = model(still) + model(still)
-    return output + x
-
-
-def test_an_entered_input_is_summed_once() -> None:
+def test_an_entered_input_is_summed_once_with_what_is_computed_of_it() -> None:
     def use(model: nn.Module, x: Tensor) -> Tensor:
         group = model.row.process_group
         x = enter(x, group)
-        for column in model.columns:
-            column.input_is_entered = True
         return model.row(model.columns[0](x) * model.columns[1](x) + model.columns[2](x.sin()))
 
-    assert in_forward_and_backward(lambda: Block(3), use=use) == [{"all_reduce": 1}, {"all_reduce": 2}]
+    assert in_forward_and_backward(lambda: Block(3), use=use) == [{"all_reduce": 1}, {"all_reduce": 1}]
 
 
 def test_autocast_and_checkpoints_send_no_more_often() -> None:
@@ -226,7 +220,7 @@ def events_in_backward(columns: int, *, sequence_parallel: bool = False, overlap
         for index, column in enumerate(model.columns):
             column.weight.register_hook(lambda gradient, index=index: events.append(f"weight {index}"))
         x = randn(2, 4, 8).requires_grad_()
-        hidden = torch.cat([column(x) for column in model.columns], -1)
+        hidden = torch.cat(model.project(x), -1)
         note_operations(backend, events)
         with Products(events):
             hidden.sum().backward()
@@ -238,38 +232,30 @@ def events_in_backward(columns: int, *, sequence_parallel: bool = False, overlap
 
 
 def test_the_sum_goes_on_while_the_weight_is_computed() -> None:
-    assert events_in_backward(1) == [
-        *("product", "start all_reduce"),
-        *("product", "weight 0"),
-        "wait for all_reduce",
-    ]
-    assert events_in_backward(3) == [
-        *("product", "product", "weight 2"),
-        *("product", "product", "weight 1"),
-        *("product", "start all_reduce"),
-        *("product", "weight 0"),
-        "wait for all_reduce",
-    ]
+    assert events_in_backward(1) == ["product", "start all_reduce", "product", "wait for all_reduce", "weight 0"]
+
+
+def test_layers_that_share_their_input_sum_when_all_of_them_are_done() -> None:
+    products = [event for index in (2, 1, 0) for event in ("product", "product", f"weight {index}")]
+    assert events_in_backward(3) == [*products, "all_reduce"]
 
 
 def test_with_sequence_parallelism_gathering_goes_on_too() -> None:
     assert events_in_backward(1, sequence_parallel=True) == [
         *("start all_gather", "product", "start reduce_scatter"),
-        *("wait for all_gather", "product", "weight 0"),
-        "wait for reduce_scatter",
+        *("wait for all_gather", "product", "wait for reduce_scatter", "weight 0"),
     ]
     assert events_in_backward(2, sequence_parallel=True) == [
         *("start all_gather", "product", "wait for all_gather", "product", "weight 1"),
-        *("product", "start reduce_scatter", "product", "weight 0"),
-        "wait for reduce_scatter",
+        *("product", "product", "weight 0", "reduce_scatter"),
     ]
 
 
 def test_where_nothing_is_gained_operations_are_blocking() -> None:
     plain = events_in_backward(1, overlaps=False)
-    assert plain == ["product", "product", "weight 0", "all_reduce"]
+    assert plain == ["product", "all_reduce", "product", "weight 0"]
     sequence = events_in_backward(1, sequence_parallel=True, overlaps=False)
-    assert sequence == ["all_gather", "product", "product", "weight 0", "reduce_scatter"]
+    assert sequence == ["all_gather", "product", "reduce_scatter", "product", "weight 0"]
 
 
 # ---- backward in two halves --------------------------------------------------------------------------------------

@@ -220,14 +220,15 @@ def test_autocast(world, sequence_parallel: bool) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_after_a_backward_that_failed_gradients_are_right(world) -> None:
-    whole, divided = siblings(world, False)
+@SEQUENCE
+def test_after_a_backward_that_failed_gradients_are_right(world, sequence_parallel: bool) -> None:
+    whole, divided = siblings(world, sequence_parallel)
 
     def fail(gradient: Tensor) -> None:
         raise RuntimeError("on purpose")
 
     x = randn(2, 8, 6).requires_grad_()
-    own_x = x.detach().clone().requires_grad_()
+    own_x = (part(x, world, 1) if sequence_parallel else x.detach().clone()).requires_grad_()
     loss = divided(own_x).sin().sum()
     handle = divided.third.weight.register_hook(fail)  # the last layer is the first in backward
     with pytest.raises(RuntimeError, match="on purpose"):
@@ -237,5 +238,5 @@ def test_after_a_backward_that_failed_gradients_are_right(world) -> None:
     own_x.grad = None
     loss.backward()
     whole(x).sin().sum().backward()
-    assert_close(own_x.grad, x.grad)
+    assert_close(own_x.grad, part(x.grad, world, 1) if sequence_parallel else x.grad)
     assert_gradients(divided, whole, world, OF_SIBLINGS)

@@ -193,10 +193,10 @@ def test_what_is_gathered_again_is_dropped_after_the_last_weight() -> None:
             return result
 
         layers = [
-            ax.ColumnParallelLinear.from_linear(whole_linear(4, 2, seed=seed), sequence_parallel=True)
+            ax.ColumnParallelLinear.from_linear(whole_linear(4, 2, seed=seed), input_is_entered=True)
             for seed in (1, 2)
         ]
-        x = randn(2, 4, 4)
+        x = enter(randn(2, 4, 4), world.default_group, sequence_parallel=True)
         loss = sum(layer(x).sum() for layer in layers)
         backend.all_gather = noted
         loss.backward(retain_graph=True)

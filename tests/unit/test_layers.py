@@ -22,7 +22,7 @@ ORDER = (
     ("backends",),
     ("groups",),
     ("collectives",),
-    ("comm", "autograd", "matmul"),
+    ("comm", "autograd"),
     ("wrapping",),
     ("ddp", "fsdp", "tensor", "data"),
     ("pipeline",),

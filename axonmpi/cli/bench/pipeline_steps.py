@@ -1,7 +1,7 @@
-"""What a step of the pipeline benchmark is: ours, torch's, and the computation alone.
+"""The steps of the pipeline benchmark: ours, torch's, and the computation alone.
 
-All of them compute with the same modules: each rank has the whole model, and each variant has it cut into stages as
-its schedule wants them.
+All of them compute with the same modules: each rank has the whole model, and each variant has it cut into the
+stages of its schedule.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from ...pipeline import Action, ActionKind, Costs, Pipeline, PipelineSchedule, S
 from ...pipeline.runtime.split_backward import input_gradients
 from ...train.config import ModelConfig
 from ...train.model import GPT
-from ...wrapping.linear import QuickLinear
 
 __all__ = ["CHUNKS", "HEAD_WIDTH", "Computation", "Sizes", "Step", "Task", "our_step", "torch_step"]
 
@@ -36,7 +35,7 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is computed.
+    """The sizes of the model and of the batch.
 
     Attributes:
         layers: Transformer blocks on each rank.
@@ -58,12 +57,12 @@ class Task:
 
     Args:
         world: The ranks.
-        sizes: What is computed.
+        sizes: Of the model and of the batch.
 
     Attributes:
         layers: All blocks of the model.
         input: [B, T, D] the batch.
-        target: [B, T, D] what the output is compared with.
+        target: [B, T, D] the wanted output.
     """
 
     def __init__(self, world: World, sizes: Sizes) -> None:
@@ -77,10 +76,6 @@ class Task:
             positions="learned",
         )
         self.layers = GPT(config).blocks
-        for layer in self.layers.modules():
-            plain: Any = layer
-            if isinstance(layer, QuickLinear):  # as in users' models: torch's own
-                plain.__class__ = nn.Linear
         shape = sizes.samples * sizes.microbatches, sizes.length, sizes.width
         self.input, self.target = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
 
@@ -173,7 +168,7 @@ class Computation:
 
     Args:
         task: The model and the batch.
-        schedule: Who computes what.
+        schedule: The actions of each rank.
     """
 
     def __init__(self, task: Task, schedule: Schedule) -> None:
@@ -188,7 +183,7 @@ class Computation:
         self._seconds: list[dict[tuple[ActionKind, int], list[float]]] = []
 
     def step(self) -> None:
-        """Compute, and keep what each action took; local."""
+        """Compute, and keep the seconds of each action; local."""
         self._task.forget()
         perform = {
             ActionKind.FORWARD: self._forward,

@@ -1,9 +1,9 @@
 """A transformer's two blocks divided among the ranks: ours, torch's on gloo, and the ideal.
 
-The blocks are a perceptron (width to 4 x width and back) and causal self-attention. For each number of tokens five
-variants take turns, each a forward and a backward: the computation alone, which is what a rank has to compute with
-nothing sent; the same by torch's own layers; the two all-reduces alone, of the tokens' activations; ours; and
-`torch.distributed.tensor.parallel` on gloo. The ideal is the first together with the all-reduces.
+The blocks are a perceptron (width to 4 x width and back) and causal self-attention. For each number of tokens four
+variants take turns, each a forward and a backward: the computation of a rank alone, with no
+messages; the two all-reduces alone, of the tokens' activations; ours; and torch's tensor parallelism on gloo.
+The ideal is the first two together.
 
 Before anything is timed, the output and the gradients of ours and of torch's are compared with one process's.
 """
@@ -24,7 +24,6 @@ from torch.nn import functional as F
 from ...comm import all_reduce, all_reduce_max
 from ...groups.world import World
 from ...tensor import ColumnParallelLinear, ParallelMLP, RowParallelLinear, tensor_parallel_attention
-from ...wrapping.linear import QuickLinear
 from .timing import count_cores, interleave, start_gloo
 
 __all__ = ["BLOCKS", "Sizes", "add_options", "measure", "sizes_of", "table"]
@@ -37,7 +36,7 @@ Step = Callable[[], None]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is computed.
+    """The sizes of the blocks and of the batch.
 
     Attributes:
         width: Features of a token.
@@ -55,10 +54,10 @@ class Sizes:
 class Perceptron(nn.Module):
     """One rank's part of it, or with one part the whole."""
 
-    def __init__(self, sizes: Sizes, parts: int, layer: type[nn.Linear] = nn.Linear) -> None:
+    def __init__(self, sizes: Sizes, parts: int) -> None:
         super().__init__()
-        self.up = layer(sizes.width, 4 * sizes.width // parts)
-        self.down = layer(4 * sizes.width // parts, sizes.width)
+        self.up = nn.Linear(sizes.width, 4 * sizes.width // parts)
+        self.down = nn.Linear(4 * sizes.width // parts, sizes.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [B, T, D] of [B, T, D]."""
@@ -67,7 +66,7 @@ class Perceptron(nn.Module):
 
 
 class Attention(nn.Module):
-    """With three projections: what torch divides, and with one part the whole."""
+    """With three projections, as torch divides it; with one part the whole."""
 
     def __init__(self, sizes: Sizes, parts: int) -> None:
         super().__init__()
@@ -82,13 +81,13 @@ class Attention(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """With one projection for queries, keys and values: a rank's part, as quick as it can be."""
+    """With one projection for queries, keys and values: a rank's part, as fast as it can be."""
 
-    def __init__(self, sizes: Sizes, parts: int, layer: type[nn.Linear] = nn.Linear) -> None:
+    def __init__(self, sizes: Sizes, parts: int) -> None:
         super().__init__()
         self.head_width = sizes.width // sizes.heads
-        self.projection = layer(sizes.width, 3 * sizes.width // parts)
-        self.output = layer(sizes.width // parts, sizes.width)
+        self.projection = nn.Linear(sizes.width, 3 * sizes.width // parts)
+        self.output = nn.Linear(sizes.width // parts, sizes.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [B, T, D] of [B, T, D]."""
@@ -110,7 +109,7 @@ class Task:
 
     Args:
         world: The ranks.
-        sizes: What is computed.
+        sizes: Of the blocks and of the batch.
         block: Which of `BLOCKS`.
         length: Tokens of a sequence.
     """
@@ -122,14 +121,13 @@ class Task:
         self.tokens = torch.randn(shape, generator=generator).requires_grad_()
         self.gradient = torch.randn(shape, generator=generator)
         self.whole, self.ours, self.stock, build = BLOCKS[block](world, sizes)
-        self.part, self.plain = build(sizes, world.size, QuickLinear), build(sizes, world.size)
+        self.part = build(sizes, world.size)
         self._sent = torch.zeros(shape)
 
     def variants(self) -> dict[str, Step]:
-        """Return what takes turns."""
+        """Return the variants, which take turns."""
         return {
             "compute": self.step(self.part),
-            "plain": self.step(self.plain),
             "collectives": self._collectives,
             "axonmpi": self.step(self.ours),
             "torch": self.step(self.stock),
@@ -151,7 +149,7 @@ class Task:
 
 
 Forms = tuple[nn.Module, nn.Module, nn.Module, Callable[..., nn.Module]]
-"""A block on one process, ours, torch's, and what builds a rank's part of the computation."""
+"""A block on one process, ours, torch's, and a function that builds a rank's part of the computation."""
 
 
 def _mlp_forms(world: World, sizes: Sizes) -> Forms:
@@ -205,7 +203,7 @@ def measure(world: World, blocks: int, sizes: Sizes) -> dict[str, Any]:
     Args:
         world: The ranks.
         blocks: How often each variant takes its turn.
-        sizes: What is computed.
+        sizes: Of the blocks and of the batch.
 
     Raises:
         RuntimeError: A variant's results are not those of one process; on all ranks.
@@ -232,7 +230,7 @@ def measure(world: World, blocks: int, sizes: Sizes) -> dict[str, Any]:
 
 
 def check_results(task: Task) -> None:
-    """Compare what each variant computes with one process; collective.
+    """Compare the results of each variant with one process; collective.
 
     Raises:
         RuntimeError: The output, the tokens' gradient or a rank's gradients are not the same; on all ranks.
@@ -289,7 +287,7 @@ def table(results: list[dict[str, Any]]) -> str:
             f"{result['heads']} heads, {result['sequences']} at once"
         )
         lines.append(
-            f"{'block':<10} {'tokens':>7} {'compute':>8} {'by torch':>8} {'collectives':>12} {'axonmpi':>8} "
+            f"{'block':<10} {'tokens':>7} {'compute':>8} {'collectives':>12} {'axonmpi':>8} "
             f"{'torch':>8} | {'ours / (compute + collectives)':>30} {'torch / ours':>12}"
         )
         for block, of_block in result["blocks"].items():
@@ -298,11 +296,9 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def _row(block: str, tokens: str, figures: dict[str, float]) -> str:
-    compute, plain, collectives, ours, stock = (
-        figures[n] for n in ("compute", "plain", "collectives", "axonmpi", "torch")
-    )
+    compute, collectives, ours, stock = (figures[name] for name in ("compute", "collectives", "axonmpi", "torch"))
     return (
-        f"{block:<10} {tokens:>7} {compute:8.2f} {plain:8.2f} {collectives:12.2f} {ours:8.2f} {stock:8.2f} | "
+        f"{block:<10} {tokens:>7} {compute:8.2f} {collectives:12.2f} {ours:8.2f} {stock:8.2f} | "
         f"{ours / (compute + collectives):30.2f} {stock / ours:12.2f}"
     )
 
@@ -317,7 +313,7 @@ _HELP = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what is measured; local."""
+    """Add the options for sizes; local."""
     defaults = asdict(Sizes())
     for name, text in _HELP.items():
         parser.add_argument(
@@ -340,7 +336,7 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
 
 
 def _check_sizes(world: World, sizes: Sizes) -> None:
-    """Raise ValueError unless all variants can do with the sizes."""
+    """Raise ValueError unless the sizes fit all variants."""
     divisors = {"width": (sizes.heads, f"heads = {sizes.heads}"), "heads": (world.size, f"ranks = {world.size}")}
     numbers: Iterable[tuple[str, int]] = [
         ("heads", sizes.heads),

@@ -4,9 +4,9 @@
     way       dx = dy @ w'      autograd does this on the way to the stage's input
     later     dw = x' @ dy      all that is left to do for the weight
 
-Of such a product only x and dy are kept, and the graph is free after the first half. The gradient is added to that
-of the micro-batches before in one operation with the product, so that no matrix of the weight's size is written and
-read again. Autograd adds it where hooks want to see it, and where the weight is made from a parameter.
+Only x and dy are kept of such a product, and the graph is freed after the first half. One operation computes the
+product and adds it to the gradient of earlier micro-batches, so that no matrix of the weight's size is written and
+read again. Autograd adds it where the parameter has hooks, and where the weight is computed from the parameter.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from ...matmul import gains, weight_gradient
 from ...wrapping.autograd import is_watched
-from ...wrapping.linear import saved_by_linear
 
 __all__ = ["Leaf", "Product", "add_gradients", "find_product", "has_saved_hooks", "is_of_python"]
 
@@ -29,16 +27,15 @@ Leaf: type = type(get_gradient_edge(torch.ones((), requires_grad=True)).node)
 """The class of nodes that add a gradient to that of a parameter."""
 
 _TRANSPOSE = "TBackward0"
-_TELLS_OF_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")  # since torch 2.7
 _saved_by_type: dict[type, list[str]] = {}
 
 
 class _Kind(NamedTuple):
-    """How autograd's nodes of one kind of product are made.
+    """The attributes of autograd's nodes of one kind of product.
 
     Attributes:
-        saved: Name of what it has kept of x.
-        raw: The same, as it is kept.
+        saved: Name of the attribute with the saved x.
+        raw: Name of the attribute with its saved variable, which has the hooks.
         edge: Number of the edge that leads to w.
     """
 
@@ -57,17 +54,13 @@ class Product:
     """The weight of a product, between the halves of its backward.
 
     Args:
-        x: What is multiplied by the weight.
-        weight: The parameter that the weight is, or is made from.
-        edge: Where autograd takes the gradient of what the parameter is, or was made into.
-        is_transposed: Whether the product is with the transpose of that.
-        quick: Whether the products are left to the quickest library.
+        x: The left operand.
+        weight: The parameter that the right operand is, or is computed from.
+        edge: Where autograd takes the gradient of the right operand.
+        is_transposed: Whether the right operand is transposed in the product.
     """
 
-    def __init__(
-        self, x: Tensor, weight: Tensor, edge: GradientEdge, *, is_transposed: bool, quick: bool = False
-    ) -> None:
-        self._quick = quick
+    def __init__(self, x: Tensor, weight: Tensor, edge: GradientEdge, *, is_transposed: bool) -> None:
         self.weight = weight
         self.edge = edge
         self._x = x
@@ -88,20 +81,14 @@ class Product:
         left, right = (dy.t(), x.conj()) if self._is_transposed else (x.conj().t(), dy)
         weight, total = self.weight, self.weight.grad
         if type(self.edge.node) is not Leaf or is_watched(weight):
-            return self._product(left, right)
+            return left.mm(right)
         if total is not None and _is_like(total, dy) and not total.requires_grad:
-            if self._quick and gains(len(dy), weight.numel(), [left, right]):
-                total.add_(self._product(left, right))
-            else:
-                total.addmm_(left, right)
+            total.addmm_(left, right)
         elif total is None and _is_like(weight, dy) and weight.is_contiguous():
-            weight.grad = self._product(left, right)
+            weight.grad = left.mm(right)
         else:
             return left.mm(right)
         return None
-
-    def _product(self, left: Tensor, right: Tensor) -> Tensor:
-        return weight_gradient(self.weight, left, right, quick=self._quick)
 
 
 def _is_like(one: Tensor, other: Tensor) -> bool:
@@ -123,17 +110,15 @@ def add_gradients(products: Sequence[Product]) -> None:
 
 
 def find_product(node: Node, leaf: Node, weight: Tensor) -> Product | None:
-    """Return the product that a node computes, if a parameter is its weight or is made into it, step by step.
+    """Return the product that a node computes, if its weight is a parameter or computed from a parameter alone.
 
     Args:
         node: The node.
-        leaf: The parameter's, to which one edge of the node leads.
+        leaf: The parameter's node, to which one edge of the node leads.
         weight: The parameter.
     """
-    kind = _KINDS.get(node.name()) if _TELLS_OF_HOOKS else None
-    if kind is None:
-        return _find_linear(node, leaf, weight)
-    if getattr(node, kind.raw).unpack_hook is not None or getattr(node, "_saved_alpha", 1) != 1:
+    kind = _KINDS.get(node.name())
+    if kind is None or getattr(node, kind.raw).unpack_hook is not None or getattr(node, "_saved_alpha", 1) != 1:
         return None
     x = getattr(node, kind.saved).detach()
     child, position = node.next_functions[kind.edge]
@@ -143,19 +128,6 @@ def find_product(node: Node, leaf: Node, weight: Tensor) -> Product | None:
     if child is None or is_of_python(child) or not _leads_to(child, leaf) or not _is_plain(x):
         return None
     return Product(x, weight, GradientEdge(child, position), is_transposed=is_transposed)
-
-
-def _find_linear(node: Node, leaf: Node, weight: Tensor) -> Product | None:
-    """Do so for the package's own linear layers."""
-    saved = saved_by_linear(node) if _TELLS_OF_HOOKS and not has_saved_hooks(node) else None
-    if saved is None:
-        return None
-    x, quick = saved
-    child, position = node.next_functions[1]
-    if child is None or is_of_python(child) or not _leads_to(child, leaf):
-        return None
-    rows = x.detach().reshape(-1, x.shape[-1])
-    return Product(rows, weight, GradientEdge(child, position), is_transposed=True, quick=quick)
 
 
 def _leads_to(node: Node, leaf: Node) -> bool:
@@ -169,12 +141,12 @@ def _leads_to(node: Node, leaf: Node) -> bool:
 
 
 def is_of_python(node: object) -> bool:
-    """Say whether a node is a function of Python's, which the graph keeps alive and not who refers to it; local."""
+    """Say whether a node is a Python function, which only the graph keeps alive, and no reference to it; local."""
     return isinstance(node, BackwardCFunction)
 
 
 def has_saved_hooks(node: Node) -> bool:
-    """Say whether what a node has kept has to be unpacked, as under activation checkpointing; local."""
+    """Say whether a node's saved tensors have to be unpacked, as under activation checkpointing; local."""
     kind = type(node)
     if kind not in _saved_by_type:
         _saved_by_type[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]

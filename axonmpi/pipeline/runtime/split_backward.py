@@ -1,6 +1,6 @@
 """Backward in two halves: first the gradients of inputs, later those of parameters.
 
-The stage before waits for the gradient of this stage's input; nobody waits for the gradients of its parameters
+The stage before waits for the gradient of this stage's input; no rank waits for the gradients of its parameters
 (Qi et al. 2023, "Zero Bubble Pipeline Parallelism"). In the graph that autograd has recorded,
 
     output ── AddmmBackward ── GeluBackward ── AddmmBackward ── input
@@ -8,13 +8,13 @@ The stage before waits for the gradient of this stage's input; nobody waits for 
                  weight                           weight
 
 the nodes between output and input lie on the *way*. The first half runs along it, and keeps the gradients that
-arrive at the nodes where a branch to a weight leaves it. The second half computes the weights' gradients from what
-was kept: for matrix products by itself, for any other node by running it again for the weight only.
+arrive at the nodes where a branch to a weight leaves it. The second half computes the weights' gradients from
+them: for matrix products by itself, for any other node by running it again for the weight only.
 
-Some gradients are computed in the first half, as that is cheaper: those of parameters of one dimension (biases,
-norms), which cost next to nothing there and as much as a whole node later; those of parameters that are used at
-several places, which would be reached from each of them again; and those at nodes that have to compute again what
-they need, under activation checkpointing.
+Some gradients are computed in the first half, where it is cheaper: for parameters of one dimension (biases,
+norms), whose gradients cost next to nothing there and as much as a whole node later; for parameters that are used
+at several places, each of which would be run again; and at nodes whose saved tensors have to be computed again,
+under activation checkpointing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["WeightGradients", "input_gradients"]
 
 
 class WeightGradients:
-    """The second half of a backward: what it needs of the first one.
+    """The second half of a backward, with the results of the first one that it needs.
 
     Args:
         roots: Outputs with their gradients.
@@ -57,7 +57,7 @@ class WeightGradients:
         self._arrived: dict[Node, tuple[Tensor | None, ...]] = {}
 
     def keep(self, node: Node) -> Any:
-        """Have what arrives at a node kept; return the hook's handle."""
+        """Keep the gradients that arrive at a node; return the hook's handle."""
 
         def hook(gradients: tuple[Tensor | None, ...]) -> None:
             self._arrived[node] = gradients
@@ -88,7 +88,7 @@ def input_gradients(
 
     Args:
         edges: Where backward begins: the gradient edges of the outputs.
-        gradients: What comes back for each output.
+        gradients: The gradient of each output.
         inputs: Leaves that require grad.
 
     Returns:
@@ -112,14 +112,14 @@ def input_gradients(
 
 
 class _Graph:
-    """What autograd has recorded between outputs and inputs.
+    """The graph of autograd between outputs and inputs.
 
     Attributes:
         reached: The inputs that can be reached.
         products: Nodes on the way that multiply by a weight.
         branches: For each other node on the way that is to run again, the parameters that this is for.
         behind_roots: The parameters that are reached from outputs without touching the way.
-        at_once: The other parameters, whose gradients are computed with those of the inputs.
+        at_once: The other parameters, whose gradients are computed together with the inputs'.
     """
 
     def __init__(self, roots: Sequence[Node], inputs: Sequence[Tensor]) -> None:
@@ -156,10 +156,10 @@ class _Graph:
 
 
 class _Nodes:
-    """The nodes of a graph, with those that lead to them.
+    """The nodes of a graph, and their parents.
 
     Attributes:
-        leaves: Those of parameters and inputs.
+        leaves: The nodes of parameters and inputs.
     """
 
     def __init__(self, roots: Sequence[Node]) -> None:
@@ -181,12 +181,12 @@ class _Nodes:
         return node in self._parent
 
     def _parents(self, node: Node) -> list[Node]:
-        """Return the nodes that lead to one, each as often as it does."""
+        """Return the parents of a node, each as often as it has an edge to it."""
         parent, others = self._parent[node], self._others.get(node, [])
         return others if parent is None else [parent, *others]
 
     def above(self, leaves: Iterable[Node]) -> set[Node]:
-        """Return the way: the nodes that lead to leaves, and these."""
+        """Return the way: the leaves, and the nodes that lead to them."""
         order = [leaf for leaf in leaves if leaf in self]
         way = set(order)
         for node in order:  # it grows

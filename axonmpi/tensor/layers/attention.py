@@ -6,8 +6,8 @@ A head is computed alone, so each rank computes its own from the input to the su
 one in backward for the gradient of the input. With sequence parallelism these are an all-gather and a
 reduce-scatter.
 
-Several query heads may share a key/value head (grouped queries). With fewer of those than ranks, several ranks have
-the same one:
+Several query heads may share a key/value head (grouped queries). With fewer key/value heads than ranks, several
+ranks have the same one:
 
     4 ranks, 8 query heads, 2 key/value heads        rank 0      rank 1      rank 2      rank 3
                                                      q0 q1       q2 q3       q4 q5       q6 q7
@@ -20,7 +20,6 @@ positions: Su et al. 2021 (arXiv:2104.09864).
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -29,32 +28,20 @@ from torch.nn import functional as F
 
 from ...groups.world import ProcessGroup, group_of_this_rank
 from ...utils.arguments import check_flags, either_group_name, integer, number
+from ..regions import enter
 from ..shards import Shard
 from .dropout import ShardedDropout
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .norm import sum_over_copies
 
-__all__ = ["ParallelSelfAttention", "tensor_parallel_attention"]
+__all__ = ["ParallelSelfAttention", "attention_weights", "tensor_parallel_attention"]
 
 
-@either_group_name
-def tensor_parallel_attention(
-    hidden: int,
-    num_heads: int,
-    group: ProcessGroup | None = None,
-    *,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    bias: bool = True,
-    causal: bool = True,
-    dropout: float = 0.0,
-    rotary: bool = False,
-    rotary_base: float = 10_000.0,
-    sequence_parallel: bool = False,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> ParallelSelfAttention:
-    """Make a self-attention module whose heads are divided among the ranks; collective.
+class ParallelSelfAttention(nn.Module):
+    """Self-attention whose heads are divided among the ranks, from [B, T, D] to [B, T, D]; made collectively.
+
+    Under the same seed its initial values are those of `torch.nn.Linear` layers made in the order of the
+    attributes: `query_key_value` and `output`, or with grouped queries `query`, `key_value` and `output`.
 
     Args:
         hidden: Features D of the input and the output.
@@ -64,43 +51,14 @@ def tensor_parallel_attention(
             None means as many as query heads.
         head_dim: Features C of a head; None means `hidden / num_heads`.
         bias: Whether the layers have biases.
-        causal: Whether a position sees only itself and what is before it.
-        dropout: The chance of an attention weight to become zero while training. The masks of a head do not depend
-            on the rank that has it.
+        causal: Whether a position sees only itself and the positions before it.
+        dropout: The probability that an attention weight becomes zero while training. The masks of a head do not
+            depend on the rank that has it.
         rotary: Whether queries and keys are rotated by their position; features c and c + C/2 form a pair.
         rotary_base: The base of the frequencies.
-        sequence_parallel: Each rank gets and returns its part of the sequence.
+        sequence_parallel: Each rank gets and returns its slice of the sequence.
         device: Of the parameters.
         dtype: Of the parameters.
-
-    Returns:
-        The module, from [B, T, D] to [B, T, D].
-
-    Raises:
-        ValueError: The sizes do not fit each other or the ranks, or `dropout` is not from 0 to 1.
-    """
-    return ParallelSelfAttention(
-        hidden,
-        num_heads,
-        group,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        bias=bias,
-        causal=causal,
-        dropout=dropout,
-        rotary=rotary,
-        rotary_base=rotary_base,
-        sequence_parallel=sequence_parallel,
-        device=device,
-        dtype=dtype,
-    )
-
-
-class ParallelSelfAttention(nn.Module):
-    """What `tensor_parallel_attention` makes; its arguments are explained there.
-
-    Under the same seed its initial values are those of `torch.nn.Linear` layers made in the order of the
-    attributes: `query_key_value` and `output`, or with grouped queries `query`, `key_value` and `output`.
 
     Attributes:
         query_key_value: [D -> 3 * heads * C] queries, then keys, then values; None with grouped queries.
@@ -108,6 +66,9 @@ class ParallelSelfAttention(nn.Module):
         key_value: [D -> 2 * key/value heads * C] keys, then values, where queries are grouped, else None.
         output: [heads * C -> D].
         dropout: Of attention weights; its `generator` may be set.
+
+    Raises:
+        ValueError: The sizes do not fit each other or the ranks, or `dropout` is not from 0 to 1.
     """
 
     @either_group_name
@@ -152,13 +113,14 @@ class ParallelSelfAttention(nn.Module):
         options: dict[str, Any] = {"bias": bias, "process_group": self.process_group, "device": device}
         options.update(dtype=dtype, sequence_parallel=sequence_parallel)
         of_heads = num_heads * self.head_dim
+        self._sequence_parallel = sequence_parallel
         if pairs == num_heads:
             shard = Shard.packed(0, [of_heads] * 3, ranks)
             self.query_key_value = ColumnParallelLinear(hidden, shard.size, shard=shard, **options)
         else:
-            self.query = ColumnParallelLinear(hidden, of_heads, **options)
+            self.query = ColumnParallelLinear(hidden, of_heads, input_is_entered=True, **options)
             shard = _key_value_shard(pairs, self.head_dim, ranks)
-            self.key_value = ColumnParallelLinear(hidden, shard.size, shard=shard, **options)
+            self.key_value = ColumnParallelLinear(hidden, shard.size, shard=shard, input_is_entered=True, **options)
             sum_over_copies(self.key_value, self.process_group, shard.copies)
         self.output = RowParallelLinear(of_heads, hidden, **options)
 
@@ -193,6 +155,7 @@ class ParallelSelfAttention(nn.Module):
             return query, key, value
         assert self.query is not None
         assert self.key_value is not None
+        x = enter(x, self.process_group, sequence_parallel=self._sequence_parallel)
         (query,) = _by_head(self.query(x), 1, self.head_dim)
         key, value = _by_head(self.key_value(x), 2, self.head_dim)
         return query, key, value
@@ -200,6 +163,10 @@ class ParallelSelfAttention(nn.Module):
     def extra_repr(self) -> str:
         """Describe the module in `repr()`."""
         return f"hidden={self.hidden}, heads={self.num_heads}, kv_heads={self.num_kv_heads}, causal={self.causal}"
+
+
+tensor_parallel_attention = ParallelSelfAttention
+"""The same class, under a name like those of the functions of this package."""
 
 
 # ---- sizes ------------------------------------------------------------------------------------------------------
@@ -255,18 +222,44 @@ def _by_head(projected: Tensor, parts: int, width: int) -> tuple[Tensor, ...]:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, dropout: ShardedDropout) -> Tensor:
-    """Return what each position sees, [B, heads, T, C]."""
+    """Return the mixture of values that each position sees, [B, heads, T, C]."""
     groups = query.shape[1] // key.shape[1]
     if not dropout.training or dropout.p == 0:
         return F.scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=groups > 1)
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])  # [B, heads, T, T]
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(later, -math.inf)
-    weights = scores.softmax(-1, dtype=torch.float32 if scores.dtype.itemsize < 4 else None)
-    return dropout(weights.to(value.dtype)) @ value  # type: ignore[no-any-return]
+    weights, value = attention_weights(query, key, value, None, causal, enable_gqa=groups > 1)
+    return dropout(weights) @ value  # type: ignore[no-any-return]
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the weights of `torch.nn.functional.scaled_dot_product_attention`, before dropout; local.
+
+    Returns:
+        The weights, [B, heads, T, S] in the dtype of the values, and the values, repeated for each query head.
+    """
+    if enable_gqa:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    precise = torch.float32 if scores.dtype.itemsize < 4 else None
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is None:
+        weights = scores.softmax(-1, precise)
+    elif mask.dtype is not torch.bool:
+        weights = (scores + mask).softmax(-1, precise)
+    else:
+        # the least number and not -inf: positions that may see none get weights of zero, and not NaN
+        hidden = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        weights = hidden.softmax(-1, precise).masked_fill(~mask, 0.0)
+    return weights.to(value.dtype), value
 
 
 class _Rotation:

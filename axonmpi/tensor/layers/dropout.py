@@ -9,8 +9,8 @@ generators agree. Where each rank has a part of a tensor, masks have to differ. 
       ├─ number, block 2 -> mask of block 2 ┐ rank 1     draws only its own
       └─ number, block 3 -> mask of block 3 ┘
 
-So the default generators go on alike, whatever was drawn for the blocks. What restores the default generator's
-state (activation checkpointing, the random numbers of a pipeline's micro-batches) brings the same masks back.
+So the default generators stay in the same state on all ranks. Restoring the default generator's state (activation
+checkpointing, the random numbers of a pipeline's micro-batches) restores the masks.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class ShardedDropout(nn.Module):
     For the same state of the generator, the parts together are the same at any width that divides `blocks`.
 
     Args:
-        p: The chance of an element to become zero, from 0 to 1; the others are divided by 1 - p.
+        p: The probability that an element becomes zero, from 0 to 1; the others are divided by 1 - p.
         process_group: The ranks, in the order of their parts; None means all.
         dim: The dimension that is divided; all ranks have the same size along it.
         blocks: Into how many blocks the whole dimension is cut at most, such as the number of heads.
         replicated: Whether each rank has the whole tensor instead, the same on all: then it gets the whole mask
             that the parts have together.
-        generator: What the number is drawn from, in the same state on all ranks; None means torch's default CPU
+        generator: Source of the number, in the same state on all ranks; None means torch's default CPU
             generator. Activation checkpointing restores default generators only. Mock ranks, threads of one
-            process, have one default generator, so that they need one of their own here for equal numbers.
+            process, have one default generator: for equal numbers give each of them a generator.
 
     Raises:
         TypeError: `process_group` is no group.
@@ -91,7 +91,7 @@ class ShardedDropout(nn.Module):
         return x * self._mask(x)
 
     def _mask(self, x: Tensor) -> Tensor:
-        """Draw what `x` is multiplied with."""
+        """Draw the factors of the elements of `x`: 0 or 1 / (1 - p)."""
         moved = x.detach().movedim(self.dim, 0)
         rank, size = (0, 1) if self.replicated else (self.process_group.rank, self.process_group.size)
         # a block never lies on two ranks: their number divides both the blocks and the whole dimension

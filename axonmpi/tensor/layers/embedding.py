@@ -32,7 +32,7 @@ class VocabParallelEmbedding(ShardedLayer):
     one all-gather. First values are those of `torch.nn.Embedding` under rank 0's seed.
 
     Args:
-        num_embeddings: Rows of the whole embedding, any number: those of the last ranks are padded with zeros.
+        num_embeddings: Rows of the whole embedding, any number: the last ranks' are padded with zeros.
         embedding_dim: Size of each row.
         padding_idx: A row that is zero at first and gets no gradient; negative ones count from the end. Or the
             group, which all layers take third.

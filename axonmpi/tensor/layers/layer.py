@@ -1,7 +1,7 @@
-"""What layers with cut parameters have in common: first values, and the whole parameters again.
+"""Layers with cut parameters: their initial values, and their whole parameters.
 
-A layer has the same first values as torch's own layer would have under the same seed. So rank 0 makes that layer,
-each rank gets its part, and everybody's random numbers go on where rank 0's are:
+A layer has the same initial values as torch's own layer under the same seed. So rank 0 makes that layer, each rank
+gets its part, and the generators of all ranks get the state of rank 0's:
 
     rank 0   torch.nn.Linear(...) ── state of the generator ── parts ──┐
     others                        ◀── state ───────────────── part ◀──┘
@@ -34,12 +34,12 @@ def group_third(
 
     Args:
         name: The third argument's name, for the message.
-        third: What was given.
-        given: What was given as the group; None means the default group.
-        default: What the third argument is where the group stands for it.
+        third: The third argument.
+        given: The argument `process_group`; None means the default group.
+        default: The value of the third argument where the group stands for it.
 
     Raises:
-        TypeError: There are two groups, or what was given as one is none.
+        TypeError: There are two groups, or `given` is no group.
         ValueError: This rank is not in the group.
     """
     if not isinstance(third, ProcessGroup):
@@ -53,7 +53,7 @@ class ShardedLayer(nn.Module, ABC):
     """A layer some of whose parameters are cut over the ranks of a group; a `Sharded`.
 
     Args:
-        shapes: The shape of each parameter of the whole layer; None for one that it does not have.
+        shapes: The shape of each parameter of the whole layer; None if there is no such parameter.
         shards: How parameters are cut, by name; the others are the same on all ranks.
         process_group: The ranks.
         device: Of the parameters.
@@ -62,7 +62,7 @@ class ShardedLayer(nn.Module, ABC):
     Attributes:
         process_group: The ranks.
         shards: How parameters are cut, by name.
-        sequence_dim: Which dimension of activations is the sequence; set by those that can divide it.
+        sequence_dim: Which dimension of activations is the sequence; set by layers that can divide it.
 
     Raises:
         ValueError: A shard is not for this size or this number of ranks.
@@ -96,7 +96,7 @@ class ShardedLayer(nn.Module, ABC):
         mark_state(self)
 
     def mark_parts(self) -> None:
-        """Say of parameters that are cut that they are parts, where that was not said of them yet; local."""
+        """Mark the parameters that are cut as parts, unless they are marked; local."""
         for name, shard in self.shards.items():
             parameter = self._parameters[name]
             if parameter is not None and not axes_of(parameter) and isinstance(parameter, nn.Parameter):
@@ -122,14 +122,14 @@ class ShardedLayer(nn.Module, ABC):
     def reset_parameters(self) -> None:
         """Draw new values, those of torch's own layer under rank 0's seed; collective.
 
-        All ranks' default generators are where rank 0's is afterwards. Only rank 0 has the whole parameters, for a
-        moment. Nothing happens on the meta device.
+        All ranks' default generators get the state of rank 0's. Only rank 0 has the whole parameters, for a moment.
+        Nothing happens on the meta device.
         """
         device = next(self.parameters()).device
         if device.type == "meta":
             return
         group = self.process_group
-        group.barrier()  # mock ranks have one generator: nobody draws from it while rank 0 does
+        group.barrier()  # mock ranks have one generator: no other rank may draw from it while rank 0 does
         whole = dict(self._whole_layer().named_parameters()) if group.rank == 0 else {}
         state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
         sent = state.to(device)
@@ -143,7 +143,7 @@ class ShardedLayer(nn.Module, ABC):
                 self._spread(name, parameter, whole.get(name))
 
     def _spread(self, name: str, parameter: Tensor, whole: Tensor | None) -> None:
-        """Give each rank its part of what rank 0 has."""
+        """Give each rank its part of rank 0's parameter."""
         group, shard = self.process_group, self.shards.get(name)
         if shard is None:
             if whole is not None:
@@ -162,7 +162,7 @@ class ShardedLayer(nn.Module, ABC):
         parameter.copy_(part)
 
     def _take(self, layer: nn.Module) -> None:
-        """Take over this rank's part of a whole layer, and what is trained of it."""
+        """Copy this rank's part of a whole layer, and which parameters of it are trained."""
         self.to_empty(device=next(layer.parameters()).device)
         self.train(layer.training)
         with torch.no_grad():

@@ -15,16 +15,14 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from ...groups.world import ProcessGroup
 from ...utils.arguments import check_flags, either_group_name, integer
-from ...wrapping.linear import linear
-from ..entry import Entered
-from ..product import apply, product
-from ..regions import check_sequence, enter_once, leave
-from ..shards import Shard
+from ..product import entered_product, summed_product
+from ..regions import check_sequence, cut, join, sum_parts
+from ..shards import Shard, check_divides
 from .layer import ShardedLayer, group_third
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear"]
@@ -33,7 +31,7 @@ _Layer = TypeVar("_Layer", bound="_ParallelLinear")
 
 
 class _ParallelLinear(ShardedLayer):
-    """What both have in common."""
+    """A linear layer whose weight is cut along either dimension."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -65,7 +63,7 @@ class _ParallelLinear(ShardedLayer):
         """Make a layer of this rank's part of a linear layer, which all ranks have; local.
 
         Args:
-            linear: The whole layer; it is not changed. What is trained of it is trained of the new one.
+            linear: The whole layer; it is not changed. The new layer trains the same parameters.
             process_group: The ranks; None means all.
             **options: As for the class, by name; sizes, `bias`, `device` and `dtype` are the linear layer's.
 
@@ -106,7 +104,7 @@ class _ParallelLinear(ShardedLayer):
         return None if self.bias is None else self._full("bias")
 
     def extra_repr(self) -> str:
-        """Say what is cut, and into how many parts."""
+        """Describe the layer in `repr()`."""
         parts = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{parts}, ranks={self.process_group.size}"
 
@@ -123,7 +121,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Construction is collective. First values are those of `torch.nn.Linear` under rank 0's seed, cut. Forward is
     local, or one all-gather with sequence parallelism. Backward sums the input's gradient over the ranks, while it
-    computes the weight's. Several layers that get the same tensor one after the other do that together.
+    computes the weight's. Layers that share an input get it from `axonmpi.tensor.enter`, which sums once for all.
 
     Args:
         in_features: Size of the last dimension of the input.
@@ -134,7 +132,7 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: The input is this rank's slice of the sequence; the output is of the whole sequence.
         sequence_dim: Which dimension of the input is the sequence.
         shard: How rows of the weight (dim 0) are divided. None: evenly.
-        input_is_entered: The input is the result of `enter`, or needs no sum of its gradient.
+        input_is_entered: The input is the result of `axonmpi.tensor.enter`, or a function of it.
         device: Of the parameters; "meta" leaves them without values and sends nothing.
         dtype: Of the parameters.
 
@@ -193,14 +191,13 @@ class ColumnParallelLinear(_ParallelLinear):
         self._check_features(input, self.in_features, "the whole input")
         group = self.process_group
         if self.input_is_entered:
-            entered = Entered.of(input)
+            output = entered_product(input, self.weight, self.bias)
         else:
             dim = self._dim_of_sequence(input.shape) if self.sequence_parallel else None
-            entered = enter_once(input, group, dim, self)
-        output = product(entered, self.weight, self.bias)
+            output = summed_product(input, self.weight, self.bias, group, dim)
         if not self.gather_output or group.size == 1:
             return output
-        return apply(_Whole, output, group, self.shards["weight"].along(-1))
+        return join(output, group, self.shards["weight"].along(-1))
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -272,28 +269,19 @@ class RowParallelLinear(_ParallelLinear):
             self._check_features(input, shard.local, f"this rank's share of {self.in_features} features")
         else:
             self._check_features(input, self.in_features, "the whole input")
+        dim = None
         if self.sequence_parallel:
-            check_sequence(input.shape, group, self._dim_of_sequence(input.shape))
+            dim = check_sequence(input.shape, group, self._dim_of_sequence(input.shape))
         if group.size == 1:
-            return linear(input, self.weight, self.bias, quick=True)
+            return F.linear(input, self.weight, self.bias)
         if not self.input_is_parallel:
-            input = apply(_Own, input, group, shard.along(-1))
-        return leave(
-            linear(input, self.weight, quick=True),
-            group,
-            sequence_parallel=self.sequence_parallel,
-            sequence_dim=self.sequence_dim,
-            bias=self.bias,
-            in_place=True,
-        )
+            input = cut(input, group, shard.along(-1))
+        return sum_parts(F.linear(input, self.weight), self.bias, group, dim, in_place=True)
 
 
 def _even(dim: int, features: int, group: ProcessGroup, argument: str) -> Shard:
-    if integer(argument, features, minimum=1) % group.size:
-        raise ValueError(
-            f"{argument}: expected a multiple of the {group.size} ranks of the group, got {features}; use another "
-            "size or number of ranks, or say with shard= how it is divided"
-        )
+    integer(argument, features, minimum=1)
+    check_divides(argument, features, group.size, ", or say with shard= how it is divided")
     return Shard.even(dim, features, group.size)
 
 
@@ -307,30 +295,3 @@ def _check_shard(shard: object, dim: int, *, several: bool) -> None:
             f"shard: expected each row on one rank, got one with {shard.copies} copies, which is possible for "
             "divided outputs only"
         )
-
-
-class _Whole(Function):
-    """This rank's features -> all features, with which all ranks go on to do the same."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
-        ctx.options = group, shard
-        whole: Tensor = group.all_gather(tensor, -1)
-        return whole if shard.is_plain else shard.join(whole.tensor_split(group.size, -1))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return apply(_Own, grads[0], *ctx.options), None, None
-
-
-class _Own(Function):
-    """All features -> this rank's; the transpose of `_Whole`."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, shard: Shard) -> Tensor:
-        ctx.options = group, shard
-        return shard.cut(tensor, group.rank)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return apply(_Whole, grads[0], *ctx.options), None, None

@@ -5,8 +5,8 @@ Each rank reduces its logits to three or four numbers for each token, which the 
     rank r    its largest logit m, the sum s of exp(logit - m), the target's logit (0 if another rank has it)
     all       M = max m,  S = sum of s exp(m - M),  loss = log S + M - the target's logit
 
-Backward needs no communication: the gradient of a rank's logits is softmax minus one for the target, and for that
-it has kept exp(logit - m), which is all that is kept of the logits' size.
+Backward needs no communication: the gradient of a rank's logits is softmax minus one for the target, computed from
+exp(logit - m), the only tensor of the logits' size that forward keeps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def parallel_cross_entropy(
     sequence_parallel: bool = False,
     sequence_dim: int = 1,
 ) -> Tensor:
-    """Return what `torch.nn.functional.cross_entropy` gives for the whole logits, which no rank has; collective.
+    """Return `torch.nn.functional.cross_entropy` of the whole logits, which no rank has; collective.
 
     Forward is one all-gather of a few numbers for each token; backward is local, or one all-gather of a number for
     each token where losses are a slice of the sequence.
@@ -54,7 +54,7 @@ def parallel_cross_entropy(
             `ColumnParallelLinear` computes it. 16-bit logits are taken in float32.
         targets: [...] integers, the same on all ranks.
         group: The ranks; None means all.
-        vocabulary: True number of entries; those from there on are padding and do not count. None: all count.
+        vocabulary: True number of entries; entries from there on are padding and do not count. None: all count.
         ignore_index: Targets that do not count.
         label_smoothing: Share of the target's weight that is spread over all entries, from 0 to 1.
         reduction: `"mean"` over the targets that count, `"sum"`, or `"none"`: [...], 0 where ignored.

@@ -4,8 +4,8 @@
 
     x ── gate and up, one column layer ── activation(gate) · up ── down ── sum            ParallelGatedMLP
 
-Hidden features are computed one by one, so each rank computes its own from the input to the sum, and nothing is
-sent between: one all-reduce in forward, and one in backward for the gradient of the input. With sequence
+Each hidden feature is computed alone, so each rank computes its own from the input to the sum, with no message in
+between: one all-reduce in forward, and one in backward for the gradient of the input. With sequence
 parallelism these are an all-gather and a reduce-scatter.
 
 Source: Shoeybi et al. 2019 (arXiv:1909.08053); gated: Shazeer 2020 (arXiv:2002.05202).
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 
 from ...groups.world import ProcessGroup, group_of_this_rank
 from ...utils.arguments import check_flags, either_group_name, integer
-from ..shards import Shard
+from ..shards import Shard, check_divides
 from .dropout import ShardedDropout
 from .linear import ColumnParallelLinear, RowParallelLinear
 
@@ -52,8 +53,8 @@ class ParallelMLP(nn.Module):
         activation: `"gelu"`, `"gelu_tanh"` (as in GPT-2), `"relu"`, `"silu"`, or a function that treats each
             feature alone.
         bias: Whether the layers have biases.
-        dropout: The chance of an element of the output to become zero while training. The mask is the same at any
-            width, with and without sequence parallelism.
+        dropout: The probability that an element of the output becomes zero while training. The mask is the same at
+            any width, with and without sequence parallelism.
         sequence_parallel: Each rank gets and returns its part of the sequence.
         device: Of the parameters.
         dtype: Of the parameters.
@@ -84,25 +85,10 @@ class ParallelMLP(nn.Module):
     ) -> None:
         super().__init__()
         group = group_of_this_rank(group, "group")
-        check_flags(bias=bias, sequence_parallel=sequence_parallel)
-        integer("hidden", hidden, minimum=1)
-        integer("intermediate", intermediate, minimum=1)
+        options = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
         self.activation = _find_activation(activation)
         self.dropout = ShardedDropout(dropout, group, 1, replicated=not sequence_parallel)
-        shard = _shard([intermediate], group)
-        self.up = ColumnParallelLinear(
-            hidden,
-            intermediate,
-            bias,
-            group,
-            sequence_parallel=sequence_parallel,
-            shard=shard,
-            device=device,
-            dtype=dtype,
-        )
-        self.down = RowParallelLinear(
-            intermediate, hidden, bias, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype
-        )
+        self.up, self.down = _layers(hidden, [intermediate], bias, group, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute; collective, and so is backward.
@@ -156,24 +142,9 @@ class ParallelGatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         group = group_of_this_rank(group, "group")
-        check_flags(bias=bias, sequence_parallel=sequence_parallel)
-        integer("hidden", hidden, minimum=1)
-        integer("intermediate", intermediate, minimum=1)
+        options = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
         self.activation = _find_activation(activation)
-        shard = _shard([intermediate, intermediate], group)
-        self.gate_up = ColumnParallelLinear(
-            hidden,
-            2 * intermediate,
-            bias,
-            group,
-            sequence_parallel=sequence_parallel,
-            shard=shard,
-            device=device,
-            dtype=dtype,
-        )
-        self.down = RowParallelLinear(
-            intermediate, hidden, bias, group, sequence_parallel=sequence_parallel, device=device, dtype=dtype
-        )
+        self.gate_up, self.down = _layers(hidden, [intermediate, intermediate], bias, group, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute; collective, and so is backward.
@@ -204,11 +175,13 @@ def _find_activation(activation: Activation) -> Callable[[Tensor], Tensor]:
     return _ACTIVATIONS[activation]
 
 
-def _shard(parts: list[int], group: ProcessGroup) -> Shard:
-    """Divide hidden features, which may be several things of this size."""
-    if parts[0] % group.size:
-        raise ValueError(
-            f"intermediate: expected a multiple of the {group.size} ranks of the group, got {parts[0]}; "
-            "use another size or number of ranks"
-        )
-    return Shard.packed(0, parts, group.size)
+def _layers(
+    hidden: int, parts: list[int], bias: bool, group: ProcessGroup, **options: Any
+) -> tuple[ColumnParallelLinear, RowParallelLinear]:
+    """Make the layers to and from the hidden features; the first may compute several parts of this size."""
+    check_flags(bias=bias, sequence_parallel=options["sequence_parallel"])
+    integer("hidden", hidden, minimum=1)
+    check_divides("intermediate", integer("intermediate", parts[0], minimum=1), group.size)
+    shard = Shard.packed(0, parts, group.size)
+    first = ColumnParallelLinear(hidden, shard.size, bias, group, shard=shard, **options)
+    return first, RowParallelLinear(parts[0], hidden, bias, group, **options)

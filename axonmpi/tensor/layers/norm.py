@@ -1,4 +1,4 @@
-"""Modules with whole parameters that compute on a part of the sequence, such as norms.
+"""Modules with whole parameters that compute on a slice of the sequence, such as norms.
 
 With sequence parallelism each rank normalizes its own positions. The parameters are the same on all ranks, and
 each rank's gradient is that of its positions only. So gradients are summed over the ranks in backward, all of a
@@ -26,22 +26,22 @@ from ..shards import Sharded
 __all__ = ["ACROSS_POSITIONS", "sequence_parallel_norm", "sum_over_copies"]
 
 ACROSS_POSITIONS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm)
-"""Norms for which a part of the sequence is not enough."""
+"""Norms that need the whole sequence."""
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
 @either_group_name
 def sequence_parallel_norm(module: _Module, group: ProcessGroup | None = None) -> _Module:
-    """Let a module compute on parts of a sequence: its parameters' gradients are summed over the ranks; local.
+    """Let a module compute on slices of a sequence: its parameters' gradients are summed over the ranks; local.
 
-    The module is changed in place: its class becomes a subclass of what it was. Parameters, their names and hooks
+    The module is changed in place: its class becomes a subclass of its own class. Parameters, their names and hooks
     stay as they are, and it may be wrapped in DDP or FSDP afterwards. Its backward is collective.
 
     Args:
         module: Any module whose parameters are the same on all ranks: `LayerNorm`, `RMSNorm`, those of other
             libraries, or a module around them.
-        group: The ranks that have the parts of the sequence; None means all.
+        group: The ranks that have the slices of the sequence; None means all.
 
     Returns:
         The module.
@@ -75,8 +75,8 @@ def sum_over_copies(module: nn.Module, group: ProcessGroup, copies: int) -> None
 def _sum_gradients(module: nn.Module, group: ProcessGroup) -> None:
     """Let the gradients of all parameters of a module be summed over ranks that have the same ones; local.
 
-    The module's class becomes a subclass of what it was, so that whatever is done before its forward, as when FSDP
-    shows the whole parameters, comes first.
+    The module's class becomes a subclass of its own class, so that hooks before forward, such as FSDP's that gather
+    the parameters, come first.
 
     Args:
         module: Each rank computes with something else; changed in place. Its backward is collective.
@@ -111,7 +111,7 @@ def _check(module: nn.Module) -> None:
 
 
 class _Summing(nn.Module):
-    """What is put before a module's class."""
+    """The base class that goes before a module's own class."""
 
     _gradient_group: ProcessGroup
 
@@ -129,7 +129,7 @@ def _summing(kind: Any) -> Any:
 
 @contextmanager
 def _summed(module: nn.Module, group: ProcessGroup) -> Iterator[None]:
-    """Let a module show tensors in place of its parameters, whose gradients are summed on their way to them."""
+    """Put tensors in place of a module's parameters, to which backward passes the sums of their gradients."""
     places: list[tuple[dict[str, Any], str, Tensor]] = [
         (owner._parameters, name, parameter)
         for owner in module.modules()
