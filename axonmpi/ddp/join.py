@@ -98,7 +98,7 @@ class Join:
 
     def __enter__(self) -> Join:
         if self._enable:
-            self._reducer.announce = self._announce
+            self._reducer.report_event = self._report
             self._watch = register_optimizer_step_post_hook(self._after_step)
         return self
 
@@ -119,10 +119,10 @@ class Join:
                 if self._is_uneven or len(set(self._group.all_gather_object(self._steps))) > 1:
                     self._bring_into_step()
         finally:
-            self._reducer.announce = None
+            self._reducer.report_event = None
             self._reducer.scale = 1.0
 
-    def _announce(self, event: str) -> list[int]:
+    def _report(self, event: str) -> list[int]:
         """Tell the others what this rank begins; return the ranks that take part. Collective."""
         self._exchange(_EVENTS.index(event))
         if not self._divide_by_initial:
@@ -152,12 +152,12 @@ class Join:
 
     def _accompany(self) -> None:
         """Answer the others' synchronisations until all have left."""
-        self._reducer.settle()
+        self._reducer.report_failed_backward()
         while (event := self._exchange(0)) != "none":
             if event == "buffers":
                 self._model.broadcast_buffers_from(self._last_active[0])
             else:
-                self._reducer.shadow(by_hand=event == "by hand")
+                self._reducer.reduce_zeros(by_hand=event == "by hand")
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         own = {id(parameter) for parameter in self._model.parameters()}

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from ..backends import broadcast_coalesced
 from ..collectives.agreement import check_same_model
@@ -22,8 +21,7 @@ from ..groups.world import ProcessGroup, group_of_this_rank
 from ..types import GradSyncStrategy
 from ..utils.arguments import check_flags, either_group_name, hint, member
 from ..utils.torch_internals import outside_compile
-from ..wrapping.autograd import accumulates_into, leaf_below, tensors_in
-from ..wrapping.linear import LinearLayers
+from ..wrapping.backward import watch_output
 from ..wrapping.state_names import Wrapper, hide_wrapper
 from .join import Join, Stateful
 from .reducer import Reducer
@@ -125,11 +123,7 @@ class DistributedDataParallel(Wrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; collective in training mode if it has buffers and they are broadcast."""
         self._before_forward()
-        if torch.compiler.is_compiling():
-            return self._after_forward(self.module(*args, **kwargs))
-        with self._layers.direct():
-            output = self.module(*args, **kwargs)
-        return self._after_forward(output)
+        return self._after_forward(self.module(*args, **kwargs))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -242,8 +236,7 @@ class DistributedDataParallel(Wrapper):
 
     def _make_reducer(self) -> Reducer:
         trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-        self._layers = LinearLayers(self.module)
-        return Reducer(trained, self._group, **self._options, direct=self._layers.weights)
+        return Reducer(trained, self._group, **self._options)
 
     @outside_compile
     def _before_forward(self) -> None:
@@ -251,14 +244,14 @@ class DistributedDataParallel(Wrapper):
             self._warn_of_own_buffers()
         if not torch.is_grad_enabled():
             return
-        self._reducer.settle()
+        self._reducer.report_failed_backward()
         self._follow_changes()
         if self._broadcast_buffers and self.training and self._reducer.enabled:
             self._sync_buffers()
 
     def _sync_buffers(self) -> None:
         if any(buffer.numel() for buffer in self.module.buffers()):
-            active = [0] if self._reducer.announce is None else self._reducer.announce("buffers")
+            active = [0] if self._reducer.report_event is None else self._reducer.report_event("buffers")
             self.broadcast_buffers_from(active[0])
 
     def _warn_of_own_buffers(self) -> None:
@@ -284,8 +277,7 @@ class DistributedDataParallel(Wrapper):
             return
         check_not_divided(self.module, self._group)
         reducer = self._make_reducer()
-        added = reducer.take_over(self._reducer)
-        self._reducer.detach()
+        added = reducer.continue_from(self._reducer)
         self._reducer = reducer
         broadcast_coalesced(self._group.backend, [tensor.detach() for tensor in added if tensor.numel()], 0)
 
@@ -293,15 +285,12 @@ class DistributedDataParallel(Wrapper):
     def _after_forward(self, output: Any) -> Any:
         """See to it that the outermost backward is noticed, also when checkpointing nests others."""
         if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.requires_grad and not tensor.is_leaf:  # a leaf would gather a hook in every forward
-                    leaf = leaf_below(tensor)
-                    tensor.register_hook(partial(self._begin_backward, leaf, self._reducer.enabled))
+            watch_output(output, partial(self._begin_backward, self._reducer.enabled))
         return output
 
     @outside_compile
-    def _begin_backward(self, leaf: Node | None, reduces: bool, _gradient: Tensor) -> None:
-        if accumulates_into(leaf):
+    def _begin_backward(self, reduces: bool, accumulates: bool) -> None:
+        if accumulates:
             self._reducer.begin_backward(reduces=reduces)
 
 
