@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,28 +12,27 @@ from torch import Tensor, nn
 
 from ..backends import broadcast_coalesced
 from ..collectives.agreement import check_same_model
-from ..collectives.gradient_norm import Copies
+from ..collectives.gradient_norm import ClipsGradients, Copies, copy_counts, divided_axes
 from ..groups.world import ProcessGroup
 from ..utils.arguments import check_flags, check_functions, either_group_name, member
 from ..utils.torch_internals import outside_compile
 from ..wrapping.state_names import Wrapper, hide_wrapper
-from . import clipping, hooks, memory, state
-from .construction import Choices, build_flats, initialise, initialise_buffers, make_slots
-from .full_parameters import GatheredByHand
-from .gradients import FlatGradient
+from . import hooks, memory, state
+from .construction import Choices, build_flats, initialise, initialise_buffers, lend_buffers
+from .gradient_queue import FlatGradient
 from .groups import checked_groups, sharding_groups
 from .memory import FSDPMemoryStats
-from .offload import Files
+from .offload import Files, offload_state
 from .optimizers import watch_optimizers
 from .options import CPUOffload, MixedPrecision, ShardingStrategy, check_shard_by, checked_precision
-from .runtime import Run
+from .runtime import FSDPRuntime
 from .unit import Unit
-from .unit_selection import find_units, plan_units
+from .unit_selection import UnitPlan, find_units, plan_units
 
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(Wrapper):
+class FullyShardedDataParallel(Wrapper, ClipsGradients):
     """Trains one model whose parameters, gradients and optimizer state are divided among the ranks of a group.
 
     The parameters become this rank's parts of them, under their names; any `torch.optim` optimizer on
@@ -105,41 +104,43 @@ class FullyShardedDataParallel(Wrapper):
         self._groups = sharding_groups(given, sharding_strategy)
         self._strategy, self._offload, self._precision = sharding_strategy, cpu_offload, precision
         self.module = module
-        keeps = sharding_strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
         choices = Choices(
-            self._groups.shard, self._groups.replicas, keeps, precision, shard_by == "parameters", files
+            groups=self._groups,
+            keeps=sharding_strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD),
+            precision=precision,
+            by_parameters=shard_by == "parameters",
+            files=files,
+            param_init_fn=param_init_fn,
         )
-        self._build(plans, choices, param_init_fn)
+        self._build(plans, choices)
         hide_wrapper(self)
 
-    def _build(self, plans: Any, choices: Choices, param_init_fn: Callable[[nn.Module], object] | None) -> None:
+    def _build(self, plans: Sequence[UnitPlan], choices: Choices) -> None:
         flats = build_flats(plans, choices)
-        slots = make_slots(plans, flats, choices.group)
-        self._run = Run(choices.group, choices.replicas)
+        buffers = lend_buffers(plans, flats, self._groups.shard)
+        state_files = choices.files if self._offload is CPUOffload.FULL else None
         units = []
-        for plan, own, slot in zip(plans, flats, slots, strict=True):
-            initialise(plan, own, choices, param_init_fn)
-            if choices.files is not None and self._offload is CPUOffload.FULL:
-                for flat in own:
-                    flat.offload_state(choices.files)
-            unit = Unit(plan.name, plan.module, own, slot, self._run)
-            unit.install_parts()
+        for plan, own, buffer in zip(plans, flats, buffers, strict=True):
+            initialise(plan, own, choices)
+            unit = Unit(plan.name, plan.module, own, buffer)
+            if state_files is not None:
+                offload_state(unit.parameters, state_files)
+            unit.show_sharded()
             units.append(unit)
-        initialise_buffers(self.module, param_init_fn)
+        initialise_buffers(self.module, choices.param_init_fn)
         self._init_buffers()
-        gradient_files = choices.files if self._offload is CPUOffload.FULL else None
         # The outermost unit's last gradient is that of the first layer: it comes last.
         gradients = [
             FlatGradient(
-                unit, flat, self._precision.sum_dtype(flat.compute_dtype), choices.replicas, gradient_files
+                unit, flat, self._precision.sum_dtype(flat.compute_dtype), self._groups.replicas, state_files
             )
             for unit in [*reversed(units[1:]), units[0]]
             for flat in unit.flats
             if flat.trains
         ]
-        self._run.start(units, gradients, hooks.watch)
-        hooks.attach(self._run, self._precision.param_dtype)
-        watch_optimizers(self._run)
+        self._runtime = FSDPRuntime(self._groups, units, gradients)
+        hooks.attach(self._runtime, self._precision.param_dtype)
+        watch_optimizers(self._runtime)
 
     def _init_buffers(self) -> None:
         """Bring rank 0's buffers to all ranks, in the dtype that was chosen."""
@@ -176,7 +177,7 @@ class FullyShardedDataParallel(Wrapper):
     @property
     def unit_names(self) -> list[str]:
         """Names of the submodules that are gathered as one; the model itself, with the rest, is the empty name."""
-        return [unit.name for unit in self._run.units]
+        return [unit.name for unit in self._runtime.units]
 
     # ---- training -------------------------------------------------------------------------------------------
 
@@ -189,61 +190,37 @@ class FullyShardedDataParallel(Wrapper):
 
         The next backward outside reduces what has accumulated, as does `sync_gradients()`.
         """
-        return self._run.accumulating()
+        return self._runtime.accumulating()
 
     @property
     def needs_whole_backward(self) -> bool:
         """Whether gradients of inputs and of parameters have to be computed together: where units are gathered."""
-        return not all(unit.is_resident for unit in self._run.units)
+        return not all(unit.is_resident for unit in self._runtime.units)
 
     @outside_compile
     def sync_gradients(self) -> None:
         """Average gradients that were not averaged yet; collective. Does nothing if backward has done so."""
-        self._run.reduce_accumulated()
+        self._runtime.reduce_accumulated()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also those that accumulate in `no_sync()`; local."""
         super().zero_grad(set_to_none)
-        self._run.discard()
+        self._runtime.queue.discard()
 
-    @either_group_name
-    def clip_grad_norm(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        group: ProcessGroup | None = None,
-        copies: Copies | None = None,
-        error_if_nonfinite: bool = False,
-    ) -> Tensor:
-        """Scale the gradients down so that the norm of the whole model's is at most `max_norm`; collective.
-
-        Args:
-            max_norm: The largest norm; infinity only measures.
-            norm_type: 1, 2, any other positive number, or infinity.
-            group: Where other ranks have other parts of the model: these and the ranks that share the parameters
-                out. None means the latter, and those among which tensor parallelism divides parameters.
-            copies: On how many ranks of `group` the same part of a parameter is, this wrapper's replicas apart: a
-                number, a mapping by name or by parameter, or a function of the parameter. None means 1, or what
-                follows from tensor parallelism.
-            error_if_nonfinite: Raise if the norm is infinite or no number.
-
-        Returns:
-            [] the norm before, float32, the same on all ranks.
-
-        Raises:
-            ValueError: `max_norm` is negative or `norm_type` not positive, or `group` or `copies` does not fit.
-            RuntimeError: The norm is not finite, with `error_if_nonfinite`; on all ranks.
-        """
-        return clipping.clip_grad_norm(
-            self._run,
-            self._groups,
-            max_norm,
-            norm_type,
-            group=group,
-            copies=copies,
-            error_if_nonfinite=error_if_nonfinite,
-        )
+    def _gradient_copies(
+        self, group: ProcessGroup | None, copies: Copies | None
+    ) -> tuple[list[tuple[Tensor, float]], list[ProcessGroup]]:
+        named = [(parameter.name, parameter.sharded) for parameter in self._runtime.parameters]
+        replicas = self._groups.replicas_in(group)
+        if group is not None:
+            asked = [group]
+        elif copies is not None:
+            asked = [self._groups.shard]
+        else:
+            asked = [axis.group for axis in divided_axes(sharded for _, sharded in named)]
+        times = 1 if copies is None else replicas  # else the sharded parameters know
+        counts = copy_counts(named, copies, asked)
+        return [(sharded, count * times) for (_, sharded), count in zip(named, counts, strict=True)], asked
 
     # ---- whole parameters -----------------------------------------------------------------------------------
 
@@ -253,16 +230,17 @@ class FullyShardedDataParallel(Wrapper):
         Forward, backward, optimizers and `zero_grad()` go on as always: gradients are this rank's parts of the
         averages, and a step changes the whole parameters. Forwards without gradients need no other rank.
         """
-        if self._by_hand is None:
-            self._by_hand = GatheredByHand(self._run)
+        if not self._is_gathered:
+            self._runtime.gather_full()
+            self._is_gathered = True
 
     def reshard_parameters(self) -> None:
         """Show this rank's parts again, with the changes of the whole parameters; collective."""
-        gathered, self._by_hand = self._by_hand, None
-        if gathered is not None:
-            gathered.end()
+        if self._is_gathered:
+            self._is_gathered = False
+            self._runtime.reshard()
 
-    _by_hand: GatheredByHand | None = None
+    _is_gathered = False
 
     @contextmanager
     def full_parameters(self, *, writeback: bool = True) -> Iterator[None]:
@@ -272,11 +250,11 @@ class FullyShardedDataParallel(Wrapper):
             writeback: Take changes of the values over, each rank those of its part.
         """
         check_flags(writeback=writeback)
-        gathered = GatheredByHand(self._run, writeback=writeback)
+        self._runtime.gather_full(writeback=writeback)
         try:
             yield
         finally:
-            gathered.end()
+            self._runtime.reshard()
 
     # ---- state ----------------------------------------------------------------------------------------------
 
@@ -286,8 +264,8 @@ class FullyShardedDataParallel(Wrapper):
         Args:
             rank0_only: Only rank 0 gets it; the others get an empty dict.
         """
-        with self._run.as_parts():
-            return state.full_state_dict(self.module, self._run, self._groups, rank0_only=rank0_only)
+        with self._runtime.between_steps():
+            return state.full_state_dict(self.module, self._runtime, rank0_only=rank0_only)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take the values of a state dict of the module without sharding; collective.
@@ -299,8 +277,8 @@ class FullyShardedDataParallel(Wrapper):
         Raises:
             ValueError: Names or shapes do not fit; on all ranks, and nothing is changed.
         """
-        with self._run.as_parts():
-            state.load_full_state_dict(self.module, self._run, self._groups, state_dict, strict=strict)
+        with self._runtime.between_steps():
+            state.load_full_state_dict(self.module, self._runtime, state_dict, strict=strict)
 
     def full_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False
@@ -314,8 +292,8 @@ class FullyShardedDataParallel(Wrapper):
         Returns:
             `"state"`: for each parameter's name its state, whole; `"param_groups"`: the options, with names.
         """
-        with self._run.as_parts():
-            return state.full_optimizer_state_dict(self._run, self._groups, optimizer, rank0_only=rank0_only)
+        with self._runtime.between_steps():
+            return state.full_optimizer_state_dict(self._runtime, optimizer, rank0_only=rank0_only)
 
     def load_full_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
@@ -329,8 +307,8 @@ class FullyShardedDataParallel(Wrapper):
         Raises:
             ValueError: The parameters do not fit; on all ranks.
         """
-        with self._run.as_parts():
-            state.load_full_optimizer_state_dict(self._run, self._groups, optimizer, state_dict)
+        with self._runtime.between_steps():
+            state.load_full_optimizer_state_dict(self._runtime, optimizer, state_dict)
 
     # ---- memory ---------------------------------------------------------------------------------------------
 
@@ -339,7 +317,7 @@ class FullyShardedDataParallel(Wrapper):
 
         What the ranks of a node have in common counts in equal shares.
         """
-        return memory.measured(self._run, self._groups)
+        return memory.measured(self._runtime)
 
     def memory_estimate(
         self,
@@ -363,8 +341,7 @@ class FullyShardedDataParallel(Wrapper):
         precision = self._precision if mixed_precision is None else checked_precision(mixed_precision)
         given = self._strategy if sharding_strategy is None else sharding_strategy
         return memory.estimated(
-            self._run,
-            self._groups,
+            self._runtime,
             member("sharding_strategy", ShardingStrategy, given),
             world_size,
             ranks_per_node,

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..backends import all_gather_object, broadcast_object
-from ..collectives.gradient_norm import Copies
+from ..collectives.gradient_norm import ClipsGradients, Copies
 from ..groups.world import ProcessGroup, chosen_group, group_of_this_rank
 from ..utils.arguments import check_flags, check_functions, either_group_name
 from ..utils.text import name_ranks
@@ -38,7 +38,7 @@ from .construction import (
     placement_for,
     schedule_for,
 )
-from .norms import clip_grad_norm
+from .norms import gradient_copies
 from .runtime.executor import Executor, Routes
 from .runtime.stage import PipelineStage, StageRun
 from .runtime.step import Step
@@ -55,7 +55,7 @@ from .ties import Ties, shared_parameters
 __all__ = ["Pipeline"]
 
 
-class Pipeline(nn.Module):
+class Pipeline(nn.Module, ClipsGradients):
     """Runs the stages of a model on the ranks of a group, micro-batch after micro-batch.
 
     Its parameters are those of this rank's stages. Making it and every step are collective over the group.
@@ -254,44 +254,12 @@ class Pipeline(nn.Module):
         finally:
             self._shares = before
 
-    @either_group_name
-    def clip_grad_norm(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        group: ProcessGroup | None = None,
-        copies: Copies | None = None,
-        error_if_nonfinite: bool = False,
-    ) -> Tensor:
-        """Scale the gradients of all stages so that their norm is at most `max_norm`; collective.
-
-        Args:
-            max_norm: The largest norm that is left as it is; infinity only measures.
-            norm_type: 1, 2, any other positive number, or infinity, the largest absolute value.
-            group: Where other ranks have other parts of the stages: these and the pipeline's ranks. None means the
-                latter, and those among which FSDP or tensor parallelism divide the stages.
-            copies: On how many ranks of `group` a gradient is: a number, a mapping by name or by parameter, or a
-                function of the parameter. None means 1, or what follows from how the stages are divided.
-            error_if_nonfinite: Raise if the norm is infinite or no number.
-
-        Returns:
-            [] float32, the norm before, over all stages, tied parameters counted once; the same on all ranks.
-
-        Raises:
-            ValueError: `max_norm` is negative or `norm_type` not positive, or `group` or `copies` does not fit.
-            RuntimeError: The norm is not finite, with `error_if_nonfinite`; on all ranks.
-        """
-        return clip_grad_norm(
-            list(self.named_parameters()),
-            self._ties.elsewhere,
-            ProcessGroup(self._backend, self._group.ranks),
-            max_norm,
-            norm_type,
-            group=None if group is None else chosen_group(group),
-            copies=copies,
-            error_if_nonfinite=error_if_nonfinite,
-        )
+    def _gradient_copies(
+        self, group: ProcessGroup | None, copies: Copies | None
+    ) -> tuple[list[tuple[Tensor, float]], list[ProcessGroup]]:
+        stages = ProcessGroup(self._backend, self._group.ranks)
+        chosen = None if group is None else chosen_group(group)
+        return gradient_copies(list(self.named_parameters()), self._ties.elsewhere, stages, chosen, copies)
 
     # ---- pictures ---------------------------------------------------------------------------------------------
 

@@ -62,33 +62,39 @@ def check_dense(name: str, gradient: Tensor | None) -> None:
         )
 
 
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a bound method as long as its object lives, and else returns None; local.
+def weakly(method: Callable[..., Any], *objects: object) -> Callable[..., Any]:
+    """Return a function that calls a bound method with some objects as long as all live, else returns None; local.
 
     Hooks that autograd holds are out of sight of Python's garbage collector: they must not keep a model alive.
+
+    Args:
+        method: The method.
+        *objects: Its first arguments.
     """
-    reference = weakref.WeakMethod(method)
+    references: list[Callable[[], Any]] = [weakref.WeakMethod(method), *map(weakref.ref, objects)]
 
     def call(*args: Any) -> Any:
-        alive = reference()
-        return None if alive is None else alive(*args)
+        alive, *first = (reference() for reference in references)
+        return None if alive is None or any(each is None for each in first) else alive(*first, *args)
 
     return call
 
 
-def watch_output(output: Any, hook: Callable[[bool], None], since: int = 0) -> None:
-    """Have a function called when a backward begins at one of the tensors of a module's output; local.
+def watch_output(output: Any, hook: Callable[[bool], None], *, since: int = 0, is_outermost: bool = True) -> None:
+    """Have a function called when backward comes to one of the tensors of a module's output; local.
 
     Args:
         output: What the module returned.
-        hook: Gets whether the backward accumulates gradients, as `torch.autograd.grad` does not.
+        hook: Gets whether a backward begins here that accumulates gradients, as `torch.autograd.grad` does not.
         since: Tensors are passed over whose nodes have a lower sequence number: the module was given them.
+        is_outermost: Whether the module is the model; no backward begins at the output of others.
     """
     for tensor in tensors_in(output):
         node = tensor.grad_fn  # a leaf has none, and would gather a hook in every forward
         if node is not None and sequence_number(node) >= since:
-            tensor.register_hook(partial(_call, hook, leaf_below(tensor)))
+            leaf = leaf_below(tensor) if is_outermost else None
+            tensor.register_hook(partial(_call, hook, is_outermost, leaf))
 
 
-def _call(hook: Callable[[bool], None], leaf: Node | None, _gradient: Tensor) -> None:
-    hook(accumulates_into(leaf))
+def _call(hook: Callable[[bool], None], is_outermost: bool, leaf: Node | None, _gradient: Tensor) -> None:
+    hook(is_outermost and accumulates_into(leaf))

@@ -34,6 +34,7 @@ __all__ = [
     "mark_gradients",
     "mark_state",
     "ordinary_gradients",
+    "parameters_of",
     "watch_optimizers",
 ]
 
@@ -200,7 +201,7 @@ def watch_optimizers() -> None:
 
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     _check_sees_enough(optimizer)
-    marked = _unmark(_parameters(optimizer))
+    marked = _unmark(parameters_of(optimizer))
     if marked:
         _stepping[optimizer] = marked
     if optimizer not in _known:
@@ -213,14 +214,15 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 def _check_sees_enough(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, OF_ALL_PARAMETERS + OF_WHOLE_PARAMETERS):
         return
-    if any(axis.of_layer for parameter in _parameters(optimizer) for axis in axes_of(parameter)):
+    if any(axis.of_layer for parameter in parameters_of(optimizer) for axis in axes_of(parameter)):
         raise ValueError(
             f"the step of {type(optimizer).__name__} needs whole parameters, and layers of this model are divided "
             "among ranks: choose an optimizer that treats each element by itself, such as AdamW"
         )
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield the parameters of all groups of an optimizer; local."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -231,7 +233,7 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 def _marked_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state dict in which what belongs to parts of parameters is not to be saved."""
-    parameters = dict(enumerate(_parameters(optimizer)))
+    parameters = dict(enumerate(parameters_of(optimizer)))
     state = {
         key: _marked(value) if key in parameters and axes_of(parameters[key]) else value
         for key, value in state_dict["state"].items()
