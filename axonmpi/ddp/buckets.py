@@ -22,7 +22,7 @@ from ..types import ReduceOp, Work
 from ..utils.memory import flat_zeros
 from ..utils.partition import bucket_by_size
 
-__all__ = ["Bucket", "make_buckets"]
+__all__ = ["Bucket", "divided_into_buckets"]
 
 FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that its reduction begins early in backward (Li et al. 2020, section 3.2.3)."""
@@ -132,29 +132,22 @@ def _zeros(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessG
     return group.symmetric_empty((numel,), dtype).zero_()
 
 
-def make_buckets(
-    parameters: Sequence[nn.Parameter],
-    order: Sequence[int],
-    cap_bytes: int | None,
-    reduce_dtype: torch.dtype | None,
-    group: ProcessGroup,
-) -> list[Bucket]:
-    """Pack gradients into buckets, one dtype each, in the given order; collective.
+def divided_into_buckets(
+    parameters: Sequence[nn.Parameter], order: Sequence[int], cap_bytes: int | None
+) -> list[list[int]]:
+    """Return the positions of the parameters of each bucket, one dtype each, in the given order; local.
 
     Args:
         parameters: All parameters.
         order: Their positions, in the order in which gradients are expected.
         cap_bytes: Largest bucket in bytes (a larger gradient gets one of its own); None: one bucket a dtype.
-        reduce_dtype: Dtype of communication, None for the gradients' own.
-        group: The ranks to reduce over.
     """
     groups: list[list[int]] = []
     for places in by_dtype([parameters[position] for position in order]).values():
         positions = [order[place] for place in places]
         groups += [positions] if cap_bytes is None else _cut(parameters, positions, cap_bytes)
     # A bucket can go when its last gradient is ready: that, not the dtype, is the order of the buckets.
-    groups.sort(key=lambda positions: order.index(positions[-1]))
-    return [Bucket({position: parameters[position] for position in own}, reduce_dtype, group) for own in groups]
+    return sorted(groups, key=lambda positions: order.index(positions[-1]))
 
 
 def _cut(parameters: Sequence[nn.Parameter], positions: list[int], cap_bytes: int) -> list[list[int]]:

@@ -48,13 +48,7 @@ class Stateful(Protocol):
 class Joinable(Protocol):
     """A model whose ranks may have unequal numbers of batches, as `DistributedDataParallel` is."""
 
-    @property
-    def process_group(self) -> ProcessGroup:
-        """The ranks that average gradients."""
-
-    @property
-    def current_reducer(self) -> Reducer:
-        """What reduces the gradients at present."""
+    process_group: ProcessGroup
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The model's parameters."""
@@ -72,6 +66,7 @@ class Join:
     def __init__(
         self,
         model: Joinable,
+        reducer: Reducer,
         state: Sequence[Stateful],
         *,
         enable: bool,
@@ -86,7 +81,7 @@ class Join:
                 )
         self._model = model
         self._group = model.process_group
-        self._reducer = model.current_reducer
+        self._reducer = reducer
         self._state = list(state)
         self._stepped: dict[int, Optimizer] = {}
         self._steps = 0
@@ -111,7 +106,6 @@ class Join:
         if not self._enable:
             return
         self._watch.remove()
-        self._reducer = self._model.current_reducer
         try:
             if error is None:
                 self._accompany()
@@ -126,7 +120,7 @@ class Join:
         """Tell the others what this rank begins; return the ranks that take part. Collective."""
         self._exchange(_EVENTS.index(event))
         if not self._divide_by_initial:
-            self._model.current_reducer.scale = self._group.size / len(self._last_active)
+            self._reducer.scale = self._group.size / len(self._last_active)
         return self._last_active
 
     def _exchange(self, code: int) -> str:

@@ -35,7 +35,7 @@ from ..utils.torch_internals import after_backward, in_backward, outside_compile
 from ..wrapping.autograd import hook_gradient
 from ..wrapping.backward import check_dense, launch_in_order, weakly
 from ..wrapping.partial import mark_gradients
-from .buckets import Bucket, make_buckets
+from .buckets import Bucket, divided_into_buckets
 from .unused import unused_message
 
 __all__ = ["Reducer"]
@@ -74,13 +74,8 @@ class Reducer:
         find_unused: bool,
         reduce_dtype: torch.dtype | None,
     ) -> None:
-        self._names = [name for name, _ in named_parameters]
-        self._parameters = [parameter for _, parameter in named_parameters]
-        self._axis = Axis(group, group.size)
-        replicate(self._parameters, self._axis)
-        self._divided = [parameter for parameter in self._parameters if axes_of(parameter)]
-        self._kinds = [_kind(parameter) for parameter in self._parameters]
         self._group = group
+        self._axis = Axis(group, group.size)
         self._strategy = strategy
         # Without a core to spare, a thread that communicates would only slow backward down.
         self._overlaps = strategy is GradSyncStrategy.OVERLAPPED and group.backend.overlaps
@@ -91,15 +86,48 @@ class Reducer:
         self.enabled = True
         self.report_event: Callable[[str], list[int]] | None = None
         self.scale = 1.0
-        self._learns_order = strategy is GradSyncStrategy.OVERLAPPED and group.size > 1
+        self._hooks: dict[int, RemovableHandle] = {}
+        self._reported = False
+        self._take(named_parameters)
+
+    def _take(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._names = [name for name, _ in named_parameters]
+        self._parameters = [parameter for _, parameter in named_parameters]
+        replicate(self._parameters, self._axis)
+        self._divided = [parameter for parameter in self._parameters if axes_of(parameter)]
+        self._kinds = [_kind(parameter) for parameter in self._parameters]
+        self._buckets: list[Bucket] = []
+        self._learns_order = self._strategy is GradSyncStrategy.OVERLAPPED and self._group.size > 1
         self._changed: dict[int, None] = {}  # gradients changed since they were last reduced, in order
         self._reduces: bool | None = None  # whether the backward under way is reduced; None: there is none
-        self._reported = False
         self._lay_out(list(reversed(range(len(self._parameters)))))
         self._nodes: dict[int, Node] = {}  # autograd forgets a node that nobody holds, and its hooks
-        self._hooks: dict[int, RemovableHandle] = {}
         for position in range(len(self._parameters)):
             self._hook(position)
+
+    def follow(self, named_parameters: Sequence[tuple[str, nn.Parameter]]) -> list[nn.Parameter]:
+        """Reduce the gradients of these parameters from now on; collective if they differ from those before.
+
+        Returns:
+            The parameters that are new.
+
+        Raises:
+            ValueError: A parameter is no longer trained and has a gradient that was not averaged.
+        """
+        position_of = {parameter: position for position, (_, parameter) in enumerate(named_parameters)}
+        changed = [(self._names[position], self._parameters[position]) for position in self._changed]
+        for name, parameter in changed:
+            if parameter not in position_of and parameter.grad is not None:
+                raise ValueError(
+                    f"{name!r} was frozen while its gradient was not averaged; call sync_gradients() before, or "
+                    "set its grad to None"
+                )
+        for hook in self._hooks.values():
+            hook.remove()
+        known = set(self._parameters)
+        self._take(named_parameters)
+        self._changed = {position_of[parameter]: None for _, parameter in changed if parameter in position_of}
+        return [parameter for parameter in self._parameters if parameter not in known]
 
     @property
     def bucket_sizes(self) -> list[int]:
@@ -110,11 +138,6 @@ class Reducer:
     def device(self) -> torch.device:
         """Where small tensors have to be to travel with the gradients."""
         return self._buckets[0].flat.device if self._buckets else torch.device("cpu")
-
-    def detach(self) -> None:
-        """Take the hooks off the parameters; local."""
-        for hook in self._hooks.values():
-            hook.remove()
 
     def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Say whether these are the parameters whose gradients are reduced, of the same kind as before; local."""
@@ -135,31 +158,6 @@ class Reducer:
                 self._hook(position)
                 if parameter.grad is not None:
                     self._changed[position] = None
-
-    def continue_from(self, before: Reducer) -> list[nn.Parameter]:
-        """Replace a reducer of other parameters, with the gradients that it has not reduced yet; local.
-
-        Returns:
-            The parameters that `before` did not have.
-
-        Raises:
-            ValueError: One of those is no longer trained and has a gradient that was not averaged.
-        """
-        position_of = {parameter: position for position, parameter in enumerate(self._parameters)}
-        for position in before._changed:
-            parameter = before._parameters[position]
-            if parameter in position_of:
-                self._changed[position_of[parameter]] = None
-            elif parameter.grad is not None:
-                raise ValueError(
-                    f"{before._names[position]!r} was frozen while its gradient was not averaged; "
-                    "call sync_gradients() before, or set its grad to None"
-                )
-        self.enabled = before.enabled
-        self.report_event = before.report_event
-        before.detach()
-        known = set(before._parameters)
-        return [parameter for parameter in self._parameters if parameter not in known]
 
     # ---- during backward ----------------------------------------------------------------------------------
 
@@ -349,7 +347,14 @@ class Reducer:
                 bucket.adopt()
 
     def _lay_out(self, order: list[int]) -> None:
-        self._buckets = make_buckets(self._parameters, order, self._cap_bytes, self._reduce_dtype, self._group)
+        """Make the buckets, if others than there are; collective."""
+        layout = divided_into_buckets(self._parameters, order, self._cap_bytes)
+        if [set(positions) for positions in layout] == [set(bucket.parameters) for bucket in self._buckets]:
+            return
+        self._buckets = [
+            Bucket({position: self._parameters[position] for position in positions}, self._reduce_dtype, self._group)
+            for positions in layout
+        ]
         self._bucket_of = {position: bucket for bucket in self._buckets for position in bucket.parameters}
         self._reset()
 

@@ -257,15 +257,6 @@ class FSDPRuntime:
 
     # ---- between steps --------------------------------------------------------------------------------------
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Let gradients accumulate on each rank; local."""
-        before, self.enabled = self.enabled, False
-        try:
-            yield
-        finally:
-            self.enabled = before
-
     @torch.no_grad()
     def reduce_accumulated(self) -> None:
         """Reduce gradients that any rank holds; collective."""

@@ -16,6 +16,7 @@ from ..collectives.gradient_norm import ClipsGradients, Copies, copy_counts, div
 from ..groups.world import ProcessGroup
 from ..utils.arguments import check_flags, check_functions, either_group_name, member
 from ..utils.torch_internals import outside_compile
+from ..wrapping.backward import accumulating
 from ..wrapping.state_names import Wrapper, hide_wrapper
 from . import hooks, memory, state
 from .construction import Choices, build_flats, initialise, initialise_buffers, lend_buffers
@@ -80,7 +81,7 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
         param_init_fn: Callable[[nn.Module], object] | None = None,
     ) -> None:
         super().__init__()
-        _check_module(module)
+        self.check_module(module, "; wrap the whole model once, and say with units= what is gathered together")
         precision = checked_precision(mixed_precision)
         sharding_strategy = member("sharding_strategy", ShardingStrategy, sharding_strategy)
         cpu_offload = member("cpu_offload", CPUOffload, cpu_offload)
@@ -190,7 +191,7 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
 
         The next backward outside reduces what has accumulated, as does `sync_gradients()`.
         """
-        return self._runtime.accumulating()
+        return accumulating(self._runtime)
 
     @property
     def needs_whole_backward(self) -> bool:
@@ -354,14 +355,3 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("FullyShardedDataParallel cannot be pickled: save its .full_state_dict() instead")
-
-
-def _check_module(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
-    for name, part in module.named_modules():
-        if isinstance(part, FullyShardedDataParallel):
-            raise ValueError(
-                f"module: {name or 'it'} is wrapped in FullyShardedDataParallel already; wrap the whole model "
-                "once, and say with units= what is gathered together"
-            )

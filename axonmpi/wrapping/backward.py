@@ -8,7 +8,8 @@ Reductions are launched in one order, the same on all ranks, whatever order grad
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -19,13 +20,19 @@ from torch.autograd.graph import Node
 from ..utils.torch_internals import sequence_number
 from .autograd import accumulates_into, leaf_below, tensors_in
 
-__all__ = ["check_dense", "launch_in_order", "watch_output", "weakly"]
+__all__ = ["accumulating", "check_dense", "launch_in_order", "watch_output", "weakly"]
 
 
 class Reduction(Protocol):
     """A reduction that is launched once in a backward."""
 
     launched: bool
+
+
+class Pausable(Protocol):
+    """What reduces gradients while it is enabled."""
+
+    enabled: bool
 
 
 R = TypeVar("R", bound=Reduction)
@@ -47,6 +54,16 @@ def launch_in_order(
         if not is_ready(reduction):
             break
         launch(reduction)
+
+
+@contextmanager
+def accumulating(owner: Pausable) -> Iterator[None]:
+    """Let gradients accumulate on each rank in the block; local."""
+    before, owner.enabled = owner.enabled, False
+    try:
+        yield
+    finally:
+        owner.enabled = before
 
 
 def check_dense(name: str, gradient: Tensor | None) -> None:
