@@ -141,10 +141,7 @@ class Reducer:
 
     def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Say whether these are the parameters whose gradients are reduced, of the same kind as before; local."""
-        return len(parameters) == len(self._parameters) and all(
-            new is old and _kind(new) == kind
-            for new, old, kind in zip(parameters, self._parameters, self._kinds, strict=True)
-        )
+        return self._kinds == [_kind(parameter) for parameter in parameters]
 
     def _hook(self, position: int) -> None:
         hook = partial(weakly(self.on_gradient), position)
@@ -351,10 +348,8 @@ class Reducer:
         layout = divided_into_buckets(self._parameters, order, self._cap_bytes)
         if [set(positions) for positions in layout] == [set(bucket.parameters) for bucket in self._buckets]:
             return
-        self._buckets = [
-            Bucket({position: self._parameters[position] for position in positions}, self._reduce_dtype, self._group)
-            for positions in layout
-        ]
+        members = [{position: self._parameters[position] for position in positions} for positions in layout]
+        self._buckets = [Bucket(own, self._reduce_dtype, self._group) for own in members]
         self._bucket_of = {position: bucket for bucket in self._buckets for position in bucket.parameters}
         self._reset()
 
@@ -367,4 +362,4 @@ class Reducer:
 
 
 def _kind(parameter: nn.Parameter) -> tuple[object, ...]:
-    return parameter.dtype, parameter.device, parameter.shape
+    return id(parameter), parameter.dtype, parameter.device, parameter.shape

@@ -114,14 +114,14 @@ def _allocate(flat: FlatParameter, files: Files | None) -> None:
     """Make the memory of a flat parameter's shard, and its buffer if it has one of its own; collective."""
     group = flat.group
     if flat.is_resident and files is not None:
-        flat.set_buffer(files.common([flat.layout.total], flat.dtype, group))
+        flat.set_buffer(files.zeros([flat.layout.total], flat.dtype, group))
     elif flat.state != State.LENT:
         flat.set_buffer(group.node_empty([flat.layout.total], flat.compute_dtype))
     if flat.in_place:
         flat.shard.detach().zero_()
     else:
         size = flat.sizes[group.rank]
-        flat.set_shard(torch.zeros(size, dtype=flat.dtype) if files is None else files.own([size], flat.dtype))
+        flat.set_shard(torch.zeros(size, dtype=flat.dtype) if files is None else files.zeros([size], flat.dtype))
 
 
 def initialise(plan: UnitPlan, flats: Sequence[FlatParameter], choices: Choices) -> None:

@@ -198,6 +198,9 @@ class FlatParameter:
         parameters: The parameters.
         shard: [S] this rank's shard.
         buffer: [P] what the unit computes with, once there is one.
+        is_resident: Whether the only copy of a node is computed with, and nothing is ever gathered.
+        in_place: Whether the shard lies in the buffer.
+        buffer_bytes: Size of the buffer.
         is_valid: Whether the buffer holds the parameters' values.
         trains: Whether its parameters are trained.
         gathers_ahead: Whether it is gathered while another unit computes.
@@ -222,28 +225,13 @@ class FlatParameter:
         self.state = state
         self.sizes = list(layout.sizes)
         self.trains = members[0].parameter.requires_grad
-        self.is_valid = self.is_resident
+        self.is_resident = self.is_valid = state is State.RESIDENT
+        in_own_buffer = state is State.KEPT and self.dtype == compute_dtype and not in_file
+        self.in_place = self.is_resident or in_own_buffer
+        self.buffer_bytes = layout.total * compute_dtype.itemsize
         self.shard = torch.empty(0, dtype=self.dtype)
         self.parameters = [ShardedParameter(member, self, index) for index, member in enumerate(members)]
         self.gathers_ahead = gathers_beside_computation(group)
-        self._in_file = in_file
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the shard lies in the buffer."""
-        if self._in_file:
-            return self.is_resident
-        return self.state != State.LENT and self.dtype == self.compute_dtype
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether the only copy of a node is computed with, and nothing is ever gathered."""
-        return self.state == State.RESIDENT
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Size of the buffer."""
-        return self.layout.total * self.compute_dtype.itemsize
 
     def set_buffer(self, buffer: Tensor) -> None:
         """Use [P] elements of memory that the ranks of a node have in common to compute with; local."""

@@ -62,9 +62,6 @@ class FlatGradient:
         self.unit = unit
         self.flat = flat
         self.shard: Tensor | None = None
-        self.launched = False
-        self.arrived: set[ShardedParameter] = set()
-        self.defined: set[ShardedParameter] = set()
         self.nodes: list[Node] = []
         self._sum_dtype = sum_dtype
         computed = flat.compute_dtype
@@ -78,6 +75,13 @@ class FlatGradient:
             replicate(shown, self._axis)
         self._divided = [sharded for sharded in shown if axes_of(sharded)]
         self.whole_bytes = sum(flat.sizes) * self._wire_dtype.itemsize
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what has arrived and what is under way; local."""
+        self.launched = False
+        self.arrived: set[ShardedParameter] = set()
+        self.defined: set[ShardedParameter] = set()
         self._target: Tensor | None = None
         self._work: Work | None = None
 
@@ -137,12 +141,6 @@ class FlatGradient:
                 hook(parameter.sharded)
         self.reset()
 
-    def reset(self) -> None:
-        """Forget what has arrived and what is under way; local."""
-        self.launched, self._work, self._target = False, None, None
-        self.arrived.clear()
-        self.defined.clear()
-
     def discard(self) -> None:
         """Drop gradients that were not reduced; local."""
         self.reset()
@@ -170,7 +168,7 @@ class FlatGradient:
     def _shard_memory(self) -> Tensor:
         if self.shard is None:
             shape, dtype = self.flat.shard.shape, self.flat.dtype
-            self.shard = torch.empty(shape, dtype=dtype) if self._files is None else self._files.own(shape, dtype)
+            self.shard = torch.empty(shape, dtype=dtype) if self._files is None else self._files.zeros(shape, dtype)
         return self.shard
 
 

@@ -45,15 +45,14 @@ class Files:
         missing = [place for place in (self.folder, *self.folder.parents) if not place.exists()]
         weakref.finalize(self, _remove_empty, missing)
 
-    def own(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of zeros in a file of this rank; local."""
-        return self._tensor(shape, dtype, None)
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, group: ProcessGroup | None = None) -> Tensor:
+        """Return a tensor of zeros in a file.
 
-    def common(self, shape: Sequence[int], dtype: torch.dtype, group: ProcessGroup) -> Tensor:
-        """Return a tensor of zeros in one file for all ranks of a group on one node; collective."""
-        return self._tensor(shape, dtype, group)
-
-    def _tensor(self, shape: Sequence[int], dtype: torch.dtype, group: ProcessGroup | None) -> Tensor:
+        Args:
+            shape: Its shape.
+            dtype: Its dtype.
+            group: Ranks of one node that have the file in common; collective then. None: this rank alone; local.
+        """
         numel = prod(shape)
         if not numel:
             return torch.zeros(tuple(shape), dtype=dtype)
@@ -128,7 +127,7 @@ class OffloadedParameter(nn.Parameter):
         with plain_tensors():
             if function in _LIKE and isinstance(args[0], OffloadedParameter) and kwargs.get("device") is None:
                 model = args[0]
-                made = model.files.own(model.shape, kwargs.get("dtype") or model.dtype)
+                made = model.files.zeros(model.shape, kwargs.get("dtype") or model.dtype)
                 if function is torch.ones_like:
                     made.fill_(1)
                 elif function is torch.full_like:

@@ -17,8 +17,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..utils.torch_internals import after_backward, in_backward, next_sequence_number, outside_compile
+from ..wrapping.autograd import hook_gradient
 from ..wrapping.backward import check_dense, watch_output, weakly
 from .flat_parameter import FlatParameter, ShardedParameter
 from .full_parameters import FullParameters
@@ -37,6 +39,7 @@ class FSDPRuntime:
         groups: The ranks that share the parameters out, and those that hold replicas.
         units: The units; the model itself first.
         gradients: Of all that is trained, in the order in which they are to be reduced.
+        cast: Dtype to convert floating-point inputs of units to, if any.
 
     Attributes:
         groups: The same.
@@ -48,7 +51,13 @@ class FSDPRuntime:
         gathered: The full parameters that the user has gathered, if any.
     """
 
-    def __init__(self, groups: ShardingGroups, units: Sequence[Unit], gradients: Sequence[FlatGradient]) -> None:
+    def __init__(
+        self,
+        groups: ShardingGroups,
+        units: Sequence[Unit],
+        gradients: Sequence[FlatGradient],
+        cast: torch.dtype | None,
+    ) -> None:
         self.groups = groups
         self.group = groups.shard
         self.units = list(units)
@@ -68,8 +77,16 @@ class FSDPRuntime:
         self._next_order: list[Unit] = []
         self._reading = False
         self._open = False
+        self._cast = cast
         for unit in units:
             guard(unit, self.may_read)
+            unit.module.register_forward_pre_hook(partial(self._before, unit), with_kwargs=True)
+            unit.module.register_forward_hook(partial(self._after, unit), always_call=True)
+        for gradient in gradients:
+            for parameter in gradient.flat.parameters:
+                node, _ = hook_gradient(parameter.full, weakly(self.on_gradient, gradient, parameter))
+                gradient.nodes.append(node)
+                parameter.sharded.register_hook(weakly(self.on_sharded_gradient, parameter))
 
     @property
     def parameters(self) -> Iterator[ShardedParameter]:
@@ -83,6 +100,18 @@ class FSDPRuntime:
         return shown and not self._stack and not torch.is_grad_enabled()
 
     # ---- forward --------------------------------------------------------------------------------------------
+
+    def _before(self, unit: Unit, _module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.shows_copies:
+            return None
+        self.before_forward(unit)
+        if self._cast is None:
+            return None
+        converted = {key: _converted(value, self._cast) for key, value in kwargs.items()}
+        return tuple(_converted(value, self._cast) for value in args), converted
+
+    def _after(self, unit: Unit, _module: object, _args: object, output: Any) -> None:
+        self.after_forward(unit, output)
 
     @outside_compile
     def before_forward(self, unit: Unit) -> None:
@@ -230,7 +259,7 @@ class FSDPRuntime:
         if self.enabled:
             self.queue.launch_complete()
 
-    def on_sharded_gradient(self, parameter: ShardedParameter, computed: torch.Tensor) -> None:
+    def on_sharded_gradient(self, parameter: ShardedParameter, computed: Tensor) -> None:
         """Refuse gradients of the full parameters that users see: nobody would average them."""
         if self.gathered is not None or computed.shape != parameter.sharded.shape:
             raise ValueError(
@@ -332,3 +361,7 @@ class FSDPRuntime:
         finally:
             gathered.hide()
             self.gathered = None
+
+
+def _converted(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -211,7 +211,7 @@ def _without_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         "param_groups": state_dict["param_groups"],
         "state": {
             name: {
-                key: _Shape(tuple(value.shape), value.dtype) if isinstance(value, Tensor) and value.dim() else value
+                key: _Sent(tuple(value.shape), value.dtype) if isinstance(value, Tensor) and value.dim() else value
                 for key, value in state.items()
             }
             for name, state in state_dict["state"].items()
@@ -219,14 +219,11 @@ def _without_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class _Shape(tuple[tuple[int, ...], torch.dtype]):
+class _Sent(NamedTuple):
     """Stands for a tensor that is sent by itself."""
 
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> _Shape:
-        return super().__new__(cls, (shape, dtype))
-
-    def __getnewargs__(self) -> Any:
-        return tuple(self)
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def _part_of_state(
@@ -235,12 +232,11 @@ def _part_of_state(
     loaded: dict[str, Any] = {}
     part = parameter.sharded
     for key, kind in kinds.items():
-        if isinstance(kind, _Shape):
-            shape, dtype = kind
-            whole = source[key].contiguous() if source else torch.empty(shape, dtype=dtype)
+        if isinstance(kind, _Sent):
+            whole = source[key].contiguous() if source else torch.empty(kind.shape, dtype=kind.dtype)
             for group in reversed(groups.both):
                 group.broadcast(whole)
-            if shape == tuple(parameter.shape):
+            if kind.shape == parameter.shape:
                 whole = whole.reshape(-1)[slice(*parameter.bounds)].view(part.shape)
             loaded[key] = whole.clone()
         elif isinstance(kind, Tensor) and not parameter.shape and key != "step" and part.numel():

@@ -42,6 +42,7 @@ class Unit:
 
     Attributes:
         parameters: Its parameters, one by one.
+        is_resident: Whether nothing of it is ever gathered.
         active: How many forwards of the module are going on; parameters are full meanwhile.
         shown: Whether parameters are full because backward computes something once more.
         first_event: When its first forward began that no backward has followed yet; infinite if there is none.
@@ -56,6 +57,7 @@ class Unit:
         self.module = module
         self.flats = list(flats)
         self.parameters = [parameter for flat in flats for parameter in flat.parameters]
+        self.is_resident = all(flat.is_resident for flat in flats)
         self.lent = lent
         self.active = 0
         self.shown = False
@@ -65,11 +67,6 @@ class Unit:
         if lent is not None:
             lent.users += 1
             self._version_in_buffer = lent.users
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether nothing of it is ever gathered."""
-        return all(flat.is_resident for flat in self.flats)
 
     @property
     def is_valid(self) -> bool:

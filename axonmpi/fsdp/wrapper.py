@@ -18,14 +18,14 @@ from ..utils.arguments import check_flags, check_functions, either_group_name, m
 from ..utils.torch_internals import outside_compile
 from ..wrapping.backward import accumulating
 from ..wrapping.state_names import Wrapper, hide_wrapper
-from . import hooks, memory, state
+from . import memory, state
 from .construction import Choices, build_flats, initialise, initialise_buffers, lend_buffers
 from .gradient_queue import FlatGradient
 from .groups import checked_groups, sharding_groups
 from .memory import FSDPMemoryStats
 from .offload import Files, offload_state
 from .optimizers import watch_optimizers
-from .options import CPUOffload, MixedPrecision, ShardingStrategy, check_shard_by, checked_precision
+from .options import CPUOffload, MixedPrecision, ShardingStrategy, checked_precision
 from .runtime import FSDPRuntime
 from .unit import Unit
 from .unit_selection import UnitPlan, find_units, plan_units
@@ -59,6 +59,14 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             `/var/tmp` or the current folder if that is memory.
         param_init_fn: Initialises a module of a model on the meta device, by default its `reset_parameters()`.
 
+    Attributes:
+        module: The same, with its parameters replaced.
+        process_group: The ranks that share the parameters out.
+        replicate_group: The ranks that hold the same shard as this one; None if there are no others.
+        sharding_strategy: What is divided among the ranks; `strategy` is the same.
+        unit_names: Names of the submodules that are gathered as one; the model itself, with the rest, is the empty
+            name.
+
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: The model has no parameters, differs between ranks, or an argument does not fit.
@@ -83,14 +91,15 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
         super().__init__()
         self.check_module(module, "; wrap the whole model once, and say with units= what is gathered together")
         precision = checked_precision(mixed_precision)
-        sharding_strategy = member("sharding_strategy", ShardingStrategy, sharding_strategy)
+        strategy = member("sharding_strategy", ShardingStrategy, sharding_strategy)
         cpu_offload = member("cpu_offload", CPUOffload, cpu_offload)
-        check_shard_by(shard_by)
+        if shard_by not in ("elements", "parameters"):
+            raise ValueError(f"shard_by: expected 'elements' or 'parameters', got {shard_by!r}")
         check_functions(param_init_fn=param_init_fn)
-        given = checked_groups(process_group, sharding_strategy)
+        given = checked_groups(process_group, strategy)
         plans = plan_units(module, find_units(module, units))
         arguments = {
-            "sharding_strategy": sharding_strategy,
+            "sharding_strategy": strategy,
             "cpu_offload": cpu_offload,
             "shard_by": shard_by,
             "mixed_precision": precision,
@@ -102,12 +111,15 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             check_same_model(module, group, arguments)
         if next(module.parameters(), None) is None:
             raise ValueError("module: it has no parameters, so there is nothing to shard")
-        self._groups = sharding_groups(given, sharding_strategy)
-        self._strategy, self._offload, self._precision = sharding_strategy, cpu_offload, precision
+        self._groups = sharding_groups(given, strategy)
+        self._offload, self._precision = cpu_offload, precision
         self.module = module
+        self.process_group, self.replicate_group = self._groups.shard, self._groups.replicas
+        self.sharding_strategy = self.strategy = strategy
+        self.unit_names = [plan.name for plan in plans]
         choices = Choices(
             groups=self._groups,
-            keeps=sharding_strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD),
+            keeps=strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD),
             precision=precision,
             by_parameters=shard_by == "parameters",
             files=files,
@@ -139,46 +151,19 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             for flat in unit.flats
             if flat.trains
         ]
-        self._runtime = FSDPRuntime(self._groups, units, gradients)
-        hooks.attach(self._runtime, self._precision.param_dtype)
+        self._runtime = FSDPRuntime(self._groups, units, gradients, self._precision.param_dtype)
         watch_optimizers(self._runtime)
 
     def _init_buffers(self) -> None:
         """Bring rank 0's buffers to all ranks, in the dtype that was chosen."""
-        for part in self.module.modules():
-            for name, buffer in list(part._buffers.items()):
-                if buffer is None:
-                    continue
-                dtype = self._precision.buffer_dtype
-                if dtype is not None and buffer.is_floating_point():
+        dtype = self._precision.buffer_dtype
+        for part in self.module.modules() if dtype is not None else ():
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
                     part._buffers[name] = buffer.to(dtype)
         buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
         for group in self._groups.both:
             broadcast_coalesced(group.backend, buffers, 0)
-
-    # ---- properties -----------------------------------------------------------------------------------------
-
-    @property
-    def process_group(self) -> ProcessGroup:
-        """The ranks that share the parameters out."""
-        return self._groups.shard
-
-    @property
-    def replicate_group(self) -> ProcessGroup | None:
-        """The ranks that hold the same shard as this one; None if there are no others."""
-        return self._groups.replicas
-
-    @property
-    def sharding_strategy(self) -> ShardingStrategy:
-        """What is divided among the ranks."""
-        return self._strategy
-
-    strategy = sharding_strategy
-
-    @property
-    def unit_names(self) -> list[str]:
-        """Names of the submodules that are gathered as one; the model itself, with the rest, is the empty name."""
-        return [unit.name for unit in self._runtime.units]
 
     # ---- training -------------------------------------------------------------------------------------------
 
@@ -340,7 +325,7 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             mixed_precision: None: as now.
         """
         precision = self._precision if mixed_precision is None else checked_precision(mixed_precision)
-        given = self._strategy if sharding_strategy is None else sharding_strategy
+        given = self.strategy if sharding_strategy is None else sharding_strategy
         return memory.estimated(
             self._runtime,
             member("sharding_strategy", ShardingStrategy, given),
