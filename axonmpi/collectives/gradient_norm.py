@@ -28,7 +28,7 @@ from ..utils.arguments import check_flags, either_group_name, number
 from ..utils.torch_internals import plain_tensors, scale_all
 from .divided_parameters import Axis, axes_of, replicas_of
 
-__all__ = ["Copies", "clip_grad_norm", "clip_over", "copy_counts", "divided_axes"]
+__all__ = ["ClipsGradients", "Copies", "clip_grad_norm", "copy_counts", "divided_axes"]
 
 Copies = float | Mapping[Any, float] | Callable[[Tensor], float]
 """On how many ranks parameters are: a number for all, by name or parameter (1 for others), or a function."""
@@ -36,7 +36,6 @@ Copies = float | Mapping[Any, float] | Callable[[Tensor], float]
 _TINY = 1e-6
 
 
-@torch.no_grad()
 @either_group_name
 def clip_grad_norm(
     parameters: nn.Module | Tensor | Iterable[Tensor],
@@ -79,34 +78,64 @@ def clip_grad_norm(
         groups = [group_of_this_rank(group, "group")]
     counts = copy_counts(named, copies, groups)
     pairs = [(parameter, count) for (_, parameter), count in zip(named, counts, strict=True)]
-    return clip_over(pairs, groups, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+    return _clip(pairs, groups, max_norm, norm_type, error_if_nonfinite)
 
 
-def clip_over(
+class ClipsGradients:
+    """A model that knows on which ranks its gradients are."""
+
+    def _gradient_copies(
+        self, group: ProcessGroup | None, copies: Copies | None
+    ) -> tuple[list[tuple[Tensor, float]], list[ProcessGroup]]:
+        """Return how the norm is taken, given the arguments of `clip_grad_norm`; local.
+
+        Returns:
+            Parameters, and on how many ranks of all groups together the gradient of each is; the groups that are
+            summed over one after the other.
+        """
+        raise NotImplementedError
+
+    @either_group_name
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        group: ProcessGroup | None = None,
+        copies: Copies | None = None,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Scale gradients down so that the norm of the whole model's is at most `max_norm`; collective, in place.
+
+        Args:
+            max_norm: The largest norm that is left as it is; infinity only measures.
+            norm_type: 1, 2, any other positive number, or infinity, the largest absolute value.
+            group: Where other ranks have other parts of the model: these and the ranks that this wrapper divides it
+                among. None means the latter, and those among which FSDP or tensor parallelism divides parameters.
+            copies: On how many ranks of `group` the same part of a parameter is, replicas of FSDP apart: a number,
+                a mapping by name or by parameter, or a function of the parameter. None means 1, or what follows
+                from how parameters are divided.
+            error_if_nonfinite: Raise if the norm is infinite or no number; gradients are left alone then.
+
+        Returns:
+            [] float32, the norm before, tied parameters counted once; the same on all ranks.
+
+        Raises:
+            TypeError: An argument is of the wrong kind.
+            ValueError: `max_norm` is negative or `norm_type` not positive, or `group` or `copies` does not fit.
+            RuntimeError: The norm is not finite, with `error_if_nonfinite`; on all ranks.
+        """
+        return _clip(*self._gradient_copies(group, copies), max_norm, norm_type, error_if_nonfinite)
+
+
+@torch.no_grad()
+def _clip(
     counted: Sequence[tuple[Tensor, float]],
     groups: Sequence[ProcessGroup],
     max_norm: float,
     norm_type: float,
-    *,
     error_if_nonfinite: bool,
 ) -> Tensor:
-    """Scale gradients so that their norm is at most `max_norm`; collective, in place.
-
-    Args:
-        counted: Parameters, and on how many ranks of all groups together the gradient of each is.
-        groups: The ranks to sum over, in one group after the other.
-        max_norm: The largest norm.
-        norm_type: Which norm.
-        error_if_nonfinite: Raise if the norm is infinite or no number.
-
-    Returns:
-        [] the norm before, float32.
-
-    Raises:
-        TypeError: An argument is of the wrong kind.
-        ValueError: `max_norm` is negative, `norm_type` not positive, or the ranks differ in them, on all ranks.
-        RuntimeError: The norm is not finite, with `error_if_nonfinite`; on all ranks.
-    """
     check_flags(error_if_nonfinite=error_if_nonfinite)
     max_norm, norm_type = number("max_norm", max_norm), number("norm_type", norm_type)
     if not max_norm >= 0:

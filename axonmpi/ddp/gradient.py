@@ -21,7 +21,7 @@ from ..collectives.agreement import check_same
 from ..errors import CollectiveMismatchError, DtypeError
 from ..groups.world import ProcessGroup, chosen_group
 from ..types import GradSyncStrategy, ReduceOp, Work
-from ..utils.arguments import either_group_name, member
+from ..utils.arguments import either_group_name, integer, member
 from ..utils.partition import bucket_by_size
 
 __all__ = ["GradientBucket", "GradientSynchronizer"]
@@ -35,28 +35,25 @@ class GradientBucket:
     Args:
         capacity: How many elements fit, at least 1.
 
+    Attributes:
+        capacity: The same.
+        size: How many elements were added.
+
     Raises:
         ValueError: `capacity` is below 1.
         TypeError: `capacity` is not an integer.
     """
 
-    _storage: Tensor
-    _size: int
-    _shapes: list[torch.Size]
-
     def __init__(self, capacity: int) -> None:
-        self._capacity = _positive("capacity", capacity)
+        self.capacity = integer("capacity", capacity, minimum=1)
         self.clear()
 
-    @property
-    def capacity(self) -> int:
-        """How many elements fit."""
-        return self._capacity
-
-    @property
-    def size(self) -> int:
-        """How many elements were added."""
-        return self._size
+    def clear(self) -> None:
+        """Forget all tensors, and the dtype and device; tensors that were extracted are not touched."""
+        # New memory is taken next time: the old belongs to whoever still holds extracted tensors.
+        self._storage = torch.empty(0)
+        self.size = 0
+        self._shapes: list[torch.Size] = []
 
     @property
     def is_empty(self) -> bool:
@@ -66,12 +63,12 @@ class GradientBucket:
     @property
     def is_full(self) -> bool:
         """Whether not a single element more fits."""
-        return self._size == self._capacity
+        return self.size == self.capacity
 
     @property
     def data(self) -> Tensor:
         """The elements added so far, [size]: a view, so what is written into it shows in `extract()`."""
-        return self._storage[: self._size]
+        return self._storage[: self.size]
 
     def add(self, t: Tensor) -> bool:
         """Copy a tensor in behind the others, or say that it does not fit.
@@ -88,29 +85,26 @@ class GradientBucket:
             TypeError: `t` is not a tensor.
         """
         _check_dense("t", t)
-        if not self.is_empty:
-            self._check_same_kind(t)
-        if t.numel() > self._capacity - self._size:
-            return False
-        if self.is_empty:
-            self._storage = torch.empty(self._capacity, dtype=t.dtype, device=t.device)
-        place = self._storage[self._size : self._size + t.numel()]
-        place.view(t.shape).copy_(t.detach())
-        self._size += t.numel()
-        self._shapes.append(t.shape)
-        return True
-
-    def _check_same_kind(self, t: Tensor) -> None:
-        if t.dtype != self._storage.dtype:
+        storage = self._storage
+        if not self.is_empty and t.dtype != storage.dtype:
             raise DtypeError(
-                f"t: expected {self._storage.dtype} as the tensors in this bucket, got {t.dtype}; use one "
+                f"t: expected {storage.dtype} as the tensors in this bucket, got {t.dtype}; use one "
                 "bucket for each dtype"
             )
-        if t.device != self._storage.device:
+        if not self.is_empty and t.device != storage.device:
             raise ValueError(
-                f"t: expected a tensor on {self._storage.device} as the tensors in this bucket, got one on "
+                f"t: expected a tensor on {storage.device} as the tensors in this bucket, got one on "
                 f"{t.device}; use one bucket for each device"
             )
+        if t.numel() > self.capacity - self.size:
+            return False
+        if self.is_empty:
+            self._storage = torch.empty(self.capacity, dtype=t.dtype, device=t.device)
+        place = self._storage[self.size : self.size + t.numel()]
+        place.view(t.shape).copy_(t.detach())
+        self.size += t.numel()
+        self._shapes.append(t.shape)
+        return True
 
     def extract(self) -> list[Tensor]:
         """Return the tensors in the order and shapes in which they were added.
@@ -119,13 +113,6 @@ class GradientBucket:
         """
         parts = self.data.split([shape.numel() for shape in self._shapes])
         return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
-
-    def clear(self) -> None:
-        """Forget all tensors, and the dtype and device; tensors that were extracted are not touched."""
-        # New memory is taken next time: the old belongs to whoever still holds extracted tensors.
-        self._storage = torch.empty(0)
-        self._size = 0
-        self._shapes = []
 
 
 class GradientSynchronizer:
@@ -140,6 +127,9 @@ class GradientSynchronizer:
             they are on this rank.
         bucket_size: Elements in a bucket, at least 1; a larger gradient gets a bucket of its own.
 
+    Attributes:
+        strategy: When gradients are averaged.
+
     Raises:
         ValueError: `bucket_size` is below 1.
         TypeError: `strategy` is not a `GradSyncStrategy`, or `bucket_size` is not an integer.
@@ -148,15 +138,10 @@ class GradientSynchronizer:
     def __init__(
         self, strategy: GradSyncStrategy | str = GradSyncStrategy.SYNCHRONOUS, bucket_size: int = 25_000_000
     ) -> None:
-        self._strategy = member("strategy", GradSyncStrategy, strategy)
-        self._bucket_size = _positive("bucket_size", bucket_size)
+        self.strategy = member("strategy", GradSyncStrategy, strategy)
+        self._bucket_size = integer("bucket_size", bucket_size, minimum=1)
         self._num_params: int | None = None
         self.clear()
-
-    @property
-    def strategy(self) -> GradSyncStrategy:
-        """When gradients are averaged."""
-        return self._strategy
 
     def prepare(self, num_params: int) -> None:
         """Say how many gradients a round may have, and begin one; local.
@@ -168,7 +153,7 @@ class GradientSynchronizer:
             ValueError: `num_params` is negative.
             TypeError: `num_params` is not an integer.
         """
-        self._num_params = _integer("num_params", num_params, minimum=0)
+        self._num_params = integer("num_params", num_params, minimum=0)
         self.clear()
 
     def clear(self) -> None:
@@ -192,7 +177,7 @@ class GradientSynchronizer:
         num_params = self._prepared()
         if self._synced is not None:
             raise ValueError("add_gradient() after sync_all(): call clear() to begin the next round")
-        index = _integer("index", index)
+        index = integer("index", index)
         if not 0 <= index < num_params:
             raise ValueError(f"index: expected 0 to {num_params - 1}, as prepare({num_params}) said, got {index}")
         if index in self._added:
@@ -222,7 +207,7 @@ class GradientSynchronizer:
             raise ValueError("sync_all() twice in a round: call clear() to begin the next one")
         if group is not None:
             chosen_group(group)
-        if self._strategy is not GradSyncStrategy.NO_SYNC:
+        if self.strategy is not GradSyncStrategy.NO_SYNC:
             group = chosen_group(group)
             check_same(
                 group.backend,
@@ -262,7 +247,7 @@ class GradientSynchronizer:
 
     def _average(self, group: ProcessGroup) -> None:
         """Reduce bucket by bucket and put views of the buckets in the gradients' place; collective."""
-        overlapped = self._strategy is GradSyncStrategy.OVERLAPPED
+        overlapped = self.strategy is GradSyncStrategy.OVERLAPPED
         started: list[Work] = []
         for indices in _layout(self._added, self._bucket_size):
             flat, parts = _pack([self._added[index] for index in indices])
@@ -302,15 +287,3 @@ def _check_dense(name: str, t: object) -> None:
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(t).__name__}")
     if t.layout is not torch.strided:
         raise ValueError(f"{name}: expected a dense tensor, got layout {t.layout}; use .to_dense()")
-
-
-def _integer(name: str, value: object, minimum: int | None = None) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected an int, got {value!r}")
-    if minimum is not None and value < minimum:
-        raise ValueError(f"{name}: expected at least {minimum}, got {value}")
-    return value
-
-
-def _positive(name: str, value: object) -> int:
-    return _integer(name, value, minimum=1)

@@ -48,13 +48,7 @@ class Stateful(Protocol):
 class Joinable(Protocol):
     """A model whose ranks may have unequal numbers of batches, as `DistributedDataParallel` is."""
 
-    @property
-    def process_group(self) -> ProcessGroup:
-        """The ranks that average gradients."""
-
-    @property
-    def current_reducer(self) -> Reducer:
-        """What reduces the gradients at present."""
+    process_group: ProcessGroup
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The model's parameters."""
@@ -72,6 +66,7 @@ class Join:
     def __init__(
         self,
         model: Joinable,
+        reducer: Reducer,
         state: Sequence[Stateful],
         *,
         enable: bool,
@@ -86,7 +81,7 @@ class Join:
                 )
         self._model = model
         self._group = model.process_group
-        self._reducer = model.current_reducer
+        self._reducer = reducer
         self._state = list(state)
         self._stepped: dict[int, Optimizer] = {}
         self._steps = 0
@@ -98,7 +93,7 @@ class Join:
 
     def __enter__(self) -> Join:
         if self._enable:
-            self._reducer.announce = self._announce
+            self._reducer.report_event = self._report
             self._watch = register_optimizer_step_post_hook(self._after_step)
         return self
 
@@ -111,7 +106,6 @@ class Join:
         if not self._enable:
             return
         self._watch.remove()
-        self._reducer = self._model.current_reducer
         try:
             if error is None:
                 self._accompany()
@@ -119,14 +113,14 @@ class Join:
                 if self._is_uneven or len(set(self._group.all_gather_object(self._steps))) > 1:
                     self._bring_into_step()
         finally:
-            self._reducer.announce = None
+            self._reducer.report_event = None
             self._reducer.scale = 1.0
 
-    def _announce(self, event: str) -> list[int]:
+    def _report(self, event: str) -> list[int]:
         """Tell the others what this rank begins; return the ranks that take part. Collective."""
         self._exchange(_EVENTS.index(event))
         if not self._divide_by_initial:
-            self._model.current_reducer.scale = self._group.size / len(self._last_active)
+            self._reducer.scale = self._group.size / len(self._last_active)
         return self._last_active
 
     def _exchange(self, code: int) -> str:
@@ -152,12 +146,12 @@ class Join:
 
     def _accompany(self) -> None:
         """Answer the others' synchronisations until all have left."""
-        self._reducer.settle()
+        self._reducer.report_failed_backward()
         while (event := self._exchange(0)) != "none":
             if event == "buffers":
                 self._model.broadcast_buffers_from(self._last_active[0])
             else:
-                self._reducer.shadow(by_hand=event == "by hand")
+                self._reducer.reduce_zeros(by_hand=event == "by hand")
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         own = {id(parameter) for parameter in self._model.parameters()}

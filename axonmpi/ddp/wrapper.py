@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from ..backends import broadcast_coalesced
 from ..collectives.agreement import check_same_model
@@ -22,8 +21,7 @@ from ..groups.world import ProcessGroup, group_of_this_rank
 from ..types import GradSyncStrategy
 from ..utils.arguments import check_flags, either_group_name, hint, member
 from ..utils.torch_internals import outside_compile
-from ..wrapping.autograd import accumulates_into, leaf_below, tensors_in
-from ..wrapping.linear import LinearLayers
+from ..wrapping.backward import accumulating, watch_output
 from ..wrapping.state_names import Wrapper, hide_wrapper
 from .join import Join, Stateful
 from .reducer import Reducer
@@ -51,6 +49,11 @@ class DistributedDataParallel(Wrapper):
             them; unused on all ranks, their `grad` is left alone. Without this they are an error that names them.
         reduce_dtype: Dtype in which gradients are sent, torch.bfloat16 for example; sums are taken in float32.
 
+    Attributes:
+        module: The same.
+        process_group: The ranks over which gradients are averaged.
+        sync_strategy: When gradients are reduced.
+
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: The model has nothing to train, or differs between ranks (naming the first parameter that does).
@@ -72,9 +75,12 @@ class DistributedDataParallel(Wrapper):
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _check_module(module)
-        self._group = group_of_this_rank(process_group)
-        strategy = member("sync_strategy", GradSyncStrategy, sync_strategy)
+        self.check_module(
+            module,
+            ", and its gradients would be averaged twice; wrap the module inside, which is its .module",
+        )
+        self.process_group = group_of_this_rank(process_group)
+        self.sync_strategy = member("sync_strategy", GradSyncStrategy, sync_strategy)
         _check_options(bucket_cap_mb, reduce_dtype)
         check_flags(
             broadcast_buffers=broadcast_buffers,
@@ -85,37 +91,26 @@ class DistributedDataParallel(Wrapper):
         self._equal_buffers: list[tuple[int, int]] | None = None  # as they were when they were last rank 0's
         self._broadcast_buffers = broadcast_buffers
         self._options: dict[str, Any] = {
-            "strategy": strategy,
+            "strategy": self.sync_strategy,
             "cap_bytes": max(1, int(bucket_cap_mb * (1 << 20))),
             "as_view": gradient_as_bucket_view,
             "find_unused": find_unused_parameters,
             "reduce_dtype": reduce_dtype,
         }
         arguments = {
-            "sync_strategy": strategy.name,
+            "sync_strategy": self.sync_strategy.name,
             "bucket_cap_mb": bucket_cap_mb,
             "broadcast_buffers": broadcast_buffers,
             "find_unused_parameters": find_unused_parameters,
             "reduce_dtype": reduce_dtype,
         }
-        check_same_model(module, self._group, arguments)
+        check_same_model(module, self.process_group, arguments)
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError("module: no parameter of it requires grad, so there is nothing to average")
         self.sync_parameters()
         mark_divided(module)
-        self._reducer = self._make_reducer()
+        self._reducer = Reducer(_trained(module), self.process_group, **self._options)
         hide_wrapper(self)
-
-    @property
-    def process_group(self) -> ProcessGroup:
-        """The ranks over which gradients are averaged."""
-        return self._group
-
-    @property
-    def sync_strategy(self) -> GradSyncStrategy:
-        """When gradients are reduced."""
-        strategy: GradSyncStrategy = self._options["strategy"]
-        return strategy
 
     @property
     def bucket_sizes(self) -> list[int]:
@@ -125,26 +120,16 @@ class DistributedDataParallel(Wrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; collective in training mode if it has buffers and they are broadcast."""
         self._before_forward()
-        if torch.compiler.is_compiling():
-            return self._after_forward(self.module(*args, **kwargs))
-        with self._layers.direct():
-            output = self.module(*args, **kwargs)
-        return self._after_forward(output)
+        return self._after_forward(self.module(*args, **kwargs))
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Let gradients of forwards in this context accumulate on each rank; local.
 
         The forward decides, as in torch: its backward may come later. The next backward through a forward outside
         reduces what has accumulated, as does `sync_gradients()`. After a call of `.module` itself, which the
         wrapper does not see, it is the backward that has to be in the context.
         """
-        before = self._reducer.enabled
-        self._reducer.enabled = False
-        try:
-            yield
-        finally:
-            self._reducer.enabled = before
+        return accumulating(self._reducer)
 
     @outside_compile
     def sync_gradients(self) -> None:
@@ -195,6 +180,7 @@ class DistributedDataParallel(Wrapper):
         )
         return Join(
             self,
+            self._reducer,
             state,
             enable=enable,
             divide_by_initial=divide_by_initial_world_size,
@@ -206,30 +192,24 @@ class DistributedDataParallel(Wrapper):
         buffers = list(self.module.buffers())
         # Through .data as batch norm itself does it, so that a backward through an earlier forward still works.
         if sent := [buffer.data for buffer in buffers if buffer.numel()]:
-            broadcast_coalesced(self._group.backend, sent, src)
+            broadcast_coalesced(self.process_group.backend, sent, src)
         self._equal_buffers = _versions(buffers)
 
     def broadcast_state(self, src: int) -> None:
         """Copy the parameters and buffers of rank `src` to all ranks, in place; collective."""
-        check_not_divided(self.module, self._group)  # layers may have been divided after wrapping
+        check_not_divided(self.module, self.process_group)  # layers may have been divided after wrapping
         tensors = [*self.module.parameters(), *self.module.buffers()]
-        broadcast_coalesced(self._group.backend, [tensor.detach() for tensor in tensors if tensor.numel()], src)
+        broadcast_coalesced(self.process_group.backend, [t.detach() for t in tensors if t.numel()], src)
         self._equal_buffers = _versions(self.module.buffers())
-
-    @property
-    def current_reducer(self) -> Reducer:
-        """What reduces the gradients at present."""
-        return self._reducer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         """Copy the module; the copy averages over the same group. Collective: the copy has buckets of its own."""
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
-        memo[id(self._group)] = self._group
         memo[id(self._reducer)] = None
         copied.__dict__.update({name: deepcopy(value, memo) for name, value in self.__dict__.items()})
         copied._equal_buffers = None
-        copied._reducer = copied._make_reducer()
+        copied._reducer = Reducer(_trained(copied.module), copied.process_group, **copied._options)
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
@@ -240,31 +220,26 @@ class DistributedDataParallel(Wrapper):
 
     # ---- inner workings -----------------------------------------------------------------------------------
 
-    def _make_reducer(self) -> Reducer:
-        trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-        self._layers = LinearLayers(self.module)
-        return Reducer(trained, self._group, **self._options, direct=self._layers.weights)
-
     @outside_compile
     def _before_forward(self) -> None:
         if not self.training:
             self._warn_of_own_buffers()
         if not torch.is_grad_enabled():
             return
-        self._reducer.settle()
+        self._reducer.report_failed_backward()
         self._follow_changes()
         if self._broadcast_buffers and self.training and self._reducer.enabled:
             self._sync_buffers()
 
     def _sync_buffers(self) -> None:
         if any(buffer.numel() for buffer in self.module.buffers()):
-            active = [0] if self._reducer.announce is None else self._reducer.announce("buffers")
+            active = [0] if self._reducer.report_event is None else self._reducer.report_event("buffers")
             self.broadcast_buffers_from(active[0])
 
     def _warn_of_own_buffers(self) -> None:
         """Warn in the first evaluation after training, if this rank's model gives other results than rank 0's."""
         equal, self._equal_buffers = self._equal_buffers, None
-        if equal is None or not self._broadcast_buffers or self._group.rank == 0:
+        if equal is None or not self._broadcast_buffers or self.process_group.rank == 0:
             return
         if equal != _versions(self.module.buffers()):
             warnings.warn(
@@ -279,46 +254,32 @@ class DistributedDataParallel(Wrapper):
         shown = list(self.module.parameters())
         if not all(isinstance(parameter, nn.Parameter) for parameter in shown):
             return  # torch.func.functional_call shows others: their gradients reach the parameters, or nobody
-        trained = [parameter for parameter in shown if parameter.requires_grad]
-        if self._reducer.fits(trained):
+        if self._reducer.fits([parameter for parameter in shown if parameter.requires_grad]):
             return
-        check_not_divided(self.module, self._group)
-        reducer = self._make_reducer()
-        added = reducer.take_over(self._reducer)
-        self._reducer.detach()
-        self._reducer = reducer
-        broadcast_coalesced(self._group.backend, [tensor.detach() for tensor in added if tensor.numel()], 0)
+        check_not_divided(self.module, self.process_group)
+        added = self._reducer.follow(_trained(self.module))
+        broadcast_coalesced(self.process_group.backend, [p.detach() for p in added if p.numel()], 0)
 
     @outside_compile
     def _after_forward(self, output: Any) -> Any:
         """See to it that the outermost backward is noticed, also when checkpointing nests others."""
         if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.requires_grad and not tensor.is_leaf:  # a leaf would gather a hook in every forward
-                    leaf = leaf_below(tensor)
-                    tensor.register_hook(partial(self._begin_backward, leaf, self._reducer.enabled))
+            watch_output(output, partial(self._begin_backward, self._reducer.enabled))
         return output
 
     @outside_compile
-    def _begin_backward(self, leaf: Node | None, reduces: bool, _gradient: Tensor) -> None:
-        if accumulates_into(leaf):
+    def _begin_backward(self, reduces: bool, accumulates: bool) -> None:
+        if accumulates:
             self._reducer.begin_backward(reduces=reduces)
+
+
+def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
 def _versions(buffers: Iterable[Tensor]) -> list[tuple[int, int]]:
     """Return what tells whether buffers were changed or replaced; local."""
     return [(id(buffer), 0 if buffer.is_inference() else buffer._version) for buffer in buffers]
-
-
-def _check_module(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
-    for name, part in module.named_modules():
-        if isinstance(part, DistributedDataParallel):
-            raise ValueError(
-                f"module: {name or 'it'} is wrapped in DistributedDataParallel already, and its gradients would be "
-                "averaged twice; wrap the module inside, which is its .module"
-            )
 
 
 def _check_options(bucket_cap_mb: object, dtype: object) -> None:

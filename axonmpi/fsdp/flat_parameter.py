@@ -2,8 +2,8 @@
 
     buffer   [P]  | weight ............... | bias | pad |     what the unit computes with, once a node
     shard    [S]       | this rank's |                        what this rank updates
-    parts              | weight |                             what the optimizer sees: views of the shard
-    fulls         | weight ............... | bias |           what forward sees: views of the buffer
+    full          | weight ............... | bias |           what forward sees: views of the buffer
+    sharded            | weight |                             what the optimizer sees: views of the shard
 
 Where all ranks are on one node and compute in the dtype of the parameters, the shard lies in the buffer: it is
 the only copy on the node, and is never gathered. Elsewhere the buffer is filled from the shards of all ranks
@@ -13,9 +13,7 @@ when it is needed.
 from __future__ import annotations
 
 import enum
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +21,15 @@ from torch import Tensor, nn
 from ..collectives.divided_parameters import divide, mark_part
 from ..groups.world import ProcessGroup
 from ..types import Work
-from .offload import Files, OffloadedParameter
+from ..utils.torch_internals import hooks_on
+from .groups import gathers_beside_computation
+from .layout import Layout
 from .unit_selection import Member
 
-__all__ = ["ALIGNMENT", "COMPUTED_WITH", "FlatParameter", "Layout", "State", "by_elements", "by_parameters"]
+__all__ = ["COMPUTED_WITH", "FlatParameter", "ShardedParameter", "State"]
 
 COMPUTED_WITH = "_axonmpi_computed_with"
-"""Attribute of a whole parameter that a unit computes with: its name. Optimizers are to have the parts instead."""
+"""Attribute of a full parameter: its name. Optimizers must have the sharded one instead."""
 
 
 class State(enum.Enum):
@@ -46,320 +46,274 @@ class State(enum.Enum):
     LENT = "lent"
 
 
+class ShardedParameter:
+    """One parameter of the model: full in the buffer, this rank's part of it in the shard.
+
+    Args:
+        member: The parameter as it was when the model was wrapped.
+        flat: The flat parameter that it lies in.
+        index: Its place among the flat parameter's.
+
+    Attributes:
+        name: Its name in the model.
+        owners: The modules that it is an attribute of, with the attribute's name.
+        shape: Shape of the full parameter.
+        numel: Elements of the full parameter.
+        offset: Where it begins in the flat parameter.
+        bounds: Which of its elements this rank has, from and to; equal if none.
+        full: [*shape] what modules compute with, a view of the buffer, once there is one.
+        own: This rank's part, a view of the shard, see `view_in`.
+        sharded: What optimizers have; shows `own`, or a copy of the full parameter that the user has gathered.
+    """
+
+    full: nn.Parameter
+    own: Tensor
+    sharded: nn.Parameter
+
+    def __init__(self, member: Member, flat: FlatParameter, index: int) -> None:
+        layout, rank = flat.layout, flat.group.rank
+        self.name = member.name
+        self.owners = member.owners
+        self.flat = flat
+        self.shape = member.parameter.shape
+        self.numel = layout.numels[index]
+        self.offset = layout.offsets[index]
+        self.bounds = layout.part(index, rank)
+        self._start = self.offset + self.bounds[0] - layout.bounds(rank)[0]
+        self._original = member.parameter
+        self._copy: Tensor | None = None
+
+    def use_buffer(self, buffer: Tensor) -> None:
+        """Make the full parameter a view of [P] elements; local."""
+        self.full = self._like_original(buffer[self.offset : self.offset + self.numel].view(self.shape))
+        setattr(self.full, COMPUTED_WITH, self.name)
+
+    def use_shard(self, shard: Tensor, group: ProcessGroup) -> None:
+        """Make the sharded parameter a view of [S] elements; local."""
+        self.own = self.view_in(shard)
+        self.sharded = self._like_original(self.own)
+        mark_part(self.sharded, *self.bounds, self.shape)
+        divide(self.sharded, group)
+        self.show(None)
+
+    def _like_original(self, view: Tensor) -> nn.Parameter:
+        made = nn.Parameter(view, requires_grad=self._original.requires_grad)
+        made.__dict__.update(self._original.__dict__)
+        return made
+
+    def view_in(self, shard: Tensor) -> Tensor:
+        """Return this rank's part of the parameter in [S] elements that are laid out as the shard is; local.
+
+        It has the shape of the parameter if it is all of it, and else as many dims, which optimizers and those who
+        make groups of parameters look at: [elements, 1, ...], or [0, ...].
+        """
+        first, last = self.bounds
+        if first == last:
+            return shard[:0].view(0, *self.shape[1:])
+        part = shard[self._start : self._start + last - first]
+        return part.view(self.shape if last - first == self.numel else (-1, *[1] * (len(self.shape) - 1)))
+
+    def show(self, copy: Tensor | None) -> None:
+        """Let the sharded parameter show a copy of the full one, [*shape]; None: this rank's part; local."""
+        self._copy = copy
+        self.sharded.data = self._shown
+        self._made = _home_of(self.sharded)
+
+    @property
+    def _shown(self) -> Tensor:
+        return self.own if self._copy is None else self._copy
+
+    def changed(self) -> Tensor | None:
+        """Return the part of the copy that this rank has, if it differs from the parameter; local."""
+        if self._copy is None:
+            return None
+        new = self._copy.reshape(-1)[slice(*self.bounds)].view(self.own.shape)
+        return None if torch.equal(self.own, new) else new
+
+    def set_gradient(self, gradient: Tensor) -> None:
+        """Give the sharded parameter a gradient, shaped as `own`, whatever the parameter shows; local."""
+        shown, self.sharded.data = self.sharded.data, self.own
+        self.sharded.grad = gradient
+        self.sharded.data = shown
+
+    def take_change(self, shown: nn.Parameter | None) -> None:
+        """Take over values that were put elsewhere, as converting a module does; local.
+
+        Args:
+            shown: What a module has under the parameter's name.
+
+        Raises:
+            ValueError: The parameter was replaced, changed in shape or dtype, unfrozen, or given a hook.
+        """
+        sharded, expected = self.sharded, self._shown
+        is_unfrozen = sharded.requires_grad and not self.flat.trains
+        has_hooks = len(hooks_on(sharded)[0]) > 1  # one is our own
+        is_moved = _home_of(sharded) != self._made
+        if shown is sharded and not (is_unfrozen or has_hooks or is_moved):
+            return
+        if is_unfrozen:
+            raise ValueError(
+                f"parameter {self.name!r} was frozen when the model was wrapped, so there is no room for its "
+                "gradient: freeze it after wrapping instead"
+            )
+        if has_hooks:
+            raise ValueError(
+                f"parameter {self.name!r} has a hook from register_hook(), which autograd would not call: it "
+                "computes the gradient of the whole parameter. Use register_post_accumulate_grad_hook(), which is "
+                "called when p.grad is the average"
+            )
+        if shown is not sharded or (sharded.shape, sharded.dtype) != (expected.shape, expected.dtype):
+            what = "this rank's part" if expected.numel() < self.numel else "the whole parameter"
+            got = "nothing" if shown is None else f"{shown.dtype} {list(shown.shape)}"
+            how = "was replaced or changed" if shown is not sharded else "was changed in shape or dtype"
+            raise ValueError(
+                f"parameter {self.name!r} {how} after wrapping: expected {what}, {expected.dtype} "
+                f"{list(expected.shape)}, got {got}. Change values in place under torch.no_grad(), or change the "
+                "model before it is wrapped"
+            )
+        if sharded.numel():
+            with torch.no_grad():
+                expected.copy_(sharded)
+            sharded.data = expected
+
+
+def _home_of(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype
+
+
 class FlatParameter:
     """Some parameters of a unit, of one dtype.
 
     Args:
-        members: The parameters.
+        members: The parameters, as they were when the model was wrapped.
         layout: Where each lies.
         group: The ranks that share it out.
-        dtype: Dtype of the shard.
         compute_dtype: Dtype of the buffer.
         state: Where its values are.
         in_file: Whether the shard lies in a file.
 
     Attributes:
+        dtype: Dtype of the shard.
         sizes: Elements of each rank's shard.
+        parameters: The parameters.
         shard: [S] this rank's shard.
         buffer: [P] what the unit computes with, once there is one.
-        parts: This rank's part of each parameter.
-        made: Address and shape that each part was given.
-        fulls: The whole parameters, views of the buffer, once there is one.
+        is_resident: Whether the only copy of a node is computed with, and nothing is ever gathered.
+        in_place: Whether the shard lies in the buffer.
+        buffer_bytes: Size of the buffer.
         is_valid: Whether the buffer holds the parameters' values.
         trains: Whether its parameters are trained.
+        gathers_ahead: Whether it is gathered while another unit computes.
     """
+
+    buffer: Tensor
 
     def __init__(
         self,
         members: Sequence[Member],
         layout: Layout,
         group: ProcessGroup,
-        dtype: torch.dtype,
         compute_dtype: torch.dtype,
         state: State,
         *,
         in_file: bool = False,
     ) -> None:
-        self.members = list(members)
         self.layout = layout
         self.group = group
-        self.dtype = dtype
+        self.dtype = members[0].parameter.dtype
         self.compute_dtype = compute_dtype
         self.state = state
         self.sizes = list(layout.sizes)
         self.trains = members[0].parameter.requires_grad
-        self.shapes = [member.parameter.shape for member in members]
-        self.is_valid = state == State.RESIDENT
-        self.shard: Tensor = torch.empty(0, dtype=dtype)
-        self.buffer: Tensor | None = None
-        self.parts: list[nn.Parameter] = []
-        self.fulls: list[nn.Parameter] = []
-        self.made: list[tuple[int, torch.Size]] = []
-        self._wholes: Sequence[Tensor] | None = None
-        self._in_file = in_file
-        self._marks = [dict(member.parameter.__dict__) for member in members]
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the shard lies in the buffer."""
-        if self._in_file:
-            return self.state == State.RESIDENT
-        return self.state != State.LENT and self.dtype == self.compute_dtype
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether the only copy of a node is computed with, and nothing is ever gathered."""
-        return self.state == State.RESIDENT
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Size of the buffer."""
-        return self.layout.total * self.compute_dtype.itemsize
+        self.is_resident = self.is_valid = state is State.RESIDENT
+        in_own_buffer = state is State.KEPT and self.dtype == compute_dtype and not in_file
+        self.in_place = self.is_resident or in_own_buffer
+        self.buffer_bytes = layout.total * compute_dtype.itemsize
+        self.shard = torch.empty(0, dtype=self.dtype)
+        self.parameters = [ShardedParameter(member, self, index) for index, member in enumerate(members)]
+        self.gathers_ahead = gathers_beside_computation(group)
 
     def set_buffer(self, buffer: Tensor) -> None:
         """Use [P] elements of memory that the ranks of a node have in common to compute with; local."""
         self.buffer = buffer
-        self.fulls = []
-        for index, member in enumerate(self.members):
-            offset = self.layout.offsets[index]
-            view = buffer[offset : offset + self.layout.numels[index]].view(self.shapes[index])
-            full = nn.Parameter(view, requires_grad=member.parameter.requires_grad)
-            full.__dict__.update(self._marks[index])
-            setattr(full, COMPUTED_WITH, member.name)
-            self.fulls.append(full)
+        for parameter in self.parameters:
+            parameter.use_buffer(buffer)
         if self.in_place:
-            low, high = self.layout.bounds(self.group.rank)
-            self.set_shard(buffer[low:high])
+            self.set_shard(buffer[slice(*self.layout.bounds(self.group.rank))])
 
     def set_shard(self, shard: Tensor) -> None:
         """Use [S] elements of memory for the shard; local."""
         self.shard = shard
-        self.parts = []
-        for index, member in enumerate(self.members):
-            part = nn.Parameter(self.part_of(shard, index), requires_grad=member.parameter.requires_grad)
-            part.__dict__.update(self._marks[index])
-            mark_part(part, *self.layout.part(index, self.group.rank), self.shapes[index])
-            divide(part, self.group)
-            self.parts.append(part)
-        self._note_made()
+        for parameter in self.parameters:
+            parameter.use_shard(shard, self.group)
 
-    def _note_made(self) -> None:
-        self.made = [(part.data_ptr(), part.shape) for part in self.parts]
-
-    def show(self, wholes: Sequence[Tensor] | None) -> None:
-        """Let the parts show whole parameters that are copies, in their shapes; None: the shard; local."""
-        self._wholes = wholes
-        for index, part in enumerate(self.parts):
-            part.data = self.home(index)
-        self._note_made()
-
-    def set_gradient(self, index: int, gradient: Tensor) -> None:
-        """Give a part a gradient that is laid out as it is in the shard, whatever it shows; local."""
-        part = self.parts[index]
-        shown = part.data
-        if self._wholes is not None:
-            part.data = self.part_of(self.shard, index)
-        part.grad = gradient
-        if self._wholes is not None:
-            part.data = shown
-
-    def home(self, index: int) -> Tensor:
-        """Return the memory that a part shows, of the shard or of a copy of the whole parameter; local."""
-        return self.part_of(self.shard, index) if self._wholes is None else self._wholes[index]
-
-    def changed(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield which parts differ from the whole parameters that are shown: index, in the shard, new; local."""
-        for index, whole in enumerate(self._wholes or ()):
-            own = self.part_of(self.shard, index)
-            first, last = self.layout.part(index, self.group.rank)
-            new = whole.reshape(-1)[first:last].view(own.shape)
-            if not torch.equal(own, new):
-                yield index, own, new
-
-    def offload_state(self, files: Files) -> None:
-        """Let optimizers put their state for these parameters into files; local."""
-        offloaded = []
-        for part in self.parts:
-            new = OffloadedParameter(part.data, requires_grad=part.requires_grad)
-            new.__dict__.update(part.__dict__)
-            new.files = files
-            offloaded.append(new)
-        self.parts = list(offloaded)
-
-    def part_of(self, shard: Tensor, index: int) -> Tensor:
-        """Return this rank's part of a parameter, a view of [S] elements laid out as the shard is; local.
-
-        It has the shape of the parameter if it is all of it, and else as many dims, which optimizers and those who
-        make groups of parameters look at: [elements, 1, ...], or [0, ...].
-        """
-        first, last = self.layout.part(index, self.group.rank)
-        shape = self.shapes[index]
-        if first == last:
-            return shard[:0].view(0, *shape[1:])
-        start = self.layout.offsets[index] + first - self.layout.bounds(self.group.rank)[0]
-        part = shard[start : start + last - first]
-        return part.view(shape if last - first == shape.numel() else (-1, *[1] * (len(shape) - 1)))
+    def pieces(self) -> list[ShardedParameter | int]:
+        """Return the parameters in the order in which they lie, and between them elements of padding."""
+        pieces: list[ShardedParameter | int] = []
+        end = 0
+        for parameter in sorted(self.parameters, key=lambda parameter: (parameter.offset, parameter.numel)):
+            pieces += [parameter.offset - end, parameter]
+            end = parameter.offset + parameter.numel
+        return [piece for piece in [*pieces, self.layout.total - end] if piece != 0]
 
     # ---- moving values ------------------------------------------------------------------------------------
 
-    def gather(self, *, async_op: bool = False) -> Work | None:
-        """Fill the buffer from the shards of all ranks; collective, nothing to do for a resident one."""
-        if self.state == State.RESIDENT:
-            return None
-        assert self.buffer is not None
+    def gather(self) -> Work | None:
+        """Fill the buffer from the shards of all ranks; collective. Not for a resident one."""
         work = self.group.all_gather_into(
-            self.buffer.data, None if self.in_place else self.shard.detach(), self.sizes, async_op=async_op
+            self.buffer.data,
+            None if self.in_place else self.shard.detach(),
+            self.sizes,
+            async_op=self.gathers_ahead,
         )
         self.is_valid = True
         return work
 
-    def load(self, value_of: Callable[[Member], Tensor | None]) -> None:
+    def load(self, value_of: Callable[[ShardedParameter], Tensor | None]) -> None:
         """Take the values that rank 0 has for some or all parameters; collective.
 
         Args:
             value_of: Called on rank 0 for each parameter; None leaves the parameter as it is.
         """
-        values = [value_of(member) for member in self.members] if self.group.rank == 0 else []
-        if self.state == State.RESIDENT:
-            self._load_resident(values)
-        else:
-            self._load_shards(values)
-
-    def _load_resident(self, values: Sequence[Tensor | None]) -> None:
-        self.group.barrier()  # nobody reads the old values any more
-        for full, value in zip(self.fulls, values, strict=False):
-            if value is not None:
-                full.detach().copy_(value)
-        self.group.barrier()
-
-    def _load_shards(self, values: Sequence[Tensor | None]) -> None:
+        values = [value_of(parameter) if self.group.rank == 0 else None for parameter in self.parameters]
+        if self.is_resident:
+            self.group.barrier()  # nobody reads the old values any more
+            for parameter, value in zip(self.parameters, values, strict=True):
+                if value is not None:
+                    parameter.full.detach().copy_(value)
+            self.group.barrier()
+            return
         given: list[bool] = self.group.broadcast_object([value is not None for value in values])
-        for index, is_given in enumerate(given):
-            if not is_given:
-                continue
-            whole = torch.empty(self.layout.numels[index], dtype=self.dtype)
-            if values:
-                value = values[index]
-                assert value is not None
-                whole.view(self.shapes[index]).copy_(value)
-            self.group.broadcast(whole)
-            first, last = self.layout.part(index, self.group.rank)
-            part = self.part_of(self.shard.detach(), index)
-            part.copy_(whole[first:last].view(part.shape))
+        for parameter, value, is_given in zip(self.parameters, values, given, strict=True):
+            if is_given:
+                whole = torch.empty(parameter.shape, dtype=self.dtype)
+                if value is not None:
+                    whole.copy_(value)
+                self.group.broadcast(whole)
+                own = parameter.own.detach()
+                own.copy_(whole.view(-1)[slice(*parameter.bounds)].view(own.shape))
         self.is_valid = False
 
-    def whole(self, index: int, own: Tensor | None = None) -> Tensor:
-        """Return a copy of a whole parameter, or of what is divided as it is; collective.
+    def whole(
+        self, parameter: ShardedParameter, own: Tensor | None = None, *, on_first: bool = False
+    ) -> Tensor | None:
+        """Return a copy of a whole parameter, or of another tensor that is divided as it is; collective.
 
         Args:
-            index: Which one.
+            parameter: Which one.
             own: This rank's part; None: that of the parameter.
+            on_first: Only rank 0 gets it, the others None.
         """
-        if own is None and self.is_resident:  # what the others have changed is there: callers have met before
-            return self.fulls[index].detach().clone()
-        part = (self.part_of(self.shard, index) if own is None else own).detach().reshape(-1)
-        whole: Tensor = part.clone() if self.group.size == 1 else self.group.all_gather(part)
-        return whole.reshape(self.shapes[index])
-
-    def whole_on_first(self, index: int, own: Tensor | None = None) -> Tensor | None:
-        """Return what `whole` does on rank 0, None elsewhere; collective."""
-        if self.group.size == 1 or (own is None and self.is_resident):
-            return self.whole(index, own) if self.group.rank == 0 else None
-        part = (self.part_of(self.shard, index) if own is None else own).detach().reshape(-1)
-        parts = self.group.gather(part, 0)
-        return None if parts is None else torch.cat(parts).reshape(self.shapes[index])
-
-
-ALIGNMENT = 16
-"""Elements that every parameter and every shard begins at a multiple of."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where parameters lie in a flat one, and which part of it is whose.
-
-        by elements     | weight ............. | bias | norm |pad|      every parameter where it comes, cut into
-                        | rank 0 | rank 1 | rank 2 | rank 3      |      equal shards
-        by parameters   | weight (rank 0) | bias norm (rank 1) | ...    every parameter whole on one rank
-
-    Everything begins at a multiple of 64 bytes or more, as memory that torch allocates does.
-
-    Attributes:
-        numels: Elements of each parameter.
-        offsets: Where each begins.
-        sizes: Elements of each rank's shard; their sum is that of the flat parameter.
-    """
-
-    numels: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def total(self) -> int:
-        """Elements of the flat parameter, padding included."""
-        return sum(self.sizes)
-
-    def bounds(self, rank: int) -> tuple[int, int]:
-        """Return where a rank's shard begins and ends."""
-        start = sum(self.sizes[:rank])
-        return start, start + self.sizes[rank]
-
-    def part(self, index: int, rank: int) -> tuple[int, int]:
-        """Return which elements of a parameter, from and to, lie in a rank's shard; equal if none do."""
-        low, high = self.bounds(rank)
-        start, numel = self.offsets[index], self.numels[index]
-        first, last = max(low, start) - start, min(high, start + numel) - start
-        return (first, last) if first < last else (0, 0)
-
-    @functools.cached_property
-    def keeps_whole(self) -> bool:
-        """Whether no parameter is divided."""
-        parts = [[self.part(index, rank) for rank in range(len(self.sizes))] for index in range(len(self.numels))]
-        return all((0, numel) in own for numel, own in zip(self.numels, parts, strict=True))
-
-    def gaps(self) -> list[int]:
-        """Return the elements of padding before each parameter, and after the last one."""
-        order = sorted(range(len(self.numels)), key=lambda index: (self.offsets[index], self.numels[index]))
-        gaps, at = [0] * len(self.numels), 0
-        for index in order:
-            gaps[index] = self.offsets[index] - at
-            at = self.offsets[index] + self.numels[index]
-        return [*gaps, self.total - at]
-
-
-def by_elements(numels: Sequence[int], ranks: int) -> Layout:
-    """Lay parameters end to end and cut the whole into equal shards; local."""
-    offsets, end = [], 0
-    for numel in numels:
-        offsets.append(end)
-        end = _aligned(end + numel)
-    shard = _aligned(-(-end // ranks))
-    return Layout(tuple(numels), tuple(offsets), (shard,) * ranks)
-
-
-def by_parameters(numels: Sequence[int], ranks: int, loads: list[int]) -> Layout:
-    """Give each parameter, the largest first, to the rank that has least so far; local.
-
-    Args:
-        numels: Elements of each parameter.
-        ranks: Number of ranks.
-        loads: [ranks] what each has already; updated.
-    """
-    owners = [0] * len(numels)
-    for index in sorted(range(len(numels)), key=lambda index: (-numels[index], index)):
-        owner = min(range(ranks), key=lambda rank: (loads[rank], rank))
-        owners[index] = owner
-        loads[owner] += numels[index]
-    offsets, sizes, end = [0] * len(numels), [], 0
-    for rank in range(ranks):
-        begin = end
-        for index, numel in enumerate(numels):
-            if owners[index] == rank:
-                offsets[index] = end
-                end = _aligned(end + numel)
-        sizes.append(end - begin)
-    return Layout(tuple(numels), tuple(offsets), tuple(sizes))
-
-
-def _aligned(numel: int) -> int:
-    return -(-numel // ALIGNMENT) * ALIGNMENT
+        if own is None and self.is_resident:  # other ranks' changes are in the buffer: callers have met before
+            return None if on_first and self.group.rank else parameter.full.detach().clone()
+        part = (parameter.own if own is None else own).detach().reshape(-1)
+        if self.group.size == 1:
+            whole = part.clone()
+        elif on_first:
+            parts = self.group.gather(part, 0)
+            if parts is None:
+                return None
+            whole = torch.cat(parts)
+        else:
+            whole = self.group.all_gather(part)
+        return whole.reshape(parameter.shape)

@@ -1,105 +1,75 @@
-"""Whole parameters for the user: a copy on every rank.
+"""Full parameters for the user: a copy on every rank.
 
-    gather      parts show whole parameters, copies of this rank's own
+    gather      sharded parameters show full ones, copies of this rank's own
     forward     computes with the shards, as always, once they have what was changed in the copies
-    step        parts show the shards while an optimizer steps, and are whole again after it
-    reshard     parts show the shards
+    step        parameters show the shards while an optimizer steps, and the copies again after it
+    reshard     parameters show the shards
 
 The parameters are the same objects all the time: an optimizer has them, whenever it was built.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..collectives.agreement import raised_on_all
-from .runtime import Run
+from .flat_parameter import FlatParameter
 
-__all__ = ["GatheredByHand"]
+__all__ = ["FullParameters"]
 
 
-class GatheredByHand:
-    """Shows every rank a copy of all parameters, whole, until `end`; collective.
+class FullParameters:
+    """Lets sharded parameters show copies of the full ones.
 
     Args:
-        run: Runs the model.
+        flats: The parameters of a model; there is one at least.
         writeback: Whether changes of the copies are taken over, by each rank those of its part.
 
     Attributes:
-        shown: Whether the parameters are whole now.
-
-    Raises:
-        ValueError: Parameters are gathered already, or a forward is going on.
+        writeback: The same.
+        shown: Whether the copies are shown now.
     """
 
-    def __init__(self, run: Run, *, writeback: bool = True) -> None:
-        if run.by_hand is not None or run.depth:
-            raise ValueError(
-                "parameters are gathered already: within full_parameters(), after "
-                "gather_parameters(), or in a forward"
-            )
-        self._run = run
-        self._flats = [flat for unit in run.units for flat in unit.flats]
-        self._writeback = writeback
+    def __init__(self, flats: Sequence[FlatParameter], *, writeback: bool) -> None:
+        self._parameters = [parameter for flat in flats for parameter in flat.parameters]
+        self._group = flats[0].group
+        self.writeback = writeback
         self.shown = False
-        run.barrier()  # nobody computes any more
-        run.take_changes()
-        self.show()
-        run.by_hand = self
 
     @torch.no_grad()
     def show(self) -> None:
-        """Show whole parameters; collective."""
-        self._run.barrier()  # all changes of the shards are made
-        for flat in self._flats:
-            flat.show([flat.whole(index) for index in range(len(flat.members))])
+        """Show full parameters; collective."""
+        self._group.barrier()  # all changes of the shards are made
+        for parameter in self._parameters:
+            parameter.show(parameter.flat.whole(parameter))
         self.shown = True
 
+    def hide(self) -> None:
+        """Show this rank's parts again; local."""
+        self.shown = False
+        for parameter in self._parameters:
+            parameter.show(None)
+
     @torch.no_grad()
-    def write(self) -> None:
-        """Take over what was changed in whole parameters, if they are shown; collective.
+    def take_changes(self) -> None:
+        """Take over changes of the copies, if they are shown; collective.
 
         Raises:
             ValueError: There are changes, which are to be dropped; on all ranks.
         """
         if not self.shown:
             return
-        if not self._writeback:
-            self._check_unchanged()
+        changed = ((parameter, new) for parameter in self._parameters if (new := parameter.changed()) is not None)
+        if self.writeback:
+            self._group.barrier()  # nobody reads the shards any more
+            for parameter, new in changed:
+                parameter.own.copy_(new)
             return
-        self._run.barrier()  # nobody reads the shards any more
-        for flat in self._flats:
-            for _, own, new in flat.changed():
-                own.copy_(new)
-
-    def _check_unchanged(self) -> None:
-        """Raise on all ranks if there are changes, which one rank alone may see in its part; collective."""
-        with raised_on_all(self._run.group.backend):
-            for flat in self._flats:
-                for index, *_ in flat.changed():
-                    raise ValueError(
-                        f"parameter {flat.members[index].name!r} was changed within "
-                        "full_parameters(writeback=False), which drops changes: leave the block first, use "
-                        "writeback=True, or compute under torch.no_grad()"
-                    )
-
-    def hide(self) -> None:
-        """Show the parts, with this rank's part of what the whole parameters have become; collective."""
-        self._run.take_changes()
-        self._show_shards()
-
-    def end(self) -> None:
-        """Show the parts for good; collective."""
-        try:
-            if self._writeback:
-                self._run.take_changes()
-            else:
-                self._run.barrier()  # nobody copies from the shards any more
-        finally:
-            self._show_shards()
-            self._run.by_hand = None
-
-    def _show_shards(self) -> None:
-        self.shown = False
-        for flat in self._flats:
-            flat.show(None)
+        with raised_on_all(self._group.backend):  # one rank alone may see it in its part
+            for parameter, _ in changed:
+                raise ValueError(
+                    f"parameter {parameter.name!r} was changed within full_parameters(writeback=False), which "
+                    "drops changes: leave the block first, use writeback=True, or compute under torch.no_grad()"
+                )

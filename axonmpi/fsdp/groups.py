@@ -9,11 +9,12 @@ In a step only gradients cross the network, between replicas.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from ..groups.world import ProcessGroup, group_of_this_rank
+from ..groups.world import ProcessGroup, chosen_group, group_of_this_rank, partition_group
 from .options import ShardingStrategy
 
-__all__ = ["ShardingGroups", "checked_groups", "sharding_groups"]
+__all__ = ["ShardingGroups", "checked_groups", "gathers_beside_computation", "sharding_groups"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,48 @@ class ShardingGroups:
         """Number of ranks in all."""
         return self.shard.size * (self.replicas.size if self.replicas is not None else 1)
 
+    @property
+    def in_first_replica(self) -> bool:
+        """Whether this rank holds a part of the first replica."""
+        return self.replicas is None or self.replicas.rank == 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of all ranks."""
+        return self.shard.rank == 0 and self.in_first_replica
+
+    def from_first(self, value: Any) -> Any:
+        """Return the object that the first of all ranks has; collective."""
+        for group in reversed(self.both):
+            value = group.broadcast_object(value)
+        return value
+
+    def replicas_in(self, group: ProcessGroup | None) -> int:
+        """Return how many ranks of a group hold the same shard; local.
+
+        Args:
+            group: One with all ranks that share the parameters out; None: these.
+
+        Raises:
+            ValueError: Some of them are not in the group.
+        """
+        if group is None:
+            return 1
+        chosen_group(group)
+        missing = [rank for rank in self.shard.ranks if not group.contains(rank)]
+        if self.shard.size > 1 and missing:
+            raise ValueError(
+                f"group: expected one with all ranks that share the parameters out, {list(self.shard.ranks)}, got "
+                f"{list(group.ranks)}; join the axes, as in mesh.group('dp', 'tp')"
+            )
+        same = () if self.replicas is None else self.replicas.ranks
+        return max(1, sum(group.contains(rank) for rank in same))
+
+
+def gathers_beside_computation(group: ProcessGroup) -> bool:
+    """Say whether what ranks of a group gather comes over the network, with a core to spare meanwhile; local."""
+    return group.backend.overlaps and len(group.backend.node_ranks) < group.size
+
 
 def checked_groups(groups: object, strategy: ShardingStrategy) -> tuple[ProcessGroup, ...]:
     """Check what a user gave as groups: one of all ranks, or a pair for HYBRID_SHARD; local.
@@ -59,20 +102,20 @@ def sharding_groups(given: tuple[ProcessGroup, ...], strategy: ShardingStrategy)
     """Derive the groups from the strategy; collective for HYBRID_SHARD.
 
     Args:
-        given: All ranks; for HYBRID_SHARD also a pair of what shares out and what holds replicas.
+        given: All ranks; for HYBRID_SHARD also a pair: the ranks that share the parameters out, and the replicas.
         strategy: What is divided, the same on all ranks.
 
     Raises:
         ValueError: Nodes have different numbers of ranks.
     """
-    groups = given[0]
+    group = given[0]
     if len(given) > 1:
-        return ShardingGroups(groups, given[1] if given[1].size > 1 else None)
+        return ShardingGroups(group, given[1] if given[1].size > 1 else None)
     if strategy is ShardingStrategy.NO_SHARD:
-        return ShardingGroups(ProcessGroup.mock(), groups if groups.size > 1 else None)
+        return ShardingGroups(ProcessGroup.mock(), group if group.size > 1 else None)
     if strategy is ShardingStrategy.HYBRID_SHARD:
-        return _hybrid(groups)
-    return ShardingGroups(groups, None)
+        return _hybrid(group)
+    return ShardingGroups(group, None)
 
 
 def _hybrid(group: ProcessGroup) -> ShardingGroups:
@@ -85,18 +128,4 @@ def _hybrid(group: ProcessGroup) -> ShardingGroups:
             f"HYBRID_SHARD needs as many ranks on each node, got {sizes}: start the job with the same number "
             "on each (mpirun --map-by ppr:N:node, srun --ntasks-per-node), or give a pair of groups"
         )
-    own = next(node for node in nodes if group.rank in node)
-    shard = replicas = None
-    for node in nodes:
-        made = _split(group, node)
-        shard = made if node is own else shard
-    for place, ranks in enumerate(zip(*nodes, strict=True)):
-        made = _split(group, ranks)
-        replicas = made if place == own.index(group.rank) else replicas
-    assert shard is not None
-    return ShardingGroups(shard, replicas)
-
-
-def _split(group: ProcessGroup, ranks: tuple[int, ...]) -> ProcessGroup | None:
-    backend = group.backend.split(ranks)
-    return None if backend is None else ProcessGroup(backend, [group.ranks[rank] for rank in ranks])
+    return ShardingGroups(partition_group(group, nodes), partition_group(group, list(zip(*nodes, strict=True))))

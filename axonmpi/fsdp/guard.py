@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from ..wrapping.partial import mark_state
+from .unit import Unit
 
 __all__ = ["GuardedParameters", "ScatteredParameterError", "guard"]
+
+MayRead = Callable[[Unit, bool], bool]
+"""Says whether parameters of a unit may be read, given whether a module that has some of them computes."""
 
 
 class ScatteredParameterError(ValueError):
@@ -20,20 +25,39 @@ class GuardedParameters(dict[str, Any]):
 
     Args:
         parameters: The module's parameters.
+        may_read: Says whether those of a unit that is not gathered may be read all the same.
     """
 
-    def __init__(self, parameters: dict[str, Any]) -> None:
+    def __init__(self, parameters: dict[str, Any], may_read: MayRead) -> None:
         super().__init__(parameters)
-        self.unit_of: dict[str, Any] = {}
-        self.names: dict[str, str] = {}
+        self.guarded: dict[str, tuple[Unit, str]] = {}
+        self._may_read = may_read
 
     def __getitem__(self, name: str) -> Any:
-        unit = self.unit_of.get(name)
-        if unit is not None and not unit.active and not unit.shown:
-            is_whole = unit.run.shows_in_backward(unit)
-            if not is_whole and unit.run.depth:
-                raise ScatteredParameterError(_message(unit, self.names[name]))
+        if name in self.guarded:
+            self.check(name, computes=False)
         return super().__getitem__(name)
+
+    def check(self, attribute: str, *, computes: bool) -> None:
+        """Raise if a parameter must not be read now; collective where that makes it full, in backward.
+
+        Args:
+            attribute: The module's name for it.
+            computes: Whether the module computes.
+
+        Raises:
+            ScatteredParameterError: It belongs to a unit that is not gathered.
+        """
+        unit, name = self.guarded[attribute]
+        if unit.shows_full or self._may_read(unit, computes):
+            return
+        where = f"unit {unit.name!r}" if unit.name else "the outermost unit"
+        raise ScatteredParameterError(
+            f"parameter {name!r} belongs to {where} and was used outside of that unit's forward, while its values "
+            "are spread over the ranks. Call the wrapped model (or the unit), put the modules that use the "
+            "parameter into one unit with units=..., or use it within `with fsdp.full_parameters():` "
+            "and torch.no_grad()"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse: a copy would have this rank's parts, and no way to gather them."""
@@ -43,31 +67,20 @@ class GuardedParameters(dict[str, Any]):
         )
 
 
-def guard(module: nn.Module, attribute: str, unit: Any, name: str) -> None:
-    """Make reading a parameter in a forward an error while its unit is not gathered; local."""
-    if not isinstance(module._parameters, GuardedParameters):
-        object.__setattr__(module, "_parameters", GuardedParameters(module._parameters))
-        module.register_forward_pre_hook(_check_gathered)
-        mark_state(module)
-    parameters: Any = module._parameters
-    parameters.unit_of[attribute] = unit
-    parameters.names[attribute] = name
+def guard(unit: Unit, may_read: MayRead) -> None:
+    """Make reading a unit's parameters in a forward an error while it is not gathered; local."""
+    for parameter in unit.parameters:
+        for module, attribute in parameter.owners:
+            if not isinstance(module._parameters, GuardedParameters):
+                object.__setattr__(module, "_parameters", GuardedParameters(module._parameters, may_read))
+                module.register_forward_pre_hook(_check_gathered)
+                mark_state(module)
+            guarded: Any = module._parameters
+            guarded.guarded[attribute] = unit, parameter.name
 
 
 def _check_gathered(module: nn.Module, _args: object) -> None:
     parameters: Any = module._parameters
-    for attribute, unit in parameters.unit_of.items():
-        if unit.active or unit.shown or unit.module is module or unit.run.shows_wholes:
-            continue
-        if not unit.run.shows_in_backward(unit):
-            raise ScatteredParameterError(_message(unit, parameters.names[attribute]))
-
-
-def _message(unit: Any, name: str) -> str:
-    where = f"unit {unit.name!r}" if unit.name else "the outermost unit"
-    return (
-        f"parameter {name!r} belongs to {where} and was used outside of that unit's forward, while its values are "
-        "spread over the ranks. Call the wrapped model (or the unit), put the modules that use the parameter into "
-        "one unit with units=..., or use it within `with fsdp.full_parameters():` "
-        "and torch.no_grad()"
-    )
+    for attribute, (unit, _) in parameters.guarded.items():
+        if unit.module is not module:
+            parameters.check(attribute, computes=True)

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..utils.arguments import integer
-from .flat_parameter import FlatParameter, State, by_elements
-from .groups import ShardingGroups
-from .optimizers import StateOf
+from .flat_parameter import FlatParameter, State
+from .layout import by_elements
+from .optimizers import state_tensors
 from .options import MixedPrecision, ShardingStrategy
-from .runtime import Run
+from .runtime import FSDPRuntime
 
 __all__ = ["FSDPMemoryStats", "PeakMemory", "estimated", "measured", "process_memory"]
 
@@ -79,26 +79,23 @@ class FSDPMemoryStats:
         return max(0.0, 1 - own / whole) if whole else 0.0
 
 
-def measured(run: Run, groups: ShardingGroups) -> FSDPMemoryStats:
-    """Measure what there is; local."""
-    flats = [flat for unit in run.units for flat in unit.flats]
-    sharers = len(groups.shard.backend.node_ranks)
-    slots = {id(unit.slot): unit.slot for unit in run.units if unit.slot is not None}
-    lent = sum(slot.memory.nbytes for slot in slots.values())
+def measured(runtime: FSDPRuntime) -> FSDPMemoryStats:
+    """Measure the memory of a model's parameters, gradients and optimizer state; local."""
+    flats = runtime.flats
+    sharers = len(runtime.group.backend.node_ranks)
+    lent = sum(buffer.memory.nbytes for buffer in {unit.lent for unit in runtime.units if unit.lent is not None})
     kept = sum(flat.buffer_bytes for flat in flats if flat.state != State.LENT)
     own = sum(flat.shard.nbytes for flat in flats if not flat.in_place)
-    gradients = sum(gradient.shard.nbytes for gradient in run.gradients if gradient.shard is not None)
-    state = sum(tensor.nbytes for tensor in StateOf(run).tensors())
-    trained = sum(
-        flat.part_of(flat.shard, index).nbytes for flat in flats if flat.trains for index in range(len(flat.parts))
-    )
+    gradients = sum(gradient.shard.nbytes for gradient in runtime.queue.gradients if gradient.shard is not None)
+    state = sum(tensor.nbytes for tensor in state_tensors(runtime))
+    trained = sum(parameter.own.nbytes for parameter in runtime.parameters if parameter.flat.trains)
     resident, peak = process_memory()
     return FSDPMemoryStats(
         total_params=_count(flats),
         param_memory_bytes=own + (lent + kept) // sharers,
         grad_memory_bytes=gradients,
         optim_memory_bytes=state,
-        world_size=groups.size,
+        world_size=runtime.groups.size,
         unsharded_bytes=_unsharded(flats, bool(gradients) + (round(state / trained) if trained else 0)),
         resident_bytes=resident,
         peak_bytes=peak,
@@ -106,8 +103,7 @@ def measured(run: Run, groups: ShardingGroups) -> FSDPMemoryStats:
 
 
 def estimated(
-    run: Run,
-    groups: ShardingGroups,
+    runtime: FSDPRuntime,
     strategy: ShardingStrategy,
     world_size: int | None,
     ranks_per_node: int | None,
@@ -115,39 +111,44 @@ def estimated(
     precision: MixedPrecision,
 ) -> FSDPMemoryStats:
     """Compute what a strategy would take; local."""
-    world = groups.size if world_size is None else integer("world_size", world_size, minimum=1)
+    world = runtime.groups.size if world_size is None else integer("world_size", world_size, minimum=1)
     integer("optimizer_states", states, minimum=0)
-    here = max(len(group.backend.node_ranks) for group in (groups.shard, groups.replicas) if group is not None)
     if ranks_per_node is not None:
-        integer("ranks_per_node", ranks_per_node, minimum=1)
-    local = ranks_per_node or (world if world_size is not None else max(here, 1))
+        local = integer("ranks_per_node", ranks_per_node, minimum=1)
+    elif world_size is not None:
+        local = world
+    else:
+        local = max((len(group.backend.node_ranks) for group in runtime.groups.both), default=1)
     if world % local:
         raise ValueError(f"world_size: expected a multiple of ranks_per_node ({local}), got {world}")
     shards = {ShardingStrategy.NO_SHARD: 1, ShardingStrategy.HYBRID_SHARD: local}.get(strategy, world)
     sharers = min(local, shards)
     parameters = gradients = state = 0
-    depths: dict[int, list[int]] = {}
-    for depth, unit in [(int(bool(unit.name)), unit) for unit in run.units]:
+    lent = []  # bytes that each unit is lent
+    for unit in runtime.units:
+        keeps = strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD) or not unit.name
         gathered = 0
         for flat in unit.flats:
             compute = precision.compute_dtype(flat.dtype)
             layout = by_elements(flat.layout.numels, shards)
             shard, buffer = layout.sizes[0] * flat.dtype.itemsize, layout.total * compute.itemsize
-            keeps = strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD) or not depth
-            same = compute == flat.dtype
-            if same and (sharers == shards or keeps):
+            in_buffer = compute == flat.dtype and (sharers == shards or keeps)
+            parameters += 0 if in_buffer else shard
+            if in_buffer or keeps:
                 parameters += buffer // sharers
             else:
-                parameters += shard
-                parameters += buffer // sharers if keeps else 0
-                gathered += 0 if keeps else buffer
+                gathered += buffer
             trained = sum(flat.layout.numels) * flat.dtype.itemsize // shards if flat.trains else 0
             gradients, state = gradients + trained, state + states * trained
-        depths.setdefault(depth, []).append(gathered)
-    lent = sum(max(sizes) * min(2, sum(map(bool, sizes))) for sizes in depths.values())
-    flats = [flat for unit in run.units for flat in unit.flats]
+        lent.append(gathered)
+    in_turn = max(lent) * min(2, sum(map(bool, lent)))
     return FSDPMemoryStats(
-        _count(flats), parameters + lent // sharers, gradients, state, world, _unsharded(flats, 1 + states)
+        total_params=_count(runtime.flats),
+        param_memory_bytes=parameters + in_turn // sharers,
+        grad_memory_bytes=gradients,
+        optim_memory_bytes=state,
+        world_size=world,
+        unsharded_bytes=_unsharded(runtime.flats, 1 + states),
     )
 
 

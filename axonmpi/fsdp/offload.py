@@ -11,7 +11,7 @@ import contextlib
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from ..groups.world import ProcessGroup
 from ..utils.torch_internals import plain_tensors
+from .flat_parameter import ShardedParameter
 
-__all__ = ["IN_MEMORY", "Files", "OffloadedParameter", "file_system_of"]
+__all__ = ["IN_MEMORY", "Files", "OffloadedParameter", "file_system_of", "offload_state"]
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 """File systems whose files are memory, so that nothing is gained by putting anything there."""
@@ -44,29 +45,26 @@ class Files:
         missing = [place for place in (self.folder, *self.folder.parents) if not place.exists()]
         weakref.finalize(self, _remove_empty, missing)
 
-    def own(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of zeros in a file of this rank; local."""
-        nbytes = prod(shape) * dtype.itemsize
-        if not nbytes:
-            return torch.zeros(tuple(shape), dtype=dtype)
-        path = self._make(nbytes)
-        try:
-            return _mapped(path, shape, dtype)
-        finally:
-            path.unlink()
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, group: ProcessGroup | None = None) -> Tensor:
+        """Return a tensor of zeros in a file.
 
-    def common(self, shape: Sequence[int], dtype: torch.dtype, group: ProcessGroup) -> Tensor:
-        """Return a tensor of zeros in one file for all ranks of a group on one node; collective."""
-        nbytes = prod(shape) * dtype.itemsize
-        if not nbytes:
+        Args:
+            shape: Its shape.
+            dtype: Its dtype.
+            group: Ranks of one node that have the file in common; collective then. None: this rank alone; local.
+        """
+        numel = prod(shape)
+        if not numel:
             return torch.zeros(tuple(shape), dtype=dtype)
-        path = self._make(nbytes) if group.rank == 0 else None
-        shared: Path = group.broadcast_object(path)
-        tensor = _mapped(shared, shape, dtype)
-        group.barrier()
-        if path is not None:
-            path.unlink()
-        return tensor
+        path = self._make(numel * dtype.itemsize) if group is None or group.rank == 0 else None
+        shared = path if group is None else group.broadcast_object(path)
+        try:
+            return torch.from_file(str(shared), shared=True, size=numel, dtype=dtype).view(tuple(shape))
+        finally:
+            if group is not None:
+                group.barrier()  # all have mapped it
+            if path is not None:
+                path.unlink()
 
     def _make(self, nbytes: int) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -108,10 +106,6 @@ def file_system_of(folder: Path) -> str:
     return max(reversed(found), key=lambda entry: len(entry[0]), default=("", ""))[1]  # the last hides the others
 
 
-def _mapped(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.from_file(str(path), shared=True, size=prod(shape), dtype=dtype).view(tuple(shape))
-
-
 _LIKE: tuple[Callable[..., Tensor], ...] = (torch.zeros_like, torch.empty_like, torch.ones_like, torch.full_like)
 
 
@@ -133,10 +127,19 @@ class OffloadedParameter(nn.Parameter):
         with plain_tensors():
             if function in _LIKE and isinstance(args[0], OffloadedParameter) and kwargs.get("device") is None:
                 model = args[0]
-                made = model.files.own(model.shape, kwargs.get("dtype") or model.dtype)
+                made = model.files.zeros(model.shape, kwargs.get("dtype") or model.dtype)
                 if function is torch.ones_like:
                     made.fill_(1)
                 elif function is torch.full_like:
                     made.fill_(args[1] if len(args) > 1 else kwargs["fill_value"])
                 return made
             return function(*args, **kwargs)
+
+
+def offload_state(parameters: Iterable[ShardedParameter], files: Files) -> None:
+    """Let optimizers put their state for parameters into files; local."""
+    for parameter in parameters:
+        offloaded = OffloadedParameter(parameter.sharded.data, requires_grad=parameter.sharded.requires_grad)
+        offloaded.__dict__.update(parameter.sharded.__dict__)
+        offloaded.files = files
+        parameter.sharded = offloaded

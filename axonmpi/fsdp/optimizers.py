@@ -14,52 +14,39 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..groups.world import ProcessGroup, group_of_this_rank
 from ..types import ReduceOp
 from ..utils.arguments import either_group_name, hint
-from ..wrapping.partial import OF_ALL_PARAMETERS, OF_WHOLE_PARAMETERS, ordinary_gradients
+from ..wrapping.partial import OF_ALL_PARAMETERS, OF_WHOLE_PARAMETERS, ordinary_gradients, parameters_of
 from .construction import REPLACED
 from .flat_parameter import COMPUTED_WITH
-from .runtime import Run
+from .runtime import FSDPRuntime
 
-__all__ = ["ShardedGradScaler", "StateOf", "watch_optimizers"]
+__all__ = ["ShardedGradScaler", "state_tensors", "watch_optimizers"]
 
-_RUN = "_axonmpi_run"
-_runs: weakref.WeakKeyDictionary[Run, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()
-
-
-class StateOf:
-    """The state that optimizers hold for the parameters of one model.
-
-    Args:
-        run: Runs the model.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of the state of this rank's parts; optimizers that have stepped only."""
-        parts = {id(part) for unit in self._run.units for flat in unit.flats for part in flat.parts}
-        for optimizer in _runs.get(self._run, ()):
-            for parameter, state in optimizer.state.items():
-                if id(parameter) in parts:
-                    yield from (value for value in state.values() if isinstance(value, Tensor))
+_RUNTIME = "_axonmpi_runtime"
+_runtimes: weakref.WeakKeyDictionary[FSDPRuntime, weakref.WeakSet[Optimizer]] = weakref.WeakKeyDictionary()
 
 
-def watch_optimizers(run: Run) -> None:
+def state_tensors(runtime: FSDPRuntime) -> Iterator[Tensor]:
+    """Yield the tensors that optimizers which have stepped keep for this rank's parts of a model; local."""
+    parts = {id(parameter.sharded) for parameter in runtime.parameters}
+    for optimizer in _runtimes[runtime]:
+        for part, state in optimizer.state.items():
+            if id(part) in parts:
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def watch_optimizers(runtime: FSDPRuntime) -> None:
     """Look after the parts of a model when optimizers step; local."""
     _install()
-    _runs.setdefault(run, weakref.WeakSet())
-    reference = weakref.ref(run)
-    for unit in run.units:
-        for flat in unit.flats:
-            for part in flat.parts:
-                setattr(part, _RUN, reference)
+    _runtimes[runtime] = weakref.WeakSet()
+    for parameter in runtime.parameters:
+        setattr(parameter.sharded, _RUNTIME, weakref.ref(runtime))
 
 
 @functools.cache
@@ -69,33 +56,32 @@ def _install() -> None:
 
 
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    runs = _runs_of(optimizer)
-    for run in runs:
-        _check_sees_enough(optimizer, run)
-        _check_averaged(optimizer, run)
-    for run in runs:
-        run.begin_step()
+    runtimes = _runtimes_of(optimizer)
+    for runtime in runtimes:
+        _check_sees_enough(optimizer, runtime)
+        _check_averaged(optimizer, runtime)
+    for runtime in runtimes:
+        runtime.begin_step()
 
 
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    for run in _runs_of(optimizer):
-        _runs[run].add(optimizer)
-        run.end_step()
+    for runtime in _runtimes_of(optimizer):
+        _runtimes[runtime].add(optimizer)
+        runtime.end_step()
 
 
-def _runs_of(optimizer: Optimizer) -> list[Run]:
-    found: dict[int, Run] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            _check_current(parameter)
-            reference = getattr(parameter, _RUN, None)
-            run = None if reference is None else reference()
-            if run is not None:
-                found[id(run)] = run
-    return list(found.values())
+def _runtimes_of(optimizer: Optimizer) -> list[FSDPRuntime]:
+    found: dict[FSDPRuntime, None] = {}
+    for parameter in parameters_of(optimizer):
+        _check_current(parameter)
+        reference = getattr(parameter, _RUNTIME, None)
+        runtime = None if reference is None else reference()
+        if runtime is not None:
+            found[runtime] = None
+    return list(found)
 
 
-def _check_current(parameter: nn.Parameter | torch.Tensor) -> None:
+def _check_current(parameter: Tensor) -> None:
     replaced, computed = getattr(parameter, REPLACED, None), getattr(parameter, COMPUTED_WITH, None)
     if replaced is not None or computed is not None:
         when = "was before the model was wrapped" if computed is None else "is within a forward"
@@ -105,8 +91,8 @@ def _check_current(parameter: nn.Parameter | torch.Tensor) -> None:
         )
 
 
-def _check_sees_enough(optimizer: Optimizer, run: Run) -> None:
-    if run.group.size == 1:
+def _check_sees_enough(optimizer: Optimizer, runtime: FSDPRuntime) -> None:
+    if runtime.group.size == 1:
         return
     kind = type(optimizer).__name__
     if isinstance(optimizer, OF_ALL_PARAMETERS):
@@ -114,24 +100,24 @@ def _check_sees_enough(optimizer: Optimizer, run: Run) -> None:
             f"{kind} takes products over all parameters, of which a rank has a part: wrap the model with "
             "sharding_strategy=ax.ShardingStrategy.NO_SHARD, or choose another optimizer"
         )
-    if isinstance(optimizer, OF_WHOLE_PARAMETERS) and not run.has_whole_parameters:
+    if isinstance(optimizer, OF_WHOLE_PARAMETERS) and not all(flat.layout.keeps_whole for flat in runtime.flats):
         raise ValueError(
             f"the step of {kind} needs whole parameters, and a rank has parts of them: wrap the model with "
             "shard_by='parameters'"
         )
 
 
-def _check_averaged(optimizer: Optimizer, run: Run) -> None:
-    if not run.accumulates:
+def _check_averaged(optimizer: Optimizer, runtime: FSDPRuntime) -> None:
+    if not runtime.queue.accumulates:
         return
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for gradient in run.gradients:
-        for member, part, waits in zip(gradient.flat.members, gradient.flat.parts, gradient.holds(), strict=True):
-            if waits and id(part) in own:
+    own = {id(parameter) for parameter in parameters_of(optimizer)}
+    for gradient in runtime.queue.gradients:
+        for parameter in gradient.held():
+            if id(parameter.sharded) in own:
                 raise ValueError(
-                    f"the gradient of {member.name!r} has accumulated in no_sync() and was not averaged, so a step "
-                    "would leave it out: call backward outside no_sync(), or sync_gradients(), before the step; "
-                    "the model's zero_grad() drops it"
+                    f"the gradient of {parameter.name!r} has accumulated in no_sync() and was not averaged, so a "
+                    "step would leave it out: call backward outside no_sync(), or sync_gradients(), before the "
+                    "step; the model's zero_grad() drops it"
                 )
 
 
@@ -161,8 +147,7 @@ class ShardedGradScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        with ordinary_gradients(parameters):
+        with ordinary_gradients(parameters_of(optimizer)):
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         own = found or {found_inf.device: found_inf}  # a rank may have a part of no parameter
         for flag in own.values():

@@ -10,9 +10,8 @@ import torch
 from ..errors import DtypeError
 from ..utils.arguments import hint
 
-__all__ = ["CPUOffload", "MixedPrecision", "ShardingStrategy", "check_shard_by", "checked_precision"]
+__all__ = ["CPUOffload", "MixedPrecision", "ShardingStrategy", "checked_precision"]
 
-_SHARD_BY = ("elements", "parameters")
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -104,13 +103,3 @@ def checked_precision(mixed_precision: object) -> MixedPrecision:
         todo = hint(mixed_precision)
         raise TypeError(f"mixed_precision: expected True, False or a MixedPrecision, got {mixed_precision!r}{todo}")
     return mixed_precision
-
-
-def check_shard_by(shard_by: object) -> None:
-    """Raise unless a user's choice of `shard_by` is one; local.
-
-    Raises:
-        ValueError: It is unknown.
-    """
-    if shard_by not in _SHARD_BY:
-        raise ValueError(f"shard_by: expected 'elements' or 'parameters', got {shard_by!r}")

@@ -6,8 +6,8 @@ One parameter after the other, so that a rank that does not want the whole never
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from ..collectives.agreement import check_same
 from ..collectives.divided_parameters import axes_of
 from ..utils.arguments import check_flags
-from ..wrapping.partial import as_part_of_state
-from .flat_parameter import FlatParameter
+from ..wrapping.partial import as_part_of_state, parameters_of
+from .flat_parameter import ShardedParameter
 from .groups import ShardingGroups
-from .runtime import Run
-from .unit_selection import Member
+from .runtime import FSDPRuntime
 
 __all__ = [
     "full_optimizer_state_dict",
@@ -29,93 +28,71 @@ __all__ = [
 ]
 
 
-def _named(run: Run) -> Iterator[tuple[str, FlatParameter, int]]:
-    for unit in run.units:
-        for flat in unit.flats:
-            for index, member in enumerate(flat.members):
-                yield member.name, flat, index
+def _by_sharded(runtime: FSDPRuntime) -> dict[int, ShardedParameter]:
+    return {id(parameter.sharded): parameter for parameter in runtime.parameters}
 
 
 @torch.no_grad()
-def full_state_dict(module: nn.Module, run: Run, groups: ShardingGroups, *, rank0_only: bool) -> dict[str, Tensor]:
+def full_state_dict(module: nn.Module, runtime: FSDPRuntime, *, rank0_only: bool) -> dict[str, Tensor]:
     """Return the state dict of the module without sharding; collective."""
     check_flags(rank0_only=rank0_only)
-    run.barrier()
-    wants = not rank0_only or _is_first(groups)
-    wholes: dict[str, Tensor] = {}
-    for name, flat, index in _named(run):
-        whole = flat.whole_on_first(index) if rank0_only else flat.whole(index)
+    wants = not rank0_only or runtime.groups.is_first
+    wholes: dict[int, Tensor] = {}
+    for parameter in runtime.parameters:
+        whole = parameter.flat.whole(parameter, on_first=rank0_only)
         if whole is not None and wants:
-            wholes[name] = as_part_of_state(whole) if axes_of(flat.fulls[index]) else whole
-    run.barrier()  # shards may change again
-    if not wants:
-        return {}
+            wholes[id(parameter.sharded)] = as_part_of_state(whole) if axes_of(parameter.full) else whole
+    runtime.group.barrier()  # shards may change again
     result: dict[str, Tensor] = OrderedDict()
-    parts = {id(flat.parts[index]): name for name, flat, index in _named(run)}
-    for key, value in module.state_dict(keep_vars=True).items():
-        of_part = parts.get(id(value))
-        if of_part is not None:
-            result[key] = wholes[of_part]
+    for key, value in module.state_dict(keep_vars=True).items() if wants else ():
+        if id(value) in wholes:
+            result[key] = wholes[id(value)]
         else:  # a buffer, or what a module adds by get_extra_state()
             result[key] = value.detach().clone() if isinstance(value, Tensor) else value
     return result
 
 
-def _is_first(groups: ShardingGroups) -> bool:
-    return groups.shard.rank == 0 and (groups.replicas is None or groups.replicas.rank == 0)
-
-
 @torch.no_grad()
 def load_full_state_dict(
-    module: nn.Module, run: Run, groups: ShardingGroups, state_dict: Mapping[str, Tensor], *, strict: bool
+    module: nn.Module, runtime: FSDPRuntime, state_dict: Mapping[str, Tensor], *, strict: bool
 ) -> None:
     """Take the values of a state dict of the module without sharding, from rank 0; collective."""
     check_flags(strict=strict)
+    groups, given = runtime.groups, state_dict if runtime.groups.is_first else {}
     shown = module.state_dict(keep_vars=True)
-    parts = {id(flat.parts[index]): (name, flat, index) for name, flat, index in _named(run)}
+    sharded = _by_sharded(runtime)
+    tensors = {key: value for key, value in shown.items() if isinstance(value, Tensor)}
     shapes = {
-        key: tuple(parts[id(value)][1].shapes[parts[id(value)][2]]) if id(value) in parts else tuple(value.shape)
-        for key, value in shown.items()
-        if isinstance(value, Tensor)
+        key: tuple(sharded[id(value)].shape if id(value) in sharded else value.shape)
+        for key, value in tensors.items()
     }
-    extra = [key for key in shown if key not in shapes]
-    problem = _agreed(groups, _misfit(shapes, extra, state_dict, strict=strict) if _is_first(groups) else None)
+    extra = [key for key in shown if key not in tensors]
+    problem = groups.from_first(_misfit(shapes, extra, given, strict=strict) if groups.is_first else None)
     if problem:
         raise ValueError(problem)
     values: dict[str, Tensor] = {}
-    if _is_first(groups):
-        for key, value in shown.items():
-            if key in state_dict and id(value) in parts:
-                values.setdefault(parts[id(value)][0], state_dict[key])
-    _load_parameters(run, groups, values)
-    for key, value in shown.items():
-        if key in shapes and id(value) not in parts:
-            if _is_first(groups) and key in state_dict:
-                value.copy_(state_dict[key])
+    for key, value in tensors.items():
+        if id(value) in sharded and key in given:
+            values.setdefault(sharded[id(value)].name, given[key])
+    _load_parameters(runtime, values)
+    for key, value in tensors.items():
+        if id(value) not in sharded:
+            if key in given:
+                value.copy_(given[key])
             for group in groups.both:
                 group.broadcast(value)
-    given = _agreed(
-        groups, {key: state_dict[key] for key in extra if key in state_dict} if _is_first(groups) else {}
-    )
-    for key, value in given.items():
+    for key, value in groups.from_first({key: given[key] for key in extra if key in given}).items():
         module.get_submodule(key.rpartition(".")[0]).set_extra_state(value)
 
 
-def _load_parameters(run: Run, groups: ShardingGroups, values: Mapping[str, Tensor]) -> None:
-    first_replica = groups.replicas is None or groups.replicas.rank == 0
-
-    def value_of(member: Member) -> Tensor | None:
-        return values.get(member.name)
-
-    run.barrier()  # nobody reads the old values any more
-    for unit in run.units:
-        for flat in unit.flats:
-            if first_replica:
-                flat.load(value_of)
-            if groups.replicas is not None:
-                groups.replicas.broadcast(flat.shard.detach())
-            flat.is_valid = False if not first_replica and not flat.is_resident else flat.is_valid
-    run.barrier()
+def _load_parameters(runtime: FSDPRuntime, values: Mapping[str, Tensor]) -> None:
+    for flat in runtime.flats:
+        if runtime.groups.in_first_replica:
+            flat.load(lambda parameter: values.get(parameter.name))
+        if runtime.groups.replicas is not None:
+            runtime.groups.replicas.broadcast(flat.shard.detach())
+        flat.is_valid = flat.is_resident
+    runtime.group.barrier()
 
 
 def _misfit(
@@ -135,77 +112,67 @@ def _misfit(
     return f"state_dict does not fit the model, {'; '.join(problems)}" if problems else None
 
 
-def _agreed(groups: ShardingGroups, value: Any) -> Any:
-    """Return the value that the first of all ranks has; collective."""
-    for group in reversed(groups.both):
-        value = group.broadcast_object(value)
-    return value
-
-
 # ---- optimizers --------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def full_optimizer_state_dict(
-    run: Run, groups: ShardingGroups, optimizer: torch.optim.Optimizer, *, rank0_only: bool
+    runtime: FSDPRuntime, optimizer: torch.optim.Optimizer, *, rank0_only: bool
 ) -> dict[str, Any]:
     """Return an optimizer's state without sharding, by parameter name; collective."""
     check_flags(rank0_only=rank0_only)
-    places = {id(flat.parts[index]): (name, flat, index) for name, flat, index in _named(run)}
+    wants = not rank0_only or runtime.groups.is_first
     options, states = [], {}
-    wants = not rank0_only or _is_first(groups)
-    _check_same_groups(groups, _names(optimizer, places))
-    for group in optimizer.param_groups:
-        names = []
-        for part in group["params"]:
-            name, flat, index = places[id(part)]
-            names.append(name)
-            whole = _whole_state(flat, index, optimizer.state.get(part, {}), rank0_only=rank0_only)
+    for group, parameters in zip(optimizer.param_groups, _groups_of(optimizer, runtime), strict=True):
+        for parameter in parameters:
+            state = optimizer.state.get(parameter.sharded, {})
+            whole = _whole_state(parameter, state, rank0_only=rank0_only)
             if whole and wants:
-                states[name] = whole
-        options.append({**{key: value for key, value in group.items() if key != "params"}, "params": names})
+                states[parameter.name] = whole
+        options.append({**group, "params": [parameter.name for parameter in parameters]})
     return {"state": states, "param_groups": options} if wants else {}
 
 
-def _names(optimizer: torch.optim.Optimizer, places: Mapping[int, tuple[str, Any, int]]) -> list[list[str]]:
-    """Return the names of the parameters in each group of an optimizer; local."""
-    for group in optimizer.param_groups:
-        if any(id(part) not in places for part in group["params"]):
-            raise ValueError(
-                "optimizer: it has parameters that are not of this model; build it on fsdp.parameters()"
-            )
-    return [[places[id(part)][0] for part in group["params"]] for group in optimizer.param_groups]
+def _groups_of(optimizer: torch.optim.Optimizer, runtime: FSDPRuntime) -> list[list[ShardedParameter]]:
+    """Return the parameters in each group of an optimizer; collective.
 
-
-def _check_same_groups(groups: ShardingGroups, names: list[list[str]]) -> None:
-    """Raise on all ranks unless their optimizers have the same parameters; collective."""
-    lines = [f"group {number}: {', '.join(of_group)}" for number, of_group in enumerate(names)]
-    for group in groups.both:
+    Raises:
+        ValueError: One is not of this model; or ranks have different parameters in the groups.
+    """
+    known = _by_sharded(runtime)
+    if any(id(parameter) not in known for parameter in parameters_of(optimizer)):
+        raise ValueError("optimizer: it has parameters that are not of this model; build it on fsdp.parameters()")
+    found = [[known[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    lines = [f"group {number}: {', '.join(of_group)}" for number, of_group in enumerate(_names(found))]
+    for group in runtime.groups.both:
         check_same(
             group.backend,
             lines,
             "optimizer: the ranks have other parameters in its groups",
             "Choose parameters by name, and not by what a rank's part looks like.",
         )
+    return found
 
 
-def _whole_state(flat: FlatParameter, index: int, state: Mapping[str, Any], *, rank0_only: bool) -> dict[str, Any]:
+def _names(groups: Sequence[Sequence[ShardedParameter]]) -> list[list[str]]:
+    return [[parameter.name for parameter in parameters] for parameters in groups]
+
+
+def _whole_state(parameter: ShardedParameter, state: Mapping[str, Any], *, rank0_only: bool) -> dict[str, Any]:
     """Join the ranks' state of one parameter; collective. Ranks without a part of it may have no state."""
-    part = flat.parts[index]
+    flat, part = parameter.flat, parameter.sharded
     own = {key: _kind(value, part) for key, value in state.items()} if part.numel() else {}
     kinds: dict[str, Any] = {}
     for other in flat.group.all_gather_object(own):
-        kinds |= {key: kind for key, kind in other.items() if key not in kinds}
+        kinds = other | kinds
     whole: dict[str, Any] = {}
     for key, (is_divided, dtype, value) in kinds.items():
-        if not is_divided:
+        if is_divided:
+            # What is laid out as the parameter is put where the parameter's part would be in a shard.
+            mine = state[key] if own else torch.empty(0, dtype=dtype)
+            value = flat.whole(parameter, mine, on_first=rank0_only)
+        if not is_divided or value is not None:
             whole[key] = value
-            continue
-        # What is laid out as the parameter is put where the parameter's part would be in a shard.
-        mine = state[key].detach().reshape(-1) if own else torch.empty(0, dtype=dtype)
-        joined = flat.whole_on_first(index, mine) if rank0_only else flat.whole(index, mine)
-        if joined is not None:
-            whole[key] = joined
     return whole
 
 
@@ -218,28 +185,25 @@ def _kind(value: Any, part: Tensor) -> tuple[bool, torch.dtype | None, Any]:
 
 @torch.no_grad()
 def load_full_optimizer_state_dict(
-    run: Run, groups: ShardingGroups, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+    runtime: FSDPRuntime, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> None:
     """Give an optimizer the state in a dict of `full_optimizer_state_dict`, from rank 0; collective."""
-    places = {id(flat.parts[index]): (name, flat, index) for name, flat, index in _named(run)}
-    names = _names(optimizer, places)
-    _check_same_groups(groups, names)
-    given = _agreed(groups, _without_tensors(state_dict) if _is_first(groups) else None)
-    if [group["params"] for group in given["param_groups"]] != names:
-        raise ValueError(
-            f"state_dict does not fit the optimizer: expected groups of {names}, got "
-            f"{[group['params'] for group in given['param_groups']]}"
-        )
-    for group, options in zip(optimizer.param_groups, given["param_groups"], strict=True):
+    found = _groups_of(optimizer, runtime)
+    is_first = runtime.groups.is_first
+    given = runtime.groups.from_first(_without_tensors(state_dict) if is_first else None)
+    names = [group["params"] for group in given["param_groups"]]
+    if names != _names(found):
+        raise ValueError(f"state_dict does not fit the optimizer: expected groups of {_names(found)}, got {names}")
+    for group, options, parameters in zip(optimizer.param_groups, given["param_groups"], found, strict=True):
         group.update({key: value for key, value in options.items() if key != "params"})
-        for part in group["params"]:
-            name, flat, index = places[id(part)]
-            source = state_dict["state"].get(name, {}) if _is_first(groups) else {}
-            loaded = _part_of_state(flat, index, given["state"].get(name, {}), source, groups)
-            if loaded and part.numel():
-                optimizer.state[part] = loaded
-            elif part.numel():
-                optimizer.state.pop(part, None)
+        for parameter in parameters:
+            source = state_dict["state"].get(parameter.name, {}) if is_first else {}
+            kinds = given["state"].get(parameter.name, {})
+            loaded = _part_of_state(parameter, kinds, source, runtime.groups)
+            if parameter.sharded.numel():
+                optimizer.state.pop(parameter.sharded, None)
+                if loaded:
+                    optimizer.state[parameter.sharded] = loaded
 
 
 def _without_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,7 +212,7 @@ def _without_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         "param_groups": state_dict["param_groups"],
         "state": {
             name: {
-                key: _Shape(tuple(value.shape), value.dtype) if isinstance(value, Tensor) and value.dim() else value
+                key: _Sent(tuple(value.shape), value.dtype) if isinstance(value, Tensor) and value.dim() else value
                 for key, value in state.items()
             }
             for name, state in state_dict["state"].items()
@@ -256,32 +220,28 @@ def _without_tensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class _Shape(tuple[tuple[int, ...], torch.dtype]):
+class _Sent(NamedTuple):
     """Stands for a tensor that is sent by itself."""
 
-    def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> _Shape:
-        return super().__new__(cls, (shape, dtype))
-
-    def __getnewargs__(self) -> Any:
-        return tuple(self)
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def _part_of_state(
-    flat: FlatParameter, index: int, kinds: Mapping[str, Any], source: Mapping[str, Any], groups: ShardingGroups
+    parameter: ShardedParameter, kinds: Mapping[str, Any], source: Mapping[str, Any], groups: ShardingGroups
 ) -> dict[str, Any]:
     loaded: dict[str, Any] = {}
-    first, last = flat.layout.part(index, flat.group.rank)
+    part = parameter.sharded
     for key, kind in kinds.items():
-        if not isinstance(kind, _Shape):
+        if isinstance(kind, _Sent):
+            whole = source[key].contiguous() if source else torch.empty(kind.shape, dtype=kind.dtype)
+            for group in reversed(groups.both):
+                group.broadcast(whole)
+            if kind.shape == parameter.shape:
+                whole = whole.reshape(-1)[slice(*parameter.bounds)].view(part.shape)
+            loaded[key] = whole.clone()
+        elif isinstance(kind, Tensor) and not parameter.shape and key != "step" and part.numel():
+            loaded[key] = kind.clone().view(part.shape)  # laid out as a parameter without dims
+        else:
             loaded[key] = kind.clone() if isinstance(kind, Tensor) else kind
-            if isinstance(kind, Tensor) and not flat.shapes[index] and key != "step" and flat.parts[index].numel():
-                loaded[key] = loaded[key].view(flat.parts[index].shape)  # laid out as a parameter without dims
-            continue
-        shape, dtype = kind
-        whole = source[key].contiguous() if source else torch.empty(shape, dtype=dtype)
-        for group in reversed(groups.both):
-            group.broadcast(whole)
-        is_divided = tuple(shape) == tuple(flat.shapes[index])
-        part = flat.parts[index]
-        loaded[key] = whole.reshape(-1)[first:last].view(part.shape).clone() if is_divided else whole.clone()
     return loaded

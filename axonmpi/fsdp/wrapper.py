@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,28 +12,28 @@ from torch import Tensor, nn
 
 from ..backends import broadcast_coalesced
 from ..collectives.agreement import check_same_model
-from ..collectives.gradient_norm import Copies
+from ..collectives.gradient_norm import ClipsGradients, Copies, copy_counts, divided_axes
 from ..groups.world import ProcessGroup
 from ..utils.arguments import check_flags, check_functions, either_group_name, member
 from ..utils.torch_internals import outside_compile
+from ..wrapping.backward import accumulating
 from ..wrapping.state_names import Wrapper, hide_wrapper
-from . import clipping, hooks, memory, state
-from .construction import Choices, build_flats, initialise, initialise_buffers, make_slots
-from .full_parameters import GatheredByHand
-from .gradients import FlatGradient
+from . import memory, state
+from .construction import Choices, build_flats, initialise, initialise_buffers, lend_buffers
+from .gradient_queue import FlatGradient
 from .groups import checked_groups, sharding_groups
 from .memory import FSDPMemoryStats
-from .offload import Files
+from .offload import Files, offload_state
 from .optimizers import watch_optimizers
-from .options import CPUOffload, MixedPrecision, ShardingStrategy, check_shard_by, checked_precision
-from .runtime import Run
+from .options import CPUOffload, MixedPrecision, ShardingStrategy, checked_precision
+from .runtime import FSDPRuntime
 from .unit import Unit
-from .unit_selection import find_units, plan_units
+from .unit_selection import UnitPlan, find_units, plan_units
 
 __all__ = ["FullyShardedDataParallel"]
 
 
-class FullyShardedDataParallel(Wrapper):
+class FullyShardedDataParallel(Wrapper, ClipsGradients):
     """Trains one model whose parameters, gradients and optimizer state are divided among the ranks of a group.
 
     The parameters become this rank's parts of them, under their names; any `torch.optim` optimizer on
@@ -59,6 +59,14 @@ class FullyShardedDataParallel(Wrapper):
             `/var/tmp` or the current folder if that is memory.
         param_init_fn: Initialises a module of a model on the meta device, by default its `reset_parameters()`.
 
+    Attributes:
+        module: The same, with its parameters replaced.
+        process_group: The ranks that share the parameters out.
+        replicate_group: The ranks that hold the same shard as this one; None if there are no others.
+        sharding_strategy: What is divided among the ranks; `strategy` is the same.
+        unit_names: Names of the submodules that are gathered as one; the model itself, with the rest, is the empty
+            name.
+
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: The model has no parameters, differs between ranks, or an argument does not fit.
@@ -81,16 +89,17 @@ class FullyShardedDataParallel(Wrapper):
         param_init_fn: Callable[[nn.Module], object] | None = None,
     ) -> None:
         super().__init__()
-        _check_module(module)
+        self.check_module(module, "; wrap the whole model once, and say with units= what is gathered together")
         precision = checked_precision(mixed_precision)
-        sharding_strategy = member("sharding_strategy", ShardingStrategy, sharding_strategy)
+        strategy = member("sharding_strategy", ShardingStrategy, sharding_strategy)
         cpu_offload = member("cpu_offload", CPUOffload, cpu_offload)
-        check_shard_by(shard_by)
+        if shard_by not in ("elements", "parameters"):
+            raise ValueError(f"shard_by: expected 'elements' or 'parameters', got {shard_by!r}")
         check_functions(param_init_fn=param_init_fn)
-        given = checked_groups(process_group, sharding_strategy)
+        given = checked_groups(process_group, strategy)
         plans = plan_units(module, find_units(module, units))
         arguments = {
-            "sharding_strategy": sharding_strategy,
+            "sharding_strategy": strategy,
             "cpu_offload": cpu_offload,
             "shard_by": shard_by,
             "mixed_precision": precision,
@@ -102,81 +111,59 @@ class FullyShardedDataParallel(Wrapper):
             check_same_model(module, group, arguments)
         if next(module.parameters(), None) is None:
             raise ValueError("module: it has no parameters, so there is nothing to shard")
-        self._groups = sharding_groups(given, sharding_strategy)
-        self._strategy, self._offload, self._precision = sharding_strategy, cpu_offload, precision
+        self._groups = sharding_groups(given, strategy)
+        self._offload, self._precision = cpu_offload, precision
         self.module = module
-        keeps = sharding_strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+        self.process_group, self.replicate_group = self._groups.shard, self._groups.replicas
+        self.sharding_strategy = self.strategy = strategy
+        self.unit_names = [plan.name for plan in plans]
         choices = Choices(
-            self._groups.shard, self._groups.replicas, keeps, precision, shard_by == "parameters", files
+            groups=self._groups,
+            keeps=strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD),
+            precision=precision,
+            by_parameters=shard_by == "parameters",
+            files=files,
+            param_init_fn=param_init_fn,
         )
-        self._build(plans, choices, param_init_fn)
+        self._build(plans, choices)
         hide_wrapper(self)
 
-    def _build(self, plans: Any, choices: Choices, param_init_fn: Callable[[nn.Module], object] | None) -> None:
+    def _build(self, plans: Sequence[UnitPlan], choices: Choices) -> None:
         flats = build_flats(plans, choices)
-        slots = make_slots(plans, flats, choices.group)
-        self._run = Run(choices.group, choices.replicas)
+        buffers = lend_buffers(plans, flats, self._groups.shard)
+        state_files = choices.files if self._offload is CPUOffload.FULL else None
         units = []
-        for plan, own, slot in zip(plans, flats, slots, strict=True):
-            initialise(plan, own, choices, param_init_fn)
-            if choices.files is not None and self._offload is CPUOffload.FULL:
-                for flat in own:
-                    flat.offload_state(choices.files)
-            unit = Unit(plan.name, plan.module, own, slot, self._run)
-            unit.install_parts()
+        for plan, own, buffer in zip(plans, flats, buffers, strict=True):
+            initialise(plan, own, choices)
+            unit = Unit(plan.name, plan.module, own, buffer)
+            if state_files is not None:
+                offload_state(unit.parameters, state_files)
+            unit.show_sharded()
             units.append(unit)
-        initialise_buffers(self.module, param_init_fn)
+        initialise_buffers(self.module, choices.param_init_fn)
         self._init_buffers()
-        gradient_files = choices.files if self._offload is CPUOffload.FULL else None
         # The outermost unit's last gradient is that of the first layer: it comes last.
         gradients = [
             FlatGradient(
-                unit, flat, self._precision.sum_dtype(flat.compute_dtype), choices.replicas, gradient_files
+                unit, flat, self._precision.sum_dtype(flat.compute_dtype), self._groups.replicas, state_files
             )
             for unit in [*reversed(units[1:]), units[0]]
             for flat in unit.flats
             if flat.trains
         ]
-        self._run.start(units, gradients, hooks.watch)
-        hooks.attach(self._run, self._precision.param_dtype)
-        watch_optimizers(self._run)
+        self._runtime = FSDPRuntime(self._groups, units, gradients, self._precision.param_dtype)
+        watch_optimizers(self._runtime)
 
     def _init_buffers(self) -> None:
         """Bring rank 0's buffers to all ranks, in the dtype that was chosen."""
-        for part in self.module.modules():
-            for name, buffer in list(part._buffers.items()):
-                if buffer is None:
-                    continue
-                dtype = self._precision.buffer_dtype
-                if dtype is not None and buffer.is_floating_point():
+        dtype = self._precision.buffer_dtype
+        for part in self.module.modules() if dtype is not None else ():
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
                     part._buffers[name] = buffer.to(dtype)
         buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
         for group in self._groups.both:
             broadcast_coalesced(group.backend, buffers, 0)
-
-    # ---- properties -----------------------------------------------------------------------------------------
-
-    @property
-    def process_group(self) -> ProcessGroup:
-        """The ranks that share the parameters out."""
-        return self._groups.shard
-
-    @property
-    def replicate_group(self) -> ProcessGroup | None:
-        """The ranks that hold the same shard as this one; None if there are no others."""
-        return self._groups.replicas
-
-    @property
-    def sharding_strategy(self) -> ShardingStrategy:
-        """What is divided among the ranks."""
-        return self._strategy
-
-    strategy = sharding_strategy
-
-    @property
-    def unit_names(self) -> list[str]:
-        """Names of the submodules that are gathered as one; the model itself, with the rest, is the empty name."""
-        return [unit.name for unit in self._run.units]
 
     # ---- training -------------------------------------------------------------------------------------------
 
@@ -189,61 +176,37 @@ class FullyShardedDataParallel(Wrapper):
 
         The next backward outside reduces what has accumulated, as does `sync_gradients()`.
         """
-        return self._run.accumulating()
+        return accumulating(self._runtime)
 
     @property
     def needs_whole_backward(self) -> bool:
         """Whether gradients of inputs and of parameters have to be computed together: where units are gathered."""
-        return not all(unit.is_resident for unit in self._run.units)
+        return not all(unit.is_resident for unit in self._runtime.units)
 
     @outside_compile
     def sync_gradients(self) -> None:
         """Average gradients that were not averaged yet; collective. Does nothing if backward has done so."""
-        self._run.reduce_accumulated()
+        self._runtime.reduce_accumulated()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also those that accumulate in `no_sync()`; local."""
         super().zero_grad(set_to_none)
-        self._run.discard()
+        self._runtime.queue.discard()
 
-    @either_group_name
-    def clip_grad_norm(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        group: ProcessGroup | None = None,
-        copies: Copies | None = None,
-        error_if_nonfinite: bool = False,
-    ) -> Tensor:
-        """Scale the gradients down so that the norm of the whole model's is at most `max_norm`; collective.
-
-        Args:
-            max_norm: The largest norm; infinity only measures.
-            norm_type: 1, 2, any other positive number, or infinity.
-            group: Where other ranks have other parts of the model: these and the ranks that share the parameters
-                out. None means the latter, and those among which tensor parallelism divides parameters.
-            copies: On how many ranks of `group` the same part of a parameter is, this wrapper's replicas apart: a
-                number, a mapping by name or by parameter, or a function of the parameter. None means 1, or what
-                follows from tensor parallelism.
-            error_if_nonfinite: Raise if the norm is infinite or no number.
-
-        Returns:
-            [] the norm before, float32, the same on all ranks.
-
-        Raises:
-            ValueError: `max_norm` is negative or `norm_type` not positive, or `group` or `copies` does not fit.
-            RuntimeError: The norm is not finite, with `error_if_nonfinite`; on all ranks.
-        """
-        return clipping.clip_grad_norm(
-            self._run,
-            self._groups,
-            max_norm,
-            norm_type,
-            group=group,
-            copies=copies,
-            error_if_nonfinite=error_if_nonfinite,
-        )
+    def _gradient_copies(
+        self, group: ProcessGroup | None, copies: Copies | None
+    ) -> tuple[list[tuple[Tensor, float]], list[ProcessGroup]]:
+        named = [(parameter.name, parameter.sharded) for parameter in self._runtime.parameters]
+        replicas = self._groups.replicas_in(group)
+        if group is not None:
+            asked = [group]
+        elif copies is not None:
+            asked = [self._groups.shard]
+        else:
+            asked = [axis.group for axis in divided_axes(sharded for _, sharded in named)]
+        times = 1 if copies is None else replicas  # else the sharded parameters know
+        counts = copy_counts(named, copies, asked)
+        return [(sharded, count * times) for (_, sharded), count in zip(named, counts, strict=True)], asked
 
     # ---- whole parameters -----------------------------------------------------------------------------------
 
@@ -253,16 +216,17 @@ class FullyShardedDataParallel(Wrapper):
         Forward, backward, optimizers and `zero_grad()` go on as always: gradients are this rank's parts of the
         averages, and a step changes the whole parameters. Forwards without gradients need no other rank.
         """
-        if self._by_hand is None:
-            self._by_hand = GatheredByHand(self._run)
+        if not self._is_gathered:
+            self._runtime.gather_full()
+            self._is_gathered = True
 
     def reshard_parameters(self) -> None:
         """Show this rank's parts again, with the changes of the whole parameters; collective."""
-        gathered, self._by_hand = self._by_hand, None
-        if gathered is not None:
-            gathered.end()
+        if self._is_gathered:
+            self._is_gathered = False
+            self._runtime.reshard()
 
-    _by_hand: GatheredByHand | None = None
+    _is_gathered = False
 
     @contextmanager
     def full_parameters(self, *, writeback: bool = True) -> Iterator[None]:
@@ -272,11 +236,11 @@ class FullyShardedDataParallel(Wrapper):
             writeback: Take changes of the values over, each rank those of its part.
         """
         check_flags(writeback=writeback)
-        gathered = GatheredByHand(self._run, writeback=writeback)
+        self._runtime.gather_full(writeback=writeback)
         try:
             yield
         finally:
-            gathered.end()
+            self._runtime.reshard()
 
     # ---- state ----------------------------------------------------------------------------------------------
 
@@ -286,8 +250,8 @@ class FullyShardedDataParallel(Wrapper):
         Args:
             rank0_only: Only rank 0 gets it; the others get an empty dict.
         """
-        with self._run.as_parts():
-            return state.full_state_dict(self.module, self._run, self._groups, rank0_only=rank0_only)
+        with self._runtime.between_steps():
+            return state.full_state_dict(self.module, self._runtime, rank0_only=rank0_only)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take the values of a state dict of the module without sharding; collective.
@@ -299,8 +263,8 @@ class FullyShardedDataParallel(Wrapper):
         Raises:
             ValueError: Names or shapes do not fit; on all ranks, and nothing is changed.
         """
-        with self._run.as_parts():
-            state.load_full_state_dict(self.module, self._run, self._groups, state_dict, strict=strict)
+        with self._runtime.between_steps():
+            state.load_full_state_dict(self.module, self._runtime, state_dict, strict=strict)
 
     def full_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False
@@ -314,8 +278,8 @@ class FullyShardedDataParallel(Wrapper):
         Returns:
             `"state"`: for each parameter's name its state, whole; `"param_groups"`: the options, with names.
         """
-        with self._run.as_parts():
-            return state.full_optimizer_state_dict(self._run, self._groups, optimizer, rank0_only=rank0_only)
+        with self._runtime.between_steps():
+            return state.full_optimizer_state_dict(self._runtime, optimizer, rank0_only=rank0_only)
 
     def load_full_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
@@ -329,8 +293,8 @@ class FullyShardedDataParallel(Wrapper):
         Raises:
             ValueError: The parameters do not fit; on all ranks.
         """
-        with self._run.as_parts():
-            state.load_full_optimizer_state_dict(self._run, self._groups, optimizer, state_dict)
+        with self._runtime.between_steps():
+            state.load_full_optimizer_state_dict(self._runtime, optimizer, state_dict)
 
     # ---- memory ---------------------------------------------------------------------------------------------
 
@@ -339,7 +303,7 @@ class FullyShardedDataParallel(Wrapper):
 
         What the ranks of a node have in common counts in equal shares.
         """
-        return memory.measured(self._run, self._groups)
+        return memory.measured(self._runtime)
 
     def memory_estimate(
         self,
@@ -361,10 +325,9 @@ class FullyShardedDataParallel(Wrapper):
             mixed_precision: None: as now.
         """
         precision = self._precision if mixed_precision is None else checked_precision(mixed_precision)
-        given = self._strategy if sharding_strategy is None else sharding_strategy
+        given = self.strategy if sharding_strategy is None else sharding_strategy
         return memory.estimated(
-            self._run,
-            self._groups,
+            self._runtime,
             member("sharding_strategy", ShardingStrategy, given),
             world_size,
             ranks_per_node,
@@ -377,14 +340,3 @@ class FullyShardedDataParallel(Wrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("FullyShardedDataParallel cannot be pickled: save its .full_state_dict() instead")
-
-
-def _check_module(module: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
-    for name, part in module.named_modules():
-        if isinstance(part, FullyShardedDataParallel):
-            raise ValueError(
-                f"module: {name or 'it'} is wrapped in FullyShardedDataParallel already; wrap the whole model "
-                "once, and say with units= what is gathered together"
-            )

@@ -29,6 +29,7 @@ __all__ = [
     "current_world",
     "get_world",
     "group_of_this_rank",
+    "partition_group",
     "set_process_world",
 ]
 
@@ -163,9 +164,7 @@ class World:
             ValueError: A rank is in none of the parts, or more than once, or a part is empty.
             CollectiveMismatchError: The ranks' parts differ.
         """
-        chosen = check_parts(parts, self.size)
-        backend = self.default_group.backend.partition(chosen)
-        group = ProcessGroup(backend, next(part for part in chosen if self.rank in part))
+        group = _part_of(self.default_group, parts)
         self._keep(group)
         return group
 
@@ -269,6 +268,35 @@ def get_world() -> World:
     if world is None:
         raise CommunicatorError("no process group yet: call axonmpi.init_process_group() first")
     return world
+
+
+def partition_group(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> ProcessGroup:
+    """Divide a group into groups at the cost of making one of them; collective over the group.
+
+    They are closed with the current world, if there is one.
+
+    Args:
+        group: What is divided.
+        parts: The numbers in `group` of the ranks of each part; every rank once; the same on all ranks.
+
+    Returns:
+        The group that this rank is in.
+
+    Raises:
+        ValueError: A rank is in none of the parts, or more than once, or a part is empty.
+        CollectiveMismatchError: The ranks' parts differ.
+    """
+    made = _part_of(group, parts)
+    world = current_world()
+    if world is not None:
+        world._keep(made)
+    return made
+
+
+def _part_of(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> ProcessGroup:
+    chosen = check_parts(parts, group.size)
+    own = next(part for part in chosen if group.rank in part)
+    return ProcessGroup(group.backend.partition(chosen), [group.ranks[rank] for rank in own])
 
 
 def chosen_group(given: object, argument: str = "group", habit: str = "") -> ProcessGroup:

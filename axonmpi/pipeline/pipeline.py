@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..backends import all_gather_object, broadcast_object
 from ..collectives.agreement import check_same, raised_on_all
-from ..collectives.gradient_norm import Copies, clip_over, copy_counts, divided_axes
+from ..collectives.gradient_norm import ClipsGradients, Copies, copy_counts, divided_axes
 from ..groups.world import ProcessGroup, chosen_group, group_of_this_rank
 from ..utils.arguments import check_flags, check_functions, either_group_name, integer
 from ..wrapping.partial import mark_gradients
@@ -46,7 +46,7 @@ from .ties import shared_parameters, tie_parameters
 __all__ = ["Pipeline"]
 
 
-class Pipeline(nn.Module):
+class Pipeline(nn.Module, ClipsGradients):
     """Runs the stages of a model on the ranks of a group, micro-batch after micro-batch.
 
     Its parameters are the parameters of this rank's stages. Making it and every step are collective over the group.
@@ -242,35 +242,9 @@ class Pipeline(nn.Module):
         finally:
             self._shares = before
 
-    @either_group_name
-    def clip_grad_norm(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        group: ProcessGroup | None = None,
-        copies: Copies | None = None,
-        error_if_nonfinite: bool = False,
-    ) -> Tensor:
-        """Scale the gradients of all stages so that their norm is at most `max_norm`; collective.
-
-        Args:
-            max_norm: The largest norm that is left as it is; infinity only measures.
-            norm_type: 1, 2, any other positive number, or infinity, the largest absolute value.
-            group: The pipeline's ranks and other ranks that have other parts of the stages. None means the
-                pipeline's ranks, and the ranks among which FSDP or tensor parallelism divide the stages.
-            copies: The number of ranks of `group` that have the same gradient: a number, a mapping by name or by
-                parameter, or a function of the parameter. None means 1, or the number that follows from how the
-                stages are divided.
-            error_if_nonfinite: Raise if the norm is infinite or no number.
-
-        Returns:
-            [] float32, the norm before, over all stages, tied parameters counted once; the same on all ranks.
-
-        Raises:
-            ValueError: `max_norm` is negative or `norm_type` not positive, or `group` or `copies` does not fit.
-            RuntimeError: The norm is not finite, with `error_if_nonfinite`; on all ranks.
-        """
+    def _gradient_copies(
+        self, group: ProcessGroup | None, copies: Copies | None
+    ) -> tuple[list[tuple[Tensor, float]], list[ProcessGroup]]:
         stages = ProcessGroup(self._backend, self._group.ranks)
         asked = [stages if group is None else chosen_group(group)]
         if not all(asked[0].contains(rank) for rank in stages.ranks):
@@ -282,11 +256,11 @@ class Pipeline(nn.Module):
         if group is None and copies is None:
             asked = [*(axis.group for axis in divided_axes(self.parameters())), stages]
         elsewhere = set[int]().union(*(tied.elsewhere for tied in self._tied))
-        pairs = [
+        counted: list[tuple[Tensor, float]] = [
             (parameter, math.inf if id(parameter) in elsewhere else count)
             for (_, parameter), count in zip(named, copy_counts(named, copies, asked), strict=True)
         ]
-        return clip_over(pairs, asked, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        return counted, asked
 
     # ---- pictures ---------------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ __all__ = [
     "mark_gradients",
     "mark_state",
     "ordinary_gradients",
+    "parameters_of",
     "watch_optimizers",
 ]
 
@@ -46,7 +47,9 @@ OF_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.Muon)
 class _Part(Tensor):
     """A tensor with which some functions are refused."""
 
-    refused: frozenset[str] = frozenset()
+    refused: frozenset[str]
+    error: type[Exception]
+    message: str
 
     @classmethod
     def __torch_function__(
@@ -55,7 +58,7 @@ class _Part(Tensor):
         """Refuse some functions; what others return in the shape of a part is a part."""
         name = getattr(function, "__name__", "")
         if name in cls.refused:
-            cls.refuse()
+            raise cls.error(cls.message)
         with plain_tensors():
             result = function(*args, **(kwargs or {}))
             is_new = type(result) is Tensor and not any(result is given for given in args)
@@ -69,11 +72,6 @@ class _Part(Tensor):
         copied: Tensor = memo.setdefault(id(self), self.detach().clone())
         return copied
 
-    @classmethod
-    def refuse(cls) -> None:
-        """Raise an error that says what to do."""
-        raise NotImplementedError
-
 
 class PartOfGradient(_Part):
     """The gradient of a part of a parameter, of which other ranks have other parts."""
@@ -83,16 +81,14 @@ class PartOfGradient(_Part):
         | {"_amp_foreach_non_finite_check_and_unscale_"}
     )
 
-    @classmethod
-    def refuse(cls) -> None:
-        """Raise an error that says what to do."""
-        raise ValueError(
-            "this rank has a part of the gradient, whose norm and infinities are not those of the other ranks' "
-            "parts. Clip with fsdp.clip_grad_norm(max_norm), pipeline.clip_grad_norm(max_norm) or "
-            "axonmpi.clip_grad_norm(model, max_norm), which return the norm of the whole, and with "
-            "max_norm=math.inf only measure; scale losses with axonmpi.ShardedGradScaler. "
-            "gradient.as_subclass(torch.Tensor) is the part as an ordinary tensor"
-        )
+    error = ValueError
+    message = (
+        "this rank has a part of the gradient, whose norm and infinities are not those of the other ranks' "
+        "parts. Clip with fsdp.clip_grad_norm(max_norm), pipeline.clip_grad_norm(max_norm) or "
+        "axonmpi.clip_grad_norm(model, max_norm), which return the norm of the whole, and with "
+        "max_norm=math.inf only measure; scale losses with axonmpi.ShardedGradScaler. "
+        "gradient.as_subclass(torch.Tensor) is the part as an ordinary tensor"
+    )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Travel as an ordinary tensor."""
@@ -104,19 +100,17 @@ class PartOfState(_Part):
 
     refused = frozenset({"untyped_storage", "storage", "_typed_storage"})  # what writes files asks for these
 
-    @classmethod
-    def refuse(cls) -> None:
-        """Raise an error that says what to do."""
-        raise TypeError(
-            "this is a rank's part of a parameter, or of an optimizer's state for it, and a file of it could not "
-            "be loaded as the model. Save what fsdp.full_state_dict(), fsdp.full_optimizer_state_dict(optimizer) "
-            "or, with tensor parallelism, axonmpi.tensor.full_state_dict(model) return; all ranks call them. For "
-            "a file of each rank's own, value.as_subclass(torch.Tensor) is an ordinary tensor"
-        )
+    error = TypeError
+    message = (
+        "this is a rank's part of a parameter, or of an optimizer's state for it, and a file of it could not "
+        "be loaded as the model. Save what fsdp.full_state_dict(), fsdp.full_optimizer_state_dict(optimizer) "
+        "or, with tensor parallelism, axonmpi.tensor.full_state_dict(model) return; all ranks call them. For "
+        "a file of each rank's own, value.as_subclass(torch.Tensor) is an ordinary tensor"
+    )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse."""
-        self.refuse()
+        raise self.error(self.message)
 
 
 def as_part_of_state(value: Tensor) -> Tensor:
@@ -200,7 +194,7 @@ def watch_optimizers() -> None:
 
 def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     _check_sees_enough(optimizer)
-    marked = _unmark(_parameters(optimizer))
+    marked = _unmark(parameters_of(optimizer))
     if marked:
         _stepping[optimizer] = marked
     if optimizer not in _known:
@@ -213,14 +207,15 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 def _check_sees_enough(optimizer: Optimizer) -> None:
     if not isinstance(optimizer, OF_ALL_PARAMETERS + OF_WHOLE_PARAMETERS):
         return
-    if any(axis.of_layer for parameter in _parameters(optimizer) for axis in axes_of(parameter)):
+    if any(axis.of_layer for parameter in parameters_of(optimizer) for axis in axes_of(parameter)):
         raise ValueError(
             f"the step of {type(optimizer).__name__} needs whole parameters, and layers of this model are divided "
             "among ranks: choose an optimizer that treats each element by itself, such as AdamW"
         )
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield the parameters of all groups of an optimizer; local."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -231,19 +226,14 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 def _marked_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state dict in which what belongs to parts of parameters is not to be saved."""
-    parameters = dict(enumerate(_parameters(optimizer)))
-    state = {
-        key: _marked(value) if key in parameters and axes_of(parameters[key]) else value
-        for key, value in state_dict["state"].items()
-    }
+    state = dict(state_dict["state"])
+    for key, parameter in enumerate(parameters_of(optimizer)):
+        if key in state and axes_of(parameter):
+            state[key] = {
+                name: as_part_of_state(value) if isinstance(value, Tensor) and value.dim() else value
+                for name, value in state[key].items()
+            }
     return {**state_dict, "state": state}
-
-
-def _marked(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: as_part_of_state(value) if isinstance(value, Tensor) and value.dim() else value
-        for name, value in state.items()
-    }
 
 
 def _take_ordinary(optimizer: Optimizer) -> None:

@@ -23,6 +23,24 @@ _PREFIX = "module."
 class Wrapper(nn.Module):
     """A module around another one, its attribute `module`."""
 
+    @classmethod
+    def check_module(cls, module: object, why: str) -> None:
+        """Raise unless a module can be wrapped; local.
+
+        Args:
+            module: What is to be wrapped.
+            why: The end of the message where a part of it is wrapped already.
+
+        Raises:
+            TypeError: It is no module.
+            ValueError: A part of it is wrapped already.
+        """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+        for name, part in module.named_modules():
+            if isinstance(part, cls):
+                raise ValueError(f"module: {name or 'it'} is wrapped in {cls.__name__} already{why}")
+
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:

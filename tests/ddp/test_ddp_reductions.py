@@ -8,7 +8,6 @@ import pytest
 import torch
 from helpers.models import (
     AS_VIEW,
-    AUTOMATIC,
     DEFAULT,
     NO_SYNC,
     OVERLAPPED,
@@ -164,52 +163,6 @@ def test_how_gradients_are_divided_among_buckets(world):
     module = nn.ParameterList(nn.Parameter(torch.ones(100_000)) for _ in range(12))
     assert wrapped(world, module).bucket_sizes == [200_000, 1_000_000]
     assert wrapped(world, module, sync_strategy=SYNCHRONOUS).bucket_sizes == [1_200_000]
-
-
-class Sizes(nn.Module):
-    """Multiplies its input with each of three parameters, the middle one too large for a bucket."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.linspace(-1, 1, size)) for size in (10, 300_000, 20))
-
-    def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
-        return torch.stack([(self.weights[i] * x).square().sum() for i in used]).sum()
-
-
-@pytest.mark.ranks(2)
-@AUTOMATIC
-def test_a_large_gradient_is_reduced_where_it_is(world, strategy):
-    model = wrapped(world, Sizes(), sync_strategy=strategy, find_unused_parameters=True)
-    large = model.module.weights[1]
-    assert 300_000 in model.bucket_sizes
-    for _step in range(2):
-        model.zero_grad()
-        model(torch.tensor(1.0 + world.rank), (0, 1, 2)).backward()
-        for weight in model.module.weights:
-            torch.testing.assert_close(weight.grad, weight.detach() * (2 * (1 + 4) / 2))
-        memory = large.grad.data_ptr()
-        model(torch.tensor(1.0 + world.rank), (0, 1, 2)).backward()  # accumulates in the same memory
-        assert large.grad.data_ptr() == memory
-        torch.testing.assert_close(large.grad, large.detach() * 10)
-    # Used on one rank only, then on none.
-    model.zero_grad()
-    model(torch.tensor(2.0), (0, 1) if world.rank else (0,)).backward()
-    torch.testing.assert_close(large.grad, large.detach() * (2 * 4 / 2))
-    model.zero_grad()
-    model(torch.tensor(2.0), (0,)).backward()
-    assert large.grad is None
-
-
-@pytest.mark.ranks(2)
-def test_large_gradients_without_views_and_in_another_dtype_go_in_buckets(world):
-    for options in ({"gradient_as_bucket_view": False}, {"reduce_dtype": torch.bfloat16}):
-        model = wrapped(world, Sizes(), sync_strategy=SYNCHRONOUS, **options)
-        assert model.bucket_sizes == [300_030]
-        model(torch.tensor(1.0), (0, 1, 2)).backward()
-        torch.testing.assert_close(
-            model.module.weights[1].grad, model.module.weights[1].detach() * 2, atol=0.05, rtol=0
-        )
 
 
 # ---- in which dtype ---------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def strided_weight() -> nn.Module:
 
 
 def large() -> nn.Module:
-    """With a weight whose gradient is reduced in its own memory, between small ones."""
+    """With a large weight between small ones."""
     return nn.Sequential(nn.Linear(5, 364), nn.Tanh(), nn.Linear(364, 364), nn.Tanh(), nn.Linear(364, 3))
 
 

@@ -1,0 +1,266 @@
+"""From whole gradients on every rank to the sum's shard on one.
+
+    full.grad        | weight ........ | bias |     what autograd leaves, on each rank
+                          reduce-scatter
+    sharded.grad         | weight |                 the average over all ranks: this rank's shard of it
+
+Replicas average their shards after that. Gradients are reduced in one order on all ranks, whatever order they come
+in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from ..backends import wide_dtype
+from ..collectives.divided_parameters import Axis, axes_of, replicate
+from ..groups.world import ProcessGroup
+from ..types import ReduceOp, Work
+from ..utils.torch_internals import hooks_on
+from ..wrapping.backward import launch_in_order
+from ..wrapping.partial import mark_gradients, ordinary_gradients
+from .flat_parameter import FlatParameter, ShardedParameter
+from .groups import ShardingGroups
+from .offload import Files
+from .unit import Unit
+
+__all__ = ["FlatGradient", "GradientQueue"]
+
+
+class FlatGradient:
+    """The gradient of a flat parameter.
+
+    Args:
+        unit: The unit that it belongs to.
+        flat: The parameter.
+        sum_dtype: Dtype in which gradients are summed and rounded.
+        replicas: The ranks that hold the same shard; None if there are no others.
+        files: Where the gradient's shard lies instead of memory, if anywhere.
+
+    Attributes:
+        shard: [S] memory of the gradient's shard, once there is one.
+        launched: Whether the reduction of this backward has begun.
+        arrived: Parameters that backward has come to.
+        defined: Those of them that had a gradient when the reduction began.
+        nodes: Autograd's, which bring the gradients.
+        whole_bytes: Size of what goes into its reduction.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        flat: FlatParameter,
+        sum_dtype: torch.dtype,
+        replicas: ProcessGroup | None,
+        files: Files | None = None,
+    ) -> None:
+        self.unit = unit
+        self.flat = flat
+        self.shard: Tensor | None = None
+        self.nodes: list[Node] = []
+        self._sum_dtype = sum_dtype
+        computed = flat.compute_dtype
+        self._wire_dtype = computed if sum_dtype in (computed, wide_dtype(computed)) else sum_dtype
+        self._replicas = replicas
+        self._files = files
+        self._pieces = flat.pieces()
+        shown = [parameter.sharded for parameter in flat.parameters]
+        self._axis = None if replicas is None else Axis(replicas, replicas.size)
+        if self._axis is not None:
+            replicate(shown, self._axis)
+        self._divided = [sharded for sharded in shown if axes_of(sharded)]
+        self.whole_bytes = sum(flat.sizes) * self._wire_dtype.itemsize
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what has arrived and what is under way; local."""
+        self.launched = False
+        self.arrived: set[ShardedParameter] = set()
+        self.defined: set[ShardedParameter] = set()
+        self._target: Tensor | None = None
+        self._work: Work | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all gradients of this backward are in."""
+        return all(p in self.arrived or not p.sharded.requires_grad for p in self.flat.parameters)
+
+    def held(self) -> list[ShardedParameter]:
+        """Return the parameters with a gradient that was not reduced yet; local."""
+        return [parameter for parameter in self.flat.parameters if parameter.full.grad is not None]
+
+    def launch(self, *, async_op: bool) -> None:
+        """Begin to reduce the gradients, zeros where there are none; collective."""
+        self.launched = True
+        self.defined.update(self.held())
+        self._target = self._make_target()
+        self._work = self.flat.group.reduce_scatter_into(
+            self._target,
+            [self._wire(piece) if isinstance(piece, ShardedParameter) else piece for piece in self._pieces],
+            self.flat.sizes,
+            ReduceOp.AVERAGE,
+            dtype=self._wire_dtype,
+            async_op=async_op,
+        )
+        self._drop()
+
+    def _wire(self, parameter: ShardedParameter) -> Tensor | int:
+        """Return what is sent of a parameter's gradient, the number of its elements if it is zero."""
+        gradient = parameter.full.grad
+        return parameter.numel if gradient is None else gradient.detach().to(self._wire_dtype)
+
+    def wait(self) -> None:
+        """Wait until the reduction, if one is under way, has let go of the whole gradients; local."""
+        if self._work is not None:
+            self._work.wait(self.flat.group.backend.timeout)
+
+    def finish(self, used: Sequence[bool]) -> None:
+        """Wait for the reduction and add its result to the sharded gradients; collective among replicas.
+
+        Hooks of users on the sharded parameters are called here, as autograd only comes to the full ones.
+
+        Args:
+            used: For each parameter, whether any rank has a gradient.
+        """
+        self.wait()
+        assert self._target is not None
+        if self._replicas is not None:
+            self._replicas.all_reduce(self._target, ReduceOp.AVERAGE)
+        own = [p for p, is_used in zip(self.flat.parameters, used, strict=True) if is_used and p.own.numel()]
+        with ordinary_gradients(parameter.sharded for parameter in own):
+            for parameter in own:
+                self._add(parameter, parameter.view_in(self._target))
+        mark_gradients(self._divided)
+        for parameter in own:
+            for hook in hooks_on(parameter.sharded)[1]:
+                hook(parameter.sharded)
+        self.reset()
+
+    def discard(self) -> None:
+        """Drop gradients that were not reduced; local."""
+        self.reset()
+        self._drop()
+
+    def _drop(self) -> None:
+        for parameter in self.flat.parameters:
+            parameter.full.grad = None
+
+    def _add(self, parameter: ShardedParameter, piece: Tensor) -> None:
+        if parameter.sharded.grad is not None:
+            parameter.sharded.grad.add_(piece)
+            return
+        home = parameter.view_in(self._shard_memory())
+        if home.data_ptr() != piece.data_ptr():
+            home.copy_(piece)
+        parameter.set_gradient(home)
+
+    def _make_target(self) -> Tensor:
+        is_fresh = all(parameter.sharded.grad is None for parameter in self.flat.parameters)
+        if is_fresh and self._sum_dtype == self.flat.dtype:
+            return self._shard_memory()
+        return torch.empty(self.flat.shard.shape, dtype=self._sum_dtype)
+
+    def _shard_memory(self) -> Tensor:
+        if self.shard is None:
+            shape, dtype = self.flat.shard.shape, self.flat.dtype
+            self.shard = torch.empty(shape, dtype=dtype) if self._files is None else self._files.zeros(shape, dtype)
+        return self.shard
+
+
+class GradientQueue:
+    """The gradients of a model, in the order in which all ranks reduce them.
+
+    Args:
+        gradients: All that are trained.
+        groups: The ranks.
+        most_bytes: Whole gradients that may be under way where units are gathered, in bytes; None: they are not.
+
+    Attributes:
+        gradients: The same.
+        accumulates: Whether a backward has left gradients that were not averaged.
+    """
+
+    def __init__(self, gradients: Sequence[FlatGradient], groups: ShardingGroups, most_bytes: int | None) -> None:
+        self.gradients = list(gradients)
+        self.accumulates = False
+        self._groups = groups
+        self._overlaps = groups.shard.backend.overlaps and groups.shard.size > 1
+        self._most_bytes = most_bytes
+        self._under_way: deque[FlatGradient] = deque()
+
+    def launch_complete(self) -> None:
+        """Reduce gradients that are complete, as whole gradients are large; collective.
+
+        Not where units are gathered: all ranks have to gather and reduce in one order, see `launch_after`.
+        """
+        if self._most_bytes is None:
+            launch_in_order(self.gradients, self._launch, lambda gradient: gradient.is_complete)
+
+    def launch_after(self, event: int) -> None:
+        """Reduce gradients of units whose forward came after an event: their backward is over; collective.
+
+        Every rank comes here at the same time, while some may have no gradient for a parameter that others have.
+        """
+        launch_in_order(self.gradients, self._launch, lambda gradient: gradient.unit.first_event > event)
+
+    def _launch(self, gradient: FlatGradient) -> None:
+        self._under_way.append(gradient)
+        if self._most_bytes is not None:  # else another rank may first want something else of this one
+            while sum(each.whole_bytes for each in self._under_way) > self._most_bytes:
+                self._under_way.popleft().wait()
+        gradient.launch(async_op=self._overlaps)
+
+    def keep(self) -> None:
+        """Let the gradients of a backward accumulate; local."""
+        self.accumulates = True
+        for gradient in self.gradients:
+            gradient.arrived.clear()
+
+    def reduce_rest(self) -> None:
+        """Reduce the rest, ask which gradients any rank has, and hand the averages out; collective."""
+        held = [set(gradient.held()) for gradient in self.gradients]
+        # Reentrant checkpointing hands out the gradients of a parameter that it meets twice one by one.
+        late = any(gradient.launched and holds for gradient, holds in zip(self.gradients, held, strict=True))
+        used = [
+            parameter in holds or parameter in gradient.defined
+            for gradient, holds in zip(self.gradients, held, strict=True)
+            for parameter in gradient.flat.parameters
+        ]
+        launch_in_order(self.gradients, self._launch)
+        late, *used = self._on_any_rank([late, *used])
+        self.accumulates = False
+        try:
+            for gradient in self.gradients:
+                count = len(gradient.flat.parameters)
+                gradient.finish(used[:count])
+                del used[:count]
+        except BaseException:  # of a user's hook: what was not handed out would be added to the next averages
+            self.discard()
+            raise
+        self._under_way.clear()
+        if late:
+            self.reduce_rest()
+
+    def reduce_held(self) -> None:
+        """Reduce gradients that any rank holds; collective."""
+        if self._on_any_rank([any(gradient.held() for gradient in self.gradients)])[0]:
+            self.reduce_rest()
+
+    def _on_any_rank(self, values: Sequence[bool]) -> list[bool]:
+        """Return which flags any rank has set; collective over shards and replicas, and a barrier."""
+        flags = torch.tensor(values, dtype=torch.uint8)
+        for group in self._groups.both:
+            group.all_reduce(flags, ReduceOp.MAX)
+        return [bool(flag) for flag in flags.tolist()]
+
+    def discard(self) -> None:
+        """Drop gradients that were not averaged; local."""
+        self.accumulates = False
+        for gradient in self.gradients:
+            gradient.discard()
+        self._under_way.clear()

@@ -1,0 +1,117 @@
+"""What wrappers that reduce gradients have in common while a backward runs.
+
+    output   ── hook: a backward begins ─▶ leaf ── hook: its gradient is complete ─▶ ... ─▶ end of backward
+
+Reductions are launched in one order, the same on all ranks, whatever order gradients come in.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from ..utils.torch_internals import sequence_number
+from .autograd import accumulates_into, leaf_below, tensors_in
+
+__all__ = ["accumulating", "check_dense", "launch_in_order", "watch_output", "weakly"]
+
+
+class Reduction(Protocol):
+    """A reduction that is launched once in a backward."""
+
+    launched: bool
+
+
+class Pausable(Protocol):
+    """What reduces gradients while it is enabled."""
+
+    enabled: bool
+
+
+R = TypeVar("R", bound=Reduction)
+
+
+def launch_in_order(
+    reductions: Iterable[R], launch: Callable[[R], object], is_ready: Callable[[R], bool] = lambda _: True
+) -> None:
+    """Launch reductions in their order up to the first one that is not ready; collective as far as `launch` is.
+
+    Args:
+        reductions: All of a backward; those launched before are passed over.
+        launch: Launches one and marks it.
+        is_ready: Whether one can be launched; by default all can.
+    """
+    for reduction in reductions:
+        if reduction.launched:
+            continue
+        if not is_ready(reduction):
+            break
+        launch(reduction)
+
+
+@contextmanager
+def accumulating(owner: Pausable) -> Iterator[None]:
+    """Let gradients accumulate on each rank in the block; local."""
+    before, owner.enabled = owner.enabled, False
+    try:
+        yield
+    finally:
+        owner.enabled = before
+
+
+def check_dense(name: str, gradient: Tensor | None) -> None:
+    """Raise if a gradient is sparse; local.
+
+    Raises:
+        ValueError: Naming the parameter.
+    """
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise ValueError(
+            f"the gradient of {name!r} is sparse, which cannot be averaged over ranks; build its module with "
+            "sparse=False"
+        )
+
+
+def weakly(method: Callable[..., Any], *objects: object) -> Callable[..., Any]:
+    """Return a function that calls a bound method with some objects as long as all live, else returns None; local.
+
+    Hooks that autograd holds are out of sight of Python's garbage collector: they must not keep a model alive.
+
+    Args:
+        method: The method.
+        *objects: Its first arguments.
+    """
+    references: list[Callable[[], Any]] = [weakref.WeakMethod(method), *map(weakref.ref, objects)]
+
+    def call(*args: Any) -> Any:
+        alive, *first = (reference() for reference in references)
+        return None if alive is None or any(each is None for each in first) else alive(*first, *args)
+
+    return call
+
+
+def watch_output(output: Any, hook: Callable[[bool], None], *, since: int = 0, is_outermost: bool = True) -> None:
+    """Have a function called when backward comes to one of the tensors of a module's output; local.
+
+    Args:
+        output: What the module returned.
+        hook: Gets whether a backward begins here that accumulates gradients, as `torch.autograd.grad` does not.
+        since: Tensors are passed over whose nodes have a lower sequence number: the module was given them.
+        is_outermost: Whether the module is the model; no backward begins at the output of others.
+    """
+    for tensor in tensors_in(output):
+        node = tensor.grad_fn  # a leaf has none, and would gather a hook in every forward
+        if node is not None and sequence_number(node) >= since:
+            leaf = leaf_below(tensor) if is_outermost else None
+            tensor.register_hook(partial(_call, hook, is_outermost, leaf))
+
+
+def _call(hook: Callable[[bool], None], is_outermost: bool, leaf: Node | None, _gradient: Tensor) -> None:
+    hook(is_outermost and accumulates_into(leaf))
