@@ -94,16 +94,15 @@ def _check_current(parameter: Tensor) -> None:
 def _check_sees_enough(optimizer: Optimizer, runtime: FSDPRuntime) -> None:
     if runtime.group.size == 1:
         return
-    kind = type(optimizer).__name__
     if isinstance(optimizer, OF_ALL_PARAMETERS):
         raise ValueError(
-            f"{kind} takes products over all parameters, of which a rank has a part: wrap the model with "
-            "sharding_strategy=ax.ShardingStrategy.NO_SHARD, or choose another optimizer"
+            f"{type(optimizer).__name__} takes products over all parameters, of which a rank has a part: wrap the "
+            "model with sharding_strategy=ax.ShardingStrategy.NO_SHARD, or choose another optimizer"
         )
     if isinstance(optimizer, OF_WHOLE_PARAMETERS) and not all(flat.layout.keeps_whole for flat in runtime.flats):
         raise ValueError(
-            f"the step of {kind} needs whole parameters, and a rank has parts of them: wrap the model with "
-            "shard_by='parameters'"
+            f"the step of {type(optimizer).__name__} needs whole parameters, and a rank has parts of them: wrap "
+            "the model with shard_by='parameters'"
         )
 
 
