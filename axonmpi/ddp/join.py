@@ -5,9 +5,9 @@ Before each synchronisation the ranks tell each other who takes part, and in wha
     rank 0   batch · batch · batch · batch · leaves ─┐
     rank 1   batch · batch · leaves ─ zeros ─ zeros ─┤ rank 0's parameters and optimizer state for everybody
 
-A rank that has left the loop answers with zeros until nobody is left, and then all take the parameters, the buffers
-and the optimizer's state of a rank that trained to the end. An optimizer with state that was not given here must
-not go on: gradients would be the same on all ranks, and its steps would not. The idea is that of
+A rank that has left the loop contributes zeros until all ranks have left. Then all ranks take the parameters, the
+buffers and the optimizer's state of a rank that trained to the end. An optimizer with state that was not given to
+`join` must not go on: gradients would be the same on all ranks, and its steps would not. The idea is that of
 `torch.distributed.algorithms.join`.
 """
 
@@ -35,13 +35,13 @@ _EVENTS = ("none", "gradients", "by hand", "buffers")
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What has a state that can be taken and given."""
+    """An object with a state dict."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Take a state over."""
+        """Load a state."""
 
 
 class Join:
@@ -105,14 +105,14 @@ class Join:
             self._reducer.scale = 1.0
 
     def _report(self, event: str) -> list[int]:
-        """Tell the others what this rank begins; return the ranks that take part. Collective."""
+        """Tell the other ranks which event this rank begins; return the ranks that take part; collective."""
         self._exchange(_EVENTS.index(event))
         if not self._divide_by_initial:
             self._reducer.scale = self._group.size / len(self._last_active)
         return self._last_active
 
     def _exchange(self, code: int) -> str:
-        """Tell the others what this rank begins (0: nothing more) and return what the active ranks begin."""
+        """Exchange the numbers of the ranks' events (0: none) and return that of the active ranks; collective."""
         table = torch.zeros(self._group.size, dtype=torch.int64, device=self._reducer.device)
         table[self._group.rank] = code
         self._group.all_reduce(table, ReduceOp.SUM)
@@ -133,7 +133,7 @@ class Join:
             raise CollectiveMismatchError(f"the ranks that still train are not at the same step: {steps}")
 
     def _accompany(self) -> None:
-        """Answer the others' synchronisations until all have left."""
+        """Take part in the other ranks' synchronisations until all have left; collective."""
         self._reducer.report_failed_backward()
         while (event := self._exchange(0)) != "none":
             if event == "buffers":

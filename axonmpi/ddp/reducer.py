@@ -13,7 +13,7 @@ Where ranks have no core to spare for a thread that communicates, the reductions
 After the first backward the buckets are laid out anew, in the order in which gradients became ready on rank 0.
 
 The gradients of a backward are reduced if any forward that it goes through was outside `no_sync()`: hooks on the
-outputs say so, which run first.
+model's outputs, which run first, tell the reducer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Reducer:
     """Averages the gradients of some parameters over a group.
 
     Args:
-        named_parameters: Those that require grad, the same on all ranks.
+        named_parameters: The parameters that require grad, the same on all ranks.
         group: The ranks to average over.
         strategy: When to reduce.
         cap_bytes: Largest bucket, in bytes.
@@ -138,7 +138,7 @@ class Reducer:
 
     @property
     def device(self) -> torch.device:
-        """Where small tensors have to be to travel with the gradients."""
+        """Device of the gradients, and of small tensors that are reduced beside them."""
         return self._buckets[0].flat.device if self._buckets else torch.device("cpu")
 
     def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
@@ -172,7 +172,7 @@ class Reducer:
             self._put(position)
 
     def begin_backward(self, *, reduces: bool) -> None:
-        """Arrange for what is to be done when the outermost backward under way ends; local.
+        """Schedule the work at the end of the outermost backward under way; local.
 
         Args:
             reduces: Whether the forward that it goes through was outside `no_sync()`. One such forward is enough.
@@ -322,7 +322,7 @@ class Reducer:
         return torch.tensor(values, dtype=torch.uint8, device=self.device)
 
     def _raise_together(self, state: int) -> None:
-        """Raise what the ranks together find wrong, on all but those whose own backward has raised before."""
+        """Raise the same error on all ranks but those whose own backward has raised before; collective."""
         missing = [name for position, name in enumerate(self._names) if position not in self._changed]
         notes = self.group.all_gather_object((state, missing if state == PARTIAL else []))
         abandoned = [rank for rank, (other, _) in enumerate(notes) if other == ABANDONED]
@@ -346,7 +346,7 @@ class Reducer:
                 bucket.adopt()
 
     def _lay_out(self, order: list[int]) -> None:
-        """Make the buckets, if others than there are; collective."""
+        """Make the buckets, unless they would be the same; collective."""
         layout = divided_into_buckets(self._parameters, order, self._cap_bytes)
         if [set(positions) for positions in layout] == [set(bucket.parameters) for bucket in self._buckets]:
             return

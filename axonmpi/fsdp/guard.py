@@ -1,4 +1,4 @@
-"""Parameters of a unit that is not gathered: for optimizers, and not for layers."""
+"""Reading a parameter in a forward while its unit is not gathered is an error; optimizers may read it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ScatteredParameterError(ValueError):
 
 
 class GuardedParameters(dict[str, Any]):
-    """The parameters of a module, of which a forward may read those that are gathered only.
+    """The parameters of a module; a forward may read gathered ones only.
 
     Args:
         parameters: The module's parameters.

@@ -133,7 +133,7 @@ class FSDPRuntime:
 
     @outside_compile
     def after_forward(self, unit: Unit, output: Any) -> None:
-        """Let the unit's parameters go, and watch for its backward; local."""
+        """Show this rank's parts again, and watch for the unit's backward; local."""
         if not self._stack or self._stack[-1][0] is not unit:  # the forward has not begun
             return
         if unit.active == 1:
@@ -151,7 +151,7 @@ class FSDPRuntime:
             self._reading = True
 
     def _begin_pass(self) -> None:
-        """See that the parameters are what they were, and that all ranks have made their changes; collective."""
+        """Begin an outermost forward: take changes, and wait until all ranks have made theirs; collective."""
         if self._open:  # an earlier backward ended in an exception
             self._open = False
             self.queue.discard()

@@ -38,7 +38,7 @@ class Unit:
         name: Its name in the model.
         module: The module.
         flats: Its parameters.
-        lent: Where those that have no buffer of their own are gathered.
+        lent: Where parameters without a buffer of their own are gathered.
 
     Attributes:
         parameters: Its parameters, one by one.
@@ -147,7 +147,7 @@ class Unit:
 
 
 def _put(parameter: ShardedParameter, shown: nn.Parameter) -> None:
-    """Set an attribute of modules; those that do more when it is set (recurrent ones keep lists) do so."""
+    """Set an attribute of modules, also of modules that do more then, as recurrent ones do, which keep lists."""
     for module, attribute in parameter.owners:
         if type(module).__setattr__ is nn.Module.__setattr__:
             module._parameters[attribute] = shown
