@@ -1,1 +1,1 @@
-"""What wrappers of modules have in common: autograd, a backward that reduces gradients, state dicts, marked parts."""
+"""What wrappers of modules have in common: autograd, reductions in a backward, state dicts, marked parts."""
