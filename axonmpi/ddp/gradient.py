@@ -50,7 +50,7 @@ class GradientBucket:
 
     def clear(self) -> None:
         """Forget all tensors, and the dtype and device; tensors that were extracted are not touched."""
-        # New memory is taken next time: the old belongs to whoever still holds extracted tensors.
+        # The next round takes new memory: extracted tensors may still use the old.
         self._storage = torch.empty(0)
         self.size = 0
         self._shapes: list[torch.Size] = []

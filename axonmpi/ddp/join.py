@@ -5,17 +5,16 @@ Before each synchronisation the ranks tell each other who takes part, and in wha
     rank 0   batch · batch · batch · batch · leaves ─┐
     rank 1   batch · batch · leaves ─ zeros ─ zeros ─┤ rank 0's parameters and optimizer state for everybody
 
-A rank that has left the loop answers with zeros until nobody is left, and then all take the parameters, the buffers
-and the optimizer's state of a rank that trained to the end. An optimizer with state that was not given here must
-not go on: gradients would be the same on all ranks, and its steps would not. The idea is that of
+A rank that has left the loop contributes zeros until all ranks have left. Then all ranks take the parameters, the
+buffers and the optimizer's state of a rank that trained to the end. An optimizer with state that was not given to
+`join` must not go on: gradients would be the same on all ranks, and its steps would not. The idea is that of
 `torch.distributed.algorithms.join`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -25,8 +24,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import CollectiveMismatchError, RankFailedError
-from ..groups.process_group import ProcessGroup
 from ..types import ReduceOp
+from ..wrapping.partial import parameters_of
 from .reducer import Reducer
 
 __all__ = ["Join", "Stateful"]
@@ -36,40 +35,36 @@ _EVENTS = ("none", "gradients", "by hand", "buffers")
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What has a state that can be taken and given."""
+    """An object with a state dict."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Take a state over."""
-
-
-class Joinable(Protocol):
-    """A model whose ranks may have unequal numbers of batches, as `DistributedDataParallel` is."""
-
-    process_group: ProcessGroup
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The model's parameters."""
-
-    def broadcast_state(self, src: int) -> None:
-        """Copy the parameters and buffers of rank `src` to all ranks, in place; collective."""
-
-    def broadcast_buffers_from(self, src: int) -> None:
-        """Copy the buffers of rank `src` to all ranks, in place; collective if there are any."""
+        """Load a state."""
 
 
 class Join:
-    """The context that `DistributedDataParallel.join` returns."""
+    """The context that `DistributedDataParallel.join` returns.
+
+    Args:
+        module: The model.
+        reducer: Averages its gradients.
+        state: What is brought into step in the end.
+        broadcast_state: Copies the parameters and buffers of a rank to all ranks; collective.
+        broadcast_buffers: Copies the buffers of a rank to all ranks; collective if there are any.
+        divide_by_initial: Averages divide by the group's size; else by the ranks still training.
+        throw_on_early: Raise on all ranks as soon as one has left.
+    """
 
     def __init__(
         self,
-        model: Joinable,
+        module: nn.Module,
         reducer: Reducer,
         state: Sequence[Stateful],
+        broadcast_state: Callable[[int], None],
+        broadcast_buffers: Callable[[int], None],
         *,
-        enable: bool,
         divide_by_initial: bool,
         throw_on_early: bool,
     ) -> None:
@@ -79,37 +74,30 @@ class Join:
                     "join: expected optimizers, schedulers and the like, which have state_dict() and "
                     f"load_state_dict(), got {each!r}; settings go by name, as in join(optimizer, enable=False)"
                 )
-        self._model = model
-        self._group = model.process_group
+        self._module = module
         self._reducer = reducer
+        self._group = reducer.group
+        self._broadcast_state = broadcast_state
+        self._broadcast_buffers = broadcast_buffers
         self._state = list(state)
         self._stepped: dict[int, Optimizer] = {}
         self._steps = 0
         self._is_uneven = False
-        self._enable = enable
         self._divide_by_initial = divide_by_initial
         self._throw_on_early = throw_on_early
         self._last_active = [0]
 
     def __enter__(self) -> Join:
-        if self._enable:
-            self._reducer.report_event = self._report
-            self._watch = register_optimizer_step_post_hook(self._after_step)
+        self._reducer.report_event = self._report
+        self._watch = register_optimizer_step_post_hook(self._after_step)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not self._enable:
-            return
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._watch.remove()
         try:
             if error is None:
                 self._accompany()
-                self._model.broadcast_state(self._last_active[0])
+                self._broadcast_state(self._last_active[0])
                 if self._is_uneven or len(set(self._group.all_gather_object(self._steps))) > 1:
                     self._bring_into_step()
         finally:
@@ -117,14 +105,14 @@ class Join:
             self._reducer.scale = 1.0
 
     def _report(self, event: str) -> list[int]:
-        """Tell the others what this rank begins; return the ranks that take part. Collective."""
+        """Tell the other ranks which event this rank begins; return the ranks that take part; collective."""
         self._exchange(_EVENTS.index(event))
         if not self._divide_by_initial:
             self._reducer.scale = self._group.size / len(self._last_active)
         return self._last_active
 
     def _exchange(self, code: int) -> str:
-        """Tell the others what this rank begins (0: nothing more) and return what the active ranks begin."""
+        """Exchange the numbers of the ranks' events (0: none) and return that of the active ranks; collective."""
         table = torch.zeros(self._group.size, dtype=torch.int64, device=self._reducer.device)
         table[self._group.rank] = code
         self._group.all_reduce(table, ReduceOp.SUM)
@@ -145,17 +133,17 @@ class Join:
             raise CollectiveMismatchError(f"the ranks that still train are not at the same step: {steps}")
 
     def _accompany(self) -> None:
-        """Answer the others' synchronisations until all have left."""
+        """Take part in the other ranks' synchronisations until all have left; collective."""
         self._reducer.report_failed_backward()
         while (event := self._exchange(0)) != "none":
             if event == "buffers":
-                self._model.broadcast_buffers_from(self._last_active[0])
+                self._broadcast_buffers(self._last_active[0])
             else:
                 self._reducer.reduce_zeros(by_hand=event == "by hand")
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        own = {id(parameter) for parameter in self._model.parameters()}
-        if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+        own = set(self._module.parameters())
+        if any(parameter in own for parameter in parameters_of(optimizer)):
             self._stepped[id(optimizer)] = optimizer
             self._steps += 1
 

@@ -13,7 +13,7 @@ Where ranks have no core to spare for a thread that communicates, the reductions
 After the first backward the buckets are laid out anew, in the order in which gradients became ready on rank 0.
 
 The gradients of a backward are reduced if any forward that it goes through was outside `no_sync()`: hooks on the
-outputs say so, which run first.
+model's outputs, which run first, tell the reducer.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ from ..wrapping.autograd import hook_gradient
 from ..wrapping.backward import check_dense, launch_in_order, weakly
 from ..wrapping.partial import mark_gradients
 from .buckets import Bucket, divided_into_buckets
-from .unused import unused_message
 
 __all__ = ["Reducer"]
 
 COMPLETE, PARTIAL, ABANDONED = range(3)
 """How a backward ended on a rank: with every gradient, without some, or with an exception."""
+_NAMED_PARAMETERS = 10
+"""How many parameters an error lists before it only counts."""
 
 
 class Reducer:
     """Averages the gradients of some parameters over a group.
 
     Args:
-        named_parameters: Those that require grad, the same on all ranks.
+        named_parameters: The parameters that require grad, the same on all ranks.
         group: The ranks to average over.
         strategy: When to reduce.
         cap_bytes: Largest bucket, in bytes.
@@ -57,6 +58,7 @@ class Reducer:
         reduce_dtype: Dtype of communication; None for the gradients' own.
 
     Attributes:
+        group: The same.
         enabled: False within `no_sync()`.
         report_event: Called before each synchronisation with what it is for; tells the other ranks and returns the
             ranks that take part. Uneven inputs use it (`join`).
@@ -74,7 +76,7 @@ class Reducer:
         find_unused: bool,
         reduce_dtype: torch.dtype | None,
     ) -> None:
-        self._group = group
+        self.group = group
         self._axis = Axis(group, group.size)
         self._strategy = strategy
         # Without a core to spare, a thread that communicates would only slow backward down.
@@ -97,7 +99,7 @@ class Reducer:
         self._divided = [parameter for parameter in self._parameters if axes_of(parameter)]
         self._kinds = [_kind(parameter) for parameter in self._parameters]
         self._buckets: list[Bucket] = []
-        self._learns_order = self._strategy is GradSyncStrategy.OVERLAPPED and self._group.size > 1
+        self._learns_order = self._strategy is GradSyncStrategy.OVERLAPPED and self.group.size > 1
         self._changed: dict[int, None] = {}  # gradients changed since they were last reduced, in order
         self._reduces: bool | None = None  # whether the backward under way is reduced; None: there is none
         self._lay_out(list(reversed(range(len(self._parameters)))))
@@ -136,7 +138,7 @@ class Reducer:
 
     @property
     def device(self) -> torch.device:
-        """Where small tensors have to be to travel with the gradients."""
+        """Device of the gradients, and of small tensors that are reduced beside them."""
         return self._buckets[0].flat.device if self._buckets else torch.device("cpu")
 
     def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
@@ -170,7 +172,7 @@ class Reducer:
             self._put(position)
 
     def begin_backward(self, *, reduces: bool) -> None:
-        """Arrange for what is to be done when the outermost backward under way ends; local.
+        """Schedule the work at the end of the outermost backward under way; local.
 
         Args:
             reduces: Whether the forward that it goes through was outside `no_sync()`. One such forward is enough.
@@ -264,7 +266,7 @@ class Reducer:
 
     def _any_rank_changed(self) -> bool:
         changed = self._flags([bool(self._changed)])
-        self._group.all_reduce(changed, ReduceOp.MAX)
+        self.group.all_reduce(changed, ReduceOp.MAX)
         return bool(changed.item())
 
     @torch.no_grad()
@@ -291,10 +293,10 @@ class Reducer:
         """
         launch_in_order(self._buckets, self._launch)
         flags = self._flags([state, *own] if self._find_unused else [state])
-        status = self._group.all_reduce(flags, ReduceOp.MAX, self._overlaps)
+        status = self.group.all_reduce(flags, ReduceOp.MAX, self._overlaps)
         self._wait()
         if status is not None:
-            status.wait(self._group.backend.timeout)
+            status.wait(self.group.backend.timeout)
         worst, *used = flags.tolist()
         if worst == ABANDONED or (worst == PARTIAL and not self._find_unused):
             self._raise_together(state)
@@ -320,9 +322,9 @@ class Reducer:
         return torch.tensor(values, dtype=torch.uint8, device=self.device)
 
     def _raise_together(self, state: int) -> None:
-        """Raise what the ranks together find wrong, on all but those whose own backward has raised before."""
+        """Raise the same error on all ranks but those whose own backward has raised before; collective."""
         missing = [name for position, name in enumerate(self._names) if position not in self._changed]
-        notes = self._group.all_gather_object((state, missing if state == PARTIAL else []))
+        notes = self.group.all_gather_object((state, missing if state == PARTIAL else []))
         abandoned = [rank for rank, (other, _) in enumerate(notes) if other == ABANDONED]
         if state == ABANDONED:
             return
@@ -331,12 +333,12 @@ class Reducer:
                 f"gradients were not averaged: backward ended in an exception on {name_ranks(abandoned)}, "
                 "which then went on with another forward"
             )
-        raise UnusedParameterError(unused_message([names for _, names in notes]))
+        raise UnusedParameterError(_unused_message([names for _, names in notes]))
 
     def _learn_order(self) -> None:
         """Lay the buckets out in the order in which gradients became ready on rank 0; collective."""
         order = torch.tensor(list(self._changed), dtype=torch.int64, device=self.device)
-        self._group.broadcast(order, 0)
+        self.group.broadcast(order, 0)
         self._learns_order = False
         self._lay_out(order.tolist())
         if self._as_view:  # or the old buckets would live as long as the gradients in them
@@ -344,12 +346,12 @@ class Reducer:
                 bucket.adopt()
 
     def _lay_out(self, order: list[int]) -> None:
-        """Make the buckets, if others than there are; collective."""
+        """Make the buckets, unless they would be the same; collective."""
         layout = divided_into_buckets(self._parameters, order, self._cap_bytes)
         if [set(positions) for positions in layout] == [set(bucket.parameters) for bucket in self._buckets]:
             return
         members = [{position: self._parameters[position] for position in positions} for positions in layout]
-        self._buckets = [Bucket(own, self._reduce_dtype, self._group) for own in members]
+        self._buckets = [Bucket(own, self._reduce_dtype, self.group) for own in members]
         self._bucket_of = {position: bucket for bucket in self._buckets for position in bucket.parameters}
         self._reset()
 
@@ -363,3 +365,22 @@ class Reducer:
 
 def _kind(parameter: nn.Parameter) -> tuple[object, ...]:
     return id(parameter), parameter.dtype, parameter.device, parameter.shape
+
+
+def _unused_message(names_of: Sequence[Sequence[str]]) -> str:
+    """Name the parameters without a gradient, and the ranks, as an error says it.
+
+    Args:
+        names_of: The names on each rank.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, names in enumerate(names_of):
+        for name in names:
+            ranks_of.setdefault(name, []).append(rank)
+    listed = [f"{name} ({name_ranks(ranks)})" for name, ranks in ranks_of.items()][:_NAMED_PARAMETERS]
+    more = len(ranks_of) - len(listed)
+    return (
+        f"{len(ranks_of)} parameter{'s' if len(ranks_of) > 1 else ''} got no gradient in this backward: "
+        f"{', '.join(listed)}{f' and {more} more' if more else ''}. Use every parameter in every forward, freeze "
+        "those that are not trained with requires_grad_(False), or wrap with find_unused_parameters=True."
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from ..types import GradSyncStrategy
 from ..utils.arguments import check_flags, either_group_name, hint, member
 from ..utils.torch_internals import outside_compile
 from ..wrapping.backward import accumulating, watch_output
-from ..wrapping.state_names import Wrapper, hide_wrapper
+from ..wrapping.state_names import Wrapper
 from .join import Join, Stateful
 from .reducer import Reducer
 
@@ -110,7 +110,6 @@ class DistributedDataParallel(Wrapper):
         self.sync_parameters()
         mark_divided(module)
         self._reducer = Reducer(_trained(module), self.process_group, **self._options)
-        hide_wrapper(self)
 
     @property
     def bucket_sizes(self) -> list[int]:
@@ -155,7 +154,7 @@ class DistributedDataParallel(Wrapper):
         enable: bool = True,
         divide_by_initial_world_size: bool = True,
         throw_on_early_termination: bool = False,
-    ) -> Join:
+    ) -> AbstractContextManager[object]:
         """Train with a different number of batches on each rank; collective context manager.
 
         A rank that leaves the loop takes part in the others' reductions with zeros until all have left, and then
@@ -178,14 +177,16 @@ class DistributedDataParallel(Wrapper):
             divide_by_initial_world_size=divide_by_initial_world_size,
             throw_on_early_termination=throw_on_early_termination,
         )
-        return Join(
-            self,
+        joined = Join(
+            self.module,
             self._reducer,
             state,
-            enable=enable,
+            self.broadcast_state,
+            self.broadcast_buffers_from,
             divide_by_initial=divide_by_initial_world_size,
             throw_on_early=throw_on_early_termination,
         )
+        return joined if enable else nullcontext()
 
     def broadcast_buffers_from(self, src: int) -> None:
         """Copy the buffers of rank `src` to all ranks, in place; collective if there are any."""
@@ -228,11 +229,8 @@ class DistributedDataParallel(Wrapper):
             return
         self._reducer.report_failed_backward()
         self._follow_changes()
-        if self._broadcast_buffers and self.training and self._reducer.enabled:
-            self._sync_buffers()
-
-    def _sync_buffers(self) -> None:
-        if any(buffer.numel() for buffer in self.module.buffers()):
+        sends = self._broadcast_buffers and self.training and self._reducer.enabled
+        if sends and any(buffer.numel() for buffer in self.module.buffers()):
             active = [0] if self._reducer.report_event is None else self._reducer.report_event("buffers")
             self.broadcast_buffers_from(active[0])
 

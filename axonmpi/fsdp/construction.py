@@ -38,7 +38,7 @@ class Choices:
 
     Attributes:
         groups: The ranks that share the parameters out, and those that hold replicas.
-        keeps: Whether what is gathered in forward is kept for backward.
+        keeps: Whether parameters that forward gathers are kept for backward.
         precision: Dtypes.
         by_parameters: Whether every parameter is whole on one rank.
         files: Where parameters lie instead of memory, if anywhere.
@@ -88,7 +88,7 @@ def lend_buffers(
     """Make the memory that units take turns in, two buffers for each depth; collective.
 
     Returns:
-        The buffer of each unit, None for those that need none.
+        The buffer of each unit; None where it needs none.
     """
     lent = [[flat for flat in own if flat.state == State.LENT] for own in flats]
     sizes = [sum(_rounded(flat.buffer_bytes) for flat in own) for own in lent]
@@ -125,7 +125,7 @@ def _allocate(flat: FlatParameter, files: Files | None) -> None:
 
 
 def initialise(plan: UnitPlan, flats: Sequence[FlatParameter], choices: Choices) -> None:
-    """Give a unit's flat parameters memory and rank 0's values, and take the parameters' memory; collective."""
+    """Give a unit's flat parameters memory and rank 0's values, and free the parameters' memory; collective."""
     group, replicas = choices.groups.shard, choices.groups.replicas
     for flat in flats:
         _allocate(flat, choices.files)

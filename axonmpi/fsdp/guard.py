@@ -1,4 +1,4 @@
-"""Parameters of a unit that is not gathered: for optimizers, and not for layers."""
+"""Reading a parameter in a forward while its unit is not gathered is an error; optimizers may read it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ from .unit import Unit
 
 __all__ = ["GuardedParameters", "ScatteredParameterError", "guard"]
 
-MayRead = Callable[[Unit, bool], bool]
-"""Says whether parameters of a unit may be read, given whether a module that has some of them computes."""
-
 
 class ScatteredParameterError(ValueError):
     """A parameter was used for computing while its values were spread over the ranks."""
 
 
 class GuardedParameters(dict[str, Any]):
-    """The parameters of a module, of which a forward may read those that are gathered only.
+    """The parameters of a module; a forward may read gathered ones only.
 
     Args:
         parameters: The module's parameters.
-        may_read: Says whether those of a unit that is not gathered may be read all the same.
+        may_read: Says whether parameters of a unit that is not gathered may be read all the same, given whether a
+            module that has some of them computes.
     """
 
-    def __init__(self, parameters: dict[str, Any], may_read: MayRead) -> None:
+    def __init__(self, parameters: dict[str, Any], may_read: Callable[[Unit, bool], bool]) -> None:
         super().__init__(parameters)
         self.guarded: dict[str, tuple[Unit, str]] = {}
         self._may_read = may_read
@@ -67,7 +65,7 @@ class GuardedParameters(dict[str, Any]):
         )
 
 
-def guard(unit: Unit, may_read: MayRead) -> None:
+def guard(unit: Unit, may_read: Callable[[Unit, bool], bool]) -> None:
     """Make reading a unit's parameters in a forward an error while it is not gathered; local."""
     for parameter in unit.parameters:
         for module, attribute in parameter.owners:

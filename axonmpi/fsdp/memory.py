@@ -110,7 +110,7 @@ def estimated(
     states: int,
     precision: MixedPrecision,
 ) -> FSDPMemoryStats:
-    """Compute what a strategy would take; local."""
+    """Compute the memory that a strategy would take; local."""
     world = runtime.groups.size if world_size is None else integer("world_size", world_size, minimum=1)
     integer("optimizer_states", states, minimum=0)
     if ranks_per_node is not None:
@@ -168,7 +168,7 @@ def process_memory() -> tuple[int, int]:
 
 
 class PeakMemory:
-    """The most memory that this process has during a `with` block, looked at again and again by a thread.
+    """The most memory that this process has during a `with` block, sampled by a thread.
 
     Attributes:
         most: Its largest proportional set size so far, in bytes.

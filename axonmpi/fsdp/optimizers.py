@@ -1,9 +1,9 @@
-"""What has to be so when an optimizer steps.
+"""Checks and barriers around the step of an optimizer.
 
-Hooks on all of torch's optimizers refuse those that have other parameters than this rank's parts, that would leave
-out gradients which have not been averaged yet, or that need more of the parameters than a rank has. Ranks meet
-before a step if any of them may still be reading the parameters that are about to change. Scaling of losses is here
-too, since a step is skipped on all ranks or on none.
+Hooks on all of torch's optimizers refuse a step with other parameters than this rank's parts, one that would leave
+out gradients which were not averaged yet, and one that needs more of the parameters than a rank has. Ranks meet
+before a step if one of them may still be reading the parameters that are about to change. The scaler of losses is
+here too, since a step is skipped on all ranks or on none.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def state_tensors(runtime: FSDPRuntime) -> Iterator[Tensor]:
 
 
 def watch_optimizers(runtime: FSDPRuntime) -> None:
-    """Look after the parts of a model when optimizers step; local."""
+    """Check the steps of optimizers on a model's parameters; local."""
     _install()
     _runtimes[runtime] = weakref.WeakSet()
     for parameter in runtime.parameters:
@@ -94,16 +94,15 @@ def _check_current(parameter: Tensor) -> None:
 def _check_sees_enough(optimizer: Optimizer, runtime: FSDPRuntime) -> None:
     if runtime.group.size == 1:
         return
-    kind = type(optimizer).__name__
     if isinstance(optimizer, OF_ALL_PARAMETERS):
         raise ValueError(
-            f"{kind} takes products over all parameters, of which a rank has a part: wrap the model with "
-            "sharding_strategy=ax.ShardingStrategy.NO_SHARD, or choose another optimizer"
+            f"{type(optimizer).__name__} takes products over all parameters, of which a rank has a part: wrap the "
+            "model with sharding_strategy=ax.ShardingStrategy.NO_SHARD, or choose another optimizer"
         )
     if isinstance(optimizer, OF_WHOLE_PARAMETERS) and not all(flat.layout.keeps_whole for flat in runtime.flats):
         raise ValueError(
-            f"the step of {kind} needs whole parameters, and a rank has parts of them: wrap the model with "
-            "shard_by='parameters'"
+            f"the step of {type(optimizer).__name__} needs whole parameters, and a rank has parts of them: wrap "
+            "the model with shard_by='parameters'"
         )
 
 

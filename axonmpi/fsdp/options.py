@@ -1,4 +1,4 @@
-"""What a user chooses: strategy, precision, offload."""
+"""Options of FSDP: strategy, precision, offload."""
 
 from __future__ import annotations
 

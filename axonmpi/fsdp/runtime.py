@@ -45,7 +45,8 @@ class FSDPRuntime:
         groups: The same.
         group: The ranks that share the parameters out.
         units: The same.
-        flats: Their parameters.
+        flats: Their flat parameters.
+        parameters: Their parameters.
         queue: The gradients.
         enabled: False while gradients only accumulate.
         gathered: The full parameters that the user has gathered, if any.
@@ -62,6 +63,7 @@ class FSDPRuntime:
         self.group = groups.shard
         self.units = list(units)
         self.flats: list[FlatParameter] = [flat for unit in units for flat in unit.flats]
+        self.parameters: list[ShardedParameter] = [parameter for unit in units for parameter in unit.parameters]
         # Whole gradients of two blocks at a time, or a slow network would leave those of the whole model in memory.
         sizes = [gradient.whole_bytes for gradient in gradients if gradient.unit is not units[0]]
         most_bytes = None if all(unit.is_resident for unit in units) else 2 * max(sizes, default=0)
@@ -81,17 +83,12 @@ class FSDPRuntime:
         for unit in units:
             guard(unit, self.may_read)
             unit.module.register_forward_pre_hook(partial(self._before, unit), with_kwargs=True)
-            unit.module.register_forward_hook(partial(self._after, unit), always_call=True)
+            unit.module.register_forward_hook(partial(self._after_forward, unit), always_call=True)
         for gradient in gradients:
             for parameter in gradient.flat.parameters:
                 node, _ = hook_gradient(parameter.full, weakly(self.on_gradient, gradient, parameter))
                 gradient.nodes.append(node)
                 parameter.sharded.register_hook(weakly(self.on_sharded_gradient, parameter))
-
-    @property
-    def parameters(self) -> Iterator[ShardedParameter]:
-        """All parameters."""
-        return (parameter for unit in self.units for parameter in unit.parameters)
 
     @property
     def shows_copies(self) -> bool:
@@ -104,17 +101,14 @@ class FSDPRuntime:
     def _before(self, unit: Unit, _module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.shows_copies:
             return None
-        self.before_forward(unit)
+        self._before_forward(unit)
         if self._cast is None:
             return None
         converted = {key: _converted(value, self._cast) for key, value in kwargs.items()}
         return tuple(_converted(value, self._cast) for value in args), converted
 
-    def _after(self, unit: Unit, _module: object, _args: object, output: Any) -> None:
-        self.after_forward(unit, output)
-
     @outside_compile
-    def before_forward(self, unit: Unit) -> None:
+    def _before_forward(self, unit: Unit) -> None:
         """Make a unit's parameters full; collective."""
         if not self._stack and not in_backward():
             self._begin_pass()
@@ -132,8 +126,8 @@ class FSDPRuntime:
             self._gather_ahead(self._order, unit, 1)
 
     @outside_compile
-    def after_forward(self, unit: Unit, output: Any) -> None:
-        """Let the unit's parameters go, and watch for its backward; local."""
+    def _after_forward(self, unit: Unit, _module: object, _args: object, output: Any) -> None:
+        """Show this rank's parts again, and watch for the unit's backward; local."""
         if not self._stack or self._stack[-1][0] is not unit:  # the forward has not begun
             return
         if unit.active == 1:
@@ -151,7 +145,7 @@ class FSDPRuntime:
             self._reading = True
 
     def _begin_pass(self) -> None:
-        """See that the parameters are what they were, and that all ranks have made their changes; collective."""
+        """Begin an outermost forward: take changes, and wait until all ranks have made theirs; collective."""
         if self._open:  # an earlier backward ended in an exception
             self._open = False
             self.queue.discard()

@@ -74,7 +74,13 @@ def load_full_state_dict(
     for key, value in tensors.items():
         if id(value) in sharded and key in given:
             values.setdefault(sharded[id(value)].name, given[key])
-    _load_parameters(runtime, values)
+    for flat in runtime.flats:
+        if groups.in_first_replica:
+            flat.load(lambda parameter: values.get(parameter.name))
+        if groups.replicas is not None:
+            groups.replicas.broadcast(flat.shard.detach())
+        flat.is_valid = flat.is_resident
+    runtime.group.barrier()
     for key, value in tensors.items():
         if id(value) not in sharded:
             if key in given:
@@ -83,16 +89,6 @@ def load_full_state_dict(
                 group.broadcast(value)
     for key, value in groups.from_first({key: given[key] for key in extra if key in given}).items():
         module.get_submodule(key.rpartition(".")[0]).set_extra_state(value)
-
-
-def _load_parameters(runtime: FSDPRuntime, values: Mapping[str, Tensor]) -> None:
-    for flat in runtime.flats:
-        if runtime.groups.in_first_replica:
-            flat.load(lambda parameter: values.get(parameter.name))
-        if runtime.groups.replicas is not None:
-            runtime.groups.replicas.broadcast(flat.shard.detach())
-        flat.is_valid = flat.is_resident
-    runtime.group.barrier()
 
 
 def _misfit(

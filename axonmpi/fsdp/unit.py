@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..types import Work
 from ..utils.torch_internals import set_version
-from .flat_parameter import FlatParameter, State
+from .flat_parameter import FlatParameter, ShardedParameter, State
 
 __all__ = ["LentBuffer", "Unit"]
 
@@ -38,7 +38,7 @@ class Unit:
         name: Its name in the model.
         module: The module.
         flats: Its parameters.
-        lent: Where those that have no buffer of their own are gathered.
+        lent: Where parameters without a buffer of their own are gathered.
 
     Attributes:
         parameters: Its parameters, one by one.
@@ -82,8 +82,7 @@ class Unit:
         """Let the modules have this rank's parts of the parameters; local."""
         self.shown = False
         for parameter in self.parameters:
-            for owner, attribute in parameter.owners:
-                _put(owner, attribute, parameter.sharded)
+            _put(parameter, parameter.sharded)
 
     def show_full(self) -> None:
         """Let the modules have the full parameters; local."""
@@ -91,8 +90,7 @@ class Unit:
             full, sharded = parameter.full, parameter.sharded
             if full.requires_grad is not sharded.requires_grad:
                 full.requires_grad_(sharded.requires_grad)
-            for owner, attribute in parameter.owners:
-                _put(owner, attribute, full)
+            _put(parameter, full)
 
     def take_changes(self) -> None:
         """Take over values that were put elsewhere; local.
@@ -148,9 +146,10 @@ class Unit:
         return sum(int(flat.shard._version) for flat in self.flats if not flat.is_resident)
 
 
-def _put(module: nn.Module, attribute: str, parameter: nn.Parameter) -> None:
-    """Set an attribute; modules that do more when it is set (recurrent ones keep lists) do so."""
-    if type(module).__setattr__ is nn.Module.__setattr__:
-        module._parameters[attribute] = parameter
-    else:
-        setattr(module, attribute, parameter)
+def _put(parameter: ShardedParameter, shown: nn.Parameter) -> None:
+    """Set an attribute of modules, also of modules that do more then, as recurrent ones do, which keep lists."""
+    for module, attribute in parameter.owners:
+        if type(module).__setattr__ is nn.Module.__setattr__:
+            module._parameters[attribute] = shown
+        else:
+            setattr(module, attribute, shown)

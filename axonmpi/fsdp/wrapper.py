@@ -17,7 +17,7 @@ from ..groups.world import ProcessGroup
 from ..utils.arguments import check_flags, check_functions, either_group_name, member
 from ..utils.torch_internals import outside_compile
 from ..wrapping.backward import accumulating
-from ..wrapping.state_names import Wrapper, hide_wrapper
+from ..wrapping.state_names import Wrapper
 from . import memory, state
 from .construction import Choices, build_flats, initialise, initialise_buffers, lend_buffers
 from .gradient_queue import FlatGradient
@@ -126,7 +126,6 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             param_init_fn=param_init_fn,
         )
         self._build(plans, choices)
-        hide_wrapper(self)
 
     def _build(self, plans: Sequence[UnitPlan], choices: Choices) -> None:
         flats = build_flats(plans, choices)

@@ -1,1 +1,1 @@
-"""What the wrappers of modules have in common: same models on all ranks, outputs, state dicts."""
+"""What wrappers of modules have in common: autograd, reductions in a backward, state dicts, marked parts."""

@@ -1,6 +1,6 @@
 """How wrappers of modules meet autograd.
 
-What a model's output says about the backward that will start from it, and where a wrapper hears of gradients.
+The tensors of a model's output, the leaves below them, and hooks on the gradients of parameters.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def leaf_below(tensor: Tensor) -> Node | None:
 
 
 def accumulates_into(leaf: Node | None) -> bool:
-    """Say whether what runs now is a backward, and no `torch.autograd.grad`, which leaves gradients alone.
+    """Say whether a backward runs, and not a `torch.autograd.grad`, which leaves gradients alone; local.
 
     Args:
-        leaf: The node of a leaf of the graph that runs.
+        leaf: Node of a leaf of the graph that runs; None: there is none.
     """
     if leaf is None:
         return True
@@ -74,10 +74,10 @@ def hook_gradient(parameter: Tensor, hook: Callable[[Any, Any], None]) -> tuple[
 
     Args:
         parameter: One that requires grad.
-        hook: Called with two values of no use; also where backward has come to the parameter without a gradient.
+        hook: Its two arguments are of no use. Called also where backward reaches the parameter without a gradient.
 
     Returns:
-        The parameter's node, which has to be kept, or autograd makes another one; and the hook's handle.
+        The parameter's node, to be kept, as autograd otherwise makes another one; and the hook's handle.
     """
     node = get_gradient_edge(parameter).node
     setattr(parameter, _WATCHED, True)  # autograd does not tell about hooks on nodes

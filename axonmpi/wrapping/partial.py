@@ -114,12 +114,12 @@ class PartOfState(_Part):
 
 
 def as_part_of_state(value: Tensor) -> Tensor:
-    """Return the same tensor as one that is not to be saved; local."""
+    """Return a view of a tensor that refuses to be saved; local."""
     return value.as_subclass(PartOfState)
 
 
 def mark_state(module: nn.Module) -> None:
-    """Let parts of a module's own parameters in its state dict be such as are not to be saved; local."""
+    """Mark parts of a module's own parameters in its state dict as not to be saved; local."""
     module.register_state_dict_post_hook(_mark_parts)
     module.register_load_state_dict_pre_hook(_unmark_parts)
 
@@ -144,7 +144,7 @@ def _unmark_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_rest:
 
 
 def mark_gradients(parameters: Iterable[Tensor]) -> None:
-    """Say that the gradients of parameters are parts of larger ones; local."""
+    """Mark gradients as parts of larger ones; local."""
     watch_optimizers()
     for parameter in parameters:
         if type(parameter.grad) is Tensor:
@@ -152,7 +152,7 @@ def mark_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def mark_gradient(parameter: Tensor) -> None:
-    """Do so for one parameter: a hook for when its gradient is complete; local."""
+    """Mark one parameter's gradient; a hook for when it is complete; local."""
     mark_gradients([parameter])
 
 
@@ -187,7 +187,7 @@ _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Look after parts of parameters when optimizers step; local."""
+    """Hook all optimizers: their steps see ordinary gradients, their state dicts are marked; local."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
@@ -225,7 +225,7 @@ def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 def _marked_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict in which what belongs to parts of parameters is not to be saved."""
+    """Return an optimizer's state dict in which the state of parts of parameters refuses to be saved."""
     state = dict(state_dict["state"])
     for key, parameter in enumerate(parameters_of(optimizer)):
         if key in state and axes_of(parameter):
@@ -237,7 +237,7 @@ def _marked_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
 
 
 def _take_ordinary(optimizer: Optimizer) -> None:
-    """Keep as ordinary tensors what an optimizer has been given of another one's state."""
+    """Make ordinary tensors of the marked ones in a state that an optimizer has loaded."""
     for state in optimizer.state.values():
         for name, value in state.items():
             if type(value) is PartOfState:

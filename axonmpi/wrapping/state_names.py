@@ -15,13 +15,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Wrapper", "hide_wrapper"]
+__all__ = ["Wrapper"]
 
 _PREFIX = "module."
 
 
 class Wrapper(nn.Module):
-    """A module around another one, its attribute `module`."""
+    """A module around another one, its attribute `module`, whose name its state dicts leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        module: Any = self
+        module.register_state_dict_post_hook(_strip_prefix)
+        module.register_load_state_dict_pre_hook(_add_prefix)
+        module.register_load_state_dict_post_hook(_tidy_report)
 
     @classmethod
     def check_module(cls, module: object, why: str) -> None:
@@ -72,13 +79,6 @@ class Wrapper(nn.Module):
             inner._buffers[name] = value
         else:
             super().__setattr__(name, value)
-
-
-def hide_wrapper(wrapper: nn.Module) -> None:
-    """Hide the name under which `wrapper.module` is registered from the wrapper's state dicts; local."""
-    wrapper.register_state_dict_post_hook(_strip_prefix)
-    wrapper.register_load_state_dict_pre_hook(_add_prefix)
-    wrapper.register_load_state_dict_post_hook(_tidy_report)
 
 
 def _strip_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, _local: object) -> None:
