@@ -131,7 +131,7 @@ class FlatGradient:
         assert self._target is not None
         if self._replicas is not None:
             self._replicas.all_reduce(self._target, ReduceOp.AVERAGE)
-        own = [p for p, is_used in zip(self.flat.parameters, used, strict=True) if is_used and p.own.numel()]
+        own = [p for p, is_used in zip(self.flat.parameters, used, strict=True) if is_used and p.sharded.numel()]
         with ordinary_gradients(parameter.sharded for parameter in own):
             for parameter in own:
                 self._add(parameter, parameter.view_in(self._target))
