@@ -215,14 +215,17 @@ class Arena:
             return 0
         pointer, nbytes = tensor.data_ptr(), tensor.nbytes
         for index, segment in enumerate(self.segments):
-            offset = segment.offset_of(pointer, nbytes)
-            if offset is not None:
+            offset = pointer - segment.addresses[segment.own]
+            if 0 <= offset <= segment.region_bytes - nbytes:
                 return (index << 48) + offset + 1
         return 0
 
     def is_common(self, tensor: Tensor) -> bool:
         """Say whether a tensor lies in the first rank's memory, which is what all may have in common; local."""
-        return any(segment.offset_of(tensor.data_ptr(), tensor.nbytes, 0) is not None for segment in self.segments)
+        pointer, nbytes = tensor.data_ptr(), tensor.nbytes
+        return any(
+            0 <= pointer - segment.addresses[0] <= segment.region_bytes - nbytes for segment in self.segments
+        )
 
     def parts(self, address: int, nbytes: int) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
         """Return the memory of all local ranks at an address; local."""

@@ -39,6 +39,7 @@ class Segment:
         region_bytes: Size of each region, a multiple of the page size.
         regions: [local ranks] the regions as bytes, in the order of the node's communicator.
         own: This rank's index in `regions`.
+        addresses: [local ranks] where each region begins in this process.
     """
 
     def __init__(self, memory: mmap.mmap, region_bytes: int, own: int, count: int) -> None:
@@ -48,7 +49,7 @@ class Segment:
         self._descriptor: int | None = None
         whole = np.frombuffer(memory, dtype=np.uint8)
         self.regions = [whole[k * region_bytes : (k + 1) * region_bytes] for k in range(count)]
-        self._address = self.regions[own].ctypes.data
+        self.addresses: list[int] = [region.ctypes.data for region in self.regions]
 
     @classmethod
     def create(cls, comm: MPI.Intracomm, region_bytes: int) -> Segment | str:
@@ -116,11 +117,6 @@ class Segment:
         if isinstance(descriptor, int):
             self._descriptor = descriptor
             weakref.finalize(self, os.close, descriptor).atexit = False
-
-    def offset_of(self, address: int, nbytes: int, region: int | None = None) -> int | None:
-        """Return where in a region, by default the own, `nbytes` bytes at `address` lie, None if not; local."""
-        offset = address - (self._address if region is None else self.regions[region].ctypes.data)
-        return offset if offset >= 0 and offset + nbytes <= self.region_bytes else None
 
 
 def _offer(total: int) -> tuple[int, tuple[int, int, int, int]]:
