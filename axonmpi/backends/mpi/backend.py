@@ -24,7 +24,7 @@ from ...launch import start as runtime
 from ...launch.cpu import CoreShare, core_share
 from ...types import Work
 from ...utils.partition import split_sizes
-from ...utils.waiting import Steps
+from ...utils.waiting import Backoff, Steps, wait_until
 from ..base import Backend
 from ..buffers import as_bytes, buffer_of, empty, flat_elements, write_back
 from ..call import Call
@@ -34,7 +34,7 @@ from ..handshake import PAYLOAD_BYTES, describe, described
 from ..local import LocalBackend
 from ..shared.counters import NodeCounters
 from ..shared.segment import warn_no_shared_memory
-from ..tuning import MAX_MESSAGE_BYTES, PIECE_BYTES
+from ..tuning import HANDSHAKE_YIELDS, MAX_MESSAGE_BYTES, PIECE_BYTES
 from ..worker import Worker
 from .point_to_point import MessagePort
 
@@ -222,7 +222,9 @@ class MpiBackend(Backend):
         self._agree(call)
         questions = torch.stack([describe(tensor) for tensor in tensors])
         answers = torch.empty_like(questions)
-        self.mpi_comm.Alltoall(self._spec(questions, PAYLOAD_BYTES), self._spec(answers, PAYLOAD_BYTES))
+        self._wait(
+            [self.mpi_comm.Ialltoall(self._spec(questions, PAYLOAD_BYTES), self._spec(answers, PAYLOAD_BYTES))]
+        )
         received = [empty(shape, dtype) for dtype, shape in (described(answer) for answer in answers)]
         self._exchange([tensor.contiguous() for tensor in tensors], received)
         return received
@@ -240,7 +242,14 @@ class MpiBackend(Backend):
         for peer in peers:
             if (outgoing := sends[peer]) is not None:
                 requests += self._pairs.start_send(as_bytes(outgoing), peer, 0, self.max_message_bytes)
-        self._mpi.Request.Waitall(requests)
+        self._wait(requests)
+
+    def _wait(self, requests: list[Any]) -> None:
+        """Wait for messages; where ranks outnumber the cores, yield them to the ranks that are waited for."""
+        if self.cores.oversubscribed:
+            wait_until(lambda: self._mpi.Request.Testall(requests), Backoff(HANDSHAKE_YIELDS))
+        else:
+            self._mpi.Request.Waitall(requests)
 
     def _barrier(self, call: Call) -> None:
         self._agree(call)
