@@ -14,6 +14,7 @@ import axonmpi as ax
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 MOST_BEFORE_THE_FIRST_BYTE = 8
+ONLY_WHERE_A_RANK_WAITS = "utils/waiting.py"
 
 
 def listed_files() -> list[str]:
@@ -37,7 +38,7 @@ def test_a_large_reduction_passes_few_files(world) -> None:
 
         def note(frame, event, _) -> None:
             _, found, name = frame.f_code.co_filename.rpartition("axonmpi/")
-            if event == "call" and found and name not in passed:
+            if event == "call" and found and name not in (*passed, ONLY_WHERE_A_RANK_WAITS):
                 passed.append(name)
             if frame.f_code.co_name == "copy_in" and not before_the_first_byte:
                 before_the_first_byte.extend(passed)
