@@ -66,6 +66,11 @@ def replicated_bytes(ranks: int, *, symmetric: bool) -> int:
     return max(REPLICATED_ORDINARY_BYTES // ranks**2 // _PAGE * _PAGE, replicated_bytes(ranks, symmetric=True))
 
 
+def _scratch() -> Tensor:
+    with torch.inference_mode(False):  # what is made in that mode could not be reused outside of it
+        return torch.empty(SLICE_BYTES, dtype=torch.uint8, device="cpu")
+
+
 @dataclass
 class NodeMemory:
     """What the ranks of a group on one node share.
@@ -77,6 +82,7 @@ class NodeMemory:
         staging: Where ordinary tensors go through.
         limits: How much is reduced at a time.
         views: Views of tensors that were reduced before, found by kind of call and address.
+        total: [SLICE_BYTES] uint8 of this rank's own, for the sum of a piece.
     """
 
     handshake: NodeHandshake
@@ -85,6 +91,7 @@ class NodeMemory:
     staging: Staging
     limits: Limits
     views: BoundedCache[Any, Any] = field(default_factory=lambda: BoundedCache(MAX_VIEWS))
+    total: Tensor = field(default_factory=_scratch)
 
     def chunk_bytes(self) -> int:
         """Return how much of a rank's tensor goes through staging at a time, a slice for each rank; local."""
@@ -136,26 +143,36 @@ class NodeReduction:
             self._staged.run(tensor, first=1 if self._handshake.meet(self._call, 0) else 0)
 
 
-class _Replicated:
-    """Each rank reduces all of the data."""
+class _Strategy:
+    """One of the ways, for calls of one dtype, shape, operation and root."""
 
     def __init__(self, memory: NodeMemory, call: Call) -> None:
         assert call.op is not None
         assert call.dtype is not None
-        rank, ranks = memory.handshake.rank, memory.handshake.size
-        staging = memory.staging
+        self._memory = memory
+        self._call = call
+        self._dtype = call.dtype
+        self._op = call.op
+        self._rank = memory.handshake.rank
+        self._reduction = choose_reduction(call.dtype, call.op, memory.handshake.size)
+        self._gets_result = call.root in (None, self._rank)
+
+
+class _Replicated(_Strategy):
+    """Each rank reduces all of the data."""
+
+    def __init__(self, memory: NodeMemory, call: Call) -> None:
+        super().__init__(memory, call)
+        staging, rank = memory.staging, self._rank
         self._barrier = memory.barrier
-        self._nbytes = call.nbytes
         self._count = staging.count
-        self._gets_result = call.root in (None, rank)
         self._own = [buffers[rank][: call.nbytes] for buffers in staging.buffers]
         self._parts = [
-            [part.view(call.shape) for part in views_of(buffers, 0, call.nbytes, call.dtype)]
+            [part.view(call.shape) for part in views_of(buffers, 0, call.nbytes, self._dtype)]
             for buffers in staging.buffers
         ]
-        self._reduction = choose_reduction(call.dtype, call.op, ranks)
         # The sum of two is the same in either order, and the own part is in the tensor already.
-        adds = ranks == 2 and plain_binary(call.dtype, call.op) is torch.add
+        adds = memory.handshake.size == 2 and plain_binary(self._dtype, self._op) is torch.add
         self._other = [parts[1 - rank] for parts in self._parts] if adds else None
         self._sources: BoundedCache[int, Bytes] = BoundedCache(256)
 
@@ -225,19 +242,8 @@ class _Piece:
             raw[...] = self._sum
 
 
-class _InPlace:
+class _InPlace(_Strategy):
     """Each rank reduces its slice of a symmetric tensor, in the memory of all ranks."""
-
-    def __init__(self, memory: NodeMemory, call: Call) -> None:
-        assert call.op is not None
-        assert call.dtype is not None
-        self._memory = memory
-        self._call = call
-        self._dtype = call.dtype
-        self._rank = memory.handshake.rank
-        self._reduction = choose_reduction(call.dtype, call.op, memory.handshake.size)
-        self._gets_result = call.root in (None, self._rank)
-        self._total: Tensor | None = None
 
     def find(self, tensor: Tensor) -> _Slices | None:
         """Return this rank's slices of a contiguous tensor, None if it is not symmetric; local."""
@@ -267,30 +273,16 @@ class _InPlace:
             return []
         step = round_down(min(SLICE_BYTES, memory.limits.piece_bytes), ALIGNMENT)
         with torch.inference_mode(False):
-            if self._total is None or self._total.nbytes < step:
-                self._total = torch.empty(step, dtype=torch.uint8, device="cpu").view(self._dtype)
+            total = memory.total.view(self._dtype)
             rows = memory.arena.rows(address + low, high - low).view(self._dtype)
-            return [
-                _Piece(
-                    part,
-                    self._total,
-                )
-                for part in rows.split(step // itemsize, dim=1)
-            ]
+            return [_Piece(part, total) for part in rows.split(step // itemsize, dim=1)]
 
 
-class _Staged:
+class _Staged(_Strategy):
     """Chunks of an ordinary tensor go through staging."""
 
     def __init__(self, memory: NodeMemory, call: Call) -> None:
-        assert call.op is not None
-        assert call.dtype is not None
-        self._memory = memory
-        self._call = call
-        self._dtype = call.dtype
-        self._rank = memory.handshake.rank
-        self._reduction = choose_reduction(call.dtype, call.op, memory.handshake.size)
-        self._gets_result = call.root in (None, self._rank)
+        super().__init__(memory, call)
         self._chunk_bytes = 0
         self._cuts: list[_Cut] = []
 
