@@ -130,9 +130,18 @@ class Connection(ABC):
         """Say whether a tensor lies in memory of `node_empty`; local."""
         return True
 
-    @abstractmethod
     def all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
         """Put the parts of all ranks into the memory of each node; None: the own part is there; collective."""
+        self.handshake.agree(call)
+        own = output.split(sizes)[self.rank]
+        if tensor is not None:
+            own.copy_(tensor)
+        if output.numel():
+            self._gather_common(call, own, sizes, output)
+
+    def _gather_common(self, call: Call, own: Tensor, rows: list[int], result: Tensor) -> None:
+        """Do what `all_gather` does where a node's ranks have `result`, and their blocks in it, in common."""
+        self.all_gather(call, own, rows, result)
 
     def mark_failed(self, reason: str) -> None:  # noqa: B027
         """Tell ranks that wait for this one that it does not come any more, where they can be reached; local."""

@@ -139,15 +139,6 @@ class PlainConnection(Connection):
                 block.copy_(data)
             self._broadcast_flat(block, root)
 
-    def all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
-        """Put the parts of all ranks one after the other; collective."""
-        self.handshake.agree(call)
-        own = output.split(sizes)[self.rank]
-        if tensor is not None:
-            own.copy_(tensor)
-        if output.numel():
-            self.all_gather(call, own, sizes, output)
-
     def free(self) -> None:
         """Release scratch memory; local."""
         self._scratch.clear()

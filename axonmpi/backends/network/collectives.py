@@ -317,15 +317,9 @@ class NetworkConnection(SharedConnection):
         longest = max(last - first for first, last in bounds)
         self._run(call, -(-longest // size), (copy_in, swap, copy_out))
 
-    def all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
-        """Put the parts of all ranks where they belong on every node; collective."""
-        self.handshake.agree(call)
-        own = output.split(sizes)[self.rank]
-        if tensor is not None:
-            own.copy_(tensor)
-        if output.numel():
-            self._gather(call, own, sizes, output, common=True)
-        self._barrier.wait(call)
+    def _gather_common(self, call: Call, own: Tensor, rows: list[int], result: Tensor) -> None:
+        self._gather(call, own, rows, result, common=True)
+        self._barrier.wait(call)  # before any rank reads what the others have filled in
 
     # ---- common to them -----------------------------------------------------------------------------------
 
