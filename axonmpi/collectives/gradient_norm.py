@@ -16,6 +16,7 @@ one axis after the other; a parameter that is not divided along one of the axes 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -81,9 +82,10 @@ def clip_grad_norm(
     return _clip(pairs, groups, max_norm, norm_type, error_if_nonfinite)
 
 
-class ClipsGradients:
+class ClipsGradients(ABC):
     """A model that knows on which ranks its gradients are."""
 
+    @abstractmethod
     def _gradient_copies(
         self, group: ProcessGroup | None, copies: Copies | None
     ) -> tuple[list[tuple[Tensor, float]], list[ProcessGroup]]:
@@ -93,7 +95,6 @@ class ClipsGradients:
             Parameters, and on how many ranks of all groups together the gradient of each is; the groups that are
             summed over one after the other.
         """
-        raise NotImplementedError
 
     @either_group_name
     def clip_grad_norm(
