@@ -19,6 +19,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from .variables import launched_ranks
+
 __all__ = ["observe_exit_code"]
 
 
@@ -42,8 +44,13 @@ def observe_exit_code(observer: Callable[[object], object]) -> None:
     attributes["code"] = property(read, member.__set__, member.__delete__, member.__doc__)
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
     if sys.version_info < (3, 12):
-        sys.exit = _exit  # the built-in one makes no exception object there, so nothing is read
+        sys.exit = _exit
 
 
 def _exit(status: Any = None, /) -> NoReturn:
+    """Replace `sys.exit`, which before Python 3.12 makes no exception object, so that nothing is read."""
     raise SystemExit(status)
+
+
+if sys.version_info < (3, 12) and launched_ranks() > 1:
+    sys.exit = _exit  # now: `sys.exit(main())` looks it up before `main` starts MPI

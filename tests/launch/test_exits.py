@@ -56,25 +56,32 @@ def test_an_exception_in_a_thread_ends_the_job(job):
 
 @pytest.mark.parametrize(
     ("leave", "code", "said"),
-    [("sys.exit(3)", 3, []), ("raise SystemExit('no such file')", 1, ["no such file"])],
+    [("return 3", 3, []), ("raise SystemExit('no such file')", 1, ["no such file"])],
     ids=["code", "message"],
 )
 def test_an_exit_of_one_rank_is_the_jobs_and_waits_for_no_thread(job, leave, code, said):
+    """Also where `sys.exit` was looked up before the world was started."""
     ended = job(
         2,
-        f"""
+        "",
+        before=f"""
+        import sys, threading, time
+        import torch
+        import axonmpi as ax
+
         def main():
+            world = ax.init_process_group()
             try:
                 ax.all_reduce(torch.ones(1000))
                 if world.rank == 1:
                     threading.Thread(target=ax.recv, args=(torch.zeros(1), 0)).start()
-                    fail_now()
+                    print(f"failing at {{time.monotonic()}}", flush=True)
                     {leave}
                 ax.all_reduce(torch.ones(1000))
             finally:
                 time.sleep(0)
 
-        main()
+        sys.exit(main())
         """,
     )
     assert ended.code == code
