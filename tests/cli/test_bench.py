@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from axonmpi.cli.bench.tensor import table as tensor_table
 from axonmpi.testing import LaunchResult, launch
 
 MULTIPLE, FUNNELED = "MPI_THREAD_MULTIPLE", "MPI_THREAD_FUNNELED"
+WIDTHS = (32, 64, 64, 32)  # of the model in data parallelism
 IN_ONE_JOB = {
     "overhead": "",
     "ddp": "",
@@ -35,6 +37,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[LaunchResult, Path]:
     folder = tmp_path_factory.mktemp("figures")
     program = f"""
         from axonmpi.cli import main
+        from axonmpi.cli.bench import data_parallel
+        data_parallel._WIDTHS = {WIDTHS}
         for name, flags in {IN_ONE_JOB}.items():
             assert main(["bench", name, *flags.split(), "--blocks", "1", "--json", name + ".json"]) == 0
     """
@@ -66,7 +70,7 @@ def test_overhead(figures, printed):
 
 
 def test_ddp(figures, printed):
-    assert figures["parameters"] == 12_590_080
+    assert figures["parameters"] == sum(before * after + after for before, after in pairwise(WIDTHS))
     times = figures["milliseconds"]
     for name, overhead in figures["overhead"].items():
         assert overhead == pytest.approx(times[name] - times["local"])

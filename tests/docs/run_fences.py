@@ -4,6 +4,7 @@ The file is JSON: a list of {page, folder, fences}; fences are pairs of a line a
 and its line. Each page starts afresh, in its own folder.
 """
 
+import gc
 import json
 import os
 import random
@@ -14,6 +15,7 @@ import torch
 
 import axonmpi as ax
 
+gc.freeze()  # optimizers load a compiler, and garbage would be looked for in all of torch at that
 for given in json.loads(Path(sys.argv[1]).read_text()):
     os.chdir(given["folder"])
     torch.manual_seed(0)
