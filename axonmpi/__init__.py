@@ -11,7 +11,7 @@ Importing this package starts nothing: no MPI, no CUDA, no thread.
 from __future__ import annotations
 
 from . import autograd, comm, errors, testing
-from .backends import Backend, MockBackend, MpiBackend
+from .backends import Backend, MockBackend, MpiBackend, NcclBackend, NcclUniqueId
 from .collectives.gradient_norm import clip_grad_norm
 from .comm import (
     all_gather,
@@ -120,7 +120,9 @@ __all__ = [
     "MixedPrecision",
     "MockBackend",
     "MpiBackend",
+    "NcclBackend",
     "NcclError",
+    "NcclUniqueId",
     "Observer",
     "ParallelGatedMLP",
     "ParallelMLP",

@@ -7,6 +7,8 @@ from .connect import path_of
 from .local import LocalBackend
 from .mock.backend import LoggedCall, MockBackend
 from .mpi.backend import MpiBackend
+from .nccl.backend import NcclBackend
+from .nccl.library import NcclUniqueId
 from .objects import all_gather_object, broadcast_object
 from .reduction import wide_dtype
 from .shared.counters import NodeCounters
@@ -19,6 +21,8 @@ __all__ = [
     "LoggedCall",
     "MockBackend",
     "MpiBackend",
+    "NcclBackend",
+    "NcclUniqueId",
     "NodeCounters",
     "all_gather_object",
     "all_reduce_coalesced",

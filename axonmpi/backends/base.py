@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import CommunicatorError, DtypeError
+from ..errors import AxonmpiError, CommunicatorError, DtypeError
 from ..types import Observer, ReduceOp, Seconds, Work
 from ..utils.arguments import check_flags, member, seconds
 from ..utils.cache import BoundedCache
@@ -78,6 +78,7 @@ class Backend(ABC):
         rank: This process's (or thread's) number among them, from 0.
         size: How many ranks there are.
         device_types: Kinds of device whose tensors are accepted.
+        place: The device of its memory, and of tensors that it sends for the library itself.
         failures: Exceptions of the transport, raised as `CommunicatorError`.
         timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
             With a time-out, blocking collectives run on the worker thread, which costs some microseconds each.
@@ -96,6 +97,7 @@ class Backend(ABC):
         self.size = size
         self.timeout = seconds("timeout", timeout)
         self.observer: Observer | None = None
+        self.place = torch.device("cpu")
         self._closed: str | None = None
         self._calls: BoundedCache[Any, Call] = BoundedCache(MAX_CALLS)
         self._worker = worker
@@ -104,6 +106,15 @@ class Backend(ABC):
     def world_size(self) -> int:
         """The same as `size`."""
         return self.size
+
+    def on(self, place: torch.device) -> Backend:
+        """Return what carries tensors on a device, and has its memory there: itself, or a part of it; local."""
+        return self
+
+    @property
+    def control(self) -> Backend:
+        """What carries small messages of the library, which the CPU waits for: itself, or a part of it."""
+        return self
 
     # ---- collectives: check, then hand over -------------------------------------------------------------
 
@@ -175,23 +186,33 @@ class Backend(ABC):
         work: Work | None = self._run(async_op, call, self._broadcast, tensor)
         return work
 
-    def all_gather(self, tensor: Tensor, dim: int = 0, *, async_op: bool = False) -> Any:
+    def all_gather(
+        self, tensor: Tensor, dim: int = 0, *, async_op: bool = False, sizes: Sequence[int] | None = None
+    ) -> Any:
         """Concatenate the tensors of all ranks along `dim`; collective, returns a new tensor.
 
         Args:
             tensor: The ranks may differ in size along `dim` only. A 0-d tensor counts as one of shape [1].
             dim: Dimension to concatenate along.
             async_op: Return a `Work` at once, whose `result()` is the tensor.
+            sizes: Size along `dim` on each rank, where the caller knows them: GPUs then need not ask.
 
         Raises:
             DimensionError: `dim` is out of range.
-            CollectiveMismatchError: The ranks differ in dtype or in another dimension.
+            ValueError: `sizes` are not as many as the ranks, or this rank's size is another.
+            CollectiveMismatchError: The ranks differ in dtype, in another dimension, or in `sizes`.
         """
         tensor = check_readable(tensor, self.name, self.device_types)
         tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
         dim = wrap_dim(dim, tensor.dim())
         shape = (*tensor.shape[:dim], -1, *tensor.shape[dim + 1 :])
-        call = self._call("all_gather", tensor.dtype, shape, None, dim)
+        layout = None
+        if sizes is not None:
+            check_sizes(sizes, self.size)
+            if sizes[self.rank] != tensor.shape[dim]:
+                raise ValueError(f"sizes: expected {tensor.shape[dim]} for this rank, got {sizes[self.rank]}")
+            layout = ((tensor.dtype, tuple(sizes)),)
+        call = self._call("all_gather", tensor.dtype, shape, None, dim, layout)
         return self._run(async_op, call, self._all_gather, tensor, dim)
 
     def reduce_scatter(
@@ -288,6 +309,14 @@ class Backend(ABC):
         dtype, shape, dim = (None, (), None) if cut_from is None else cut_from
         call = self._call("all_to_all", dtype, shape, None, dim)
         return self._run(async_op, call, self._all_to_all, checked)
+
+    def reduce_together(self, tensors: Sequence[Tensor], op: ReduceOp) -> bool:
+        """Reduce each tensor over all ranks, in place, in one launch; collective.
+
+        Returns:
+            False where this backend has no such thing; nothing was done then.
+        """
+        return False
 
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Wait until all ranks have called; collective."""
@@ -476,6 +505,17 @@ class Backend(ABC):
 
     # ---- point to point ----------------------------------------------------------------------------------
 
+    def connect_pairs(self, pairs: Sequence[tuple[int, int]]) -> None:  # noqa: B027
+        """Prepare messages between ranks, so that each direction of each pair has an order of its own; collective.
+
+        GPUs need that: without it all that is sent in a group happens in the order of the calls, and a tag has to
+        be 0. With it, messages from one rank to another have to be received in the order in which they are sent,
+        whatever their tags. Other backends match messages by tags, and have nothing to prepare.
+
+        Args:
+            pairs: Source and destination of each direction that is used; the same on all ranks.
+        """
+
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send to rank `dst` and return when the tensor may be changed; matches one `recv` there.
 
@@ -628,7 +668,7 @@ class Backend(ABC):
             if observer is not None:
                 observer.leave(call.operation)
 
-    def _failure(self, operation: str, error: Exception) -> CommunicatorError:
+    def _failure(self, operation: str, error: Exception) -> AxonmpiError:
         return CommunicatorError(f"{operation} failed on rank {self.rank}: {error}")
 
     def _steps(self, call: Call, *args: Any) -> Steps[Any] | None:

@@ -44,6 +44,8 @@ def all_reduce_coalesced(backend: Backend, tensors: Sequence[Tensor], op: Reduce
     for dtype in by_dtype(checked):
         check_reducible(dtype, op)
     with torch.no_grad():
+        if checked and backend.on(checked[0].device).reduce_together(checked, op):
+            return
         _coalesced(backend, checked, lambda flat, layout: backend.all_reduce(flat, op, layout=layout))
 
 
@@ -81,7 +83,7 @@ def _coalesced(backend: Backend, tensors: Sequence[Tensor], operation: Callable[
     """Run `operation` on flat buckets; the ranks compare the whole list with the first one."""
     layout = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
     if not tensors:  # the other ranks' lists may not be empty
-        operation(torch.empty(0, device=backend.device_types[0]), layout)
+        operation(torch.empty(0, device=backend.place), layout)
     for bucket in _buckets(tensors):
         if len(bucket) == 1:
             operation(bucket[0], layout)

@@ -51,9 +51,14 @@ class FlatParts:
             target[at : at + nbytes] = 0 if line is None else line[first : first + nbytes]
             at, start, index = at + nbytes, end, index + 1
 
-    def flat(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return [numel] all of them, copied and converted; local."""
-        result = torch.empty(self.numel, dtype=dtype or self.dtype, device="cpu")
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among them."""
+        return [part for part in self._parts if isinstance(part, Tensor)]
+
+    def flat(self, dtype: torch.dtype | None = None, place: torch.device | None = None) -> Tensor:
+        """Return [numel] all of them on a device, by default the CPU, copied and converted; local."""
+        result = torch.empty(self.numel, dtype=dtype or self.dtype, device=place or "cpu")
         for part, start, stop in zip(self._parts, self._starts, self._starts[1:], strict=False):
             if isinstance(part, int):
                 result[start:stop].zero_()

@@ -7,42 +7,21 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from ..errors import CollectiveMismatchError
-from ..types import CompletedWork, Observer, Seconds, Work
+from ..types import CompletedWork, Seconds, Work
 from .base import Backend
-from .buffers import empty
 from .call import Call
 from .concat_view import FlatParts
 from .reduction import reduce_wide_into
 from .shared.counters import NodeCounters
-from .worker import WorkerWork
+from .worker import AtOnce
 
 __all__ = ["LocalBackend"]
-
-
-class _AtOnce:
-    """Runs operations when they are submitted."""
-
-    started = ended = 0
-
-    def submit(
-        self, operation: str, task: Callable[[], Any], observer: Observer | None = None, *, in_steps: bool = False
-    ) -> Work:
-        """Run the operation; local."""
-        work = WorkerWork(operation, task, observer)
-        work.run()
-        work.finish()
-        return work
-
-    def close(self, timeout: float) -> bool:
-        """Nothing is ever under way."""
-        return True
 
 
 class _Receive(Work):
@@ -88,15 +67,21 @@ class LocalBackend(Backend):
 
     Args:
         timeout: As for every backend; nothing here takes long.
+        memory: The device of memory that it allocates; the CPU if not given.
     """
 
     name = "local"
     device_types = ("cpu", "cuda")
 
-    def __init__(self, *, timeout: float | None = None) -> None:
-        super().__init__(0, 1, _AtOnce(), timeout=timeout)
+    def __init__(self, *, timeout: float | None = None, memory: torch.device | None = None) -> None:
+        super().__init__(0, 1, AtOnce(), timeout=timeout)
+        self._memory = self.place if memory is None else memory
         self._messages: dict[int, deque[Tensor]] = defaultdict(deque)
         self._receives: dict[int, deque[_Receive]] = defaultdict(deque)
+
+    def on(self, place: torch.device) -> LocalBackend:
+        """Return a communicator that allocates memory on a device; local."""
+        return self if place == self._memory else LocalBackend(timeout=self.timeout, memory=place)
 
     def abort(self, code: int = 1) -> NoReturn:
         """End this process now, with exit code `code`; local."""
@@ -130,7 +115,7 @@ class LocalBackend(Backend):
 
     def _symmetric_empty(self, call: Call) -> Tensor:
         assert call.dtype is not None
-        return empty(call.shape, call.dtype)
+        return torch.empty(call.shape, dtype=call.dtype, device=self._memory)
 
     def _node_empty(self, call: Call) -> Tensor:
         return self._symmetric_empty(call)
@@ -144,7 +129,7 @@ class LocalBackend(Backend):
 
     def _reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
         assert call.op is not None
-        reduce_wide_into([parts.flat()], call.op, output)
+        reduce_wide_into([parts.flat(place=output.device)], call.op, output)
 
     def _divide(self, call: Call, parts: tuple[tuple[int, ...], ...]) -> LocalBackend:
         return LocalBackend(timeout=self.timeout)

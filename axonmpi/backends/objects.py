@@ -13,12 +13,12 @@ from .base import Backend
 __all__ = ["all_gather_object", "broadcast_object"]
 
 
-def _pack(obj: Any) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+def _pack(obj: Any, place: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(place)
 
 
 def _unpack(data: Tensor) -> Any:
-    return pickle.loads(data.numpy().tobytes())
+    return pickle.loads(data.cpu().numpy().tobytes())
 
 
 def broadcast_object(backend: Backend, obj: Any, src: int = 0) -> Any:
@@ -32,11 +32,13 @@ def broadcast_object(backend: Backend, obj: Any, src: int = 0) -> Any:
     Raises:
         ValueError: `src` is no rank of the group.
     """
-    data = _pack(obj) if backend.rank == src else torch.empty(0, dtype=torch.uint8, device="cpu")
-    length = torch.tensor([data.numel()], device="cpu")
+    backend = backend.control
+    place = backend.place
+    data = _pack(obj, place) if backend.rank == src else torch.empty(0, dtype=torch.uint8, device=place)
+    length = torch.tensor([data.numel()], device=place)
     backend.broadcast(length, src)
     if backend.rank != src:
-        data = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+        data = torch.empty(int(length), dtype=torch.uint8, device=place)
     backend.broadcast(data, src)
     return obj if backend.rank == src else _unpack(data)
 
@@ -48,6 +50,7 @@ def all_gather_object(backend: Backend, obj: Any) -> list[Any]:
         backend: The communicator.
         obj: Anything that can be pickled.
     """
-    data = _pack(obj)
-    lengths = backend.all_gather(torch.tensor([data.numel()], device="cpu"))
+    backend = backend.control
+    data = _pack(obj, backend.place)
+    lengths = backend.all_gather(torch.tensor([data.numel()], device=backend.place))
     return [_unpack(part) for part in backend.all_gather(data).split(lengths.tolist())]

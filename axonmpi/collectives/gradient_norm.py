@@ -147,7 +147,7 @@ def _clip(
     with plain_tensors():  # which would refuse to take the norm of a part
         power = _power([(gradient, count) for gradient, count in gradients if count != math.inf], norm_type)
         for group in groups:
-            power = _joined(power, max_norm, norm_type, group.backend)
+            power = _joined(power, max_norm, norm_type, group.backend.control)
         norm = power if math.isinf(norm_type) else power ** (1 / norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(f"the norm of the gradient is {norm}, so it cannot be clipped")
@@ -253,7 +253,7 @@ def _norm(gradient: Tensor, norm_type: float) -> Tensor:
 def _joined(power: float, max_norm: float, norm_type: float, backend: Backend) -> float:
     """Return the power of the norm over all ranks; collective. Raise on all if they want different norms."""
     if backend.size > 1:
-        own = torch.tensor([[power, max_norm, norm_type]], dtype=torch.float64, device=backend.device_types[0])
+        own = torch.tensor([[power, max_norm, norm_type]], dtype=torch.float64, device=backend.place)
         rows = backend.all_gather(own).cpu()
         for column, name in ((1, "max_norm"), (2, "norm_type")):
             wanted = rows[:, column].tolist()

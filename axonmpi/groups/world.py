@@ -14,7 +14,16 @@ import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
-from ..backends import Backend, LocalBackend, MockBackend, MpiBackend, all_gather_object, check_parts, check_ranks
+from ..backends import (
+    Backend,
+    LocalBackend,
+    MockBackend,
+    MpiBackend,
+    NcclBackend,
+    all_gather_object,
+    check_parts,
+    check_ranks,
+)
 from ..errors import CommunicatorError
 from ..launch import start as runtime
 from ..launch.topology import Topology
@@ -33,9 +42,8 @@ __all__ = [
     "set_process_world",
 ]
 
-BACKENDS = ("mpi", "mock")
+BACKENDS = ("mpi", "nccl", "mpi+nccl", "mock")
 _MISSING = {
-    "nccl": "; this version sends tensors on the CPU only, by 'mpi', and has no NCCL yet",
     "gloo": "; tensors on the CPU are sent by 'mpi', with the job started by mpirun or srun",
 }
 
@@ -55,6 +63,7 @@ class World:
         local_size: Number of ranks on this node.
         node_rank: This node's number; nodes are ordered by their lowest rank.
         num_nodes: Number of nodes.
+        device: Where this rank computes: its GPU in a world of GPUs, else the CPU.
         peers: The worlds of all mock ranks, in rank order; empty for real ranks.
     """
 
@@ -67,6 +76,7 @@ class World:
         self.local_size = topology.local_size
         self.node_rank = topology.node_rank
         self.num_nodes = topology.num_nodes
+        self.device = backend.place
         self.peers: tuple[World, ...] = ()
         self._groups: list[ProcessGroup | World] = []
 
@@ -82,7 +92,8 @@ class World:
         """Start a world of all ranks of the job, the default one where there is none yet; collective.
 
         Args:
-            backend: `"mpi"`, or `"mock"` for a world of one rank without MPI.
+            backend: `"mpi"`; `"nccl"` or, the same, `"mpi+nccl"`: tensors on GPUs go by NCCL, those on the CPU by
+                MPI, and this rank's GPU becomes the current one; `"mock"`: a world of one rank without MPI.
             init_method: None, `"mpi://"` or `"env://"`: the launcher's variables are checked against MPI's world.
             timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
             num_threads: Threads torch uses on this rank; None shares the node's cores among its ranks, unless
@@ -90,6 +101,7 @@ class World:
 
         Raises:
             LaunchError: The processes were not started as one MPI job.
+            NcclError: With NCCL: a rank has no GPU or no NCCL, or the GPUs cannot be connected; on all ranks.
             ValueError: `backend` or `init_method` is unknown, or `timeout` is not positive.
         """
         if backend not in BACKENDS:
@@ -103,7 +115,8 @@ class World:
             started = runtime.start_world(init_method, num_threads=num_threads)
             alone = started.comm is None
             own = LocalBackend(timeout=timeout) if alone else MpiBackend(started.comm, timeout=timeout)
-            world = cls(own, started.topology)
+            gpus = None if backend == "mpi" else NcclBackend.for_world(own, started.topology)
+            world = cls(gpus or own, started.topology)
         if current_world() is None:
             set_process_world(world)
         return world

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from .variables import detect_launchers
 
 __all__ = [
+    "compares_calls",
     "may_bind",
     "prepare_for_mpi",
     "pretended_node",
@@ -76,6 +77,18 @@ def pretended_node(world_rank: int) -> int:
     if not setting.isdecimal() or int(setting) < 1:
         raise ValueError(f"AXONMPI_RANKS_PER_NODE: expected a positive number, got {setting!r}")
     return world_rank // int(setting)
+
+
+def compares_calls() -> bool:
+    """Say whether ranks compare their calls on GPUs too, as they always do on CPUs: `AXONMPI_DEBUG=1`; local.
+
+    Raises:
+        ValueError: The variable is neither 0 nor 1.
+    """
+    setting = os.environ.get("AXONMPI_DEBUG", "0")
+    if setting not in ("0", "1"):
+        raise ValueError(f"AXONMPI_DEBUG: expected 0 or 1, got {setting!r}")
+    return setting == "1"
 
 
 def may_bind() -> bool:

@@ -1,0 +1,1 @@
+"""Communicators of GPUs, by NCCL, whose unique id travels over another backend."""

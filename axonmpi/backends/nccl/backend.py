@@ -1,0 +1,791 @@
+"""Collectives and messages of GPUs, by NCCL.
+
+    caller's stream   ── event ──▶   group's stream: NCCL   ── event ──▶   caller's stream, or Work.wait()
+
+A call returns when the GPU was told, which takes microseconds; what the caller tells the GPU after a blocking
+operation begins after it. The CPUs of the ranks do not meet, so calls that differ are noticed by NCCL at best,
+as a hang at worst: `AXONMPI_DEBUG=1` compares them first, over the CPUs.
+
+Where the receiver cannot know sizes, ranks tell each other over the CPUs, if the group has them, before the GPU is
+told: all_gather without `sizes`, gather, scatter, all_to_all of free shapes.
+
+Source: NCCL's user guide, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/, and nccl4py 0.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import AxonmpiError, CommunicatorError, NcclError
+from ...launch.settings import compares_calls
+from ...launch.topology import Topology
+from ...types import Observer, ReduceOp, Work
+from ...utils.arguments import check_flags, integer
+from ...utils.device import Device, device_at, gpu_count
+from ...utils.partition import split_sizes
+from ..base import Backend
+from ..call import Call, mismatch_error
+from ..concat_view import FlatParts
+from ..handshake import PAYLOAD_BYTES, describe, described
+from ..local import LocalBackend
+from ..objects import all_gather_object
+from ..reduction import reduce_in_rank_order
+from ..shared.counters import NodeCounters
+from ..worker import AtOnce
+from . import library
+from .bootstrap import agree_on, connect_all, exchange_unique_id, make_unique_id
+from .devices import check_choices, choose_device
+from .dtypes import bytes_or_native, nccl_op, reduced_dtype, reducible_view
+from .library import NcclUniqueId
+from .messages import Channel, Posted, PostedWork, rounds_of
+from .work import NcclWork
+
+__all__ = ["NcclBackend"]
+
+_CONTIGUOUS = torch.contiguous_format
+
+
+class NcclBackend(Backend):
+    """A communicator of GPUs, one a rank; collective over its ranks.
+
+    Args:
+        unique_id: The same on all ranks, from `generate_unique_id` on one of them.
+        rank: This process's number among them.
+        world_size: How many there are.
+        device: This rank's GPU: its number, or a `torch.device`.
+        timeout: Seconds that a blocking operation may take on the GPU; with it each blocks the CPU. None: neither.
+        host: The same ranks over their CPUs: carries tensors on the CPU, barriers, sizes that receivers have to
+            know, and with `AXONMPI_DEBUG=1` what the ranks call. Without it the group takes tensors on GPUs only.
+
+    Attributes:
+        device: This rank's GPU.
+        host: The same.
+
+    Raises:
+        NcclError: There is no NCCL or no such GPU, or the ranks cannot reach each other.
+        TypeError: `unique_id` is none.
+        ValueError: `rank` is not below `world_size`.
+    """
+
+    name = "nccl"
+    device_types: tuple[str, ...] = ("cuda",)
+
+    def __init__(
+        self,
+        unique_id: NcclUniqueId,
+        rank: int,
+        world_size: int,
+        device: torch.device | int,
+        *,
+        timeout: float | None = None,
+        host: Backend | None = None,
+    ) -> None:
+        if not isinstance(unique_id, NcclUniqueId):
+            raise TypeError(f"unique_id: expected an axonmpi.NcclUniqueId, got {type(unique_id).__name__}")
+        size = integer("world_size", world_size, minimum=1)
+        if integer("rank", rank, minimum=0) >= size:
+            raise ValueError(f"rank: expected 0 to {size - 1}, got {rank}")
+        place = _checked_place(device)
+        nccl = library.load()
+
+        def connect() -> Any:
+            try:
+                return nccl.core.Communicator.init(size, rank, nccl.core.UniqueId.from_bytes(bytes(unique_id)))
+            except nccl.failures as error:
+                raise library.nccl_error(f"rank {rank} could not connect", error) from error
+
+        communicator = _on_device(place, connect) if host is None else connect_all(host, place, connect)
+        self._take(communicator, rank, size, place, timeout, host)
+
+    def _take(
+        self,
+        communicator: Any,
+        rank: int,
+        size: int,
+        place: torch.device,
+        timeout: float | None,
+        host: Backend | None,
+    ) -> None:
+        self.host = host
+        super().__init__(rank, size, AtOnce(), timeout=timeout)
+        nccl = library.load()
+        self.device = self.place = place
+        self.device_types = (place.type,) if host is None else (place.type, *host.device_types)
+        self.failures = nccl.failures
+        self._core = nccl.core
+        self._device: Device = device_at(place)
+        self._main = Channel(communicator, self._device)
+        self._channels: dict[tuple[int, int], Channel] = {}
+        self._posted: list[Posted] = []
+        self._compares = host is not None and compares_calls()
+
+    @classmethod
+    def _of(
+        cls,
+        communicator: Any,
+        rank: int,
+        size: int,
+        place: torch.device,
+        timeout: float | None,
+        host: Backend | None,
+    ) -> NcclBackend:
+        """Make a backend of a communicator that is connected already; local."""
+        made = cls.__new__(cls)
+        made._take(communicator, rank, size, place, timeout, host)
+        return made
+
+    # ---- making them --------------------------------------------------------------------------------------
+
+    @staticmethod
+    def generate_unique_id() -> NcclUniqueId:
+        """Make an id, by which ranks find each other, on one of them; local, needs no GPU.
+
+        Raises:
+            NcclError: NCCL cannot be loaded, or finds no network.
+        """
+        return make_unique_id()
+
+    @classmethod
+    def init_from_unique_id(
+        cls,
+        unique_id: NcclUniqueId | bytes,
+        rank: int,
+        world_size: int,
+        device: torch.device | int,
+        *,
+        timeout: float | None = None,
+    ) -> NcclBackend:
+        """Connect the ranks that have one id, which may have travelled as bytes; collective. See the class."""
+        unique_id = unique_id if isinstance(unique_id, NcclUniqueId) else NcclUniqueId(unique_id)
+        return cls(unique_id, rank, world_size, device, timeout=timeout)
+
+    @classmethod
+    def over(cls, host: Backend, device: torch.device | int, *, timeout: float | None = None) -> NcclBackend:
+        """Connect the GPUs of ranks that have another backend already, over which the id travels; collective.
+
+        Args:
+            host: The other backend; kept, and used as `NcclBackend` says.
+            device: This rank's GPU.
+            timeout: As for the class.
+
+        Raises:
+            NcclError: On all ranks, if any of them cannot connect.
+        """
+        return cls(exchange_unique_id(host), host.rank, host.size, device, timeout=timeout, host=host)
+
+    @classmethod
+    def for_world(cls, host: Backend, topology: Topology) -> NcclBackend:
+        """Connect the GPUs of all ranks of a world, one each, and make each its rank's current one; collective.
+
+        Args:
+            host: All ranks over their CPUs.
+            topology: Where this rank is.
+
+        Raises:
+            NcclError: A rank has no GPU or no NCCL, two have one GPU, or versions differ; on all ranks.
+        """
+        chosen = agree_on(host, lambda: choose_device(topology))
+        check_choices(chosen)
+        device_at(torch.device("cuda", chosen[host.rank].index)).use()
+        return cls.over(host, chosen[host.rank].index, timeout=host.timeout)
+
+    @classmethod
+    def create_world(cls, devices: Sequence[int]) -> list[NcclBackend]:
+        """Make a communicator of several GPUs of this process, each to be used by a thread of its own; local.
+
+        Args:
+            devices: Different numbers of GPUs that this process sees.
+
+        Returns:
+            The backends, one a GPU, in the order given.
+
+        Raises:
+            ValueError: `devices` are none, or not different.
+            NcclError: There is no NCCL, no such GPU, or it cannot be used.
+        """
+        chosen = [_checked_place(device) for device in devices]
+        if not chosen or len(set(chosen)) < len(chosen):
+            raise ValueError(f"devices: expected different numbers of GPUs, got {list(devices)}")
+        nccl = library.load()
+        try:
+            made = nccl.core.Communicator.init_all([place.index for place in chosen])
+        except nccl.failures as error:
+            raise library.nccl_error(f"GPUs {list(devices)} could not be connected", error) from error
+        return [
+            cls._of(each, rank, len(chosen), place, None, None)
+            for rank, (each, place) in enumerate(zip(made, chosen, strict=True))
+        ]
+
+    @staticmethod
+    def nccl_version() -> tuple[int, int, int]:
+        """Return the version of NCCL: major, minor, patch; local, needs no GPU. NcclError without NCCL."""
+        return library.nccl_version()
+
+    @staticmethod
+    def device_count() -> int:
+        """Return how many GPUs this process sees, 0 without CUDA; local."""
+        return gpu_count()
+
+    def synchronize(self) -> None:
+        """Block until the GPU has done all that this process told it; local."""
+        self._flush()
+        self._device.synchronize()
+        self._check_healthy("synchronize", self._main)
+
+    def on(self, place: torch.device) -> Backend:
+        """Return what carries tensors on a device: itself for its GPU, else the CPUs' backend; local."""
+        return self if self.host is None or place.type == self.device.type else self.host
+
+    @property
+    def control(self) -> Backend:
+        """What carries small messages of the library: the CPUs' backend where there is one."""
+        return self if self.host is None else self.host
+
+    @property
+    def observer(self) -> Observer | None:
+        """Told about each operation, on GPUs and on CPUs."""
+        return self._observer
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self._observer = observer
+        if self.host is not None:
+            self.host.observer = observer
+
+    # ---- telling the GPU ----------------------------------------------------------------------------------
+
+    def _run(self, async_op: bool, call: Call, move: Callable[..., Any], *args: Any) -> Any:
+        carrier = self._carrier(call, args)
+        if carrier is not self:
+            return carrier._run(async_op, call, getattr(carrier, move.__name__), *args)
+        check_flags(async_op=async_op)
+        self._check_open(call.operation)
+        if self._compares:
+            self._compare(call)
+        self._flush()
+        work = self._launch(
+            self._main, call.operation, self._execute, call.operation, call.nbytes, move, call, *args
+        )
+        if async_op:
+            return work
+        work.wait(self.timeout)
+        return work.value
+
+    def _carrier(self, call: Call, args: tuple[Any, ...]) -> Backend:
+        """Return what carries an operation: by where its tensors are, of those without any by what it is; local."""
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        tensors += [each for arg in args if isinstance(arg, list) for each in arg if isinstance(each, Tensor)]
+        if call.operation == "scatter" and self.host is not None:
+            return self._carrier_of_scatter(call, tensors)
+        if not tensors:
+            return self.control if call.operation == "barrier" else self
+        first, *others = [self._carrier_of(tensor, call.operation) for tensor in tensors]
+        if any(other is not first for other in others):
+            places = sorted({str(tensor.device) for tensor in tensors})
+            raise ValueError(
+                f"{call.operation}: expected tensors on one device, got them on {' and '.join(places)}"
+            )
+        return first
+
+    def _carrier_of(self, tensor: Tensor, operation: str) -> Backend:
+        carrier = self.on(tensor.device)
+        if carrier is self and tensor.device.index != self.device.index:
+            raise ValueError(
+                f"{operation}: expected a tensor on {self.device}, the GPU of this rank of the group, got one on "
+                f"{tensor.device}; move it with .to({str(self.device)!r})"
+            )
+        return carrier
+
+    def _carrier_of_scatter(self, call: Call, tensors: list[Tensor]) -> Backend:
+        """Return what carries the tensor of the source, which alone has one; collective over the CPUs."""
+        assert self.host is not None
+        assert call.root is not None
+        by_gpus = torch.zeros(1, dtype=torch.bool, device="cpu")
+        if self.rank == call.root:
+            by_gpus.fill_(self._carrier_of(tensors[0], call.operation) is self)
+        self.host.broadcast(by_gpus, call.root)
+        return self if by_gpus else self.host
+
+    def _launch(self, channel: Channel, operation: str, move: Callable[..., Any], *args: Any) -> NcclWork:
+        """Tell a stream of the group to do something after what the caller's stream was told; local."""
+        device = self._device
+        self._check_healthy(operation, channel)
+        device.wait(channel.stream, device.record(device.current_stream()))
+        value = move(*args)
+        check = partial(self._check_healthy, channel=channel)
+        return NcclWork(operation, device, device.record(channel.stream), value, check)
+
+    def _check_healthy(self, operation: str, channel: Channel) -> None:
+        """Raise what NCCL has come to since it was asked last; local."""
+        self._check_open(operation)
+        state = channel.communicator.get_async_error()
+        if state:
+            error = NcclError(self._core.get_error_string(state))
+            raise library.nccl_error(f"{operation} on rank {self.rank}", error, channel.communicator)
+
+    def _failure(self, operation: str, error: Exception) -> AxonmpiError:
+        return library.nccl_error(f"{operation} failed on rank {self.rank}", error, self._main.communicator)
+
+    def _compare(self, call: Call) -> None:
+        assert self.host is not None
+        keys = self.host.all_gather(torch.tensor([call.key], device="cpu"))
+        if len(set(keys.tolist())) > 1:
+            raise mismatch_error(all_gather_object(self.host, str(call)))
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Let torch compute on the group's stream for the duration of a `with` block; local."""
+        with self._device.within(self._main.stream):
+            yield
+
+    def _keep(self, *tensors: Tensor) -> None:
+        for tensor in tensors:
+            self._device.keep(tensor, self._main.stream)
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Allocate a result, for the caller's stream; local."""
+        made = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        self._keep(made)
+        return made
+
+    def _ready(self, tensor: Tensor) -> Tensor:
+        """Return contiguous memory with the values of a tensor that is only read, as NCCL can copy it; local."""
+        self._keep(tensor)
+        with self._on_stream():
+            return bytes_or_native(tensor.contiguous())
+
+    @contextmanager
+    def _written(self, tensor: Tensor, dtype: torch.dtype, *, writes: bool = True) -> Iterator[Tensor]:
+        """Give contiguous memory of `dtype` with a tensor's values, and write it back where it is other memory."""
+        self._keep(tensor)
+        if writes:
+            torch.autograd.graph.increment_version(tensor)
+        if tensor.is_contiguous() and tensor.dtype == dtype and not tensor.is_conj() and not tensor.is_neg():
+            yield tensor
+            return
+        with self._on_stream():
+            values = tensor.to(dtype).contiguous()
+            values = values.clone() if values.data_ptr() == tensor.data_ptr() else values
+            yield values
+            if writes:
+                tensor.copy_(values)
+
+    # ---- reductions ---------------------------------------------------------------------------------------
+
+    def _reduce(self, call: Call, tensor: Tensor) -> None:
+        assert call.dtype is not None
+        assert call.op is not None
+        if call.dtype.is_complex and call.op is ReduceOp.PRODUCT:
+            self._multiply(call, tensor)
+            return
+        main, op = self._main, nccl_op(self._core, call.dtype, call.op)
+        writes = call.root in (None, self.rank)
+        with self._written(tensor, reduced_dtype(call.dtype), writes=writes) as values:
+            sent = reducible_view(values)
+            main.communicator.reduce(sent, sent, op, call.root, stream=main.handle)
+
+    def _multiply(self, call: Call, tensor: Tensor) -> None:
+        """Multiply complex numbers, which NCCL does not know; local, on the GPU."""
+        assert call.dtype is not None
+        assert call.op is not None
+        sent = self._ready(tensor)
+        with self._on_stream():
+            parts = torch.empty((self.size, *sent.shape), dtype=sent.dtype, device=self.device)
+            self._main.communicator.allgather(sent, parts, stream=self._main.handle)
+            if call.root in (None, self.rank):
+                ranks = [part.view(call.dtype).view(tensor.shape) for part in parts]
+                reduce_in_rank_order(ranks, call.op, tensor)
+
+    def reduce_together(self, tensors: Sequence[Tensor], op: ReduceOp) -> bool:
+        """Reduce each tensor over all ranks, in place, in one launch; collective. See `Backend`."""
+        calls = [self._call("all_reduce", tensor.dtype, tensor.shape, op) for tensor in tensors]
+        if self._compares:
+            layout = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+            self._compare(self._call("all_reduce", tensors[0].dtype, (), op, layout=layout))
+
+        def move() -> None:
+            with self._core.group():
+                for call, tensor in zip(calls, tensors, strict=True):
+                    self._reduce(call, tensor)
+
+        if any(self._is_converted(call, tensor) for call, tensor in zip(calls, tensors, strict=True)):
+            return False  # what is copied back has to be reduced first, and a group is launched at its end
+        self._flush()
+        nbytes = sum(call.nbytes for call in calls)
+        self._launch(self._main, "all_reduce", self._execute, "all_reduce", nbytes, move).wait(self.timeout)
+        return True
+
+    def _is_converted(self, call: Call, tensor: Tensor) -> bool:
+        assert call.dtype is not None
+        plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        return not plain or reduced_dtype(call.dtype) != call.dtype or call.dtype.is_complex
+
+    def _reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
+        assert call.dtype is not None
+        self._keep(tensor)
+        rows = list(split_sizes(tensor.shape[dim], self.size))
+        rest = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
+        wide = reduced_dtype(call.dtype)
+        result = self._empty((*tensor.shape[:dim], rows[self.rank], *tensor.shape[dim + 1 :]), call.dtype)
+        with self._on_stream():
+            moved = tensor.movedim(dim, 0).to(wide).contiguous()
+            is_direct = dim == 0 and wide == call.dtype
+            own = result if is_direct else torch.empty((rows[self.rank], *rest), dtype=wide, device=self.device)
+            self._reduce_parts(call, moved, rows, own)
+            return result if is_direct else result.copy_(own.movedim(0, dim))
+
+    def _reduce_parts(self, call: Call, moved: Tensor, rows: list[int], own: Tensor) -> None:
+        """Put this rank's rows of the reduced tensor into `own`, on the group's stream; collective."""
+        assert call.dtype is not None
+        assert call.op is not None
+        main = self._main
+        if call.dtype.is_complex and call.op is ReduceOp.PRODUCT:
+            whole = moved.clone()
+            self._multiply(self._call("all_reduce", moved.dtype, moved.shape, call.op), whole)
+            own.copy_(whole.split(rows)[self.rank])
+            return
+        if not moved.numel():
+            return
+        op = nccl_op(self._core, call.dtype, call.op)
+        if len(set(rows)) == 1:
+            main.communicator.reduce_scatter(reducible_view(moved), reducible_view(own), op, stream=main.handle)
+            return
+        with self._core.group():
+            for rank, part in enumerate(moved.split(rows)):
+                if part.numel():
+                    sent = reducible_view(part)
+                    target = reducible_view(own) if rank == self.rank else sent
+                    main.communicator.reduce(sent, target, op, rank, stream=main.handle)
+
+    def _reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
+        wide = self._call("reduce_scatter", output.dtype, (sum(sizes),), call.op, 0)
+        self._keep(output, *parts.tensors)
+        torch.autograd.graph.increment_version(output)
+        with self._on_stream():
+            flat = parts.flat(reduced_dtype(output.dtype), self.device)
+            if flat.dtype == output.dtype:
+                self._reduce_parts(wide, flat, sizes, output)
+            else:
+                own = torch.empty(output.shape, dtype=flat.dtype, device=self.device)
+                self._reduce_parts(wide, flat, sizes, own)
+                output.copy_(own)
+
+    # ---- copies -------------------------------------------------------------------------------------------
+
+    def _broadcast(self, call: Call, tensor: Tensor) -> None:
+        assert call.root is not None
+        main = self._main
+        with self._written(tensor, tensor.dtype, writes=self.rank != call.root) as values:
+            sent = bytes_or_native(values)
+            main.communicator.broadcast(sent, sent, call.root, stream=main.handle)
+
+    def _all_gather(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
+        rows = list(call.layout[0][1]) if call.layout is not None else self._tell_all(tensor.shape[dim])
+        self._keep(tensor)
+        result = self._empty((*tensor.shape[:dim], sum(rows), *tensor.shape[dim + 1 :]), tensor.dtype)
+        with self._on_stream():
+            moved = tensor.movedim(dim, 0).contiguous()
+            whole = result if dim == 0 else torch.empty_like(result.movedim(dim, 0), memory_format=_CONTIGUOUS)
+            self._gather_parts(whole, moved, rows)
+            return result if dim == 0 else result.copy_(whole.movedim(0, dim))
+
+    def _gather_parts(self, whole: Tensor, own: Tensor | None, rows: list[int]) -> None:
+        """Fill contiguous memory with the rows of all ranks, on the group's stream; collective.
+
+        Args:
+            whole: What is filled.
+            own: This rank's rows; None: they are there already.
+            rows: How many each rank has.
+        """
+        if not whole.numel():
+            return
+        main = self._main
+        parts = [bytes_or_native(part) for part in whole.split(rows)]
+        sent = parts[self.rank] if own is None else bytes_or_native(own)
+        if len(set(rows)) == 1:
+            main.communicator.allgather(sent, bytes_or_native(whole), stream=main.handle)
+            return
+        with self._core.group():
+            for rank, part in enumerate(parts):
+                if part.numel():
+                    source = sent if rank == self.rank else part
+                    main.communicator.broadcast(source, part, rank, stream=main.handle)
+
+    def _all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
+        self._keep(output, *([] if tensor is None else [tensor]))
+        torch.autograd.graph.increment_version(output)
+        with self._on_stream():
+            if tensor is not None:
+                output.split(sizes)[self.rank].copy_(tensor)
+            self._gather_parts(output, None, sizes)
+
+    def _gather(self, call: Call, tensor: Tensor) -> list[Tensor] | None:
+        rows = self._tell_all(tensor.shape[0] if tensor.dim() else 0)
+        sends: list[Tensor | None] = [None] * self.size
+        receives: list[Tensor | None] = [None] * self.size
+        assert call.root is not None
+        sends[call.root] = tensor
+        if self.rank != call.root:
+            self._exchange(sends, receives)
+            return None
+        parts = [self._empty((size, *tensor.shape[1:]) if tensor.dim() else (), tensor.dtype) for size in rows]
+        self._exchange(sends, parts)
+        return parts
+
+    def _scatter(self, call: Call, tensor: Tensor | None) -> Tensor:
+        assert call.root is not None
+        blank = torch.zeros(PAYLOAD_BYTES, dtype=torch.uint8, device="cpu")
+        told = self._gather_on_cpus(blank if tensor is None else describe(tensor))
+        dtype, shape = described(told[call.root])
+        part = self._empty((split_sizes(shape[0], self.size)[self.rank], *shape[1:]), dtype)
+        sends: Sequence[Tensor | None] = [None] * self.size if tensor is None else tensor.tensor_split(self.size)
+        receives: list[Tensor | None] = [None] * self.size
+        receives[call.root] = part
+        self._exchange(sends, receives)
+        return part
+
+    def _all_to_all(self, call: Call, tensors: list[Tensor]) -> list[Tensor]:
+        if call.dtype is not None and call.root is not None and -1 not in call.shape:
+            rows = split_sizes(call.shape[call.root], self.size)[self.rank]
+            shape = (*call.shape[: call.root], rows, *call.shape[call.root + 1 :])
+            forms = [(call.dtype, shape)] * self.size
+        else:
+            own = torch.stack([describe(tensor) for tensor in tensors])
+            told = self._gather_on_cpus(own.view(-1)).view(self.size, self.size, PAYLOAD_BYTES)
+            forms = [described(row) for row in told[:, self.rank].contiguous()]
+        received = [self._empty(shape, dtype) for dtype, shape in forms]
+        self._exchange(tensors, received)
+        return received
+
+    def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+        """Send entry i to rank i and receive entry i from there, in one launch; local. None: nothing."""
+        main = self._main
+        ready = [None if tensor is None else self._ready(tensor) for tensor in sends]
+        with self._core.group():
+            for rank, (sent, received) in enumerate(zip(ready, receives, strict=True)):
+                if sent is not None and sent.numel():
+                    main.communicator.send(sent, rank, stream=main.handle)
+                if received is not None and received.numel():
+                    main.communicator.recv(bytes_or_native(received), rank, stream=main.handle)
+
+    def _tell_all(self, size: int) -> list[int]:
+        """Return a number of each rank, in rank order; collective over the CPUs."""
+        told = self._gather_on_cpus(torch.tensor([size], device="cpu").view(torch.uint8))
+        sizes: list[int] = told.view(torch.int64).view(-1).tolist()
+        return sizes
+
+    def _gather_on_cpus(self, content: Tensor) -> Tensor:
+        """Return [ranks, bytes] what each rank tells, [bytes] of uint8; collective.
+
+        Without CPUs that are connected the GPUs carry it, and this thread waits for them.
+        """
+        if self.host is not None:
+            told: Tensor = self.host.all_gather(content.view(1, -1))
+            return told
+        with self._on_stream():
+            whole = torch.empty((self.size, content.numel()), dtype=torch.uint8, device=self.device)
+            self._main.communicator.allgather(content.to(self.device), whole, stream=self._main.handle)
+            return whole.cpu()
+
+    def _barrier(self, call: Call) -> None:
+        main = self._main
+        with self._on_stream():
+            one = torch.zeros(1, dtype=torch.uint8, device=self.device)
+            main.communicator.allreduce(one, one, self._core.NcclRedOp.MAX, stream=main.handle)
+        check = partial(self._check_healthy, channel=main)
+        NcclWork("barrier", self._device, self._device.record(main.stream), None, check).block(self.timeout)
+
+    # ---- groups -------------------------------------------------------------------------------------------
+
+    def _divide(self, call: Call, parts: tuple[tuple[int, ...], ...]) -> Backend | None:
+        host = None if self.host is None else self.host._run(False, call, self.host._divide, parts)
+        color = next((number for number, part in enumerate(parts) if self.rank in part), None)
+        size = 0 if color is None else len(parts[color])
+        communicator = None
+        if any(len(part) > 1 for part in parts):  # the same on all ranks
+            communicator = self._split(color if size > 1 else None, parts[color or 0])
+        if color is None:
+            return None
+        if size == 1:
+            return LocalBackend(timeout=self.timeout, memory=self.device)
+        rank = parts[color].index(self.rank)
+        return NcclBackend._of(communicator, rank, size, self.device, self.timeout, host)
+
+    def _split(self, color: int | None, order: Sequence[int]) -> Any:
+        key = order.index(self.rank) if color is not None else 0
+        self._flush()
+        self._device.block(self._device.record(self._main.stream))  # NCCL wants nothing to be under way
+        try:
+            return _on_device(self.device, lambda: self._main.communicator.split(color, key))
+        except self.failures as error:
+            raise self._failure("split", error) from error
+
+    # ---- point to point -----------------------------------------------------------------------------------
+
+    def connect_pairs(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Give each direction of each pair a communicator and a stream of its own; collective. See `Backend`."""
+        for together in rounds_of([pair for pair in pairs if pair not in self._channels]):
+            color = next((number for number, pair in enumerate(together) if self.rank in pair), None)
+            communicator = self._split(color, together[color or 0])
+            if color is not None:
+                self._channels[together[color]] = Channel(communicator, self._device)
+
+    def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
+        carrier = self._carrier_of(tensor, "isend")
+        if carrier is not self:
+            return carrier._isend(tensor, dst, tag)
+        return self._post("isend", tensor, self.rank, dst, tag)
+
+    def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
+        carrier = self._carrier_of(tensor, "irecv")
+        if carrier is not self:
+            return carrier._irecv(tensor, src, tag)
+        torch.autograd.graph.increment_version(tensor)
+        return self._post("irecv", tensor, src, self.rank, tag)
+
+    def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
+        carrier = self._carrier_of(tensor, "send")
+        if carrier is not self:
+            carrier._send(tensor, dst, tag)
+        else:
+            self._isend(tensor, dst, tag).wait()
+
+    def _recv(self, tensor: Tensor, src: int, tag: int) -> None:
+        carrier = self._carrier_of(tensor, "recv")
+        if carrier is not self:
+            carrier._recv(tensor, src, tag)
+        else:
+            self._irecv(tensor, src, tag).wait()
+
+    def _post(self, operation: str, tensor: Tensor, src: int, dst: int, tag: int) -> Work:
+        """Send or receive on the pair's channel, or together with what is posted until somebody waits; local."""
+        channel = self._channels.get((src, dst))
+        sends = operation == "isend"
+        posted = Posted(sends, tensor, dst if sends else src, self._device.record(self._device.current_stream()))
+        if channel is not None:  # of two ranks, the source is 0
+            return self._launch(channel, operation, self._move, channel, [replace(posted, peer=int(sends))])
+        if tag:
+            raise ValueError(
+                f"tag: expected 0 for tensors on a GPU, got {tag}: NCCL has no tags; messages between two ranks "
+                "have to be received in the order in which they are sent"
+            )
+        self._posted.append(posted)
+        return PostedWork(self._flush, posted)
+
+    def _flush(self) -> None:
+        """Tell the GPU all messages that were posted, in one launch, so that none waits for another; local."""
+        posted, self._posted = self._posted, []
+        if not posted:
+            return
+        for message in posted:
+            self._device.wait(self._main.stream, message.ready)
+        nbytes = sum(message.tensor.nbytes for message in posted)
+        move = partial(self._execute, "messages", nbytes, self._move)
+        work = self._launch(self._main, "messages", move, self._main, posted)
+        for message in posted:
+            message.work.append(work)
+
+    def _move(self, channel: Channel, messages: Iterable[Posted]) -> None:
+        device, communicator = self._device, channel.communicator
+        back: list[tuple[Tensor, Tensor]] = []
+        with device.within(channel.stream):
+            with self._core.group():
+                for message in messages:
+                    tensor = message.tensor
+                    device.keep(tensor, channel.stream)
+                    memory = tensor.contiguous() if message.sends or tensor.is_contiguous() else None
+                    if memory is None:
+                        memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+                        back.append((tensor, memory))
+                    if tensor.numel():
+                        move = communicator.send if message.sends else communicator.recv
+                        move(bytes_or_native(memory), message.peer, stream=channel.handle)
+            for tensor, memory in back:
+                tensor.copy_(memory)
+
+    # ---- memory -------------------------------------------------------------------------------------------
+
+    def _symmetric_empty(self, call: Call) -> Tensor:
+        assert call.dtype is not None
+        return torch.empty(call.shape, dtype=call.dtype, device=self.device)
+
+    def _node_empty(self, call: Call) -> Tensor:
+        return self._symmetric_empty(call)
+
+    def node_counters(self, count: int) -> NodeCounters:
+        """Make counters that the CPUs of each node have in common, all zero; collective. See `Backend`."""
+        if self.host is None:
+            raise CommunicatorError("node_counters: GPUs have none in common; use init_process_group('mpi+nccl')")
+        return self.host.node_counters(count)
+
+    def _counters(self, memory: Tensor) -> NodeCounters:
+        raise AssertionError("made by the CPUs' backend")
+
+    # ---- life ---------------------------------------------------------------------------------------------
+
+    def abort(self, code: int = 1) -> None:
+        """End what this rank's GPU does for the group, also what waits for others, then the whole job; local.
+
+        Without CPUs that are connected the job goes on: all ranks have to abort, or to end.
+
+        Args:
+            code: Exit code of the job.
+        """
+        self.abort_communicator()
+        if self.host is not None:
+            self.host.abort(code)
+
+    def abort_communicator(self) -> None:
+        """End what this rank's GPU does for the group, also what waits for others; local.
+
+        The group cannot be used any more. NCCL asks all ranks to do so.
+        """
+        if not self.is_open:
+            return
+        self.invalidate("it was aborted")
+        self._posted.clear()
+        for channel in (*self._channels.values(), self._main):
+            channel.communicator.abort()
+
+    def check_peers(self, what: str, peer: int | None = None) -> None:
+        """Raise the error that NCCL has come to, if any; local."""
+        self._check_healthy(what, self._main)
+        if self.host is not None:
+            self.host.check_peers(what, peer)
+
+    def _release(self) -> None:
+        self._closed = None
+        self._flush()
+        self._closed = "it was closed by destroy_process_group() or close()"
+        self._device.synchronize()
+        for channel in (*self._channels.values(), self._main):
+            channel.communicator.destroy()
+        if self.host is not None:
+            self.host.close()
+
+
+def _checked_place(device: object) -> torch.device:
+    """Return a GPU that this process sees."""
+    if isinstance(device, torch.device) and device.type != "cuda":
+        return device_at(device).place
+    number = device.index if isinstance(device, torch.device) else device
+    index = integer("device", number, minimum=0)
+    if index >= gpu_count():
+        raise NcclError(
+            f"device: expected a GPU that this process sees, of {gpu_count()}, got {index}; look at nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    return torch.device("cuda", index)
+
+
+def _on_device(place: torch.device, connect: Callable[[], Any]) -> Any:
+    """Call a function while a GPU is this thread's current one; local."""
+    device_at(place).use()
+    return connect()

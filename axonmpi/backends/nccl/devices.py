@@ -1,0 +1,101 @@
+"""Which GPU a rank uses: the one with its number on the node, if that is visible and no other rank's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...errors import NcclError
+from ...launch.topology import Topology
+from ...utils.device import gpu_count, gpu_identity
+from ...utils.text import lines_of_ranks, ranks_by_text
+from . import library
+
+__all__ = ["ChosenDevice", "check_choices", "choose_device"]
+
+_SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
+_SHARING_SINCE = (2, 30, 0)
+"""The first NCCL in which two ranks of a communicator may use one GPU."""
+
+
+@dataclass(frozen=True)
+class ChosenDevice:
+    """A rank's GPU.
+
+    Attributes:
+        index: Its number among those visible to this process.
+        identity: Which one it is, whatever processes see.
+        library_version: NCCL's, on this rank.
+    """
+
+    index: int
+    identity: str
+    library_version: tuple[int, int, int]
+
+
+def may_share() -> bool:
+    """Say whether several ranks may use one GPU, as the user and NCCL's version allow; local."""
+    return os.environ.get(_SHARING) == "1" and library.nccl_version() >= _SHARING_SINCE
+
+
+def choose_device(topology: Topology) -> ChosenDevice:
+    """Return the GPU of this rank; local.
+
+    A process that sees one GPU, as where Slurm gives each task its own, uses that; else each uses the one with its
+    number on the node.
+
+    Raises:
+        NcclError: There is no CUDA, no NCCL, or fewer GPUs than ranks on this node.
+    """
+    count = gpu_count()
+    if not count:
+        built = f"torch {torch.__version__} is built without CUDA" if torch.version.cuda is None else _visible()
+        raise NcclError(
+            f"no GPU: {built}\nInstall a torch with CUDA, ask for GPUs (srun --gpus-per-node), or use "
+            "init_process_group('mpi') on the CPU"
+        )
+    version = library.nccl_version()
+    number = topology.local_rank
+    if number >= count and count > 1 and not may_share():
+        raise NcclError(
+            f"{topology.local_size} ranks on this node and {count} GPUs: rank {number} has none; {_visible()}\n"
+            "Start one rank a GPU: srun --ntasks-per-node, mpirun --map-by ppr:N:node"
+        )
+    index = number % count
+    return ChosenDevice(index, gpu_identity(index), version)
+
+
+def _visible() -> str:
+    names = ("CUDA_VISIBLE_DEVICES", "SLURM_LOCALID", "SLURM_STEP_GPUS")
+    shown = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    return f"this process sees {gpu_count()} GPUs" + (f", with {', '.join(shown)}" if shown else "")
+
+
+def check_choices(chosen: Sequence[ChosenDevice]) -> None:
+    """Raise if two ranks have one GPU, unless they may, or ranks have different versions of NCCL; local.
+
+    Args:
+        chosen: Of each rank, in rank order: the same on all ranks, which all raise then.
+
+    Raises:
+        NcclError: Names the ranks.
+    """
+    versions = _ranks_by([f"has NCCL {'.'.join(map(str, each.library_version))}" for each in chosen])
+    if len(versions) > 1:
+        raise NcclError(
+            f"ranks have different versions of NCCL:\n  {lines_of_ranks(versions)}\n"
+            "Install one version everywhere; look for others on LD_LIBRARY_PATH"
+        )
+    shared = [entry for entry in _ranks_by([f"use GPU {each.identity}" for each in chosen]) if len(entry[1]) > 1]
+    if shared and not may_share():
+        raise NcclError(
+            f"several ranks use one GPU:\n  {lines_of_ranks(shared)}\nStart one rank a GPU, or let each process "
+            f"see its own (CUDA_VISIBLE_DEVICES); NCCL 2.30 or newer allows sharing with {_SHARING}=1"
+        )
+
+
+def _ranks_by(texts: Sequence[str]) -> list[tuple[str, list[int]]]:
+    return list(ranks_by_text(dict(enumerate(texts))).items())

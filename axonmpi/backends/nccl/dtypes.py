@@ -1,0 +1,72 @@
+"""How tensors of each dtype are sent and reduced by NCCL, which knows a dozen.
+
+    dtype                                          sent as                reduced as
+    float16 32 64, bfloat16, int8 32 64,           itself                 itself
+    uint8 32 64, float8_e4m3fn, float8_e5m2
+    bool                                           bytes                  bytes: MAX for or, MIN for and
+    complex64, complex128                          bytes                  twice as many real numbers
+    int16, uint16, complex32, other float8         bytes                  int32, complex64, float32, and back
+
+Products of complex numbers are made of what all ranks have, in rank order. Sums of 16-bit and 8-bit floats are
+rounded at each step on the way, other than on the CPU.
+
+Source: ncclDataType_t and ncclRedOp_t, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...types import ReduceOp
+
+__all__ = ["NATIVE", "bytes_or_native", "nccl_op", "reduced_dtype", "reducible_view"]
+
+_NATIVE_NAMES = (
+    *("float16", "float32", "float64", "bfloat16", "int8", "int32", "int64", "uint8", "uint32", "uint64"),
+    *("float8_e4m3fn", "float8_e5m2"),
+)
+NATIVE = frozenset(getattr(torch, name) for name in _NATIVE_NAMES)
+"""Dtypes that NCCL knows."""
+
+_WIDER = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.complex32: torch.complex64,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+}
+_OPS = {
+    ReduceOp.SUM: "SUM",
+    ReduceOp.PRODUCT: "PROD",
+    ReduceOp.MIN: "MIN",
+    ReduceOp.MAX: "MAX",
+    ReduceOp.AVERAGE: "AVG",
+}
+_LOGICAL = {ReduceOp.SUM: "MAX", ReduceOp.MAX: "MAX", ReduceOp.PRODUCT: "MIN", ReduceOp.MIN: "MIN"}
+
+
+def reduced_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which tensors are reduced; local."""
+    return _WIDER.get(dtype, dtype)
+
+
+def reducible_view(tensor: Tensor) -> Tensor:
+    """Return contiguous memory of a dtype that `reduced_dtype` gives as one that NCCL reduces; local."""
+    if tensor.dtype is torch.bool:
+        return tensor.view(torch.uint8)
+    return torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor
+
+
+def nccl_op(core: Any, dtype: torch.dtype, op: ReduceOp) -> Any:
+    """Return NCCL's name of a reduction of tensors of a dtype; local."""
+    return core.NcclRedOp[(_LOGICAL if dtype is torch.bool else _OPS)[op]]
+
+
+def bytes_or_native(tensor: Tensor) -> Tensor:
+    """Return contiguous memory as one that NCCL can copy; local."""
+    if tensor.dtype in NATIVE:
+        return tensor
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,163 @@
+"""What the library asks of the device that tensors are on: streams, events, pinned memory.
+
+A GPU computes later than it is told to. What is told through one stream happens in order; between two streams
+nothing is ordered unless one waits for an event of the other:
+
+    caller's stream     compute gradient ── event 1 ── compute ─────── wait for event 2 ── use the sum
+                                               │                            ▲
+    group's stream                     wait for event 1 ── all_reduce ── event 2
+
+Memory that a stream uses has to be kept for it, or torch gives it to somebody else as soon as its last tensor is
+gone, though the stream has not come to it yet. On the CPU each operation is over when its call returns, so there is
+nothing to order. No other file of the library uses `torch.cuda`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["KINDS", "CudaDevice", "Device", "device_at", "gpu_count", "gpu_identity"]
+
+
+class Device:
+    """A device that computes when it is told to, as the CPU does; its streams and events are None.
+
+    Args:
+        place: Which one, with its index.
+
+    Attributes:
+        place: The same.
+        is_asynchronous: Whether it computes later than it is told to.
+    """
+
+    is_asynchronous = False
+
+    def __init__(self, place: torch.device) -> None:
+        self.place = place
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.place})"
+
+    def use(self) -> None:
+        """Make it this thread's current device; local."""
+
+    def current_stream(self) -> Any:
+        """Return the stream that this thread's computations go to; local."""
+        return None
+
+    def new_stream(self) -> Any:
+        """Make a stream; local."""
+        return None
+
+    def handle(self, stream: Any) -> int:
+        """Return a stream's address, for libraries that take it as a number; local."""
+        return 0
+
+    def within(self, stream: Any) -> AbstractContextManager[Any]:
+        """Send this thread's computations to `stream` for the duration of a `with` block; local."""
+        return nullcontext()
+
+    def record(self, stream: Any) -> Any:
+        """Return an event that is complete when all that `stream` was told so far is done; local."""
+        return None
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Let what `stream` is told from now on begin after `event`; local, does not block."""
+
+    def is_complete(self, event: Any) -> bool:
+        """Say whether an event is complete, without blocking."""
+        return True
+
+    def block(self, event: Any) -> None:
+        """Block this thread until an event is complete; local."""
+
+    def keep(self, tensor: Tensor, stream: Any) -> None:
+        """Keep the memory of a tensor that another stream allocated until `stream` has done what it was told."""
+
+    def synchronize(self) -> None:
+        """Block this thread until the device has done all that it was told; local."""
+
+    def pinned_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Allocate memory of the CPU that copies to and from the device run beside computation; local."""
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+
+
+class CudaDevice(Device):
+    """A GPU."""
+
+    is_asynchronous = True
+
+    def use(self) -> None:
+        """Make it this thread's current device; local."""
+        torch.cuda.set_device(self.place)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        """Return the stream that this thread's computations go to; local."""
+        return torch.cuda.current_stream(self.place)
+
+    def new_stream(self) -> torch.cuda.Stream:
+        """Make a stream, ahead of computation where both have work; local."""
+        return torch.cuda.Stream(self.place, priority=-1)
+
+    def handle(self, stream: torch.cuda.Stream) -> int:
+        """Return a stream's address, for libraries that take it as a number; local."""
+        return stream.cuda_stream
+
+    def within(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        """Send this thread's computations to `stream` for the duration of a `with` block; local."""
+        return torch.cuda.stream(stream)
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Return an event that is complete when all that `stream` was told so far is done; local."""
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """Let what `stream` is told from now on begin after `event`; local, does not block."""
+        stream.wait_event(event)
+
+    def is_complete(self, event: torch.cuda.Event) -> bool:
+        """Say whether an event is complete, without blocking."""
+        return bool(event.query())
+
+    def block(self, event: torch.cuda.Event) -> None:
+        """Block this thread until an event is complete; local."""
+        event.synchronize()
+
+    def keep(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of a tensor that another stream allocated until `stream` has done what it was told."""
+        tensor.record_stream(stream)
+
+    def synchronize(self) -> None:
+        """Block this thread until the device has done all that it was told; local."""
+        torch.cuda.synchronize(self.place)
+
+    def pinned_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Allocate memory of the CPU that copies to and from the device run beside computation; local."""
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+
+
+KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": cache(Device), "cuda": cache(CudaDevice)}
+"""What each type of device is asked through."""
+
+
+def device_at(place: torch.device) -> Device:
+    """Return the device at `place`; of a type that is not known here, one that computes at once; local."""
+    return KINDS.get(place.type, Device)(place)
+
+
+def gpu_count() -> int:
+    """Return how many GPUs this process sees, 0 without CUDA; local."""
+    return torch.cuda.device_count()
+
+
+def gpu_identity(index: int) -> str:
+    """Return a name of a GPU that is the same in every process that sees it, and no other GPU's; local."""
+    return str(torch.cuda.get_device_properties(index).uuid)
