@@ -10,10 +10,12 @@ from .variables import detect_launchers
 
 __all__ = [
     "compares_calls",
+    "gpu_variables",
     "may_bind",
     "prepare_for_mpi",
     "pretended_node",
     "settings_for_mpi",
+    "shares_gpus",
     "user_threads",
     "wants_shared_memory",
     "widen_terminal",
@@ -89,6 +91,17 @@ def compares_calls() -> bool:
     if setting not in ("0", "1"):
         raise ValueError(f"AXONMPI_DEBUG: expected 0 or 1, got {setting!r}")
     return setting == "1"
+
+
+def shares_gpus() -> bool:
+    """Say whether the user lets several ranks use one GPU: `NCCL_MULTI_RANK_GPU_ENABLE=1`; local."""
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+
+
+def gpu_variables() -> str:
+    """Return the variables that decide which GPUs this process sees, as `NAME=value, NAME=value`; local."""
+    names = ("CUDA_VISIBLE_DEVICES", "SLURM_LOCALID", "SLURM_STEP_GPUS")
+    return ", ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
 
 
 def may_bind() -> bool:

@@ -44,7 +44,7 @@ BACKENDS = (
     ("local", "mock", "shared", "mpi.plain"),
     ("network",),
     ("connect",),
-    ("mpi",),
+    ("mpi", "nccl"),
     ("",),
 )
 """The same below `axonmpi.backends`."""

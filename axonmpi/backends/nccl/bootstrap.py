@@ -55,27 +55,6 @@ def agree_on(host: Backend, find: Callable[[], _Found]) -> list[_Found]:
     return [value for value, _ in told]
 
 
-def exchange_unique_id(host: Backend) -> library.NcclUniqueId:
-    """Return an id that rank 0 makes; collective.
-
-    Args:
-        host: The ranks.
-
-    Raises:
-        NcclError: Rank 0 cannot make one; on all ranks.
-    """
-    made: tuple[bytes, str] = (b"", "")
-    if host.rank == 0:
-        try:
-            made = (bytes(make_unique_id()), "")
-        except Exception as error:  # whatever it is, the others wait for it
-            made = (b"", f"{error}")
-    content, problem = broadcast_object(host, made, 0)
-    if problem:
-        raise NcclError(f"rank 0 of {host.size} could not make a unique id: {problem}")
-    return library.NcclUniqueId(content)
-
-
 def make_unique_id() -> library.NcclUniqueId:
     """Make an id; local, needs no GPU.
 
@@ -87,6 +66,30 @@ def make_unique_id() -> library.NcclUniqueId:
         return library.NcclUniqueId(bytes(nccl.core.get_unique_id()))
     except nccl.failures as error:
         raise library.nccl_error("unique id", error) from error
+
+
+def exchange_unique_id(
+    host: Backend, make: Callable[[], library.NcclUniqueId] = make_unique_id
+) -> library.NcclUniqueId:
+    """Return an id that rank 0 makes; collective.
+
+    Args:
+        host: The ranks.
+        make: Makes it.
+
+    Raises:
+        NcclError: Rank 0 cannot make one; on all ranks.
+    """
+    made: tuple[bytes, str] = (b"", "")
+    if host.rank == 0:
+        try:
+            made = (bytes(make()), "")
+        except Exception as error:  # whatever it is, the others wait for it
+            made = (b"", f"{error}")
+    content, problem = broadcast_object(host, made, 0)
+    if problem:
+        raise NcclError(f"rank 0 of {host.size} could not make a unique id: {problem}")
+    return library.NcclUniqueId(content)
 
 
 def connect_all(host: Backend, place: torch.device, connect: Callable[[], _Found]) -> _Found:
@@ -165,8 +168,10 @@ class _Verdict:
         return self._told or bool(self.text)
 
     def finish(self) -> None:
-        """Wait until rank 0 or the others have what this rank told them; local."""
-        for work, _ in self._sends:
+        """Leave no message behind: also ranks whose outcome is open have told rank 0 something; collective."""
+        if self._host.rank and not self._told:
+            self._tell(0, "another rank has failed")
+        for work, _ in (*self._sends, *self._receives.values()):
             work.wait()
 
     def _decide(self, outcome: str | None) -> bool:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from ...errors import NcclError
+from ...launch.settings import gpu_variables, shares_gpus
 from ...launch.topology import Topology
 from ...utils.device import gpu_count, gpu_identity
-from ...utils.text import lines_of_ranks, ranks_by_text
+from ...utils.text import counted, lines_of_ranks, ranks_by_text
 from . import library
 
 __all__ = ["ChosenDevice", "check_choices", "choose_device"]
 
-_SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 _SHARING_SINCE = (2, 30, 0)
 """The first NCCL in which two ranks of a communicator may use one GPU."""
 
@@ -38,7 +37,7 @@ class ChosenDevice:
 
 def may_share() -> bool:
     """Say whether several ranks may use one GPU, as the user and NCCL's version allow; local."""
-    return os.environ.get(_SHARING) == "1" and library.nccl_version() >= _SHARING_SINCE
+    return shares_gpus() and library.nccl_version() >= _SHARING_SINCE
 
 
 def choose_device(topology: Topology) -> ChosenDevice:
@@ -52,7 +51,9 @@ def choose_device(topology: Topology) -> ChosenDevice:
     """
     count = gpu_count()
     if not count:
-        built = f"torch {torch.__version__} is built without CUDA" if torch.version.cuda is None else _visible()
+        built = (
+            f"torch {torch.version.__version__} is built without CUDA" if torch.version.cuda is None else _visible()
+        )
         raise NcclError(
             f"no GPU: {built}\nInstall a torch with CUDA, ask for GPUs (srun --gpus-per-node), or use "
             "init_process_group('mpi') on the CPU"
@@ -61,7 +62,7 @@ def choose_device(topology: Topology) -> ChosenDevice:
     number = topology.local_rank
     if number >= count and count > 1 and not may_share():
         raise NcclError(
-            f"{topology.local_size} ranks on this node and {count} GPUs: rank {number} has none; {_visible()}\n"
+            f"{topology.local_size} ranks on this node, rank {number} of them has no GPU: {_visible()}\n"
             "Start one rank a GPU: srun --ntasks-per-node, mpirun --map-by ppr:N:node"
         )
     index = number % count
@@ -69,9 +70,8 @@ def choose_device(topology: Topology) -> ChosenDevice:
 
 
 def _visible() -> str:
-    names = ("CUDA_VISIBLE_DEVICES", "SLURM_LOCALID", "SLURM_STEP_GPUS")
-    shown = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
-    return f"this process sees {gpu_count()} GPUs" + (f", with {', '.join(shown)}" if shown else "")
+    variables = gpu_variables()
+    return f"this process sees {counted(gpu_count(), 'GPU')}" + (f", with {variables}" if variables else "")
 
 
 def check_choices(chosen: Sequence[ChosenDevice]) -> None:
@@ -93,7 +93,7 @@ def check_choices(chosen: Sequence[ChosenDevice]) -> None:
     if shared and not may_share():
         raise NcclError(
             f"several ranks use one GPU:\n  {lines_of_ranks(shared)}\nStart one rank a GPU, or let each process "
-            f"see its own (CUDA_VISIBLE_DEVICES); NCCL 2.30 or newer allows sharing with {_SHARING}=1"
+            "see its own (CUDA_VISIBLE_DEVICES); NCCL 2.30 shares with NCCL_MULTI_RANK_GPU_ENABLE=1"
         )
 
 

@@ -137,7 +137,7 @@ def _check_conflict(found: Any, loaded: list[str]) -> None:
         return
     if int(torch.version.cuda.split(".")[0]) != found.cuda_variant.major:
         raise NcclError(
-            f"NCCL {found} is for CUDA {found.cuda_variant.major}, and torch {torch.__version__} for CUDA "
+            f"NCCL {found} is for CUDA {found.cuda_variant.major}, and torch {torch.version.__version__} for CUDA "
             f"{torch.version.cuda}\nInstall the one for torch: pip install nvidia-nccl-cu{torch.version.cuda[:2]}"
         )
 
