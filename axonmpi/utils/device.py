@@ -47,6 +47,10 @@ class Device:
     def use(self) -> None:
         """Make it this thread's current device; local."""
 
+    def selected(self) -> AbstractContextManager[Any]:
+        """Make it this thread's current device for the duration of a `with` block; local."""
+        return nullcontext()
+
     def current_stream(self) -> Any:
         """Return the stream that this thread's computations go to; local."""
         return None
@@ -96,6 +100,10 @@ class CudaDevice(Device):
     def use(self) -> None:
         """Make it this thread's current device; local."""
         torch.cuda.set_device(self.place)
+
+    def selected(self) -> AbstractContextManager[Any]:
+        """Make it this thread's current device for the duration of a `with` block; local."""
+        return torch.cuda.device(self.place)
 
     def current_stream(self) -> torch.cuda.Stream:
         """Return the stream that this thread's computations go to; local."""
