@@ -175,7 +175,8 @@ class ShardedLayer(nn.Module, ABC):
         parameter, shard = self.get_parameter(name).detach(), self.shards.get(name)
         if shard is None:
             return parameter.clone()
-        return shard.join(self.process_group.all_gather(parameter[None]).unbind(0))
+        group = self.process_group
+        return shard.join(group.backend.all_gather(parameter[None], sizes=[1] * group.size).unbind(0))
 
 
 def _checked(shard: Shard, shape: tuple[int, ...], group_size: int) -> Shard:
