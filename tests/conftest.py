@@ -4,10 +4,12 @@ import argparse
 import gc
 import os
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.doubled_worlds import doubled, not_over_double
 
 from axonmpi.backends.mock.backend import MockBackend
 from axonmpi.groups.world import current_world
@@ -39,6 +41,11 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         choices=("half", "always", "never"),
         default="half",
         help="tests above the backends whose collectives go beside the computation, as with cores to spare",
+    )
+    parser.addoption(
+        "--over-double",
+        action="store_true",
+        help="mock ranks have pretended GPUs whose collectives go by a double of NCCL",
     )
     if not pluginmanager.hasplugin("xdist"):  # after -p no:xdist, what setup.cfg tells it is for nobody
         for option in ("--numprocesses", "--dist"):
@@ -121,3 +128,18 @@ def _short_collections() -> None:
     """Spare the garbage collector, which some tests call often, what tests before have left for good."""
     gc.collect()
     gc.freeze()
+
+
+# ---- over the double of NCCL ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _over_double(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """With `--over-double`, give mock ranks pretended GPUs."""
+    if not request.config.getoption("--over-double"):
+        yield
+        return
+    if reason := not_over_double(request.node):
+        pytest.skip(reason)
+    with doubled():
+        yield

@@ -217,7 +217,7 @@ class World:
         Raises:
             TypeError: This is not a mock world; a real rank ends the job by raising.
         """
-        backend = self.default_group.backend
+        backend = self.default_group.backend.control
         if not isinstance(backend, MockBackend):
             raise TypeError("fail() is for mock ranks; a rank that raises under MPI ends the job")
         backend.fail(error)

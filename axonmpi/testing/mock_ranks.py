@@ -104,7 +104,7 @@ def start_ranks(n: int, body: Callable[[World], Any], timeout: float) -> RankRun
 
     def run(world: World) -> None:
         __tracebackhide__ = True
-        backend = world.default_group.backend
+        backend = world.default_group.backend.control
         assert isinstance(backend, MockBackend)
         try:
             with world.activate():

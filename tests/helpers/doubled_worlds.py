@@ -1,0 +1,89 @@
+"""Worlds of mock ranks whose tensors are on pretended GPUs, and move by NCCL's double.
+
+`doubled()` makes every mock world such a world: the tensors are ordinary ones on the CPU, `KINDS["cpu"]` gives the
+pretended GPU of the rank whose thread asks, and nccl4py is replaced by `nccl_double`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from axonmpi import World
+from axonmpi.backends import MockBackend, NcclBackend
+from axonmpi.backends.nccl import library
+from axonmpi.launch.topology import Topology
+from axonmpi.types import Seconds
+from axonmpi.utils.device import KINDS
+from helpers import device_double, nccl_double
+from helpers.device_double import CPU, Gpu, pretended_device
+
+__all__ = ["doubled", "make_world"]
+
+_SEEDS = iter(range(1 << 60))
+_activate = World.activate
+
+
+def make_world(world_size: int = 1, *, timeout: Seconds | None = None, seed: int | None = None) -> World:
+    """Make a world of ranks with pretended GPUs and return rank 0's view of it; local. See `World.mock`."""
+    hosts = MockBackend.create_world(world_size, timeout=timeout)
+    seed = next(_SEEDS) if seed is None else seed
+    gpus = [Gpu(host, seed) for host in hosts]
+    worlds = []
+    for host, gpu, communicator in zip(hosts, gpus, nccl_double.connected(gpus), strict=True):
+        with using(gpu):
+            backend = NcclBackend._of(communicator, host.rank, world_size, CPU, None, host)
+        worlds.append(World(backend, Topology.of([0] * world_size, host.rank)))
+    for world in worlds:
+        world.peers = tuple(worlds)
+    return worlds[0]
+
+
+@contextmanager
+def using(gpu: Gpu | None) -> Iterator[None]:
+    """Make a GPU this thread's current one for the duration of a `with` block; local."""
+    before = device_double.current_gpu()
+    device_double._thread.gpu = gpu
+    try:
+        yield
+    finally:
+        device_double._thread.gpu = before
+
+
+@contextmanager
+def _activate_with_gpu(world: World) -> Iterator[World]:
+    """Activate a world on its GPU, see what torch computes, and fail if memory was used without order."""
+    gpu = getattr(world.default_group.backend, "_device", None)
+    if not isinstance(gpu, Gpu):
+        with _activate(world):
+            yield world
+        return
+    with _activate(world), using(gpu), gpu.watching():
+        yield world
+    gpu.look_for_freed()
+    assert not gpu.faults, "\n".join(gpu.faults)
+
+
+@contextmanager
+def doubled() -> Iterator[None]:
+    """Give every mock world that is made in a `with` block pretended GPUs; local."""
+    found: Any = library.Library(nccl_double, (nccl_double.NCCLError, nccl_double.NcclInvalid))
+    with (
+        patch.dict(KINDS, {"cpu": pretended_device}),
+        patch.object(library, "load", lambda: found),
+        patch.object(World, "mock", staticmethod(make_world)),
+        patch.object(World, "activate", _activate_with_gpu),
+    ):
+        yield
+
+
+NOT_OVER_DOUBLE: dict[str, str] = {}
+"""Why tests are not run over the double: by folder, file, or name of a test, as `folder/file.py::test`."""
+
+
+def not_over_double(item: Any) -> str | None:
+    """Say why a test cannot run over the double, None where it can."""
+    name = item.nodeid.removeprefix("tests/").partition("[")[0]
+    return next((why for place, why in NOT_OVER_DOUBLE.items() if name.startswith(place)), None)
