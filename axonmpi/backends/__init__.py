@@ -1,7 +1,7 @@
 """Collectives and messages of the ranks of one group: the contract of a backend, and the backends."""
 
 from .base import Backend
-from .bucketing import all_reduce_coalesced, broadcast_coalesced, by_dtype
+from .bucketing import all_reduce_coalesced, broadcast_coalesced, by_kind
 from .checks import MAX_TAG, check_parts, check_ranks, check_tensor, wrap_dim
 from .connect import path_of
 from .local import LocalBackend
@@ -28,7 +28,7 @@ __all__ = [
     "all_reduce_coalesced",
     "broadcast_coalesced",
     "broadcast_object",
-    "by_dtype",
+    "by_kind",
     "check_parts",
     "check_ranks",
     "check_tensor",

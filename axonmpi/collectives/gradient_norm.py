@@ -234,8 +234,7 @@ def _check_counts(named: Sequence[tuple[str, Tensor]], counts: Sequence[float], 
 
 def _power(counted: Sequence[tuple[Tensor, float]], norm_type: float) -> float:
     """Return this rank's part of the sum of powers, or its largest norm if `norm_type` is infinite."""
-    norms = [float(_norm(gradient, norm_type)) for gradient, _ in counted if gradient.numel()]
-    own = torch.tensor(norms or [0.0], dtype=torch.float64, device="cpu")
+    own = _on_cpu([_norm(gradient, norm_type) for gradient, _ in counted if gradient.numel()])
     if math.isinf(norm_type):
         return float(own.max())  # no number if one of them is none
     shares = torch.tensor(
@@ -248,6 +247,17 @@ def _norm(gradient: Tensor, norm_type: float) -> Tensor:
     dtype = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
     norm: Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
     return norm
+
+
+def _on_cpu(norms: Sequence[Tensor]) -> Tensor:
+    """Return [N] norms in float64, in one copy from each device; [1] zero if there are none."""
+    result = torch.zeros(max(1, len(norms)), dtype=torch.float64, device="cpu")
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, norm in enumerate(norms):
+        kinds.setdefault((norm.device, norm.dtype), []).append(index)
+    for indices in kinds.values():
+        result[indices] = torch.stack([norms[index] for index in indices]).to(result)
+    return result
 
 
 def _joined(power: float, max_norm: float, norm_type: float, backend: Backend) -> float:
