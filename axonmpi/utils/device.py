@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .torch_internals import assert_later
+
 __all__ = ["KINDS", "CudaDevice", "Device", "device_at", "gpu_count", "gpu_identity"]
 
 
@@ -91,6 +93,32 @@ class Device:
         """Allocate memory of the CPU that copies to and from the device run beside computation; local."""
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
+    def random_state(self) -> Tensor:
+        """Return the state of its default generator, [bytes] of uint8 on the CPU; local."""
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Set the state of its default generator; local."""
+        torch.set_rng_state(state)
+
+    def check_range(self, values: Tensor, stop: int, message: Callable[[int, int], str]) -> None:
+        """Raise if integers are not from 0 to `stop` - 1; local.
+
+        A device that computes later looks at them when it comes to them, without this thread waiting: as with
+        torch's own checks of indices there, what follows fails then, and the process with it.
+
+        Args:
+            values: At least one, on the device.
+            stop: The first number that is too large.
+            message: Makes the error's text from the least and the largest.
+
+        Raises:
+            ValueError: One of them is out of range.
+        """
+        least, most = (int(bound) for bound in values.aminmax())
+        if least < 0 or most >= stop:
+            raise ValueError(message(least, most))
+
 
 class CudaDevice(Device):
     """A GPU."""
@@ -150,6 +178,18 @@ class CudaDevice(Device):
     def pinned_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate memory of the CPU that copies to and from the device run beside computation; local."""
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+
+    def random_state(self) -> Tensor:
+        """Return the state of its default generator, [bytes] of uint8 on the CPU; local."""
+        return torch.cuda.get_rng_state(self.place)
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Set the state of its default generator; local."""
+        torch.cuda.set_rng_state(state, self.place)
+
+    def check_range(self, values: Tensor, stop: int, message: Callable[[int, int], str]) -> None:
+        """Let the GPU fail if integers are not from 0 to `stop` - 1, when it comes to them; local."""
+        assert_later(((values >= 0) & (values < stop)).all(), f"expected numbers from 0 to {stop - 1}")
 
 
 KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": cache(Device), "cuda": cache(CudaDevice)}
