@@ -93,6 +93,10 @@ class Device:
         """Allocate memory of the CPU that copies to and from the device run beside computation; local."""
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
+    def moved(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the CPU on the device: itself, or a copy that this thread does not wait for; local."""
+        return tensor
+
     def random_state(self) -> Tensor:
         """Return the state of its default generator, [bytes] of uint8 on the CPU; local."""
         return torch.get_rng_state()
@@ -178,6 +182,11 @@ class CudaDevice(Device):
     def pinned_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate memory of the CPU that copies to and from the device run beside computation; local."""
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the GPU of a tensor of the CPU, for which this thread does not wait; local."""
+        pinned = self.pinned_empty(tensor.shape, tensor.dtype).copy_(tensor)
+        return pinned.to(self.place, non_blocking=True)
 
     def random_state(self) -> Tensor:
         """Return the state of its default generator, [bytes] of uint8 on the CPU; local."""
