@@ -14,6 +14,7 @@ nothing to order. No other file of the library uses `torch.cuda`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -82,6 +83,14 @@ class Device:
 
     def block(self, event: Any) -> None:
         """Block this thread until an event is complete; local."""
+
+    def mark(self) -> Any:
+        """Note the time at which this device has done what the current stream was told so far; local."""
+        return time.perf_counter()
+
+    def seconds_between(self, first: Any, last: Any) -> float:
+        """Return the seconds between two marks; local, blocks this thread until the device has come to both."""
+        return float(last - first)
 
     def keep(self, tensor: Tensor, stream: Any) -> None:
         """Keep the memory of a tensor that another stream allocated until `stream` has done what it was told."""
@@ -170,6 +179,19 @@ class CudaDevice(Device):
     def block(self, event: torch.cuda.Event) -> None:
         """Block this thread until an event is complete; local."""
         event.synchronize()
+
+    def mark(self) -> torch.cuda.Event:
+        """Note the time at which this device has done what the current stream was told so far; local."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.current_stream())
+        return event
+
+    def seconds_between(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        """Return the seconds between two marks; local, blocks this thread until the device has come to both."""
+        first.synchronize()
+        last.synchronize()
+        milliseconds: float = first.elapsed_time(last)
+        return milliseconds / 1e3
 
     def keep(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
         """Keep the memory of a tensor that another stream allocated until `stream` has done what it was told."""
