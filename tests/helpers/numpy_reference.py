@@ -100,8 +100,19 @@ class Expected:
 
 
 @functools.lru_cache(maxsize=512)
-def reduced(dtype: torch.dtype, shape: Shape, owners: tuple[int, ...], seed: int, op: ReduceOp) -> Expected:
-    """The reduction of what the owners contribute: exact for integers and choices, else in a wider type."""
+def reduced(
+    dtype: torch.dtype,
+    shape: Shape,
+    owners: tuple[int, ...],
+    seed: int,
+    op: ReduceOp,
+    *,
+    rounds_each_step: bool = False,
+) -> Expected:
+    """The reduction of what the owners contribute: exact for integers and choices, else in a wider type.
+
+    With `rounds_each_step`, sums of 16-bit and 8-bit floats may have been rounded at each step.
+    """
     parts = [to_numpy(values(dtype, shape, owner, seed)) for owner in owners]
     if dtype is torch.bool:
         combine = np.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else np.logical_and
@@ -114,17 +125,21 @@ def reduced(dtype: torch.dtype, shape: Shape, owners: tuple[int, ...], seed: int
     magnitude = functools.reduce(_UFUNCS[op], [np.abs(part) for part in wide])
     if op is ReduceOp.AVERAGE:
         value, magnitude = value / len(parts), magnitude / len(parts)
-    return Expected(np.asarray(value), np.asarray(_rounding(dtype, len(parts), np.abs(value), magnitude)))
+    return Expected(np.asarray(value), np.asarray(_rounding(dtype, len(parts), np.abs(value), magnitude, rounds_each_step)))
 
 
 def _exactly(value: np.ndarray) -> Expected:
     return Expected(np.asarray(value), np.zeros((1,) * np.ndim(value)))
 
 
-def _rounding(dtype: torch.dtype, count: int, size: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
+def _rounding(
+    dtype: torch.dtype, count: int, size: np.ndarray, magnitude: np.ndarray, each_step: bool
+) -> np.ndarray:
     """How far rounding may lead: one unit in the last place for each step, or for the last step only."""
     info = torch.finfo(torch.float16 if dtype is torch.complex32 else dtype)
     steps = (2 * count + 1) * (2 if dtype.is_complex else 1)
+    if dtype in WIDE_SUM and each_step:
+        return info.smallest_normal * info.eps * steps + steps * info.eps * magnitude
     if dtype in WIDE_SUM:
         return info.eps * size + info.smallest_normal * info.eps + steps * 2.0**-23 * magnitude
     return steps * info.eps * magnitude

@@ -270,9 +270,7 @@ class NcclBackend(Backend):
         if self._compares:
             self._compare(call)
         self._flush()
-        work = self._launch(
-            self._main, call.operation, self._execute, call.operation, call.nbytes, move, call, *args
-        )
+        work = self._launch(self._main, call, self._execute, call.operation, call.nbytes, move, call, *args)
         if async_op:
             return work
         work.wait(self.timeout)
@@ -313,18 +311,25 @@ class NcclBackend(Backend):
         self.host.broadcast(by_gpus, call.root)
         return self if by_gpus else self.host
 
-    def _launch(self, channel: Channel, operation: str, move: Callable[..., Any], *args: Any) -> NcclWork:
+    def _launch(self, channel: Channel, operation: Call | str, move: Callable[..., Any], *args: Any) -> NcclWork:
         """Tell a stream of the group to do something after what the caller's stream was told; local."""
         device = self._device
         self._check_healthy(operation, channel)
         device.wait(channel.stream, device.record(device.current_stream()))
         value = move(*args)
-        check = partial(self._check_healthy, channel=channel)
+        check = partial(self._check_waiting, channel=channel)
         return NcclWork(operation, device, device.record(channel.stream), value, check)
 
-    def _check_healthy(self, operation: str, channel: Channel) -> None:
+    def _check_waiting(self, operation: Call | str, channel: Channel) -> None:
+        """Raise what ends the waiting for an operation: an error that NCCL has come to, a rank that failed; local."""
+        self._check_healthy(operation, channel)
+        if self.host is not None:
+            self.host.check_peers(str(operation))
+
+    def _check_healthy(self, operation: Call | str, channel: Channel) -> None:
         """Raise what NCCL has come to since it was asked last; local."""
-        self._check_open(operation)
+        if self._closed is not None:
+            self._check_open(str(operation))
         state = channel.communicator.get_async_error()
         if state:
             error = NcclError(self._core.get_error_string(state))
@@ -599,7 +604,7 @@ class NcclBackend(Backend):
         with self._on_stream():
             one = torch.zeros(1, dtype=torch.uint8, device=self.device)
             main.communicator.allreduce(one, one, self._core.NcclRedOp.MAX, stream=main.handle)
-        check = partial(self._check_healthy, channel=main)
+        check = partial(self._check_waiting, channel=main)
         NcclWork("barrier", self._device, self._device.record(main.stream), None, check).block(self.timeout)
 
     # ---- groups -------------------------------------------------------------------------------------------
