@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.doubled_worlds import doubled, not_over_double
+from helpers.doubled_worlds import compares_calls, doubled, not_over_double
 
 from axonmpi.backends.mock.backend import MockBackend
 from axonmpi.groups.world import current_world
@@ -143,5 +143,7 @@ def _over_double(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         return
     if reason := not_over_double(request.node):
         pytest.skip(reason)
+    if compares_calls(request.node):
+        monkeypatch.setenv("AXONMPI_DEBUG", "1")
     with doubled():
         yield

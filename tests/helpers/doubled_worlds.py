@@ -79,8 +79,29 @@ def doubled() -> Iterator[None]:
         yield
 
 
-NOT_OVER_DOUBLE: dict[str, str] = {}
+COMPARED = (
+    "conformance/test_mismatch.py",
+    "conformance/test_groups.py",
+    "conformance/test_observer.py",
+    "conformance/test_node_memory.py::test_calls_that_differ_are_an_error_on_every_rank",
+)
+"""Tests of calls that differ: NCCL does not compare calls, and the library does with `AXONMPI_DEBUG=1` only."""
+_TAGS = "NCCL has no tags"
+_NODE = "is about memory that the CPUs of a node share"
+NOT_OVER_DOUBLE: dict[str, str] = {
+    "conformance/test_bits.py": "NCCL adds in an order of its own, rounds at each step, and its MIN and MAX drop NaN",
+    "conformance/test_node_counters.py": _NODE,
+    "conformance/test_large_counts.py": "is about counts of MPI",
+    "conformance/test_async.py::test_a_time_limit_for_messages": _TAGS,
+    "conformance/test_async.py::test_errors_come_through_work_on_every_rank": "calls that differ raise at once",
+    "conformance/test_groups.py::test_each_operation_is_a_function_and_a_method": _TAGS,
+}
 """Why tests are not run over the double: by folder, file, or name of a test, as `folder/file.py::test`."""
+
+
+def compares_calls(item: Any) -> bool:
+    """Say whether a test needs the ranks' calls to be compared; local."""
+    return item.nodeid.removeprefix("tests/").startswith(COMPARED)
 
 
 def not_over_double(item: Any) -> str | None:

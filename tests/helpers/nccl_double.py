@@ -415,8 +415,9 @@ class Communicator:
         if self._clique is None:
             return
         for operation in self._unfinished():
-            launch = self._clique._told[operation.key][operation.role]
-            operation.gpu.force(launch.stream, launch.position, "ncclCommDestroy")
+            if not operation.gpu.host.rendezvous.world.failed:  # else the job ends
+                launch = self._clique._told[operation.key][operation.role]
+                operation.gpu.force(launch.stream, launch.position, "ncclCommDestroy")
         self._clique = None
 
     def abort(self) -> None:

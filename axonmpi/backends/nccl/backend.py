@@ -273,7 +273,7 @@ class NcclBackend(Backend):
         if self._compares:
             self._compare(call)
         self._messages.flush()
-        work = self._launch(self._main, call.operation, call.nbytes, move, call, *args)
+        work = self._launch(self._main, call, call.nbytes, move, call, *args)
         if async_op:
             return work
         work.wait(self.timeout)
@@ -315,19 +315,26 @@ class NcclBackend(Backend):
         return self if by_gpus else self.host
 
     def _launch(
-        self, channel: Channel, operation: str, nbytes: int, move: Callable[..., Any], *args: Any
+        self, channel: Channel, operation: Call | str, nbytes: int, move: Callable[..., Any], *args: Any
     ) -> NcclWork:
         """Tell a stream of the group to do something after what the caller's stream was told; local."""
         device = self._device
         self._check_healthy(operation, channel)
         device.wait(channel.stream, device.record(device.current_stream()))
-        value = self._execute(operation, nbytes, move, *args)
-        check = partial(self._check_healthy, channel=channel)
+        value = self._execute(operation if isinstance(operation, str) else operation.operation, nbytes, move, *args)
+        check = partial(self._check_waiting, channel=channel)
         return NcclWork(operation, device, device.record(channel.stream), value, check)
 
-    def _check_healthy(self, operation: str, channel: Channel) -> None:
+    def _check_waiting(self, operation: Call | str, channel: Channel) -> None:
+        """Raise what ends the waiting for an operation: an error that NCCL has come to, a rank that failed; local."""
+        self._check_healthy(operation, channel)
+        if self.host is not None:
+            self.host.check_peers(str(operation))
+
+    def _check_healthy(self, operation: Call | str, channel: Channel) -> None:
         """Raise what NCCL has come to since it was asked last; local."""
-        self._check_open(operation)
+        if self._closed is not None:
+            self._check_open(str(operation))
         state = channel.communicator.get_async_error()
         if state:
             error = NcclError(self._core.get_error_string(state))
@@ -436,7 +443,7 @@ class NcclBackend(Backend):
     def _barrier(self, call: Call) -> None:
         self._collectives.barrier()
         done = self._device.record(self._main.stream)
-        check = partial(self._check_healthy, channel=self._main)
+        check = partial(self._check_waiting, channel=self._main)
         NcclWork("barrier", self._device, done, None, check).block(self.timeout)
 
     # ---- groups -------------------------------------------------------------------------------------------

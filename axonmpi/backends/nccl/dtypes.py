@@ -74,4 +74,4 @@ def bytes_or_native(tensor: Tensor) -> Tensor:
     """Return contiguous memory as one that NCCL can copy; local."""
     if tensor.dtype in NATIVE:
         return tensor
-    return tensor.view(-1).view(torch.uint8)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # of one element, any stride is contiguous

@@ -12,6 +12,7 @@ from ...types import Seconds, Work
 from ...utils.arguments import seconds
 from ...utils.device import Device
 from ...utils.waiting import network_backoff, wait_until
+from ..call import Call
 
 __all__ = ["NcclWork"]
 
@@ -30,7 +31,9 @@ class NcclWork(Work):
         value: The same.
     """
 
-    def __init__(self, operation: str, device: Device, done: Any, value: Any, check: Callable[[str], None]) -> None:
+    def __init__(
+        self, operation: Call | str, device: Device, done: Any, value: Any, check: Callable[[Call | str], None]
+    ) -> None:
         self.operation = operation
         self._device = device
         self._done = done
