@@ -14,6 +14,7 @@ nothing to order. No other file of the library uses `torch.cuda`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -49,6 +50,10 @@ class Device:
     def use(self) -> None:
         """Make it this thread's current device; local."""
 
+    def selected(self) -> AbstractContextManager[Any]:
+        """Make it this thread's current device for the duration of a `with` block; local."""
+        return nullcontext()
+
     def current_stream(self) -> Any:
         """Return the stream that this thread's computations go to; local."""
         return None
@@ -79,6 +84,14 @@ class Device:
     def block(self, event: Any) -> None:
         """Block this thread until an event is complete; local."""
 
+    def mark(self) -> Any:
+        """Note the time at which this device has done what the current stream was told so far; local."""
+        return time.perf_counter()
+
+    def seconds_between(self, first: Any, last: Any) -> float:
+        """Return the seconds between two marks; local, blocks this thread until the device has come to both."""
+        return float(last - first)
+
     def keep(self, tensor: Tensor, stream: Any) -> None:
         """Keep the memory of a tensor that another stream allocated until `stream` has done what it was told."""
 
@@ -88,6 +101,10 @@ class Device:
     def pinned_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate memory of the CPU that copies to and from the device run beside computation; local."""
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the CPU on the device: itself, or a copy that this thread does not wait for; local."""
+        return tensor
 
     def random_state(self) -> Tensor:
         """Return the state of its default generator, [bytes] of uint8 on the CPU; local."""
@@ -125,6 +142,10 @@ class CudaDevice(Device):
         """Make it this thread's current device; local."""
         torch.cuda.set_device(self.place)
 
+    def selected(self) -> AbstractContextManager[Any]:
+        """Make it this thread's current device for the duration of a `with` block; local."""
+        return torch.cuda.device(self.place)
+
     def current_stream(self) -> torch.cuda.Stream:
         """Return the stream that this thread's computations go to; local."""
         return torch.cuda.current_stream(self.place)
@@ -159,6 +180,19 @@ class CudaDevice(Device):
         """Block this thread until an event is complete; local."""
         event.synchronize()
 
+    def mark(self) -> torch.cuda.Event:
+        """Note the time at which this device has done what the current stream was told so far; local."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.current_stream())
+        return event
+
+    def seconds_between(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        """Return the seconds between two marks; local, blocks this thread until the device has come to both."""
+        first.synchronize()
+        last.synchronize()
+        milliseconds: float = first.elapsed_time(last)
+        return milliseconds / 1e3
+
     def keep(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
         """Keep the memory of a tensor that another stream allocated until `stream` has done what it was told."""
         tensor.record_stream(stream)
@@ -170,6 +204,11 @@ class CudaDevice(Device):
     def pinned_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate memory of the CPU that copies to and from the device run beside computation; local."""
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the GPU of a tensor of the CPU, for which this thread does not wait; local."""
+        pinned = self.pinned_empty(tensor.shape, tensor.dtype).copy_(tensor)
+        return pinned.to(self.place, non_blocking=True)
 
     def random_state(self) -> Tensor:
         """Return the state of its default generator, [bytes] of uint8 on the CPU; local."""

@@ -69,6 +69,7 @@ def values(dtype: torch.dtype, shape: Shape, owner: int, seed: int) -> Tensor:
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
     """The values without rounding: integers as they are, the others in 64 bits for each real number."""
+    tensor = tensor.cpu()
     if tensor.dtype.is_complex:
         return tensor.to(torch.complex128).resolve_conj().numpy()
     return (tensor.double() if tensor.dtype.is_floating_point else tensor).resolve_neg().numpy()
@@ -100,8 +101,19 @@ class Expected:
 
 
 @functools.lru_cache(maxsize=512)
-def reduced(dtype: torch.dtype, shape: Shape, owners: tuple[int, ...], seed: int, op: ReduceOp) -> Expected:
-    """The reduction of what the owners contribute: exact for integers and choices, else in a wider type."""
+def reduced(
+    dtype: torch.dtype,
+    shape: Shape,
+    owners: tuple[int, ...],
+    seed: int,
+    op: ReduceOp,
+    *,
+    rounds_each_step: bool = False,
+) -> Expected:
+    """The reduction of what the owners contribute: exact for integers and choices, else in a wider type.
+
+    `rounds_each_step`: small floats are rounded at each step on the way, as NCCL does, and not once at the end.
+    """
     parts = [to_numpy(values(dtype, shape, owner, seed)) for owner in owners]
     if dtype is torch.bool:
         combine = np.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else np.logical_and
@@ -114,7 +126,10 @@ def reduced(dtype: torch.dtype, shape: Shape, owners: tuple[int, ...], seed: int
     magnitude = functools.reduce(_UFUNCS[op], [np.abs(part) for part in wide])
     if op is ReduceOp.AVERAGE:
         value, magnitude = value / len(parts), magnitude / len(parts)
-    return Expected(np.asarray(value), np.asarray(_rounding(dtype, len(parts), np.abs(value), magnitude)))
+    tolerance = _rounding(dtype, len(parts), np.abs(value), magnitude)
+    if rounds_each_step and dtype in WIDE_SUM and len(parts) > 1:
+        tolerance = tolerance + len(parts) * _rounding_of_a_step(dtype, magnitude)
+    return Expected(np.asarray(value), np.asarray(tolerance))
 
 
 def _exactly(value: np.ndarray) -> Expected:
@@ -128,6 +143,11 @@ def _rounding(dtype: torch.dtype, count: int, size: np.ndarray, magnitude: np.nd
     if dtype in WIDE_SUM:
         return info.eps * size + info.smallest_normal * info.eps + steps * 2.0**-23 * magnitude
     return steps * info.eps * magnitude
+
+
+def _rounding_of_a_step(dtype: torch.dtype, magnitude: np.ndarray) -> np.ndarray:
+    info = torch.finfo(torch.float16 if dtype is torch.complex32 else dtype)
+    return info.eps * magnitude + info.smallest_normal * info.eps
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...types import ReduceOp
 
-__all__ = ["NATIVE", "bytes_or_native", "nccl_op", "reduced_dtype", "reducible_view"]
+__all__ = ["NATIVE", "bytes_or_native", "is_native_reduction", "nccl_op", "reduced_dtype", "reducible_view"]
 
 _NATIVE_NAMES = (
     *("float16", "float32", "float64", "bfloat16", "int8", "int32", "int64", "uint8", "uint32", "uint64"),
@@ -46,6 +46,11 @@ _OPS = {
     ReduceOp.AVERAGE: "AVG",
 }
 _LOGICAL = {ReduceOp.SUM: "MAX", ReduceOp.MAX: "MAX", ReduceOp.PRODUCT: "MIN", ReduceOp.MIN: "MIN"}
+
+
+def is_native_reduction(dtype: torch.dtype, op: ReduceOp) -> bool:
+    """Say whether NCCL can reduce tensors of a dtype, seen as `reducible_view` shows them; local."""
+    return not (dtype.is_complex and op is ReduceOp.PRODUCT)
 
 
 def reduced_dtype(dtype: torch.dtype) -> torch.dtype:
