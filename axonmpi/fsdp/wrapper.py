@@ -262,7 +262,7 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
 
         Args:
             rank0_only: Only rank 0 gets it; the others get an empty dict.
-            device: Where its tensors lie; None: where this rank's parts do. `"cpu"` has room for what a GPU has not.
+            device: Where its tensors lie; None: where this rank's parts do. `"cpu"` may have more room than a GPU.
         """
         with self._runtime.between_steps():
             return state.full_state_dict(self.module, self._runtime, rank0_only=rank0_only, device=device)
@@ -298,9 +298,7 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             `"state"`: for each parameter's name its state, whole; `"param_groups"`: the options, with names.
         """
         with self._runtime.between_steps():
-            return state.full_optimizer_state_dict(
-                self._runtime, optimizer, rank0_only=rank0_only, device=device
-            )
+            return state.full_optimizer_state_dict(self._runtime, optimizer, rank0_only=rank0_only, device=device)
 
     def load_full_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
