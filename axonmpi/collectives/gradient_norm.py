@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ..backends import Backend
 from ..groups.world import ProcessGroup, group_of_this_rank
 from ..utils.arguments import check_flags, either_group_name, number
+from ..utils.device import device_at
 from ..utils.torch_internals import plain_tensors, scale_all
 from .divided_parameters import Axis, axes_of, replicas_of
 
@@ -234,7 +235,9 @@ def _check_counts(named: Sequence[tuple[str, Tensor]], counts: Sequence[float], 
 
 def _power(counted: Sequence[tuple[Tensor, float]], norm_type: float) -> float:
     """Return this rank's part of the sum of powers, or its largest norm if `norm_type` is infinite."""
-    own = _on_cpu([_norm(gradient, norm_type) for gradient, _ in counted if gradient.numel()])
+    norms = [_norm(gradient, norm_type) for gradient, _ in counted if gradient.numel()]
+    numbers = device_at(norms[0].device).numbers(norms) if norms else [0.0]
+    own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     if math.isinf(norm_type):
         return float(own.max())  # no number if one of them is none
     shares = torch.tensor(
@@ -247,17 +250,6 @@ def _norm(gradient: Tensor, norm_type: float) -> Tensor:
     dtype = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
     norm: Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
     return norm
-
-
-def _on_cpu(norms: Sequence[Tensor]) -> Tensor:
-    """Return [N] norms in float64, in one copy from each device; [1] zero if there are none."""
-    result = torch.zeros(max(1, len(norms)), dtype=torch.float64, device="cpu")
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, norm in enumerate(norms):
-        kinds.setdefault((norm.device, norm.dtype), []).append(index)
-    for indices in kinds.values():
-        result[indices] = torch.stack([norms[index] for index in indices]).to(result)
-    return result
 
 
 def _joined(power: float, max_norm: float, norm_type: float, backend: Backend) -> float:

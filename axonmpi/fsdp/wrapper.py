@@ -255,14 +255,17 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
 
     # ---- state ----------------------------------------------------------------------------------------------
 
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+    def full_state_dict(
+        self, *, rank0_only: bool = False, device: torch.device | str | None = None
+    ) -> dict[str, Tensor]:
         """Return the state dict of the module as it would be without sharding; collective, one unit at a time.
 
         Args:
             rank0_only: Only rank 0 gets it; the others get an empty dict.
+            device: Where its tensors lie; None: where this rank's parts do. `"cpu"` may have more room than a GPU.
         """
         with self._runtime.between_steps():
-            return state.full_state_dict(self.module, self._runtime, rank0_only=rank0_only)
+            return state.full_state_dict(self.module, self._runtime, rank0_only=rank0_only, device=device)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take the values of a state dict of the module without sharding; collective.
@@ -278,19 +281,24 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             state.load_full_state_dict(self.module, self._runtime, state_dict, strict=strict)
 
     def full_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        rank0_only: bool = False,
+        device: torch.device | str | None = None,
     ) -> dict[str, Any]:
         """Return an optimizer's state as it would be without sharding, by parameter name; collective.
 
         Args:
             optimizer: One on parameters of this model.
             rank0_only: Only rank 0 gets it; the others get an empty dict.
+            device: Where its tensors lie; None: where this rank's parts do. Those without dims lie on the CPU.
 
         Returns:
             `"state"`: for each parameter's name its state, whole; `"param_groups"`: the options, with names.
         """
         with self._runtime.between_steps():
-            return state.full_optimizer_state_dict(self._runtime, optimizer, rank0_only=rank0_only)
+            return state.full_optimizer_state_dict(self._runtime, optimizer, rank0_only=rank0_only, device=device)
 
     def load_full_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]

@@ -114,6 +114,10 @@ class Device:
         """Set the state of its default generator; local."""
         torch.set_rng_state(state)
 
+    def numbers(self, tensors: Sequence[Tensor]) -> list[float]:
+        """Return the values of tensors of one element, with one wait for the device at most; local."""
+        return [float(tensor) for tensor in tensors]
+
     def check_range(self, values: Tensor, stop: int, message: Callable[[int, int], str]) -> None:
         """Raise if integers are not from 0 to `stop` - 1; local.
 
@@ -217,6 +221,11 @@ class CudaDevice(Device):
     def set_random_state(self, state: Tensor) -> None:
         """Set the state of its default generator; local."""
         torch.cuda.set_rng_state(state, self.place)
+
+    def numbers(self, tensors: Sequence[Tensor]) -> list[float]:
+        """Return the values of tensors of one element, with one wait for the device at most; local."""
+        values: list[float] = torch.stack([tensor.to(self.place) for tensor in tensors]).tolist()
+        return values
 
     def check_range(self, values: Tensor, stop: int, message: Callable[[int, int], str]) -> None:
         """Let the GPU fail if integers are not from 0 to `stop` - 1, when it comes to them; local."""
