@@ -47,6 +47,11 @@ class Device:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.place})"
 
+    @property
+    def name(self) -> str:
+        """What it is called, for people."""
+        return self.place.type.upper()
+
     def use(self) -> None:
         """Make it this thread's current device; local."""
 
@@ -137,6 +142,11 @@ class CudaDevice(Device):
     """A GPU."""
 
     is_asynchronous = True
+
+    @property
+    def name(self) -> str:
+        """What NVIDIA calls it."""
+        return torch.cuda.get_device_name(self.place)
 
     def use(self) -> None:
         """Make it this thread's current device; local."""
