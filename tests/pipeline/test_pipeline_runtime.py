@@ -230,7 +230,9 @@ def test_receives_are_posted_in_the_order_of_sends(world, monkeypatch) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("ranks_per_node", ["", "1"], ids=["one_node", "apart"])
-def test_an_input_that_a_stage_hands_on_may_be_overwritten_after_the_step(world, ranks_per_node, monkeypatch) -> None:
+def test_an_input_that_a_stage_hands_on_may_be_overwritten_after_the_step(
+    world, ranks_per_node, monkeypatch
+) -> None:
     monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", ranks_per_node)
     group = world.new_group(range(2))
     pipeline = Pipeline.from_modules([nn.Identity(), nn.Linear(8, 8)], group, num_microbatches=3)
