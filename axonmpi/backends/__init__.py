@@ -8,7 +8,8 @@ from .local import LocalBackend
 from .mock.backend import LoggedCall, MockBackend
 from .mpi.backend import MpiBackend
 from .nccl.backend import NcclBackend
-from .nccl.library import NcclUniqueId
+from .nccl.devices import check_choices, choose_device
+from .nccl.library import NcclUniqueId, library_text
 from .objects import all_gather_object, broadcast_object
 from .reduction import wide_dtype
 from .shared.counters import NodeCounters
@@ -29,9 +30,12 @@ __all__ = [
     "broadcast_coalesced",
     "broadcast_object",
     "by_kind",
+    "check_choices",
     "check_parts",
     "check_ranks",
     "check_tensor",
+    "choose_device",
+    "library_text",
     "path_of",
     "remedy",
     "wide_dtype",

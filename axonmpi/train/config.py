@@ -130,6 +130,8 @@ class RunConfig(Settings):
         fsdp: What is divided among the replicas: nothing (data parallelism), or parameters, gradients and optimizer
             state; parameters are gathered when needed (full), or kept for backward (grad); hybrid is full on each
             node.
+        device: Where the model computes: the CPU, or a GPU for each rank; auto takes GPUs where ranks see them and
+            have NCCL, by which they communicate.
         dtype: Dtype of the model's computation; parameters, their updates and sums of gradients stay in float32.
         cpu_offload: With fsdp, what lies in files in the run's folder instead of memory: parameters, or optimizer
             state too.
@@ -151,6 +153,7 @@ class RunConfig(Settings):
     accumulation: Positive = 1
     strategy: Literal["overlapped", "synchronous", "no_sync"] = "overlapped"
     fsdp: Literal["none", "full", "grad", "hybrid"] = "none"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     cpu_offload: Literal["none", "params", "full"] = "none"
     evaluate_every: Count = 50

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,16 @@ from torch import Tensor
 
 from .torch_internals import assert_later
 
-__all__ = ["KINDS", "CudaDevice", "Device", "device_at", "gpu_count", "gpu_identity"]
+__all__ = [
+    "KINDS",
+    "CudaDevice",
+    "Device",
+    "device_at",
+    "driver_version",
+    "gpu_count",
+    "gpu_identity",
+    "peer_access",
+]
 
 
 class Device:
@@ -46,6 +56,11 @@ class Device:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.place})"
+
+    @property
+    def name(self) -> str:
+        """What it is called, for people."""
+        return self.place.type.upper()
 
     def use(self) -> None:
         """Make it this thread's current device; local."""
@@ -142,6 +157,11 @@ class CudaDevice(Device):
 
     is_asynchronous = True
 
+    @property
+    def name(self) -> str:
+        """What NVIDIA calls it."""
+        return torch.cuda.get_device_name(self.place)
+
     def use(self) -> None:
         """Make it this thread's current device; local."""
         torch.cuda.set_device(self.place)
@@ -232,6 +252,7 @@ class CudaDevice(Device):
         assert_later(((values >= 0) & (values < stop)).all(), f"expected numbers from 0 to {stop - 1}")
 
 
+_DRIVER = Path("/proc/driver/nvidia/version")
 KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": cache(Device), "cuda": cache(CudaDevice)}
 """What each type of device is asked through."""
 
@@ -249,3 +270,16 @@ def gpu_count() -> int:
 def gpu_identity(index: int) -> str:
     """Return a name of a GPU that is the same in every process that sees it, and no other GPU's; local."""
     return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def peer_access(index: int, other: int) -> bool:
+    """Say whether a GPU can use the memory of another one that this process sees, without the CPU's; local."""
+    return torch.cuda.can_device_access_peer(index, other)
+
+
+def driver_version() -> str:
+    """Return the version of NVIDIA's driver, empty where that is not known; local, needs no GPU."""
+    if not _DRIVER.exists():
+        return ""
+    words = _DRIVER.read_text().split()
+    return next((word for word in words if word[:1].isdecimal() and "." in word), "")

@@ -19,7 +19,14 @@ from axonmpi.train.trainer import Trainer
 LANGUAGES = {"python", "sh", "text", "toml", "yaml", "{eval-rst}"}  # the last one is a directive for Sphinx
 RUN_ELSEWHERE = {"slurm.md": "tests/slurm", "testing.md": "tests/harness/test_real_sessions.py"}
 """Pages whose commands other tests run."""
-QUICK = ["--data-limit=0.2", "--held-out-sequences=8", "--sample-length=0", "--sequence-length=32", "--no-plot"]
+QUICK = [
+    "--data-limit=0.2",
+    "--held-out-sequences=8",
+    "--sample-length=0",
+    "--sequence-length=32",
+    "--no-plot",
+    "--device=cpu",
+]
 """What the trainer is told besides what a page says, to be quicker about it."""
 RUN_FENCES = Path(__file__).with_name("run_fences.py")
 
