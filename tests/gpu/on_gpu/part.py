@@ -65,6 +65,10 @@ def by_mpi(options: argparse.Namespace) -> ax.World:
     return ax.init_process_group("nccl")
 
 
+def by_mpi_alone(options: argparse.Namespace) -> ax.World:
+    return ax.init_process_group()
+
+
 def by_file(options: argparse.Namespace) -> ax.World:
     """Connect ranks that know no more than a file: rank 0 writes the id there."""
     content = unique_id_in(options.id, options.rank)
@@ -82,6 +86,7 @@ WAYS: dict[str, Callable[[argparse.Namespace], ax.World]] = {
     "no nccl": without_nccl,
     "mpi+nccl": by_mpi,
     "file": by_file,
+    "mpi": by_mpi_alone,
     "cpu": on_the_cpu,
 }
 
