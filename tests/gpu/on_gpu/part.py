@@ -39,6 +39,7 @@ CHECKS: list[Check] = [
     *cost.CHECKS,
 ]
 _ID_SECONDS = 60.0
+_PACKAGES = ("axonmpi", "nccl4py", "cuda-core", "cuda-bindings", "mpi4py")
 _TRACE_LINES = 12
 
 
@@ -172,7 +173,7 @@ def described() -> dict[str, Any]:
         "gpus": [torch.cuda.get_device_name(index) for index in range(count)],
         "driver": driver(),
         "cores": os.cpu_count(),
-        "packages": {name: package_version(name) for name in ("nccl4py", "cuda-core", "cuda-bindings", "mpi4py")},
+        "packages": {name: package_version(name) for name in _PACKAGES},
     }
     found = (("nccl", ax.NcclBackend.nccl_version), ("torch_nccl", torch.cuda.nccl.version), ("mpirun", mpirun))
     for name, find in found:
