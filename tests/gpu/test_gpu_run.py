@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from axonmpi.utils.waiting import network_backoff, wait_until
+
 RUN = Path(__file__).with_name("run")
 ALL_THERE = {"gpus": ["A GPU"], "nccl": "2.30.1", "mpirun": "/usr/bin/mpirun", "packages": {}}
 
@@ -115,8 +117,22 @@ def test_a_process_that_ends_early_names_the_check(runner, tmp_path) -> None:
     assert report.figures == {"part": {"speed": 2}}
 
 
-def test_what_takes_too_long_is_ended_with_all_it_started(runner) -> None:
-    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
-    problem, _ = runner.run([[sys.executable, "-c", program]], 5.5)
+def test_what_takes_too_long_is_ended_with_all_it_started(runner, monkeypatch) -> None:
+    monkeypatch.setattr(run, "LEAST_SECONDS", 1.0)
+    program = "import subprocess; c = subprocess.Popen(['sleep', '600']); print(c.pid, flush=True); c.wait()"
+    problem, printed = runner.run([[sys.executable, "-c", program]], 2.0)
     assert problem.startswith("took too long")
-    assert run.Runner(1, runner.folder, None).run([["true"]], 9) == ("the time was up", "")
+    assert wait_until(lambda: is_ended(int(printed)), network_backoff(), 10)
+
+
+def is_ended(process: int) -> bool:
+    """Say whether a process is gone, or dead and not yet buried."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_when_the_time_is_up_nothing_is_started(runner) -> None:
+    late = run.Runner(1, runner.folder, None)
+    assert outcomes_of(run.Part("late", "cpu", 60), late) == [("late", "skipped", "the time was up")]

@@ -94,9 +94,8 @@ def check_late_input(operation: str, world: ax.World, figures: Figures) -> None:
             began = time.perf_counter()
             works, result = start(operation, backend, source)
             told = time.perf_counter() - began
-            is_done = (
-                works[0].done() if operation != "messages" else False
-            )  # which are told when they are waited for
+            # messages are told to the GPU when somebody waits for them, or asks
+            is_done = operation != "messages" and works[0].done()
             for work in works:
                 work.wait()
             found = result().clone()

@@ -39,6 +39,7 @@ CHECKS: list[Check] = [
     *cost.CHECKS,
 ]
 _ID_SECONDS = 60.0
+_PACKAGES = ("axonmpi", "nccl4py", "cuda-core", "cuda-bindings", "mpi4py")
 _TRACE_LINES = 12
 
 
@@ -65,6 +66,10 @@ def by_mpi(options: argparse.Namespace) -> ax.World:
     return ax.init_process_group("nccl")
 
 
+def by_mpi_alone(options: argparse.Namespace) -> ax.World:
+    return ax.init_process_group()
+
+
 def by_file(options: argparse.Namespace) -> ax.World:
     """Connect ranks that know no more than a file: rank 0 writes the id there."""
     content = unique_id_in(options.id, options.rank)
@@ -82,6 +87,7 @@ WAYS: dict[str, Callable[[argparse.Namespace], ax.World]] = {
     "no nccl": without_nccl,
     "mpi+nccl": by_mpi,
     "file": by_file,
+    "mpi": by_mpi_alone,
     "cpu": on_the_cpu,
 }
 
@@ -167,7 +173,7 @@ def described() -> dict[str, Any]:
         "gpus": [torch.cuda.get_device_name(index) for index in range(count)],
         "driver": driver(),
         "cores": os.cpu_count(),
-        "packages": {name: package_version(name) for name in ("nccl4py", "cuda-core", "cuda-bindings", "mpi4py")},
+        "packages": {name: package_version(name) for name in _PACKAGES},
     }
     found = (("nccl", ax.NcclBackend.nccl_version), ("torch_nccl", torch.cuda.nccl.version), ("mpirun", mpirun))
     for name, find in found:
