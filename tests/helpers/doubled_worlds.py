@@ -115,6 +115,7 @@ NOT_OVER_DOUBLE: dict[str, str] = {
     "tensor/test_tensor_loss.py::test_one_message_and_one_tensor_of_the_size_of_the_logits": _LOG,
     "tensor/test_tensor_norm.py::test_what_is_sent": _LOG,
     "tensor/test_tensor_regions.py::test_a_sequence_that_does_not_divide": _COMPARED,
+    "train/test_layout.py::test_the_table_says_which_rank_has_what": _NODE,
 }
 """Why tests are not run over the double: by folder, file, or name of a test, as `folder/file.py::test`."""
 
