@@ -15,7 +15,7 @@ Source: NCCL's user guide, https://docs.nvidia.com/deeplearning/nccl/user-guide/
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ from ..worker import AtOnce
 from . import library
 from .bootstrap import agree_on, connect_all, exchange_unique_id, make_unique_id
 from .devices import check_choices, choose_device
-from .dtypes import bytes_or_native, nccl_op, reduced_dtype, reducible_view
+from .dtypes import as_bytes, bytes_or_native, nccl_op, reduced_dtype, reducible_view
 from .library import NcclUniqueId
 from .messages import Channel, Posted, PostedWork, rounds_of
 from .work import NcclWork
@@ -262,13 +262,13 @@ class NcclBackend(Backend):
     # ---- telling the GPU ----------------------------------------------------------------------------------
 
     def _run(self, async_op: bool, call: Call, move: Callable[..., Any], *args: Any) -> Any:
-        carrier = self._carrier(call, args)
-        if carrier is not self:
-            return carrier._run(async_op, call, getattr(carrier, move.__name__), *args)
         check_flags(async_op=async_op)
         self._check_open(call.operation)
         if self._compares:
             self._compare(call)
+        carrier = self._carrier(call, args)
+        if carrier is not self:
+            return carrier._run(async_op, call, getattr(carrier, move.__name__), *args)
         self._flush()
         work = self._launch(self._main, call, self._execute, call.operation, call.nbytes, move, call, *args)
         if async_op:
@@ -413,24 +413,28 @@ class NcclBackend(Backend):
         calls = [self._call("all_reduce", tensor.dtype, tensor.shape, op) for tensor in tensors]
         if self._compares:
             layout = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
-            self._compare(self._call("all_reduce", tensors[0].dtype, (), op, layout=layout))
+            numel = sum(tensor.numel() for tensor in tensors)
+            self._compare(self._call("all_reduce", tensors[0].dtype, (numel,), op, layout=layout))
+        if op is ReduceOp.PRODUCT and any(tensor.dtype.is_complex for tensor in tensors):
+            return False  # takes several steps, and a group is launched at its end
 
         def move() -> None:
-            with self._core.group():
-                for call, tensor in zip(calls, tensors, strict=True):
-                    self._reduce(call, tensor)
+            with ExitStack() as after:  # what is written back is so behind the group
+                memory = [
+                    reducible_view(after.enter_context(self._written(tensor, reduced_dtype(tensor.dtype))))
+                    for tensor in tensors
+                ]
+                with self._core.group():
+                    for call, sent in zip(calls, memory, strict=True):
+                        assert call.dtype is not None
+                        assert call.op is not None
+                        how = nccl_op(self._core, call.dtype, call.op)
+                        self._main.communicator.allreduce(sent, sent, how, stream=self._main.handle)
 
-        if any(self._is_converted(call, tensor) for call, tensor in zip(calls, tensors, strict=True)):
-            return False  # what is copied back has to be reduced first, and a group is launched at its end
         self._flush()
         nbytes = sum(call.nbytes for call in calls)
         self._launch(self._main, "all_reduce", self._execute, "all_reduce", nbytes, move).wait(self.timeout)
         return True
-
-    def _is_converted(self, call: Call, tensor: Tensor) -> bool:
-        assert call.dtype is not None
-        plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        return not plain or reduced_dtype(call.dtype) != call.dtype or call.dtype.is_complex
 
     def _reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
         assert call.dtype is not None
@@ -691,9 +695,10 @@ class NcclBackend(Backend):
             return
         for message in posted:
             self._device.wait(self._main.stream, message.ready)
-        nbytes = sum(message.tensor.nbytes for message in posted)
-        move = partial(self._execute, "messages", nbytes, self._move)
-        work = self._launch(self._main, "messages", move, self._main, posted)
+        try:  # the observer was told of each message when it was posted
+            work = self._launch(self._main, "messages", self._move, self._main, posted)
+        except self.failures as error:
+            raise self._failure("messages", error) from error
         for message in posted:
             message.work.append(work)
 
@@ -711,7 +716,7 @@ class NcclBackend(Backend):
                         back.append((tensor, memory))
                     if tensor.numel():
                         move = communicator.send if message.sends else communicator.recv
-                        move(bytes_or_native(memory), message.peer, stream=channel.handle)
+                        move(as_bytes(memory), message.peer, stream=channel.handle)  # the dtypes may differ
             for tensor, memory in back:
                 tensor.copy_(memory)
 

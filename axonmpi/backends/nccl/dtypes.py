@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...types import ReduceOp
 
-__all__ = ["NATIVE", "bytes_or_native", "nccl_op", "reduced_dtype", "reducible_view"]
+__all__ = ["NATIVE", "as_bytes", "bytes_or_native", "nccl_op", "reduced_dtype", "reducible_view"]
 
 _NATIVE_NAMES = (
     *("float16", "float32", "float64", "bfloat16", "int8", "int32", "int64", "uint8", "uint32", "uint64"),
@@ -69,4 +69,9 @@ def bytes_or_native(tensor: Tensor) -> Tensor:
     """Return contiguous memory as one that NCCL can copy; local."""
     if tensor.dtype in NATIVE:
         return tensor
+    return as_bytes(tensor)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return contiguous memory as bytes; local."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # of one element, any stride is contiguous
