@@ -336,9 +336,7 @@ class CollectiveChecks:
 
     def _reduced(self, dtype: torch.dtype, shape: Shape, op: ReduceOp) -> Expected:
         rounds_each_step = self.group.backend.name == "nccl"  # NCCL adds 16-bit floats in their own type
-        return reduced(
-            dtype, tuple(shape), self.group.ranks, self._seed, op, rounds_each_step=rounds_each_step
-        )
+        return reduced(dtype, tuple(shape), self.group.ranks, self._seed, op, rounds_each_step=rounds_each_step)
 
     def _shapes(self, shape: Shape, dim: int, sizes: Sequence[int] | None) -> list[Shape]:
         if sizes is None:

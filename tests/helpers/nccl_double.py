@@ -264,15 +264,12 @@ def reduced(parts: Sequence[Tensor], op: NcclRedOp) -> Tensor:
         return result.view(dtype)
     in_torch = {NcclRedOp.SUM: torch.add, NcclRedOp.PROD: torch.mul, NcclRedOp.MIN: torch.fmin}
     step = {**in_torch, NcclRedOp.MAX: torch.fmax, NcclRedOp.AVG: torch.add}[op]
-    if dtype.itemsize == 1:  # torch does not compute in float8
-        operate = lambda one, other: step(one.float(), other.float()).to(dtype)  # noqa: E731
-    else:
-        operate = step
+    wide = torch.float32 if dtype.itemsize == 1 else dtype  # torch does not compute in float8
     if op is NcclRedOp.AVG:
-        share = torch.tensor(1 / len(parts), dtype=torch.float32).to(dtype).to(torch.float64)
-        share = torch.tensor(1 / len(parts), dtype=torch.float64) if dtype is torch.float64 else share
+        share = torch.full((), 1 / len(parts), dtype=dtype if dtype.itemsize > 1 else torch.float32, device="cpu")
+        share = share.to(dtype).double()
         parts = [(part.double() * share).to(dtype) for part in parts]
-    return functools.reduce(operate, parts)
+    return functools.reduce(lambda one, other: step(one.to(wide), other.to(wide)).to(dtype), parts)
 
 
 # ---- groups -----------------------------------------------------------------------------------------------------

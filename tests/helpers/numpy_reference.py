@@ -125,7 +125,9 @@ def reduced(
     magnitude = functools.reduce(_UFUNCS[op], [np.abs(part) for part in wide])
     if op is ReduceOp.AVERAGE:
         value, magnitude = value / len(parts), magnitude / len(parts)
-    return Expected(np.asarray(value), np.asarray(_rounding(dtype, len(parts), np.abs(value), magnitude, rounds_each_step)))
+    return Expected(
+        np.asarray(value), np.asarray(_rounding(dtype, len(parts), np.abs(value), magnitude, rounds_each_step))
+    )
 
 
 def _exactly(value: np.ndarray) -> Expected:
