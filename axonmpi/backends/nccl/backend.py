@@ -42,7 +42,7 @@ from ..worker import AtOnce
 from . import library
 from .bootstrap import agree_on, connect_all, exchange_unique_id, make_unique_id
 from .devices import check_choices, choose_device
-from .dtypes import as_bytes, bytes_or_native, nccl_op, reduced_dtype, reducible_view
+from .dtypes import as_bytes, bytes_or_native, in_memory, nccl_op, reduced_dtype, reducible_view
 from .library import NcclUniqueId
 from .messages import Channel, Posted, PostedWork, rounds_of
 from .work import NcclWork
@@ -321,7 +321,7 @@ class NcclBackend(Backend):
         return NcclWork(operation, device, device.record(channel.stream), value, check)
 
     def _check_waiting(self, operation: Call | str, channel: Channel) -> None:
-        """Raise what ends the waiting for an operation: an error that NCCL has come to, a rank that failed; local."""
+        """Raise what ends waiting for an operation: an error that NCCL has come to, a rank that failed; local."""
         self._check_healthy(operation, channel)
         if self.host is not None:
             self.host.check_peers(str(operation))
@@ -364,7 +364,7 @@ class NcclBackend(Backend):
         """Return contiguous memory with the values of a tensor that is only read, as NCCL can copy it; local."""
         self._keep(tensor)
         with self._on_stream():
-            return bytes_or_native(tensor.contiguous())
+            return bytes_or_native(in_memory(tensor))
 
     @contextmanager
     def _written(self, tensor: Tensor, dtype: torch.dtype, *, writes: bool = True) -> Iterator[Tensor]:
@@ -402,11 +402,10 @@ class NcclBackend(Backend):
         assert call.op is not None
         sent = self._ready(tensor)
         with self._on_stream():
-            parts = torch.empty((self.size, *sent.shape), dtype=sent.dtype, device=self.device)
-            self._main.communicator.allgather(sent, parts, stream=self._main.handle)
+            parts = torch.empty((self.size, *tensor.shape), dtype=call.dtype, device=self.device)
+            self._main.communicator.allgather(sent, as_bytes(parts), stream=self._main.handle)
             if call.root in (None, self.rank):
-                ranks = [part.view(call.dtype).view(tensor.shape) for part in parts]
-                reduce_in_rank_order(ranks, call.op, tensor)
+                reduce_in_rank_order(list(parts), call.op, tensor)
 
     def reduce_together(self, tensors: Sequence[Tensor], op: ReduceOp) -> bool:
         """Reduce each tensor over all ranks, in place, in one launch; collective. See `Backend`."""
@@ -444,7 +443,7 @@ class NcclBackend(Backend):
         wide = reduced_dtype(call.dtype)
         result = self._empty((*tensor.shape[:dim], rows[self.rank], *tensor.shape[dim + 1 :]), call.dtype)
         with self._on_stream():
-            moved = tensor.movedim(dim, 0).to(wide).contiguous()
+            moved = in_memory(tensor.movedim(dim, 0).to(wide))
             is_direct = dim == 0 and wide == call.dtype
             own = result if is_direct else torch.empty((rows[self.rank], *rest), dtype=wide, device=self.device)
             self._reduce_parts(call, moved, rows, own)
@@ -500,7 +499,7 @@ class NcclBackend(Backend):
         self._keep(tensor)
         result = self._empty((*tensor.shape[:dim], sum(rows), *tensor.shape[dim + 1 :]), tensor.dtype)
         with self._on_stream():
-            moved = tensor.movedim(dim, 0).contiguous()
+            moved = in_memory(tensor.movedim(dim, 0))
             whole = result if dim == 0 else torch.empty_like(result.movedim(dim, 0), memory_format=_CONTIGUOUS)
             self._gather_parts(whole, moved, rows)
             return result if dim == 0 else result.copy_(whole.movedim(0, dim))
@@ -710,8 +709,11 @@ class NcclBackend(Backend):
                 for message in messages:
                     tensor = message.tensor
                     device.keep(tensor, channel.stream)
-                    memory = tensor.contiguous() if message.sends or tensor.is_contiguous() else None
-                    if memory is None:
+                    if message.sends:
+                        memory = in_memory(tensor)
+                    elif tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+                        memory = tensor
+                    else:
                         memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
                         back.append((tensor, memory))
                     if tensor.numel():

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...types import ReduceOp
 
-__all__ = ["NATIVE", "as_bytes", "bytes_or_native", "nccl_op", "reduced_dtype", "reducible_view"]
+__all__ = ["NATIVE", "as_bytes", "bytes_or_native", "in_memory", "nccl_op", "reduced_dtype", "reducible_view"]
 
 _NATIVE_NAMES = (
     *("float16", "float32", "float64", "bfloat16", "int8", "int32", "int64", "uint8", "uint32", "uint64"),
@@ -70,6 +70,11 @@ def bytes_or_native(tensor: Tensor) -> Tensor:
     if tensor.dtype in NATIVE:
         return tensor
     return as_bytes(tensor)
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy, such that its contiguous memory has its values: NCCL sees no views; local."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
