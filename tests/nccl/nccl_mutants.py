@@ -39,7 +39,9 @@ class Mutant:
     new: str = ""
 
 
-BACKEND, WORK = "backends/nccl/backend.py", "backends/nccl/work.py"
+FOLDER = "backends/nccl"
+BACKEND, WORK, MESSAGES = f"{FOLDER}/backend.py", f"{FOLDER}/work.py", f"{FOLDER}/messages.py"
+COLLECTIVES = f"{FOLDER}/collectives.py"
 MUTANTS = (
     Mutant(
         "the group's stream does not wait for the caller's",
@@ -50,9 +52,9 @@ MUTANTS = (
     Mutant(
         "the end of an operation is recorded before it",
         BACKEND,
-        "        value = move(*args)\n",
-        "        early = device.record(channel.stream)\n        value = move(*args)\n"
-        "        return NcclWork(operation, device, early, value, partial(self._check_healthy, channel=channel))\n",
+        "            value = move(*args)\n",
+        "            early, check = device.record(channel.stream), partial(self._check_healthy, channel=channel)\n"
+        "            return NcclWork(operation, device, early, move(*args), check)\n",
     ),
     Mutant(
         "a result is not kept for the stream that waits for it",
@@ -60,46 +62,42 @@ MUTANTS = (
         "                self._device.keep(tensor, stream)\n",
         "                pass\n",
     ),
-    Mutant("a result is not kept for the group's stream", BACKEND, "        self._keep(made)\n"),
+    Mutant("a result is not kept for the group's stream", COLLECTIVES, "        self.keep(made)\n"),
     Mutant(
         "what is only read is not kept",
-        BACKEND,
-        "        self._keep(tensor)\n        with self._on_stream():\n            return bytes_or_native",
-        "        with self._on_stream():\n            return bytes_or_native",
+        COLLECTIVES,
+        "        self.keep(*(tensor for tensor in sends if tensor is not None))\n",
     ),
     Mutant(
         "what is written to is not kept",
-        BACKEND,
-        "        self._keep(tensor)\n        if writes:\n",
+        COLLECTIVES,
+        "        self.keep(tensor)\n        if writes:\n",
         "        if writes:\n",
     ),
-    Mutant(
-        "what is reduced and scattered is not kept",
-        BACKEND,
-        "        self._keep(output, *parts.tensors)\n",
-    ),
+    Mutant("what is reduced and scattered is not kept", COLLECTIVES, "        self.keep(output, *parts.tensors)\n"),
     Mutant(
         "what all gather into is not kept",
-        BACKEND,
-        "        self._keep(output, *([] if tensor is None else [tensor]))\n",
+        COLLECTIVES,
+        "        self.keep(output, *([] if tensor is None else [tensor]))\n",
     ),
-    Mutant("a message is not kept", BACKEND, "                    device.keep(tensor, channel.stream)\n"),
+    Mutant("a message is not kept", MESSAGES, "        self._device.keep(tensor, channel.stream)\n"),
     Mutant(
         "posted messages do not wait for the streams that they were posted from",
-        BACKEND,
+        MESSAGES,
         "            self._device.wait(self._main.stream, message.ready)\n",
         "            pass\n",
     ),
     Mutant(
         "what is converted is written back on the caller's stream",
-        BACKEND,
+        COLLECTIVES,
         "            yield values\n            if writes:\n",
         "            yield values\n        if True:\n            if writes:\n",
     ),
     Mutant(
         "a communicator is split while operations are under way",
         BACKEND,
-        "        self._device.block(self._device.record(self._main.stream))  # NCCL wants nothing to be under way\n",
+        "        self._device.block(self._device.record(self._main.stream))",
+        "       ",
     ),
 )
 
@@ -107,9 +105,8 @@ MUTANTS = (
 def found_by(mutant: Mutant) -> list[str]:
     """Return the tests that fail with a mutant."""
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(
-            REPOSITORY / "axonmpi", Path(folder) / "axonmpi", ignore=shutil.ignore_patterns("__pycache__")
-        )
+        library = Path(folder) / "axonmpi"
+        shutil.copytree(REPOSITORY / "axonmpi", library, ignore=shutil.ignore_patterns("__pycache__"))
         changed = library / mutant.file
         text = changed.read_text()
         if text.count(mutant.old) != 1:
