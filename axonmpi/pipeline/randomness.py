@@ -53,7 +53,7 @@ class RandomStream:
 
     def __init__(self, states: Sequence[Tensor] | None, place: torch.device) -> None:
         self.states = states
-        self._generators = [device_at(each) for each in _places(place)]
+        self._place = place
 
     @classmethod
     def seeded(cls, seed: int, place: torch.device) -> RandomStream:
@@ -79,8 +79,9 @@ class RandomStream:
 
     def _exchange(self, states: Sequence[Tensor]) -> list[Tensor]:
         """Set the states of the generators; return those before."""
-        before = [generator.random_state() for generator in self._generators]
-        for generator, state in zip(self._generators, states, strict=True):
+        generators = [device_at(each) for each in _places(self._place)]
+        before = [generator.random_state() for generator in generators]
+        for generator, state in zip(generators, states, strict=True):
             generator.set_random_state(state.clone())
         return before
 

@@ -78,7 +78,11 @@ def test_reduce_scatter_into(world):
         if work is not None:
             work.wait(30)
         expected = in_torch[row["op"]](torch.stack(whole).double(), 0).split(sizes)[world.rank]
-        torch.testing.assert_close(output, expected.to(dtype), msg=lambda text, row=row: f"{row}: {text}")
+        # NCCL rounds sums of 16-bit floats at each step.
+        steps = 0.05 if group.backend.name == "nccl" and dtype.itemsize == 2 else None
+        torch.testing.assert_close(
+            output, expected.to(dtype), rtol=steps, atol=steps, msg=lambda text, row=row: f"{row}: {text}"
+        )
 
 
 @pytest.mark.ranks(2, 4)

@@ -82,7 +82,6 @@ def doubled() -> Iterator[None]:
 COMPARED = (
     "conformance/test_mismatch.py",
     "conformance/test_groups.py",
-    "conformance/test_observer.py",
     "conformance/test_node_memory.py::test_calls_that_differ_are_an_error_on_every_rank",
 )
 """Tests of calls that differ: NCCL does not compare calls, and the library does with `AXONMPI_DEBUG=1` only."""
@@ -92,11 +91,19 @@ _LOG = "looks at the mock's log of operations"
 _FILES = "what is offloaded from a GPU lies in pinned memory, and not in files"
 _COMPARED = "GPUs do not compare calls"
 NOT_OVER_DOUBLE: dict[str, str] = {
-    "conformance/test_bits.py": "NCCL adds in an order of its own, rounds at each step, and its MIN and MAX drop NaN",
+    "conformance/test_bits.py": "NCCL has an order of its own, rounds at each step, and MIN and MAX drop NaN",
     "conformance/test_node_counters.py": _NODE,
     "conformance/test_large_counts.py": "is about counts of MPI",
     "conformance/test_async.py::test_a_time_limit_for_messages": _TAGS,
     "conformance/test_async.py::test_errors_come_through_work_on_every_rank": "calls that differ raise at once",
+    "conformance/test_observer.py::test_blocking_operations": "sizes that receivers ask for are observed, too",
+    "conformance/test_observer.py::test_asynchronous_operations": "no other thread runs asynchronous operations",
+    "conformance/test_observer.py::test_an_operation_that_fails": "comparing the calls, which fails, is observed",
+    "conformance/test_messages.py::test_messages_meet": "a message goes before the collectives called after it",
+    "conformance/test_messages.py::test_a_message_of_another_size": "NCCL does not know the sizes of messages",
+    "conformance/test_messages.py::test_done_becomes_true": _TAGS,
+    "conformance/test_messages.py::test_the_memory_of_a_message": _TAGS,
+    "conformance/test_messages.py::test_any_plan_of_messages": _TAGS,
     "conformance/test_groups.py::test_each_operation_is_a_function_and_a_method": _TAGS,
     "ddp/test_ddp_with_torch.py::test_shared_parameters_under_reentrant": "its mistake is one of order as well",
     "ddp/test_gradient_synchronizer.py::test_one_reduction_for_each_bucket": _LOG,
@@ -115,6 +122,7 @@ NOT_OVER_DOUBLE: dict[str, str] = {
     "tensor/test_tensor_loss.py::test_one_message_and_one_tensor_of_the_size_of_the_logits": _LOG,
     "tensor/test_tensor_norm.py::test_what_is_sent": _LOG,
     "tensor/test_tensor_regions.py::test_a_sequence_that_does_not_divide": _COMPARED,
+    "train/test_layout.py::test_the_table_says_which_rank_has_what": _NODE,
 }
 """Why tests are not run over the double: by folder, file, or name of a test, as `folder/file.py::test`."""
 

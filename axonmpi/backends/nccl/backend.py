@@ -41,9 +41,9 @@ from ..shared.counters import NodeCounters
 from ..worker import AtOnce
 from . import library
 from .bootstrap import agree_on, connect_all, exchange_unique_id, make_unique_id
-from .collectives import StreamCollectives, is_plain
+from .collectives import StreamCollectives
 from .devices import check_choices, choose_device
-from .dtypes import reduced_dtype
+from .dtypes import is_native_reduction
 from .library import NcclUniqueId
 from .messages import Channel, Messages
 from .work import NcclWork
@@ -261,19 +261,23 @@ class NcclBackend(Backend):
     # ---- telling the GPU ----------------------------------------------------------------------------------
 
     def _run(self, async_op: bool, call: Call, move: Callable[..., Any], *args: Any) -> Any:
+        check_flags(async_op=async_op)
+        self._prepare(call)
         carrier = self._carrier(call, args)
         if carrier is not self:
             return carrier._run(async_op, call, getattr(carrier, move.__name__), *args)
-        check_flags(async_op=async_op)
         return self._tell(async_op, call, move, *args)
 
-    def _tell(self, async_op: bool, call: Call, move: Callable[..., Any], *args: Any) -> Any:
-        """Tell the GPU an operation whose arguments are checked; collective."""
+    def _prepare(self, call: Call) -> None:
+        """Compare the ranks' calls, where that is asked for; collective then."""
         self._check_open(call.operation)
         if self._compares:
             self._compare(call)
+
+    def _tell(self, async_op: bool, call: Call, move: Callable[..., Any], *args: Any) -> Any:
+        """Tell the GPU an operation whose arguments are checked; collective."""
         self._messages.flush()
-        work = self._launch(self._main, call, call.nbytes, move, call, *args)
+        work = self._launch(self._main, call, self._execute, call.operation, call.nbytes, move, call, *args)
         if async_op:
             return work
         work.wait(self.timeout)
@@ -314,19 +318,20 @@ class NcclBackend(Backend):
         self.host.broadcast(by_gpus, call.root)
         return self if by_gpus else self.host
 
-    def _launch(
-        self, channel: Channel, operation: Call | str, nbytes: int, move: Callable[..., Any], *args: Any
-    ) -> NcclWork:
+    def _launch(self, channel: Channel, operation: Call | str, move: Callable[..., Any], *args: Any) -> NcclWork:
         """Tell a stream of the group to do something after what the caller's stream was told; local."""
         device = self._device
         self._check_healthy(operation, channel)
         device.wait(channel.stream, device.record(device.current_stream()))
-        value = self._execute(operation if isinstance(operation, str) else operation.operation, nbytes, move, *args)
+        try:
+            value = move(*args)
+        except self.failures as error:
+            raise self._failure(str(operation), error) from error
         check = partial(self._check_waiting, channel=channel)
         return NcclWork(operation, device, device.record(channel.stream), value, check)
 
     def _check_waiting(self, operation: Call | str, channel: Channel) -> None:
-        """Raise what ends the waiting for an operation: an error that NCCL has come to, a rank that failed; local."""
+        """Raise what ends waiting for an operation: an error that NCCL has come to, a rank that failed; local."""
         self._check_healthy(operation, channel)
         if self.host is not None:
             self.host.check_peers(str(operation))
@@ -357,10 +362,12 @@ class NcclBackend(Backend):
 
     def reduce_together(self, tensors: Sequence[Tensor], op: ReduceOp) -> bool:
         """Reduce each tensor over all ranks, in place, in one launch; collective. See `Backend`."""
-        if not all(is_plain(t) and t.dtype == reduced_dtype(t.dtype) and not t.is_complex() for t in tensors):
-            return False  # what is copied back has to be reduced before, and all are reduced at the end
+        if not all(is_native_reduction(tensor.dtype, op) for tensor in tensors):
+            return False  # takes several steps, and a group is launched at its end
         layout = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
-        call = self._call("all_reduce", tensors[0].dtype, (), op, layout=layout)
+        shape = (sum(tensor.numel() for tensor in tensors),)
+        call = self._call("all_reduce", tensors[0].dtype, shape, op, layout=layout)
+        self._prepare(call)
         self._tell(False, call, lambda _: self._collectives.reduce_together(tensors, op))
         return True
 

@@ -7,7 +7,7 @@ the same stream; results are allocated for the caller's stream, which begins wit
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +18,15 @@ from ...utils.device import Device
 from ...utils.partition import split_sizes
 from ..concat_view import FlatParts
 from ..reduction import reduce_in_rank_order
-from .dtypes import bytes_or_native, is_native_reduction, nccl_op, reduced_dtype, reducible_view
+from .dtypes import (
+    bytes_or_native,
+    in_memory,
+    is_native_reduction,
+    is_plain,
+    nccl_op,
+    reduced_dtype,
+    reducible_view,
+)
 from .messages import Channel
 
 __all__ = ["StreamCollectives"]
@@ -96,18 +104,23 @@ class StreamCollectives:
         """Reduce each tensor onto all ranks, in place, in one launch; collective.
 
         Args:
-            tensors: Each is plain, of a dtype and reduction that NCCL knows.
+            tensors: Of dtypes with a reduction that NCCL knows.
             op: The reduction.
         """
-        with self._core.group():
-            for tensor in tensors:
-                self.reduce(tensor, op, None)
+        with ExitStack() as written:  # which is written back after the launch, at the end of the group
+            memory = [
+                written.enter_context(self._written(tensor, reduced_dtype(tensor.dtype))) for tensor in tensors
+            ]
+            with self._core.group():
+                for tensor, values in zip(tensors, memory, strict=True):
+                    sent, name = reducible_view(values), nccl_op(self._core, tensor.dtype, op)
+                    self._communicator.allreduce(sent, sent, name, stream=self._handle)
 
     def _reduce_gathered(self, tensor: Tensor, op: ReduceOp, target: Tensor | None) -> None:
         """Reduce, in rank order, what NCCL has no reduction for, into `target` if given; collective."""
         self.keep(tensor)
         with self.on_stream():
-            own = tensor.contiguous()
+            own = in_memory(tensor)
             parts = self._temporary((self._size, *own.shape), own.dtype)
             if own.numel():
                 self._communicator.allgather(bytes_or_native(own), bytes_or_native(parts), stream=self._handle)
@@ -122,7 +135,7 @@ class StreamCollectives:
         result = self.empty((*tensor.shape[:dim], rows[self._rank], *tensor.shape[dim + 1 :]), tensor.dtype)
         wide = reduced_dtype(tensor.dtype)
         with self.on_stream():
-            moved = tensor.movedim(dim, 0).to(wide).contiguous()
+            moved = in_memory(tensor.movedim(dim, 0).to(wide))
             ordered = result.movedim(dim, 0)
             own = ordered if dim == 0 and wide == tensor.dtype else self._temporary(ordered.shape, wide)
             self._reduce_parts(moved, op, rows, own, tensor.dtype)
@@ -183,7 +196,7 @@ class StreamCollectives:
         self.keep(tensor)
         result = self.empty((*tensor.shape[:dim], sum(rows), *tensor.shape[dim + 1 :]), tensor.dtype)
         with self.on_stream():
-            moved = tensor.movedim(dim, 0).contiguous()
+            moved = in_memory(tensor.movedim(dim, 0))
             ordered = result.movedim(dim, 0)
             whole = ordered if dim == 0 else torch.empty_like(ordered, memory_format=_CONTIGUOUS)
             self._gather_parts(whole, moved, rows)
@@ -232,7 +245,7 @@ class StreamCollectives:
         """Send entry i to rank i and receive entry i from there, in one launch; collective. None: nothing."""
         self.keep(*(tensor for tensor in sends if tensor is not None))
         with self.on_stream():
-            ready = [None if tensor is None else bytes_or_native(tensor.contiguous()) for tensor in sends]
+            ready = [None if tensor is None else bytes_or_native(in_memory(tensor)) for tensor in sends]
             with self._core.group():
                 for rank, (sent, received) in enumerate(zip(ready, receives, strict=True)):
                     if sent is not None and sent.numel():
@@ -245,8 +258,3 @@ class StreamCollectives:
         with self.on_stream():
             one = torch.zeros(1, dtype=torch.uint8, device=self._device.place)
             self._communicator.allreduce(one, one, self._core.NcclRedOp.MAX, stream=self._handle)
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Say whether a tensor is one piece of memory in the order of its elements, with their values; local."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -22,7 +22,17 @@ from torch import Tensor
 
 from ...types import ReduceOp
 
-__all__ = ["NATIVE", "bytes_or_native", "is_native_reduction", "nccl_op", "reduced_dtype", "reducible_view"]
+__all__ = [
+    "NATIVE",
+    "as_bytes",
+    "bytes_or_native",
+    "in_memory",
+    "is_native_reduction",
+    "is_plain",
+    "nccl_op",
+    "reduced_dtype",
+    "reducible_view",
+]
 
 _NATIVE_NAMES = (
     *("float16", "float32", "float64", "bfloat16", "int8", "int32", "int64", "uint8", "uint32", "uint64"),
@@ -74,4 +84,19 @@ def bytes_or_native(tensor: Tensor) -> Tensor:
     """Return contiguous memory as one that NCCL can copy; local."""
     if tensor.dtype in NATIVE:
         return tensor
+    return as_bytes(tensor)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Say whether a tensor is one piece of memory in the order of its elements, with their values; local."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy, such that its contiguous memory has its values: NCCL sees no views; local."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return contiguous memory as bytes; local."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # of one element, any stride is contiguous

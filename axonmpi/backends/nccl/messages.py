@@ -18,7 +18,7 @@ from torch import Tensor
 from ...errors import CommunicatorError
 from ...types import Seconds, Work
 from ...utils.device import Device
-from .dtypes import bytes_or_native
+from .dtypes import as_bytes, in_memory, is_plain
 from .work import NcclWork
 
 __all__ = ["Channel", "Messages"]
@@ -96,7 +96,7 @@ class Messages:
         core: nccl4py.
         device: This rank's GPU.
         main: The group's own channel.
-        launch: Tells a channel's stream to do something: channel, what it is called, bytes, function, arguments.
+        launch: Tells a channel's stream to do something: channel, what it is called, function, arguments.
     """
 
     def __init__(self, core: Any, device: Device, main: Channel, launch: Callable[..., NcclWork]) -> None:
@@ -144,8 +144,7 @@ class Messages:
         channel = self._channels.get((src, dst))
         if channel is not None:
             posted = _Posted(sends, tensor, int(sends), None)
-            name = "isend" if sends else "irecv"
-            return self._launch(channel, name, tensor.nbytes, self._move, channel, [posted])
+            return self._launch(channel, "isend" if sends else "irecv", self._move, channel, [posted])
         if tag:
             raise ValueError(
                 f"tag: expected 0 for tensors on a GPU, got {tag}: NCCL has no tags; messages between two ranks "
@@ -163,8 +162,7 @@ class Messages:
         posted, self._posted = self._posted, []
         for message in posted:
             self._device.wait(self._main.stream, message.ready)
-        nbytes = sum(message.tensor.nbytes for message in posted)
-        work = self._launch(self._main, "messages", nbytes, self._move, self._main, posted)
+        work = self._launch(self._main, "messages", self._move, self._main, posted)
         for message in posted:
             message.work = work
 
@@ -176,7 +174,7 @@ class Messages:
                 for message, values in zip(messages, memory, strict=True):
                     if values.numel():
                         move = communicator.send if message.sends else communicator.recv
-                        move(bytes_or_native(values), message.peer, stream=channel.handle)
+                        move(as_bytes(values), message.peer, stream=channel.handle)  # the dtypes may differ
             for message, values in zip(messages, memory, strict=True):
                 if not message.sends and values is not message.tensor:
                     message.tensor.copy_(values)
@@ -186,5 +184,5 @@ class Messages:
         tensor = message.tensor
         self._device.keep(tensor, channel.stream)
         if message.sends:
-            return tensor.contiguous()
-        return tensor if tensor.is_contiguous() else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            return in_memory(tensor)
+        return tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

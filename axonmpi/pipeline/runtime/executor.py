@@ -100,7 +100,7 @@ class Executor:
         frees = last_uses(trains=self._step.trains)
         with torch.set_grad_enabled(self._step.trains):
             for action in self._actions:
-                self._began = time.monotonic()
+                self._began = self._now()
                 perform[action.kind](action)
                 if self._times is not None:
                     self._times.append(Span(action, self._began, self._now()))
@@ -110,10 +110,11 @@ class Executor:
                             wire.free(action.micro_batch)
 
     def _now(self) -> float:
-        """Return the time in seconds; where times are wanted, after the device has done all that it was told."""
-        if self._times is not None:
-            device = device_at(self._step.place)
-            device.block(device.record(device.current_stream()))
+        """Return the time in seconds at which the device has done what it was told; 0 if no times are wanted."""
+        if self._times is None:
+            return 0.0
+        device = device_at(self._step.place)
+        device.block(device.record(device.current_stream()))
         return time.monotonic()
 
     # ---- transfers --------------------------------------------------------------------------------------------
