@@ -80,6 +80,7 @@ def doubled() -> Iterator[None]:
 
 
 COMPARED = (
+    "comm/test_autograd.py::test_every_rank_learns_of_a_call_that_differs",
     "conformance/test_mismatch.py",
     "conformance/test_groups.py",
     "conformance/test_node_memory.py::test_calls_that_differ_are_an_error_on_every_rank",
