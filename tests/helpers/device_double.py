@@ -9,10 +9,11 @@ stream's clock; an event carries what its stream knows of the clocks of all; wai
 of memory whose earlier use, on another stream, is not known yet is a fault: values are spoilt, and the fault is
 kept. So is memory that is given back while another stream still needs it, unless it is kept for that stream.
 
-Only the thread's own order and events count as order: that a CPU read a value, and so waited for the default stream,
+Only events and blocking for them count as order: that the CPU read a value, and so waited for the default stream,
 does not.
 
-Rules: CUDA C++ programming guide, "Streams" and "Events"; torch's docs of `torch.cuda.Stream`, `Tensor.record_stream`.
+Rules: CUDA C++ programming guide, "Streams" and "Events"; torch's docs of `torch.cuda.Stream` and
+`Tensor.record_stream`.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ COMPARED = (
 _TAGS = "NCCL has no tags"
 _NODE = "is about memory that the CPUs of a node share"
 NOT_OVER_DOUBLE: dict[str, str] = {
-    "conformance/test_bits.py": "NCCL adds in an order of its own, rounds at each step, and its MIN and MAX drop NaN",
+    "conformance/test_bits.py": "NCCL has an order of its own, rounds at each step, and MIN and MAX drop NaN",
     "conformance/test_node_counters.py": _NODE,
     "conformance/test_large_counts.py": "is about counts of MPI",
     "conformance/test_async.py::test_a_time_limit_for_messages": _TAGS,

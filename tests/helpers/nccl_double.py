@@ -44,7 +44,7 @@ _TEXTS = {  # src/init.cc, ncclGetErrorString
 }
 
 
-class NcclInvalid(Exception):
+class NcclInvalid(Exception):  # noqa: N818 - nccl4py's name
     """What nccl4py itself refuses: typing.py, NcclInvalid."""
 
 
@@ -138,8 +138,11 @@ class Operation:
                 self.received.view(-1)[: result.numel()].copy_(result)
             if self.is_faulty or result is None:
                 spoil(self.received, self.gpu.random)
-        held = [each for each in (self.sent, self.received) if each is not None]
-        self.gpu.release(held)
+        self.drop()
+
+    def drop(self) -> None:
+        """Give the memory back; local."""
+        self.gpu.release([each for each in (self.sent, self.received) if each is not None])
         self.sent = self.received = None
         self.is_done = True
 
@@ -300,6 +303,8 @@ def group_end() -> None:
     told, _group.told = _group.told, []
     error, _group.error = _group.error, None
     if error is not None:  # src/group.cc, ncclGroupErrCheck: nothing of a group in which a call has failed
+        for _, operation in told:
+            operation.drop()
         raise error
     _launch(told)
 
@@ -343,7 +348,7 @@ _meetings: dict[bytes, _Meeting] = defaultdict(_Meeting)
 
 
 class Communicator:
-    """communicator.py, Communicator; without a clique a null communicator, as split gives to ranks without colour."""
+    """communicator.py, Communicator; without a clique a null one, as split gives to ranks without colour."""
 
     def __init__(self, clique: Clique | None = None, rank: int = 0) -> None:
         self._clique = clique
@@ -487,9 +492,8 @@ class Communicator:
         if sent is not None:  # communicator.py, broadcast
             self._same_dtype(sent, received)
             if sent.numel() != received.numel():
-                raise NcclInvalid(
-                    f"Buffer count mismatch: recvbuf must have exactly {sent.numel()} elements, got {received.numel()}"
-                )
+                need, got = sent.numel(), received.numel()
+                raise NcclInvalid(f"Buffer count mismatch: recvbuf must have exactly {need} elements, got {got}")
         self._check_rank("root", root)
         what = ("Broadcast", KNOWN_TO_NCCL[received.dtype], received.numel(), root, size)
         self._collective(what, sent, received, lambda rank, parts: _flat(parts[root]).clone(), stream)
