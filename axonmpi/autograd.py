@@ -183,7 +183,8 @@ def _gathered(tensor: Tensor, group: ProcessGroup, dim: int) -> tuple[Tensor, _S
     _check(tensor, group)
     tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
     dim = wrap_dim(dim, tensor.dim())
-    sizes: list[int] = group.all_gather(torch.tensor([tensor.shape[dim]])).tolist()
+    control = group.backend.control
+    sizes: list[int] = control.all_gather(torch.tensor([tensor.shape[dim]], device=control.place)).tolist()
     return tensor, _Slices(group, dim, tuple(sizes))
 
 
@@ -218,7 +219,7 @@ def _own_slice(tensor: Tensor, slices: _Slices) -> Tensor:
 
 
 def _joined(tensor: Tensor, slices: _Slices) -> Tensor:
-    result: Tensor = slices.group.all_gather(tensor, slices.dim)
+    result: Tensor = slices.group.backend.all_gather(tensor, slices.dim, sizes=slices.sizes)
     return result
 
 

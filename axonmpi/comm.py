@@ -77,7 +77,8 @@ def init_process_group(
     """Start the world of all ranks of the job and make it the default; collective.
 
     Args:
-        backend: `"mpi"`, or `"mock"` for one rank without MPI.
+        backend: `"mpi"`; `"nccl"` or, the same, `"mpi+nccl"`: tensors on GPUs go by NCCL, those on the CPU by MPI,
+            and this rank's GPU becomes the current one; `"mock"` for one rank without MPI.
         init_method: None, `"mpi://"` or `"env://"`.
         timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
         num_threads: Threads torch uses on this rank; None shares the node's cores among its ranks, unless
@@ -86,6 +87,7 @@ def init_process_group(
     Raises:
         LaunchError: The processes were not started as one MPI job; the message says what to type.
         CommunicatorError: There is a default world already.
+        NcclError: With NCCL: a rank has no GPU or no NCCL, or GPUs cannot be connected; on all ranks.
         ValueError: An argument is unknown.
     """
     if current_world() is not None:

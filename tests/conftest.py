@@ -19,7 +19,9 @@ from axonmpi.testing.plugin.marked import marked_rank_count
 
 pytest_plugins = ["pytester"]
 
-ABOVE_THE_BACKENDS = ("bad_input", "data", "ddp", "fsdp", "mesh", "original", "pipeline", "soak", "tensor", "train")
+ABOVE_THE_BACKENDS = (
+    *("bad_input", "data", "ddp", "fsdp", "gpu", "mesh", "original", "pipeline", "soak", "tensor", "train"),
+)
 """Folders whose tests are of code that is written once for all backends."""
 START_JOBS = (
     *("cli", "docs", "harness", "launch", "nodes", "slurm"),

@@ -1,14 +1,15 @@
 """Collectives and messages of the ranks of one group: the contract of a backend, and the backends."""
 
 from .base import Backend
-from .bucketing import all_reduce_coalesced, broadcast_coalesced, by_dtype
+from .bucketing import all_reduce_coalesced, broadcast_coalesced, by_kind
 from .checks import MAX_TAG, check_parts, check_ranks, check_tensor, wrap_dim
 from .connect import path_of
 from .local import LocalBackend
 from .mock.backend import LoggedCall, MockBackend
 from .mpi.backend import MpiBackend
 from .nccl.backend import NcclBackend
-from .nccl.library import NcclUniqueId
+from .nccl.devices import check_choices, choose_device
+from .nccl.library import NcclUniqueId, library_text
 from .objects import all_gather_object, broadcast_object
 from .reduction import wide_dtype
 from .shared.counters import NodeCounters
@@ -28,10 +29,13 @@ __all__ = [
     "all_reduce_coalesced",
     "broadcast_coalesced",
     "broadcast_object",
-    "by_dtype",
+    "by_kind",
+    "check_choices",
     "check_parts",
     "check_ranks",
     "check_tensor",
+    "choose_device",
+    "library_text",
     "path_of",
     "remedy",
     "wide_dtype",

@@ -1,4 +1,4 @@
-"""Many tensors in few collectives: laid end to end in flat buffers, a few for each dtype."""
+"""Many tensors in few collectives: laid end to end in flat buffers, a few for each dtype and device."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .call import Layout
 from .checks import check_writable
 from .reduction import check_reducible
 
-__all__ = ["all_reduce_coalesced", "broadcast_coalesced", "by_dtype"]
+__all__ = ["all_reduce_coalesced", "broadcast_coalesced", "by_kind"]
 
 BUCKET_BYTES = 25 << 20
 
 
-def by_dtype(tensors: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
-    """Return the positions of the tensors of each dtype, dtypes in order of first appearance."""
-    positions: dict[torch.dtype, list[int]] = {}
+def by_kind(tensors: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[int]]:
+    """Return the positions of the tensors of each dtype and device, these in order of first appearance."""
+    positions: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for position, tensor in enumerate(tensors):
-        positions.setdefault(tensor.dtype, []).append(position)
+        positions.setdefault((tensor.dtype, tensor.device), []).append(position)
     return positions
 
 
@@ -41,10 +41,12 @@ def all_reduce_coalesced(backend: Backend, tensors: Sequence[Tensor], op: Reduce
         CollectiveMismatchError: The ranks' lists differ; nothing was changed.
     """
     checked = _check_list(backend, tensors)
-    for dtype in by_dtype(checked):
+    kinds = by_kind(checked)
+    for dtype, _ in kinds:
         check_reducible(dtype, op)
+    places = {place for _, place in kinds}
     with torch.no_grad():
-        if checked and backend.on(checked[0].device).reduce_together(checked, op):
+        if len(places) == 1 and backend.on(places.pop()).reduce_together(checked, op):
             return
         _coalesced(backend, checked, lambda flat, layout: backend.all_reduce(flat, op, layout=layout))
 
@@ -95,7 +97,7 @@ def _coalesced(backend: Backend, tensors: Sequence[Tensor], operation: Callable[
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    for positions in by_dtype(tensors).values():
+    for positions in by_kind(tensors).values():
         sizes = [tensors[position].nbytes for position in positions]
         for bucket in bucket_by_size(sizes, BUCKET_BYTES):
             yield [tensors[positions[entry]] for entry in bucket]

@@ -75,13 +75,18 @@ class LocalBackend(Backend):
 
     def __init__(self, *, timeout: float | None = None, memory: torch.device | None = None) -> None:
         super().__init__(0, 1, AtOnce(), timeout=timeout)
-        self._memory = self.place if memory is None else memory
+        self.place = self.place if memory is None else memory
         self._messages: dict[int, deque[Tensor]] = defaultdict(deque)
         self._receives: dict[int, deque[_Receive]] = defaultdict(deque)
 
     def on(self, place: torch.device) -> LocalBackend:
         """Return a communicator that allocates memory on a device; local."""
-        return self if place == self._memory else LocalBackend(timeout=self.timeout, memory=place)
+        return self if place == self.place else LocalBackend(timeout=self.timeout, memory=place)
+
+    @property
+    def control(self) -> LocalBackend:
+        """What carries small messages of the library, on the CPU."""
+        return self.on(torch.device("cpu"))
 
     def abort(self, code: int = 1) -> NoReturn:
         """End this process now, with exit code `code`; local."""
@@ -115,7 +120,7 @@ class LocalBackend(Backend):
 
     def _symmetric_empty(self, call: Call) -> Tensor:
         assert call.dtype is not None
-        return torch.empty(call.shape, dtype=call.dtype, device=self._memory)
+        return torch.empty(call.shape, dtype=call.dtype, device=self.place)
 
     def _node_empty(self, call: Call) -> Tensor:
         return self._symmetric_empty(call)
@@ -132,7 +137,7 @@ class LocalBackend(Backend):
         reduce_wide_into([parts.flat(place=output.device)], call.op, output)
 
     def _divide(self, call: Call, parts: tuple[tuple[int, ...], ...]) -> LocalBackend:
-        return LocalBackend(timeout=self.timeout)
+        return LocalBackend(timeout=self.timeout, memory=self.place)
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
         if self._receives[tag]:

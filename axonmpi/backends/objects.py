@@ -1,7 +1,11 @@
-"""Small Python objects over a backend: pickled, and sent as tensors of bytes."""
+"""Small Python objects over a backend: pickled, and sent as tensors of bytes.
+
+Tensors in them arrive on the CPU: a receiver may not see the device that the sender has them on.
+"""
 
 from __future__ import annotations
 
+import io
 import pickle
 from typing import Any
 
@@ -13,8 +17,18 @@ from .base import Backend
 __all__ = ["all_gather_object", "broadcast_object"]
 
 
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        """Let tensors on other devices travel as tensors on the CPU."""
+        if isinstance(obj, Tensor) and obj.device.type not in ("cpu", "meta"):
+            return obj.cpu().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return NotImplemented
+
+
 def _pack(obj: Any, place: torch.device) -> Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8).to(place)
+    file = io.BytesIO()
+    _Pickler(file).dump(obj)
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(place)
 
 
 def _unpack(data: Tensor) -> Any:

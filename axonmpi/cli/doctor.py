@@ -2,7 +2,7 @@
 
     axonmpi doctor                     is everything installed, and which mpirun belongs to it?
     mpirun -n 4 axonmpi doctor         does this launcher start one job of four ranks, where are they, and do they
-                                       share memory?
+                                       share memory, and which GPU has each of them?
 
 Rank 0 prints one report for all ranks. Where each process is a world of its own, the first one of each node prints.
 """
@@ -15,18 +15,23 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib import metadata
+from itertools import combinations
 from typing import Any
 
-from ..backends import path_of, remedy
-from ..errors import LaunchError
+import torch
+
+from ..backends import check_choices, choose_device, library_text, path_of, remedy
+from ..errors import LaunchError, NcclError
 from ..launch import start as runtime
 from ..launch.check import MpiLibrary
 from ..launch.cpu import usable_cores
 from ..launch.settings import pretended_node, wants_shared_memory
 from ..launch.start import Started
 from ..launch.variables import Launcher, detect_launchers
-from ..utils.text import counted, in_ranges
+from ..utils.device import device_at, driver_version, gpu_count, peer_access
+from ..utils.text import counted, in_ranges, name_ranks
 from . import parse_arguments
 
 __all__ = ["main"]
@@ -57,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LaunchError as error:
         problem = str(error)
     ranks = [] if started is None else _ranks(started)
+    gpus = _gpus(started)
     try:
         mpi = _mpi(runtime.library_info())
         if started is not None and started.comm is not None and started.topology.size > 1:
@@ -71,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "MPI": mpi,
             "launch": [*_launch(launchers, started), *ranks],
             "memory": [*_shared_memory(started), *path],
+            "GPUs": gpus,
         }
         lines = []
         for title, entries in report.items():
@@ -174,3 +181,86 @@ def _path(comm: Any) -> list[Entry]:
         ("", f"because of {obstacle}"),
         ("", remedy(obstacle)),
     ]
+
+
+# ---- GPUs -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    """What a rank finds out about GPUs.
+
+    Attributes:
+        count: How many it sees.
+        text: Which one it uses, or why none.
+        chosen: That one, if there is one.
+        peers: Which of those it sees reach each other's memory; told by the first rank of each node.
+    """
+
+    count: int
+    text: str = ""
+    chosen: Any = None
+    peers: str = ""
+
+
+def _gpus(started: Started | None) -> list[Entry]:
+    """Describe CUDA, NCCL and the GPU of each rank, for rank 0 to print; collective."""
+    own = _own_gpu(started)
+    ranks = [own] if started is None or started.comm is None else started.comm.gather(own) or [own]
+    if not any(gpu.count for gpu in ranks):
+        return [
+            ("GPU", "none that this process sees" if torch.version.cuda else "none: torch is built without CUDA")
+        ]
+    driver = driver_version()
+    entries = [("CUDA", f"{torch.version.cuda} of torch" + (f", driver {driver}" if driver else "")), *_nccl()]
+    for rank, gpu in enumerate(ranks):
+        entries += _in_lines(f"rank {rank}", gpu.text)
+    try:
+        check_choices([gpu.chosen for gpu in ranks if gpu.chosen is not None])
+    except NcclError as error:
+        entries += _in_lines("", str(error))
+    for text in dict.fromkeys(gpu.peers for gpu in ranks if gpu.peers):
+        nodes = name_ranks(rank for rank, gpu in enumerate(ranks) if gpu.peers == text)
+        entries.append(("peer access", f"{text}, on the node of {nodes}"))
+    return entries
+
+
+def _own_gpu(started: Started | None) -> _Gpu:
+    """Find out about this rank's GPU; local."""
+    count = gpu_count()
+    if started is None or not count:
+        return _Gpu(count, "no GPU")
+    at = started.topology
+    peers = _peers(count) if at.local_rank == 0 else ""
+    try:
+        chosen = choose_device(at)
+    except NcclError as error:
+        return _Gpu(count, f"no GPU that can be used: {error}", None, peers)
+    name = device_at(torch.device("cuda", chosen.index)).name
+    text = f"local rank {at.local_rank}: GPU {chosen.index} of {count} visible, {name}, {chosen.identity}"
+    return _Gpu(count, text, chosen, peers)
+
+
+def _nccl() -> list[Entry]:
+    try:
+        return [("NCCL", library_text())]
+    except NcclError as error:
+        return _in_lines("NCCL", str(error))
+
+
+def _peers(count: int) -> str:
+    """Say which of the GPUs that this process sees reach each other's memory; local."""
+    pairs = list(combinations(range(count), 2))
+    apart = [pair for pair in pairs if not (peer_access(*pair) and peer_access(*reversed(pair)))]
+    if not pairs:
+        return "not known, as each process sees one GPU"
+    if not apart:
+        return f"between all {count} GPUs"
+    if len(apart) == len(pairs):
+        return f"between none of the {count} GPUs: their data go through the CPU's memory"
+    return f"between all {count} GPUs but {', '.join(f'{one} and {other}' for one, other in apart)}"
+
+
+def _in_lines(name: str, text: str) -> list[Entry]:
+    first, *others = text.splitlines()
+    return [(name, first), *(("", line.strip()) for line in others)]

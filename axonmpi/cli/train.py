@@ -11,14 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from ..backends import NcclBackend
 from ..comm import destroy_process_group, init_process_group
+from ..errors import NcclError
 from ..groups.world import World
 from ..launch.settings import widen_terminal
 from ..launch.variables import detect_launchers
 from ..train.config import Config, load_config
 from ..train.corpus import Corpus, load_corpus
 from ..train.trainer import Trainer
-from . import refuse, said_once
+from ..utils.text import lines_of_ranks, ranks_by_text
+from . import print_on_first_rank, refuse, said_once
 
 __all__ = ["main", "parse"]
 
@@ -53,18 +56,55 @@ def main(argv: Sequence[str]) -> int:
 
     Raises:
         SystemExit: A flag or a setting in the file is unknown or bad (code 2), or help was asked for (code 0), or
-            the text or the settings cannot be used, maybe on this rank only (code 2).
+            the text, the settings or the GPUs cannot be used, maybe on this rank only (code 2).
     """
     config = parse(argv)
     try:
         corpus = load_corpus(config.text, config.model.sequence_length)
     except ValueError as error:
         return _refuse_file(str(error))
-    world = init_process_group()
-    _agree_on_files(world)
+    world = _start(config.run.device)
     code = _train(config, world, corpus)
     destroy_process_group()  # not after an exception: it waits for the other ranks, who may wait for this one
     return code
+
+
+def _start(wanted: str) -> World:
+    """Start the world, of GPUs where the setting `device` means that on all ranks; collective.
+
+    Raises:
+        SystemExit: It means different devices on different ranks, or the GPUs cannot be used; on all ranks.
+    """
+    world = init_process_group()
+    _agree_on_files(world)
+    kinds, reasons = zip(*world.default_group.all_gather_object(_device_type(wanted)), strict=True)
+    if len(set(kinds)) > 1:
+        ranks = ranks_by_text({rank: "".join(found) for rank, found in enumerate(zip(kinds, reasons, strict=True))})
+        message = f"device: the ranks compute on different devices:\n  {lines_of_ranks(ranks.items())}\n"
+        todo = "Take --device cpu, or start all ranks where there are GPUs and NCCL"
+        raise SystemExit(refuse(_PROGRAM, message + todo))
+    if kinds[0] == "cpu":
+        if reason := next(filter(None, reasons), ""):
+            print_on_first_rank(f"on the CPU{reason}")
+        return world
+    destroy_process_group()
+    try:
+        return init_process_group("nccl")
+    except NcclError as error:
+        raise SystemExit(refuse(_PROGRAM, f"{error}\nOr train on the CPU: --device cpu")) from None
+
+
+def _device_type(wanted: str) -> tuple[str, str]:
+    """Return the type of device that the setting means on this rank, and why not the GPU that it sees; local."""
+    if wanted != "auto":
+        return wanted, ""
+    if not NcclBackend.device_count():
+        return "cpu", ""
+    try:
+        NcclBackend.nccl_version()
+    except NcclError as error:
+        return "cpu", f", though there is a GPU: {error}"
+    return "cuda", ""
 
 
 def _refuse_file(message: str) -> int:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ..backends import Backend
 from ..groups.world import ProcessGroup, group_of_this_rank
 from ..utils.arguments import check_flags, either_group_name, number
+from ..utils.device import device_at
 from ..utils.torch_internals import plain_tensors, scale_all
 from .divided_parameters import Axis, axes_of, replicas_of
 
@@ -234,8 +235,9 @@ def _check_counts(named: Sequence[tuple[str, Tensor]], counts: Sequence[float], 
 
 def _power(counted: Sequence[tuple[Tensor, float]], norm_type: float) -> float:
     """Return this rank's part of the sum of powers, or its largest norm if `norm_type` is infinite."""
-    norms = [float(_norm(gradient, norm_type)) for gradient, _ in counted if gradient.numel()]
-    own = torch.tensor(norms or [0.0], dtype=torch.float64, device="cpu")
+    norms = [_norm(gradient, norm_type) for gradient, _ in counted if gradient.numel()]
+    numbers = device_at(norms[0].device).numbers(norms) if norms else [0.0]
+    own = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     if math.isinf(norm_type):
         return float(own.max())  # no number if one of them is none
     shares = torch.tensor(

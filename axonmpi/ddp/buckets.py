@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..backends import by_dtype
+from ..backends import by_kind
 from ..collectives.agreement import gradient_strides
 from ..groups.world import ProcessGroup
 from ..types import ReduceOp, Work
@@ -126,27 +126,28 @@ def _is_on(grad: Tensor, view: Tensor) -> bool:
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device, group: ProcessGroup) -> Tensor:
-    """Make [numel] zeros, on the CPU in memory that the ranks of a node share; collective there."""
-    if device.type != "cpu":
+    """Make [numel] zeros, in memory that the ranks of a node share where they can; collective."""
+    memory = group.backend.on(device)
+    if memory.place != device:  # as with threads that have tensors on a GPU
         return torch.zeros(numel, dtype=dtype, device=device)
-    return group.symmetric_empty((numel,), dtype).zero_()
+    return memory.symmetric_empty((numel,), dtype).zero_()
 
 
 def divided_into_buckets(
     parameters: Sequence[nn.Parameter], order: Sequence[int], cap_bytes: int | None
 ) -> list[list[int]]:
-    """Return the positions of the parameters of each bucket, one dtype each, in the given order; local.
+    """Return the positions of the parameters of each bucket, one dtype and device each, in the given order; local.
 
     Args:
         parameters: All parameters.
         order: Their positions, in the order in which gradients are expected.
-        cap_bytes: Largest bucket in bytes (a larger gradient gets one of its own); None: one bucket a dtype.
+        cap_bytes: Largest bucket in bytes (a larger gradient gets one of its own); None: one bucket a kind.
     """
     groups: list[list[int]] = []
-    for places in by_dtype([parameters[position] for position in order]).values():
+    for places in by_kind([parameters[position] for position in order]).values():
         positions = [order[place] for place in places]
         groups += [positions] if cap_bytes is None else _cut(parameters, positions, cap_bytes)
-    # A bucket can go when its last gradient is ready: that, not the dtype, is the order of the buckets.
+    # A bucket can go when its last gradient is ready: that, not the kind, is the order of the buckets.
     return sorted(groups, key=lambda positions: order.index(positions[-1]))
 
 

@@ -113,9 +113,10 @@ class Join:
 
     def _exchange(self, code: int) -> str:
         """Exchange the numbers of the ranks' events (0: none) and return that of the active ranks; collective."""
-        table = torch.zeros(self._group.size, dtype=torch.int64, device=self._reducer.device)
-        table[self._group.rank] = code
-        self._group.all_reduce(table, ReduceOp.SUM)
+        control = self._group.backend.control
+        table = torch.zeros(control.size, dtype=torch.int64, device=control.place)
+        table[control.rank] = code
+        control.all_reduce(table, ReduceOp.SUM)
         events = [_EVENTS[value] for value in table.tolist()]
         active = [rank for rank, event in enumerate(events) if event != "none"]
         if active:

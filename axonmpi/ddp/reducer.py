@@ -79,8 +79,7 @@ class Reducer:
         self.group = group
         self._axis = Axis(group, group.size)
         self._strategy = strategy
-        # Without a core to spare, a thread that communicates would only slow backward down.
-        self._overlaps = strategy is GradSyncStrategy.OVERLAPPED and group.backend.overlaps
+        self._control = group.backend.control
         self._cap_bytes = cap_bytes if strategy is GradSyncStrategy.OVERLAPPED else None
         self._as_view = as_view
         self._find_unused = find_unused
@@ -100,6 +99,9 @@ class Reducer:
         self._kinds = [_kind(parameter) for parameter in self._parameters]
         self._buckets: list[Bucket] = []
         self._learns_order = self._strategy is GradSyncStrategy.OVERLAPPED and self.group.size > 1
+        # Without a core to spare, a thread that communicates would only slow backward down.
+        can_overlap = all(self.group.backend.on(parameter.device).overlaps for parameter in self._parameters)
+        self._overlaps = self._strategy is GradSyncStrategy.OVERLAPPED and can_overlap
         self._changed: dict[int, None] = {}  # gradients changed since they were last reduced, in order
         self._reduces: bool | None = None  # whether the backward under way is reduced; None: there is none
         self._lay_out(list(reversed(range(len(self._parameters)))))
@@ -135,11 +137,6 @@ class Reducer:
     def bucket_sizes(self) -> list[int]:
         """Elements of each bucket, in the order in which they are reduced."""
         return [bucket.flat.numel() for bucket in self._buckets]
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the gradients, and of small tensors that are reduced beside them."""
-        return self._buckets[0].flat.device if self._buckets else torch.device("cpu")
 
     def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Say whether these are the parameters whose gradients are reduced, of the same kind as before; local."""
@@ -266,7 +263,7 @@ class Reducer:
 
     def _any_rank_changed(self) -> bool:
         changed = self._flags([bool(self._changed)])
-        self.group.all_reduce(changed, ReduceOp.MAX)
+        self._control.all_reduce(changed, ReduceOp.MAX)
         return bool(changed.item())
 
     @torch.no_grad()
@@ -293,10 +290,10 @@ class Reducer:
         """
         launch_in_order(self._buckets, self._launch)
         flags = self._flags([state, *own] if self._find_unused else [state])
-        status = self.group.all_reduce(flags, ReduceOp.MAX, self._overlaps)
+        status = self._control.all_reduce(flags, ReduceOp.MAX, async_op=self._overlaps)
         self._wait()
         if status is not None:
-            status.wait(self.group.backend.timeout)
+            status.wait(self._control.timeout)
         worst, *used = flags.tolist()
         if worst == ABANDONED or (worst == PARTIAL and not self._find_unused):
             self._raise_together(state)
@@ -319,7 +316,7 @@ class Reducer:
             raise errors[0]
 
     def _flags(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.uint8, device=self.device)
+        return torch.tensor(values, dtype=torch.uint8, device=self._control.place)
 
     def _raise_together(self, state: int) -> None:
         """Raise the same error on all ranks but those whose own backward has raised before; collective."""
@@ -337,8 +334,8 @@ class Reducer:
 
     def _learn_order(self) -> None:
         """Lay the buckets out in the order in which gradients became ready on rank 0; collective."""
-        order = torch.tensor(list(self._changed), dtype=torch.int64, device=self.device)
-        self.group.broadcast(order, 0)
+        order = torch.tensor(list(self._changed), dtype=torch.int64, device=self._control.place)
+        self._control.broadcast(order, 0)
         self._learns_order = False
         self._lay_out(order.tolist())
         if self._as_view:  # or the old buckets would live as long as the gradients in them

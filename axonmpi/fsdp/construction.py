@@ -14,16 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives.divided_parameters import mark_divided
-from ..groups.world import ProcessGroup
 from .flat_parameter import FlatParameter, ShardedParameter, State
 from .groups import ShardingGroups
 from .layout import by_elements, by_parameters
-from .offload import Files
+from .offload import Files, PinnedMemory
 from .options import MixedPrecision
 from .unit import LentBuffer
 from .unit_selection import Member, UnitPlan
 
-__all__ = ["Choices", "build_flats", "initialise", "initialise_buffers", "lend_buffers"]
+__all__ = ["Choices", "build_flats", "initialise", "initialise_buffers", "lend_buffers", "places_of"]
 
 REPLACED = "_axonmpi_replaced"
 """Attribute of a parameter that was taken apart: its name. An optimizer that still has it was built too early."""
@@ -37,11 +36,11 @@ class Choices:
     """How a model is taken apart.
 
     Attributes:
-        groups: The ranks that share the parameters out, and those that hold replicas.
+        groups: The ranks that share the parameters out, those that hold replicas, and where they compute.
         keeps: Whether parameters that forward gathers are kept for backward.
         precision: Dtypes.
         by_parameters: Whether every parameter is whole on one rank.
-        files: Where parameters lie instead of memory, if anywhere.
+        offload: Where parameters lie instead of memory of the device, if anywhere.
         param_init_fn: Initialises modules on the meta device, by default their `reset_parameters()`.
     """
 
@@ -49,8 +48,13 @@ class Choices:
     keeps: bool
     precision: MixedPrecision
     by_parameters: bool
-    files: Files | None
+    offload: Files | PinnedMemory | None
     param_init_fn: Initialiser | None
+
+
+def places_of(model: nn.Module) -> set[torch.device]:
+    """Return the devices that a model has parameters on, the meta device left out; local."""
+    return {parameter.device for parameter in model.parameters() if not parameter.is_meta}
 
 
 def build_flats(plans: Sequence[UnitPlan], choices: Choices) -> list[list[FlatParameter]]:
@@ -64,26 +68,25 @@ def _flats_of(plan: UnitPlan, choices: Choices, loads: list[int]) -> list[FlatPa
     kinds: dict[tuple[torch.dtype, bool], list[Member]] = {}
     for member in plan.members:
         kinds.setdefault((member.parameter.dtype, member.parameter.requires_grad), []).append(member)
-    group = choices.groups.shard
-    on_one_node = len(group.backend.node_ranks) == group.size
+    groups = choices.groups
+    stays = groups.on_one_node and not isinstance(choices.offload, PinnedMemory)
     flats = []
     for (dtype, _), members in kinds.items():
         numels = [member.parameter.numel() for member in members]
         if choices.by_parameters:
-            layout = by_parameters(numels, group.size, loads)
+            layout = by_parameters(numels, groups.shard.size, loads)
         else:
-            layout = by_elements(numels, group.size)
+            layout = by_elements(numels, groups.shard.size)
         compute = choices.precision.compute_dtype(dtype)
         state = State.KEPT if choices.keeps or plan.depth == 0 else State.LENT
-        if on_one_node and compute == dtype:
+        if stays and compute == dtype:
             state = State.RESIDENT
-        in_file = choices.files is not None
-        flats.append(FlatParameter(members, layout, group, compute, state, in_file=in_file))
+        flats.append(FlatParameter(members, layout, groups, compute, state, choices.offload))
     return flats
 
 
 def lend_buffers(
-    plans: Sequence[UnitPlan], flats: Sequence[Sequence[FlatParameter]], group: ProcessGroup
+    plans: Sequence[UnitPlan], flats: Sequence[Sequence[FlatParameter]], groups: ShardingGroups
 ) -> list[LentBuffer | None]:
     """Make the memory that units take turns in, two buffers for each depth; collective.
 
@@ -96,7 +99,7 @@ def lend_buffers(
     for depth in sorted({plan.depth for plan in plans}):
         users = [i for i, plan in enumerate(plans) if plan.depth == depth and sizes[i]]
         largest = max((sizes[i] for i in users), default=0)
-        made = [LentBuffer(group.node_empty([largest], torch.uint8)) for _ in users[:2]]
+        made = [LentBuffer(groups.memory.node_empty([largest], torch.uint8)) for _ in users[:2]]
         for number, i in enumerate(users):
             buffers[i] = made[number % 2]
             begin = 0
@@ -110,28 +113,31 @@ def _rounded(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
 
 
-def _allocate(flat: FlatParameter, files: Files | None) -> None:
+def _allocate(flat: FlatParameter, choices: Choices) -> None:
     """Make the memory of a flat parameter's shard, and its buffer if it has one of its own; collective."""
-    group = flat.group
-    if flat.is_resident and files is not None:
-        flat.set_buffer(files.zeros([flat.layout.total], flat.dtype, group))
+    groups, offload = choices.groups, choices.offload
+    if flat.is_resident and isinstance(offload, Files):
+        flat.set_buffer(offload.zeros([flat.layout.total], flat.dtype, groups.shard))
     elif flat.state != State.LENT:
-        flat.set_buffer(group.node_empty([flat.layout.total], flat.compute_dtype))
+        flat.set_buffer(groups.memory.node_empty([flat.layout.total], flat.compute_dtype))
     if flat.in_place:
         flat.shard.detach().zero_()
+        return
+    size = flat.sizes[groups.shard.rank]
+    if offload is None:
+        flat.set_shard(torch.zeros(size, dtype=flat.dtype, device=flat.place))
     else:
-        size = flat.sizes[group.rank]
-        flat.set_shard(torch.zeros(size, dtype=flat.dtype) if files is None else files.zeros([size], flat.dtype))
+        flat.set_shard(offload.zeros([size], flat.dtype))
 
 
 def initialise(plan: UnitPlan, flats: Sequence[FlatParameter], choices: Choices) -> None:
     """Give a unit's flat parameters memory and rank 0's values, and free the parameters' memory; collective."""
     group, replicas = choices.groups.shard, choices.groups.replicas
     for flat in flats:
-        _allocate(flat, choices.files)
+        _allocate(flat, choices)
     group.barrier()  # all have cleared their shards
     if group.rank == 0:
-        _materialise(plan, flats, choices.param_init_fn)
+        _materialise(plan, flats, choices)
     for flat in flats:
         flat.load(_value_of)
         if replicas is not None:
@@ -140,7 +146,7 @@ def initialise(plan: UnitPlan, flats: Sequence[FlatParameter], choices: Choices)
     for member in plan.members:
         setattr(member.parameter, REPLACED, member.name)
         if not member.parameter.is_meta:
-            member.parameter.data = torch.empty(0, dtype=member.parameter.dtype)
+            member.parameter.data = member.parameter.data.new_empty(0)
 
 
 def _value_of(parameter: ShardedParameter) -> Tensor:
@@ -150,29 +156,30 @@ def _value_of(parameter: ShardedParameter) -> Tensor:
     return value.detach()
 
 
-def _materialise(plan: UnitPlan, flats: Sequence[FlatParameter], param_init_fn: Initialiser | None) -> None:
+def _materialise(plan: UnitPlan, flats: Sequence[FlatParameter], choices: Choices) -> None:
     """Initialise modules on the meta device, in the memory of resident flat parameters."""
+    place = choices.groups.place
     full = {
         parameter.name: parameter.full.data for flat in flats if flat.is_resident for parameter in flat.parameters
     }
     on_meta = [member for member in plan.members if member.parameter.is_meta]
-    real = {id(member.parameter): _real(member.parameter, full.get(member.name)) for member in on_meta}
+    real = {id(member.parameter): _real(member.parameter, full.get(member.name), place) for member in on_meta}
     for module in dict.fromkeys(owner for member in on_meta for owner, _ in member.owners):
         for attribute, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.is_meta:
                 if id(parameter) not in real:  # it belongs to another unit, and gets its values there
-                    real[id(parameter)] = _real(parameter, None)
+                    real[id(parameter)] = _real(parameter, None, place)
                 module._parameters[attribute] = real[id(parameter)]
-        _make_buffers_real(module)
-        _initialise_module(module, plan.name, param_init_fn)
+        _make_buffers_real(module, place)
+        _initialise_module(module, plan.name, choices.param_init_fn)
 
 
-def _real(parameter: nn.Parameter, memory: Tensor | None) -> nn.Parameter:
-    values = torch.empty_like(parameter, device="cpu") if memory is None else memory
+def _real(parameter: nn.Parameter, memory: Tensor | None, place: torch.device) -> nn.Parameter:
+    values = torch.empty_like(parameter, device=place) if memory is None else memory
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
-def initialise_buffers(model: nn.Module, param_init_fn: Initialiser | None) -> None:
+def initialise_buffers(model: nn.Module, choices: Choices) -> None:
     """Initialise modules that have buffers on the meta device and no parameters there; local.
 
     Raises:
@@ -181,15 +188,15 @@ def initialise_buffers(model: nn.Module, param_init_fn: Initialiser | None) -> N
     for name, module in model.named_modules():
         if not any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
             continue
-        _make_buffers_real(module)
+        _make_buffers_real(module, choices.groups.place)
         if next(module.parameters(recurse=False), None) is None:
-            _initialise_module(module, name, param_init_fn)
+            _initialise_module(module, name, choices.param_init_fn)
 
 
-def _make_buffers_real(module: nn.Module) -> None:
+def _make_buffers_real(module: nn.Module, place: torch.device) -> None:
     for attribute, buffer in list(module._buffers.items()):
         if buffer is not None and buffer.is_meta:
-            module._buffers[attribute] = torch.zeros_like(buffer, device="cpu")
+            module._buffers[attribute] = torch.zeros_like(buffer, device=place)
 
 
 def _initialise_module(module: nn.Module, where: str, param_init_fn: Initialiser | None) -> None:

@@ -7,7 +7,7 @@
 
 Where all ranks are on one node and compute in the dtype of the parameters, the shard lies in the buffer: it is
 the only copy on the node, and is never gathered. Elsewhere the buffer is filled from the shards of all ranks
-when it is needed.
+when it is needed. The buffer is on the device that computes; the shard, too, unless it is offloaded.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from ..collectives.divided_parameters import divide, mark_part
 from ..groups.world import ProcessGroup
 from ..types import Work
 from ..utils.torch_internals import hooks_on
-from .groups import gathers_beside_computation
+from .groups import ShardingGroups
 from .layout import Layout
+from .offload import Files, PinnedMemory
 from .unit_selection import Member
 
 __all__ = ["COMPUTED_WITH", "FlatParameter", "ShardedParameter", "State"]
@@ -127,7 +128,7 @@ class ShardedParameter:
         """Return the part of the copy that this rank has, if it differs from the parameter; local."""
         if self._copy is None:
             return None
-        new = self._copy.reshape(-1)[slice(*self.bounds)].view(self.own.shape)
+        new = self._copy.reshape(-1)[slice(*self.bounds)].view(self.own.shape).to(self.own.device)
         return None if torch.equal(self.own, new) else new
 
     def set_gradient(self, gradient: Tensor) -> None:
@@ -187,12 +188,15 @@ class FlatParameter:
     Args:
         members: The parameters, as they were when the model was wrapped.
         layout: Where each lies.
-        group: The ranks that share it out.
+        groups: The ranks that share it out, and where they compute.
         compute_dtype: Dtype of the buffer.
         state: Where its values are.
-        in_file: Whether the shard lies in a file.
+        offload: Where the shard lies instead of memory of the device, if anywhere.
 
     Attributes:
+        group: The ranks that share it out.
+        place: The device of the buffer.
+        pinned: The memory of the CPU that the shard lies in, if it does.
         dtype: Dtype of the shard.
         sizes: Elements of each rank's shard.
         parameters: The parameters.
@@ -212,26 +216,27 @@ class FlatParameter:
         self,
         members: Sequence[Member],
         layout: Layout,
-        group: ProcessGroup,
+        groups: ShardingGroups,
         compute_dtype: torch.dtype,
         state: State,
-        *,
-        in_file: bool = False,
+        offload: Files | PinnedMemory | None = None,
     ) -> None:
         self.layout = layout
-        self.group = group
+        self.group = groups.shard
+        self.place = groups.place
+        self.pinned = offload if isinstance(offload, PinnedMemory) else None
         self.dtype = members[0].parameter.dtype
         self.compute_dtype = compute_dtype
         self.state = state
         self.sizes = list(layout.sizes)
         self.trains = members[0].parameter.requires_grad
         self.is_resident = self.is_valid = state is State.RESIDENT
-        in_own_buffer = state is State.KEPT and self.dtype == compute_dtype and not in_file
+        in_own_buffer = state is State.KEPT and self.dtype == compute_dtype and offload is None
         self.in_place = self.is_resident or in_own_buffer
         self.buffer_bytes = layout.total * compute_dtype.itemsize
-        self.shard = torch.empty(0, dtype=self.dtype)
+        self.shard = torch.empty(0, dtype=self.dtype, device=self.place)
         self.parameters = [ShardedParameter(member, self, index) for index, member in enumerate(members)]
-        self.gathers_ahead = gathers_beside_computation(group)
+        self.gathers_ahead = groups.gathers_beside_computation or self.pinned is not None
 
     def set_buffer(self, buffer: Tensor) -> None:
         """Use [P] elements of memory that the ranks of a node have in common to compute with; local."""
@@ -260,14 +265,15 @@ class FlatParameter:
 
     def gather(self) -> Work | None:
         """Fill the buffer from the shards of all ranks; collective. Not for a resident one."""
-        work = self.group.all_gather_into(
-            self.buffer.data,
-            None if self.in_place else self.shard.detach(),
-            self.sizes,
-            async_op=self.gathers_ahead,
-        )
+        buffer, own = self.buffer.data, None if self.in_place else self.shard.detach()
         self.is_valid = True
-        return work
+        if self.pinned is None or own is None:
+            return self.group.all_gather_into(buffer, own, self.sizes, async_op=self.gathers_ahead)
+        return self.pinned.upload(
+            own,
+            buffer[slice(*self.layout.bounds(self.group.rank))],
+            lambda: self.group.all_gather_into(buffer, None, self.sizes, async_op=True),
+        )
 
     def load(self, value_of: Callable[[ShardedParameter], Tensor | None]) -> None:
         """Take the values that rank 0 has for some or all parameters; collective.
@@ -286,7 +292,7 @@ class FlatParameter:
         given: list[bool] = self.group.broadcast_object([value is not None for value in values])
         for parameter, value, is_given in zip(self.parameters, values, given, strict=True):
             if is_given:
-                whole = torch.empty(parameter.shape, dtype=self.dtype)
+                whole = torch.empty(parameter.shape, dtype=self.dtype, device=self.place)
                 if value is not None:
                     whole.copy_(value)
                 self.group.broadcast(whole)

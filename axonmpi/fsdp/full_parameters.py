@@ -43,7 +43,9 @@ class FullParameters:
         """Show full parameters; collective."""
         self._group.barrier()  # all changes of the shards are made
         for parameter in self._parameters:
-            parameter.show(parameter.flat.whole(parameter))
+            whole = parameter.flat.whole(parameter)
+            assert whole is not None
+            parameter.show(whole.to(parameter.flat.place))  # modules compute with it
         self.shown = True
 
     def hide(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +23,12 @@ from ..collectives.divided_parameters import Axis, axes_of, replicate
 from ..groups.world import ProcessGroup
 from ..types import ReduceOp, Work
 from ..utils.torch_internals import hooks_on
+from ..utils.waiting import network_backoff, wait_until
 from ..wrapping.backward import launch_in_order
 from ..wrapping.partial import mark_gradients, ordinary_gradients
 from .flat_parameter import FlatParameter, ShardedParameter
 from .groups import ShardingGroups
-from .offload import Files
+from .offload import Files, PinnedMemory
 from .unit import Unit
 
 __all__ = ["FlatGradient", "GradientQueue"]
@@ -40,7 +42,7 @@ class FlatGradient:
         flat: The parameter.
         sum_dtype: Dtype in which gradients are summed and rounded.
         replicas: The ranks that hold the same shard; None if there are no others.
-        files: Where the gradient's shard lies instead of memory, if anywhere.
+        offload: Where the gradient's shard lies instead of memory of the device, if anywhere.
 
     Attributes:
         shard: [S] memory of the gradient's shard, once there is one.
@@ -57,7 +59,7 @@ class FlatGradient:
         flat: FlatParameter,
         sum_dtype: torch.dtype,
         replicas: ProcessGroup | None,
-        files: Files | None = None,
+        offload: Files | PinnedMemory | None = None,
     ) -> None:
         self.unit = unit
         self.flat = flat
@@ -67,7 +69,7 @@ class FlatGradient:
         computed = flat.compute_dtype
         self._wire_dtype = computed if sum_dtype in (computed, wide_dtype(computed)) else sum_dtype
         self._replicas = replicas
-        self._files = files
+        self._offload = offload
         self._pieces = flat.pieces()
         shown = [parameter.sharded for parameter in flat.parameters]
         self._axis = None if replicas is None else Axis(replicas, replicas.size)
@@ -84,6 +86,7 @@ class FlatGradient:
         self.defined: set[ShardedParameter] = set()
         self._target: Tensor | None = None
         self._work: Work | None = None
+        self._copied: Any = None
 
     @property
     def is_complete(self) -> bool:
@@ -108,6 +111,8 @@ class FlatGradient:
             async_op=async_op,
         )
         self._drop()
+        if self._replicas is None:
+            self._download()
 
     def _wire(self, parameter: ShardedParameter) -> Tensor | int:
         """Return what is sent of a parameter's gradient, the number of its elements if it is zero."""
@@ -118,6 +123,24 @@ class FlatGradient:
         """Wait until the reduction, if one is under way, has let go of the whole gradients; local."""
         if self._work is not None:
             self._work.wait(self.flat.group.backend.timeout)
+
+    def let_go(self) -> None:
+        """Block this thread until the reduction, if one is under way, has let go of the whole gradients; local."""
+        self.wait()
+        if self._work is not None:
+            wait_until(self._work.done, network_backoff())
+
+    def _download(self) -> None:
+        """Begin to copy the reduced gradients to memory of the CPU, if their shard lies there; local."""
+        pinned, source = self.flat.pinned, self._target
+        if pinned is None or self._copied is not None:
+            return
+        assert source is not None
+        target = self._shard_memory()
+        if not self._is_fresh or source.dtype != target.dtype:
+            target = pinned.zeros(source.shape, source.dtype)
+        self._copied = pinned.download(source, target, self._work)
+        self._target = target
 
     def finish(self, used: Sequence[bool]) -> None:
         """Wait for the reduction and add its result to the sharded gradients; collective among replicas.
@@ -131,6 +154,9 @@ class FlatGradient:
         assert self._target is not None
         if self._replicas is not None:
             self._replicas.all_reduce(self._target, ReduceOp.AVERAGE)
+        self._download()
+        if self.flat.pinned is not None:
+            self.flat.pinned.block(self._copied)
         own = [p for p, is_used in zip(self.flat.parameters, used, strict=True) if is_used and p.sharded.numel()]
         with ordinary_gradients(parameter.sharded for parameter in own):
             for parameter in own:
@@ -159,16 +185,22 @@ class FlatGradient:
             home.copy_(piece)
         parameter.set_gradient(home)
 
+    @property
+    def _is_fresh(self) -> bool:
+        """Whether there are no gradients that the next ones are added to."""
+        return all(parameter.sharded.grad is None for parameter in self.flat.parameters)
+
     def _make_target(self) -> Tensor:
-        is_fresh = all(parameter.sharded.grad is None for parameter in self.flat.parameters)
-        if is_fresh and self._sum_dtype == self.flat.dtype:
+        flat = self.flat
+        if flat.pinned is None and self._is_fresh and self._sum_dtype == flat.dtype:
             return self._shard_memory()
-        return torch.empty(self.flat.shard.shape, dtype=self._sum_dtype)
+        return torch.empty(flat.shard.shape, dtype=self._sum_dtype, device=flat.place)
 
     def _shard_memory(self) -> Tensor:
         if self.shard is None:
-            shape, dtype = self.flat.shard.shape, self.flat.dtype
-            self.shard = torch.empty(shape, dtype=dtype) if self._files is None else self._files.zeros(shape, dtype)
+            like = self.flat.shard.detach()
+            offload = self._offload
+            self.shard = torch.empty_like(like) if offload is None else offload.zeros(like.shape, like.dtype)
         return self.shard
 
 
@@ -189,7 +221,7 @@ class GradientQueue:
         self.gradients = list(gradients)
         self.accumulates = False
         self._groups = groups
-        self._overlaps = groups.shard.backend.overlaps and groups.shard.size > 1
+        self._overlaps = groups.memory.overlaps and groups.shard.size > 1
         self._most_bytes = most_bytes
         self._under_way: deque[FlatGradient] = deque()
 
@@ -212,7 +244,7 @@ class GradientQueue:
         self._under_way.append(gradient)
         if self._most_bytes is not None:  # else another rank may first want something else of this one
             while sum(each.whole_bytes for each in self._under_way) > self._most_bytes:
-                self._under_way.popleft().wait()
+                self._under_way.popleft().let_go()
         gradient.launch(async_op=self._overlaps)
 
     def keep(self) -> None:
@@ -253,9 +285,11 @@ class GradientQueue:
 
     def _on_any_rank(self, values: Sequence[bool]) -> list[bool]:
         """Return which flags any rank has set; collective over shards and replicas, and a barrier."""
-        flags = torch.tensor(values, dtype=torch.uint8)
+        flags = torch.tensor(values, dtype=torch.uint8, device="cpu")
         for group in self._groups.both:
-            group.all_reduce(flags, ReduceOp.MAX)
+            control = group.backend.control
+            flags = flags.to(control.place)
+            control.all_reduce(flags, ReduceOp.MAX)
         return [bool(flag) for flag in flags.tolist()]
 
     def discard(self) -> None:

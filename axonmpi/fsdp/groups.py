@@ -11,23 +11,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from ..backends import Backend, LocalBackend
 from ..groups.world import ProcessGroup, chosen_group, group_of_this_rank, partition_group
 from .options import ShardingStrategy
 
-__all__ = ["ShardingGroups", "checked_groups", "gathers_beside_computation", "sharding_groups"]
+__all__ = ["ShardingGroups", "checked_groups", "sharding_groups"]
 
 
 @dataclass(frozen=True)
 class ShardingGroups:
-    """Two groups that this rank is in.
+    """Two groups that this rank is in, and where it computes.
 
     Attributes:
         shard: The ranks that share one replica of the parameters out.
         replicas: The ranks that hold the same shard; None if there are no others.
+        place: The device that the model computes on.
     """
 
     shard: ProcessGroup
     replicas: ProcessGroup | None
+    place: torch.device
+
+    @property
+    def memory(self) -> Backend:
+        """What carries the parameters and has memory where the model computes: on a GPU this rank's own."""
+        return self.shard.backend.on(self.place)
+
+    @property
+    def on_one_node(self) -> bool:
+        """Whether all that share the parameters out have memory in common."""
+        return len(self.memory.node_ranks) == self.shard.size
+
+    @property
+    def gathers_beside_computation(self) -> bool:
+        """Whether what ranks gather comes over the network, with a core to spare meanwhile, or by a GPU."""
+        return self.memory.overlaps and not self.on_one_node
 
     @property
     def both(self) -> list[ProcessGroup]:
@@ -77,11 +97,6 @@ class ShardingGroups:
         return max(1, sum(group.contains(rank) for rank in same))
 
 
-def gathers_beside_computation(group: ProcessGroup) -> bool:
-    """Say whether what ranks of a group gather comes over the network, with a core to spare meanwhile; local."""
-    return group.backend.overlaps and len(group.backend.node_ranks) < group.size
-
-
 def checked_groups(groups: object, strategy: ShardingStrategy) -> tuple[ProcessGroup, ...]:
     """Check what a user gave as groups: one of all ranks, or a pair for HYBRID_SHARD; local.
 
@@ -98,34 +113,45 @@ def checked_groups(groups: object, strategy: ShardingStrategy) -> tuple[ProcessG
     return tuple(group_of_this_rank(group) for group in given)
 
 
-def sharding_groups(given: tuple[ProcessGroup, ...], strategy: ShardingStrategy) -> ShardingGroups:
+def sharding_groups(
+    given: tuple[ProcessGroup, ...], strategy: ShardingStrategy, place: torch.device
+) -> ShardingGroups:
     """Derive the groups from the strategy; collective for HYBRID_SHARD.
 
     Args:
         given: All ranks; for HYBRID_SHARD also a pair: the ranks that share the parameters out, and the replicas.
         strategy: What is divided, the same on all ranks.
+        place: The device that the model computes on, of the same type on all ranks.
 
     Raises:
-        ValueError: Nodes have different numbers of ranks.
+        ValueError: Nodes have different numbers of ranks, or the ranks cannot have memory on this device.
     """
+    own = given[0].backend.on(place).place
+    if own != place:
+        raise ValueError(
+            f"module: expected parameters on {own}, where ranks of this group have memory, got them on {place}; "
+            "start with init_process_group('mpi+nccl') for GPUs, and move the model to this rank's"
+        )
     group = given[0]
     if len(given) > 1:
-        return ShardingGroups(group, given[1] if given[1].size > 1 else None)
+        return ShardingGroups(group, given[1] if given[1].size > 1 else None, place)
     if strategy is ShardingStrategy.NO_SHARD:
-        return ShardingGroups(ProcessGroup.mock(), group if group.size > 1 else None)
+        alone = ProcessGroup(LocalBackend(memory=place))
+        return ShardingGroups(alone, group if group.size > 1 else None, place)
     if strategy is ShardingStrategy.HYBRID_SHARD:
-        return _hybrid(group)
-    return ShardingGroups(group, None)
+        return _hybrid(group, place)
+    return ShardingGroups(group, None, place)
 
 
-def _hybrid(group: ProcessGroup) -> ShardingGroups:
-    nodes = sorted(set(group.all_gather_object(group.backend.node_ranks)))
+def _hybrid(group: ProcessGroup, place: torch.device) -> ShardingGroups:
+    nodes = sorted(set(group.all_gather_object(group.backend.control.node_ranks)))
     if len(nodes) == 1:
-        return ShardingGroups(group, None)
+        return ShardingGroups(group, None, place)
     sizes = [len(node) for node in nodes]
     if len(set(sizes)) > 1:
         raise ValueError(
             f"HYBRID_SHARD needs as many ranks on each node, got {sizes}: start the job with the same number "
             "on each (mpirun --map-by ppr:N:node, srun --ntasks-per-node), or give a pair of groups"
         )
-    return ShardingGroups(partition_group(group, nodes), partition_group(group, list(zip(*nodes, strict=True))))
+    across = list(zip(*nodes, strict=True))
+    return ShardingGroups(partition_group(group, nodes), partition_group(group, across), place)

@@ -82,7 +82,7 @@ class FSDPMemoryStats:
 def measured(runtime: FSDPRuntime) -> FSDPMemoryStats:
     """Measure the memory of a model's parameters, gradients and optimizer state; local."""
     flats = runtime.flats
-    sharers = len(runtime.group.backend.node_ranks)
+    sharers = len(runtime.groups.memory.node_ranks)
     lent = sum(buffer.memory.nbytes for buffer in {unit.lent for unit in runtime.units if unit.lent is not None})
     kept = sum(flat.buffer_bytes for flat in flats if flat.state != State.LENT)
     own = sum(flat.shard.nbytes for flat in flats if not flat.in_place)
@@ -118,11 +118,12 @@ def estimated(
     elif world_size is not None:
         local = world
     else:
-        local = max((len(group.backend.node_ranks) for group in runtime.groups.both), default=1)
+        local = max((len(group.backend.control.node_ranks) for group in runtime.groups.both), default=1)
     if world % local:
         raise ValueError(f"world_size: expected a multiple of ranks_per_node ({local}), got {world}")
     shards = {ShardingStrategy.NO_SHARD: 1, ShardingStrategy.HYBRID_SHARD: local}.get(strategy, world)
-    sharers = min(local, shards)
+    # Ranks that compute on a GPU are on a node without memory in common.
+    sharers = min(local, shards) if runtime.groups.memory is runtime.group.backend.control else 1
     parameters = gradients = state = 0
     lent = []  # bytes that each unit is lent
     for unit in runtime.units:

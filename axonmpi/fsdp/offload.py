@@ -1,8 +1,15 @@
-"""Parameters, gradients and optimizer state in files that are mapped into memory.
+"""Parameters, gradients and optimizer state elsewhere than in the memory of the device that computes.
 
-The system keeps as much of them in memory as there is room for, and writes the rest to the files. The files have no
-names once they are mapped: nothing is left behind, however the job ends. A folder that was made for them goes with
-the last model that has files in it, or with the job.
+    the device is the CPU       in files that are mapped into memory
+    it has memory of its own    in memory of the CPU, from and to which it copies while it computes:
+
+                         second stream: shard ──▶ buffer ── gather
+        computing stream ── unit 1 ── unit 2 ──────────▶ unit 3 ── its gradient's shard ── ...
+                                                                     third stream: └──▶ memory of the CPU
+
+The system keeps as much of files in memory as there is room for, and writes the rest to them. They have no names
+once they are mapped: nothing is left behind, however the job ends. A folder that was made for them goes with the
+last model that has files in it, or with the job.
 """
 
 from __future__ import annotations
@@ -11,7 +18,7 @@ import contextlib
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,11 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import CollectiveTimeoutError
 from ..groups.world import ProcessGroup
+from ..types import Seconds, Work
+from ..utils.arguments import seconds
+from ..utils.device import Device
 from ..utils.torch_internals import plain_tensors
-from .flat_parameter import ShardedParameter
+from ..utils.waiting import network_backoff, wait_until
 
-__all__ = ["IN_MEMORY", "Files", "OffloadedParameter", "file_system_of", "offload_state"]
+__all__ = ["IN_MEMORY", "Files", "OffloadedParameter", "PinnedMemory", "file_system_of"]
 
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 """File systems whose files are memory, so that nothing is gained by putting anything there."""
@@ -55,7 +66,7 @@ class Files:
         """
         numel = prod(shape)
         if not numel:
-            return torch.zeros(tuple(shape), dtype=dtype)
+            return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
         path = self._make(numel * dtype.itemsize) if group is None or group.rank == 0 else None
         shared = path if group is None else group.broadcast_object(path)
         try:
@@ -119,6 +130,14 @@ class OffloadedParameter(nn.Parameter):
     files: Files
 
     @classmethod
+    def of(cls, parameter: nn.Parameter, files: Files) -> OffloadedParameter:
+        """Return one in place of a parameter, with the same memory; local."""
+        offloaded = cls(parameter.data, requires_grad=parameter.requires_grad)
+        offloaded.__dict__.update(parameter.__dict__)
+        offloaded.files = files
+        return offloaded
+
+    @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -136,10 +155,91 @@ class OffloadedParameter(nn.Parameter):
             return function(*args, **kwargs)
 
 
-def offload_state(parameters: Iterable[ShardedParameter], files: Files) -> None:
-    """Let optimizers put their state for parameters into files; local."""
-    for parameter in parameters:
-        offloaded = OffloadedParameter(parameter.sharded.data, requires_grad=parameter.sharded.requires_grad)
-        offloaded.__dict__.update(parameter.sharded.__dict__)
-        offloaded.files = files
-        parameter.sharded = offloaded
+class PinnedMemory:
+    """Memory of the CPU that a device copies from and to beside its computations.
+
+    The optimizer steps on the CPU then, and keeps its state there.
+
+    Args:
+        device: Computes later than it is told to.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._up, self._down = device.new_stream(), device.new_stream()
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor of zeros; local."""
+        return self._device.pinned_empty(shape, dtype).zero_()
+
+    def upload(self, source: Tensor, target: Tensor, then: Callable[[], Work | None]) -> Work:
+        """Copy and convert to the device, beside computations, once what was told before has let go of `target`.
+
+        Args:
+            source: In this memory; leave it alone until `settle`.
+            target: On the device.
+            then: Begins what follows on the device.
+
+        Returns:
+            The Work of both.
+        """
+        device = self._device
+        device.wait(self._up, device.record(device.current_stream()))
+        device.keep(target, self._up)
+        with device.within(self._up):
+            target.copy_(source.to(device.place, non_blocking=True))  # conversion is the device's work
+            work = then()
+            if work is not None:
+                work.wait()
+        return _Uploaded(device, device.record(self._up))
+
+    def download(self, source: Tensor, target: Tensor, after: Work | None) -> Any:
+        """Copy from the device, beside computations; local.
+
+        Args:
+            source: On the device.
+            target: In this memory, of the same dtype.
+            after: What `source` is the result of.
+
+        Returns:
+            The event after which `target` may be read, see `block`.
+        """
+        device = self._device
+        device.wait(self._down, device.record(device.current_stream()))
+        device.keep(source, self._down)
+        with device.within(self._down):
+            if after is not None:
+                after.wait()
+            target.copy_(source, non_blocking=True)
+        return device.record(self._down)
+
+    def block(self, event: Any) -> None:
+        """Block this thread until an event of `download`; local."""
+        self._device.block(event)
+
+    def settle(self) -> None:
+        """Block this thread until all copies to the device are made, so that their sources may change; local."""
+        self._device.block(self._device.record(self._up))
+
+
+class _Uploaded(Work):
+    """What a stream was told up to an event."""
+
+    def __init__(self, device: Device, event: Any) -> None:
+        self._device = device
+        self._event = event
+
+    def wait(self, timeout: Seconds | None = None) -> None:
+        """Let what this thread tells the device from now on begin after it; with a time-out, block until then."""
+        limit = seconds("timeout", timeout, positive=False)
+        if limit is not None and not wait_until(self.done, network_backoff(), limit):
+            raise CollectiveTimeoutError(f"parameters were not gathered after {limit:g} s")
+        self._device.wait(self._device.current_stream(), self._event)
+
+    def done(self) -> bool:
+        """Say whether the device has done it."""
+        return self._device.is_complete(self._event)
+
+    def result(self) -> None:
+        """Wait; there is no value."""
+        self.wait()

@@ -148,7 +148,8 @@ class ShardedGradScaler(GradScaler):
     ) -> dict[torch.device, Tensor]:
         with ordinary_gradients(parameters_of(optimizer)):
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        own = found or {found_inf.device: found_inf}  # a rank may have a part of no parameter
+        place = next((parameter.device for parameter in parameters_of(optimizer)), found_inf.device)
+        own = found or {place: found_inf.to(place)}  # a rank may have a part of no parameter
         for flag in own.values():
             self._group.all_reduce(flag, ReduceOp.MAX)
         return own

@@ -34,7 +34,12 @@ class ShardingStrategy(enum.Enum):
 
 
 class CPUOffload(enum.Enum):
-    """What lies in files that are mapped into memory, so that it may be larger than memory.
+    """What lies elsewhere than in the memory of the device that computes, so that it may be larger than that.
+
+    For a model on the CPU that is files that are mapped into memory. For one on a GPU it is memory of the CPU, and
+    then the same for both: parameters are copied to the GPU and gradients back while it computes, and the optimizer
+    steps on the CPU, where it has its state. Whoever changes parameters by hand after a forward without a backward
+    calls an optimizer's step, a state's loading or `torch.cuda.synchronize()` in between.
 
     Attributes:
         NONE: Nothing.

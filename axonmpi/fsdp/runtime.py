@@ -25,7 +25,7 @@ from ..wrapping.backward import check_dense, watch_output, weakly
 from .flat_parameter import FlatParameter, ShardedParameter
 from .full_parameters import FullParameters
 from .gradient_queue import FlatGradient, GradientQueue
-from .groups import ShardingGroups, gathers_beside_computation
+from .groups import ShardingGroups
 from .guard import guard
 from .unit import Unit
 
@@ -70,7 +70,8 @@ class FSDPRuntime:
         self.queue = GradientQueue(gradients, groups, most_bytes)
         self.enabled = True
         self.gathered: FullParameters | None = None
-        self._gathers_ahead = gathers_beside_computation(groups.shard)
+        self._gathers_ahead = any(flat.gathers_ahead for flat in self.flats)
+        self._pinned = next((flat.pinned for flat in self.flats), None)
         self._stack: list[tuple[Unit, int]] = []  # forwards that are going on, and their first nodes' numbers
         self._events = 0
         self._records_events = False
@@ -305,6 +306,8 @@ class FSDPRuntime:
         if self._reading:
             self._reading = False
             self.group.barrier()
+        if self._pinned is not None:
+            self._pinned.settle()
 
     def end_step(self) -> None:
         """After a step: show users full parameters again, if they have gathered them; collective then."""

@@ -33,7 +33,9 @@ def _by_sharded(runtime: FSDPRuntime) -> dict[int, ShardedParameter]:
 
 
 @torch.no_grad()
-def full_state_dict(module: nn.Module, runtime: FSDPRuntime, *, rank0_only: bool) -> dict[str, Tensor]:
+def full_state_dict(
+    module: nn.Module, runtime: FSDPRuntime, *, rank0_only: bool, device: torch.device | str | None
+) -> dict[str, Tensor]:
     """Return the state dict of the module without sharding; collective."""
     check_flags(rank0_only=rank0_only)
     wants = not rank0_only or runtime.groups.is_first
@@ -41,6 +43,7 @@ def full_state_dict(module: nn.Module, runtime: FSDPRuntime, *, rank0_only: bool
     for parameter in runtime.parameters:
         whole = parameter.flat.whole(parameter, on_first=rank0_only)
         if whole is not None and wants:
+            whole = whole.to(device)  # None: it stays
             wholes[id(parameter.sharded)] = as_part_of_state(whole) if axes_of(parameter.full) else whole
     runtime.group.barrier()  # shards may change again
     result: dict[str, Tensor] = OrderedDict()
@@ -48,7 +51,7 @@ def full_state_dict(module: nn.Module, runtime: FSDPRuntime, *, rank0_only: bool
         if id(value) in wholes:
             result[key] = wholes[id(value)]
         else:  # a buffer, or what a module adds by get_extra_state()
-            result[key] = value.detach().clone() if isinstance(value, Tensor) else value
+            result[key] = value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
     return result
 
 
@@ -113,7 +116,11 @@ def _misfit(
 
 @torch.no_grad()
 def full_optimizer_state_dict(
-    runtime: FSDPRuntime, optimizer: torch.optim.Optimizer, *, rank0_only: bool
+    runtime: FSDPRuntime,
+    optimizer: torch.optim.Optimizer,
+    *,
+    rank0_only: bool,
+    device: torch.device | str | None,
 ) -> dict[str, Any]:
     """Return an optimizer's state without sharding, by parameter name; collective."""
     check_flags(rank0_only=rank0_only)
@@ -124,7 +131,10 @@ def full_optimizer_state_dict(
             state = optimizer.state.get(parameter.sharded, {})
             whole = _whole_state(parameter, state, rank0_only=rank0_only)
             if whole and wants:
-                states[parameter.name] = whole
+                states[parameter.name] = {
+                    key: value.to(device) if isinstance(value, Tensor) and value.dim() else value
+                    for key, value in whole.items()
+                }
         options.append({**group, "params": [parameter.name for parameter in parameters]})
     return {"state": states, "param_groups": options} if wants else {}
 
@@ -165,7 +175,7 @@ def _whole_state(parameter: ShardedParameter, state: Mapping[str, Any], *, rank0
     for key, (is_divided, dtype, value) in kinds.items():
         if is_divided:
             # What is laid out as the parameter is put where the parameter's part would be in a shard.
-            mine = state[key] if own else torch.empty(0, dtype=dtype)
+            mine = state[key] if own else torch.empty(0, dtype=dtype, device=part.device)
             value = flat.whole(parameter, mine, on_first=rank0_only)
         if not is_divided or value is not None:
             whole[key] = value
@@ -176,7 +186,7 @@ def _kind(value: Any, part: Tensor) -> tuple[bool, torch.dtype | None, Any]:
     """Say whether a piece of state is divided as the parameter is, or the same wherever it is."""
     if isinstance(value, Tensor) and value.shape == part.shape and value.dim():
         return True, value.dtype, None
-    return False, None, value.detach().clone() if isinstance(value, Tensor) else value
+    return False, None, value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 @torch.no_grad()
@@ -196,6 +206,8 @@ def load_full_optimizer_state_dict(
             source = state_dict["state"].get(parameter.name, {}) if is_first else {}
             kinds = given["state"].get(parameter.name, {})
             loaded = _part_of_state(parameter, kinds, source, runtime.groups)
+            if "step" in loaded and (group.get("fused") or group.get("capturable")):  # they count on the device
+                loaded["step"] = loaded["step"].to(parameter.sharded.device)
             if parameter.sharded.numel():
                 optimizer.state.pop(parameter.sharded, None)
                 if loaded:
@@ -230,7 +242,9 @@ def _part_of_state(
     part = parameter.sharded
     for key, kind in kinds.items():
         if isinstance(kind, _Sent):
-            whole = source[key].contiguous() if source else torch.empty(kind.shape, dtype=kind.dtype)
+            whole = torch.empty(kind.shape, dtype=kind.dtype, device=part.device)
+            if source:
+                whole.copy_(source[key])
             for group in reversed(groups.both):
                 group.broadcast(whole)
             if kind.shape == parameter.shape:

@@ -15,15 +15,16 @@ from ..collectives.agreement import check_same_model
 from ..collectives.gradient_norm import ClipsGradients, Copies, copy_counts, divided_axes
 from ..groups.world import ProcessGroup
 from ..utils.arguments import check_flags, check_functions, either_group_name, member
+from ..utils.device import device_at
 from ..utils.torch_internals import outside_compile
 from ..wrapping.backward import accumulating
 from ..wrapping.state_names import Wrapper
 from . import memory, state
-from .construction import Choices, build_flats, initialise, initialise_buffers, lend_buffers
+from .construction import Choices, build_flats, initialise, initialise_buffers, lend_buffers, places_of
 from .gradient_queue import FlatGradient
 from .groups import checked_groups, sharding_groups
 from .memory import FSDPMemoryStats
-from .offload import Files, offload_state
+from .offload import Files, OffloadedParameter, PinnedMemory
 from .optimizers import watch_optimizers
 from .options import CPUOffload, MixedPrecision, ShardingStrategy, checked_precision
 from .runtime import FSDPRuntime
@@ -45,18 +46,20 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
     them in the same order. Parameters and buffers begin with the values that rank 0 has.
 
     Args:
-        module: The model, built in the same way on all ranks; on the meta device it is initialised unit by unit.
+        module: The model, built in the same way on all ranks, its parameters on one device that the group takes. On
+            the meta device it is initialised unit by unit, where the group has its memory: on this rank's GPU, if
+            the world began with "nccl" or "mpi+nccl".
         process_group: The ranks; None means all. For HYBRID_SHARD also a pair: the group that shares a replica out,
             and the group of ranks with the same shard.
         sharding_strategy: What is divided; a `ShardingStrategy`, or its name.
-        cpu_offload: What lies in files of `offload_folder` that are mapped into memory.
+        cpu_offload: What lies elsewhere than in the memory of the device that computes, see `CPUOffload`.
         mixed_precision: True computes in bfloat16 and sums gradients in float32; or a `MixedPrecision`.
         units: Which submodules are gathered as one: classes, names (with wildcards) or functions of a module; None
             finds repeated blocks.
         shard_by: `"elements"` cuts every unit into equal shards; `"parameters"` gives each rank whole parameters,
             for optimizers that need matrices. A part has as many dims as the parameter.
-        offload_folder: Where the files of `cpu_offload` are; None: the system's folder for temporary files, or
-            `/var/tmp` or the current folder if that is memory.
+        offload_folder: Where the files of `cpu_offload` are, if the model computes on the CPU; None: the system's
+            folder for temporary files, or `/var/tmp` or the current folder if that is memory.
         param_init_fn: Initialises a module of a model on the meta device, by default its `reset_parameters()`.
 
     Attributes:
@@ -104,15 +107,23 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             "shard_by": shard_by,
             "mixed_precision": precision,
             "units": [plan.name for plan in plans],
+            "devices": sorted(place.type for place in places_of(module)),
         }
+        device = device_at(next(iter(places_of(module)), given[0].backend.place))
         # Ranks look for the folder before they agree on the rest: each knows whether it was made for this model.
-        self._files = files = None if cpu_offload is CPUOffload.NONE else Files(offload_folder)
+        offload: Files | PinnedMemory | None = None
+        if cpu_offload is not CPUOffload.NONE:
+            offload = PinnedMemory(device) if device.is_asynchronous else Files(offload_folder)
         for group in given:
             check_same_model(module, group, arguments)
         if next(module.parameters(), None) is None:
             raise ValueError("module: it has no parameters, so there is nothing to shard")
-        self._groups = sharding_groups(given, strategy)
+        if len(places_of(module)) > 1:
+            found = ", ".join(sorted(map(str, places_of(module))))
+            raise ValueError(f"module: expected parameters on one device, got them on {found}; move it to one")
+        self._groups = sharding_groups(given, strategy, device.place)
         self._offload, self._precision = cpu_offload, precision
+        self._offloaded_to = offload  # files' folder goes with the model
         self.module = module
         self.process_group, self.replicate_group = self._groups.shard, self._groups.replicas
         self.sharding_strategy = self.strategy = strategy
@@ -122,30 +133,31 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             keeps=strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD),
             precision=precision,
             by_parameters=shard_by == "parameters",
-            files=files,
+            offload=offload,
             param_init_fn=param_init_fn,
         )
         self._build(plans, choices)
 
     def _build(self, plans: Sequence[UnitPlan], choices: Choices) -> None:
         flats = build_flats(plans, choices)
-        buffers = lend_buffers(plans, flats, self._groups.shard)
-        state_files = choices.files if self._offload is CPUOffload.FULL else None
+        buffers = lend_buffers(plans, flats, self._groups)
+        # Gradients have to lie with the parameters, but that files are memory, too.
+        apart = isinstance(choices.offload, PinnedMemory) or self._offload is CPUOffload.FULL
+        offload = choices.offload if apart else None
         units = []
         for plan, own, buffer in zip(plans, flats, buffers, strict=True):
             initialise(plan, own, choices)
             unit = Unit(plan.name, plan.module, own, buffer)
-            if state_files is not None:
-                offload_state(unit.parameters, state_files)
+            if isinstance(offload, Files):
+                for parameter in unit.parameters:
+                    parameter.sharded = OffloadedParameter.of(parameter.sharded, offload)
             unit.show_sharded()
             units.append(unit)
-        initialise_buffers(self.module, choices.param_init_fn)
+        initialise_buffers(self.module, choices)
         self._init_buffers()
         # The outermost unit's last gradient is that of the first layer: it comes last.
         gradients = [
-            FlatGradient(
-                unit, flat, self._precision.sum_dtype(flat.compute_dtype), self._groups.replicas, state_files
-            )
+            FlatGradient(unit, flat, self._precision.sum_dtype(flat.compute_dtype), self._groups.replicas, offload)
             for unit in [*reversed(units[1:]), units[0]]
             for flat in unit.flats
             if flat.trains
@@ -243,14 +255,17 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
 
     # ---- state ----------------------------------------------------------------------------------------------
 
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+    def full_state_dict(
+        self, *, rank0_only: bool = False, device: torch.device | str | None = None
+    ) -> dict[str, Tensor]:
         """Return the state dict of the module as it would be without sharding; collective, one unit at a time.
 
         Args:
             rank0_only: Only rank 0 gets it; the others get an empty dict.
+            device: Where its tensors lie; None: where this rank's parts do. `"cpu"` may have more room than a GPU.
         """
         with self._runtime.between_steps():
-            return state.full_state_dict(self.module, self._runtime, rank0_only=rank0_only)
+            return state.full_state_dict(self.module, self._runtime, rank0_only=rank0_only, device=device)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take the values of a state dict of the module without sharding; collective.
@@ -266,19 +281,24 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             state.load_full_state_dict(self.module, self._runtime, state_dict, strict=strict)
 
     def full_optimizer_state_dict(
-        self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        rank0_only: bool = False,
+        device: torch.device | str | None = None,
     ) -> dict[str, Any]:
         """Return an optimizer's state as it would be without sharding, by parameter name; collective.
 
         Args:
             optimizer: One on parameters of this model.
             rank0_only: Only rank 0 gets it; the others get an empty dict.
+            device: Where its tensors lie; None: where this rank's parts do. Those without dims lie on the CPU.
 
         Returns:
             `"state"`: for each parameter's name its state, whole; `"param_groups"`: the options, with names.
         """
         with self._runtime.between_steps():
-            return state.full_optimizer_state_dict(self._runtime, optimizer, rank0_only=rank0_only)
+            return state.full_optimizer_state_dict(self._runtime, optimizer, rank0_only=rank0_only, device=device)
 
     def load_full_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]

@@ -66,7 +66,7 @@ class DeviceMesh:
         self._grid = torch.arange(world.size, device="cpu").view(list(self.shape.values()))
         self.coordinates = self.coordinates_of(world.rank)
         self._several = tuple(axis for axis in self.axes if self.shape[axis] > 1)
-        alone = ProcessGroup(LocalBackend(), [world.rank])
+        alone = ProcessGroup(LocalBackend(memory=world.default_group.backend.place), [world.rank])
         self._groups: dict[tuple[str, ...], ProcessGroup] = {(): alone, self._several: world.default_group}
         for axis in self._several:
             self.group(axis)

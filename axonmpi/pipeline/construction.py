@@ -14,7 +14,7 @@ from ..utils.arguments import integer, member
 from .runtime.stage import PipelineStage, Synchronized
 from .schedule.actions import ActionKind, Schedule, chain
 from .schedule.schedules import PipelineSchedule, make_schedule
-from .schedule.transfers import with_transfers
+from .schedule.transfers import in_order_of_sends, with_transfers
 from .schedule.validator import validate
 from .ties import Tie
 
@@ -68,6 +68,7 @@ class Plan:
         else:
             schedule = self.schedule(num_microbatches)
             validate(schedule)
+            schedule = in_order_of_sends(schedule)
         if (schedule.placement, schedule.edges) != (self.placement, self.edges):
             raise ValueError(
                 f"schedule: expected one for stages on ranks {list(self.placement)} with edges {list(self.edges)}, "

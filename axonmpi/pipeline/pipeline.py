@@ -357,4 +357,5 @@ class Pipeline(nn.Module, ClipsGradients):
             loss_weights(targets, self.loss_weight) if wants_loss else [],
             loss_fn=self.loss_fn,
             seed=None if self._plan.seed is None else (self._plan.seed, self.steps),
+            place=self._backend.place,
         )

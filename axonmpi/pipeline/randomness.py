@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
+
+from ..utils.device import device_at
 
 __all__ = ["RandomStream", "microbatch_seed", "undisturbed"]
 
@@ -40,12 +42,23 @@ def microbatch_seed(seed: int, step: int, micro_batch: int) -> int:
 class RandomStream:
     """The stream of a micro-batch.
 
+    Args:
+        states: Of torch's generators on the CPU and, if stages compute there, on the GPU, [bytes] uint8 each,
+            on the CPU; None leaves random numbers to the process.
+        place: The device of the stages.
+
     Attributes:
-        state: [bytes] uint8, the state of torch's CPU generator; None leaves random numbers to the process.
+        states: The same, after the draws so far.
     """
 
-    def __init__(self, state: Tensor | None) -> None:
-        self.state = state
+    def __init__(self, states: Sequence[Tensor] | None, place: torch.device) -> None:
+        self.states = states
+        self._place = place
+
+    @classmethod
+    def seeded(cls, seed: int, place: torch.device) -> RandomStream:
+        """Make the stream that begins as after `torch.manual_seed(seed)`; local."""
+        return cls([torch.Generator(each).manual_seed(seed).get_state() for each in _places(place)], place)
 
     @contextmanager
     def drawn_from(self, *, alone: bool) -> Iterator[None]:
@@ -54,14 +67,25 @@ class RandomStream:
         Args:
             alone: Whether other threads that draw have to wait meanwhile; not where the block waits for them.
         """
-        if self.state is None:
+        if self.states is None:
             yield
             return
         with undisturbed if alone else nullcontext():
-            before = torch.get_rng_state()
-            torch.set_rng_state(self.state.clone())
+            before = self._exchange(self.states)
             try:
                 yield
             finally:
-                self.state = torch.get_rng_state()
-                torch.set_rng_state(before)
+                self.states = self._exchange(before)
+
+    def _exchange(self, states: Sequence[Tensor]) -> list[Tensor]:
+        """Set the states of the generators; return those before."""
+        generators = [device_at(each) for each in _places(self._place)]
+        before = [generator.random_state() for generator in generators]
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_random_state(state.clone())
+        return before
+
+
+def _places(place: torch.device) -> list[torch.device]:
+    """Return the devices that a stage draws on: the CPU, and its own."""
+    return list(dict.fromkeys((torch.device("cpu"), place)))

@@ -26,6 +26,7 @@ from torch.nn.parameter import is_lazy
 from ..collectives.agreement import check_same, raised_on_all
 from ..groups.world import ProcessGroup, chosen_group, current_world
 from ..utils.arguments import either_group_name, integer
+from ..utils.device import device_at
 from .runtime.payload import form_of, pack, unpack
 from .skips import skip_scope
 
@@ -247,9 +248,8 @@ def _timed_run(pieces: Sequence[_Piece], value: Any) -> list[int]:
 
 def _now(value: Any) -> int:
     """Return the time in nanoseconds once `value` is computed, also on a device."""
-    for device in {tensor.device for tensor in pack(value)[1]}:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    for place in {tensor.device for tensor in pack(value)[1]}:
+        device_at(place).synchronize()
     return perf_counter_ns()
 
 
@@ -260,15 +260,17 @@ def _unchanged(model: nn.Module, devices: set[torch.device]) -> Iterator[None]:
     attributes = [value for module in model.modules() for value in vars(module).values()]
     states = [(value, value.get_state()) for value in attributes if isinstance(value, torch.Generator)]
     copies: dict[int, Tensor] = {}
-    cuda = [device.index for device in devices if device.type == "cuda"]
+    generators = [device_at(place) for place in {torch.device("cpu"), *devices}]
+    drawn = [(generator, generator.random_state()) for generator in generators]
     try:
         for module, before in buffers:
             for name, buffer in before.items():
                 if buffer is not None:
                     setattr(module, name, copies.setdefault(id(buffer), buffer.clone()))
-        with torch.random.fork_rng(devices=cuda):
-            yield
+        yield
     finally:
+        for default, state in drawn:
+            default.set_random_state(state)
         for generator, state in states:
             generator.set_state(state)
         for module, before in buffers:

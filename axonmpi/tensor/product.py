@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .. import autograd
+from ..errors import CollectiveMismatchError
 from ..groups.world import ProcessGroup
 from ..types import ReduceOp, Work
 from ..utils.torch_internals import engine_runs
@@ -96,7 +97,13 @@ class Gathering:
             local: This rank's slice.
         """
         if self.dim is not None and self._whole is None and not torch.is_grad_enabled():
-            self._whole = self.group.all_gather(local.detach(), self.dim, async_op=self.group.backend.overlaps)
+            backend = self.group.backend
+            self._whole = backend.all_gather(
+                local.detach(),
+                self.dim,
+                async_op=backend.on(local.device).overlaps,
+                sizes=[local.shape[self.dim]] * self.group.size,
+            )
 
     def whole(self, local: Tensor) -> Tensor:
         """Return the whole input, after `start`; dropped after the last layer's call.
@@ -163,7 +170,7 @@ def _start_sum(parts: Tensor, group: ProcessGroup, dim: int | None) -> tuple[Ten
     """Start the sum over the ranks; return its tensor, or one that the work's result replaces, and the work."""
     if torch.is_grad_enabled():  # gradients of gradients are wanted
         return autograd.reduce(parts, group) if dim is None else autograd.reduce_scatter(parts, group, dim), None
-    overlaps = group.backend.overlaps
+    overlaps = group.backend.on(parts.device).overlaps
     if dim is None:
         return parts, group.all_reduce(parts, ReduceOp.SUM, overlaps)
     started = group.reduce_scatter(parts, ReduceOp.SUM, dim, overlaps)
@@ -186,12 +193,13 @@ def gathered(tensor: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     Raises:
         ValueError: The slices are not equally long.
     """
-    whole: Tensor = group.all_gather(tensor, dim)
-    if whole.shape[dim] != tensor.shape[dim] * group.size:
+    try:
+        whole: Tensor = group.backend.all_gather(tensor, dim, sizes=[tensor.shape[dim]] * group.size)
+    except CollectiveMismatchError as error:
         raise ValueError(
             f"expected slices of a sequence that are equally long on all {group.size} ranks of the group, got "
-            f"{tensor.shape[dim]} of {whole.shape[dim]} on rank {group.rank}; use split_sequence()"
-        )
+            f"{tensor.shape[dim]} along dim {dim} on rank {group.rank}; use split_sequence(). {error}"
+        ) from error
     return whole
 
 

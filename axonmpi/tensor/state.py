@@ -67,7 +67,7 @@ def _joined(value: Tensor, shard: Shard, group: ProcessGroup, *, rank0_only: boo
     if rank0_only:
         parts = group.gather(part)
         return None if parts is None else shard.join([one[0] for one in parts])
-    return shard.join(group.all_gather(part).unbind(0))
+    return shard.join(group.backend.all_gather(part, sizes=[1] * group.size).unbind(0))
 
 
 def local_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:

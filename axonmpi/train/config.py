@@ -130,6 +130,7 @@ class RunConfig(Settings):
         fsdp: What is divided among the replicas: nothing (data parallelism), or parameters, gradients and optimizer
             state; parameters are gathered when needed (full), or kept for backward (grad); hybrid is full on each
             node.
+        device: Where the model computes: the CPU, or a GPU for each rank; auto means GPUs where they and NCCL are.
         dtype: Dtype of the model's computation; parameters, their updates and sums of gradients stay in float32.
         cpu_offload: With fsdp, what lies in files in the run's folder instead of memory: parameters, or optimizer
             state too.
@@ -138,8 +139,7 @@ class RunConfig(Settings):
         sample_length: Bytes of text to generate at the end; 0 generates none.
         temperature: Randomness of that text: 0 takes the likeliest byte each time.
         prompt: Beginning of that text.
-        progress: One line that is redrawn, a line for each tenth, or nothing; auto redraws where a terminal shows
-            it.
+        progress: One line that is redrawn, a line for each tenth, or nothing; auto redraws on a terminal.
         plot: Draw the loss curve at the end, and with trace the times of the pipeline.
     """
 
@@ -151,6 +151,7 @@ class RunConfig(Settings):
     accumulation: Positive = 1
     strategy: Literal["overlapped", "synchronous", "no_sync"] = "overlapped"
     fsdp: Literal["none", "full", "grad", "hybrid"] = "none"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     cpu_offload: Literal["none", "params", "full"] = "none"
     evaluate_every: Count = 50

@@ -28,6 +28,7 @@ from ..fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, Shardin
 from ..groups.mesh import DeviceMesh
 from ..groups.world import ProcessGroup
 from ..types import GradSyncStrategy
+from ..utils.device import Device
 from .batches import IGNORED, Batch
 from .config import Config, RunConfig
 from .divided import joined_logits, replicated_copies, summed_loss
@@ -77,7 +78,7 @@ class Replica(DistributedDataParallel):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute in the chosen dtype."""
-        with torch.autocast("cpu", self._dtype, enabled=self._dtype != torch.float32):
+        with torch.autocast(x.device.type, self._dtype, enabled=self._dtype != torch.float32):
             output: Tensor = super().forward(x)
         return output
 
@@ -115,6 +116,7 @@ class ParallelModel(ABC):
         modules: This rank's modules.
         wrapped: The same modules, wrapped to share their gradients with the replicas.
         mesh: The ranks, with the axes dp, pp and tp.
+        device: What the modules are on.
         length: Bytes that the model sees at once.
         accumulates: Whether whole gradients, also of sharded parameters, are added up before they are averaged.
 
@@ -131,6 +133,7 @@ class ParallelModel(ABC):
         modules: Sequence[nn.Module],
         wrapped: Sequence[Wrapped],
         mesh: DeviceMesh,
+        device: Device,
         *,
         length: int,
         accumulates: bool,
@@ -140,6 +143,7 @@ class ParallelModel(ABC):
         self._modules = list(modules)
         self._wrapped = list(wrapped)
         self._mesh = mesh
+        self._device = device
         self._is_sharded = any(isinstance(one, FullyShardedDataParallel) for one in wrapped)
         # replicas have the same gradients; with shards each has a part of them, and all have to be asked
         self._norm_group = mesh.group() if self._is_sharded else mesh.group("pp", "tp")
@@ -165,13 +169,13 @@ class ParallelModel(ABC):
                 first.setdefault(id(parameter), (name, parameter))
         return list(first.values())
 
-    def clip(self, largest: float) -> float:
-        """Scale the gradients down to a norm of at most `largest`; collective. Returns the norm before.
+    def clip(self, largest: float) -> Tensor:
+        """Scale the gradients down to a norm of at most `largest`; collective. Returns the norm before, [].
 
         Args:
             largest: Norm of the whole gradient, each parameter counted once; 0 only measures.
         """
-        return float(self._clip(largest or math.inf))
+        return self._clip(largest or math.inf)
 
     def _copies_of(self, parameter: Tensor) -> int:
         """Return how many ranks of the norm's group have the gradient of a parameter."""
@@ -209,8 +213,8 @@ class ParallelModel(ABC):
         """Return the logits of the byte after `text`, [256]; collective over the ranks of the first replica."""
         window = text[-self._length :]
         # always of one length, which stages know and tp ranks can divide; no byte sees the padding after it
-        padded = F.pad(torch.tensor([window]), (0, self._length - len(window)))
-        return self._logits_at(padded, len(window) - 1)
+        padded = F.pad(torch.tensor([window], device="cpu"), (0, self._length - len(window)))
+        return self._logits_at(self._device.moved(padded), len(window) - 1)
 
     def _share(self, known: Tensor) -> Tensor:
         """Return a value on the first of the tp ranks, which all have the same one, and zeros on the others."""
@@ -251,17 +255,18 @@ class WholeModel(ParallelModel):
         model: The same on the ranks along the dp axis.
         config: All settings.
         mesh: The ranks.
+        device: What the model is on.
     """
 
-    def __init__(self, model: GPT, config: Config, mesh: DeviceMesh) -> None:
+    def __init__(self, model: GPT, config: Config, mesh: DeviceMesh, device: Device) -> None:
         self._model = model
         self._replica = wrap(model, config.run, mesh.group("dp"))
         length, accumulates = config.model.sequence_length, config.run.accumulation > 1
-        super().__init__([model], [self._replica], mesh, length=length, accumulates=accumulates)
+        super().__init__([model], [self._replica], mesh, device, length=length, accumulates=accumulates)
 
     def backward(self, parts: Sequence[Batch]) -> Tensor:
         """Add up the gradients of the parts, then average over the replicas."""
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self._device.place)
         for number, (inputs, targets) in enumerate(parts, 1):
             with nullcontext() if number == len(parts) else self._replica.no_sync():
                 summed = summed_loss(self._replica(inputs), targets, self._mesh.group("tp"))

@@ -25,6 +25,7 @@ from ..pipeline import Pipeline, PipelineSchedule, Schedule, Timeline, simulate
 from ..pipeline.schedule.chart import describe
 from ..pipeline.schedule.simulator import measured_costs
 from ..pipeline.schedule.trace import last_step, read_trace
+from ..utils.device import Device
 from ..utils.text import counted
 from .batches import IGNORED, Batch
 from .config import Config
@@ -45,9 +46,10 @@ class PipelinedModel(ParallelModel):
         config: All settings.
         schedule: The actions of the ranks of a pipeline in a step.
         mesh: The ranks.
+        device: What the model is on.
     """
 
-    def __init__(self, model: GPT, config: Config, schedule: Schedule, mesh: DeviceMesh) -> None:
+    def __init__(self, model: GPT, config: Config, schedule: Schedule, mesh: DeviceMesh, device: Device) -> None:
         self._parts = config.run.accumulation
         self._schedule = schedule
         group = mesh.group("pp")
@@ -72,7 +74,8 @@ class PipelinedModel(ParallelModel):
             loss_fn=self._loss,
         )
         own_wrapped = [one for one in wrapped if one is not None]
-        super().__init__(self.stages, own_wrapped, mesh, length=config.model.sequence_length, accumulates=True)
+        length = config.model.sequence_length
+        super().__init__(self.stages, own_wrapped, mesh, device, length=length, accumulates=True)
         # those of the pipeline's own messages, and of the ranks that have the tied embedding
         ranks = sorted({schedule.placement[stage] for tie in ties for stage, _ in tie})
         private = [group.private(), group.private(ranks) if len(ranks) > 1 else None]
@@ -88,7 +91,7 @@ class PipelinedModel(ParallelModel):
 
     def backward(self, parts: Sequence[Batch]) -> Tensor:
         """Send the parts through the pipeline; gradients are averaged at the end of the last part."""
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self._device.place)
         for number, (inputs, targets) in enumerate(parts, 1):
             with nullcontext() if number == len(parts) else self._pipeline.no_sync():
                 loss = self._pipeline.train_step(inputs, targets)
@@ -104,13 +107,13 @@ class PipelinedModel(ParallelModel):
         inputs, targets = batch
         loss = self._pipeline.eval_step(inputs, targets)
         if loss is None:
-            return torch.zeros(2, dtype=torch.float64)
+            return torch.zeros(2, dtype=torch.float64, device=self._device.place)
         summed = loss.double() * self._parts * targets.numel()
         return self._share(torch.stack((summed, (targets != IGNORED).sum())))
 
     def _logits_at(self, tokens: Tensor, position: int) -> Tensor:
         output = self._pipeline(tokens)
-        logits = torch.empty(VOCABULARY_SIZE)
+        logits = torch.empty(VOCABULARY_SIZE, device=self._device.place)
         if output is not None:
             logits.copy_(joined_logits(output[0, position], self._mesh.group("tp")))
         self._pipeline.process_group.broadcast(logits, self._schedule.placement[-1])

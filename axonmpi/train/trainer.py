@@ -18,13 +18,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..collectives.agreement import check_same
 from ..groups.mesh import DeviceMesh
 from ..groups.world import World
+from ..utils.device import Device, device_at
 from ..utils.text import counted
-from .batches import BatchPlan, Stream, held_out_batches, seeded_generator
+from .batches import Batch, BatchPlan, Stream, held_out_batches, seeded_generator
 from .config import Config, OptimizerConfig
 from .corpus import Corpus, load_corpus
 from .divided import divide
@@ -49,13 +50,13 @@ class Trainer:
 
     Args:
         config: All settings, the same on every rank.
-        world: The ranks.
+        world: The ranks. The model computes on its device, or with the setting `cpu` on the CPU.
         corpus: The text; None means the text of `config.text`.
 
     Raises:
         ValueError: The text cannot be used (before anything is sent); settings or text differ between ranks, the
-            ranks are not as many as dp x tp x pp, or the global batch cannot be divided among the replicas, raised
-            on every rank.
+            ranks are not as many as dp x tp x pp, the global batch cannot be divided among the replicas, or GPUs
+            are wanted and this is no world of GPUs, raised on every rank.
 
     Attributes:
         model: This rank's model, or its part of it, without the wrapper; in a pipeline the list of its stages.
@@ -71,6 +72,7 @@ class Trainer:
         self._group = world.default_group
         self.corpus = load_corpus(config.text, length) if corpus is None else corpus
         self._check_same_on_all_ranks()
+        self._device = _chosen_device(run.device, world)
         layout = self._layout = Layout.of(config, world.size, world.rank)
         unit = "replicas" if layout.tp > 1 else "pipelines" if layout.pp > 1 else "ranks"
         self._plan = BatchPlan(
@@ -79,8 +81,9 @@ class Trainer:
         schedule = plan_schedule(config, layout) if config.pipeline.is_wanted else None
         mesh = DeviceMesh(layout.shape, world)
         if run.fsdp == "hybrid":
-            check_nodes(layout, self._group.all_gather_object(min(self._group.backend.node_ranks)))
+            check_nodes(layout, self._group.all_gather_object(min(self._group.backend.control.node_ranks)))
         whole = GPT(config.model, generator=seeded_generator(run.seed, Stream.WEIGHTS))
+        whole.to(self._device.place)
         self.model: nn.Module = whole
         self._parameters = whole.num_parameters()
         matrices = {name for name, p in whole.named_parameters(remove_duplicate=False) if p.dim() >= 2}
@@ -88,9 +91,9 @@ class Trainer:
         self._pipelined: PipelinedModel | None = None
         self._parallel: ParallelModel
         if schedule is None:
-            self._parallel = WholeModel(whole, config, mesh)
+            self._parallel = WholeModel(whole, config, mesh, self._device)
         else:
-            self._parallel = self._pipelined = PipelinedModel(whole, config, schedule, mesh)
+            self._parallel = self._pipelined = PipelinedModel(whole, config, schedule, mesh, self._device)
             self.model = nn.ModuleList(self._pipelined.stages)
         self.optimizer = _make_optimizer(self._parallel, matrices, config.optimizer)
         share = Share.of(config, layout, schedule, self._parallel.stages, self._parallel.held())
@@ -169,19 +172,24 @@ class Trainer:
 
     def _step(self, step: int, rate: float) -> tuple[float, float]:
         """Update the weights; return the loss of the global batch and the norm of its gradient."""
-        loss = self._parallel.backward(list(self._plan.parts(step, self.corpus.train)))
+        loss = self._parallel.backward([self._moved(part) for part in self._plan.parts(step, self.corpus.train)])
         norm = self._parallel.clip(self._config.optimizer.gradient_clip)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._group.all_reduce(loss)
-        return loss.item(), norm
+        return loss.item(), norm.item()
+
+    def _moved(self, batch: Batch) -> Batch:
+        """Return a batch of the CPU on the device."""
+        inputs, targets = batch
+        return self._device.moved(inputs), self._device.moved(targets)
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
         """Return the mean loss on held-out text, in nats per byte; collective, each replica scores its part."""
-        totals = torch.zeros(2, dtype=torch.float64)  # of the loss, of the bytes
+        totals = torch.zeros(2, dtype=torch.float64, device=self._device.place)  # of the loss, of the bytes
         batches = held_out_batches(
             self.corpus.held_out,
             self._config.model.sequence_length,
@@ -191,9 +199,10 @@ class Trainer:
             replicas=self._layout.dp,
         )
         for batch in batches:
-            totals += self._parallel.score(batch)
+            totals += self._parallel.score(self._moved(batch))
         self._group.all_reduce(totals)
-        return float(totals[0] / totals[1])
+        loss: Tensor = totals[0] / totals[1]
+        return loss.item()
 
     def sample(self) -> str:
         """Return the configured prompt and the model's continuation, on rank 0 at least; collective."""
@@ -213,7 +222,7 @@ class Trainer:
         run, length = self._config.run, self._config.model.sequence_length
         return (
             f"a byte-level GPT of {self._parameters:,} parameters on {counted(self._group.size, 'rank')}, "
-            f"{run.steps} steps of {run.global_batch} x {length} bytes\n"
+            f"{run.steps} steps of {run.global_batch} x {length} bytes, on {self._device.name}\n"
             f"text: {len(self.corpus.train):,} bytes to train on, {len(self.corpus.held_out):,} held out, from "
             f"{self.corpus.source}\n{self._table}{self._parallel.opening}"
         )
@@ -240,9 +249,24 @@ class Trainer:
             communication=communication,
             sample=sample,
             folder=str(run.folder),
+            device=self._device.name,
         )
         recorder.finish(summary, self.steps, self.held_out)
         return summary
+
+
+def _chosen_device(wanted: str, world: World) -> Device:
+    """Return the device that the model computes on; local.
+
+    Raises:
+        ValueError: GPUs are wanted, and this is no world of GPUs.
+    """
+    if wanted == "cuda" and world.device.type != "cuda":
+        raise ValueError(
+            f"device: 'cuda' needs a world of GPUs, as init_process_group('nccl') makes, got one on the "
+            f"{world.device.type}; axonmpi train makes it by itself"
+        )
+    return device_at(torch.device("cpu") if wanted == "cpu" else world.device)
 
 
 def _make_optimizer(

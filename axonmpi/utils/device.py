@@ -14,15 +14,28 @@ nothing to order. No other file of the library uses `torch.cuda`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["KINDS", "CudaDevice", "Device", "device_at", "gpu_count", "gpu_identity"]
+from .torch_internals import assert_later
+
+__all__ = [
+    "KINDS",
+    "CudaDevice",
+    "Device",
+    "device_at",
+    "driver_version",
+    "gpu_count",
+    "gpu_identity",
+    "peer_access",
+]
 
 
 class Device:
@@ -44,8 +57,17 @@ class Device:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.place})"
 
+    @property
+    def name(self) -> str:
+        """What it is called, for people."""
+        return self.place.type.upper()
+
     def use(self) -> None:
         """Make it this thread's current device; local."""
+
+    def selected(self) -> AbstractContextManager[Any]:
+        """Make it this thread's current device for the duration of a `with` block; local."""
+        return nullcontext()
 
     def current_stream(self) -> Any:
         """Return the stream that this thread's computations go to; local."""
@@ -77,6 +99,14 @@ class Device:
     def block(self, event: Any) -> None:
         """Block this thread until an event is complete; local."""
 
+    def mark(self) -> Any:
+        """Note the time at which this device has done what the current stream was told so far; local."""
+        return time.perf_counter()
+
+    def seconds_between(self, first: Any, last: Any) -> float:
+        """Return the seconds between two marks; local, blocks this thread until the device has come to both."""
+        return float(last - first)
+
     def keep(self, tensor: Tensor, stream: Any) -> None:
         """Keep the memory of a tensor that another stream allocated until `stream` has done what it was told."""
 
@@ -87,15 +117,58 @@ class Device:
         """Allocate memory of the CPU that copies to and from the device run beside computation; local."""
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
+    def moved(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the CPU on the device: itself, or a copy that this thread does not wait for; local."""
+        return tensor
+
+    def random_state(self) -> Tensor:
+        """Return the state of its default generator, [bytes] of uint8 on the CPU; local."""
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Set the state of its default generator; local."""
+        torch.set_rng_state(state)
+
+    def numbers(self, tensors: Sequence[Tensor]) -> list[float]:
+        """Return the values of tensors of one element, with one wait for the device at most; local."""
+        return [float(tensor) for tensor in tensors]
+
+    def check_range(self, values: Tensor, stop: int, message: Callable[[int, int], str]) -> None:
+        """Raise if integers are not from 0 to `stop` - 1; local.
+
+        A device that computes later looks at them when it comes to them, without this thread waiting: as with
+        torch's own checks of indices there, what follows fails then, and the process with it.
+
+        Args:
+            values: At least one, on the device.
+            stop: The first number that is too large.
+            message: Makes the error's text from the least and the largest.
+
+        Raises:
+            ValueError: One of them is out of range.
+        """
+        least, most = (int(bound) for bound in values.aminmax())
+        if least < 0 or most >= stop:
+            raise ValueError(message(least, most))
+
 
 class CudaDevice(Device):
     """A GPU."""
 
     is_asynchronous = True
 
+    @property
+    def name(self) -> str:
+        """What NVIDIA calls it."""
+        return torch.cuda.get_device_name(self.place)
+
     def use(self) -> None:
         """Make it this thread's current device; local."""
         torch.cuda.set_device(self.place)
+
+    def selected(self) -> AbstractContextManager[Any]:
+        """Make it this thread's current device for the duration of a `with` block; local."""
+        return torch.cuda.device(self.place)
 
     def current_stream(self) -> torch.cuda.Stream:
         """Return the stream that this thread's computations go to; local."""
@@ -131,6 +204,19 @@ class CudaDevice(Device):
         """Block this thread until an event is complete; local."""
         event.synchronize()
 
+    def mark(self) -> torch.cuda.Event:
+        """Note the time at which this device has done what the current stream was told so far; local."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.current_stream())
+        return event
+
+    def seconds_between(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        """Return the seconds between two marks; local, blocks this thread until the device has come to both."""
+        first.synchronize()
+        last.synchronize()
+        milliseconds: float = first.elapsed_time(last)
+        return milliseconds / 1e3
+
     def keep(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
         """Keep the memory of a tensor that another stream allocated until `stream` has done what it was told."""
         tensor.record_stream(stream)
@@ -143,7 +229,30 @@ class CudaDevice(Device):
         """Allocate memory of the CPU that copies to and from the device run beside computation; local."""
         return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=True)
 
+    def moved(self, tensor: Tensor) -> Tensor:
+        """Return a copy on the GPU of a tensor of the CPU, for which this thread does not wait; local."""
+        pinned = self.pinned_empty(tensor.shape, tensor.dtype).copy_(tensor)
+        return pinned.to(self.place, non_blocking=True)
 
+    def random_state(self) -> Tensor:
+        """Return the state of its default generator, [bytes] of uint8 on the CPU; local."""
+        return torch.cuda.get_rng_state(self.place)
+
+    def set_random_state(self, state: Tensor) -> None:
+        """Set the state of its default generator; local."""
+        torch.cuda.set_rng_state(state, self.place)
+
+    def numbers(self, tensors: Sequence[Tensor]) -> list[float]:
+        """Return the values of tensors of one element, with one wait for the device at most; local."""
+        values: list[float] = torch.stack([tensor.to(self.place) for tensor in tensors]).tolist()
+        return values
+
+    def check_range(self, values: Tensor, stop: int, message: Callable[[int, int], str]) -> None:
+        """Let the GPU fail if integers are not from 0 to `stop` - 1, when it comes to them; local."""
+        assert_later(((values >= 0) & (values < stop)).all(), f"expected numbers from 0 to {stop - 1}")
+
+
+_DRIVER = Path("/proc/driver/nvidia/version")
 KINDS: dict[str, Callable[[torch.device], Device]] = {"cpu": cache(Device), "cuda": cache(CudaDevice)}
 """What each type of device is asked through."""
 
@@ -161,3 +270,16 @@ def gpu_count() -> int:
 def gpu_identity(index: int) -> str:
     """Return a name of a GPU that is the same in every process that sees it, and no other GPU's; local."""
     return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def peer_access(index: int, other: int) -> bool:
+    """Say whether a GPU can use the memory of another one that this process sees, without the CPU's; local."""
+    return torch.cuda.can_device_access_peer(index, other)
+
+
+def driver_version() -> str:
+    """Return the version of NVIDIA's driver, empty where that is not known; local, needs no GPU."""
+    if not _DRIVER.exists():
+        return ""
+    words = _DRIVER.read_text().split()
+    return next((word for word in words if word[:1].isdecimal() and "." in word), "")

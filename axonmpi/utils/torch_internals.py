@@ -13,6 +13,7 @@ from torch.autograd.graph import Node
 
 __all__ = [
     "after_backward",
+    "assert_later",
     "backward_number",
     "engine_runs",
     "hooks_on",
@@ -35,6 +36,16 @@ plain_tensors = torch._C.DisableTorchFunctionSubclass
 def after_backward(callback: Callable[[], None]) -> None:
     """Have a function called when the backward that runs now has done all its nodes; local."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def assert_later(condition: Tensor, message: str) -> None:
+    """Let a device fail when it comes to a condition that is false, without this thread waiting for it; local.
+
+    Args:
+        condition: [] bool.
+        message: What the device prints.
+    """
+    torch._assert_async(condition, message)
 
 
 def backward_number() -> int:

@@ -10,6 +10,9 @@ from torch import nn
 
 import axonmpi as ax
 from axonmpi.errors import CollectiveTimeoutError, DimensionError
+from axonmpi.groups import world as world_module
+from axonmpi.launch.start import Started
+from axonmpi.launch.topology import Topology
 from axonmpi.pipeline import make_schedule
 
 # ---- names for enums ----
@@ -113,9 +116,20 @@ def test_messages_send_people_on(world) -> None:
 
 
 def test_backends_that_are_missing() -> None:
-    for name, words in (("nccl", "has no NCCL yet"), ("gloo", "sent by 'mpi'"), ("ucc", "got 'ucc'$")):
-        with pytest.raises(ValueError, match=f"backend: expected one of .*{words}"):
+    for name, words in (("cuda", "got 'cuda'$"), ("gloo", "sent by 'mpi'"), ("ucc", "got 'ucc'$")):
+        with pytest.raises(ValueError, match=f"backend: expected one of .*'nccl'.*{words}"):
             ax.World.init(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["nccl", "mpi+nccl"])
+def test_nccl_without_a_gpu_says_what_to_do(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    alone = Started(None, Topology.of([0], 0), None, 1, "one rank without MPI")
+    monkeypatch.setattr(world_module.runtime, "start_world", lambda *_, **__: alone)
+    with pytest.raises(
+        ax.NcclError, match=r"(?s)no GPU: .*\nInstall a torch with CUDA, ask for GPUs .*'mpi'.* CPU"
+    ):
+        ax.World.init(name)
 
 
 @pytest.mark.ranks(2)

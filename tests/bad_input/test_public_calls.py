@@ -23,7 +23,7 @@ pytestmark = pytest.mark.ranks(2)
 def belongs_to(call: PublicCall, world: ax.World) -> bool:
     """Whether the world's backend is of the class that the call is a method of."""
     backend = type(world.default_group.backend).__name__
-    return call.name.partition(".")[0] not in {"MockBackend", "MpiBackend"} - {backend}
+    return call.name.partition(".")[0] not in {"MockBackend", "MpiBackend", "NcclBackend"} - {backend}
 
 
 @pytest.mark.real_ranks

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import axonmpi as ax
+from axonmpi.cli.bench.collectives import measure as measure_module
 from axonmpi.cli.bench.collectives.cases import OPERATIONS, Case, Variant, format_size, parse_size
 from axonmpi.cli.bench.collectives.measure import check
 from axonmpi.cli.bench.collectives.mpi import add
 from axonmpi.cli.bench.collectives.table import plot, table
-from axonmpi.cli.bench.timing import MOST_CALLS, calls_for, interleave
+from axonmpi.cli.bench.timing import MOST_CALLS, calls_for, interleave, start_gloo
+from axonmpi.utils.device import KINDS, Device
 
 MULTIPLE, FUNNELED = "MPI_THREAD_MULTIPLE", "MPI_THREAD_FUNNELED"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -91,6 +93,26 @@ def test_plot_is_a_picture(tmp_path):
     assert (tmp_path / "figures.png").read_bytes().startswith(PNG)
 
 
+def test_table_of_gpus_shows_what_the_cpu_spends_on_a_call():
+    times = {"ordinary": 6.0, "torch": 9.0, "memcpy": 3.0}
+    case = {"operation": "all_reduce", "dtype": "float32", "bytes": 1024, "microseconds": times}
+    case |= {"mpi_microseconds": {}, "cpu_microseconds": {"ordinary": 21.0, "torch": 17.0, "memcpy": 5.0}}
+    result = {**figures(1), "path": "nccl", "mpi": "", "cases": [{**case, "line_nanoseconds": None}]}
+    opening, _, _, names, row = (line for line in table([result]).splitlines() if line)
+    assert opening == "1 rank, 2 cores; path between the ranks: NCCL"
+    assert [part.split() for part in names.split("|")] == [
+        ["size", "ordinary", "torch", "memcpy"],
+        ["/", "memcpy", "/", "ordinary"],
+        ["ordinary", "torch"],
+    ]
+    assert row.split("|")[1].split() == ["2.00", "1.50"]
+    assert row.split("|")[2].split() == ["21.00", "µs", "17.00", "µs"]
+    without = {**times}
+    del without["torch"]
+    result["cases"][0] |= {"microseconds": without, "cpu_microseconds": {"ordinary": 21.0}}
+    assert table([result]).splitlines()[-1].split("|")[1].split() == ["2.00", "-"]
+
+
 # ---- measuring --------------------------------------------------------------------------------------------------
 
 
@@ -133,6 +155,38 @@ def test_ours_are_right(world, operation):
     in_place = {"all_reduce": ax.all_reduce, "reduce": lambda t: ax.reduce(t, 0), "broadcast": ax.broadcast}
     call = {**returned, **in_place}[operation]
     check(case, {"ours": Variant(case, source, lambda: call(source), None if operation in returned else source)})
+
+
+class Telling(Device):
+    """A device that would compute later, if it did not compute on the CPU."""
+
+    is_asynchronous = True
+
+
+@pytest.mark.parametrize("torch_has_nccl", [True, False])
+def test_a_device_that_computes_later_is_compared_with_torch_where_torch_can(monkeypatch, torch_has_nccl):
+    monkeypatch.setitem(KINDS, "cpu", Telling)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: torch_has_nccl)
+    started = []
+
+    def start(world, backend):
+        started.append(backend)
+        start_gloo(world)
+
+    monkeypatch.setattr(measure_module, "start_torch", start)
+    with ax.World.init("mock").activate() as world:
+        try:
+            result = measure_module.measure(world, 2, OPERATIONS, ["float32"], [4096])
+        finally:
+            world.close()
+    assert started == ["nccl"] * torch_has_nccl
+    ways = {"ordinary", "memcpy", *(["torch"] if torch_has_nccl else [])}
+    assert [case["operation"] for case in result["cases"]] == list(OPERATIONS)
+    for case in result["cases"]:
+        for kind in ("microseconds", "cpu_microseconds"):
+            assert set(case[kind]) == ways
+            assert min(case[kind].values()) > 0
+    assert "NCCL" in table([result])
 
 
 @pytest.mark.ranks(2)

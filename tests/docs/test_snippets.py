@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.doubled_worlds import doubled
 from helpers.fences import PAGES, REPOSITORY, Fence, fences_of
 
+import axonmpi as ax
 from axonmpi import cli
 from axonmpi.cli import train
 from axonmpi.testing import launch, run_ranks
@@ -19,13 +21,24 @@ from axonmpi.train.trainer import Trainer
 LANGUAGES = {"python", "sh", "text", "toml", "yaml", "{eval-rst}"}  # the last one is a directive for Sphinx
 RUN_ELSEWHERE = {"slurm.md": "tests/slurm", "testing.md": "tests/harness/test_real_sessions.py"}
 """Pages whose commands other tests run."""
-QUICK = ["--data-limit=0.2", "--held-out-sequences=8", "--sample-length=0", "--sequence-length=32", "--no-plot"]
+QUICK = [
+    "--data-limit=0.2",
+    "--held-out-sequences=8",
+    "--sample-length=0",
+    "--sequence-length=32",
+    "--no-plot",
+    "--device=cpu",
+]
 """What the trainer is told besides what a page says, to be quicker about it."""
 RUN_FENCES = Path(__file__).with_name("run_fences.py")
 
 
 def examples_of(page: Path) -> list[Fence]:
-    return [fence for fence in fences_of(page) if fence.language == "python" and not fence.file_name]
+    return [fence for fence in python_of(page) if not fence.file_name and not fence.gpus]
+
+
+def python_of(page: Path) -> list[Fence]:
+    return [fence for fence in fences_of(page) if fence.language == "python"]
 
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -132,6 +145,33 @@ def test_examples_run(ranks, site):
         assert len(losses) == 4
         assert losses == sorted(losses, reverse=True)
         assert losses[-1] < losses[0] / 10
+
+
+GPU_PROGRAMS = [
+    (page, number)
+    for page in PAGES
+    for number in sorted({fence.gpus for fence in python_of(page)} - {0}, reverse=True)
+]
+
+
+@pytest.mark.parametrize(("page", "ranks"), GPU_PROGRAMS, ids=lambda value: getattr(value, "name", value))
+def test_examples_for_gpus_run_over_a_double_of_nccl(page, ranks, monkeypatch):
+    """An example for fewer GPUs goes on where those for more have ended."""
+    fences = [fence for fence in python_of(page) if fence.gpus >= ranks]
+    codes = [compile("\n" * fence.line + fence.code, str(page), "exec") for fence in fences]
+
+    def start(backend: str) -> ax.World:
+        assert backend in ("nccl", "mpi+nccl")
+        return ax.get_world()
+
+    def program(world: ax.World) -> None:
+        namespace = {"__name__": "__main__"}
+        for code in codes:
+            exec(code, namespace)
+
+    monkeypatch.setattr(ax, "init_process_group", start)
+    with doubled():
+        run_ranks(ranks, program)
 
 
 def furnish(folder: Path, fences: tuple[Fence, ...]) -> None:

@@ -143,6 +143,9 @@ class Watched:
         if self in self.under_way:
             self.under_way.remove(self)
 
+    def done(self) -> bool:
+        return self.work.done()
+
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("outputs", "last"), [(3, 2), (8 * WIDTH, 1)])

@@ -258,7 +258,7 @@ def test_asynchronous_tests_are_refused_as_by_pytest_itself(run):
 
 
 def test_gpu_tests_are_skipped_where_there_is_none(run, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     source = """
     @pytest.mark.gpu
     def test_it():
@@ -267,7 +267,7 @@ def test_gpu_tests_are_skipped_where_there_is_none(run, monkeypatch):
     result = run(source, "-rs")
     result.assert_outcomes(skipped=1)
     result.stdout.fnmatch_lines(["*needs a CUDA device"])
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     run(source).assert_outcomes(failed=1)
 
 

@@ -68,13 +68,13 @@ class Laid(Watched):
 
     def _strided(self, source: Tensor) -> Tensor:
         *rest, last = source.shape
-        memory = torch.ones(*rest, 2 * last + 1).to(source.dtype)
+        memory = torch.ones(*rest, 2 * last + 1, device=source.device).to(source.dtype)
         self._around = [memory[..., ::2]]
         return memory[..., 1::2].copy_(source)
 
     def _offset(self, source: Tensor) -> Tensor:
         count = source.numel()
-        memory = torch.ones(count + 4).to(source.dtype)
+        memory = torch.ones(count + 4, device=source.device).to(source.dtype)
         self._around = [memory[:3], memory[-1:]]
         return memory[3 : 3 + count].view(source.shape).copy_(source)
 
@@ -272,7 +272,7 @@ class CollectiveChecks:
         rank, size = self.group.rank, self.group.size
         tag = 0 if self.group.backend.name == "nccl" else tag  # NCCL has no tags
         before, after = (rank - 1) % size, (rank + 1) % size
-        laid = Laid(torch.zeros(shape).to(dtype), layout)
+        laid = Laid(torch.zeros(shape, device=self.group.backend.place).to(dtype), layout)
         wanted = self._of(before, dtype, shape)
         sending = self.group.isend(Laid(self._own(dtype, shape), layout).tensor, after, tag)
         if self._asynchronous:
@@ -329,14 +329,14 @@ class CollectiveChecks:
     def _of(self, rank: int, dtype: torch.dtype, shape: Shape) -> Tensor:
         """What a rank of the group contributes; numbers from the group's size on are further values of its."""
         owner = self.group.ranks[rank % self.group.size] + 100 * (rank // self.group.size)
-        return values(dtype, tuple(shape), owner, self._seed)
+        return values(dtype, tuple(shape), owner, self._seed).to(self.group.backend.place)
 
     def _own(self, dtype: torch.dtype, shape: Shape) -> Tensor:
         return self._of(self.group.rank, dtype, shape)
 
     def _reduced(self, dtype: torch.dtype, shape: Shape, op: ReduceOp) -> Expected:
-        rounds_each_step = self.group.backend.name == "nccl"  # NCCL adds 16-bit floats in their own type
-        return reduced(dtype, tuple(shape), self.group.ranks, self._seed, op, rounds_each_step=rounds_each_step)
+        by_steps = self.group.backend.name == "nccl"
+        return reduced(dtype, tuple(shape), self.group.ranks, self._seed, op, rounds_each_step=by_steps)
 
     def _shapes(self, shape: Shape, dim: int, sizes: Sequence[int] | None) -> list[Shape]:
         if sizes is None:

@@ -87,6 +87,9 @@ COMPARED = (
 """Tests of calls that differ: NCCL does not compare calls, and the library does with `AXONMPI_DEBUG=1` only."""
 _TAGS = "NCCL has no tags"
 _NODE = "is about memory that the CPUs of a node share"
+_LOG = "looks at the mock's log of operations"
+_FILES = "what is offloaded from a GPU lies in pinned memory, and not in files"
+_COMPARED = "GPUs do not compare calls"
 NOT_OVER_DOUBLE: dict[str, str] = {
     "conformance/test_bits.py": "NCCL has an order of its own, rounds at each step, and MIN and MAX drop NaN",
     "conformance/test_node_counters.py": _NODE,
@@ -102,6 +105,24 @@ NOT_OVER_DOUBLE: dict[str, str] = {
     "conformance/test_messages.py::test_the_memory_of_a_message": _TAGS,
     "conformance/test_messages.py::test_any_plan_of_messages": _TAGS,
     "conformance/test_groups.py::test_each_operation_is_a_function_and_a_method": _TAGS,
+    "ddp/test_ddp_with_torch.py::test_shared_parameters_under_reentrant": "its mistake is one of order as well",
+    "ddp/test_gradient_synchronizer.py::test_one_reduction_for_each_bucket": _LOG,
+    "fsdp/test_fsdp_devices.py::test_buckets_lie_where_the_gradients_do": "pretends memory elsewhere itself",
+    "fsdp/test_fsdp_memory.py::test_a_folder_that_was_made_for_files_goes_with_the_model": _FILES,
+    "fsdp/test_fsdp_memory.py::test_estimates_of_other_worlds": _NODE,
+    "fsdp/test_fsdp_memory.py::test_files_without_a_folder_of_their_own_are_on_a_disk": _FILES,
+    "fsdp/test_fsdp_memory.py::test_memory_is_freed_with_the_model": "the double keeps books of memory",
+    "fsdp/test_fsdp_memory.py::test_memory_that_is_measured_and_computed": _NODE,
+    "fsdp/test_fsdp_memory.py::test_mixed_precision_adds_what_is_computed_with": _NODE,
+    "fsdp/test_fsdp_memory.py::test_what_lies_in_files": _FILES,
+    "mesh/test_mesh.py::test_joined_axes_are_made_once_by_one_call": _LOG,
+    "mesh/test_mesh_partition.py::test_every_rank_gets_the_group_it_is_in": _LOG,
+    "mesh/test_norms.py::test_one_message_a_norm": _LOG,
+    "tensor/test_tensor_cost.py": _LOG,
+    "tensor/test_tensor_loss.py::test_one_message_and_one_tensor_of_the_size_of_the_logits": _LOG,
+    "tensor/test_tensor_norm.py::test_what_is_sent": _LOG,
+    "tensor/test_tensor_regions.py::test_a_sequence_that_does_not_divide": _COMPARED,
+    "train/test_layout.py::test_the_table_says_which_rank_has_what": _NODE,
 }
 """Why tests are not run over the double: by folder, file, or name of a test, as `folder/file.py::test`."""
 

@@ -69,6 +69,7 @@ def values(dtype: torch.dtype, shape: Shape, owner: int, seed: int) -> Tensor:
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
     """The values without rounding: integers as they are, the others in 64 bits for each real number."""
+    tensor = tensor.cpu()
     if tensor.dtype.is_complex:
         return tensor.to(torch.complex128).resolve_conj().numpy()
     return (tensor.double() if tensor.dtype.is_floating_point else tensor).resolve_neg().numpy()
@@ -111,7 +112,7 @@ def reduced(
 ) -> Expected:
     """The reduction of what the owners contribute: exact for integers and choices, else in a wider type.
 
-    With `rounds_each_step`, sums of 16-bit and 8-bit floats may have been rounded at each step.
+    `rounds_each_step`: small floats are rounded at each step on the way, as NCCL does, and not once at the end.
     """
     parts = [to_numpy(values(dtype, shape, owner, seed)) for owner in owners]
     if dtype is torch.bool:
@@ -125,26 +126,28 @@ def reduced(
     magnitude = functools.reduce(_UFUNCS[op], [np.abs(part) for part in wide])
     if op is ReduceOp.AVERAGE:
         value, magnitude = value / len(parts), magnitude / len(parts)
-    return Expected(
-        np.asarray(value), np.asarray(_rounding(dtype, len(parts), np.abs(value), magnitude, rounds_each_step))
-    )
+    tolerance = _rounding(dtype, len(parts), np.abs(value), magnitude)
+    if rounds_each_step and dtype in WIDE_SUM and len(parts) > 1:
+        tolerance = tolerance + len(parts) * _rounding_of_a_step(dtype, magnitude)
+    return Expected(np.asarray(value), np.asarray(tolerance))
 
 
 def _exactly(value: np.ndarray) -> Expected:
     return Expected(np.asarray(value), np.zeros((1,) * np.ndim(value)))
 
 
-def _rounding(
-    dtype: torch.dtype, count: int, size: np.ndarray, magnitude: np.ndarray, each_step: bool
-) -> np.ndarray:
+def _rounding(dtype: torch.dtype, count: int, size: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
     """How far rounding may lead: one unit in the last place for each step, or for the last step only."""
     info = torch.finfo(torch.float16 if dtype is torch.complex32 else dtype)
     steps = (2 * count + 1) * (2 if dtype.is_complex else 1)
-    if dtype in WIDE_SUM and each_step:
-        return info.smallest_normal * info.eps * steps + steps * info.eps * magnitude
     if dtype in WIDE_SUM:
         return info.eps * size + info.smallest_normal * info.eps + steps * 2.0**-23 * magnitude
     return steps * info.eps * magnitude
+
+
+def _rounding_of_a_step(dtype: torch.dtype, magnitude: np.ndarray) -> np.ndarray:
+    info = torch.finfo(torch.float16 if dtype is torch.complex32 else dtype)
+    return info.eps * magnitude + info.smallest_normal * info.eps
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

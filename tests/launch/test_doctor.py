@@ -1,7 +1,17 @@
 """axonmpi doctor: one report for all ranks, and an exit code that says whether a launch works."""
 
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from axonmpi.backends.nccl import devices, library
+from axonmpi.cli import doctor
+from axonmpi.errors import NcclError
 from axonmpi.launch import start as runtime
+from axonmpi.launch.topology import Topology
 from axonmpi.testing import launch
+from axonmpi.utils.device import KINDS, Device
 
 
 def test_a_single_process(alone):
@@ -32,6 +42,7 @@ def test_a_single_process(alone):
         assert part in well
     assert "ranks         1 on 1 node" in well
     assert "  path " not in well
+    assert "GPUs\n  " in well
     assert well.endswith("All is well.\n")
     # a launch that cannot work
     assert silent == "0\n"
@@ -113,3 +124,71 @@ def test_ranks_give_one_report_of_each_thing_that_may_be_wrong():
     assert "in one container" in permission
     assert "because of OSError: [Errno 27] File too large" in limit
     assert "ulimit -f unlimited" in limit
+
+
+class Gpus:
+    """GPUs that a node seems to have, and what the doctor says of them, rank by rank."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.count, self.apart, self.missing = 2, set(), None
+        self.library = SimpleNamespace(version="2.30.4", cuda_variant="13.0", path="/opt/libnccl.so.2")
+        self.version = SimpleNamespace(libnccl=self.library, nccl4py="0.6.0")
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(library, "load", self.load)
+        monkeypatch.setattr(library, "nccl_version", lambda: self.load() and (2, 30, 4))
+        monkeypatch.setattr(doctor, "driver_version", lambda: "580.95.05")
+        monkeypatch.setattr(doctor, "peer_access", lambda one, other: (one, other) not in self.apart)
+        for module in (doctor, devices):
+            monkeypatch.setattr(module, "gpu_count", lambda: self.count)
+        monkeypatch.setattr(devices, "gpu_identity", lambda index: f"uuid-{index}")
+        monkeypatch.setitem(KINDS, "cuda", Device)
+
+    def load(self):
+        if self.missing is not None:
+            raise self.missing
+        return SimpleNamespace(core=SimpleNamespace(get_version=lambda: self.version))
+
+    def report(self, nodes: list[int], counts: list[int]) -> str:
+        """What rank 0 prints, where rank i is on node `nodes[i]` and sees `counts[i]` GPUs."""
+        told = []
+        for rank in reversed(range(len(nodes))):
+            self.count = counts[rank]
+            comm = SimpleNamespace(gather=lambda own: told.insert(0, own) or list(told))
+            lines = doctor._gpus(SimpleNamespace(comm=comm, topology=Topology.of(nodes, rank)))
+        return "\n".join(f"{name}: {text}" for name, text in lines)
+
+
+@pytest.fixture
+def gpus(monkeypatch) -> Gpus:
+    return Gpus(monkeypatch)
+
+
+def test_gpus_of_two_nodes(gpus):
+    report = gpus.report([0, 0, 1], [2, 2, 1])
+    assert report.splitlines() == [
+        "CUDA: 13.0 of torch, driver 580.95.05",
+        "NCCL: 2.30.4 for CUDA 13.0 from /opt/libnccl.so.2, through nccl4py 0.6.0",
+        "rank 0: local rank 0: GPU 0 of 2 visible, CUDA, uuid-0",
+        "rank 1: local rank 1: GPU 1 of 2 visible, CUDA, uuid-1",
+        "rank 2: local rank 0: GPU 0 of 1 visible, CUDA, uuid-0",
+        ": several ranks use one GPU:",
+        *report.splitlines()[6:-2],
+        "peer access: between all 2 GPUs, on the node of rank 0",
+        "peer access: not known, as each process sees one GPU, on the node of rank 2",
+    ]
+    assert ": ranks 0, 2: use GPU uuid-0" in report
+
+
+def test_gpus_that_are_missing_do_not_reach_each_other_or_cannot_be_used(gpus):
+    assert gpus.report([0, 0], [0, 0]) == "GPU: none that this process sees"
+    gpus.apart = {(0, 1), (2, 0)}
+    assert "but 0 and 1, 0 and 2, on the node of rank 0" in gpus.report([0], [3])
+    gpus.apart = {(1, 0)}
+    assert "peer access: between none of the 2 GPUs" in gpus.report([0], [2])
+    report = gpus.report([0, 0, 0, 1], [2, 2, 2, 0])
+    assert "rank 2: no GPU that can be used: 3 ranks on this node" in report
+    assert "rank 3: no GPU\n" in report
+    gpus.missing = NcclError("nccl4py cannot be imported\nInstall it, with NCCL: pip install 'axonmpi[nccl]'")
+    report = gpus.report([0], [1])
+    assert "NCCL: nccl4py cannot be imported\n: Install it, with NCCL: pip install" in report
+    assert "rank 0: no GPU that can be used: nccl4py" in report

@@ -15,11 +15,14 @@ from torch.nn import functional as F
 
 import axonmpi as ax
 from axonmpi import Pipeline, PipelineSchedule
-from axonmpi.pipeline import Action, ActionKind, Schedule, make_schedule, simulate
+from axonmpi.backends import Backend
+from axonmpi.pipeline import Action, ActionKind, Schedule, make_schedule, pop, simulate, stash
 from axonmpi.pipeline.runtime.mailboxes import cells_needed
 from axonmpi.pipeline.schedule.trace import last_step, read_trace
 from axonmpi.pipeline.schedule.transfers import with_transfers
 
+Tags = dict[int, list[int]]
+"""The tags of messages, by the rank at the other end, in order."""
 HALVES = (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 KINDS = [(kind, chunks) for kind in PipelineSchedule for chunks in (1, 2)]
 
@@ -161,8 +164,80 @@ def test_an_observer_hears_of_sending_and_waiting(world, ranks_per_node, monkeyp
     group.private().observer = Listener()
     pipeline.train_step(inputs, inputs)
     calls = Counter(operation for operation, _ in heard)
-    messages = {"isend", "irecv"} if ranks_per_node else set()
+    messages = set() if len(group.backend.node_ranks) > 1 else {"isend", "irecv"}
     assert set(calls) == {"all_gather", "send", "wait"} | messages
     assert calls["all_gather"] == 1  # what they are about to do; nothing is learnt once more
     assert sum(nbytes for operation, nbytes in heard if operation == "send") == inputs.nbytes  # there or back
     assert not open_now
+
+
+class Skips(nn.Module):
+    """A stage that stashes a tensor for the stage after next, and pops that of the stage before last."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.leaves, self.takes = str(stage) if stage + 2 < stages else "", str(stage - 2) if stage > 1 else ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.leaves:
+            stash(self.leaves, x.sin())
+        return self.linear(x) + (pop(self.takes) if self.takes else 0)
+
+
+def spied(backend: Backend, monkeypatch) -> tuple[Tags, Tags]:
+    """Note the tags of what a backend sends and of the receives that it posts from now on."""
+    sent, posted = {}, {}
+    isend, irecv = backend.isend, backend.irecv
+
+    def send(tensor: Tensor, dst: int, tag: int = 0) -> ax.Work:
+        sent.setdefault(dst, []).append(tag)
+        return isend(tensor, dst, tag)
+
+    def receive(tensor: Tensor, src: int, tag: int = 0) -> ax.Work:
+        posted.setdefault(src, []).append(tag)
+        return irecv(tensor, src, tag)
+
+    monkeypatch.setattr(backend, "isend", send)
+    monkeypatch.setattr(backend, "irecv", receive)
+    return sent, posted
+
+
+@pytest.mark.ranks(2, 4)
+def test_receives_are_posted_in_the_order_of_sends(world, monkeypatch) -> None:
+    """Messages between two GPUs have no tags. In the first step, which learns the forms, and in later ones."""
+    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", "1")
+    for schedule, chunks in KINDS:
+        group = world.new_group(range(world.size))
+        count = world.size * chunks
+        stages = [Skips(stage, count) for stage in range(count)]
+        skips = {str(stage): (stage, stage + 2) for stage in range(count - 2)}
+        pipeline = Pipeline.from_modules(
+            stages, group, schedule=schedule, num_microbatches=5, loss_fn=F.mse_loss, skips=skips
+        )
+        sent, posted = spied(group.private(), monkeypatch)
+        for inputs, targets in batches(2):
+            pipeline.train_step(inputs, targets)
+            of_all = ax.all_gather_object((sent, posted))
+            for source, (sends, _) in enumerate(of_all):
+                for target, tags in sends.items():
+                    assert len(set(tags)) > 1
+                    assert of_all[target][1][source] == tags, (schedule, chunks, source, target)
+            assert sum(map(len, sent.values()))
+            sent.clear()
+            posted.clear()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("ranks_per_node", ["", "1"], ids=["one_node", "apart"])
+def test_an_input_that_a_stage_hands_on_may_be_overwritten_after_the_step(
+    world, ranks_per_node, monkeypatch
+) -> None:
+    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", ranks_per_node)
+    group = world.new_group(range(2))
+    pipeline = Pipeline.from_modules([nn.Identity(), nn.Linear(8, 8)], group, num_microbatches=3)
+    buffer = torch.empty(11, 8)
+    for inputs, _ in batches(4):
+        output = pipeline(buffer.copy_(inputs))
+        if output is not None:
+            torch.testing.assert_close(output, pipeline.stages["1"](inputs))

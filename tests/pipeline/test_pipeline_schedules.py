@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -34,6 +36,7 @@ from axonmpi.pipeline import (
 from axonmpi.pipeline.schedule import schedules, transfers
 from axonmpi.pipeline.schedule.chart import text_chart
 from axonmpi.pipeline.schedule.transfers import with_transfers
+from axonmpi.pipeline.schedule.validator import validate
 
 GENERATORS = ("gpipe", "one_f_one_b", "interleaved_one_f_one_b", "zero_bubble", "zero_bubble_v")
 FORWARD = ActionKind.FORWARD
@@ -174,6 +177,75 @@ def most_open_receives(schedule: Schedule) -> int:
                     unused[key] -= key[:2] == (kind, action.stage) and action.kind.is_compute
         assert not +unused
     return most
+
+
+def messages_between(schedule: Schedule, *, sends: bool) -> dict[tuple[int, int], list[Action]]:
+    """The receives of the messages from each rank to each other, in the order of sends or of receives."""
+    found: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for actions in schedule.actions:
+        for action in actions:
+            if action.kind.is_send if sends else action.kind.is_receive:
+                source, target = (schedule.placement[stage] for stage in action.line)
+                found[source, target].append(action.counterpart() if sends else action)
+    return found
+
+
+def test_a_rank_receives_from_another_one_in_the_order_in_which_that_one_sends():
+    """Messages between GPUs have no tags."""
+    checked = 0
+    for schedule, _ in every_schedule((2, 3, 4, 6), (1, 2, 5, 9)):
+        stages = range(schedule.num_stages)
+        skipping = make_again(schedule, [(first, last) for first in stages for last in stages[first + 2 :: 3]])
+        for one in (schedule, skipping):
+            sent = messages_between(one, sends=True)
+            assert messages_between(one, sends=False) == sent
+            assert all(sent.values())
+            checked += len(sent)
+    assert checked > 1000
+
+
+def make_again(schedule: Schedule, skips: list[tuple[int, int]]) -> Schedule:
+    """The same computations with skip connections."""
+    lists = tuple(tuple(computed(schedule, rank)) for rank in range(schedule.num_ranks))
+    made = schedule_of(lists, schedule.placement, schedule.num_microbatches, (*schedule.edges, *skips))
+    validate(made)
+    return made
+
+
+def test_receives_in_another_order_come_earlier_not_later():
+    """A schedule of one's own may post them anywhere before they are needed."""
+    moved = 0
+    for schedule, _ in every_schedule((2, 4), (1, 4, 7)):
+        late = replace(schedule, actions=tuple(map(receives_just_in_time, schedule.actions)))
+        ordered = transfers.in_order_of_sends(late)
+        assert simulate(ordered).makespan == simulate(schedule).makespan  # sends of GPUs do not wait
+        assert messages_between(ordered, sends=False) == messages_between(late, sends=True)
+        for before, after in zip(late.actions, ordered.actions, strict=True):
+            assert [a for a in before if not a.kind.is_receive] == [a for a in after if not a.kind.is_receive]
+            receives = [action for action in before if action.kind.is_receive]
+            assert all(done(after, receive) <= done(before, receive) for receive in receives)
+            moved += before != after
+        assert transfers.in_order_of_sends(ordered) == ordered
+    assert moved
+
+
+def receives_just_in_time(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """Each receive directly before the first action that needs it."""
+    posted = [action for action in actions if action.kind.is_receive]
+    made: list[Action] = []
+    for action in actions:
+        if action.kind.is_compute and action.kind is not ActionKind.BACKWARD_WEIGHT:
+            kind = ActionKind.RECV_FORWARD if action.kind is FORWARD else ActionKind.RECV_BACKWARD
+            key = kind, action.stage, action.micro_batch
+            made += [receive for receive in posted if (receive.kind, receive.stage, receive.micro_batch) == key]
+        if not action.kind.is_receive:
+            made.append(action)
+    return tuple(made)
+
+
+def done(actions: Sequence[Action], receive: Action) -> int:
+    """The number of other actions of a rank before it posts a receive."""
+    return sum(not action.kind.is_receive for action in actions[: actions.index(receive)])
 
 
 def test_skip_connections_have_messages_of_their_own():

@@ -16,7 +16,7 @@ from axonmpi.train import Config
 
 SMALL = [
     *("--layers=1", "--width=16", "--heads=2", "--sequence-length=16", "--global-batch=8", "--steps=12"),
-    *("--held-out-sequences=8", "--data-limit=0.05", "--sample-length=5"),
+    *("--held-out-sequences=8", "--data-limit=0.05", "--sample-length=5", "--device=cpu"),
 ]
 
 
@@ -158,6 +158,64 @@ def test_help_is_shown_by_the_first_rank(capsys, monkeypatch):
         with pytest.raises(SystemExit):
             cli.main(["train", "--help"])
         assert bool(capsys.readouterr().out) == (rank == 0)
+
+
+class Start:
+    """Worlds of one rank in place of MPI's and NCCL's, beside ranks that are only told of.
+
+    Attributes:
+        started: The backends of the worlds that were started.
+        others: The device of each other rank, and why.
+        problem: Raised when GPUs are connected, if given.
+    """
+
+    def __init__(self, monkeypatch, others=()) -> None:
+        self.started, self.others, self.problem, self.gpus, self.missing = [], others, None, 0, None
+        monkeypatch.setattr(train, "init_process_group", self.init)
+        monkeypatch.setattr(train, "destroy_process_group", lambda: self.started.append("closed"))
+        monkeypatch.setattr(ax.NcclBackend, "device_count", lambda: self.gpus)
+        monkeypatch.setattr(ax.NcclBackend, "nccl_version", self.version)
+
+    def init(self, backend="mpi"):
+        self.started.append(backend)
+        if backend == "nccl" and self.problem is not None:
+            raise self.problem
+        group = SimpleNamespace(all_gather_object=lambda own: [own, *(self.others if own else ())])
+        return SimpleNamespace(default_group=group)
+
+    def version(self):
+        if self.missing is not None:
+            raise self.missing
+        return 2, 30, 0
+
+
+def test_the_world_is_one_of_gpus_where_there_are_gpus_and_nccl(monkeypatch, capsys):
+    start = Start(monkeypatch)
+    for gpus, missing, wanted, expected, shown in (
+        (0, None, "auto", ["mpi"], ""),
+        (1, None, "auto", ["mpi", "closed", "nccl"], ""),
+        (1, ax.NcclError("no nccl4py"), "auto", ["mpi"], "on the CPU, though there is a GPU: no nccl4py\n"),
+        (1, None, "cpu", ["mpi"], ""),
+        (0, None, "cuda", ["mpi", "closed", "nccl"], ""),
+    ):
+        start.started, start.gpus, start.missing = [], gpus, missing
+        train._start(wanted)
+        assert (start.started, capsys.readouterr().out) == (expected, shown)
+
+
+def test_ranks_on_different_devices_and_gpus_that_cannot_be_connected_are_refused(monkeypatch, capsys):
+    start = Start(monkeypatch, [("cpu", ""), ("cpu", "")])
+    start.gpus = 1
+    with pytest.raises(SystemExit) as ended:
+        train._start("auto")
+    shown = capsys.readouterr().err
+    assert (ended.value.code, start.started) == (2, ["mpi"])
+    assert "different devices:\n  rank 0: cuda\n  ranks 1, 2: cpu\nTake --device cpu" in shown
+    start.others, start.problem = [], ax.NcclError("two ranks use one GPU")
+    with pytest.raises(SystemExit) as ended:
+        train._start("auto")
+    assert ended.value.code == 2
+    assert "error: two ranks use one GPU\nOr train on the CPU: --device cpu" in capsys.readouterr().err
 
 
 # ---- whole jobs -------------------------------------------------------------------------------------------------

@@ -175,6 +175,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(world, tiny, tmp_path, share
                 rf"dp x tp x pp = 8 x 1 x 1 = 8, but there are {world.size} ranks: take .* or start 8 ranks",
             ),
             ({"pp": 2, "micro_batches": 9}, "micro_batches: expected at most .* got 9"),
+            ({"device": "cuda"}, r"device: 'cuda' needs a world of GPUs, as init_process_group\('nccl'\)"),
         )
     }
     assert len(operations) == 1  # the settings were compared, and nothing else was sent

@@ -76,3 +76,11 @@ def test_every_part_of_a_group_of_one_is_such_a_group() -> None:
     for made in (backend.split([0]), backend.partition([[0]])):
         assert isinstance(made, LocalBackend)
         assert (made.rank, made.size, made.timeout) == (0, 1, 5)
+
+
+def test_its_memory_is_on_one_device_and_what_it_sends_for_the_library_on_the_cpu() -> None:
+    backend = LocalBackend(memory=torch.device("meta"))
+    for own in (backend, backend.partition([[0]]), LocalBackend().on(torch.device("meta"))):
+        assert own.place.type == own.node_empty([3], torch.float32).device.type == "meta"
+    assert backend.control.place.type == "cpu"
+    assert ax.ProcessGroup(backend).all_gather_object([X.to("meta").shape]) == [[X.shape]]

@@ -215,6 +215,29 @@ def test_what_is_private_in_torch_is_used_in_one_file() -> None:
     assert uses == {"utils.torch_internals"}
 
 
+def test_what_is_asked_of_a_gpu_is_asked_in_one_file() -> None:
+    uses = {
+        module
+        for module, path in SOURCES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if _is_of_cuda(node)
+    }
+    assert uses == {"utils.device"}
+
+
+def _is_of_cuda(node: ast.AST) -> bool:
+    """Say whether code uses torch.cuda: as an attribute, by an import, or as a device that has its methods."""
+    if isinstance(node, ast.Attribute):
+        is_torch = isinstance(node.value, ast.Name) and node.value.id == "torch"
+        return (is_torch and node.attr == "cuda") or node.attr in ("is_cuda", "record_stream", "pin_memory")
+    if isinstance(node, ast.Import):
+        return any(alias.name.startswith("torch.cuda") for alias in node.names)
+    if isinstance(node, ast.ImportFrom) and node.module:
+        names = {alias.name for alias in node.names}
+        return node.module.startswith("torch.cuda") or (node.module == "torch" and "cuda" in names)
+    return isinstance(node, ast.keyword) and node.arg == "pin_memory"
+
+
 def test_files_are_short_or_say_why_not() -> None:
     too_long = []
     for module, path in SOURCES.items():

@@ -9,14 +9,15 @@ as a hang at worst: `AXONMPI_DEBUG=1` compares them first, over the CPUs.
 Where the receiver cannot know sizes, ranks tell each other over the CPUs, if the group has them, before the GPU is
 told: all_gather without `sizes`, gather, scatter, all_to_all of free shapes.
 
+The file is long because it is a communicator from its making to its end; what NCCL does with tensors is in
+`collectives.py`, messages are in `messages.py`.
+
 Source: NCCL's user guide, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/, and nccl4py 0.6.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,20 +37,18 @@ from ..concat_view import FlatParts
 from ..handshake import PAYLOAD_BYTES, describe, described
 from ..local import LocalBackend
 from ..objects import all_gather_object
-from ..reduction import reduce_in_rank_order
 from ..shared.counters import NodeCounters
 from ..worker import AtOnce
 from . import library
 from .bootstrap import agree_on, connect_all, exchange_unique_id, make_unique_id
+from .collectives import StreamCollectives
 from .devices import check_choices, choose_device
-from .dtypes import as_bytes, bytes_or_native, in_memory, nccl_op, reduced_dtype, reducible_view
+from .dtypes import is_native_reduction
 from .library import NcclUniqueId
-from .messages import Channel, Posted, PostedWork, rounds_of
+from .messages import Channel, Messages
 from .work import NcclWork
 
 __all__ = ["NcclBackend"]
-
-_CONTIGUOUS = torch.contiguous_format
 
 
 class NcclBackend(Backend):
@@ -122,8 +121,8 @@ class NcclBackend(Backend):
         self._core = nccl.core
         self._device: Device = device_at(place)
         self._main = Channel(communicator, self._device)
-        self._channels: dict[tuple[int, int], Channel] = {}
-        self._posted: list[Posted] = []
+        self._collectives = StreamCollectives(nccl.core, self._main, self._device, rank, size)
+        self._messages = Messages(nccl.core, self._device, self._main, self._launch)
         self._compares = host is not None and compares_calls()
 
     @classmethod
@@ -235,7 +234,7 @@ class NcclBackend(Backend):
 
     def synchronize(self) -> None:
         """Block until the GPU has done all that this process told it; local."""
-        self._flush()
+        self._messages.flush()
         self._device.synchronize()
         self._check_healthy("synchronize", self._main)
 
@@ -263,13 +262,21 @@ class NcclBackend(Backend):
 
     def _run(self, async_op: bool, call: Call, move: Callable[..., Any], *args: Any) -> Any:
         check_flags(async_op=async_op)
-        self._check_open(call.operation)
-        if self._compares:
-            self._compare(call)
+        self._prepare(call)
         carrier = self._carrier(call, args)
         if carrier is not self:
             return carrier._run(async_op, call, getattr(carrier, move.__name__), *args)
-        self._flush()
+        return self._tell(async_op, call, move, *args)
+
+    def _prepare(self, call: Call) -> None:
+        """Compare the ranks' calls, where that is asked for; collective then."""
+        self._check_open(call.operation)
+        if self._compares:
+            self._compare(call)
+
+    def _tell(self, async_op: bool, call: Call, move: Callable[..., Any], *args: Any) -> Any:
+        """Tell the GPU an operation whose arguments are checked; collective."""
+        self._messages.flush()
         work = self._launch(self._main, call, self._execute, call.operation, call.nbytes, move, call, *args)
         if async_op:
             return work
@@ -316,7 +323,10 @@ class NcclBackend(Backend):
         device = self._device
         self._check_healthy(operation, channel)
         device.wait(channel.stream, device.record(device.current_stream()))
-        value = move(*args)
+        try:
+            value = move(*args)
+        except self.failures as error:
+            raise self._failure(str(operation), error) from error
         check = partial(self._check_waiting, channel=channel)
         return NcclWork(operation, device, device.record(channel.stream), value, check)
 
@@ -344,195 +354,41 @@ class NcclBackend(Backend):
         if len(set(keys.tolist())) > 1:
             raise mismatch_error(all_gather_object(self.host, str(call)))
 
-    @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Let torch compute on the group's stream for the duration of a `with` block; local."""
-        with self._device.within(self._main.stream):
-            yield
-
-    def _keep(self, *tensors: Tensor) -> None:
-        for tensor in tensors:
-            self._device.keep(tensor, self._main.stream)
-
-    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate a result, for the caller's stream; local."""
-        made = torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        self._keep(made)
-        return made
-
-    def _ready(self, tensor: Tensor) -> Tensor:
-        """Return contiguous memory with the values of a tensor that is only read, as NCCL can copy it; local."""
-        self._keep(tensor)
-        with self._on_stream():
-            return bytes_or_native(in_memory(tensor))
-
-    @contextmanager
-    def _written(self, tensor: Tensor, dtype: torch.dtype, *, writes: bool = True) -> Iterator[Tensor]:
-        """Give contiguous memory of `dtype` with a tensor's values, and write it back where it is other memory."""
-        self._keep(tensor)
-        if writes:
-            torch.autograd.graph.increment_version(tensor)
-        if tensor.is_contiguous() and tensor.dtype == dtype and not tensor.is_conj() and not tensor.is_neg():
-            yield tensor
-            return
-        with self._on_stream():
-            values = tensor.to(dtype).contiguous()
-            values = values.clone() if values.data_ptr() == tensor.data_ptr() else values
-            yield values
-            if writes:
-                tensor.copy_(values)
-
-    # ---- reductions ---------------------------------------------------------------------------------------
+    # ---- what the GPU is told -----------------------------------------------------------------------------
 
     def _reduce(self, call: Call, tensor: Tensor) -> None:
-        assert call.dtype is not None
         assert call.op is not None
-        if call.dtype.is_complex and call.op is ReduceOp.PRODUCT:
-            self._multiply(call, tensor)
-            return
-        main, op = self._main, nccl_op(self._core, call.dtype, call.op)
-        writes = call.root in (None, self.rank)
-        with self._written(tensor, reduced_dtype(call.dtype), writes=writes) as values:
-            sent = reducible_view(values)
-            main.communicator.reduce(sent, sent, op, call.root, stream=main.handle)
-
-    def _multiply(self, call: Call, tensor: Tensor) -> None:
-        """Multiply complex numbers, which NCCL does not know; local, on the GPU."""
-        assert call.dtype is not None
-        assert call.op is not None
-        sent = self._ready(tensor)
-        with self._on_stream():
-            parts = torch.empty((self.size, *tensor.shape), dtype=call.dtype, device=self.device)
-            self._main.communicator.allgather(sent, as_bytes(parts), stream=self._main.handle)
-            if call.root in (None, self.rank):
-                reduce_in_rank_order(list(parts), call.op, tensor)
+        self._collectives.reduce(tensor, call.op, call.root)
 
     def reduce_together(self, tensors: Sequence[Tensor], op: ReduceOp) -> bool:
         """Reduce each tensor over all ranks, in place, in one launch; collective. See `Backend`."""
-        calls = [self._call("all_reduce", tensor.dtype, tensor.shape, op) for tensor in tensors]
-        if self._compares:
-            layout = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
-            numel = sum(tensor.numel() for tensor in tensors)
-            self._compare(self._call("all_reduce", tensors[0].dtype, (numel,), op, layout=layout))
-        if op is ReduceOp.PRODUCT and any(tensor.dtype.is_complex for tensor in tensors):
+        if not all(is_native_reduction(tensor.dtype, op) for tensor in tensors):
             return False  # takes several steps, and a group is launched at its end
-
-        def move() -> None:
-            with ExitStack() as after:  # what is written back is so behind the group
-                memory = [
-                    reducible_view(after.enter_context(self._written(tensor, reduced_dtype(tensor.dtype))))
-                    for tensor in tensors
-                ]
-                with self._core.group():
-                    for call, sent in zip(calls, memory, strict=True):
-                        assert call.dtype is not None
-                        assert call.op is not None
-                        how = nccl_op(self._core, call.dtype, call.op)
-                        self._main.communicator.allreduce(sent, sent, how, stream=self._main.handle)
-
-        self._flush()
-        nbytes = sum(call.nbytes for call in calls)
-        self._launch(self._main, "all_reduce", self._execute, "all_reduce", nbytes, move).wait(self.timeout)
+        layout = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+        shape = (sum(tensor.numel() for tensor in tensors),)
+        call = self._call("all_reduce", tensors[0].dtype, shape, op, layout=layout)
+        self._prepare(call)
+        self._tell(False, call, lambda _: self._collectives.reduce_together(tensors, op))
         return True
 
     def _reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
-        assert call.dtype is not None
-        self._keep(tensor)
-        rows = list(split_sizes(tensor.shape[dim], self.size))
-        rest = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
-        wide = reduced_dtype(call.dtype)
-        result = self._empty((*tensor.shape[:dim], rows[self.rank], *tensor.shape[dim + 1 :]), call.dtype)
-        with self._on_stream():
-            moved = in_memory(tensor.movedim(dim, 0).to(wide))
-            is_direct = dim == 0 and wide == call.dtype
-            own = result if is_direct else torch.empty((rows[self.rank], *rest), dtype=wide, device=self.device)
-            self._reduce_parts(call, moved, rows, own)
-            return result if is_direct else result.copy_(own.movedim(0, dim))
-
-    def _reduce_parts(self, call: Call, moved: Tensor, rows: list[int], own: Tensor) -> None:
-        """Put this rank's rows of the reduced tensor into `own`, on the group's stream; collective."""
-        assert call.dtype is not None
         assert call.op is not None
-        main = self._main
-        if call.dtype.is_complex and call.op is ReduceOp.PRODUCT:
-            whole = moved.clone()
-            self._multiply(self._call("all_reduce", moved.dtype, moved.shape, call.op), whole)
-            own.copy_(whole.split(rows)[self.rank])
-            return
-        if not moved.numel():
-            return
-        op = nccl_op(self._core, call.dtype, call.op)
-        if len(set(rows)) == 1:
-            main.communicator.reduce_scatter(reducible_view(moved), reducible_view(own), op, stream=main.handle)
-            return
-        with self._core.group():
-            for rank, part in enumerate(moved.split(rows)):
-                if part.numel():
-                    sent = reducible_view(part)
-                    target = reducible_view(own) if rank == self.rank else sent
-                    main.communicator.reduce(sent, target, op, rank, stream=main.handle)
+        return self._collectives.reduce_scatter(tensor, call.op, dim)
 
     def _reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
-        wide = self._call("reduce_scatter", output.dtype, (sum(sizes),), call.op, 0)
-        self._keep(output, *parts.tensors)
-        torch.autograd.graph.increment_version(output)
-        with self._on_stream():
-            flat = parts.flat(reduced_dtype(output.dtype), self.device)
-            if flat.dtype == output.dtype:
-                self._reduce_parts(wide, flat, sizes, output)
-            else:
-                own = torch.empty(output.shape, dtype=flat.dtype, device=self.device)
-                self._reduce_parts(wide, flat, sizes, own)
-                output.copy_(own)
-
-    # ---- copies -------------------------------------------------------------------------------------------
+        assert call.op is not None
+        self._collectives.reduce_scatter_into(parts, call.op, output, sizes)
 
     def _broadcast(self, call: Call, tensor: Tensor) -> None:
         assert call.root is not None
-        main = self._main
-        with self._written(tensor, tensor.dtype, writes=self.rank != call.root) as values:
-            sent = bytes_or_native(values)
-            main.communicator.broadcast(sent, sent, call.root, stream=main.handle)
+        self._collectives.broadcast(tensor, call.root)
 
     def _all_gather(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
         rows = list(call.layout[0][1]) if call.layout is not None else self._tell_all(tensor.shape[dim])
-        self._keep(tensor)
-        result = self._empty((*tensor.shape[:dim], sum(rows), *tensor.shape[dim + 1 :]), tensor.dtype)
-        with self._on_stream():
-            moved = in_memory(tensor.movedim(dim, 0))
-            whole = result if dim == 0 else torch.empty_like(result.movedim(dim, 0), memory_format=_CONTIGUOUS)
-            self._gather_parts(whole, moved, rows)
-            return result if dim == 0 else result.copy_(whole.movedim(0, dim))
-
-    def _gather_parts(self, whole: Tensor, own: Tensor | None, rows: list[int]) -> None:
-        """Fill contiguous memory with the rows of all ranks, on the group's stream; collective.
-
-        Args:
-            whole: What is filled.
-            own: This rank's rows; None: they are there already.
-            rows: How many each rank has.
-        """
-        if not whole.numel():
-            return
-        main = self._main
-        parts = [bytes_or_native(part) for part in whole.split(rows)]
-        sent = parts[self.rank] if own is None else bytes_or_native(own)
-        if len(set(rows)) == 1:
-            main.communicator.allgather(sent, bytes_or_native(whole), stream=main.handle)
-            return
-        with self._core.group():
-            for rank, part in enumerate(parts):
-                if part.numel():
-                    source = sent if rank == self.rank else part
-                    main.communicator.broadcast(source, part, rank, stream=main.handle)
+        return self._collectives.all_gather(tensor, dim, rows)
 
     def _all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
-        self._keep(output, *([] if tensor is None else [tensor]))
-        torch.autograd.graph.increment_version(output)
-        with self._on_stream():
-            if tensor is not None:
-                output.split(sizes)[self.rank].copy_(tensor)
-            self._gather_parts(output, None, sizes)
+        self._collectives.all_gather_into(output, tensor, sizes)
 
     def _gather(self, call: Call, tensor: Tensor) -> list[Tensor] | None:
         rows = self._tell_all(tensor.shape[0] if tensor.dim() else 0)
@@ -541,10 +397,13 @@ class NcclBackend(Backend):
         assert call.root is not None
         sends[call.root] = tensor
         if self.rank != call.root:
-            self._exchange(sends, receives)
+            self._collectives.exchange(sends, receives)
             return None
-        parts = [self._empty((size, *tensor.shape[1:]) if tensor.dim() else (), tensor.dtype) for size in rows]
-        self._exchange(sends, parts)
+        parts = [
+            self._collectives.empty((size, *tensor.shape[1:]) if tensor.dim() else (), tensor.dtype)
+            for size in rows
+        ]
+        self._collectives.exchange(sends, parts)
         return parts
 
     def _scatter(self, call: Call, tensor: Tensor | None) -> Tensor:
@@ -552,11 +411,11 @@ class NcclBackend(Backend):
         blank = torch.zeros(PAYLOAD_BYTES, dtype=torch.uint8, device="cpu")
         told = self._gather_on_cpus(blank if tensor is None else describe(tensor))
         dtype, shape = described(told[call.root])
-        part = self._empty((split_sizes(shape[0], self.size)[self.rank], *shape[1:]), dtype)
+        part = self._collectives.empty((split_sizes(shape[0], self.size)[self.rank], *shape[1:]), dtype)
         sends: Sequence[Tensor | None] = [None] * self.size if tensor is None else tensor.tensor_split(self.size)
         receives: list[Tensor | None] = [None] * self.size
         receives[call.root] = part
-        self._exchange(sends, receives)
+        self._collectives.exchange(sends, receives)
         return part
 
     def _all_to_all(self, call: Call, tensors: list[Tensor]) -> list[Tensor]:
@@ -568,20 +427,9 @@ class NcclBackend(Backend):
             own = torch.stack([describe(tensor) for tensor in tensors])
             told = self._gather_on_cpus(own.view(-1)).view(self.size, self.size, PAYLOAD_BYTES)
             forms = [described(row) for row in told[:, self.rank].contiguous()]
-        received = [self._empty(shape, dtype) for dtype, shape in forms]
-        self._exchange(tensors, received)
+        received = [self._collectives.empty(shape, dtype) for dtype, shape in forms]
+        self._collectives.exchange(tensors, received)
         return received
-
-    def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
-        """Send entry i to rank i and receive entry i from there, in one launch; local. None: nothing."""
-        main = self._main
-        ready = [None if tensor is None else self._ready(tensor) for tensor in sends]
-        with self._core.group():
-            for rank, (sent, received) in enumerate(zip(ready, receives, strict=True)):
-                if sent is not None and sent.numel():
-                    main.communicator.send(sent, rank, stream=main.handle)
-                if received is not None and received.numel():
-                    main.communicator.recv(bytes_or_native(received), rank, stream=main.handle)
 
     def _tell_all(self, size: int) -> list[int]:
         """Return a number of each rank, in rank order; collective over the CPUs."""
@@ -597,18 +445,13 @@ class NcclBackend(Backend):
         if self.host is not None:
             told: Tensor = self.host.all_gather(content.view(1, -1))
             return told
-        with self._on_stream():
-            whole = torch.empty((self.size, content.numel()), dtype=torch.uint8, device=self.device)
-            self._main.communicator.allgather(content.to(self.device), whole, stream=self._main.handle)
-            return whole.cpu()
+        return self._collectives.all_gather_bytes(content)
 
     def _barrier(self, call: Call) -> None:
-        main = self._main
-        with self._on_stream():
-            one = torch.zeros(1, dtype=torch.uint8, device=self.device)
-            main.communicator.allreduce(one, one, self._core.NcclRedOp.MAX, stream=main.handle)
-        check = partial(self._check_waiting, channel=main)
-        NcclWork("barrier", self._device, self._device.record(main.stream), None, check).block(self.timeout)
+        self._collectives.barrier()
+        done = self._device.record(self._main.stream)
+        check = partial(self._check_waiting, channel=self._main)
+        NcclWork("barrier", self._device, done, None, check).block(self.timeout)
 
     # ---- groups -------------------------------------------------------------------------------------------
 
@@ -628,7 +471,7 @@ class NcclBackend(Backend):
 
     def _split(self, color: int | None, order: Sequence[int]) -> Any:
         key = order.index(self.rank) if color is not None else 0
-        self._flush()
+        self._messages.flush()
         self._device.block(self._device.record(self._main.stream))  # NCCL wants nothing to be under way
         try:
             return _on_device(self.device, lambda: self._main.communicator.split(color, key))
@@ -639,24 +482,24 @@ class NcclBackend(Backend):
 
     def connect_pairs(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Give each direction of each pair a communicator and a stream of its own; collective. See `Backend`."""
-        for together in rounds_of([pair for pair in pairs if pair not in self._channels]):
+        for together in self._messages.rounds_to_connect(pairs):
             color = next((number for number, pair in enumerate(together) if self.rank in pair), None)
             communicator = self._split(color, together[color or 0])
             if color is not None:
-                self._channels[together[color]] = Channel(communicator, self._device)
+                self._messages.add_channel(together[color], Channel(communicator, self._device))
 
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
         carrier = self._carrier_of(tensor, "isend")
         if carrier is not self:
             return carrier._isend(tensor, dst, tag)
-        return self._post("isend", tensor, self.rank, dst, tag)
+        return self._messages.post(tensor, self.rank, dst, tag, sends=True)
 
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
         carrier = self._carrier_of(tensor, "irecv")
         if carrier is not self:
             return carrier._irecv(tensor, src, tag)
         torch.autograd.graph.increment_version(tensor)
-        return self._post("irecv", tensor, src, self.rank, tag)
+        return self._messages.post(tensor, src, self.rank, tag, sends=False)
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
         carrier = self._carrier_of(tensor, "send")
@@ -671,56 +514,6 @@ class NcclBackend(Backend):
             carrier._recv(tensor, src, tag)
         else:
             self._irecv(tensor, src, tag).wait()
-
-    def _post(self, operation: str, tensor: Tensor, src: int, dst: int, tag: int) -> Work:
-        """Send or receive on the pair's channel, or together with what is posted until somebody waits; local."""
-        channel = self._channels.get((src, dst))
-        sends = operation == "isend"
-        posted = Posted(sends, tensor, dst if sends else src, self._device.record(self._device.current_stream()))
-        if channel is not None:  # of two ranks, the source is 0
-            return self._launch(channel, operation, self._move, channel, [replace(posted, peer=int(sends))])
-        if tag:
-            raise ValueError(
-                f"tag: expected 0 for tensors on a GPU, got {tag}: NCCL has no tags; messages between two ranks "
-                "have to be received in the order in which they are sent"
-            )
-        self._posted.append(posted)
-        return PostedWork(self._flush, posted)
-
-    def _flush(self) -> None:
-        """Tell the GPU all messages that were posted, in one launch, so that none waits for another; local."""
-        posted, self._posted = self._posted, []
-        if not posted:
-            return
-        for message in posted:
-            self._device.wait(self._main.stream, message.ready)
-        try:  # the observer was told of each message when it was posted
-            work = self._launch(self._main, "messages", self._move, self._main, posted)
-        except self.failures as error:
-            raise self._failure("messages", error) from error
-        for message in posted:
-            message.work.append(work)
-
-    def _move(self, channel: Channel, messages: Iterable[Posted]) -> None:
-        device, communicator = self._device, channel.communicator
-        back: list[tuple[Tensor, Tensor]] = []
-        with device.within(channel.stream):
-            with self._core.group():
-                for message in messages:
-                    tensor = message.tensor
-                    device.keep(tensor, channel.stream)
-                    if message.sends:
-                        memory = in_memory(tensor)
-                    elif tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-                        memory = tensor
-                    else:
-                        memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-                        back.append((tensor, memory))
-                    if tensor.numel():
-                        move = communicator.send if message.sends else communicator.recv
-                        move(as_bytes(memory), message.peer, stream=channel.handle)  # the dtypes may differ
-            for tensor, memory in back:
-                tensor.copy_(memory)
 
     # ---- memory -------------------------------------------------------------------------------------------
 
@@ -762,8 +555,7 @@ class NcclBackend(Backend):
         if not self.is_open:
             return
         self.invalidate("it was aborted")
-        self._posted.clear()
-        for channel in (*self._channels.values(), self._main):
+        for channel in (*self._messages.channels, self._main):
             channel.communicator.abort()
 
     def check_peers(self, what: str, peer: int | None = None) -> None:
@@ -774,10 +566,10 @@ class NcclBackend(Backend):
 
     def _release(self) -> None:
         self._closed = None
-        self._flush()
+        self._messages.flush()
         self._closed = "it was closed by destroy_process_group() or close()"
         self._device.synchronize()
-        for channel in (*self._channels.values(), self._main):
+        for channel in (*self._messages.channels, self._main):
             channel.communicator.destroy()
         if self.host is not None:
             self.host.close()
@@ -799,5 +591,5 @@ def _checked_place(device: object) -> torch.device:
 
 def _on_device(place: torch.device, connect: Callable[[], Any]) -> Any:
     """Call a function while a GPU is this thread's current one; local."""
-    device_at(place).use()
-    return connect()
+    with device_at(place).selected():
+        return connect()

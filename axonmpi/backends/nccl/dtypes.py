@@ -22,7 +22,17 @@ from torch import Tensor
 
 from ...types import ReduceOp
 
-__all__ = ["NATIVE", "as_bytes", "bytes_or_native", "in_memory", "nccl_op", "reduced_dtype", "reducible_view"]
+__all__ = [
+    "NATIVE",
+    "as_bytes",
+    "bytes_or_native",
+    "in_memory",
+    "is_native_reduction",
+    "is_plain",
+    "nccl_op",
+    "reduced_dtype",
+    "reducible_view",
+]
 
 _NATIVE_NAMES = (
     *("float16", "float32", "float64", "bfloat16", "int8", "int32", "int64", "uint8", "uint32", "uint64"),
@@ -48,6 +58,11 @@ _OPS = {
 _LOGICAL = {ReduceOp.SUM: "MAX", ReduceOp.MAX: "MAX", ReduceOp.PRODUCT: "MIN", ReduceOp.MIN: "MIN"}
 
 
+def is_native_reduction(dtype: torch.dtype, op: ReduceOp) -> bool:
+    """Say whether NCCL can reduce tensors of a dtype, seen as `reducible_view` shows them; local."""
+    return not (dtype.is_complex and op is ReduceOp.PRODUCT)
+
+
 def reduced_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which tensors are reduced; local."""
     return _WIDER.get(dtype, dtype)
@@ -70,6 +85,11 @@ def bytes_or_native(tensor: Tensor) -> Tensor:
     if tensor.dtype in NATIVE:
         return tensor
     return as_bytes(tensor)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Say whether a tensor is one piece of memory in the order of its elements, with their values; local."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def in_memory(tensor: Tensor) -> Tensor:

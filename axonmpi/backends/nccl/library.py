@@ -18,7 +18,7 @@ import torch
 
 from ...errors import NcclError
 
-__all__ = ["Library", "NcclUniqueId", "load", "nccl_error", "nccl_version"]
+__all__ = ["Library", "NcclUniqueId", "library_text", "load", "nccl_error", "nccl_version"]
 
 UNIQUE_ID_BYTES = 128
 """NCCL_UNIQUE_ID_BYTES of nccl.h."""
@@ -150,6 +150,17 @@ def nccl_version() -> tuple[int, int, int]:
     """
     version = load().core.get_version().libnccl.version
     return version.major, version.minor, version.micro
+
+
+def library_text() -> str:
+    """Describe NCCL and its binding: versions, the CUDA that it is for, and where it is; local, needs no GPU.
+
+    Raises:
+        NcclError: NCCL cannot be loaded.
+    """
+    found = load().core.get_version()
+    variant = "" if found.libnccl.cuda_variant is None else f" for CUDA {found.libnccl.cuda_variant}"
+    return f"{found.libnccl.version}{variant} from {found.libnccl.path}, through nccl4py {found.nccl4py}"
 
 
 def nccl_error(what: str, error: Exception, communicator: Any = None) -> NcclError:

@@ -8,17 +8,20 @@ for each direction: a message is under way as soon as it is sent, beside all oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ...errors import CommunicatorError
 from ...types import Seconds, Work
 from ...utils.device import Device
+from .dtypes import as_bytes, in_memory, is_plain
 from .work import NcclWork
 
-__all__ = ["Channel", "Posted", "PostedWork", "rounds_of"]
+__all__ = ["Channel", "Messages"]
 
 
 class Channel:
@@ -41,13 +44,13 @@ class Channel:
 
 
 @dataclass
-class Posted:
+class _Posted:
     """A message that the GPU is still to be told.
 
     Attributes:
         sends: Whether this rank sends it.
         tensor: What is sent, or where it goes.
-        peer: The other rank.
+        peer: The other rank, as the communicator numbers it.
         ready: The event after which the tensor may be used.
         work: The launch, once there is one.
     """
@@ -56,52 +59,130 @@ class Posted:
     tensor: Tensor
     peer: int
     ready: Any
-    work: list[NcclWork] = field(default_factory=list)
+    work: NcclWork | None = None
 
 
-class PostedWork(Work):
-    """A message that is told to the GPU when somebody waits for it.
+class _PostedWork(Work):
+    """A message that the GPU is told when somebody waits for it."""
 
-    Args:
-        flush: Tells the GPU all that is posted.
-        posted: The message.
-    """
-
-    def __init__(self, flush: Callable[[], None], posted: Posted) -> None:
+    def __init__(self, flush: Callable[[], None], posted: _Posted) -> None:
         self._flush = flush
         self._posted = posted
 
-    def _work(self) -> NcclWork:
-        if not self._posted.work:
+    def _launched(self) -> NcclWork:
+        if self._posted.work is None:
             self._flush()
-        return self._posted.work[0]
+        if self._posted.work is None:  # the launch of all that was posted has failed
+            raise CommunicatorError("this message was never sent or received: an earlier operation has failed")
+        return self._posted.work
 
     def wait(self, timeout: Seconds | None = None) -> None:
         """Let what this thread tells the GPU from now on begin after the message; see `NcclWork.wait`."""
-        self._work().wait(timeout)
+        self._launched().wait(timeout)
 
     def done(self) -> bool:
         """Say whether the GPU has sent or received the message."""
-        return self._work().done()
+        return self._launched().done()
 
     def result(self) -> None:
         """Wait; a message has no value."""
         self.wait()
 
 
-def rounds_of(pairs: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Divide pairs of ranks into rounds in which each rank is in one pair at most; local.
+class Messages:
+    """The messages of a group.
 
-    Pairs of a rank with itself are left out.
+    Args:
+        core: nccl4py.
+        device: This rank's GPU.
+        main: The group's own channel.
+        launch: Tells a channel's stream to do something: channel, what it is called, function, arguments.
     """
-    rounds: list[list[tuple[int, int]]] = []
-    for pair in pairs:
-        if pair[0] == pair[1]:
-            continue
-        free = (each for each in rounds if not any(rank in other for other in each for rank in pair))
-        chosen = next(free, None)
-        if chosen is None:
-            rounds.append([pair])
-        else:
-            chosen.append(pair)
-    return rounds
+
+    def __init__(self, core: Any, device: Device, main: Channel, launch: Callable[..., NcclWork]) -> None:
+        self._core = core
+        self._device = device
+        self._main = main
+        self._launch = launch
+        self._connected: set[tuple[int, int]] = set()
+        self._channels: dict[tuple[int, int], Channel] = {}
+        self._posted: list[_Posted] = []
+
+    @property
+    def channels(self) -> list[Channel]:
+        """Those of this rank's pairs."""
+        return list(self._channels.values())
+
+    def rounds_to_connect(self, pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+        """Divide pairs that are not connected yet into rounds in which each rank is in one pair at most; local.
+
+        A rank and itself are no pair.
+        """
+        rounds: list[list[tuple[int, int]]] = []
+        for pair in dict.fromkeys(pairs):
+            if pair[0] == pair[1] or pair in self._connected:
+                continue
+            self._connected.add(pair)
+            free = (each for each in rounds if not any(rank in other for other in each for rank in pair))
+            chosen = next(free, None)
+            if chosen is None:
+                rounds.append([pair])
+            else:
+                chosen.append(pair)
+        return rounds
+
+    def add_channel(self, pair: tuple[int, int], channel: Channel) -> None:
+        """Use a channel for messages from one rank to another, in whose communicator they are 0 and 1; local."""
+        self._channels[pair] = channel
+
+    def post(self, tensor: Tensor, src: int, dst: int, tag: int, *, sends: bool) -> Work:
+        """Send or receive a message: at once on the pair's channel, else when somebody waits; local.
+
+        Raises:
+            ValueError: There is no channel, and `tag` is not 0.
+        """
+        channel = self._channels.get((src, dst))
+        if channel is not None:
+            posted = _Posted(sends, tensor, int(sends), None)
+            return self._launch(channel, "isend" if sends else "irecv", self._move, channel, [posted])
+        if tag:
+            raise ValueError(
+                f"tag: expected 0 for tensors on a GPU, got {tag}: NCCL has no tags; messages between two ranks "
+                "have to be received in the order in which they are sent"
+            )
+        ready = self._device.record(self._device.current_stream())
+        posted = _Posted(sends, tensor, dst if sends else src, ready)
+        self._posted.append(posted)
+        return _PostedWork(self.flush, posted)
+
+    def flush(self) -> None:
+        """Tell the GPU all messages that were posted, in one launch, so that none waits for another; local."""
+        if not self._posted:
+            return
+        posted, self._posted = self._posted, []
+        for message in posted:
+            self._device.wait(self._main.stream, message.ready)
+        work = self._launch(self._main, "messages", self._move, self._main, posted)
+        for message in posted:
+            message.work = work
+
+    def _move(self, channel: Channel, messages: Sequence[_Posted]) -> None:
+        device, communicator = self._device, channel.communicator
+        with device.within(channel.stream):
+            memory = [self._memory(message, channel) for message in messages]
+            with self._core.group():
+                for message, values in zip(messages, memory, strict=True):
+                    if values.numel():
+                        move = communicator.send if message.sends else communicator.recv
+                        move(as_bytes(values), message.peer, stream=channel.handle)  # the dtypes may differ
+            for message, values in zip(messages, memory, strict=True):
+                if not message.sends and values is not message.tensor:
+                    message.tensor.copy_(values)
+
+    def _memory(self, message: _Posted, channel: Channel) -> Tensor:
+        """Return contiguous memory to send from or receive into, on the channel's stream; local."""
+        tensor = message.tensor
+        self._device.keep(tensor, channel.stream)
+        if message.sends:
+            return in_memory(tensor)
+        return tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ...comm import destroy_process_group, init_process_group
+from ...errors import LaunchError
 from ...groups.world import World
 from ...launch.variables import launched_ranks
-from ...testing.launcher import launch
+from ...testing.launcher import LaunchResult, launch
+from ...testing.mpirun import find_mpirun
+from ...utils.device import gpu_count
 from .. import parse_arguments, positive
 from . import data_parallel, overhead, pipeline, tensor
 from .collectives import measure as collectives
@@ -64,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif launched_ranks() > 1 or options.here:
         results = [_measure_here(benchmark, options)]
     else:
-        results = [_measure_on(ranks, benchmark, arguments) for ranks in options.ranks or benchmark.ranks]
+        results = [
+            _measure_on(ranks, benchmark, arguments) for ranks in options.ranks or _numbers(benchmark, options)
+        ]
     shown = [result for result in results if result]
     if not shown:
         return 0
@@ -82,9 +88,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 # ---- running ----------------------------------------------------------------------------------------------------
 
 
+def _numbers(benchmark: Benchmark, options: argparse.Namespace) -> list[int]:
+    """Return the numbers of ranks to measure on: for GPUs one, and those of two, four ... that there are; local."""
+    if options.device == "cpu":
+        return list(benchmark.ranks)
+    return [1, *(ranks for ranks in (2, 4, 8) if ranks <= gpu_count())]
+
+
 def _measure_here(benchmark: Benchmark, options: argparse.Namespace) -> Figures | None:
     """Measure on the ranks of this job, and return the figures on rank 0; collective."""
-    world = init_process_group()
+    world = init_process_group("mpi" if options.device == "cpu" else "nccl")
     result = benchmark.measure(world, options)
     is_first = world.rank == 0
     destroy_process_group()  # not after an exception: it waits for the other ranks, who may wait for this one
@@ -102,15 +115,13 @@ def _measure_on(ranks: int, benchmark: Benchmark, arguments: Sequence[str]) -> F
 
 def _run_job(ranks: int, arguments: Sequence[str]) -> Figures:
     """Start this command on several ranks, and return the figures that it prints."""
-    job = launch(
-        ranks,
-        "-m",
-        "axonmpi",
-        "bench",
-        *arguments,
-        timeout=_TIMEOUT_SECONDS,
-        env={"GLOO_SOCKET_IFNAME": "lo"},
-    )
+    program = ["-m", "axonmpi", "bench", *arguments]
+    job: LaunchResult | subprocess.CompletedProcess[str]
+    if ranks == 1 and not _has_mpirun():
+        command = [sys.executable, *program]
+        job = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
+    else:
+        job = launch(ranks, *program, timeout=_TIMEOUT_SECONDS, env={"GLOO_SOCKET_IFNAME": "lo"})
     for line in job.stdout.splitlines():
         if line.startswith(_MARK):
             result: Figures = json.loads(line.removeprefix(_MARK))
@@ -118,6 +129,15 @@ def _run_job(ranks: int, arguments: Sequence[str]) -> Figures:
     raise SystemExit(
         f"the benchmark failed on {ranks} ranks (exit code {job.returncode}):\n{job.stderr}{job.stdout}"
     )
+
+
+def _has_mpirun() -> bool:
+    """Say whether ranks can be started; local. One rank can be without."""
+    try:
+        find_mpirun()
+    except LaunchError:
+        return False
+    return True
 
 
 # ---- options ----------------------------------------------------------------------------------------------------
@@ -149,6 +169,7 @@ def _add_options(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
         help="how often each variant takes its turn (default: 15)",
         metavar="N",
     )
+    parser.set_defaults(device="cpu")
     parser.add_argument("--json", type=_file, metavar="FILE", help="write the figures to FILE as well")
     here = ("axonmpi", "mpi") if benchmark.measure_mpi else ("axonmpi",)
     parser.add_argument("--here", nargs="?", choices=here, const="axonmpi", help=argparse.SUPPRESS)
@@ -179,6 +200,11 @@ def _add_collectives_options(parser: argparse.ArgumentParser) -> None:
         default=["all_reduce"],
         help=f"some of {', '.join(collectives.OPERATIONS)} (default: all_reduce)",
         metavar="NAME",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="where tensors are: with cuda by NCCL, beside torch.distributed's (default: cpu)",
     )
     parser.add_argument(
         "--dtypes",
@@ -222,7 +248,7 @@ def _size(text: str) -> int:
 
 BENCHMARKS: dict[str, Benchmark] = {
     "collectives": Benchmark(
-        "collectives of many sizes: ours, MPI's own, gloo's, and a plain copy",
+        "collectives of many sizes: ours, MPI's own, torch.distributed's, and a plain copy",
         lambda world, options: collectives.measure(
             world, options.blocks, options.operations, options.dtypes, options.sizes
         ),

@@ -1,4 +1,8 @@
-"""The common parts of the benchmarks: variants that take turns, torch on gloo beside MPI, the number of cores."""
+"""The common parts of the benchmarks: variants that take turns, clocks, torch.distributed, the number of cores.
+
+A clock tells how long calls take: on the CPU by its own time, on a GPU by events before and after them, or by what
+the CPU spends on telling it.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +19,22 @@ import torch.distributed as dist
 from ...comm import all_gather_object, all_reduce_max, barrier, broadcast_object
 from ...groups.world import World
 from ...launch.cpu import usable_cores
+from ...utils.device import Device, device_at
 
 __all__ = [
     "AXONMPI",
+    "WALL",
     "Agreement",
+    "Clock",
     "all_gather_flat",
     "calls_for",
     "count_cores",
+    "device_clock",
     "interleave",
     "reduce_scatter_flat",
     "start_gloo",
+    "start_torch",
+    "telling_clock",
 ]
 
 MOST_CALLS = 16384
@@ -55,6 +65,38 @@ def _largest(value: float) -> float:
 
 AXONMPI = Agreement(barrier, _largest)
 
+Clock = Callable[[Callable[[], object], int], float]
+"""Makes a call so many times, and returns the seconds of one."""
+
+
+def device_clock(device: Device) -> Clock:
+    """Return what tells the time that a device takes for calls, one behind the other; local."""
+
+    def seconds(call: Callable[[], object], calls: int) -> float:
+        first = device.mark()
+        for _ in range(calls):
+            call()
+        return device.seconds_between(first, device.mark()) / calls
+
+    return seconds
+
+
+def telling_clock(device: Device) -> Clock:
+    """Return what tells the time of the CPU until calls return, whatever the device has still to do; local."""
+
+    def seconds(call: Callable[[], object], calls: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        taken = time.perf_counter() - begin
+        device.synchronize()
+        return taken / calls
+
+    return seconds
+
+
+WALL = device_clock(device_at(torch.device("cpu")))
+
 
 def interleave(
     variants: Mapping[str, Callable[[], object]],
@@ -63,6 +105,7 @@ def interleave(
     calls: int | Mapping[str, int],
     before: Callable[[], object] | None = None,
     ranks: Agreement = AXONMPI,
+    clock: Clock = WALL,
 ) -> dict[str, float]:
     """Time each variant in `blocks` short blocks, taking turns; collective.
 
@@ -74,6 +117,7 @@ def interleave(
         calls: Calls a block, of all variants or of each; the same on all ranks.
         before: Called before each round of turns, untimed.
         ranks: The operations by which the ranks agree.
+        clock: Tells the time of a block.
 
     Returns:
         The median of each variant's blocks, in seconds a call.
@@ -84,41 +128,43 @@ def interleave(
         if before is not None and block:
             before()
         for name, call in variants.items():
-            taken = _seconds_per_call(call, numbers[name], ranks)
+            taken = _seconds_per_call(call, numbers[name], ranks, clock)
             if block:
                 seconds[name].append(taken)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def calls_for(
-    variants: Mapping[str, Callable[[], object]], seconds: float, ranks: Agreement = AXONMPI
+    variants: Mapping[str, Callable[[], object]], seconds: float, ranks: Agreement = AXONMPI, clock: Clock = WALL
 ) -> dict[str, int]:
     """Find how many calls of each variant take about `seconds`; collective, the same on all ranks."""
-    return {name: _calls_for(call, seconds, ranks) for name, call in variants.items()}
+    return {name: _calls_for(call, seconds, ranks, clock) for name, call in variants.items()}
 
 
-def _calls_for(call: Callable[[], object], seconds: float, ranks: Agreement) -> int:
+def _calls_for(call: Callable[[], object], seconds: float, ranks: Agreement, clock: Clock) -> int:
     call()  # the first one may prepare what the others find
     calls = 1
     # The quicker of two: one of them may have prepared what the others find.
     while (
-        each := min(_seconds_per_call(call, calls, ranks) for _ in range(2))
+        each := min(_seconds_per_call(call, calls, ranks, clock) for _ in range(2))
     ) * calls < seconds / 4 and calls < MOST_CALLS:
         calls *= 4
     return max(1, min(MOST_CALLS, round(seconds / each)))
 
 
-def _seconds_per_call(call: Callable[[], object], calls: int, ranks: Agreement) -> float:
+def _seconds_per_call(call: Callable[[], object], calls: int, ranks: Agreement, clock: Clock) -> float:
     """Time `calls` calls, begun together; collective. Returns the slowest rank's time of one."""
     ranks.barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return ranks.largest((time.perf_counter() - start) / calls)
+    return ranks.largest(clock(call, calls))
 
 
 def start_gloo(world: World) -> None:
     """Start the default group of torch.distributed on gloo; collective. MPI carries the address of its store."""
+    start_torch(world, "gloo")
+
+
+def start_torch(world: World, backend: str) -> None:
+    """Start the default group of torch.distributed; collective. MPI carries the address of its store."""
     make_store: Any = dist.TCPStore  # type: ignore[attr-defined]  # public, yet not among the names that torch exports
     store: Any = None
     host = "127.0.0.1" if world.num_nodes == 1 else socket.gethostname()
@@ -127,7 +173,7 @@ def start_gloo(world: World) -> None:
     host, port = broadcast_object((host, store.port if store else 0))
     if store is None:
         store = make_store(host, port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
 
 
 def count_cores(world: World) -> int:

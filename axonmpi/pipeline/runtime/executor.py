@@ -8,13 +8,15 @@ and the state of the micro-batch's random numbers.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...utils.device import device_at
 from ..randomness import RandomStream, undisturbed
 from ..schedule.actions import Action, ActionKind, Schedule
 from ..schedule.timeline import Span
@@ -35,12 +37,12 @@ class Parcel(NamedTuple):
     Attributes:
         output: The stage's output; None for a stage that does not follow it.
         skips: The values stashed for that stage, by name.
-        random: State of the micro-batch's random numbers; None without a seed, and for other stages.
+        random: States of the micro-batch's random numbers; None without a seed, and for other stages.
     """
 
     output: Any
     skips: dict[str, Any]
-    random: Tensor | None
+    random: Sequence[Tensor] | None
 
 
 class Executor:
@@ -54,7 +56,8 @@ class Executor:
         wires: This rank's ends of the lines to other ranks.
         forms: Of the payloads; filled if they are not complete.
         step: Inputs, targets, outputs and losses.
-        times: Receives when each action ran, in seconds, if wanted; waiting for others is not counted.
+        times: Receives when each action ran, in seconds, if wanted; waiting for others is not counted. A GPU is
+            then waited for after each action.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Executor:
         self._times = times
         self._began = 0.0
         self._waiting: dict[tuple[Line, int], list[Tensor]] = {}
+        self._unposted: defaultdict[int, deque[tuple[Line, int]]] = defaultdict(deque)
 
     def run(self) -> None:
         """Perform all actions of this rank in order; collective over the pipeline's ranks."""
@@ -96,14 +100,22 @@ class Executor:
         frees = last_uses(trains=self._step.trains)
         with torch.set_grad_enabled(self._step.trains):
             for action in self._actions:
-                self._began = time.monotonic()
+                self._began = self._now()
                 perform[action.kind](action)
                 if self._times is not None:
-                    self._times.append(Span(action, self._began, time.monotonic()))
+                    self._times.append(Span(action, self._began, self._now()))
                 if action.kind in frees:
                     for (_, target), wire in self._wires.items():
                         if target == action.stage:
                             wire.free(action.micro_batch)
+
+    def _now(self) -> float:
+        """Return the time in seconds at which the device has done what it was told; 0 if no times are wanted."""
+        if self._times is None:
+            return 0.0
+        device = device_at(self._step.place)
+        device.block(device.record(device.current_stream()))
+        return time.monotonic()
 
     # ---- transfers --------------------------------------------------------------------------------------------
 
@@ -117,26 +129,37 @@ class Executor:
         wire.send(micro_batch, tensors)
 
     def _post(self, action: Action) -> None:
-        if not self._learning:  # else the form is not known yet
-            line, micro_batch = action.line, action.micro_batch
+        line, micro_batch = action.line, action.micro_batch
+        if self._learning:  # the form is not known yet
+            self._unposted[self._schedule.placement[line[0]]].append((line, micro_batch))
+        else:
             self._wires[line].post(micro_batch, self._forms.carried(line, micro_batch))
 
     def _take(self, line: Line, micro_batch: int) -> list[Tensor]:
         """Return the tensors that one stage has sent to another, which is on this rank."""
         if self._schedule.is_local(*line):
             return self._waiting.pop((line, micro_batch))
-        wire = self._wires[line]
-        if self._learning and line[0] < line[1]:
-            assert isinstance(wire, MessageWire)
-            self._forms[line, micro_batch] = wire.take_form(micro_batch)
-        return wire.take(micro_batch, self._forms.carried(line, micro_batch))
+        if self._learning:
+            self._learn(line, micro_batch)
+        return self._wires[line].take(micro_batch, self._forms.carried(line, micro_batch))
+
+    def _learn(self, line: Line, micro_batch: int) -> None:
+        """Learn the form of a message and of those that the same rank sends before it, and post their receives."""
+        unposted = self._unposted[self._schedule.placement[line[0]]]
+        while (line, micro_batch) in unposted:
+            other, number = unposted.popleft()
+            wire = self._wires[other]
+            if other[0] < other[1]:
+                assert isinstance(wire, MessageWire)
+                self._forms[other, number] = wire.take_form(number)
+            wire.post(number, self._forms.carried(other, number))
 
     # ---- forward ----------------------------------------------------------------------------------------------
 
     def _forward(self, action: Action) -> None:
         stage, micro_batch, step = action.stage, action.micro_batch, self._step
         arrived = {source: self._leaves((source, stage), micro_batch) for source in self._schedule.sources[stage]}
-        self._began = time.monotonic()
+        self._began = self._now()
         parcels: dict[int, Parcel] = {
             source: unpack(self._forms[(source, stage), micro_batch].skeleton, tensors)
             for source, tensors in arrived.items()
@@ -145,7 +168,7 @@ class Executor:
         if stage == 0:
             given, stream = step.inputs[micro_batch], step.begin_random(micro_batch)
         else:
-            given, stream = parcels[stage - 1].output, RandomStream(parcels[stage - 1].random)
+            given, stream = parcels[stage - 1].output, RandomStream(parcels[stage - 1].random, step.place)
         run, loss = self._runs[stage], None
         with skip_scope(skips) as stashed:
             with stream.drawn_from(alone=not run.communicates):
@@ -158,7 +181,7 @@ class Executor:
         for target in self._schedule.targets[stage]:
             skips = {name: left[name] for name, route in self._skips.items() if route == (stage, target)}
             follows = target == stage + 1
-            parcel = Parcel(output if follows else None, skips, stream.state if follows else None)
+            parcel = Parcel(output if follows else None, skips, stream.states if follows else None)
             sent[target] = self._hand_over((stage, target), micro_batch, parcel)
         if step.trains:
             run.record(micro_batch, arrived, sent, loss, 0.0 if loss is None else step.weights[micro_batch])
@@ -194,7 +217,7 @@ class Executor:
     def _backward(self, action: Action) -> None:
         stage, micro_batch = action.stage, action.micro_batch
         gradients = {t: self._take((t, stage), micro_batch) for t in self._schedule.targets[stage]}
-        self._began = time.monotonic()
+        self._began = self._now()
         run = self._runs[stage]
         with self._undisturbed(run):
             made = run.backward(micro_batch, gradients, divided=action.kind is ActionKind.BACKWARD_INPUT)

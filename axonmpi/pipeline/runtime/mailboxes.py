@@ -178,8 +178,8 @@ def make_mailboxes(
     Raises:
         MemoryError: A node has not enough memory.
     """
-    backend = outbox.backend
-    nodes = backend.all_gather(torch.tensor([backend.node_ranks[0]])).tolist()
+    backend = outbox.backend.on(torch.device("cpu"))
+    nodes = backend.all_gather(torch.tensor([backend.node_ranks[0]], device="cpu")).tolist()
     starts: dict[Line, tuple[int, int]] = {}
     nbytes: Counter[int] = Counter()
     counters: Counter[int] = Counter()

@@ -37,11 +37,17 @@ class TensorForm:
         shape: Its shape.
         dtype: Its dtype.
         requires_grad: Whether a gradient goes back for it.
+        device_type: The kind of device that it is on at both ends.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    device_type: str
+
+    def __str__(self) -> str:
+        place = "" if self.device_type == "cpu" else f" on {self.device_type}"
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{place}"
 
     @property
     def nbytes(self) -> int:
@@ -62,8 +68,7 @@ class Form:
     tensors: tuple[TensorForm, ...]
 
     def __str__(self) -> str:
-        texts = [f"{str(form.dtype).removeprefix('torch.')}{list(form.shape)}" for form in self.tensors]
-        return ", ".join(texts) or f"a {type(self.skeleton).__name__} without tensors"
+        return ", ".join(map(str, self.tensors)) or f"a {type(self.skeleton).__name__} without tensors"
 
 
 class Forms(dict[tuple[tuple[int, int], int], Form]):
@@ -118,14 +123,15 @@ def _rebuilt(part: Any, walk: Callable[[Any], Any]) -> Any:
 
 def form_of(skeleton: Any, tensors: Sequence[Tensor]) -> Form:
     """Describe a payload."""
-    return Form(skeleton, tuple(TensorForm(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors))
+    forms = (TensorForm(tuple(t.shape), t.dtype, t.requires_grad, t.device.type) for t in tensors)
+    return Form(skeleton, tuple(forms))
 
 
 def check_form(known: Form, skeleton: Any, tensors: Sequence[Tensor], what: str) -> None:
     """Raise unless a payload still has the form that its receiver expects.
 
     Raises:
-        ValueError: Its tensors have other shapes or dtypes, or another structure.
+        ValueError: Its tensors have other shapes, dtypes or devices, or another structure.
     """
     if known != (form := form_of(skeleton, tensors)):
         raise ValueError(

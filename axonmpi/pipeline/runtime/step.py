@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...backends import Backend
 from ...collectives.agreement import check_same, raised_on_all
+from ...utils.device import device_at
 from ..batches import as_scalar
 from ..randomness import RandomStream, microbatch_seed
 from .payload import pack, unpack
@@ -71,8 +72,9 @@ def agree(backend: Backend, own: Header, problem: Exception | None) -> list[Head
         TypeError: A rank has such a problem; on all ranks.
         ValueError: A rank has such a problem, or they do not agree; on all ranks.
     """
-    words = torch.tensor([problem is not None, *astuple(own)], dtype=torch.int64)
-    rows = backend.all_gather(words).view(backend.size, -1).tolist()
+    control = backend.control
+    words = torch.tensor([problem is not None, *astuple(own)], dtype=torch.int64, device=control.place)
+    rows = control.all_gather(words).view(backend.size, -1).tolist()
     if any(row[0] for row in rows):
         with raised_on_all(backend):
             if problem is not None:
@@ -103,6 +105,7 @@ class Step:
         weights: Their shares in the loss, there as well.
         loss_fn: Returns the mean loss of a micro-batch.
         seed: The seed and the number of the step; None leaves random numbers to the process.
+        place: The device of this rank in the pipeline's group.
         losses: The losses of micro-batches, on the last stage's rank.
         outputs: The last stage's outputs by micro-batch, if outputs are wanted.
     """
@@ -113,6 +116,7 @@ class Step:
     weights: Sequence[float]
     loss_fn: Callable[[Any, Any], Tensor] | None
     seed: tuple[int, int] | None
+    place: torch.device
     losses: dict[int, Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -128,15 +132,15 @@ class Step:
             return None
         losses = torch.stack(list(self.losses.values()))
         weights = [self.weights[micro_batch] for micro_batch in self.losses]
-        mean = losses.double() @ torch.tensor(weights, dtype=torch.float64, device=losses.device)
+        shares = torch.tensor(weights, dtype=torch.float64, device="cpu")
+        mean = losses.double() @ device_at(losses.device).moved(shares)
         return mean.to(losses.dtype)
 
     def begin_random(self, micro_batch: int) -> RandomStream:
         """Return the micro-batch's random numbers: the process's without a seed or without training."""
         if self.seed is None or not self.trains:
-            return RandomStream(None)
-        seed = microbatch_seed(*self.seed, micro_batch)
-        return RandomStream(torch.Generator().manual_seed(seed).get_state())
+            return RandomStream(None, self.place)
+        return RandomStream.seeded(microbatch_seed(*self.seed, micro_batch), self.place)
 
     def finish(self, micro_batch: int, output: Any) -> Tensor | None:
         """Take the last stage's output; return its loss, if it is wanted."""

@@ -4,13 +4,15 @@
                                           how large their mailboxes have to be, and allocate them together
     later steps                           mailboxes between ranks of a node, messages between nodes
 
-Inputs of another shape make a first step again.
+Tensors on GPUs are messages in later steps, too. Inputs of another shape make a first step again.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+
+import torch
 
 from ...backends import MAX_TAG, Backend, all_gather_object
 from ..schedule.actions import Schedule
@@ -42,6 +44,7 @@ class Transport:
         self._placement = tuple(placement)
         apart = [(source, target) for source, target in edges if placement[source] != placement[target]]
         self._lines = sorted([*apart, *((target, source) for source, target in apart)])
+        backend.connect_pairs(sorted({(placement[source], placement[target]) for source, target in self._lines}))
         self._sizes: dict[Line, MailboxSize] = {}
         self._mailboxes: dict[Line, Mailbox] = {}
 
@@ -88,10 +91,12 @@ class Transport:
             self._sizes = {}
 
     def _needed(self, schedule: Schedule, forms: Forms, *, trains: bool) -> dict[Line, MailboxSize]:
-        """Return the size of the mailboxes of lines into this rank from other ranks of its node."""
-        micro_batches, node = range(schedule.num_microbatches), self._backend.node_ranks
-        return {
-            line: MailboxSize(cells, max(payload_bytes(forms.carried(line, m)) for m in micro_batches))
-            for line, cells in cells_needed(schedule.actions[self._backend.rank], trains=trains).items()
-            if self._placement[line[0]] in node
-        }
+        """Return the size of the mailboxes of lines into this rank from ranks that share memory with it."""
+        sizes = {}
+        for line, cells in cells_needed(schedule.actions[self._backend.rank], trains=trains).items():
+            payloads = [forms.carried(line, m) for m in range(schedule.num_microbatches)]
+            kinds = {form.device_type for payload in payloads for form in payload} or {"cpu"}
+            nodes = [self._backend.on(torch.device(kind)).node_ranks for kind in kinds]
+            if all(self._placement[line[0]] in node for node in nodes):
+                sizes[line] = MailboxSize(cells, max(map(payload_bytes, payloads)))
+        return sizes

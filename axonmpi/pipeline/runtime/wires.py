@@ -10,6 +10,9 @@ The executor asks a wire for four things:
 The first time that inputs of some shape go through the pipeline, no rank knows the shapes of the tensors between
 stages. Then each payload is a message, and its form travels before it. Every later time the forms are known:
 receives are posted ahead, each with a tag of its own, and ranks of a node use mailboxes.
+
+Forms and tensors on the CPU travel between CPUs, which wait for them. Tensors on a GPU travel between GPUs: there
+only the stream waits, and the order of a pair's messages stands for their tags.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from torch import Tensor
 from ...backends import Backend
 from ...errors import CollectiveTimeoutError
 from ...types import Work
+from ...utils.device import device_at
 from ...utils.waiting import Backoff
 from .payload import Form, TensorForm
 
@@ -36,7 +40,7 @@ _LENGTH = torch.int64
 
 
 class Outbox:
-    """Messages under way from this rank; they progress when asked to.
+    """Messages under way from this rank; those between CPUs progress when asked to.
 
     Args:
         backend: Of the pipeline's ranks.
@@ -45,11 +49,14 @@ class Outbox:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self._under_way: list[Work] = []
+        self._on_streams: list[Work] = []
 
-    def send(self, tensor: Tensor, dst: int, tag: int) -> None:
-        """Begin to send."""
+    def send(self, tensor: Tensor, dst: int, tag: int, carrier: Backend | None = None) -> None:
+        """Begin to send; `carrier` is what does it, None chooses by the tensor's device."""
         with self.observed("send", (tensor,)):
-            self._under_way.append(self.backend.isend(tensor.detach().contiguous(), dst, tag))
+            work = (carrier or self.backend).isend(tensor.detach().contiguous(), dst, tag)
+        works = self._on_streams if device_at(tensor.device).is_asynchronous else self._under_way
+        works.append(work)
 
     @contextmanager
     def observed(self, operation: str, tensors: Sequence[Tensor] = ()) -> Iterator[None]:
@@ -68,8 +75,16 @@ class Outbox:
         if self._under_way:
             self._under_way = [work for work in self._under_way if not _ended(work)]
 
-    def wait(self, work: Work, what: str) -> None:
-        """Wait for a message while the others go on."""
+    def receive(self, work: Work, tensor: Tensor, what: str) -> None:
+        """Wait until a tensor has arrived: on the CPU this thread, on a GPU what it tells the GPU from now on."""
+        if device_at(tensor.device).is_asynchronous:
+            with self.observed("wait"):
+                work.wait(self.backend.timeout)
+        else:
+            self._wait(work, what)
+
+    def _wait(self, work: Work, what: str) -> None:
+        """Wait for a message between CPUs while the others go on."""
         with self.observed("wait"):
             backoff, began, timeout = Backoff(_YIELDS), time.monotonic(), self.backend.timeout
             while not _ended(work):
@@ -80,10 +95,12 @@ class Outbox:
                     raise CollectiveTimeoutError(f"{what} waited {timeout:g} s")
 
     def flush(self) -> None:
-        """Wait until all messages are through."""
+        """Wait until all messages are through; what is on a GPU may be changed by what it is told from now on."""
         for work in self._under_way:
-            self.wait(work, "sending")
-        self._under_way = []
+            self._wait(work, "sending")
+        for work in self._on_streams:
+            work.wait(self.backend.timeout)
+        self._under_way, self._on_streams = [], []
 
 
 def _ended(work: Work) -> bool:
@@ -118,29 +135,39 @@ class MessageWire:
 
     def send_form(self, micro_batch: int, form: Form) -> None:
         """Send the form of the payload that follows."""
+        control = self._outbox.backend.control
         text = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8)
-        self.send(micro_batch, [torch.tensor([text.numel()], dtype=_LENGTH), text])
+        for part in (torch.tensor([text.numel()], dtype=_LENGTH, device="cpu"), text):
+            self._outbox.send(part.to(control.place), self._peer, self._first_tag + micro_batch, control)
 
     def take_form(self, micro_batch: int) -> Form:
         """Receive the form of the payload that follows."""
-        (length,) = self.take(micro_batch, [TensorForm((1,), _LENGTH, requires_grad=False)])
-        (text,) = self.take(micro_batch, [TensorForm((int(length),), torch.uint8, requires_grad=False)])
-        form: Form = pickle.loads(text.numpy().tobytes())
+        length = self._take_control(micro_batch, 1, _LENGTH)
+        text = self._take_control(micro_batch, int(length), torch.uint8)
+        form: Form = pickle.loads(text.cpu().numpy().tobytes())
         return form
+
+    def _take_control(self, micro_batch: int, numel: int, dtype: torch.dtype) -> Tensor:
+        control = self._outbox.backend.control
+        tensor = torch.empty(numel, dtype=dtype, device=control.place)
+        work = control.irecv(tensor, self._peer, self._first_tag + micro_batch)
+        self._outbox.receive(work, tensor, f"receiving {self._name}")
+        return tensor
 
     def post(self, micro_batch: int, forms: Sequence[TensorForm]) -> None:
         """Begin to receive."""
-        tensors = [torch.empty(form.shape, dtype=form.dtype, device="cpu") for form in forms]
         tag, backend = self._first_tag + micro_batch, self._outbox.backend
+        tensors = [
+            torch.empty(form.shape, dtype=form.dtype, device=backend.on(torch.device(form.device_type)).place)
+            for form in forms
+        ]
         self._posted[micro_batch] = tensors, [backend.irecv(t, self._peer, tag) for t in tensors]
 
     def take(self, micro_batch: int, forms: Sequence[TensorForm]) -> list[Tensor]:
         """Wait for the messages."""
-        if micro_batch not in self._posted:
-            self.post(micro_batch, forms)
         tensors, works = self._posted.pop(micro_batch)
-        for work in works:
-            self._outbox.wait(work, f"receiving {self._name}")
+        for work, tensor in zip(works, tensors, strict=True):
+            self._outbox.receive(work, tensor, f"receiving {self._name}")
         return tensors
 
     def free(self, micro_batch: int) -> None:

@@ -15,11 +15,17 @@ posted: with all actions in the order of ticks, each rank has posted what a send
 next action. By the second rule a message that comes early finds its receive. So at most two receives are posted and
 unused for each edge and direction, or one more than there are messages that have been made and are unused: over a
 skip connection, and where a rank runs one of its stages for many micro-batches in a row.
+
+Messages between two GPUs have no tags: what one rank sends is received in the order in which it is sent. So where a
+rank would post receives from another one in another order, as with several stages on a rank, those that are sent
+first are posted together with the later one, ahead of their place. That only makes them earlier, so no deadlock can
+come of it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -27,7 +33,7 @@ from .actions import Action, Datum, Schedule
 from .simulator import Costs, simulate
 from .timeline import Span
 
-__all__ = ["with_transfers"]
+__all__ = ["in_order_of_sends", "with_transfers"]
 
 _ONE_TICK_EACH = Costs(forward=1, backward=1, backward_input=1, backward_weight=1)
 
@@ -39,7 +45,7 @@ def with_transfers(schedule: Schedule) -> Schedule:
         schedule: Its actions all compute.
 
     Returns:
-        The same actions in the same order, with transfers between them.
+        The same actions in the same order, with transfers between them; receives in the order of their sends.
 
     Raises:
         ScheduleError: Some actions can never begin, as they wait for each other or for one that is missing.
@@ -47,7 +53,9 @@ def with_transfers(schedule: Schedule) -> Schedule:
     without_messages = replace(schedule, placement=(0,) * schedule.num_stages)
     ticks = simulate(without_messages, _ONE_TICK_EACH).spans
     made = {span.action.makes: span.end for spans in ticks for span in spans}
-    return replace(schedule, actions=tuple(tuple(_merged(schedule, spans, made)) for spans in ticks))
+    return in_order_of_sends(
+        replace(schedule, actions=tuple(tuple(_merged(schedule, spans, made)) for spans in ticks))
+    )
 
 
 def _merged(schedule: Schedule, spans: Sequence[Span], made: Mapping[Datum | None, float]) -> Iterator[Action]:
@@ -64,3 +72,34 @@ def _merged(schedule: Schedule, spans: Sequence[Span], made: Mapping[Datum | Non
         yield from receives
         yield span.action
         yield from schedule.sends(span.action)
+
+
+def in_order_of_sends(schedule: Schedule) -> Schedule:
+    """Post each rank's receives from another rank in the order in which that one sends.
+
+    Args:
+        schedule: With sends and receives that fit each other.
+
+    Returns:
+        The same, with some receives ahead of their place.
+    """
+    return replace(schedule, actions=tuple(tuple(_in_order(schedule, rank)) for rank in range(schedule.num_ranks)))
+
+
+def _in_order(schedule: Schedule, rank: int) -> Iterator[Action]:
+    """Yield the actions of a rank, each receive after those from the same rank that are sent before it."""
+    placement = schedule.placement
+    left: defaultdict[int, deque[Action]] = defaultdict(deque)
+    for source, actions in enumerate(schedule.actions):
+        for action in actions:
+            if action.kind.is_send and placement[action.line[1]] == rank:
+                left[source].append(action.counterpart())
+    posted = set[Action]()
+    for action in schedule.actions[rank]:
+        if not action.kind.is_receive:
+            yield action
+            continue
+        arrivals = left[placement[action.line[0]]]
+        while action not in posted:
+            posted.add(arrivals[0])
+            yield arrivals.popleft()

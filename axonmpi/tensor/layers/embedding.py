@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...groups.world import ProcessGroup
 from ...utils.arguments import check_flags, either_group_name, integer
+from ...utils.device import device_at
 from ..regions import check_sequence, leave
 from ..shards import Shard
 from .layer import ShardedLayer, group_third
@@ -180,9 +181,11 @@ class VocabParallelEmbedding(ShardedLayer):
             check_sequence(shape, self.process_group, self._dim_of_sequence(shape))
         if not input.numel():
             return
-        least, most = (int(bound) for bound in input.aminmax())
-        if least < 0 or most >= self.num_embeddings:
-            raise ValueError(
+
+        def message(least: int, most: int) -> str:
+            return (
                 f"expected row numbers from 0 to {self.num_embeddings - 1}, got {least} to {most} on rank "
                 f"{self.process_group.rank}"
             )
+
+        device_at(input.device).check_range(input, self.num_embeddings, message)

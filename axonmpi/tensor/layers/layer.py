@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...backends import wrap_dim
 from ...collectives.divided_parameters import axes_of, divide
 from ...groups.world import ProcessGroup, group_of_this_rank
+from ...utils.device import device_at
 from ...wrapping.partial import mark_gradient, mark_state, watch_optimizers
 from ..shards import Shard
 
@@ -131,13 +132,10 @@ class ShardedLayer(nn.Module, ABC):
         group = self.process_group
         group.barrier()  # mock ranks have one generator: no other rank may draw from it while rank 0 does
         whole = dict(self._whole_layer().named_parameters()) if group.rank == 0 else {}
-        state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-        sent = state.to(device)
-        group.broadcast(sent)
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(sent.cpu(), device)
-        else:
-            torch.set_rng_state(sent)
+        control, generator = group.backend.control, device_at(device)
+        state = generator.random_state().to(control.place)
+        control.broadcast(state)
+        generator.set_random_state(state.cpu())
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
                 self._spread(name, parameter, whole.get(name))
@@ -177,7 +175,8 @@ class ShardedLayer(nn.Module, ABC):
         parameter, shard = self.get_parameter(name).detach(), self.shards.get(name)
         if shard is None:
             return parameter.clone()
-        return shard.join(self.process_group.all_gather(parameter[None]).unbind(0))
+        group = self.process_group
+        return shard.join(group.backend.all_gather(parameter[None], sizes=[1] * group.size).unbind(0))
 
 
 def _checked(shard: Shard, shape: tuple[int, ...], group_size: int) -> Shard:

@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from ...groups.world import ProcessGroup, group_of_this_rank
 from ...utils.arguments import check_flags, either_group_name, integer, number
+from ...utils.device import device_at
 from ..product import apply
 from ..regions import check_sequence, split_sequence
 
@@ -83,7 +84,7 @@ def parallel_cross_entropy(
         check_sequence(targets.shape, group, sequence_dim)
     flat = targets.reshape(-1).long()
     ignored = flat == ignore_index
-    _check_targets(flat[~ignored], vocabulary, ignore_index, group.rank)
+    _check_targets(flat, ignored, vocabulary, ignore_index, group.rank)
     options = _Options(group, vocabulary, label_smoothing)
     losses = apply(_TokenLosses, logits.reshape(-1, logits.shape[-1]), flat, ignored, options)
     if reduction == "none":
@@ -151,14 +152,18 @@ class _TokenLosses(Function):
 
 def _gathered(rows: Tensor, local: int, group: ProcessGroup) -> Tensor:
     """Return all ranks' rows; collective. Raise on all ranks unless they have as many entries each."""
-    gathered: Tensor = group.all_gather(F.pad(rows, (0, 1), value=local)[None])
-    counts = gathered[:, 0, -1].tolist()
-    if len({*counts}) > 1:
-        found = ", ".join(f"{count:.0f}" for count in counts)
-        raise ValueError(
+    own = F.pad(rows, (0, 1), value=local)[None]
+    gathered: Tensor = group.backend.all_gather(own, sizes=[1] * group.size)
+    counts = gathered[:, 0, -1]
+
+    def message(_least: int, _most: int) -> str:
+        found = ", ".join(f"{count:.0f}" for count in counts.tolist())
+        return (
             f"logits: expected as many entries on all ranks of the group, got {found}; "
             "pad those of the last ranks, and say with vocabulary= how many there are"
         )
+
+    device_at(counts.device).check_range(counts != local, 1, message)
     return gathered[..., :-1]
 
 
@@ -199,12 +204,16 @@ def _check_tensors(logits: Tensor, targets: Tensor, rank: int) -> None:
         )
 
 
-def _check_targets(targets: Tensor, vocabulary: int, ignore_index: int, rank: int) -> None:
+def _check_targets(targets: Tensor, ignored: Tensor, vocabulary: int, ignore_index: int, rank: int) -> None:
     if not targets.numel():
         return
-    least, most = (int(bound) for bound in targets.aminmax())
-    if least < 0 or most >= vocabulary:
-        raise ValueError(
+
+    def message(_least: int, _most: int) -> str:
+        least, most = (int(bound) for bound in targets[~ignored].aminmax())
+        return (
             f"targets: expected entries from 0 to {vocabulary - 1}, or {ignore_index} to ignore, got {least} to "
             f"{most} on rank {rank}"
         )
+
+    # Entry 0 in place of the ignored ones: choosing the others would have to wait for their number.
+    device_at(targets.device).check_range(targets.masked_fill(ignored, 0), vocabulary, message)

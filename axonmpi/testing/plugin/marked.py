@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 import pytest
-import torch
+
+from ...utils.device import gpu_count
 
 __all__ = [
     "RANK_COUNT",
@@ -100,7 +101,7 @@ def skip_what_cannot_run(config: pytest.Config, items: Sequence[pytest.Item], re
         real_ranks: Number of ranks under `mpirun`, 0 for mock ranks.
     """
     for_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if for_gpu and not torch.cuda.is_available():
+    if for_gpu and not gpu_count():
         for item in for_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if not config.pluginmanager.hasplugin("pytest_mpi"):

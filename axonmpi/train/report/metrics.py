@@ -24,7 +24,8 @@ class StepMetrics:
         learning_rate: Of this step's update.
         gradient_norm: Norm of the whole averaged gradient before clipping.
         tokens_per_second: Bytes trained on a second, over all ranks, averaged over the last 20 steps.
-        communication: Share (0 to 1) of this rank's time in communication, waiting included, over the same steps.
+        communication: Share (0 to 1) of this rank's time in communication, waiting included, over the same steps;
+            with GPUs the time of the CPU, which only tells them what to do.
         seconds: Since training began, held-out evaluations included.
     """
 

@@ -48,6 +48,7 @@ class Summary:
         communication: Share (0 to 1) of rank 0's time of training spent in communication, waiting included.
         sample: The generated text.
         folder: Where the run wrote.
+        device: What rank 0 computed on: the CPU, or the name of its GPU.
     """
 
     ranks: int
@@ -64,6 +65,7 @@ class Summary:
     communication: float
     sample: str
     folder: str
+    device: str
 
 
 class Recorder:

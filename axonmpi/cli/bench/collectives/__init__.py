@@ -1,1 +1,1 @@
-"""Collectives of many sizes: ours, MPI's own, gloo's, and a plain copy."""
+"""Collectives of many sizes: ours, MPI's own, torch.distributed's, and a plain copy."""

@@ -20,9 +20,19 @@ from ....comm import all_gather, all_reduce, broadcast, reduce, reduce_scatter_s
 from ....utils.memory import flat_zeros
 from ..timing import all_gather_flat, reduce_scatter_flat
 
-__all__ = ["OPERATIONS", "Case", "Variant", "format_size", "mpi_variant", "parse_size", "variants_of"]
+__all__ = [
+    "OPERATIONS",
+    "Case",
+    "Variant",
+    "format_size",
+    "mpi_variant",
+    "parse_size",
+    "torch_variant",
+    "variants_of",
+]
 
 OPERATIONS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
+CPU = torch.device("cpu")
 _ROOT = 0
 _COMPARED = 64
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -40,6 +50,7 @@ class Case:
             all parts of the same size.
         rank: This rank.
         ranks: The number of ranks.
+        place: The device that tensors are on.
     """
 
     operation: str
@@ -47,6 +58,7 @@ class Case:
     nbytes: int
     rank: int
     ranks: int
+    place: torch.device = CPU
 
     @property
     def part_numel(self) -> int:
@@ -108,9 +120,9 @@ class Variant:
         if self.case.operation == "reduce" and self.case.rank != _ROOT:
             return True
         positions = torch.arange(_COMPARED) * (result.numel() - 1) // (_COMPARED - 1)
-        wanted = self.case.expected(positions).double()
+        got, wanted = result[positions].double().cpu(), self.case.expected(positions).double()
         # sums of very many ranks are rounded in bfloat16
-        return torch.allclose(result[positions].double(), wanted, rtol=2**-6, atol=0.0)
+        return torch.allclose(got, wanted, rtol=2**-6, atol=0.0)
 
 
 def _content(rank: int | Tensor, positions: Tensor) -> Tensor:
@@ -122,16 +134,19 @@ def variants_of(case: Case, mpi: Any) -> dict[str, Variant]:
 
     Args:
         case: The case, the same on all ranks.
-        mpi: The module `mpi4py.MPI`.
+        mpi: The module `mpi4py.MPI`; None for tensors on GPUs.
     """
-    variants = {
+    ordinary = _ours(case, flat_zeros(case.source_numel, case.dtype, case.place))
+    if mpi is None:
+        torchs = {"torch": torch_variant(case)} if dist.is_initialized() else {}
+        return {"ordinary": ordinary, **torchs, "memcpy": _memcpy(case)}
+    return {
         "symmetric": _ours(case, symmetric_empty([case.source_numel], case.dtype)),
-        "ordinary": _ours(case, flat_zeros(case.source_numel, case.dtype)),
-        "mpi": mpi_variant(case, mpi) if case.dtype == torch.float32 else None,
-        "gloo": _gloo(case),
+        "ordinary": ordinary,
+        **({"mpi": mpi_variant(case, mpi)} if case.dtype == torch.float32 else {}),
+        "gloo": torch_variant(case),
         "memcpy": _memcpy(case),
     }
-    return {name: variant for name, variant in variants.items() if variant is not None}
 
 
 def _ours(case: Case, source: Tensor) -> Variant:
@@ -163,7 +178,8 @@ def mpi_variant(case: Case, mpi: Any) -> Variant:
     return Variant(case, source, calls[case.operation], result)
 
 
-def _gloo(case: Case) -> Variant:
+def torch_variant(case: Case) -> Variant:
+    """Prepare the way of torch.distributed's default group; local."""
     source, result = _memory(case)
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": partial(dist.all_reduce, source),
@@ -177,15 +193,15 @@ def _gloo(case: Case) -> Variant:
 
 def _memcpy(case: Case) -> Variant:
     numel = -(-case.nbytes // case.dtype.itemsize)
-    source, target = (flat_zeros(numel, case.dtype) for _ in range(2))
+    source, target = (flat_zeros(numel, case.dtype, case.place) for _ in range(2))
     return Variant(replace(case, operation="copy"), source, partial(target.copy_, source), target)
 
 
 def _memory(case: Case) -> tuple[Tensor, Tensor]:
     """Make ordinary memory for the source and for the result, the same where the operation is in place."""
-    source = flat_zeros(case.source_numel, case.dtype)
+    source = flat_zeros(case.source_numel, case.dtype, case.place)
     changes_size = case.operation in ("all_gather", "reduce_scatter")
-    return source, flat_zeros(case.result_numel, case.dtype) if changes_size else source
+    return source, flat_zeros(case.result_numel, case.dtype, case.place) if changes_size else source
 
 
 def parse_size(text: str) -> int:

@@ -1,14 +1,16 @@
-"""Collectives of many sizes: ours, MPI's own and gloo's, above the time of a plain copy.
+"""Collectives of many sizes: ours, MPI's own and torch.distributed's, above the time of a plain copy.
 
     symmetric   ours, on a tensor of `symmetric_empty`
     ordinary    ours, on any other tensor
     mpi         mpi4py on numpy arrays, in place where MPI can do that; float32 only, MPI has no bfloat16;
                 here at MPI_THREAD_MULTIPLE, see `mpi`
     gloo        torch.distributed
+    torch       torch.distributed on NCCL, in place of mpi and gloo for tensors on GPUs
     memcpy      each rank copies as many bytes within its own memory, all at once: the floor
 
 For each operation, dtype and size they take turns. Before that each does it once with known values, and its result
-is checked: no wrong answer is timed.
+is checked: no wrong answer is timed. On GPUs a time is the GPU's, from events; what the CPU spends on a call is
+measured apart.
 """
 
 from __future__ import annotations
@@ -24,7 +26,19 @@ import torch.distributed as dist
 from ....comm import broadcast, symmetric_empty
 from ....groups.world import World
 from ....launch import start as runtime
-from ..timing import AXONMPI, Agreement, calls_for, count_cores, interleave, start_gloo
+from ....utils.device import Device, device_at
+from ..timing import (
+    AXONMPI,
+    WALL,
+    Agreement,
+    Clock,
+    calls_for,
+    count_cores,
+    device_clock,
+    interleave,
+    start_torch,
+    telling_clock,
+)
 from .cases import OPERATIONS, Case, Variant, format_size, variants_of
 
 __all__ = ["DEFAULT_SIZES", "DTYPES", "OPERATIONS", "check", "measure", "median_times"]
@@ -32,6 +46,8 @@ __all__ = ["DEFAULT_SIZES", "DTYPES", "OPERATIONS", "check", "measure", "median_
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_SIZES = ("4B", "1KiB", "16KiB", "64KiB", "256KiB", "1MiB", "16MiB", "64MiB")
 _BLOCK_SECONDS = 7e-3
+_TOLD_CALLS = 32
+"""Calls that a GPU is told in a block at most, so that the CPU never waits for room in its queue."""
 _LINE_BYTES = 64
 _LINES = 4096
 _REPEATS = 5
@@ -43,7 +59,7 @@ def measure(
     """Measure every operation with every dtype at every size; collective.
 
     Args:
-        world: All ranks of the job.
+        world: All ranks of the job; tensors are on its device.
         blocks: Number of turns of each variant.
         operations: Some of `OPERATIONS`.
         dtypes: Some of `DTYPES`.
@@ -53,34 +69,43 @@ def measure(
         The ranks, their cores, how they reach each other, the MPI library's name, and the cases, each with the
         variants' times in microseconds, and what it took meanwhile to write a cache line that another rank had
         read, in nanoseconds, None where ranks do not read each other's memory. Where MPI is among the variants,
-        `mpi_microseconds` has its time by thread level.
+        `mpi_microseconds` has its time by thread level. Of GPUs there is their name, and `cpu_microseconds`: the
+        time of the CPU until a call returns.
 
     Raises:
         RuntimeError: A variant's result is wrong; raised on all ranks.
     """
-    mpi = runtime.start_mpi()
-    start_gloo(world)
+    device = device_at(world.device)
+    if device.is_asynchronous:
+        mpi, backend = None, "nccl" if dist.is_nccl_available() else ""
+    else:
+        mpi, backend = runtime.start_mpi(), "gloo"
+    if backend:
+        start_torch(world, backend)
     cases = [
-        Case(operation, DTYPES[dtype], nbytes, world.rank, world.size)
+        Case(operation, DTYPES[dtype], nbytes, world.rank, world.size, world.device)
         for operation in operations
         for dtype in dtypes
         for nbytes in sizes
     ]
     probe = LineProbe(world)
-    measured = [_measure_case(case, mpi, blocks, probe) for case in cases]
-    dist.destroy_process_group()
+    measured = [_measure_case(case, mpi, blocks, probe, device) for case in cases]
+    if backend:
+        dist.destroy_process_group()
     return {
         "ranks": world.size,
         "cores": count_cores(world),
-        "path": getattr(world.default_group.backend, "path", "none"),
-        "mpi": _library_name(mpi),
+        "path": "nccl" if mpi is None else getattr(world.default_group.backend, "path", "none"),
+        "mpi": "" if mpi is None else _library_name(mpi),
+        "device": str(device),
         "blocks": blocks,
         "cases": measured,
     }
 
 
-def _measure_case(case: Case, mpi: Any, blocks: int, probe: LineProbe) -> dict[str, Any]:
-    microseconds = median_times(case, variants_of(case, mpi), blocks, before=probe.sample)
+def _measure_case(case: Case, mpi: Any, blocks: int, probe: LineProbe, device: Device) -> dict[str, Any]:
+    variants = variants_of(case, mpi)
+    microseconds = median_times(case, variants, blocks, before=probe.sample, clock=device_clock(device))
     by_level = {runtime.thread_level(mpi): microseconds["mpi"]} if "mpi" in microseconds else {}
     return {
         "operation": case.operation,
@@ -88,8 +113,16 @@ def _measure_case(case: Case, mpi: Any, blocks: int, probe: LineProbe) -> dict[s
         "bytes": case.nbytes,
         "microseconds": microseconds,
         "mpi_microseconds": by_level,
+        "cpu_microseconds": _telling_times(variants, blocks, device) if device.is_asynchronous else {},
         "line_nanoseconds": probe.median(),
     }
+
+
+def _telling_times(variants: Mapping[str, Variant], blocks: int, device: Device) -> dict[str, float]:
+    """Return the microseconds that the CPU needs to tell a device to do a variant; collective."""
+    calls = {name: variant.call for name, variant in variants.items()}
+    seconds = interleave(calls, blocks=blocks, calls=_TOLD_CALLS, clock=telling_clock(device))
+    return {name: value * 1e6 for name, value in seconds.items()}
 
 
 def median_times(
@@ -98,6 +131,7 @@ def median_times(
     blocks: int,
     ranks: Agreement = AXONMPI,
     before: Callable[[], object] | None = None,
+    clock: Clock = WALL,
 ) -> dict[str, float]:
     """Check the variants of a case, then time them in turns; collective. Returns microseconds a call.
 
@@ -107,14 +141,15 @@ def median_times(
         blocks: Number of turns of each variant.
         ranks: The operations by which the ranks agree.
         before: Called before each round of turns, untimed.
+        clock: Tells the time of a block.
 
     Raises:
         RuntimeError: A variant's result is wrong; raised on all ranks.
     """
     check(case, variants, ranks)
     calls = {name: variant.call for name, variant in variants.items()}
-    numbers = calls_for(calls, _BLOCK_SECONDS, ranks)
-    seconds = interleave(calls, blocks=blocks, calls=numbers, before=before, ranks=ranks)
+    numbers = calls_for(calls, _BLOCK_SECONDS, ranks, clock)
+    seconds = interleave(calls, blocks=blocks, calls=numbers, before=before, ranks=ranks, clock=clock)
     return {name: value * 1e6 for name, value in seconds.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ __all__ = ["VARIANTS", "plot", "table"]
 
 VARIANTS = ("symmetric", "ordinary", "mpi", "gloo", "memcpy")
 RATIOS = (("symmetric", "memcpy"), ("mpi", "symmetric"), ("mpi", "ordinary"), ("gloo", "symmetric"))
+_GPU_VARIANTS = ("ordinary", "torch", "memcpy")
+_GPU_RATIOS = (("ordinary", "memcpy"), ("torch", "ordinary"))
 _PATHS = {
     "node": "node, through memory that they share",
     "nodes": "nodes, through shared memory on each node, by MPI's messages between nodes",
     "plain": "plain, by MPI's messages",
+    "nccl": "NCCL",
 }
 
 
@@ -41,35 +45,55 @@ def _opening(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class _Columns:
+    """What tables and pictures show."""
+
+    variants: tuple[str, ...]
+    ratios: tuple[tuple[str, str], ...]
+    told: tuple[str, ...] = ()
+    """Variants of which the time of the CPU until a call returns is shown, in place of a line's."""
+
+
+_ON_CPUS = _Columns(VARIANTS, RATIOS)
+_ON_GPUS = _Columns(
+    ("ordinary", "torch", "memcpy"), (("ordinary", "memcpy"), ("torch", "ordinary")), told=("ordinary", "torch")
+)
+
+
+def _columns(result: dict[str, Any]) -> _Columns:
+    return _ON_GPUS if any(case.get("cpu_microseconds") for case in result["cases"]) else _ON_CPUS
+
+
 def _tables(result: dict[str, Any]) -> list[str]:
-    over, under = ([_label(ratio[side], result) for ratio in RATIOS] for side in (0, 1))
-    above = ["", *("" for _ in VARIANTS), "|", *over, "|", "line"]
-    below = [
-        "size",
-        *(_label(name, result) for name in VARIANTS),
-        "|",
-        *(f"/ {name}" for name in under),
-        "|",
-        "write",
-    ]
+    columns = _columns(result)
+    over, under = ([_label(ratio[side], result) for ratio in columns.ratios] for side in (0, 1))
+    names = [_label(name, result) for name in columns.variants]
+    above = ["", *("" for _ in names), "|", *over, "|", *(["CPU"] * len(columns.told) or ["line"])]
+    below = ["size", *names, "|", *(f"/ {name}" for name in under), "|", *(columns.told or ["write"])]
     blocks = []
     for kind, cases in groupby(result["cases"], key=lambda case: (case["operation"], case["dtype"])):
         ranks = counted(result["ranks"], "rank")
         title = f"{', '.join(kind)}, {ranks}; the slowest rank's time, medians; and ratios"
-        blocks.append("\n".join([title, *aligned([above, below, *map(_row, cases)])]))
+        blocks.append("\n".join([title, *aligned([above, below, *(_row(case, columns) for case in cases)])]))
     return blocks
 
 
-def _row(case: dict[str, Any]) -> list[str]:
+def _row(case: dict[str, Any], columns: _Columns) -> list[str]:
     times, line = case["microseconds"], case["line_nanoseconds"]
-    shown = [_time(times[name]) if name in times else "-" for name in VARIANTS]
+    shown = [_time(times.get(name)) for name in columns.variants]
     ratios = [
-        f"{times[over] / times[under]:.2f}" if over in times and under in times else "-" for over, under in RATIOS
+        f"{times[over] / times[under]:.2f}" if over in times and under in times else "-"
+        for over, under in columns.ratios
     ]
-    return [format_size(case["bytes"]), *shown, "|", *ratios, "|", "-" if line is None else f"{line:.1f} ns"]
+    told = [_time(case["cpu_microseconds"].get(name)) for name in columns.told]
+    last = told or ["-" if line is None else f"{line:.1f} ns"]
+    return [format_size(case["bytes"]), *shown, "|", *ratios, "|", *last]
 
 
-def _time(microseconds: float) -> str:
+def _time(microseconds: float | None) -> str:
+    if microseconds is None:
+        return "-"
     return f"{microseconds:.2f} µs" if microseconds < 1e3 else f"{microseconds / 1e3:.2f} ms"
 
 
@@ -96,7 +120,7 @@ def plot(path: Path, results: list[dict[str, Any]]) -> None:
 
 def _draw(axes: Any, result: dict[str, Any], operation: str, dtype: str) -> None:
     cases = [case for case in result["cases"] if (case["operation"], case["dtype"]) == (operation, dtype)]
-    for number, variant in enumerate(VARIANTS):
+    for number, variant in enumerate(_columns(result).variants):
         points = [
             (case["bytes"], case["microseconds"][variant]) for case in cases if variant in case["microseconds"]
         ]

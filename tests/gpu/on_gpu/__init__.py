@@ -1,0 +1,10 @@
+"""Checks of what a GPU does: each a function of a world whose tensors are there.
+
+    conformance     every operation, dtype and reduction against numpy
+    ordering        the streams: what has to wait for what, and memory that is freed early
+    parallelisms    data, fully sharded, tensor and pipeline parallelism against plain torch
+    training        the trainer in float32 and bfloat16
+    cost            what the CPU spends on a call
+
+They ask the world where tensors are, so that they run on the CPU as well, where they find mistakes of their own.
+"""
