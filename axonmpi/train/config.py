@@ -132,8 +132,8 @@ class RunConfig(Settings):
             node.
         device: Where the model computes: the CPU, or a GPU for each rank; auto means GPUs where they and NCCL are.
         dtype: Dtype of the model's computation; parameters, their updates and sums of gradients stay in float32.
-        cpu_offload: With fsdp, what lies in files in the run's folder instead of memory: parameters, or optimizer
-            state too.
+        cpu_offload: With fsdp, what lies in files in the run's folder instead of memory, with GPUs in the CPU's
+            memory: parameters, or optimizer state too.
         evaluate_every: Steps between two held-out losses; 0 means only at the beginning and the end.
         held_out_sequences: Held-out sequences in each evaluation, spread evenly; 0 means all.
         sample_length: Bytes of text to generate at the end; 0 generates none.

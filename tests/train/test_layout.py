@@ -112,9 +112,9 @@ def test_what_lies_in_files_is_said():
     config = Config().replace(fsdp="full", cpu_offload="full")
     share = Share(0, "all layers", Held(4, 16, 16, 32), 0)
     mesh = layout_table(config, Layout.of(config, 1, 0), None, [share]).splitlines()[0]
-    assert mesh.endswith("along dp (full); parameters, gradients and optimizer state in files")
+    assert mesh.endswith("along dp (full); parameters, gradients and optimizer state offloaded")
     config = config.replace(cpu_offload="params")
-    assert "; parameters in files\n" in layout_table(config, Layout.of(config, 1, 0), None, [share])
+    assert "; parameters offloaded\n" in layout_table(config, Layout.of(config, 1, 0), None, [share])
 
 
 def test_many_ranks_are_shown_in_few_rows():

@@ -39,7 +39,7 @@ _UNITS = ("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30)
 _MOST_ROWS = 8
 _FLOAT = 4
 _MOST_RANGES = 4
-_IN_FILES = {"params": "parameters in files", "full": "parameters, gradients and optimizer state in files"}
+_OFFLOADED = {"params": "parameters offloaded", "full": "parameters, gradients and optimizer state offloaded"}
 _HEADER = ("what each has", "parameters", "weights", "gradients", "optimizer", "activations*", "all*")
 
 
@@ -109,8 +109,8 @@ def _mesh(config: Config, layout: Layout) -> str:
     notes = [f"mesh: {shape} = {ranks}{_order(layout)}"]
     if config.run.fsdp != "none":
         notes.append(f"parameters sharded along dp ({config.run.fsdp})")
-    if config.run.cpu_offload in _IN_FILES:
-        notes.append(_IN_FILES[config.run.cpu_offload])
+    if config.run.cpu_offload in _OFFLOADED:
+        notes.append(_OFFLOADED[config.run.cpu_offload])
     if config.mesh.sequence_parallel and layout.tp > 1:
         notes.append("sequence parallel")
     return "; ".join(notes)
