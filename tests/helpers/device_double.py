@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ OWN_REFERENCES = 1
 """What torch's count of a storage's users is above the tensors that use it."""
 _thread = threading.local()
 _numbers = itertools.count(1)
+_gpus: weakref.WeakKeyDictionary[Any, list[Gpu]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -238,6 +240,7 @@ class Gpu(Device):
         self._memories: dict[int, Memory] = {}
         self._sweep_at = 1000
         self._watched: dict[int, Tensor] = {}
+        _gpus.setdefault(host.rendezvous.world, []).append(self)
 
     def __repr__(self) -> str:
         return f"GPU of rank {self.rank}"
@@ -328,14 +331,16 @@ class Gpu(Device):
                 return
             what = f"{waiting} for {stream}, at {stream.queue[0]},"
             rendezvous = self.host.rendezvous
+            limit = rendezvous.world.timeout / 4  # before the run that the rank is in ends
 
             def missing() -> list[int]:
                 return sorted(stream.queue[0].missing()) if stream.queue else []
 
             try:
-                rendezvous.world.wait_until(lambda: stream.reach(position), what, missing, rendezvous, None)
+                rendezvous.world.wait_until(lambda: stream.reach(position), what, missing, rendezvous, limit)
             except CollectiveTimeoutError as error:
-                raise CollectiveTimeoutError(f"{error}\n{self.queues()}") from None
+                queues = "\n".join(gpu.queues() for gpu in _gpus[rendezvous.world])
+                raise CollectiveTimeoutError(f"{error}\n{queues}") from None
 
     def queues(self) -> str:
         """Return what this rank's streams still have to do."""

@@ -1,6 +1,6 @@
 """Breaks the order of streams in the library, a place at a time; a test over the double has to fail each time.
 
-    python tests/nccl/nccl_mutants.py              all of them, about a minute
+    python tests/nccl/nccl_mutants.py              all of them, about two minutes
     python tests/nccl/nccl_mutants.py 1 4          some
 
 A copy of the library is changed, never the library itself.
@@ -19,7 +19,6 @@ from pathlib import Path
 __all__ = ["MUTANTS", "Mutant", "found_by"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SELECTION = ("tests/nccl/test_stream_order.py",)
 
 
 @dataclass(frozen=True)
@@ -31,17 +30,19 @@ class Mutant:
         file: Where, below `axonmpi`.
         old: The text there, once.
         new: What it becomes.
+        tests: Which are run.
     """
 
     what: str
     file: str
     old: str
     new: str = ""
+    tests: tuple[str, ...] = ("tests/nccl/test_stream_order.py",)
 
 
-FOLDER = "backends/nccl"
-BACKEND, WORK, MESSAGES = f"{FOLDER}/backend.py", f"{FOLDER}/work.py", f"{FOLDER}/messages.py"
-COLLECTIVES = f"{FOLDER}/collectives.py"
+BACKEND, WORK, MESSAGES = "backends/nccl/backend.py", "backends/nccl/work.py", "backends/nccl/messages.py"
+COLLECTIVES, OFFLOAD = "backends/nccl/collectives.py", "fsdp/offload.py"
+OFFLOADING = ("tests/fsdp/test_fsdp_devices.py",)
 MUTANTS = (
     Mutant(
         "the group's stream does not wait for the caller's",
@@ -52,9 +53,10 @@ MUTANTS = (
     Mutant(
         "the end of an operation is recorded before it",
         BACKEND,
-        "            value = move(*args)\n",
-        "            early, check = device.record(channel.stream), partial(self._check_healthy, channel=channel)\n"
-        "            return NcclWork(operation, device, early, move(*args), check)\n",
+        "        try:\n            value = move(*args)\n",
+        "        early = device.record(channel.stream)\n        try:\n            value = move(*args)\n"
+        "            check = partial(self._check_healthy, channel=channel)\n"
+        "            return NcclWork(operation, device, early, value, check)\n",
     ),
     Mutant(
         "a result is not kept for the stream that waits for it",
@@ -64,7 +66,7 @@ MUTANTS = (
     ),
     Mutant("a result is not kept for the group's stream", COLLECTIVES, "        self.keep(made)\n"),
     Mutant(
-        "what is only read is not kept",
+        "what is exchanged is not kept",
         COLLECTIVES,
         "        self.keep(*(tensor for tensor in sends if tensor is not None))\n",
     ),
@@ -99,6 +101,30 @@ MUTANTS = (
         "        self._device.block(self._device.record(self._main.stream))",
         "       ",
     ),
+    Mutant(
+        "parameters are copied to the GPU before what was told has let go of their memory",
+        OFFLOAD,
+        "        device.wait(self._up, device.record(device.current_stream()))\n",
+        tests=OFFLOADING,
+    ),
+    Mutant(
+        "gradients are copied from the GPU before they are computed",
+        OFFLOAD,
+        "        device.wait(self._down, device.record(device.current_stream()))\n",
+        tests=OFFLOADING,
+    ),
+    Mutant(
+        "parameters are used before they are copied to the GPU",
+        OFFLOAD,
+        "        self._device.wait(self._device.current_stream(), self._event)\n",
+        tests=OFFLOADING,
+    ),
+    Mutant(
+        "gradients are not kept while they are copied",
+        OFFLOAD,
+        "        device.keep(source, self._down)\n",
+        tests=OFFLOADING,
+    ),
 )
 
 
@@ -112,7 +138,7 @@ def found_by(mutant: Mutant) -> list[str]:
         if text.count(mutant.old) != 1:
             raise ValueError(f"{mutant.file}: expected once, found {text.count(mutant.old)} times:\n{mutant.old}")
         changed.write_text(text.replace(mutant.old, mutant.new))
-        tests = [str(REPOSITORY / each) for each in SELECTION]
+        tests = [str(REPOSITORY / each) for each in mutant.tests]
         options = ["-q", "-n0", "--tb=no", "-p", "no:cacheprovider", "-c", str(REPOSITORY / "setup.cfg")]
         ended = subprocess.run(
             [sys.executable, "-m", "pytest", *options, *tests],
@@ -131,6 +157,9 @@ def found_by(mutant: Mutant) -> list[str]:
 
 def main(chosen: list[str]) -> int:
     """Run the mutants with these numbers, from 1, or all; return how many nothing has found."""
+    tests = tuple(sorted({each for mutant in MUTANTS for each in mutant.tests}))
+    if failing := found_by(Mutant("nothing", WORK, "class NcclWork(", "class NcclWork(", tests)):
+        raise SystemExit(f"tests fail without a mutant: {', '.join(failing)}")
     missed = 0
     for number, mutant in enumerate(MUTANTS, 1):
         if not chosen or str(number) in chosen:

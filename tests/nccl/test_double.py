@@ -154,6 +154,32 @@ def test_a_rank_that_fails_releases_the_cpus_that_wait_for_its_gpu() -> None:
     assert time.monotonic() - begun < 10
 
 
+def test_ranks_that_wait_for_each_other_say_what_their_streams_have_to_do() -> None:
+    """Both send first, outside of a group: usage/p2p.rst."""
+
+    def body(world: World) -> None:
+        gpu, nccl, stream = parts_of(world)
+        nccl.send(torch.ones(2), 1 - world.rank, stream=stream)
+        nccl.recv(torch.ones(2), 1 - world.rank, stream=stream)
+        gpu.synchronize()
+
+    with pytest.raises(ax.CollectiveTimeoutError, match=r"(?s)GPU of rank 0 has to do.*GPU of rank 1 has to do"):
+        run_ranks(2, body, timeout=2)
+
+
+def test_connecting_over_another_backend() -> None:
+    def body(world: World) -> None:
+        backend = NcclBackend.over(world.default_group.backend.host, torch.device("cpu"))
+        tensor = torch.ones(3)
+        backend.all_reduce(tensor)
+        assert tensor.tolist() == [world.size] * 3
+        part = backend.partition([[0, 2], [1]])
+        part.all_reduce(tensor)
+        assert tensor.tolist() == [3 if world.rank == 1 else 6] * 3
+
+    run_ranks(3, body, timeout=20)
+
+
 def test_a_broken_order_is_found() -> None:
     """One of the mutants; all: `python tests/nccl/nccl_mutants.py`."""
     assert found_by(MUTANTS[7])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import AxonmpiError, NcclError
 from ...types import Work
-from ...utils.device import device_at
+from ...utils.device import Device, device_at
 from ...utils.text import text_of_problems
 from ...utils.waiting import network_backoff
 from ..base import Backend
@@ -122,12 +122,12 @@ class _Attempt:
         self.outcome: str | None = None
         self.error: Exception | None = None
         self._value: Any = None
-        self._thread = threading.Thread(target=self._run, args=(place, connect), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(device_at(place), connect), daemon=True)
         self._thread.start()
 
-    def _run(self, place: torch.device, connect: Callable[[], Any]) -> None:
+    def _run(self, device: Device, connect: Callable[[], Any]) -> None:
         try:
-            device_at(place).use()
+            device.use()
             self._value = connect()
             self.outcome = ""
         except Exception as error:
