@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -262,17 +263,30 @@ class NcclBackend(Backend):
 
     def _run(self, async_op: bool, call: Call, move: Callable[..., Any], *args: Any) -> Any:
         check_flags(async_op=async_op)
-        self._prepare(call)
-        carrier = self._carrier(call, args)
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        tensors += [each for arg in args if isinstance(arg, list) for each in arg if isinstance(each, Tensor)]
+        self._prepare(call, tensors)
+        carrier = self._carrier(call, tensors)
         if carrier is not self:
             return carrier._run(async_op, call, getattr(carrier, move.__name__), *args)
         return self._tell(async_op, call, move, *args)
 
-    def _prepare(self, call: Call) -> None:
-        """Compare the ranks' calls, where that is asked for; collective then."""
+    def _prepare(self, call: Call, tensors: Sequence[Tensor]) -> None:
+        """Compare the ranks' calls and where their tensors are, if that is asked for; collective then."""
         self._check_open(call.operation)
-        if self._compares:
-            self._compare(call)
+        if not self._compares:
+            return
+        assert self.host is not None
+        places = {
+            tensor.device.type for tensor in tensors if call.operation != "scatter"
+        }  # of which one rank has any
+        place = " and ".join(sorted(places))
+        keys = self.host.all_gather(torch.tensor([[call.key, crc32(place.encode())]], device="cpu"))
+        if bool((keys != keys[0]).any()):
+            told = all_gather_object(self.host, (str(call), place))
+            calls = [text for text, _ in told]
+            is_same = len(set(calls)) == 1
+            raise mismatch_error([f"{text} on {where}" for text, where in told] if is_same else calls)
 
     def _tell(self, async_op: bool, call: Call, move: Callable[..., Any], *args: Any) -> Any:
         """Tell the GPU an operation whose arguments are checked; collective."""
@@ -283,10 +297,8 @@ class NcclBackend(Backend):
         work.wait(self.timeout)
         return work.value
 
-    def _carrier(self, call: Call, args: tuple[Any, ...]) -> Backend:
+    def _carrier(self, call: Call, tensors: Sequence[Tensor]) -> Backend:
         """Return what carries an operation: by where its tensors are, of those without any by what it is; local."""
-        tensors = [each for each in args if isinstance(each, Tensor)]
-        tensors += [each for arg in args if isinstance(arg, list) for each in arg if isinstance(each, Tensor)]
         if call.operation == "scatter" and self.host is not None:
             return self._carrier_of_scatter(call, tensors)
         if not tensors:
@@ -308,7 +320,7 @@ class NcclBackend(Backend):
             )
         return carrier
 
-    def _carrier_of_scatter(self, call: Call, tensors: list[Tensor]) -> Backend:
+    def _carrier_of_scatter(self, call: Call, tensors: Sequence[Tensor]) -> Backend:
         """Return what carries the tensor of the source, which alone has one; collective over the CPUs."""
         assert self.host is not None
         assert call.root is not None
@@ -348,12 +360,6 @@ class NcclBackend(Backend):
     def _failure(self, operation: str, error: Exception) -> AxonmpiError:
         return library.nccl_error(f"{operation} failed on rank {self.rank}", error, self._main.communicator)
 
-    def _compare(self, call: Call) -> None:
-        assert self.host is not None
-        keys = self.host.all_gather(torch.tensor([call.key], device="cpu"))
-        if len(set(keys.tolist())) > 1:
-            raise mismatch_error(all_gather_object(self.host, str(call)))
-
     # ---- what the GPU is told -----------------------------------------------------------------------------
 
     def _reduce(self, call: Call, tensor: Tensor) -> None:
@@ -367,7 +373,7 @@ class NcclBackend(Backend):
         layout = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
         shape = (sum(tensor.numel() for tensor in tensors),)
         call = self._call("all_reduce", tensors[0].dtype, shape, op, layout=layout)
-        self._prepare(call)
+        self._prepare(call, tensors)
         self._tell(False, call, lambda _: self._collectives.reduce_together(tensors, op))
         return True
 
