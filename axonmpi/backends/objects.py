@@ -19,7 +19,7 @@ __all__ = ["all_gather_object", "broadcast_object"]
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        """Let tensors on other devices travel as tensors on the CPU."""
+        """Let tensors on other devices travel as tensors on the CPU; parameters there as plain tensors."""
         if isinstance(obj, Tensor) and obj.device.type not in ("cpu", "meta"):
             return obj.cpu().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
         return NotImplemented

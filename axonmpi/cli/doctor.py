@@ -228,8 +228,12 @@ def _gpus(started: Started | None) -> list[Entry]:
 def _own_gpu(started: Started | None) -> _Gpu:
     """Find out about this rank's GPU; local."""
     count = gpu_count()
-    if started is None or not count:
+    if not count:
         return _Gpu(count, "no GPU")
+    if started is None:
+        return _Gpu(
+            count, f"sees {counted(count, 'GPU')}; which one it uses is not known, as no ranks were started"
+        )
     at = started.topology
     peers = _peers(count) if at.local_rank == 0 else ""
     try:

@@ -20,6 +20,7 @@ from ..launch.variables import detect_launchers
 from ..train.config import Config, load_config
 from ..train.corpus import Corpus, load_corpus
 from ..train.trainer import Trainer
+from ..utils.device import gpu_identity
 from ..utils.text import lines_of_ranks, ranks_by_text
 from . import print_on_first_rank, refuse, said_once
 
@@ -102,7 +103,8 @@ def _device_type(wanted: str) -> tuple[str, str]:
         return "cpu", ""
     try:
         NcclBackend.nccl_version()
-    except NcclError as error:
+        gpu_identity(0)  # starts CUDA, where it can
+    except (NcclError, RuntimeError) as error:
         return "cpu", f", though there is a GPU: {error}"
     return "cuda", ""
 

@@ -138,7 +138,7 @@ class FlatGradient:
         assert source is not None
         target = self._shard_memory()
         if not self._is_fresh or source.dtype != target.dtype:
-            target = pinned.zeros(source.shape, source.dtype)
+            target = pinned.empty(source.shape, source.dtype)
         self._copied = pinned.download(source, target, self._work)
         self._target = target
 

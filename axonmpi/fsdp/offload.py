@@ -170,7 +170,11 @@ class PinnedMemory:
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor of zeros; local."""
-        return self._device.pinned_empty(shape, dtype).zero_()
+        return self.empty(shape, dtype).zero_()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor with undefined values; local."""
+        return self._device.pinned_empty(shape, dtype)
 
     def upload(self, source: Tensor, target: Tensor, then: Callable[[], Work | None]) -> Work:
         """Copy and convert to the device, beside computations, once what was told before has let go of `target`.
@@ -187,7 +191,9 @@ class PinnedMemory:
         device.wait(self._up, device.record(device.current_stream()))
         device.keep(target, self._up)
         with device.within(self._up):
-            target.copy_(source.to(device.place, non_blocking=True))  # conversion is the device's work
+            if source.dtype != target.dtype:
+                source = source.to(device.place, non_blocking=True)  # conversion is the device's work
+            target.copy_(source, non_blocking=True)
             work = then()
             if work is not None:
                 work.wait()

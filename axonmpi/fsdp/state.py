@@ -206,8 +206,9 @@ def load_full_optimizer_state_dict(
             source = state_dict["state"].get(parameter.name, {}) if is_first else {}
             kinds = given["state"].get(parameter.name, {})
             loaded = _part_of_state(parameter, kinds, source, runtime.groups)
-            if "step" in loaded and (group.get("fused") or group.get("capturable")):  # they count on the device
-                loaded["step"] = loaded["step"].to(parameter.sharded.device)
+            if group.get("fused") or group.get("capturable"):  # they count on the device
+                place = parameter.sharded.device
+                loaded = {key: kind.to(place) if isinstance(kind, Tensor) else kind for key, kind in loaded.items()}
             if parameter.sharded.numel():
                 optimizer.state.pop(parameter.sharded, None)
                 if loaded:
@@ -251,7 +252,7 @@ def _part_of_state(
                 whole = whole.reshape(-1)[slice(*parameter.bounds)].view(part.shape)
             loaded[key] = whole.clone()
         elif isinstance(kind, Tensor) and not parameter.shape and key != "step" and part.numel():
-            loaded[key] = kind.clone().view(part.shape)  # laid out as a parameter without dims
+            loaded[key] = kind.to(part.device, copy=True).view(part.shape)  # laid out as a parameter without dims
         else:
             loaded[key] = kind.clone() if isinstance(kind, Tensor) else kind
     return loaded

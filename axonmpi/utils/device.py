@@ -175,7 +175,10 @@ class CudaDevice(Device):
         return torch.cuda.current_stream(self.place)
 
     def new_stream(self) -> torch.cuda.Stream:
-        """Make a stream, ahead of computation where both have work; local."""
+        """Make a stream, ahead of computation where both have work; local.
+
+        Torch has 32 of them on a GPU, and hands them out in turn.
+        """
         return torch.cuda.Stream(self.place, priority=-1)
 
     def handle(self, stream: torch.cuda.Stream) -> int:

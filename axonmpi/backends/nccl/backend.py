@@ -193,8 +193,9 @@ class NcclBackend(Backend):
         """
         chosen = agree_on(host, lambda: choose_device(topology))
         check_choices(chosen)
-        device_at(torch.device("cuda", chosen[host.rank].index)).use()
-        return cls.over(host, chosen[host.rank].index, timeout=host.timeout)
+        made = cls.over(host, chosen[host.rank].index, timeout=host.timeout)
+        device_at(made.device).use()
+        return made
 
     @classmethod
     def create_world(cls, devices: Sequence[int]) -> list[NcclBackend]:

@@ -66,7 +66,11 @@ def choose_device(topology: Topology) -> ChosenDevice:
             "Start one rank a GPU: srun --ntasks-per-node, mpirun --map-by ppr:N:node"
         )
     index = number % count
-    return ChosenDevice(index, gpu_identity(index), version)
+    try:
+        identity = gpu_identity(index)
+    except RuntimeError as error:  # torch's, where CUDA does not start
+        raise NcclError(f"GPU {index} cannot be used: {error}; look at nvidia-smi, and at its driver") from error
+    return ChosenDevice(index, identity, version)
 
 
 def _visible() -> str:

@@ -68,20 +68,22 @@ class NcclWork(Work):
             CollectiveTimeoutError: That took longer than `limit` seconds.
             NcclError: The communicator has failed.
         """
-
-        def ready() -> bool:
-            self._check(self.operation)
-            return self.done()
-
-        if not wait_until(ready, network_backoff(), limit):
+        if not wait_until(self.done, network_backoff(), limit):
             raise CollectiveTimeoutError(
                 f"{self.operation} was not complete after {limit:g} s: another rank has not called it, or its GPU "
                 "is still computing"
             )
 
     def done(self) -> bool:
-        """Say whether the GPU has done the operation."""
-        return self._device.is_complete(self._done)
+        """Say whether the GPU has done the operation.
+
+        Raises:
+            NcclError: It has not, and the communicator has failed.
+        """
+        if self._device.is_complete(self._done):
+            return True
+        self._check(self.operation)
+        return False
 
     def result(self) -> Any:
         """Wait, then return the operation's value."""

@@ -25,7 +25,7 @@ class StepMetrics:
         gradient_norm: Norm of the whole averaged gradient before clipping.
         tokens_per_second: Bytes trained on a second, over all ranks, averaged over the last 20 steps.
         communication: Share (0 to 1) of this rank's time in communication, waiting included, over the same steps;
-            with GPUs the time of the CPU, which only tells them what to do.
+            with GPUs the time of the CPU, which only tells them what to do, outside of backward.
         seconds: Since training began, held-out evaluations included.
     """
 

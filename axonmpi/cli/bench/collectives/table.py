@@ -14,8 +14,6 @@ __all__ = ["VARIANTS", "plot", "table"]
 
 VARIANTS = ("symmetric", "ordinary", "mpi", "gloo", "memcpy")
 RATIOS = (("symmetric", "memcpy"), ("mpi", "symmetric"), ("mpi", "ordinary"), ("gloo", "symmetric"))
-_GPU_VARIANTS = ("ordinary", "torch", "memcpy")
-_GPU_RATIOS = (("ordinary", "memcpy"), ("torch", "ordinary"))
 _PATHS = {
     "node": "node, through memory that they share",
     "nodes": "nodes, through shared memory on each node, by MPI's messages between nodes",
