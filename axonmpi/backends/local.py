@@ -76,12 +76,17 @@ class LocalBackend(Backend):
     def __init__(self, *, timeout: float | None = None, memory: torch.device | None = None) -> None:
         super().__init__(0, 1, AtOnce(), timeout=timeout)
         self.place = self.place if memory is None else memory
+        self._elsewhere = {self.place: self}  # one for each device, of which all have the same messages
         self._messages: dict[int, deque[Tensor]] = defaultdict(deque)
         self._receives: dict[int, deque[_Receive]] = defaultdict(deque)
 
     def on(self, place: torch.device) -> LocalBackend:
         """Return a communicator that allocates memory on a device; local."""
-        return self if place == self.place else LocalBackend(timeout=self.timeout, memory=place)
+        if place not in self._elsewhere:
+            other = self._elsewhere[place] = LocalBackend(timeout=self.timeout, memory=place)
+            other._elsewhere = self._elsewhere
+            other._messages, other._receives = self._messages, self._receives
+        return self._elsewhere[place]
 
     @property
     def control(self) -> LocalBackend:

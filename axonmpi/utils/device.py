@@ -30,12 +30,17 @@ __all__ = [
     "KINDS",
     "CudaDevice",
     "Device",
+    "current_gpu",
     "device_at",
     "driver_version",
     "gpu_count",
     "gpu_identity",
     "peer_access",
 ]
+
+
+_STREAMS = 32
+"""How many streams of a priority torch has on a GPU."""
 
 
 class Device:
@@ -73,8 +78,8 @@ class Device:
         """Return the stream that this thread's computations go to; local."""
         return None
 
-    def new_stream(self) -> Any:
-        """Make a stream; local."""
+    def new_stream(self, apart_from: Sequence[Any] = ()) -> Any:
+        """Make a stream that is none of some others; local."""
         return None
 
     def handle(self, stream: Any) -> int:
@@ -174,12 +179,20 @@ class CudaDevice(Device):
         """Return the stream that this thread's computations go to; local."""
         return torch.cuda.current_stream(self.place)
 
-    def new_stream(self) -> torch.cuda.Stream:
-        """Make a stream, ahead of computation where both have work; local.
+    def new_stream(self, apart_from: Sequence[torch.cuda.Stream] = ()) -> torch.cuda.Stream:
+        """Make a stream that is none of some others, ahead of computation where both have work; local.
 
-        Torch has 32 of them on a GPU, and hands them out in turn.
+        Torch has 32 of them on a GPU, and hands them out in turn: two may be one.
+
+        Raises:
+            RuntimeError: All of them are among the others.
         """
-        return torch.cuda.Stream(self.place, priority=-1)
+        taken = {stream.cuda_stream for stream in apart_from}
+        for _ in range(_STREAMS):
+            stream = torch.cuda.Stream(self.place, priority=-1)
+            if stream.cuda_stream not in taken:
+                return stream
+        raise RuntimeError(f"all {_STREAMS} streams of {self.place} are in use: connect fewer pairs of ranks")
 
     def handle(self, stream: torch.cuda.Stream) -> int:
         """Return a stream's address, for libraries that take it as a number; local."""
@@ -268,6 +281,11 @@ def device_at(place: torch.device) -> Device:
 def gpu_count() -> int:
     """Return how many GPUs this process sees, 0 without CUDA; local."""
     return torch.cuda.device_count()
+
+
+def current_gpu() -> int:
+    """Return the number of this thread's current GPU; local."""
+    return torch.cuda.current_device()
 
 
 def gpu_identity(index: int) -> str:

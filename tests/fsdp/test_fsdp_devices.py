@@ -75,7 +75,7 @@ class Noted(Device):
         self.notes: list[tuple[str, Any]] = []
         self.streams = 0
 
-    def new_stream(self) -> Any:
+    def new_stream(self, apart_from: Any = ()) -> Any:
         self.streams += 1
         return f"stream {self.streams}"
 

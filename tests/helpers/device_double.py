@@ -254,7 +254,7 @@ class Gpu(Device):
         stream: Stream | None = getattr(_thread, "stream", None)
         return stream if stream is not None and stream.gpu is self else self.default
 
-    def new_stream(self) -> Stream:
+    def new_stream(self, apart_from: Sequence[Stream] = ()) -> Stream:
         stream = Stream(self, next(_numbers))
         self.streams[stream.number] = stream
         return stream

@@ -175,6 +175,7 @@ class Start:
         monkeypatch.setattr(train, "destroy_process_group", lambda: self.started.append("closed"))
         monkeypatch.setattr(ax.NcclBackend, "device_count", lambda: self.gpus)
         monkeypatch.setattr(ax.NcclBackend, "nccl_version", self.version)
+        monkeypatch.setattr("axonmpi.cli.train.gpu_identity", str)
 
     def init(self, backend="mpi"):
         self.started.append(backend)

@@ -18,6 +18,7 @@ Source: NCCL's user guide, https://docs.nvidia.com/deeplearning/nccl/user-guide/
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -25,12 +26,12 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from ...errors import AxonmpiError, CommunicatorError, NcclError
+from ...errors import AxonmpiError, CollectiveTimeoutError, CommunicatorError, NcclError
 from ...launch.settings import compares_calls
 from ...launch.topology import Topology
 from ...types import Observer, ReduceOp, Work
 from ...utils.arguments import check_flags, integer
-from ...utils.device import Device, device_at, gpu_count
+from ...utils.device import Device, current_gpu, device_at, gpu_count
 from ...utils.partition import split_sizes
 from ..base import Backend
 from ..call import Call, mismatch_error
@@ -50,6 +51,9 @@ from .messages import Channel, Messages
 from .work import NcclWork
 
 __all__ = ["NcclBackend"]
+
+CLOSE_SECONDS = 10.0
+"""How long closing a group waits for what its GPU still does."""
 
 
 class NcclBackend(Backend):
@@ -92,16 +96,21 @@ class NcclBackend(Backend):
         size = integer("world_size", world_size, minimum=1)
         if integer("rank", rank, minimum=0) >= size:
             raise ValueError(f"rank: expected 0 to {size - 1}, got {rank}")
-        place = _checked_place(device)
-        nccl = library.load()
+        place = _place_of(device)
 
         def connect() -> Any:
+            _check_visible(place)
+            nccl = library.load()
             try:
                 return nccl.core.Communicator.init(size, rank, nccl.core.UniqueId.from_bytes(bytes(unique_id)))
             except nccl.failures as error:
                 raise library.nccl_error(f"rank {rank} could not connect", error) from error
 
-        communicator = _on_device(place, connect) if host is None else connect_all(host, place, connect)
+        if host is None:
+            _check_visible(place)
+            communicator = _on_device(place, connect)
+        else:
+            communicator = connect_all(host, place, connect)
         self._take(communicator, rank, size, place, timeout, host)
 
     def _take(
@@ -211,9 +220,11 @@ class NcclBackend(Backend):
             ValueError: `devices` are none, or not different.
             NcclError: There is no NCCL, no such GPU, or it cannot be used.
         """
-        chosen = [_checked_place(device) for device in devices]
+        chosen = [_place_of(device) for device in devices]
         if not chosen or len(set(chosen)) < len(chosen):
             raise ValueError(f"devices: expected different numbers of GPUs, got {list(devices)}")
+        for place in chosen:
+            _check_visible(place)
         nccl = library.load()
         try:
             made = nccl.core.Communicator.init_all([place.index for place in chosen])
@@ -233,6 +244,19 @@ class NcclBackend(Backend):
     def device_count() -> int:
         """Return how many GPUs this process sees, 0 without CUDA; local."""
         return gpu_count()
+
+    def close(self) -> None:
+        """Tell the GPU what is posted, wait for it, and release the communicators; collective in effect.
+
+        It may be called twice.
+
+        Raises:
+            CommunicatorError: The GPU is not done after 10 s: other ranks have not called the same.
+        """
+        if self.is_open:
+            with suppress(AxonmpiError):  # of a group that has failed: the calls that failed have told
+                self._messages.flush()
+        super().close()
 
     def synchronize(self) -> None:
         """Block until the GPU has done all that this process told it; local."""
@@ -275,6 +299,7 @@ class NcclBackend(Backend):
     def _prepare(self, call: Call, tensors: Sequence[Tensor]) -> None:
         """Compare the ranks' calls and where their tensors are, if that is asked for; collective then."""
         self._check_open(call.operation)
+        self._messages.flush()  # before the CPUs wait for each other
         if not self._compares:
             return
         assert self.host is not None
@@ -291,7 +316,6 @@ class NcclBackend(Backend):
 
     def _tell(self, async_op: bool, call: Call, move: Callable[..., Any], *args: Any) -> Any:
         """Tell the GPU an operation whose arguments are checked; collective."""
-        self._messages.flush()
         work = self._launch(self._main, call, self._execute, call.operation, call.nbytes, move, call, *args)
         if async_op:
             return work
@@ -353,6 +377,10 @@ class NcclBackend(Backend):
         """Raise what NCCL has come to since it was asked last; local."""
         if self._closed is not None:
             self._check_open(str(operation))
+        self._check_state(operation, channel)
+
+    def _check_state(self, operation: Call | str, channel: Channel) -> None:
+        """Raise the error that a communicator has come to; local."""
         state = channel.communicator.get_async_error()
         if state:
             error = NcclError(self._core.get_error_string(state))
@@ -472,6 +500,8 @@ class NcclBackend(Backend):
         if color is None:
             return None
         if size == 1:
+            if host is not None:
+                host.close()
             return LocalBackend(timeout=self.timeout, memory=self.device)
         rank = parts[color].index(self.rank)
         return NcclBackend._of(communicator, rank, size, self.device, self.timeout, host)
@@ -493,17 +523,28 @@ class NcclBackend(Backend):
             color = next((number for number, pair in enumerate(together) if self.rank in pair), None)
             communicator = self._split(color, together[color or 0])
             if color is not None:
-                self._messages.add_channel(together[color], Channel(communicator, self._device))
+                self._messages.add_channel(together[color], communicator)
+                self._greet(*together[color])
+
+    def _greet(self, src: int, dst: int) -> None:
+        """Send a byte on a new channel: NCCL connects at the first message, for which both CPUs wait; collective.
+
+        Source: https://github.com/NVIDIA/nccl, `src/enqueue.cc` (p2pTaskAppend) and `src/transport.cc`.
+        """
+        greeting = torch.zeros(1, dtype=torch.uint8, device=self.device)
+        self._messages.post(greeting, src, dst, 0, sends=self.rank == src)
 
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
         carrier = self._carrier_of(tensor, "isend")
         if carrier is not self:
+            self._messages.flush()
             return carrier._isend(tensor, dst, tag)
         return self._messages.post(tensor, self.rank, dst, tag, sends=True)
 
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
         carrier = self._carrier_of(tensor, "irecv")
         if carrier is not self:
+            self._messages.flush()
             return carrier._irecv(tensor, src, tag)
         torch.autograd.graph.increment_version(tensor)
         return self._messages.post(tensor, src, self.rank, tag, sends=False)
@@ -511,6 +552,7 @@ class NcclBackend(Backend):
     def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
         carrier = self._carrier_of(tensor, "send")
         if carrier is not self:
+            self._messages.flush()
             carrier._send(tensor, dst, tag)
         else:
             self._isend(tensor, dst, tag).wait()
@@ -518,6 +560,7 @@ class NcclBackend(Backend):
     def _recv(self, tensor: Tensor, src: int, tag: int) -> None:
         carrier = self._carrier_of(tensor, "recv")
         if carrier is not self:
+            self._messages.flush()
             carrier._recv(tensor, src, tag)
         else:
             self._irecv(tensor, src, tag).wait()
@@ -550,20 +593,30 @@ class NcclBackend(Backend):
         Args:
             code: Exit code of the job.
         """
+        if self.host is not None and self.is_open:
+            self.host.abort(code)  # under MPI it ends the process, and with it what its GPU does
         self.abort_communicator()
-        if self.host is not None:
-            self.host.abort(code)
 
     def abort_communicator(self) -> None:
         """End what this rank's GPU does for the group, also what waits for others; local.
 
         The group cannot be used any more. NCCL asks all ranks to do so.
+
+        Raises:
+            NcclError: NCCL could not do so.
         """
         if not self.is_open:
             return
         self.invalidate("it was aborted")
-        for channel in (*self._messages.channels, self._main):
-            channel.communicator.abort()
+        try:
+            self._abort_channels()
+        except self.failures as error:
+            raise library.nccl_error("abort", error) from error
+
+    def _abort_channels(self) -> None:
+        with self._core.group():  # one after the other, each would wait for what the next still does
+            for channel in (*self._messages.channels, self._main):
+                channel.communicator.abort()
 
     def check_peers(self, what: str, peer: int | None = None) -> None:
         """Raise the error that NCCL has come to, if any; local."""
@@ -572,28 +625,51 @@ class NcclBackend(Backend):
             self.host.check_peers(what, peer)
 
     def _release(self) -> None:
-        self._closed = None
-        self._messages.flush()
-        self._closed = "it was closed by destroy_process_group() or close()"
-        self._device.synchronize()
-        for channel in (*self._messages.channels, self._main):
-            channel.communicator.destroy()
+        channels = (*self._messages.channels, self._main)
+        failed: tuple[type[Exception], ...] = (AxonmpiError, *self.failures)
+        try:
+            for channel in channels:
+                check = partial(self._check_ending, channel=channel)
+                done = self._device.record(channel.stream)
+                NcclWork("close", self._device, done, None, check).block(CLOSE_SECONDS)
+            for channel in channels:
+                channel.communicator.destroy()
+        except CollectiveTimeoutError as error:
+            self._abort_channels()
+            raise CommunicatorError(
+                f"the GPU of rank {self.rank} still waited for operations that other ranks have not called when "
+                "the group was closed, and was made to stop; wait for every Work before closing"
+            ) from error
+        except failed:  # of which the calls that failed have told
+            self._abort_channels()
+        finally:
+            if self.host is not None:
+                self.host.close()
+
+    def _check_ending(self, operation: Call | str, channel: Channel) -> None:
+        """Raise what ends the waiting for a group that is closed; local."""
+        self._check_state(operation, channel)
         if self.host is not None:
-            self.host.close()
+            self.host.check_peers(str(operation))
 
 
-def _checked_place(device: object) -> torch.device:
-    """Return a GPU that this process sees."""
-    if isinstance(device, torch.device) and device.type != "cuda":
-        return device_at(device).place
-    number = device.index if isinstance(device, torch.device) else device
-    index = integer("device", number, minimum=0)
-    if index >= gpu_count():
+def _place_of(device: object) -> torch.device:
+    """Return the device that a number or a `torch.device` means."""
+    if not isinstance(device, torch.device):
+        return torch.device("cuda", integer("device", device, minimum=0))
+    number: int | None = device.index
+    if device.type == "cuda" and number is None:
+        return torch.device("cuda", current_gpu())
+    return device
+
+
+def _check_visible(place: torch.device) -> None:
+    """Raise unless this process sees a GPU."""
+    if place.type == "cuda" and place.index >= gpu_count():
         raise NcclError(
-            f"device: expected a GPU that this process sees, of {gpu_count()}, got {index}; look at nvidia-smi and "
-            "CUDA_VISIBLE_DEVICES"
+            f"device: expected one of {gpu_count()} GPUs that this process sees, got {place.index}; look at "
+            "nvidia-smi and CUDA_VISIBLE_DEVICES"
         )
-    return torch.device("cuda", index)
 
 
 def _on_device(place: torch.device, connect: Callable[[], Any]) -> Any:

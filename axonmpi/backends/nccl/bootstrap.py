@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...errors import AxonmpiError, NcclError
+from ...errors import NcclError
 from ...types import Work
 from ...utils.device import Device, device_at
 from ...utils.text import text_of_problems
@@ -41,15 +41,15 @@ def agree_on(host: Backend, find: Callable[[], _Found]) -> list[_Found]:
         find: Called on each.
 
     Raises:
-        NcclError: It raised one on some rank; on all ranks, naming those that failed.
+        NcclError: It raised an error on some rank; on all ranks, naming those that failed.
     """
-    problem: AxonmpiError | None = None
+    problem: Exception | None = None
     found: Any = None
     try:
         found = find()
-    except AxonmpiError as error:
+    except Exception as error:  # whatever it is, the others wait for it
         problem = error
-    told = all_gather_object(host, (found, "" if problem is None else str(problem)))
+    told = all_gather_object(host, (found, "" if problem is None else str(problem) or type(problem).__name__))
     if text := text_of_problems([message for _, message in told]):
         raise NcclError(text) from problem
     return [value for value, _ in told]
@@ -107,6 +107,7 @@ def connect_all(host: Backend, place: torch.device, connect: Callable[[], _Found
     verdict = _Verdict(host)
     backoff = network_backoff()
     while not verdict.is_known(attempt.outcome):
+        host.check_peers("connecting by NCCL")
         backoff.rest()
     verdict.finish()
     if verdict.text:

@@ -30,6 +30,7 @@ class Channel:
     Args:
         communicator: nccl4py's.
         device: This rank's GPU.
+        apart_from: Streams that its stream has to be another one than.
 
     Attributes:
         communicator: The same.
@@ -37,9 +38,9 @@ class Channel:
         handle: Its address.
     """
 
-    def __init__(self, communicator: Any, device: Device) -> None:
+    def __init__(self, communicator: Any, device: Device, apart_from: Sequence[Any] = ()) -> None:
         self.communicator = communicator
-        self.stream = device.new_stream()
+        self.stream = device.new_stream(apart_from)
         self.handle = device.handle(self.stream)
 
 
@@ -131,9 +132,10 @@ class Messages:
                 chosen.append(pair)
         return rounds
 
-    def add_channel(self, pair: tuple[int, int], channel: Channel) -> None:
-        """Use a channel for messages from one rank to another, in whose communicator they are 0 and 1; local."""
-        self._channels[pair] = channel
+    def add_channel(self, pair: tuple[int, int], communicator: Any) -> None:
+        """Use a communicator, in which they are 0 and 1, for messages from one rank to another; local."""
+        streams = [channel.stream for channel in (self._main, *self.channels)]
+        self._channels[pair] = Channel(communicator, self._device, streams)
 
     def post(self, tensor: Tensor, src: int, dst: int, tag: int, *, sends: bool) -> Work:
         """Send or receive a message: at once on the pair's channel, else when somebody waits; local.

@@ -68,7 +68,12 @@ class NcclWork(Work):
             CollectiveTimeoutError: That took longer than `limit` seconds.
             NcclError: The communicator has failed.
         """
-        if not wait_until(self.done, network_backoff(), limit):
+
+        def ready() -> bool:
+            self._check(self.operation)
+            return self._device.is_complete(self._done)
+
+        if not wait_until(ready, network_backoff(), limit):
             raise CollectiveTimeoutError(
                 f"{self.operation} was not complete after {limit:g} s: another rank has not called it, or its GPU "
                 "is still computing"
