@@ -49,7 +49,7 @@ MUTANTS = (
         BACKEND,
         "        device.wait(channel.stream, device.record(device.current_stream()))\n",
     ),
-    Mutant("Work.wait() does not wait", WORK, "        self._device.wait(stream, self._done)\n"),
+    Mutant("Work.wait() does not wait", WORK, "        self.wait_on(stream)\n"),
     Mutant(
         "the end of an operation is recorded before it",
         BACKEND,
@@ -98,8 +98,8 @@ MUTANTS = (
     Mutant(
         "a communicator is split while operations are under way",
         BACKEND,
-        "        self._device.block(self._device.record(self._main.stream))",
-        "       ",
+        "            self._device.block(self._device.record(stream))",
+        "            pass",
     ),
     Mutant(
         "parameters are copied to the GPU before what was told has let go of their memory",

@@ -1,6 +1,7 @@
 """Collectives and messages of GPUs, by NCCL.
 
-    caller's stream   ── event ──▶   group's stream: NCCL   ── event ──▶   caller's stream, or Work.wait()
+    blocking        caller's stream: what it was told ── NCCL ── what it is told next
+    asynchronous    caller's stream ── event ──▶ group's stream: NCCL ── event ──▶ Work.wait(): caller's stream
 
 A call returns when the GPU was told, which takes microseconds; what the caller tells the GPU after a blocking
 operation begins after it. The CPUs of the ranks do not meet, so calls that differ are noticed by NCCL at best,
@@ -134,6 +135,7 @@ class NcclBackend(Backend):
         self._collectives = StreamCollectives(nccl.core, self._main, self._device, rank, size)
         self._messages = Messages(nccl.core, self._device, self._main, self._launch)
         self._compares = host is not None and compares_calls()
+        self._latest: NcclWork | None = None
 
     @classmethod
     def _of(
@@ -303,10 +305,8 @@ class NcclBackend(Backend):
         if not self._compares:
             return
         assert self.host is not None
-        places = {
-            tensor.device.type for tensor in tensors if call.operation != "scatter"
-        }  # of which one rank has any
-        place = " and ".join(sorted(places))
+        seen = [] if call.operation == "scatter" else tensors  # of which one rank alone has any
+        place = " and ".join(sorted({tensor.device.type for tensor in seen}))
         keys = self.host.all_gather(torch.tensor([[call.key, crc32(place.encode())]], device="cpu"))
         if bool((keys != keys[0]).any()):
             told = all_gather_object(self.host, (str(call), place))
@@ -316,11 +316,33 @@ class NcclBackend(Backend):
 
     def _tell(self, async_op: bool, call: Call, move: Callable[..., Any], *args: Any) -> Any:
         """Tell the GPU an operation whose arguments are checked; collective."""
-        work = self._launch(self._main, call, self._execute, call.operation, call.nbytes, move, call, *args)
+        told = (self._execute, call.operation, call.nbytes, move, call, *args)
+        if not async_op and self.timeout is None:
+            return self._follow(call, *told)
+        work = self._launch(self._main, call, *told)
         if async_op:
             return work
         work.wait(self.timeout)
         return work.value
+
+    def _follow(self, operation: Call, move: Callable[..., Any], *args: Any) -> Any:
+        """Tell the caller's own stream to do something: it would wait for the group's stream anyway; local.
+
+        The communicator's operations on different streams follow each other, see "Using multiple streams" in
+        https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/streams.html.
+        """
+        self._check_healthy(operation, self._main)
+        stream = self._device.current_stream()
+        if self._latest is not None:  # of those that are told to the group's stream
+            self._latest.wait_on(stream)
+            self._latest = None
+        self._collectives.use(stream)
+        try:
+            return move(*args)
+        except self.failures as error:
+            raise self._failure(str(operation), error) from error
+        finally:
+            self._collectives.use_own_stream()
 
     def _carrier(self, call: Call, tensors: Sequence[Tensor]) -> Backend:
         """Return what carries an operation: by where its tensors are, of those without any by what it is; local."""
@@ -365,7 +387,10 @@ class NcclBackend(Backend):
         except self.failures as error:
             raise self._failure(str(operation), error) from error
         check = partial(self._check_waiting, channel=channel)
-        return NcclWork(operation, device, device.record(channel.stream), value, check)
+        work = NcclWork(operation, device, device.record(channel.stream), value, check)
+        if channel is self._main:
+            self._latest = work
+        return work
 
     def _check_waiting(self, operation: Call | str, channel: Channel) -> None:
         """Raise what ends waiting for an operation: an error that NCCL has come to, a rank that failed; local."""
@@ -484,7 +509,7 @@ class NcclBackend(Backend):
 
     def _barrier(self, call: Call) -> None:
         self._collectives.barrier()
-        done = self._device.record(self._main.stream)
+        done = self._device.record(self._collectives.stream)
         check = partial(self._check_waiting, channel=self._main)
         NcclWork("barrier", self._device, done, None, check).block(self.timeout)
 
@@ -509,7 +534,8 @@ class NcclBackend(Backend):
     def _split(self, color: int | None, order: Sequence[int]) -> Any:
         key = order.index(self.rank) if color is not None else 0
         self._messages.flush()
-        self._device.block(self._device.record(self._main.stream))  # NCCL wants nothing to be under way
+        for stream in (self._device.current_stream(), self._main.stream):  # NCCL wants nothing to be under way
+            self._device.block(self._device.record(stream))
         try:
             return _on_device(self.device, lambda: self._main.communicator.split(color, key))
         except self.failures as error:
@@ -629,9 +655,8 @@ class NcclBackend(Backend):
         failed: tuple[type[Exception], ...] = (AxonmpiError, *self.failures)
         try:
             for channel in channels:
-                check = partial(self._check_ending, channel=channel)
-                done = self._device.record(channel.stream)
-                NcclWork("close", self._device, done, None, check).block(CLOSE_SECONDS)
+                self._end(channel, channel.stream)
+            self._end(self._main, self._device.current_stream())
             for channel in channels:
                 channel.communicator.destroy()
         except CollectiveTimeoutError as error:
@@ -645,6 +670,11 @@ class NcclBackend(Backend):
         finally:
             if self.host is not None:
                 self.host.close()
+
+    def _end(self, channel: Channel, stream: Any) -> None:
+        """Wait until a stream has done what it was told; local."""
+        check = partial(self._check_ending, channel=channel)
+        NcclWork("close", self._device, self._device.record(stream), None, check).block(CLOSE_SECONDS)
 
     def _check_ending(self, operation: Call | str, channel: Channel) -> None:
         """Raise what ends the waiting for a group that is closed; local."""

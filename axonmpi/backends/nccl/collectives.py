@@ -1,13 +1,14 @@
-"""What NCCL does with the tensors of one rank, on the stream of its group.
+"""What NCCL does with the tensors of one rank, on one stream: that of its group, or the caller's.
 
 Each method tells the GPU and returns. Torch's own part, as bringing a tensor into one piece of memory, happens on
-the same stream; results are allocated for the caller's stream, which begins with them after the operation.
+the same stream; results are allocated for the caller's stream, which begins with them after the operation. On that
+stream itself nothing has to be kept for another one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -43,25 +44,40 @@ class StreamCollectives:
         device: This rank's GPU.
         rank: This rank's number.
         size: How many ranks there are.
+
+    Attributes:
+        stream: The stream that is told.
     """
 
     def __init__(self, core: Any, channel: Channel, device: Device, rank: int, size: int) -> None:
         self._core = core
         self._communicator = channel.communicator
-        self._stream = channel.stream
-        self._handle = channel.handle
+        self._own = (channel.stream, channel.handle)
         self._device = device
         self._rank = rank
         self._size = size
+        self._on_caller = False
+        self.use_own_stream()
+
+    def use_own_stream(self) -> None:
+        """Tell what follows to the group's stream; local."""
+        self._on_caller = False
+        self.stream, self._handle = self._own
+
+    def use(self, stream: Any) -> None:
+        """Tell what follows to the caller's current stream; local."""
+        self._on_caller = True
+        self.stream, self._handle = stream, self._device.handle(stream)
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """Let torch compute on the group's stream for the duration of a `with` block; local."""
-        return self._device.within(self._stream)
+        """Let torch compute on the stream for the duration of a `with` block; local."""
+        return nullcontext() if self._on_caller else self._device.within(self.stream)
 
     def keep(self, *tensors: Tensor) -> None:
         """Keep memory until the group's stream has done what it was told; local."""
-        for tensor in tensors:
-            self._device.keep(tensor, self._stream)
+        if not self._on_caller:
+            for tensor in tensors:
+                self._device.keep(tensor, self.stream)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate a result, for the caller's stream; local."""
@@ -156,7 +172,7 @@ class StreamCollectives:
                 output.copy_(own)
 
     def _reduce_parts(self, moved: Tensor, op: ReduceOp, rows: list[int], own: Tensor, dtype: torch.dtype) -> None:
-        """Put this rank's rows of the reduced tensor into `own`, on the group's stream; collective.
+        """Put this rank's rows of the reduced tensor into `own`, on the stream; collective.
 
         Args:
             moved: [sum(rows), ...] contiguous, of a dtype of `reduced_dtype`.
@@ -214,7 +230,7 @@ class StreamCollectives:
             self._gather_parts(output, None, sizes)
 
     def _gather_parts(self, whole: Tensor, own: Tensor | None, rows: list[int]) -> None:
-        """Fill contiguous memory with the rows of all ranks, on the group's stream; collective.
+        """Fill contiguous memory with the rows of all ranks, on the stream; collective.
 
         Args:
             whole: What is filled.
