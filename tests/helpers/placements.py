@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +30,9 @@ from helpers.collective_checks import Watched
 from helpers.numpy_reference import same_bits
 
 REAL = pytest.mark.skipif(launched_ranks() < 2, reason="about memory that processes share: needs an mpirun")
+WITH_NCCL = pytest.mark.skipif(
+    not any(metadata.distributions(name="nccl4py")), reason="needs a real NCCL: pip install 'axonmpi[nccl]'"
+)
 PLACEMENTS = ("whole", "view", "scattered", "mixed", "alone", "foreign")
 SMALL_PIECE_BYTES = 4096
 _MARGIN = 64

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 import time
 from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.placements import WITH_NCCL
 
 import axonmpi as ax
 from axonmpi import NcclBackend, NcclError, NcclUniqueId, World
@@ -18,7 +18,6 @@ from axonmpi.backends.nccl.devices import ChosenDevice, check_choices
 from axonmpi.launch.topology import Topology
 
 pytestmark = pytest.mark.ranks(2, 4)
-WITH_LIBRARY = pytest.mark.skipif(importlib.util.find_spec("nccl") is None, reason="needs axonmpi[nccl]")
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 CPU = torch.device("cpu")
 SECONDS = 10.0
@@ -35,7 +34,7 @@ def error_on_all(world: World, action: Callable[[], object]) -> str:
     return told[0]
 
 
-@WITH_LIBRARY
+@WITH_NCCL
 def test_the_id_that_rank_0_makes_with_nccl_reaches_all(world: World) -> None:
     unique_id = exchange_unique_id(world.default_group.backend)
     assert world.default_group.all_gather_object(unique_id) == [unique_id] * world.size

@@ -1,6 +1,7 @@
 """The order between the caller's stream and a group's, over the double: values are spoilt where a wait is missing.
 
-`python tests/nccl/nccl_mutants.py` breaks that order in the library, a place at a time: one of these has to fail.
+`python tests/nccl_backend/nccl_mutants.py` breaks that order in the library, a place at a time: one of these has to
+fail.
 """
 
 from __future__ import annotations

@@ -181,5 +181,5 @@ def test_connecting_over_another_backend() -> None:
 
 
 def test_a_broken_order_is_found() -> None:
-    """One of the mutants; all: `python tests/nccl/nccl_mutants.py`."""
+    """One of the mutants; all: `python tests/nccl_backend/nccl_mutants.py`."""
     assert found_by(MUTANTS[7])

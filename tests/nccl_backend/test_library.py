@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.placements import WITH_NCCL
 
 import axonmpi
 from axonmpi import NcclBackend, NcclUniqueId
 
-WITH_LIBRARY = pytest.mark.skipif(importlib.util.find_spec("nccl") is None, reason="needs axonmpi[nccl]")
 SHOW = "import axonmpi as ax; print(ax.NcclBackend.nccl_version(), ax.NcclBackend.generate_unique_id())"
 HIDDEN = """
 import sys
@@ -35,7 +35,7 @@ def packaged_library() -> Path:
     return Path(folder) / "lib" / "libnccl.so.2"
 
 
-@WITH_LIBRARY
+@WITH_NCCL
 def test_version_and_id_without_a_gpu() -> None:
     assert NcclBackend.nccl_version() >= (2, 27, 0)
     assert NcclBackend.generate_unique_id() != NcclBackend.generate_unique_id()
@@ -47,7 +47,7 @@ def test_without_nccl4py_the_error_says_what_to_install() -> None:
     assert "pip install 'axonmpi[nccl]'" in done.stderr
 
 
-@WITH_LIBRARY
+@WITH_NCCL
 def test_a_library_on_the_path_alone_is_found_and_none_is_an_error(tmp_path) -> None:
     """Python sees all that is installed but the packages of NVIDIA's libraries."""
     (tmp_path / "other").mkdir()
@@ -63,7 +63,7 @@ def test_a_library_on_the_path_alone_is_found_and_none_is_an_error(tmp_path) -> 
     assert "NcclError: libnccl.so.2 is in no package, not on LD_LIBRARY_PATH" in missing.stderr
 
 
-@WITH_LIBRARY
+@WITH_NCCL
 def test_the_library_that_is_loaded_already_is_used_and_two_are_refused(tmp_path) -> None:
     other = shutil.copy(packaged_library(), tmp_path)
     load = f"import ctypes; ctypes.CDLL({str(other)!r})\n"

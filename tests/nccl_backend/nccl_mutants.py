@@ -1,7 +1,7 @@
 """Breaks the order of streams in the library, a place at a time; a test over the double has to fail each time.
 
-    python tests/nccl/nccl_mutants.py              all of them, about two minutes
-    python tests/nccl/nccl_mutants.py 1 4          some
+    python tests/nccl_backend/nccl_mutants.py              all of them, about two minutes
+    python tests/nccl_backend/nccl_mutants.py 1 4          some
 
 A copy of the library is changed, never the library itself.
 """
@@ -37,7 +37,7 @@ class Mutant:
     file: str
     old: str
     new: str = ""
-    tests: tuple[str, ...] = ("tests/nccl/test_stream_order.py",)
+    tests: tuple[str, ...] = ("tests/nccl_backend/test_stream_order.py",)
 
 
 BACKEND, WORK, MESSAGES = "backends/nccl/backend.py", "backends/nccl/work.py", "backends/nccl/messages.py"
