@@ -49,7 +49,7 @@ MUTANTS = (
         BACKEND,
         "        device.wait(channel.stream, device.record(device.current_stream()))\n",
     ),
-    Mutant("Work.wait() does not wait", WORK, "        self.wait_on(stream)\n"),
+    Mutant("Work.wait() does not wait", WORK, "        self._device.wait(stream, self._done)\n"),
     Mutant(
         "the end of an operation is recorded before it",
         BACKEND,
@@ -96,10 +96,9 @@ MUTANTS = (
         "            yield values\n        if True:\n            if writes:\n",
     ),
     Mutant(
-        "a communicator is split while operations are under way",
+        "a blocking operation does not wait for asynchronous ones before it",
         BACKEND,
-        "            self._device.block(self._device.record(stream))",
-        "            pass",
+        "            self._device.wait(stream, self._latest)\n",
     ),
     Mutant(
         "parameters are copied to the GPU before what was told has let go of their memory",

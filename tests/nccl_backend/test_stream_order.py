@@ -136,6 +136,17 @@ def test_messages_of_what_another_stream_computes(connected: bool) -> None:
     check(body)
 
 
+def test_a_blocking_operation_after_one_that_nobody_has_waited_for() -> None:
+    def body(world: World) -> None:
+        tensor = torch.ones(3)
+        work = world.default_group.all_reduce(tensor, async_op=True)
+        world.default_group.all_reduce(tensor)
+        assert tensor.tolist() == [4.0] * 3
+        work.wait()
+
+    check(body)
+
+
 def test_a_group_made_while_an_operation_is_under_way() -> None:
     def body(world: World) -> None:
         tensor = torch.ones(3)

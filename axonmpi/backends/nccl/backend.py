@@ -135,7 +135,7 @@ class NcclBackend(Backend):
         self._collectives = StreamCollectives(nccl.core, self._main, self._device, rank, size)
         self._messages = Messages(nccl.core, self._device, self._main, self._launch)
         self._compares = host is not None and compares_calls()
-        self._latest: NcclWork | None = None
+        self._latest: Any = None  # the event behind the last operation that was told to the group's stream
 
     @classmethod
     def _of(
@@ -333,8 +333,8 @@ class NcclBackend(Backend):
         """
         self._check_healthy(operation, self._main)
         stream = self._device.current_stream()
-        if self._latest is not None:  # of those that are told to the group's stream
-            self._latest.wait_on(stream)
+        if self._latest is not None:
+            self._device.wait(stream, self._latest)
             self._latest = None
         self._collectives.use(stream)
         try:
@@ -387,10 +387,10 @@ class NcclBackend(Backend):
         except self.failures as error:
             raise self._failure(str(operation), error) from error
         check = partial(self._check_waiting, channel=channel)
-        work = NcclWork(operation, device, device.record(channel.stream), value, check)
+        done = device.record(channel.stream)
         if channel is self._main:
-            self._latest = work
-        return work
+            self._latest = done
+        return NcclWork(operation, device, done, value, check)
 
     def _check_waiting(self, operation: Call | str, channel: Channel) -> None:
         """Raise what ends waiting for an operation: an error that NCCL has come to, a rank that failed; local."""

@@ -56,14 +56,10 @@ class NcclWork(Work):
         if limit is not None:
             self.block(limit)
         stream = self._device.current_stream()
-        self.wait_on(stream)
+        self._device.wait(stream, self._done)
         for tensor in self.value if isinstance(self.value, list) else [self.value]:
             if isinstance(tensor, Tensor):  # allocated for the stream that the operation was called from
                 self._device.keep(tensor, stream)
-
-    def wait_on(self, stream: Any) -> None:
-        """Let what a stream is told from now on begin after the operation; local, does not block."""
-        self._device.wait(stream, self._done)
 
     def block(self, limit: float | None = None) -> None:
         """Block this thread until the GPU has done the operation; local.
