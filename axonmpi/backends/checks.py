@@ -89,14 +89,17 @@ def check_writable(tensor: Tensor, backend: str, device_types: tuple[str, ...]) 
     """Check a tensor that the operation writes into and return it without its autograd history."""
     if (  # nothing to object to: found out quickly, since of a small collective it is a noticeable part
         tensor.__class__ is Tensor
-        and tensor.device.type in device_types
+        and ((tensor.is_cpu and device_types[0] == "cpu") or tensor.device.type in device_types)
         and tensor.layout is torch.strided
         and not tensor.requires_grad
         and tensor.is_contiguous()
         and tensor.dtype in _DTYPES
         and not tensor.is_nested
         and not tensor.is_inference()
-        and tensor.untyped_storage().nbytes() >= tensor.storage_offset() * tensor.itemsize + tensor.nbytes
+        and (
+            (held := tensor.untyped_storage().nbytes()) == tensor.nbytes
+            or held >= tensor.storage_offset() * tensor.itemsize + tensor.nbytes
+        )
     ):
         return tensor
     check_tensor(tensor, backend, device_types)
