@@ -561,35 +561,35 @@ class NcclBackend(Backend):
         self._messages.post(greeting, src, dst, 0, sends=self.rank == src)
 
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
-        carrier = self._carrier_of(tensor, "isend")
-        if carrier is not self:
-            self._messages.flush()
-            return carrier._isend(tensor, dst, tag)
+        if host := self._host_of_message(tensor, "isend"):
+            return host._isend(tensor, dst, tag)
         return self._messages.post(tensor, self.rank, dst, tag, sends=True)
 
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
-        carrier = self._carrier_of(tensor, "irecv")
-        if carrier is not self:
-            self._messages.flush()
-            return carrier._irecv(tensor, src, tag)
+        if host := self._host_of_message(tensor, "irecv"):
+            return host._irecv(tensor, src, tag)
         torch.autograd.graph.increment_version(tensor)
         return self._messages.post(tensor, src, self.rank, tag, sends=False)
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
-        carrier = self._carrier_of(tensor, "send")
-        if carrier is not self:
-            self._messages.flush()
-            carrier._send(tensor, dst, tag)
+        if host := self._host_of_message(tensor, "send"):
+            host._send(tensor, dst, tag)
         else:
             self._isend(tensor, dst, tag).wait()
 
     def _recv(self, tensor: Tensor, src: int, tag: int) -> None:
-        carrier = self._carrier_of(tensor, "recv")
-        if carrier is not self:
-            self._messages.flush()
-            carrier._recv(tensor, src, tag)
+        if host := self._host_of_message(tensor, "recv"):
+            host._recv(tensor, src, tag)
         else:
             self._irecv(tensor, src, tag).wait()
+
+    def _host_of_message(self, tensor: Tensor, operation: str) -> Backend | None:
+        """Return what carries a message of the CPUs, behind what GPUs have posted; None for a GPU's; local."""
+        carrier = self._carrier_of(tensor, operation)
+        if carrier is self:
+            return None
+        self._messages.flush()
+        return carrier
 
     # ---- memory -------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ import torch
 import axonmpi as ax
 from axonmpi.backends import LocalBackend
 from axonmpi.launch.topology import Topology
+from axonmpi.utils.waiting import network_backoff, wait_until
 
 from . import conformance, cost, ordering, parallelisms, training
 from .check import Check, Figures, NotHereError
@@ -100,11 +101,8 @@ def unique_id_in(file: Path, rank: int) -> bytes:
         being_written.write_bytes(content)
         being_written.rename(file)
         return content
-    began = time.monotonic()
-    while not file.exists():
-        if time.monotonic() - began > _ID_SECONDS:
-            raise TimeoutError(f"rank {rank}: rank 0 has written no id into {file} within {_ID_SECONDS:g} s")
-        time.sleep(0.01)
+    if not wait_until(file.exists, network_backoff(), _ID_SECONDS):
+        raise TimeoutError(f"rank {rank}: rank 0 has written no id into {file} within {_ID_SECONDS:g} s")
     return file.read_bytes()
 
 
