@@ -26,6 +26,7 @@ ORDER = (
     ("wrapping",),
     ("ddp", "fsdp", "tensor", "data"),
     ("pipeline",),
+    ("checkpoint",),
     ("testing",),
     ("train",),
     ("cli",),

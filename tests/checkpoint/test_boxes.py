@@ -1,0 +1,41 @@
+"""Boxes of ranges of elements, beside numpy's own indexing."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from axonmpi.checkpoint.boxes import Box, boxes_of_range
+
+shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
+
+
+@given(shapes, st.data())
+def test_boxes_of_a_range_are_its_elements_in_order(shape, data):
+    count = int(np.prod(shape, dtype=int))
+    last = data.draw(st.integers(0, count))
+    first = data.draw(st.integers(0, last))
+    whole = np.arange(count).reshape(shape)
+    boxes = boxes_of_range(shape, first, last)
+    found = [element for box in boxes for element in whole[box.slices].ravel()]
+    assert found == list(range(first, last))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    assert all(box.is_contiguous_in(shape) and whole[box.start] == box.first_in(shape) for box in boxes)
+
+
+@given(shapes.filter(bool), st.data())
+def test_what_boxes_have_in_common(shape, data):
+    def box():
+        start = tuple(data.draw(st.integers(0, extent - 1)) for extent in shape)
+        return Box(
+            start, tuple(data.draw(st.integers(1, extent - at)) for at, extent in zip(start, shape, strict=True))
+        )
+
+    one, other = box(), box()
+    whole = np.arange(np.prod(shape)).reshape(shape)
+    common = one.meet(other)
+    expected = np.intersect1d(whole[one.slices], whole[other.slices])
+    found = np.array([], dtype=int) if common is None else whole[one.slices][common.within(one).slices].ravel()
+    assert sorted(found) == list(expected)
+    run = one.run_in(shape)
+    elements = whole[one.slices].ravel()
+    assert all(np.diff(elements[at : at + run]).tolist() == [1] * (run - 1) for at in range(0, len(elements), run))
