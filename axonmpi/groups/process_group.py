@@ -6,7 +6,7 @@ A group numbers its ranks from 0 and hands each operation over to its backend. T
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -60,6 +60,7 @@ class ProcessGroup:
         self._members = frozenset(self.ranks)
         self._own_rank = own_rank
         self._private: dict[tuple[int, ...], Backend | None] = {}
+        self._before_close: list[Callable[[], object]] = []
 
     @classmethod
     def mock(cls) -> ProcessGroup:
@@ -196,6 +197,10 @@ class ProcessGroup:
             self._private[chosen] = self.backend.split(chosen)
         return self._private[chosen]
 
+    def before_close(self, callback: Callable[[], object]) -> None:
+        """Call a function before the group is closed, once; local."""
+        self._before_close.append(callback)
+
     @property
     def is_open(self) -> bool:
         """Whether this rank is in the group and has not closed it."""
@@ -203,6 +208,8 @@ class ProcessGroup:
 
     def close(self) -> None:
         """Release the group's resources; collective in effect, may be called twice; nothing on ranks outside."""
+        while self._before_close:
+            self._before_close.pop()()
         while self._private:
             _, private = self._private.popitem()
             if private is not None:

@@ -1,0 +1,81 @@
+"""A thread that does one thing beside the program, and the error that the program is told once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import CollectiveTimeoutError
+from ..types import Seconds, Work
+from ..utils.arguments import seconds
+
+__all__ = ["Background"]
+
+
+class Background(Work):
+    """A call that runs on a thread of its own. The process does not end before it is complete.
+
+    Args:
+        call: What to do.
+        name: Of the thread.
+    """
+
+    def __init__(self, call: Callable[[], Any], name: str) -> None:
+        self._call = call
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._told = False
+        self._thread = threading.Thread(target=self._run, name=name)
+
+    def start(self) -> None:
+        """Begin; local."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._value = self._call()
+        except BaseException as error:
+            self._error = error
+
+    def done(self) -> bool:
+        """Say whether it is complete or has failed."""
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        """Wait; local."""
+        self._thread.join()
+
+    def wait(self, timeout: Seconds | None = None) -> None:
+        """Wait until it is complete.
+
+        Args:
+            timeout: Seconds; None waits as long as it takes.
+
+        Raises:
+            CollectiveTimeoutError: It is not complete in time.
+            Exception: What it has raised.
+        """
+        limit = seconds("timeout", timeout, positive=False)
+        self._thread.join(limit)
+        if self._thread.is_alive():
+            raise CollectiveTimeoutError(f"{self._thread.name} is not complete after {limit:g} s")
+        if self._error is not None:
+            self._told = True
+            raise self._error
+
+    def settle(self) -> None:
+        """Wait, and raise an error that nobody was told; local."""
+        self._thread.join()
+        if not self._told:
+            self.wait()
+
+    def check(self) -> None:
+        """Raise an error that nobody was told, if there is one by now; local."""
+        if self.done() and not self._told:
+            self.wait()
+
+    def result(self) -> Any:
+        """Wait, then return what the call returned."""
+        self.wait()
+        return self._value

@@ -1,0 +1,92 @@
+"""Small Python values as JSON and back, equal in value and in type.
+
+    {"milestones": Counter({30: 1}), "betas": (0.9, 0.98)}
+    {"milestones": {"<Counter>": [[30, 1]]}, "betas": {"<tuple>": [0.9, 0.98]}}
+
+JSON knows no tuples, and turns the keys of a dict into texts; the state of learning-rate schedules has both. What
+has another type than these is refused, naming where it is, and not turned into something like it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["decoded", "encoded"]
+
+_MOST_ELEMENTS = 4096
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+def encoded(value: Any, where: str) -> Any:
+    """Return what JSON can hold of a value; local.
+
+    Args:
+        value: Texts, numbers, None, small tensors, `torch.dtype`s, and lists, tuples, dicts and Counters of such.
+        where: What the value is, for the message.
+
+    Raises:
+        ValueError: Something in it is of another type.
+    """
+    if value is None or isinstance(value, bool | str) or type(value) in (int, float):
+        return value
+    if isinstance(value, Tensor):
+        if value.numel() > _MOST_ELEMENTS:
+            raise ValueError(f"{where}: expected tensors of at most {_MOST_ELEMENTS} elements, got {value.numel()}")
+        return {"<Tensor>": [str(value.dtype), list(value.shape), _numbers(value)]}
+    if isinstance(value, np.generic):
+        return encoded(value.item(), where)
+    if isinstance(value, torch.dtype):
+        return {"<dtype>": str(value)}
+    if type(value) in (list, tuple, torch.Size):
+        items = [encoded(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return items if type(value) is list else {"<tuple>": items}
+    if type(value) in (dict, OrderedDict, Counter):
+        return _encoded_dict(value, where)
+    raise ValueError(
+        f"{where}: a checkpoint holds None, numbers, texts, small tensors, and lists, tuples and dicts of these, "
+        f"got {type(value).__name__}"
+    )
+
+
+def _encoded_dict(value: dict[Any, Any], where: str) -> Any:
+    if type(value) is not Counter and all(type(key) is str and not key.startswith("<") for key in value):
+        return {key: encoded(item, f"{where}[{key!r}]") for key, item in value.items()}
+    pairs = [[encoded(key, where), encoded(item, f"{where}[{key!r}]")] for key, item in value.items()]
+    return {"<Counter>" if type(value) is Counter else "<dict>": pairs}
+
+
+def _numbers(tensor: Tensor) -> list[Any]:
+    flat = tensor.detach().cpu().reshape(-1)
+    numbers: list[Any] = (torch.view_as_real(flat) if flat.is_complex() else flat).tolist()
+    return numbers
+
+
+def decoded(value: Any) -> Any:
+    """Return the value that `encoded` was given; local."""
+    if isinstance(value, list):
+        return [decoded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = next(iter(value), "")
+    if kind == "<Tensor>":
+        return _tensor(*value[kind])
+    if kind == "<dtype>":
+        return _DTYPES[value[kind]]
+    if kind == "<tuple>":
+        return tuple(map(decoded, value[kind]))
+    if kind in ("<dict>", "<Counter>"):
+        pairs = {decoded(key): decoded(item) for key, item in value[kind]}
+        return Counter(pairs) if kind == "<Counter>" else pairs
+    return {key: decoded(item) for key, item in value.items()}
+
+
+def _tensor(dtype: str, shape: list[int], numbers: list[Any]) -> Tensor:
+    kind = _DTYPES[dtype]
+    if kind.is_complex:
+        return torch.view_as_complex(torch.tensor(numbers, dtype=kind.to_real()).reshape(-1, 2)).reshape(shape)
+    return torch.tensor(numbers, dtype=kind).reshape(shape)
