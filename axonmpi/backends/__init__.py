@@ -7,6 +7,7 @@ from .connect import path_of
 from .local import LocalBackend
 from .mock.backend import LoggedCall, MockBackend
 from .mpi.backend import MpiBackend
+from .mpi.file import MpiFile
 from .nccl.backend import NcclBackend
 from .nccl.devices import check_choices, choose_device
 from .nccl.library import NcclUniqueId, library_text
@@ -22,6 +23,7 @@ __all__ = [
     "LoggedCall",
     "MockBackend",
     "MpiBackend",
+    "MpiFile",
     "NcclBackend",
     "NcclUniqueId",
     "NodeCounters",

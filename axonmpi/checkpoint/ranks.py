@@ -11,6 +11,7 @@ import weakref
 from ..groups.process_group import ProcessGroup
 from ..groups.world import partition_group
 from .background import Background
+from .catalogue import Catalogue
 
 __all__ = ["CheckpointRanks", "ranks_of"]
 
@@ -27,7 +28,10 @@ class CheckpointRanks:
         all: All ranks.
         node: Those of this node.
         nodes: Number of nodes.
+        catalogue: What the ranks agreed on last.
     """
+
+    catalogue: Catalogue | None = None
 
     def __init__(self, everyone: ProcessGroup, node: ProcessGroup, nodes: int) -> None:
         self.all = everyone

@@ -19,6 +19,7 @@ __all__ = [
     "user_threads",
     "wants_shared_memory",
     "widen_terminal",
+    "writes_by_mpi",
 ]
 
 
@@ -79,6 +80,18 @@ def pretended_node(world_rank: int) -> int:
     if not setting.isdecimal() or int(setting) < 1:
         raise ValueError(f"AXONMPI_RANKS_PER_NODE: expected a positive number, got {setting!r}")
     return world_rank // int(setting)
+
+
+def writes_by_mpi() -> bool:
+    """Say whether MPI-IO writes checkpoints: `AXONMPI_CHECKPOINT_WRITER=mpi-io`; local.
+
+    Raises:
+        ValueError: The variable is neither `posix` nor `mpi-io`.
+    """
+    setting = os.environ.get("AXONMPI_CHECKPOINT_WRITER", "posix")
+    if setting not in ("posix", "mpi-io"):
+        raise ValueError(f"AXONMPI_CHECKPOINT_WRITER: expected 'posix' or 'mpi-io', got {setting!r}")
+    return setting == "mpi-io"
 
 
 def compares_calls() -> bool:

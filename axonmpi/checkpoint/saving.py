@@ -1,0 +1,218 @@
+"""`save_checkpoint`: from a model, an optimizer and a few numbers to one folder of standard files."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..collectives.agreement import check_same, raised_on_all
+from ..groups.world import ProcessGroup, group_of_this_rank
+from ..types import Work
+from ..utils.arguments import check_flags, either_group_name, integer
+from .background import Background
+from .catalogue import agree_on
+from .folders import STATE_FILE
+from .model_parts import model_parts
+from .optimizer_parts import optimizer_parts
+from .parts import Part
+from .plan import places_in, share_of
+from .random_state import random_parts
+from .ranks import CheckpointRanks, ranks_of
+from .snapshot import Snapshot
+from .tensor_file import TensorFile, index_of, lay_out
+from .values import encoded
+from .writing import Job, write_checkpoint
+
+__all__ = ["MAX_FILE_SIZE", "Stateful", "save_checkpoint"]
+
+MAX_FILE_SIZE = 50 * 10**9
+"""Bytes of tensors in one file, as `transformers` has it."""
+FORMAT, VERSION = "axonmpi checkpoint", 1
+
+
+class Stateful(Protocol):
+    """A learning-rate schedule, a scaler of losses, a sampler."""
+
+    def state_dict(self) -> Any:
+        """Return its state."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take a state."""
+
+
+@either_group_name
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int = 0,
+    epoch: int = 0,
+    scheduler: Stateful | None = None,
+    scaler: Stateful | None = None,
+    sampler: Stateful | None = None,
+    extra: Any = None,
+    blocking: bool = True,
+    max_file_size: int = MAX_FILE_SIZE,
+    group: ProcessGroup | None = None,
+) -> Work | None:
+    """Write a model, and what is needed to go on training it, to a folder; collective.
+
+    The folder has standard files with whole tensors under the names that the model has without any wrapper,
+    whatever the layout of the ranks. Each rank writes its own parts of them; no rank gathers anything. The folder
+    gets its name when all of it is on the disk: a job that is killed leaves what was there before.
+
+    Args:
+        path: The folder, the same on all ranks and on a file system that all of them see. A checkpoint that is
+            there is replaced.
+        model: A module, or one wrapped in DDP or FSDP, with divided layers, or a pipeline.
+        optimizer: Its state is saved by the names of parameters.
+        step: Steps made so far.
+        epoch: Number of the epoch.
+        scheduler: A learning-rate schedule; anything with `state_dict()`, the same on all ranks, as the two below.
+        scaler: A scaler of losses.
+        sampler: A sampler, such as `DistributedSampler`.
+        extra: Other values to find again: None, numbers, texts, small tensors, and lists, tuples and dicts of
+            these.
+        blocking: Return when the checkpoint is complete. Else at once: parameters and the optimizer's state are
+            copied while forward and backward run, and `optimizer.step()` waits until they are; without an optimizer
+            they are copied before the call returns. Another save waits for the one before.
+        max_file_size: Bytes of tensors in a file; more are spread over several files with an index.
+        group: The ranks that have parts of the model; None means all.
+
+    Returns:
+        None; without `blocking` a `Work`, which is done when the checkpoint is complete. If it fails, the next step
+        of the optimizer, the next save or `wait()` raises the error.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: Ranks have different arguments, or something cannot be held by a checkpoint; on all ranks.
+        CheckpointError: The files cannot be written; on all ranks. What was at `path` is still there.
+
+    Source: the format is https://github.com/huggingface/safetensors.
+    """
+    chosen = group_of_this_rank(group, "group")
+    ranks = ranks_of(chosen)
+    ranks.settle()
+    with raised_on_all(ranks.all.backend):
+        check_flags(blocking=blocking)
+        integer("max_file_size", max_file_size, minimum=1)
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        target = Path(os.path.abspath(os.fspath(path)))
+        state: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": integer("step", step, minimum=0),
+            "epoch": integer("epoch", epoch, minimum=0),
+            "layout": {"ranks": chosen.size, "nodes": ranks.nodes, "model": type(model).__name__},
+            "versions": _versions(),
+            "scheduler": _state_of("scheduler", scheduler),
+            "scaler": _state_of("scaler", scaler),
+            "sampler": _state_of("sampler", sampler),
+            "extra": encoded(extra, "extra"),
+        }
+    arguments = [f"path {target}", f"step {step}", f"epoch {epoch}", f"blocking {blocking}", f"max {max_file_size}"]
+    arguments.append(f"optimizer {optimizer is not None}")
+    check_same(
+        ranks.all.backend,
+        arguments,
+        "save_checkpoint: the arguments are not the same on all ranks",
+        "Give all ranks the same path and numbers.",
+    )
+    return _save(target, model, optimizer, state, ranks, blocking=blocking, max_file_size=max_file_size)
+
+
+def _save(
+    target: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    state: dict[str, Any],
+    ranks: CheckpointRanks,
+    *,
+    blocking: bool,
+    max_file_size: int,
+) -> Work | None:
+    described = model_parts(model, ranks.all)
+    with described.stable():
+        with raised_on_all(ranks.all.backend):
+            optimized = None if optimizer is None else optimizer_parts(optimizer, described)
+            notes: dict[str, Any] = {"model": {"aliases": described.aliases, "extra": described.extra}}
+            notes["optimizer"] = None if optimized is None else optimized.state
+            notes["config"] = described.config
+            parts: dict[str, Sequence[Part]] = {"model": described.parts}
+            parts |= {} if optimized is None else {"optimizer": optimized.parts}
+            parts["random"] = random_parts(ranks.all)
+        ranks.catalogue = known = agree_on(ranks.all, parts, notes, ranks.catalogue)
+        files = {kind: lay_out(kind, known.specs[kind], {"format": "pt"}, max_file_size) for kind in known.specs}
+        places = places_in(files)
+        placed = [(part, places[kind, part.name]) for kind, own in parts.items() for part in own]
+        config = known.notes.pop("config")
+        texts = _texts({**state, **known.notes}, config, files) if ranks.all.rank == 0 else {}
+        laid_out = [file for of_kind in files.values() for file in of_kind]
+        job = Job(target, laid_out, share_of(placed, known.equals, known.number), texts)
+        if blocking:
+            write_checkpoint(job, ranks)
+            return None
+        snapshot = Snapshot(job.share)
+        snapshot.copy_now()
+    return _write_beside(job, snapshot, optimizer, ranks)
+
+
+def _write_beside(
+    job: Job, snapshot: Snapshot, optimizer: torch.optim.Optimizer | None, ranks: CheckpointRanks
+) -> Work:
+    """Write a checkpoint on a thread; local."""
+
+    def write() -> None:
+        snapshot.copy_rest()
+        write_checkpoint(job._replace(share=snapshot.share), ranks)
+
+    work = Background(write, f"the checkpoint {job.path}")
+    if optimizer is not None:
+
+        def before_step(*_: Any) -> None:
+            snapshot.wait()
+            if work.done():
+                hook.remove()
+            work.check()
+
+        hook = optimizer.register_step_pre_hook(before_step)
+    ranks.begin(work)
+    work.start()
+    if optimizer is None:
+        snapshot.wait()
+    return work
+
+
+def _state_of(name: str, stateful: Stateful | None) -> Any:
+    if stateful is None:
+        return None
+    if not callable(getattr(stateful, "state_dict", None)):
+        raise TypeError(f"{name}: expected something with state_dict(), got {type(stateful).__name__}")
+    return encoded(stateful.state_dict(), name)
+
+
+def _versions() -> dict[str, str]:
+    return {"axonmpi": metadata.version("axonmpi"), "torch": torch.__version__, "python": platform.python_version()}
+
+
+def _texts(
+    state: Mapping[str, Any], config: Mapping[str, Any] | None, files: Mapping[str, list[TensorFile]]
+) -> dict[str, bytes]:
+    """Return the small files of a checkpoint by name."""
+    values: dict[str, Any] = {STATE_FILE: state}
+    if config is not None:
+        values["config.json"] = config
+    for kind, of_kind in files.items():
+        if len(of_kind) > 1:
+            values[f"{kind}.safetensors.index.json"] = index_of(of_kind)
+    return {name: (json.dumps(value, indent=2) + "\n").encode() for name, value in values.items()}

@@ -1,0 +1,91 @@
+"""A copy of what this rank writes, made while the program trains.
+
+    save_checkpoint(blocking=False)     buffers and random states are copied
+    forward, backward                   meanwhile parameters and the optimizer's state are, on a thread
+    optimizer.step()                    waits until they are, and then changes them
+    ...                                 the thread writes the copies
+
+Forward and backward change neither parameters nor the optimizer's state, so the copies are the values at the call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .output import CHUNK_BYTES, bytes_of, elements_of
+from .parts import Piece
+from .plan import Scattered, Share, Stretch
+
+__all__ = ["Snapshot"]
+
+
+class Snapshot:
+    """Copies of this rank's share of a checkpoint.
+
+    Args:
+        share: What the rank writes.
+
+    Attributes:
+        share: The same of the copies; their values are there once `copy_rest` has returned.
+    """
+
+    def __init__(self, share: Share) -> None:
+        self._pairs: list[tuple[Stretch, Tensor]] = [
+            (stretch, torch.empty(stretch.last - stretch.first, dtype=stretch.view.dtype, device="cpu"))
+            for stretch in share.stretches
+        ]
+        self._scattered: list[tuple[Tensor, Tensor]] = [
+            (one.piece.view, torch.empty(one.piece.box.size, dtype=one.piece.view.dtype, device="cpu"))
+            for one in share.scattered
+        ]
+        self.share = Share(
+            [stretch._replace(view=copy, first=0, last=copy.numel()) for stretch, copy in self._pairs],
+            [
+                Scattered(one.place, Piece(one.piece.box, copy))
+                for one, (_, copy) in zip(share.scattered, self._scattered, strict=True)
+            ],
+        )
+        self._is_copied = threading.Event()
+
+    def copy_now(self) -> None:
+        """Copy what may change before the optimizer steps; local."""
+        for stretch, copy in self._pairs:
+            if not stretch.may_wait:
+                _copy(stretch, copy)
+
+    def copy_rest(self) -> None:
+        """Copy everything else; local."""
+        try:
+            for stretch, copy in self._pairs:
+                if stretch.may_wait:
+                    _copy(stretch, copy)
+            with torch.no_grad():
+                for view, copy in self._scattered:
+                    copy.copy_(view)
+        finally:
+            self._is_copied.set()
+
+    def wait(self) -> None:
+        """Wait until everything is copied; local."""
+        self._is_copied.wait()
+
+
+def _copy(stretch: Stretch, copy: Tensor) -> None:
+    """Copy in chunks, on this thread alone: torch would use all cores, which the program computes on."""
+    target = np.asarray(bytes_of(copy))
+    for begin, source in _chunks(stretch):
+        np.copyto(target[begin : begin + len(source)], source)
+
+
+def _chunks(stretch: Stretch) -> Iterator[tuple[int, npt.NDArray[np.uint8]]]:
+    size = stretch.view.itemsize
+    step = max(1, CHUNK_BYTES // size)
+    for first in range(stretch.first, stretch.last, step):
+        last = min(first + step, stretch.last)
+        yield (first - stretch.first) * size, np.asarray(bytes_of(elements_of(stretch.view, first, last)))

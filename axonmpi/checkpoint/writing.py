@@ -1,0 +1,109 @@
+"""Writing a checkpoint: all ranks together, and it is whole or not there.
+
+rank 0      makes the folder and the files, in their sizes
+all         write what they have, bring it to the disk, and tell what went wrong
+rank 0      writes the checksums and the small files, and renames the folder
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..errors import CheckpointError
+from ..launch.settings import writes_by_mpi
+from ..utils.text import text_of_problems
+from .checksums import combined
+from .folders import discard, finish, partial_of, prepare
+from .output import Output, Trouble
+from .plan import Share
+from .ranks import CheckpointRanks
+from .scattered import write_scattered
+from .tensor_file import TensorFile, TensorSpec, lay_out
+
+__all__ = ["CHECKSUMS", "Job", "write_checkpoint"]
+
+CHECKSUMS = "checksums"
+T = TypeVar("T")
+
+
+class Job(NamedTuple):
+    """A checkpoint to write.
+
+    Attributes:
+        path: Of its folder, the same on all ranks.
+        files: Its files of tensors, the same on all ranks.
+        share: What this rank writes.
+        texts: The content of its small files by name; on rank 0.
+    """
+
+    path: Path
+    files: Sequence[TensorFile]
+    share: Share
+    texts: Mapping[str, bytes]
+
+
+def write_checkpoint(job: Job, ranks: CheckpointRanks) -> None:
+    """Write a checkpoint; collective.
+
+    Raises:
+        CheckpointError: It cannot be written; on all ranks, and what `path` was is still there.
+    """
+    trouble = Trouble()
+    is_first = ranks.all.rank == 0
+    if is_first:
+        with trouble.noting(job.path):
+            prepare(job.path, job.files)
+    headers = hashlib.sha256(b"".join(file.header for file in job.files)).hexdigest()
+    _check(job, ranks, trouble, headers)
+    shares = _write(job, ranks, trouble)
+    told = _check(job, ranks, trouble, shares)
+    if is_first:
+        sums = {
+            file.name: combined(file.size, list(of_ranks))
+            for file, of_ranks in zip(job.files, zip(*told, strict=True), strict=True)
+        }
+        with trouble.noting(job.path):
+            finish(job.path, {f"{CHECKSUMS}.safetensors": _checksums(sums), **job.texts})
+    _check(job, ranks, trouble, None)
+
+
+def _write(job: Job, ranks: CheckpointRanks, trouble: Trouble) -> list[npt.NDArray[np.uint32]]:
+    """Write this rank's share, and return its share of the checksums of each file; collective."""
+    backend = ranks.all.backend
+    output = Output(partial_of(job.path), job.files, backend, ranks.nodes, trouble, with_mpi=writes_by_mpi())
+    if backend.rank == 0:
+        for number, file in enumerate(job.files):
+            output.sums[number].add(0, memoryview(file.header))
+    for stretch in job.share.stretches:
+        output.write_stretch(stretch)
+    write_scattered(job.share.scattered, output, ranks.node)
+    output.exchange_edges()
+    output.sync()
+    output.close()
+    return [sums.shares() for sums in output.sums]
+
+
+def _check(job: Job, ranks: CheckpointRanks, trouble: Trouble, own: T) -> list[T]:
+    """Return what all ranks have, or raise on all if one of them is in trouble; collective."""
+    told = ranks.all.all_gather_object((trouble.text, own))
+    if text := text_of_problems([problem for problem, _ in told]):
+        if ranks.all.rank == 0:
+            with suppress(OSError):
+                discard(job.path)
+        raise CheckpointError(f"{job.path}: the checkpoint was not written: {text}")
+    return [value for _, value in told]
+
+
+def _checksums(sums: Mapping[str, npt.NDArray[np.uint32]]) -> bytes:
+    """Return a file of tensors of the blocks' checksums, one for each file."""
+    specs = [TensorSpec(name, torch.uint32, values.shape) for name, values in sums.items()]
+    (file,) = lay_out(CHECKSUMS, specs, {}, 1 << 62)
+    return file.header + b"".join(sums[name].astype("<u4").tobytes() for name in file.entries)
