@@ -1,0 +1,219 @@
+"""What ranks write together, beside the safetensors package: tensors cut into boxes in any way."""
+
+import json
+import os
+import random
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import axonmpi as ax
+from axonmpi.checkpoint.boxes import Box
+from axonmpi.checkpoint.checksums import BLOCK_BYTES
+from axonmpi.checkpoint.parts import Part, Piece
+from axonmpi.checkpoint.plan import places_in, share_of
+from axonmpi.checkpoint.ranks import CheckpointRanks, ranks_of
+from axonmpi.checkpoint.snapshot import Snapshot
+from axonmpi.checkpoint.tensor_file import TensorSpec, lay_out
+from axonmpi.checkpoint.writing import Job, write_checkpoint
+from axonmpi.errors import CheckpointError
+from axonmpi.groups.world import partition_group
+
+SHAPES = {
+    "columns": (512, 4096),
+    "rows": (700, 512),
+    "deep": (3, 40, 50, 60),
+    "long": (1_500_000,),
+    "none": (0, 4),
+    "one": (),
+    "small": (7, 3),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.uint8)
+
+
+def whole_tensors(seed):
+    generator = torch.Generator().manual_seed(seed)
+    choice = random.Random(seed).choice
+    return {
+        name: torch.randint(0, 100, shape, generator=generator).to(choice(DTYPES)) for name, shape in SHAPES.items()
+    }
+
+
+def cut(box, count, chance):
+    """Cut a box into about as many, along any dimensions."""
+    boxes = [box]
+    for _ in range(20 * count):
+        if len(boxes) >= count:
+            break
+        index = max(range(len(boxes)), key=lambda at: boxes[at].numel)
+        dim = chance.randrange(len(box.size)) if box.size else 0
+        if not box.size or boxes[index].size[dim] < 2:
+            continue
+        one = boxes.pop(index)
+        at = chance.randrange(1, one.size[dim])
+        for first, size in ((0, at), (at, one.size[dim] - at)):
+            start = (*one.start[:dim], one.start[dim] + first, *one.start[dim + 1 :])
+            boxes.append(Box(start, (*one.size[:dim], size, *one.size[dim + 1 :])))
+    return boxes
+
+
+def memory_of(tensor, box):
+    """Return the values of a box in memory of some strides."""
+    values = tensor[box.slices].clone()
+    if values.dim() > 1 and box.numel % 2:
+        values = values.transpose(0, 1).contiguous().transpose(0, 1)
+    return values
+
+
+def parts_of(rank, size, tensors, seed):
+    """Cut each tensor into boxes, and give each box to one rank, or the tensor to all ranks."""
+    chance = random.Random(seed)
+    parts = []
+    for name, tensor in tensors.items():
+        copied = chance.random() < 0.3
+        boxes = cut(Box.whole(tensor.shape), chance.randrange(1, 9), chance)
+        owners = [chance.randrange(size) for _ in boxes]
+        pieces = [
+            Piece(box, memory_of(tensor, box))
+            for box, owner in zip(boxes, owners, strict=True)
+            if copied or owner == rank
+        ]
+        copies, copy = (size, rank) if copied else (1, 0)
+        parts.append(Part(name, tuple(tensor.shape), tensor.dtype, pieces, copies, copy))
+    return parts
+
+
+def job_for(path, parts, max_file_size=1 << 40):
+    files = {"model": lay_out("model", [TensorSpec(p.name, p.dtype, p.shape) for p in parts], {}, max_file_size)}
+    places = places_in(files)
+    share = share_of([(part, places["model", part.name]) for part in parts], 1, 0)
+    return Job(path, files["model"], share, {"state.json": b"{}"})
+
+
+def shared_folder(world, tmp_path):
+    return Path(ax.broadcast_object(str(tmp_path), 0, world.default_group))
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("seed", range(4))
+def test_any_division_of_tensors_gives_the_same_file(world, seed, tmp_path):
+    folder = shared_folder(world, tmp_path)
+    tensors = whole_tensors(seed)
+    job = job_for(folder / "it", parts_of(world.rank, world.size, tensors, seed))
+    if seed % 2:
+        snapshot = Snapshot(job.share)
+        snapshot.copy_now()
+        snapshot.copy_rest()
+        job = job._replace(share=snapshot.share)
+    write_checkpoint(job, ranks_of(world.default_group))
+    assert sorted(os.listdir(folder / "it")) == ["checksums.safetensors", "model.safetensors", "state.json"]
+    assert os.listdir(folder) == ["it"]
+    found = load_file(folder / "it/model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(found[name].dtype == tensors[name].dtype for name in tensors)
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    data = (folder / "it/model.safetensors").read_bytes()
+    expected = [zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
+    assert load_file(folder / "it/checksums.safetensors")["model.safetensors"].tolist() == expected
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("seed", range(2))
+def test_ranks_of_two_nodes_write_no_page_together(world, seed, tmp_path, monkeypatch):
+    folder = shared_folder(world, tmp_path)
+    tensors = whole_tensors(seed)
+    group = world.default_group
+    node = partition_group(group, [[0, 1], [2, 3]])
+    job = job_for(folder / "it", parts_of(world.rank, world.size, tensors, seed))
+    pages = set()
+    pwrite = os.pwrite
+
+    def counted(descriptor, data, offset):
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+        pages.update((name, page) for page in range(offset // 4096, (offset + len(data) - 1) // 4096 + 1))
+        return pwrite(descriptor, data, offset)
+
+    if world.peers:  # threads of one process would count each other's
+        write_checkpoint(job, CheckpointRanks(group, node, 2))
+    else:
+        monkeypatch.setattr(os, "pwrite", counted)
+        write_checkpoint(job, CheckpointRanks(group, node, 2))
+        of_ranks = group.all_gather_object(pages)
+        assert not (of_ranks[0] | of_ranks[1]) & (of_ranks[2] | of_ranks[3])
+        assert any(of_ranks)
+    found = load_file(folder / "it/model.safetensors")
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.ranks(2)
+def test_several_files(world, tmp_path):
+    folder = shared_folder(world, tmp_path)
+    tensors = whole_tensors(1)
+    job = job_for(folder / "it", parts_of(world.rank, world.size, tensors, 1), max_file_size=4 << 20)
+    assert len(job.files) > 2
+    write_checkpoint(job, ranks_of(world.default_group))
+    found = {}
+    for file in job.files:
+        found |= load_file(folder / "it" / file.name)
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.ranks(2, 4)
+def test_an_error_of_one_rank_is_that_of_all_and_what_was_there_stays(world, tmp_path, monkeypatch):
+    folder = shared_folder(world, tmp_path)
+    tensors = whole_tensors(2)
+    ranks = ranks_of(world.default_group)
+    job = job_for(folder / "it", parts_of(world.rank, world.size, tensors, 2))
+    write_checkpoint(job, ranks)
+    before = (folder / "it/model.safetensors").read_bytes()
+    pwrite = os.pwrite
+
+    def full(descriptor, data, offset):
+        if offset > 1 << 20:
+            raise OSError(28, "No space left on device")
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        write_checkpoint(job, ranks)
+    monkeypatch.undo()
+    ax.barrier(world.default_group)
+    assert os.listdir(folder) == ["it"]
+    assert (folder / "it/model.safetensors").read_bytes() == before
+    write_checkpoint(job, ranks)  # and on it goes
+
+
+@pytest.mark.ranks(2)
+def test_what_is_no_checkpoint_is_not_replaced(world, tmp_path):
+    folder = shared_folder(world, tmp_path)
+    if world.rank == 0:
+        (folder / "it").mkdir()
+        (folder / "it/thesis.tex").write_text("the only copy")
+    job = job_for(folder / "it", parts_of(world.rank, world.size, whole_tensors(0), 0))
+    with pytest.raises(CheckpointError, match="it is there and is no checkpoint"):
+        write_checkpoint(job, ranks_of(world.default_group))
+    assert (folder / "it/thesis.tex").read_text() == "the only copy"
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("when", ["partial", "moved", "renamed"])
+def test_the_next_save_tidies_up_after_a_killed_one(world, when, tmp_path):
+    job = job_for(tmp_path / "it", parts_of(0, 1, {"a": torch.ones(5)}, 0))
+    ranks = ranks_of(world.default_group)
+    write_checkpoint(job, ranks)
+    (tmp_path / "it/state.json").write_text(json.dumps("the first"))
+    if when == "partial":
+        (tmp_path / "it.partial").mkdir()
+        (tmp_path / "it.partial/model.safetensors").write_text("half")
+    elif when == "moved":
+        (tmp_path / "it").rename(tmp_path / "it.previous")
+    else:
+        (tmp_path / "it.previous").mkdir()
+    write_checkpoint(job, ranks)
+    assert os.listdir(tmp_path) == ["it"]
+    assert (tmp_path / "it/state.json").read_text() == "{}"
+    assert np.array_equal(load_file(tmp_path / "it/model.safetensors")["a"], np.ones(5))
