@@ -154,8 +154,7 @@ class FSDPRuntime:
         self._records_events = torch.is_grad_enabled()
         self.take_changes()
         self._order, self._next_order = self._next_order or self._order, []
-        for flat in self.flats:
-            flat.is_valid = flat.is_resident
+        self.forget_gathered()
         if any(flat.is_resident for flat in self.flats):
             self.group.barrier()
 
@@ -297,6 +296,11 @@ class FSDPRuntime:
             unit.take_changes()
         if self.gathered is not None:
             self.gathered.take_changes()
+
+    def forget_gathered(self) -> None:
+        """Have parameters gathered once more when they are needed, as shards may have changed; local."""
+        for flat in self.flats:
+            flat.is_valid = flat.is_resident
 
     def begin_step(self) -> None:
         """Before an optimizer changes shards: wait for ranks that still read them; collective if anybody may."""

@@ -82,7 +82,7 @@ def load_full_state_dict(
             flat.load(lambda parameter: values.get(parameter.name))
         if groups.replicas is not None:
             groups.replicas.broadcast(flat.shard.detach())
-        flat.is_valid = flat.is_resident
+    runtime.forget_gathered()
     runtime.group.barrier()
     for key, value in tensors.items():
         if id(value) not in sharded:

@@ -182,6 +182,11 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
         """Call the module; collective."""
         return self.module(*args, **kwargs)
 
+    @property
+    def runtime(self) -> FSDPRuntime:
+        """The units and parameters, and what gathers them; for checkpoints."""
+        return self._runtime
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Let gradients of backwards in this context accumulate on each rank, whole; local.
 

@@ -46,15 +46,20 @@ class TiedParameter:
     def __init__(self, copies: Sequence[nn.Parameter], backend: Backend | None, first: int) -> None:
         self._copies = copies
         self._backend = backend
+        self._first = first
         self._is_summed = True
         self._before: Tensor | None = None
         counts_here = backend is None or backend.rank == first
         self.elsewhere = {id(copy) for copy in copies[1 if counts_here else 0 :]}
-        with torch.no_grad():
-            if backend is not None:
-                backend.broadcast(copies[0].data, first)
-            for copy in copies[1:]:
-                copy.copy_(copies[0])
+        self.spread()
+
+    @torch.no_grad()
+    def spread(self) -> None:
+        """Give all copies the values of the first one; collective over their ranks."""
+        if self._backend is not None:
+            self._backend.broadcast(self._copies[0].data, self._first)
+        for copy in self._copies[1:]:
+            copy.copy_(self._copies[0])
 
     def begin(self) -> None:
         """Set the gradient aside if it is a sum of all copies already, as from an earlier step; local."""
