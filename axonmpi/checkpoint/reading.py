@@ -187,11 +187,10 @@ class _Source:
             CheckpointError: It cannot be opened, or has another size than it had for rank 0.
         """
         try:
-            opened = self._path.open("rb", buffering=0)
+            check_size(self._path, self._file, self._path.stat().st_size)
+            self._opened = self._path.open("rb", buffering=0)
         except OSError as error:
             raise CheckpointError(f"{self._path}: cannot be opened: {error.strerror}") from error
-        self._opened = opened
-        check_size(self._path, self._file, os.fstat(opened.fileno()).st_size)
 
     def close(self) -> None:
         """Close the file, if it is open; local."""
