@@ -47,7 +47,7 @@ Blocks = npt.NDArray[np.int64]
 def read_parts(
     folder: Path,
     files: Sequence[TensorFile],
-    parts: Mapping[str, Part],
+    parts: Sequence[tuple[str, Part]],
     ranks: CheckpointRanks,
     checksums: Mapping[str, npt.NDArray[np.uint32]],
     *,
@@ -61,7 +61,7 @@ def read_parts(
     Args:
         folder: Where the files are.
         files: The same on all ranks.
-        parts: What this rank needs, by the tensor's name in the files; shapes agree.
+        parts: What this rank needs, with the tensor's name in the files; shapes agree.
         ranks: Who reads.
         checksums: By name of a file, uint32 [blocks]; files without them are not checked.
         dtype: What floating-point values are rounded to first; None means nothing.
@@ -146,7 +146,7 @@ class _Source:
     Args:
         path: Of the file.
         file: What is in it.
-        parts: What this rank needs, by the tensor's name.
+        parts: What this rank needs, with the tensor's name; of other files, too.
         checksums: Of its blocks, None if they are not known.
         dtype: What floating-point values are rounded to first.
     """
@@ -155,7 +155,7 @@ class _Source:
         self,
         path: Path,
         file: TensorFile,
-        parts: Mapping[str, Part],
+        parts: Sequence[tuple[str, Part]],
         checksums: npt.NDArray[np.uint32] | None,
         dtype: torch.dtype | None,
     ) -> None:
@@ -163,8 +163,8 @@ class _Source:
         self._file = file
         self._checksums = checksums
         self._dtype = dtype
-        entries = [entry for name, entry in file.entries.items() if name in parts and entry.spec.nbytes]
-        self._needed = [(entry, parts[entry.spec.name]) for entry in sorted(entries, key=lambda each: each.start)]
+        found = [(file.entries[name], part) for name, part in parts if name in file.entries]
+        self._needed = sorted((each for each in found if each[0].spec.nbytes), key=lambda each: each[0].start)
         self._stops = [entry.stop for entry, _ in self._needed]
         self._opened: FileIO | None = None
 

@@ -25,8 +25,8 @@ from axonmpi.errors import CheckpointError
 from axonmpi.groups.world import partition_group
 
 
-def by_name(parts):
-    return {part.name: part for part in parts}
+def named(parts):
+    return [(part.name, part) for part in parts]
 
 
 def blank(tensors, dtype=None):
@@ -100,7 +100,7 @@ def test_any_division_is_read_from_files_of_any_other(world, seed, shared_tmp_pa
     dtype = [None, torch.float64, torch.bfloat16][seed % 3]
     parts = parts_of(world.rank, world.size, blank(tensors, dtype), seed + 100)
     window = (1 + seed % 2 * 2) * BLOCK_BYTES
-    read_parts(folder, job.files, by_name(parts), ranks, sums_in(folder), window_bytes=window)
+    read_parts(folder, job.files, named(parts), ranks, sums_in(folder), window_bytes=window)
     check_values(parts, tensors)
 
 
@@ -128,7 +128,7 @@ def test_ranges_of_elements_over_row_shards_and_columns(world, shared_tmp_path):
     read_parts(
         shared_tmp_path,
         [file],
-        by_name(parts),
+        named(parts),
         ranks_of(world.default_group),
         {},
         window_bytes=BLOCK_BYTES,
@@ -149,7 +149,7 @@ def test_views_without_elements_of_no_dimension_and_transposed(world, shared_tmp
     parts = [whole_part(name, tensor) for name, tensor in blank(tensors).items() if name != "turned"]
     turned = torch.zeros(50, 30, dtype=torch.float16).t()
     parts.append(Part("turned", (30, 50), torch.float16, [Piece(Box.whole((30, 50)), turned)]))
-    read_parts(shared_tmp_path, [file], by_name(parts), ranks_of(world.default_group), {})
+    read_parts(shared_tmp_path, [file], named(parts), ranks_of(world.default_group), {})
     check_values(parts, tensors)
 
 
@@ -174,7 +174,7 @@ def test_elements_that_are_not_aligned_and_lie_in_two_windows(world, length, sha
     read_parts(
         shared_tmp_path,
         [file],
-        by_name(parts),
+        named(parts),
         ranks_of(world.default_group),
         {},
         window_bytes=BLOCK_BYTES,
@@ -187,7 +187,7 @@ def test_floating_point_values_are_rounded_first(world, shared_tmp_path):
     tensors = {"weight": torch.linspace(0, 1, 1000), "count": torch.tensor(257)}
     file = save(world, shared_tmp_path, tensors)
     parts = [whole_part(name, tensor) for name, tensor in blank(tensors).items()]
-    read_parts(shared_tmp_path, [file], by_name(parts), ranks_of(world.default_group), {}, dtype=torch.bfloat16)
+    read_parts(shared_tmp_path, [file], named(parts), ranks_of(world.default_group), {}, dtype=torch.bfloat16)
     check_values(parts, {"weight": tensors["weight"].bfloat16().float(), "count": torch.tensor(257)})
 
 
@@ -200,7 +200,7 @@ def test_the_ranks_of_a_node_read_each_block_once(reads, world, shared_tmp_path)
     file = save(world, shared_tmp_path, tensors)
     parts = [whole_part(name, tensor) for name, tensor in blank(tensors).items()]
     read_parts(
-        shared_tmp_path, [file], by_name(parts), ranks_of(world.default_group), {}, window_bytes=2 * BLOCK_BYTES
+        shared_tmp_path, [file], named(parts), ranks_of(world.default_group), {}, window_bytes=2 * BLOCK_BYTES
     )
     check_values(parts, tensors)
     of_ranks = ax.all_gather_object(reads.own())
@@ -218,7 +218,7 @@ def test_each_node_reads_what_its_ranks_need(reads, world, shared_tmp_path):
     part = Part("a", tuple(tensors["a"].shape), torch.float32, [Piece(rows, torch.zeros(rows.size))])
     group = world.default_group
     ranks = CheckpointRanks(group, partition_group(group, [[0, 1], [2, 3]]), 2)
-    read_parts(shared_tmp_path, [file], {"a": part}, ranks, {})
+    read_parts(shared_tmp_path, [file], [("a", part)], ranks, {})
     check_values([part], tensors)
     of_ranks = ax.all_gather_object(set(reads.own()))
     of_nodes = [{block for _, block in of_ranks[first] | of_ranks[first + 1]} for first in (0, 2)]
@@ -232,7 +232,7 @@ def test_blocks_that_nobody_needs_are_not_read(reads, world, shared_tmp_path):
     file = save(world, shared_tmp_path, tensors)
     box = Box((1, 1, 10), (3, 1, 20))
     part = Part("deep", shape, torch.float32, [Piece(box, torch.zeros(box.size))])
-    read_parts(shared_tmp_path, [file], {"deep": part}, ranks_of(world.default_group), {})
+    read_parts(shared_tmp_path, [file], [("deep", part)], ranks_of(world.default_group), {})
     check_values([part], tensors)
     start = file.entries["deep"].start
     expected = {
@@ -247,10 +247,20 @@ def test_blocks_that_nobody_needs_are_not_read(reads, world, shared_tmp_path):
 def test_a_rank_that_needs_nothing_reads_for_the_others(reads, world, shared_tmp_path):
     tensors = {"a": random_tensor(3_000_000)}
     file = save(world, shared_tmp_path, tensors)
-    parts = {"a": whole_part("a", blank(tensors)["a"])} if world.rank else {}
+    parts = [("a", whole_part("a", blank(tensors)["a"]))] if world.rank else []
     read_parts(shared_tmp_path, [file], parts, ranks_of(world.default_group), {})
-    check_values(parts.values(), tensors)
+    check_values([part for _, part in parts], tensors)
     assert reads.own()
+
+
+@pytest.mark.ranks(1, 2)
+def test_one_tensor_is_read_into_several_parts(reads, world, shared_tmp_path):
+    tensors = {"a": random_tensor(1_000_000)}
+    file = save(world, shared_tmp_path, tensors)
+    parts = [whole_part(name, blank(tensors)["a"]) for name in ("a", "tied")]
+    read_parts(shared_tmp_path, [file], [("a", part) for part in parts], ranks_of(world.default_group), {})
+    assert all(torch.equal(part.pieces[0].view, tensors["a"]) for part in parts)
+    assert sum(ax.all_gather_object(reads.own_bytes())) == file.size
 
 
 @pytest.mark.ranks(1, 2)
@@ -259,9 +269,9 @@ def test_a_file_that_nobody_needs_is_not_opened(world, shared_tmp_path):
     file = save(world, shared_tmp_path, tensors)
     (absent,) = lay_out("absent", [TensorSpec("b", torch.float32, (5,))], {}, 1 << 30)
     parts = [whole_part(name, tensor) for name, tensor in blank(tensors).items()]
-    read_parts(shared_tmp_path, [absent, file], by_name(parts), ranks_of(world.default_group), {})
+    read_parts(shared_tmp_path, [absent, file], named(parts), ranks_of(world.default_group), {})
     check_values(parts, tensors)
-    read_parts(shared_tmp_path, [], {}, ranks_of(world.default_group), {})
+    read_parts(shared_tmp_path, [], [], ranks_of(world.default_group), {})
 
 
 # ---- what goes wrong --------------------------------------------------------------------------------------------
@@ -288,7 +298,7 @@ def test_damage_is_found_by_its_checksum_on_all_ranks(world, shared_tmp_path):
                 opened.seek(place)
                 opened.write(bytes([byte[0] ^ 4]))
     ax.barrier()
-    parts = by_name(whole_part(name, tensor) for name, tensor in blank(tensors).items())
+    parts = named(whole_part(name, tensor) for name, tensor in blank(tensors).items())
     with pytest.raises(CheckpointError) as error:
         read_parts(folder, [file], parts, ranks, sums_in(folder), window_bytes=BLOCK_BYTES)
     text = message_of_all(error)
@@ -298,14 +308,14 @@ def test_damage_is_found_by_its_checksum_on_all_ranks(world, shared_tmp_path):
     for place in places:
         assert f"bytes {place // BLOCK_BYTES * BLOCK_BYTES} to" in text
     damaged = {place // BLOCK_BYTES for place in places}
-    whole = {
-        name: part
-        for name, part in parts.items()
+    whole = [
+        (name, part)
+        for name, part in parts
         if not damaged & {file.entries[name].start // BLOCK_BYTES, file.entries[name].stop // BLOCK_BYTES}
-    }
+    ]
     assert whole
     read_parts(folder, [file], whole, ranks, sums_in(folder))
-    check_values(whole.values(), tensors)
+    check_values([part for _, part in whole], tensors)
     read_parts(folder, [file], parts, ranks, {})  # without checksums nobody knows
 
 
@@ -322,7 +332,7 @@ def test_a_file_that_is_not_what_it_was(world, change, shared_tmp_path):
         else:
             os.truncate(path, file.size + (1 if change == "longer" else -1))
     ax.barrier()
-    parts = by_name(whole_part(name, tensor) for name, tensor in blank(tensors).items())
+    parts = named(whole_part(name, tensor) for name, tensor in blank(tensors).items())
     with pytest.raises(CheckpointError) as error:
         read_parts(shared_tmp_path, [file], parts, ranks_of(world.default_group), {})
     expected = {"cut": "it is cut off in 'b'", "longer": "something after", "gone": "No such file"}[change]
@@ -341,12 +351,12 @@ def test_what_fails_on_one_rank_fails_on_all(world, shared_tmp_path):
         part = Part("a", part.shape, part.dtype, [Piece(Box.whole(part.shape), torch.zeros(7))])
     ranks = ranks_of(world.default_group)
     with pytest.raises(CheckpointError) as error:
-        read_parts(shared_tmp_path, [file], {"a": part}, ranks, {}, window_bytes=BLOCK_BYTES)
+        read_parts(shared_tmp_path, [file], [("a", part)], ranks, {}, window_bytes=BLOCK_BYTES)
     assert message_of_all(error).startswith("rank 1: ")
     if world.rank != 1:
         check_values([part], tensors)
     part = whole_part("a", blank(tensors)["a"])
-    read_parts(shared_tmp_path, [file], {"a": part}, ranks, {})  # and on it goes
+    read_parts(shared_tmp_path, [file], [("a", part)], ranks, {})  # and on it goes
     check_values([part], tensors)
 
 
@@ -354,7 +364,7 @@ def test_what_fails_on_one_rank_fails_on_all(world, shared_tmp_path):
 def test_an_error_of_the_disk_names_the_tensors(world, shared_tmp_path, monkeypatch):
     tensors = {"a": random_tensor(3_000_000), "b": random_tensor(5)}
     file = save(world, shared_tmp_path, tensors)
-    parts = by_name(whole_part(name, tensor) for name, tensor in blank(tensors).items())
+    parts = named(whole_part(name, tensor) for name, tensor in blank(tensors).items())
     preadv = os.preadv
 
     def broken(descriptor, buffers, offset):
