@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -22,7 +22,26 @@ from ..tensor.transposed import TransposedShard, whole_shape
 from .boxes import Box, boxes_of_range
 from .parts import Part, Piece
 
-__all__ = ["Holding", "Layers"]
+__all__ = ["ALONE", "Copies", "Holding", "Layers"]
+
+
+class Copies(NamedTuple):
+    """Ranks that have the same.
+
+    Attributes:
+        ranks: How many.
+        number: This rank's number among them.
+    """
+
+    ranks: int
+    number: int
+
+    def each_of(self, others: Copies) -> Copies:
+        """Return the ranks where each of these has as many others."""
+        return Copies(self.ranks * others.ranks, self.number * others.ranks + others.number)
+
+
+ALONE = Copies(1, 0)
 
 
 @dataclass(frozen=True)
@@ -38,8 +57,8 @@ class Holding:
         dim: Dimension of `local` that is cut.
         ranges: Rows of the whole parameter along it, in the order in which `local` has them; None if it is not cut.
         is_transposed: Whether the whole parameter is transposed against `local`.
-        copies: How many ranks of a tensor-parallel group have the same elements.
-        copy: This rank's number among them.
+        elements: The ranks that have the same elements, but for replicas with all parts alike.
+        wholes: The ranks that have what goes with the parameter and is not divided, such as a count of steps.
         is_first: False for a copy of a tied parameter that belongs to an earlier stage.
     """
 
@@ -51,8 +70,8 @@ class Holding:
     dim: int = 0
     ranges: tuple[Range, ...] | None = None
     is_transposed: bool = False
-    copies: int = 1
-    copy: int = 0
+    elements: Copies = ALONE
+    wholes: Copies = ALONE
     is_first: bool = True
 
     @property
@@ -74,13 +93,13 @@ class Holding:
         """
         name = f"{self.name}.{key}" if key else self.name
         pieces, is_split = list(self._pieces(memory.detach())), bool(self.shape)
-        return Part(name, self.shape, memory.dtype, pieces, self.copies, self.copy, is_split)
+        return Part(name, self.shape, memory.dtype, pieces, *self.elements, is_split)
 
     def part_of_all(self, memory: Tensor, key: str) -> Part:
         """Return the part that a tensor is which belongs to the parameter and which ranks have whole; local."""
         shape = tuple(memory.shape)
         pieces = [Piece(Box.whole(shape), memory.detach())]
-        return Part(f"{self.name}.{key}", shape, memory.dtype, pieces, self.copies, self.copy, is_split=bool(shape))
+        return Part(f"{self.name}.{key}", shape, memory.dtype, pieces, *self.wholes, is_split=bool(shape))
 
     def _pieces(self, memory: Tensor) -> Iterator[Piece]:
         first, last = self.bounds
@@ -135,7 +154,7 @@ class Layers:
                 self._cuts |= {id(dict.get(parameters, name)): shard for name, shard in module.shards.items()}
         if any(group.ranks != groups[0].ranks for group in groups):
             raise ValueError("model: expected parallel layers that all belong to one group of ranks")
-        self._size, self._rank = (groups[0].size, groups[0].rank) if groups else (1, 0)
+        self._ranks = Copies(groups[0].size, groups[0].rank) if groups else ALONE
 
     def holding(
         self,
@@ -144,6 +163,7 @@ class Layers:
         local: tuple[int, ...],
         bounds: tuple[int, int],
         memory: tuple[int, ...],
+        beside: tuple[Copies, Copies],
         *,
         is_first: bool,
     ) -> Holding:
@@ -155,17 +175,18 @@ class Layers:
             local: Shape of what the layer computes with.
             bounds: Which elements of it this rank has.
             memory: Shape of the rank's memory of them.
+            beside: The ranks outside of the layers' group that have the same elements, and what goes with them.
             is_first: Whether it is no copy of an earlier stage's.
         """
         shard = self._cuts.get(id(tensor))
+        elements, wholes = (copies.each_of(self._ranks) for copies in beside)
         is_transposed = isinstance(shard, TransposedShard)
         if shard is None or (shard.group_size == 1 and not is_transposed):
-            return Holding(
-                name, local, local, bounds, memory, copies=self._size, copy=self._rank, is_first=is_first
-            )
+            return Holding(name, local, local, bounds, memory, elements=elements, wholes=wholes, is_first=is_first)
         shard = shard.along(shard.dim % len(local))
-        ranges = shard.ranges[self._rank]
+        ranges = shard.ranges[self._ranks.number]
         alike = [rank for rank, other in enumerate(shard.ranges) if other == ranges]
+        of_layer = Copies(len(alike), alike.index(self._ranks.number)) if ranges else ALONE
         return Holding(
             name,
             tuple(whole_shape(shard, local)),
@@ -175,7 +196,7 @@ class Layers:
             shard.dim,
             ranges,
             is_transposed,
-            copies=len(alike) if ranges else 1,
-            copy=alike.index(self._rank) if ranges else 0,
-            is_first=is_first,
+            beside[0].each_of(of_layer),
+            wholes,
+            is_first,
         )

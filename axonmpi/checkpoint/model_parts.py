@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +25,12 @@ from torch.nn.parameter import is_lazy
 
 from ..collectives.agreement import raised_on_all
 from ..fsdp import FullyShardedDataParallel
+from ..fsdp.runtime import FSDPRuntime
 from ..groups.world import ProcessGroup
 from ..pipeline import Pipeline
+from ..pipeline.state_names import StateNames
 from ..wrapping.state_names import Wrapper
-from .holdings import Holding, Layers
+from .holdings import ALONE, Copies, Holding, Layers
 from .parts import Part
 from .values import decoded, encoded
 
@@ -45,23 +47,25 @@ class ModelParts:
         config: The model's `config` as JSON has it; None if there is none.
     """
 
-    def __init__(self, model: nn.Module, roots: Sequence[tuple[str, nn.Module]], ties: Mapping[int, _Tied]) -> None:
+    def __init__(self, model: nn.Module, roots: Sequence[_Root], ties: Mapping[int, _Tied]) -> None:
         self.parts: list[Part] = []
         self.aliases: dict[str, str] = {}
         self.extra: dict[str, Any] = {}
         self.config = _config_of(model)
         self._pipeline = model if isinstance(model, Pipeline) else None
-        modules = [module for _, root in roots for module in root.modules()]
-        self._runtimes = [module.runtime for module in modules if isinstance(module, FullyShardedDataParallel)]
+        modules = [module for root in roots for module in root.module.modules()]
+        self._runtimes = _runtimes_in(modules)
         self._sharded = {id(part.sharded): part for runtime in self._runtimes for part in runtime.parameters}
         self._layers = Layers(modules)
         self._ties = ties
         self._names: dict[int, str] = {}
         self._holdings: dict[int, Holding] = {}
         self._own: dict[int, Part] = {}
-        self._others: list[tuple[nn.Module, dict[str, Any], str]] = []
-        for prefix, root in roots:
-            self._add_all(prefix, root)
+        self._others: list[tuple[_Root, dict[str, Any]]] = []
+        self._buffers: dict[str, Tensor] = {}
+        self._repeated: list[tuple[Tensor, Tensor]] = []
+        for root in roots:
+            self._add_all(root)
 
     def holding_of(self, parameter: Tensor) -> Holding | None:
         """Return where a parameter lies, as optimizers have it; None if it is not of this model; local."""
@@ -88,61 +92,84 @@ class ModelParts:
         for runtime in self._runtimes:
             runtime.forget_gathered()
         known = {name: decoded(value) for name, value in (extra or {}).items()}
-        for root, values, prefix in self._others:
-            own = {name: known.get(prefix + name, value) for name, value in values.items()}
-            root.load_state_dict(own, strict=False)
+        for root, values in self._others:
+            own = {name: known.get(root.prefix + name, value) for name, value in values.items()}
+            root.module.load_state_dict(own, strict=False)
+        with torch.no_grad():
+            for first, again in self._repeated:
+                again.copy_(first)
         if self._pipeline is not None:
             self._pipeline.spread_ties()
 
     # ---- making ------------------------------------------------------------------------------------------------
 
-    def _add_all(self, prefix: str, root: nn.Module) -> None:
-        lives = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
+    def _add_all(self, root: _Root) -> None:
+        lives = {id(tensor) for tensor in (*root.module.parameters(), *root.module.buffers())}
         others: dict[str, Any] = {}
-        for name, value in root.state_dict(keep_vars=True).items():
+        for name, value in root.module.state_dict(keep_vars=True).items():
             if isinstance(value, Tensor) and id(value) in lives:
-                self._add_tensor(prefix + name, value)
+                self._add_tensor(root, name, value)
             else:
-                others[name] = self._add_other(prefix + name, value)
+                others[name] = self._add_other(root, name, value)
         if others:
-            self._others.append((root, others, prefix))
+            self._others.append((root, others))
 
-    def _add_other(self, name: str, value: Any) -> Any:
+    def _add_other(self, root: _Root, name: str, value: Any) -> Any:
         """Add what a module makes for its state dict, and return what is to be loaded if nothing else is given."""
+        full = root.prefix + name
         if isinstance(value, Tensor):
             copy = value.detach().clone()
-            self.parts.append(dataclasses.replace(self._holding(name, copy).part(copy), is_split=False))
+            self._add_part(self._holding(root, name, full, copy).part(copy), is_split=False)
             return copy
-        self.extra[name] = encoded(value, f"model: {name!r} in its state dict, such as get_extra_state() adds")
+        self.extra[full] = encoded(value, f"model: {full!r} in its state dict, such as get_extra_state() adds")
         return value
 
-    def _add_tensor(self, name: str, tensor: Tensor) -> None:
+    def _add_tensor(self, root: _Root, name: str, tensor: Tensor) -> None:
+        full = root.prefix + name
         if id(tensor) in self._names:
-            self._add_alias(name, self._names[id(tensor)])
+            self._add_alias(full, self._names[id(tensor)])
             return
-        _check_saveable(name, tensor)
+        _check_saveable(full, tensor)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if not is_parameter and full in self._buffers:  # of another stage on this rank
+            self._repeated.append((self._buffers[full], tensor))
+            return
         tied = self._ties.get(id(tensor))
-        self._names[id(tensor)] = name if tied is None else tied.name
-        self._add_alias(name, self._names[id(tensor)])
-        holding = self._holding(self._names[id(tensor)], tensor, is_first=tied is None or tied.is_first)
+        self._names[id(tensor)] = of = full if tied is None else tied.name
+        self._add_alias(full, of)
+        holding = self._holding(root, name, of, tensor, is_first=tied is None or tied.is_first)
         sharded = self._sharded.get(id(tensor))
         part = holding.part(tensor if sharded is None else sharded.own)
-        is_parameter = isinstance(tensor, nn.Parameter)
         if is_parameter:
             self._holdings[id(tensor)], self._own[id(tensor)] = holding, part
+        else:
+            self._buffers[full] = tensor
         if holding.is_first:
-            self.parts.append(part if is_parameter else dataclasses.replace(part, is_split=False))
+            self._add_part(part, is_split=part.is_split and is_parameter)
+
+    def _add_part(self, part: Part, *, is_split: bool) -> None:
+        self.parts.append(dataclasses.replace(part, is_split=is_split))
 
     def _add_alias(self, name: str, of: str) -> None:
         if name != of:
             self.aliases[name] = of
 
-    def _holding(self, name: str, tensor: Tensor, *, is_first: bool = True) -> Holding:
+    def _holding(self, root: _Root, name: str, of: str, tensor: Tensor, *, is_first: bool = True) -> Holding:
+        """Return where a tensor with a name in the root lies, in the file's tensor `of`."""
         sharded = self._sharded.get(id(tensor))
-        local = tuple(tensor.shape if sharded is None else sharded.shape)
-        memory = tuple((tensor if sharded is None else sharded.own).shape)
-        bounds = (0, math.prod(local)) if sharded is None else sharded.bounds
-        return self._layers.holding(name, tensor, local, bounds, memory, is_first=is_first)
+        if sharded is None:
+            is_shared = name in root.shared and not isinstance(tensor, nn.Parameter)
+            copies = root.shared[name].each_of(root.copies) if is_shared else root.copies
+            shape = tuple(tensor.shape)
+            return self._layers.holding(
+                of, tensor, shape, (0, math.prod(shape)), shape, (copies, copies), is_first=is_first
+            )
+        holders, rank = sharded.holders, sharded.flat.group.rank
+        wholes = Copies(len(holders), holders.index(rank)) if rank in holders else ALONE
+        memory = tuple(sharded.own.shape)
+        return self._layers.holding(
+            *(of, tensor, tuple(sharded.shape), sharded.bounds, memory, (ALONE, wholes)), is_first=is_first
+        )
 
 
 @dataclass(frozen=True)
@@ -158,6 +185,39 @@ class _Tied:
     is_first: bool
 
 
+@dataclass(frozen=True)
+class _Root:
+    """A model, or a stage of a pipeline.
+
+    Attributes:
+        module: The same.
+        prefix: What comes before its names in the file.
+        copies: The ranks that have what FSDP does not divide in it, but for replicas with all parts alike.
+        shared: The stages that have the same tensor, by its name.
+    """
+
+    module: nn.Module
+    prefix: str
+    copies: Copies
+    shared: Mapping[str, Copies]
+
+    @classmethod
+    def of(cls, module: nn.Module, prefix: str = "", shared: Mapping[str, Copies] | None = None) -> _Root:
+        """Describe one; local.
+
+        Raises:
+            ValueError: Different ranks share parts of it.
+        """
+        groups = [runtime.group for runtime in _runtimes_in(module.modules())]
+        if any(group.ranks != groups[0].ranks for group in groups):
+            raise ValueError("model: expected modules in FSDP that all belong to one group of ranks")
+        return cls(module, prefix, Copies(groups[0].size, groups[0].rank) if groups else ALONE, shared or {})
+
+
+def _runtimes_in(modules: Iterable[nn.Module]) -> list[FSDPRuntime]:
+    return [module.runtime for module in modules if isinstance(module, FullyShardedDataParallel)]
+
+
 def model_parts(model: nn.Module, group: ProcessGroup) -> ModelParts:
     """Find what this rank has of a model; collective.
 
@@ -169,33 +229,41 @@ def model_parts(model: nn.Module, group: ProcessGroup) -> ModelParts:
         ValueError: The state dict has something that a file cannot hold, or the model is on the meta device; on all
             ranks.
     """
-    prefixes = model.state_prefixes() if isinstance(model, Pipeline) else [""]
+    names = model.state_names() if isinstance(model, Pipeline) else None
     with raised_on_all(group.backend):
-        made = _made(model, prefixes)
+        inner = [name for name, module in model.named_modules() if isinstance(module, Pipeline) and name]
+        if inner:
+            raise ValueError(f"model: {inner[0]!r} in it is a Pipeline: give the pipeline itself")
+        if isinstance(model, Pipeline) and names is not None:
+            made = _of_stages(model, names)
+        else:
+            made = ModelParts(model, [_Root.of(model)], {})
     return made
 
 
-def _made(model: nn.Module, prefixes: Sequence[str]) -> ModelParts:
-    inner = [name for name, module in model.named_modules() if isinstance(module, Pipeline) and name]
-    if inner:
-        raise ValueError(f"model: {inner[0]!r} in it is a Pipeline: give the pipeline itself")
-    if not isinstance(model, Pipeline):
-        return ModelParts(model, [("", model)], {})
-    stages = {int(number): stage for number, stage in model.stages.items()}
-    roots = [(prefixes[number], stage) for number, stage in stages.items()]
-    return ModelParts(model, roots, _ties(model, stages, prefixes))
-
-
-def _ties(pipeline: Pipeline, stages: Mapping[int, nn.Module], prefixes: Sequence[str]) -> dict[int, _Tied]:
-    """Return this rank's copies of tied parameters."""
+def _of_stages(pipeline: Pipeline, names: StateNames) -> ModelParts:
+    stages = {int(number): stage for number, stage in pipeline.stages.items()}
+    roots = [
+        _Root.of(
+            stage,
+            names.prefixes[number],
+            {
+                name: Copies(len(having), having.index(number))
+                for name, having in names.shared.items()
+                if number in having
+            },
+        )
+        for number, stage in stages.items()
+    ]
     own = {number: dict(stage.named_parameters(remove_duplicate=False)) for number, stage in stages.items()}
-    found: dict[int, _Tied] = {}
+    ties: dict[int, _Tied] = {}
     for tie in pipeline.ties:
         first, name = tie[0]
         for number, own_name in tie:
             if number in own:
-                found.setdefault(id(own[number][own_name]), _Tied(prefixes[first] + name, number == first))
-    return found
+                tied = _Tied(names.prefixes[first] + name, number == first)
+                ties.setdefault(id(own[number][own_name]), tied)
+    return ModelParts(pipeline, roots, ties)
 
 
 def _check_saveable(name: str, tensor: Tensor) -> None:

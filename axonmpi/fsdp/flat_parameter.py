@@ -80,9 +80,16 @@ class ShardedParameter:
         self.numel = layout.numels[index]
         self.offset = layout.offsets[index]
         self.bounds = layout.part(index, rank)
+        self._index = index
         self._start = self.offset + self.bounds[0] - layout.bounds(rank)[0]
         self._original = member.parameter
         self._copy: Tensor | None = None
+
+    @property
+    def holders(self) -> list[int]:
+        """The ranks of the flat parameter's group that have elements of it."""
+        parts = (self.flat.layout.part(self._index, rank) for rank in range(self.flat.group.size))
+        return [rank for rank, (first, last) in enumerate(parts) if first < last]
 
     def use_buffer(self, buffer: Tensor) -> None:
         """Make the full parameter a view of [P] elements; local."""

@@ -41,7 +41,7 @@ from .schedule.schedules import PipelineSchedule
 from .schedule.simulator import Costs, simulate
 from .schedule.timeline import Span
 from .schedule.trace import write_trace
-from .state_names import names_differ
+from .state_names import StateNames, state_names
 from .ties import Tie, shared_parameters, tie_parameters
 
 __all__ = ["Pipeline"]
@@ -117,7 +117,7 @@ class Pipeline(nn.Module, ClipsGradients):
         self._forms: dict[tuple[Header, ...], Forms] = {}
         self._shares = True
         self._times: list[Span] | None = None
-        self._keeps_names: bool | None = None
+        self._names: StateNames | None = None
 
     @classmethod
     @either_group_name
@@ -271,16 +271,12 @@ class Pipeline(nn.Module, ClipsGradients):
         """The stages and names of each parameter that several stages share, the first stage first."""
         return [tuple(sorted(tie)) for tie in self._plan.ties]
 
-    def state_prefixes(self) -> list[str]:
-        """Return what comes before the names of each stage's tensors in the whole model; collective the first time.
-
-        Nothing where no two stages have different tensors under one name, as those of `split_module`. Else the
-        stage's number, as in `nn.Sequential(*stages)`.
-        """
-        if self._keeps_names is None:
+    def state_names(self) -> StateNames:
+        """Return the names of all stages' tensors in the whole model; collective the first time."""
+        if self._names is None:
             modules = {int(number): module for number, module in self.stages.items()}
-            self._keeps_names = names_differ(modules, self.ties, self._backend)
-        return ["" if self._keeps_names else f"{stage}." for stage in range(self.num_stages)]
+            self._names = state_names(modules, self.num_stages, self.ties, self._backend)
+        return self._names
 
     def spread_ties(self) -> None:
         """Give all copies of tied parameters the values that the first stage's have; collective."""

@@ -1,40 +1,62 @@
-"""Whether the stages of a pipeline keep the names of one model.
+"""The names of a pipeline's tensors in the whole model.
 
-    they do        "embedding.weight" | "blocks.3.weight"     the whole model has these names
-    they do not    "0.weight"         | "0.weight"            it has those of nn.Sequential(*stages): "1.0.weight"
+    stages keep the names of one model    "embedding.weight" | "blocks.3.weight"    so has the whole model
+    they do not                           "0.weight"         | "0.weight"           "0.0.weight" and "1.0.weight",
+                                                                                    as in nn.Sequential(*stages)
 
-A name in several stages is one tensor if these are copies of a tied parameter, or buffers of one shape.
+They do if a name is in one stage only, or is one tensor: of copies of a tied parameter, or of buffers of one shape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..backends import Backend, all_gather_object
 from .ties import Tie
 
-__all__ = ["names_differ"]
+__all__ = ["StateNames", "state_names"]
 
 _OTHERS = "differs in every stage"
 
 
-def names_differ(modules: Mapping[int, nn.Module], ties: Sequence[Tie], backend: Backend) -> bool:
-    """Say whether no two stages have different tensors under one name; collective.
+class StateNames(NamedTuple):
+    """The names of all stages' tensors in the whole model.
+
+    Attributes:
+        prefixes: What comes before the names of each stage.
+        shared: Stages that have the same tensor, by its name, where there are several.
+    """
+
+    prefixes: list[str]
+    shared: dict[str, list[int]]
+
+
+def state_names(
+    modules: Mapping[int, nn.Module], num_stages: int, ties: Sequence[Tie], backend: Backend
+) -> StateNames:
+    """Find the names; collective.
 
     Args:
         modules: This rank's stages by number.
+        num_stages: Of all ranks.
         ties: The same on all ranks.
         backend: Of the pipeline's own messages.
     """
-    own = [_kinds(module, number, ties) for number, module in modules.items()]
-    found: dict[str, list[str]] = {}
-    for of_stage in (each for of_rank in all_gather_object(backend, own) for each in of_rank):
-        for name, kind in of_stage.items():
-            found.setdefault(name, []).append(kind)
-    return all(len(kinds) == 1 or {*kinds} == {kinds[0]} - {_OTHERS} for kinds in found.values())
+    own = {number: _kinds(module, number, ties) for number, module in modules.items()}
+    stages: dict[int, dict[str, str]] = {}
+    for of_rank in all_gather_object(backend, own):
+        stages |= of_rank
+    found: dict[str, dict[int, str]] = {}
+    for number, kinds in sorted(stages.items()):
+        for name, kind in kinds.items():
+            found.setdefault(name, {})[number] = kind
+    several = {name: kinds for name, kinds in found.items() if len(kinds) > 1}
+    if any(len({*kinds.values()}) > 1 or _OTHERS in kinds.values() for kinds in several.values()):
+        return StateNames([f"{stage}." for stage in range(num_stages)], {})
+    return StateNames([""] * num_stages, {name: list(kinds) for name, kinds in several.items()})
 
 
 def _kinds(module: nn.Module, stage: int, ties: Sequence[Tie]) -> dict[str, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,54 +13,61 @@ from torch import Tensor
 import axonmpi as ax
 from axonmpi.checkpoint.parts import Part
 
-Described = tuple[str, tuple[int, ...], torch.dtype, list, int, int, bool]
+
+class Described(NamedTuple):
+    """A part with its values, which can be sent."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]
+    copies: int
+    copy: int
+    is_split: bool
+
+    @property
+    def layout(self) -> object:
+        return self.name, [piece[:2] for piece in self.pieces], self.copies, self.copy
 
 
-def assembled(
-    world: ax.World, parts: Iterable[Part]
-) -> tuple[dict[str, Tensor], dict[str, int], dict[str, tuple[int, bool]]]:
+def assembled(world: ax.World, parts: Iterable[Part]) -> dict[str, Tensor]:
     """Put the parts of all ranks together; collective.
 
-    Returns:
-        By name the whole tensors, which ranks with the same elements agree on; on how many ranks each element is;
-        and the number of copies and whether these share the writing, which all ranks agree on.
+    Checked on the way: ranks with the same elements have the same values, and every element is that of each number
+    from 0 to the number of ranks that have it, once. Ranks whose parts are all alike count as replicas.
     """
     own = [
-        (
+        Described(
             *(part.name, part.shape, part.dtype),
             [(piece.box.start, piece.box.size, piece.view.clone()) for piece in part.pieces],
             *(part.copies, part.copy, part.is_split),
         )
         for part in parts
     ]
-    assert len({each[0] for each in own}) == len(own), "a name comes twice"
+    assert len({each.name for each in own}) == len(own), "a name comes twice"
     everywhere: Sequence[Sequence[Described]] = world.default_group.all_gather_object(own)
-    found: dict[str, list[Described]] = {}
-    for of_rank in everywhere:
+    layouts = [repr([each.layout for each in of_rank]) for of_rank in everywhere]
+    found = collections.defaultdict(list)
+    for rank, of_rank in enumerate(everywhere):
+        alike = [other for other, layout in enumerate(layouts) if layout == layouts[rank]]
         for each in of_rank:
-            found.setdefault(each[0], []).append(each)
-    joined = {name: _joined(name, of_ranks) for name, of_ranks in found.items()}
-    return tuple({name: each[index] for name, each in joined.items()} for index in range(3))  # type: ignore[return-value]
+            found[each.name].append((each, len(alike), alike.index(rank)))
+    return {name: _joined(name, of_ranks) for name, of_ranks in found.items()}
 
 
-def _joined(name: str, of_ranks: Sequence[Described]) -> tuple[Tensor, int, tuple[int, bool]]:
-    ((shape, dtype, is_split),) = {(each[1], each[2], each[6]) for each in of_ranks}
-    whole = torch.zeros(shape, dtype=dtype).numpy()
-    numbers: dict[int, np.ndarray] = {}
-    for _, _, _, pieces, copies, copy, _ in of_ranks:
-        if not pieces:
-            continue
-        assert 0 <= copy < copies, name
-        times = numbers.setdefault(copies, np.zeros((copies, *shape), dtype=int))
-        for start, size, view in pieces:
-            assert tuple(view.shape) == size, name
+def _joined(name: str, of_ranks: Sequence[tuple[Described, int, int]]) -> Tensor:
+    ((shape, dtype, _),) = {(each.shape, each.dtype, each.is_split) for each, _, _ in of_ranks}
+    whole, seen = torch.zeros(shape, dtype=dtype).numpy(), np.zeros(shape, dtype=bool)
+    numbers = collections.defaultdict(list)
+    for each, count, number in of_ranks:
+        for start, size, view in each.pieces:
+            assert (tuple(view.shape), view.dtype) == (size, dtype), name
             index = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
-            before = whole[index]
-            assert np.all((times.sum(0)[index] == 0) | (before == view.numpy())), f"{name}: ranks differ"
-            whole[index] = view.numpy()
-            times[(copy, *index)] += 1
-    if not whole.size:
-        return torch.from_numpy(whole), 0, (1, is_split)
-    ((copies, times),) = numbers.items()
-    (count,) = set(times.ravel().tolist())
-    return torch.from_numpy(whole), count * copies, (copies, is_split)
+            assert np.all(~seen[index] | (whole[index] == view.numpy())), f"{name}: ranks differ"
+            whole[index], seen[index] = view.numpy(), True
+            for place in np.argwhere(np.ones(size)) + np.array(start, dtype=int):
+                numbers[tuple(place)].append((each.copies * count, each.copy * count + number))
+    assert seen.all(), f"{name}: nobody has some of it"
+    for place, of_place in numbers.items():
+        assert sorted(of_place) == [(len(of_place), number) for number in range(len(of_place))], (name, place)
+    return torch.from_numpy(whole)

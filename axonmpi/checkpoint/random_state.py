@@ -1,0 +1,127 @@
+"""The ranks' random states, as rows of a tensor for each generator.
+
+    random.torch     [W, 5056]     torch's default generator of the CPU
+    random.cuda      [W, 16]       that of the rank's GPU
+    random.python    [W, 2510]     the one of the module `random`: version, 625 words, the next normal deviate
+    random.numpy     [W, 2507]     numpy's global one: 624 words, the place in them, the next normal deviate
+
+All of them are bytes. Generators that a program makes by itself are its own to save.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..groups.world import ProcessGroup
+from ..utils.device import device_at
+from .boxes import Box
+from .parts import Part, Piece
+from .tensor_file import TensorSpec
+
+__all__ = ["prepare_random", "random_parts"]
+
+_PYTHON = struct.Struct("<B625I?d")
+_NUMPY = struct.Struct("<624IH?d")
+
+
+def random_parts(group: ProcessGroup) -> list[Part]:
+    """Copy this rank's random states; local.
+
+    Args:
+        group: All ranks.
+
+    Raises:
+        ValueError: numpy's global generator is another one than it is by default.
+    """
+    generators = _generators(group)
+    return [_row(name, read(), group) for name, (read, _) in generators.items()]
+
+
+def prepare_random(group: ProcessGroup, specs: Mapping[str, TensorSpec]) -> tuple[list[Part], Callable[[], None]]:
+    """Allocate memory for this rank's saved random states; local.
+
+    Ranks beyond those that were saved keep their own states, and so do generators that were not saved.
+
+    Args:
+        group: All ranks, as many as there are now.
+        specs: The saved tensors by name.
+
+    Returns:
+        Parts to be filled, and a function that sets the generators to them.
+
+    Raises:
+        ValueError: A state is not that of this generator.
+    """
+    parts: list[Part] = []
+    found: list[tuple[Callable[[Tensor], None], Tensor]] = []
+    for name, (read, write) in _generators(group).items():
+        spec = specs.get(name)
+        if spec is None or group.rank >= spec.shape[0]:
+            continue
+        own = read()
+        if (spec.dtype, spec.shape[1:]) != (torch.uint8, own.shape):
+            raise ValueError(
+                f"{name}: expected rows of {own.numel()} bytes, got {spec.dtype} {list(spec.shape)}: it was saved "
+                "with another version, or is no random state"
+            )
+        part = _row(name, torch.empty_like(own), group, spec.shape[0])
+        parts.append(part)
+        found.append((write, part.pieces[0].view[0]))
+
+    def restore() -> None:
+        for write, row in found:
+            write(row.clone())
+
+    return parts, restore
+
+
+def _row(name: str, state: Tensor, group: ProcessGroup, rows: int | None = None) -> Part:
+    shape = (group.size if rows is None else rows, state.numel())
+    piece = Piece(Box((group.rank, 0), (1, state.numel())), state[None])
+    return Part(name, shape, torch.uint8, [piece], is_split=False)
+
+
+def _generators(group: ProcessGroup) -> dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:
+    """Return how the states of generators are read and set, by name."""
+    own, cpu = device_at(group.backend.place), device_at(torch.device("cpu"))
+    found = {"random.torch": (cpu.random_state, cpu.set_random_state)}
+    if own.is_asynchronous:
+        found[f"random.{own.place.type}"] = (own.random_state, own.set_random_state)
+    return {**found, "random.python": (_python_state, _set_python), "random.numpy": (_numpy_state, _set_numpy)}
+
+
+def _python_state() -> Tensor:
+    version, words, deviate = random.getstate()
+    return _bytes(_PYTHON.pack(version, *words, deviate is not None, deviate or 0.0))
+
+
+def _set_python(state: Tensor) -> None:
+    version, *words, has_deviate, deviate = _PYTHON.unpack(state.numpy().tobytes())
+    random.setstate((version, tuple(words), deviate if has_deviate else None))
+
+
+def _numpy_state() -> Tensor:
+    state: Any = np.random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        raise ValueError(
+            f"numpy's global generator is a {state['bit_generator']}, expected the MT19937 that it is by default: "
+            "a checkpoint has no place for others"
+        )
+    words, place = state["state"]["key"], state["state"]["pos"]
+    return _bytes(_NUMPY.pack(*words.tolist(), place, bool(state["has_gauss"]), state["gauss"]))
+
+
+def _set_numpy(state: Tensor) -> None:
+    *words, place, has_deviate, deviate = _NUMPY.unpack(state.numpy().tobytes())
+    np.random.set_state(("MT19937", np.array(words, np.uint32), place, int(has_deviate), deviate))
+
+
+def _bytes(packed: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
