@@ -24,7 +24,7 @@ from .boxes import Box
 from .parts import Part, Piece
 from .tensor_file import PAGE_BYTES, TensorEntry, TensorFile
 
-__all__ = ["Place", "Scattered", "Share", "Stretch", "places_in", "share_of"]
+__all__ = ["Place", "Scattered", "Share", "Stretch", "joined", "places_in", "share_of"]
 
 LONG_RUN_BYTES = 1 << 16
 """Runs of a box that are as long are written one by one."""
@@ -138,6 +138,12 @@ def share_of(placed: Iterable[tuple[Part, Place]], count: int, number: int) -> S
                 scattered.append(Scattered(place, mine))
     chosen = [stretch for key, own in stretches.items() for stretch in _evenly(own, *key)]
     return Share(sorted(chosen, key=lambda stretch: (stretch.file, stretch.start)), scattered)
+
+
+def joined(shares: Sequence[Share]) -> Share:
+    """Return what this rank writes of several kinds of files, given in the order of files."""
+    stretches = [stretch for share in shares for stretch in share.stretches]
+    return Share(stretches, [scattered for share in shares for scattered in share.scattered])
 
 
 def _runs(part: Part, place: Place, piece: Piece, run: int) -> Iterator[Stretch]:
