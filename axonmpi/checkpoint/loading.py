@@ -1,4 +1,4 @@
-"""`load_checkpoint`: from a checkpoint, or weights of another tool, to a model, an optimizer and a few numbers.
+"""`load_checkpoint`: from a checkpoint, or another tool's weights, to a model, an optimizer and a few numbers.
 
 rank 0          reads headers and small files, and tells the others
 all ranks       find what they have of which tensor; whatever does not fit is an error before anything is changed
@@ -145,10 +145,11 @@ def _read_on_first(path: Path, kinds: Sequence[str], group: ProcessGroup) -> Con
             problem = str(error)
         except OSError as error:
             problem = f"{error.filename or path}: cannot be read: {error.strerror or error}"
-    contents, problem = group.broadcast_object((contents, problem), 0)
-    if contents is None:
+    told: Contents | None
+    told, problem = group.broadcast_object((contents, problem), 0)
+    if told is None:
         raise CheckpointError(problem)
-    return contents
+    return told
 
 
 def _load(

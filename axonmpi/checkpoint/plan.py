@@ -113,8 +113,16 @@ def places_in(files: Mapping[str, Sequence[TensorFile]]) -> dict[tuple[str, str]
     }
 
 
-def share_of(placed: Iterable[tuple[Part, Place]], count: int, number: int) -> Share:
-    """Choose what this rank writes; local, and done on all ranks every element is chosen once.
+def joined(shares: Sequence[Share]) -> Share:
+    """Return what this rank writes of all kinds of files, in the order of the files."""
+    return Share(
+        [stretch for share in shares for stretch in share.stretches],
+        [scattered for share in shares for scattered in share.scattered],
+    )
+
+
+def share_of(placed: Iterable[tuple[Part, Place]], count: int = 1, number: int = 0) -> Share:
+    """Choose what this rank writes of the files of a kind; local, on all ranks together every element once.
 
     Args:
         placed: This rank's parts, and where each tensor is.
@@ -138,12 +146,6 @@ def share_of(placed: Iterable[tuple[Part, Place]], count: int, number: int) -> S
                 scattered.append(Scattered(place, mine))
     chosen = [stretch for key, own in stretches.items() for stretch in _evenly(own, *key)]
     return Share(sorted(chosen, key=lambda stretch: (stretch.file, stretch.start)), scattered)
-
-
-def joined(shares: Sequence[Share]) -> Share:
-    """Return what this rank writes of several kinds of files, given in the order of files."""
-    stretches = [stretch for share in shares for stretch in share.stretches]
-    return Share(stretches, [scattered for share in shares for scattered in share.scattered])
 
 
 def _runs(part: Part, place: Place, piece: Piece, run: int) -> Iterator[Stretch]:

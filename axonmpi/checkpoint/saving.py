@@ -154,13 +154,13 @@ def _save(
         ranks.catalogue = known = agree_on(ranks.all, parts, notes, ranks.catalogue)
         files = {kind: lay_out(kind, known.specs[kind], {"format": "pt"}, max_file_size) for kind in known.specs}
         places = places_in(files)
-        config = known.notes.pop("config")
-        texts = _texts({**state, **known.notes}, config, files) if ranks.all.rank == 0 else {}
-        laid_out = [file for of_kind in files.values() for file in of_kind]
         shares = [
             share_of([(part, places[kind, part.name]) for part in own], *known.equals[kind])
             for kind, own in parts.items()
         ]
+        config = known.notes.pop("config")
+        texts = _texts({**state, **known.notes}, config, files) if ranks.all.rank == 0 else {}
+        laid_out = [file for of_kind in files.values() for file in of_kind]
         job = Job(target, laid_out, joined(shares), texts)
         if blocking:
             write_checkpoint(job, ranks)
