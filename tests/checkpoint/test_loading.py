@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import axonmpi as ax
-from axonmpi.checkpoint.loading import CheckpointInfo, load_checkpoint
-from axonmpi.checkpoint.saving import save_checkpoint
+from axonmpi import CheckpointInfo, load_checkpoint, save_checkpoint
 from axonmpi.errors import CheckpointError
 
 
