@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from . import autograd, comm, errors, testing
 from .backends import Backend, MockBackend, MpiBackend, NcclBackend, NcclUniqueId
-from .checkpoint import CheckpointInfo, load_checkpoint, save_checkpoint
+from .checkpoint import CheckpointFolder, CheckpointInfo, PreemptionGuard, load_checkpoint, save_checkpoint
 from .collectives.gradient_norm import clip_grad_norm
 from .comm import (
     all_gather,
@@ -78,6 +78,7 @@ from .fsdp import (
 )
 from .groups.mesh import DeviceMesh
 from .groups.world import ProcessGroup, World
+from .launch.exit import REQUEUE_EXIT_CODE
 from .pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
 from .tensor import (
     ColumnParallelLinear,
@@ -101,11 +102,13 @@ FSDP = FullyShardedDataParallel
 __all__ = [
     "DDP",
     "FSDP",
+    "REQUEUE_EXIT_CODE",
     "AxonmpiError",
     "Backend",
     "CPUOffload",
     "CheckpointError",
     "CheckpointInfo",
+    "CheckpointFolder",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "ColumnParallelLinear",
@@ -132,6 +135,7 @@ __all__ = [
     "PipelineMemoryStats",
     "PipelineSchedule",
     "PipelineStage",
+    "PreemptionGuard",
     "ProcessGroup",
     "RankFailedError",
     "ReduceOp",

@@ -41,6 +41,9 @@ class Background(Work):
         finally:
             self._call = None  # with the memory that it holds
 
+    def __str__(self) -> str:
+        return self._thread.name
+
     def done(self) -> bool:
         """Say whether it is complete or has failed."""
         return not self._thread.is_alive()
@@ -66,6 +69,10 @@ class Background(Work):
         if self._error is not None:
             self._told = True
             raise self._error
+
+    def claim(self) -> None:
+        """Leave it to the caller of `wait` to hear of an error; local."""
+        self._told = True
 
     def settle(self) -> None:
         """Wait, and raise an error that nobody was told; local."""

@@ -17,7 +17,8 @@ from ..errors import NcclError
 from ..groups.world import World
 from ..launch.settings import widen_terminal
 from ..launch.variables import detect_launchers
-from ..train.config import Config, load_config
+from ..train.config import Config
+from ..train.config_file import load_config
 from ..train.corpus import Corpus, load_corpus
 from ..train.trainer import Trainer
 from ..utils.device import gpu_identity

@@ -6,6 +6,7 @@ Without this file a rank that fails leaves the others waiting for it for ever. O
     ctrl-C, a launch that cannot work            the same, from rank 0
     sys.exit(3), raise SystemExit(3)             code 3 for the whole job, unless all ranks end at the same time
     the end of the program                       waits for the other ranks' ends, then MPI_Finalize
+    sys.exit(85)                                 the same: the job has stopped early, and wants to be started again
     os._exit, a signal, a crash                  nothing: the launcher sees it and ends the job
 
 A single rank ends as any Python program does, after MPI_Finalize.
@@ -33,8 +34,18 @@ from ..utils.pipes import wait_until_read
 from ..utils.waiting import Backoff, wait_until
 from .exit_code import observe_exit_code
 
-__all__ = ["before_finalize", "end_together", "install", "leave_unsaid", "let_first_speak", "meet_on"]
+__all__ = [
+    "REQUEUE_EXIT_CODE",
+    "before_finalize",
+    "end_together",
+    "install",
+    "leave_unsaid",
+    "let_first_speak",
+    "meet_on",
+]
 
+REQUEUE_EXIT_CODE = 85
+"""What a job ends with that has stopped early, with a checkpoint, and wants to be started again (ERESTART)."""
 FAILED_MEETING_SECONDS = 1.0
 """How long a rank that ends with an error waits for the other ranks' ends before it aborts the job."""
 PATIENCE_SECONDS = 10.0
@@ -50,6 +61,7 @@ FIRST_SECONDS = 3.0
 READ_SECONDS = 0.5
 """How long an aborting rank waits for the launcher to read what it has printed."""
 
+_NO_FAILURE = (0, REQUEUE_EXIT_CODE)
 _OF_ALL_RANKS = (KeyboardInterrupt, LaunchError)
 """What all ranks raise at the same time: rank 0 prints it."""
 
@@ -202,8 +214,8 @@ class _Job:
         if self.size == 1:
             return True
         if self.meeting is None:
-            return code == 0  # MPI_Finalize waits as well, if less gently
-        gives_up = code != 0 and not self.patient
+            return code in _NO_FAILURE  # MPI_Finalize waits as well, if less gently
+        gives_up = code not in _NO_FAILURE and not self.patient
         backoff = Backoff(0, 1e-4, 0.02)  # the other ranks may need this core
         try:
             all_are_there = self.meeting.Ibarrier().Test

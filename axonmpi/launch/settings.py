@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Mapping
 
 from .variables import detect_launchers
@@ -16,6 +17,7 @@ __all__ = [
     "pretended_node",
     "settings_for_mpi",
     "shares_gpus",
+    "stop_signal",
     "user_threads",
     "wants_shared_memory",
     "widen_terminal",
@@ -109,6 +111,20 @@ def compares_calls() -> bool:
 def shares_gpus() -> bool:
     """Say whether the user lets several ranks use one GPU: `NCCL_MULTI_RANK_GPU_ENABLE=1`; local."""
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+
+
+def stop_signal() -> signal.Signals:
+    """Return the signal that tells a job to stop early, besides SIGTERM: `AXONMPI_STOP_SIGNAL`, or SIGUSR1; local.
+
+    Raises:
+        ValueError: The variable names no signal, or one that no program can handle.
+    """
+    setting = os.environ.get("AXONMPI_STOP_SIGNAL", "SIGUSR1")
+    name = setting.upper() if setting.upper().startswith("SIG") else f"SIG{setting.upper()}"
+    found = {each.name: each for each in signal.Signals}.get(name)
+    if found is None or found in (signal.SIGKILL, signal.SIGSTOP):
+        raise ValueError(f"AXONMPI_STOP_SIGNAL: expected the name of a signal, such as USR1, got {setting!r}")
+    return found
 
 
 def gpu_variables() -> str:

@@ -16,6 +16,7 @@ __all__ = [
     "detect_launchers",
     "is_first_launched",
     "is_first_on_node",
+    "job_end_time",
     "launched_ranks",
     "number_in",
     "parent_rank",
@@ -170,6 +171,11 @@ def is_first_on_node(env: Mapping[str, str] | None = None) -> bool:
         return True
     number = launcher.local_rank
     return not (number_in(env, "SLURM_LOCALID") if number is None else number)
+
+
+def job_end_time(env: Mapping[str, str] | None = None) -> int | None:
+    """Return when Slurm will end this job, in seconds since 1970, None outside a job or without a limit; local."""
+    return number_in(env, "SLURM_JOB_END_TIME")
 
 
 def _trusted_launcher(env: Mapping[str, str] | None) -> Launcher | None:

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from .config import (
+    CheckpointConfig,
     Config,
     MeshConfig,
     ModelConfig,
@@ -20,8 +21,8 @@ from .config import (
     PipelineConfig,
     RunConfig,
     TextConfig,
-    load_config,
 )
+from .config_file import load_config
 from .corpus import Corpus, load_corpus
 from .model import GPT, generate
 from .report.metrics import CommunicationClock
@@ -30,6 +31,7 @@ from .trainer import Trainer
 
 __all__ = [
     "GPT",
+    "CheckpointConfig",
     "CommunicationClock",
     "Config",
     "Corpus",

@@ -1,4 +1,4 @@
-"""Every setting of the trainer, in six frozen dataclasses.
+"""Every setting of the trainer, in seven frozen dataclasses.
 
     Config
       ├─ model      ModelConfig       the network's shape
@@ -6,7 +6,8 @@
       ├─ optimizer  OptimizerConfig   AdamW and its learning rate
       ├─ run        RunConfig         steps, batch, output files
       ├─ pipeline   PipelineConfig    stages of the model on different ranks
-      └─ mesh       MeshConfig        replicas, and layers divided among ranks
+      ├─ mesh       MeshConfig        replicas, and layers divided among ranks
+      └─ checkpoint CheckpointConfig  what is saved when, and what a run goes on from
 
 The name of a setting is the same here, as a flag (`--global-batch 32`) and in a file (`global_batch = 32`).
 `axonmpi train --help` shows the text of each under `Attributes`. A group's constructor raises `TypeError` for a
@@ -17,9 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -27,6 +26,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from .settings import AboveZero, Count, Fraction, Limit, NotNegative, Positive, Settings
 
 __all__ = [
+    "CheckpointConfig",
     "Config",
     "MeshConfig",
     "ModelConfig",
@@ -34,7 +34,6 @@ __all__ = [
     "PipelineConfig",
     "RunConfig",
     "TextConfig",
-    "load_config",
 ]
 
 _HeldOutFraction = Annotated[float, Limit("more than 0 and at most 0.5", lambda number: 0 < number <= 0.5)]
@@ -232,6 +231,29 @@ class MeshConfig(Settings):
 
 
 @dataclass(frozen=True)
+class CheckpointConfig(Settings):
+    """What is saved when, and what a run goes on from. Checkpoints are in the folder `checkpoints` of the run.
+
+    Attributes:
+        resume: What the run goes on from: none begins anew, auto takes the newest checkpoint of the run if there is
+            one, and else it is the path of a checkpoint, or of the folder of a run.
+        checkpoint_every: Steps between two checkpoints; 0 means only at the end, and when the run is told to stop.
+        keep: How many checkpoints are kept, the newest ones.
+        time_limit: Seconds after which the job is over: before that the run saves a checkpoint and stops; 0 means
+            the end of the Slurm job, if this is one.
+    """
+
+    resume: str = "none"
+    checkpoint_every: Count = 0
+    keep: Positive = 3
+    time_limit: NotNegative = 0.0
+
+    def _check(self) -> None:
+        if not self.resume:
+            raise ValueError("resume: expected none, auto or the path of a checkpoint, got nothing")
+
+
+@dataclass(frozen=True)
 class Config:
     """All settings of a training run; the defaults make a first run of about a minute.
 
@@ -246,6 +268,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
         for name, group in _groups().items():
@@ -307,7 +330,7 @@ class Config:
 
         Args:
             settings: Settings by name, `-` and `_` alike; they may be grouped in tables called `model`,
-                `text`, `optimizer`, `run`, `pipeline` and `mesh`.
+                `text`, `optimizer`, `run`, `pipeline`, `mesh` and `checkpoint`.
 
         Raises:
             ValueError: A name is unknown, stands in another group's table or comes twice, or a value is bad.
@@ -346,55 +369,3 @@ def _unknown_setting(name: str) -> str:
     if near:
         return f"unknown setting {name!r}: did you mean {' or '.join(near)}?"
     return f"unknown setting {name!r}: expected one of {', '.join(sorted(_group_of_each_setting()))}"
-
-
-# ---- files ------------------------------------------------------------------------------------------------------
-
-
-def load_config(path: str | Path) -> Config:
-    """Read a configuration from a file with the names of the flags; the other settings have their defaults. Local.
-
-        steps = 1000                    [optimizer]
-        layers = 6              or      lr = 2e-3
-        lr = 2e-3                       [run]
-                                        steps = 1000
-
-    Args:
-        path: A file ending in `.toml`, `.yaml` or `.yml`.
-
-    Raises:
-        ValueError: The file is missing, unreadable, malformed or of another kind; a name in it is unknown (the
-            message has similar ones), comes twice or is in the wrong table; a value is out of range or of the
-            wrong type.
-    """
-    path = Path(path)
-    readers: dict[str, Callable[[str], Any]] = {".toml": _toml, ".yaml": _yaml, ".yml": _yaml}
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        raise ValueError(f"config file {path}: expected a name ending in .toml, .yaml or .yml")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"config file {path} cannot be read: {error}") from error
-    try:
-        settings = reader(text)
-        if not isinstance(settings, dict):
-            raise TypeError(f"expected settings as NAME: VALUE, got {type(settings).__name__}")
-        return Config.from_mapping(settings)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"config file {path}: {error}") from error
-
-
-def _toml(text: str) -> Any:
-    # tomli became a part of Python in 3.11
-    toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    return toml.loads(text)
-
-
-def _yaml(text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"not valid YAML: {error}") from error

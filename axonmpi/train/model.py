@@ -214,6 +214,7 @@ class GPTStage(nn.Module):
 
     def __init__(self, model: GPT, first: int, stop: int) -> None:
         super().__init__()
+        self.config = model.config
         begins, ends = first == 0, stop == len(model.blocks)
         self.embedding = model.embedding if begins else None
         self.positions = model.positions if begins else None

@@ -220,6 +220,11 @@ class ParallelModel(ABC):
         """Return a value on the first of the tp ranks, which all have the same one, and zeros on the others."""
         return known if self._mesh.rank("tp") == 0 else torch.zeros_like(known)
 
+    @property
+    @abstractmethod
+    def saved(self) -> nn.Module:
+        """What a checkpoint is saved from, and loaded into."""
+
     @abstractmethod
     def backward(self, parts: Sequence[Batch]) -> Tensor:
         """Compute the gradient of the mean loss over the global batch; collective.
@@ -263,6 +268,11 @@ class WholeModel(ParallelModel):
         self._replica = wrap(model, config.run, mesh.group("dp"))
         length, accumulates = config.model.sequence_length, config.run.accumulation > 1
         super().__init__([model], [self._replica], mesh, device, length=length, accumulates=accumulates)
+
+    @property
+    def saved(self) -> nn.Module:
+        """The wrapped model."""
+        return self._replica
 
     def backward(self, parts: Sequence[Batch]) -> Tensor:
         """Add up the gradients of the parts, then average over the replicas."""

@@ -86,6 +86,11 @@ class PipelinedModel(ParallelModel):
         """The backends that it uses besides that of all ranks; some may come twice."""
         return [*super().backends, *self._private]
 
+    @property
+    def saved(self) -> nn.Module:
+        """The pipeline of wrapped stages."""
+        return self._pipeline
+
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return summed_loss(logits, targets, self._mesh.group("tp")) / (targets.numel() * self._parts)
 

@@ -2,7 +2,8 @@
 
     each step:   own part of the global batch ─► forward, backward ─► average gradients ─► clip ─► AdamW
     sometimes:   own part of the held-out sequences ─► forward ─► sum over ranks ─► held-out loss
-    at the end:  held-out loss, a sample of text, a picture of the losses
+                 a checkpoint, from which another run goes on
+    at the end:  held-out loss, a checkpoint, a sample of text, a picture of the losses
 
 The ranks of a replica share a model and a part of the batch: each has some layers (pp), a part of every layer
 (tp), or both. The global batch of a step depends on the seed and the step only. The number of ranks and their
@@ -20,12 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.preemption import PreemptionGuard
 from ..collectives.agreement import check_same
 from ..groups.mesh import DeviceMesh
 from ..groups.world import World
 from ..utils.device import Device, device_at
 from ..utils.text import counted
 from .batches import Batch, BatchPlan, Stream, held_out_batches, seeded_generator
+from .checkpoints import RunCheckpoints, Start
 from .config import Config, OptimizerConfig
 from .corpus import Corpus, load_corpus
 from .divided import divide
@@ -34,13 +37,14 @@ from .model import GPT, generate
 from .parallel import ParallelModel, WholeModel
 from .pipelined import PipelinedModel
 from .report.metrics import CommunicationClock, HeldOutMetrics, Speedometer, StepMetrics
+from .report.progress import make_progress
 from .report.recorder import Recorder, Summary, open_recorder, printable
 from .report.table import Share, layout_table
 
 __all__ = ["Trainer", "learning_rate"]
 
 _HELD_OUT_BATCH = 16
-_MAY_DIFFER = ("data", "out", "progress")  # between ranks; the text itself is compared
+_MAY_DIFFER = ("data", "progress")  # between ranks; the text itself is compared
 
 
 class Trainer:
@@ -52,6 +56,7 @@ class Trainer:
         config: All settings, the same on every rank.
         world: The ranks. The model computes on its device, or with the setting `cpu` on the CPU.
         corpus: The text; None means the text of `config.text`.
+        guard: Says when to stop early; None means when the time limit comes near, and no signal.
 
     Raises:
         ValueError: The text cannot be used (before anything is sent); settings or text differ between ranks, the
@@ -62,12 +67,21 @@ class Trainer:
         model: This rank's model, or its part of it, without the wrapper; in a pipeline the list of its stages.
         corpus: The text.
         optimizer: Updates this rank's parameters.
-        steps: The steps of the last run, on every rank; speed and communication are this rank's own.
+        steps: The steps of the last run, on every rank; speed and communication are this rank's own, or rank 0's
+            for steps before the run went on.
         held_out: The held-out evaluations of the last run, on every rank.
     """
 
-    def __init__(self, config: Config, world: World, *, corpus: Corpus | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        *,
+        corpus: Corpus | None = None,
+        guard: PreemptionGuard | None = None,
+    ) -> None:
         length, run = config.model.sequence_length, config.run
+        self._guard = guard or PreemptionGuard((), config.checkpoint.time_limit or None, group=world.default_group)
         self._config = config
         self._group = world.default_group
         self.corpus = load_corpus(config.text, length) if corpus is None else corpus
@@ -112,55 +126,107 @@ class Trainer:
         )
 
     def run(self) -> Summary:
-        """Train to the end; collective.
+        """Train to the end, or until the guard says to stop, from the beginning or a checkpoint; collective.
 
         Returns:
             The results, the same on every rank.
 
         Raises:
-            ValueError: Rank 0 cannot write to the run's folder; raised on every rank.
+            ValueError: Rank 0 cannot write to the run's folder, or the run cannot go on from the checkpoint that the
+                setting `resume` means; raised on every rank.
+            CheckpointError: A checkpoint is damaged, or the last one cannot be written; raised on every rank.
             FloatingPointError: The loss is no longer a number; raised on every rank.
         """
-        self.steps, self.held_out = [], []
-        recorder = open_recorder(self._config, self._group)
+        checkpoints = RunCheckpoints(self._config, self._group, self.corpus.digest)
+        path = checkpoints.find()
+        if (finished := checkpoints.finished(path)) is not None:
+            return self._say_finished(finished)
+        start = checkpoints.load(path, self._parallel.saved, self.optimizer)
+        self.steps, self.held_out = list(start.history.steps), list(start.history.held_out)
+        recorder = open_recorder(self._config, self._group, start.history.lines)
         summary = None
         try:
             backends = {id(backend): backend for backend in [self._group.backend, *self._parallel.backends]}
             with CommunicationClock(*backends.values()) as clock:
                 recorder.note(self.opening)
-                seconds = self._train(clock, recorder)
-            sample = self.sample()
+                if start.path is not None:
+                    recorder.note(f"going on after step {start.step}, from {start.path}")
+                seconds = self._train(clock, recorder, checkpoints, start)
+            complete = not self.steps or self.steps[-1].step == self._config.run.steps
+            sample = self.sample() if complete else ""
             if self._group.rank == 0:
-                summary = self._finish(seconds, sample, recorder)
+                summary = self._summary(seconds, sample, complete=complete)
+                if complete:
+                    self._finish(summary, recorder)
         finally:
             recorder.close()
         agreed: Summary = self._group.broadcast_object(summary)
         return agreed
 
-    def _train(self, clock: CommunicationClock, recorder: Recorder) -> float:
-        """Make all steps and return the seconds they and the evaluations took."""
+    def _say_finished(self, content: dict[str, Any]) -> Summary:
+        """Say that the run has come to its end before, and return what its `summary.json` has."""
+        summary = Summary(**{name: value for name, value in content.items() if name != "config"})
+        if self._group.rank == 0:
+            progress = make_progress(self._config.run.progress, self._config.run.steps)
+            progress.note(f"all {summary.steps} steps were made before: see {self._config.run.folder}")
+            progress.close()
+        return summary
+
+    def _train(
+        self, clock: CommunicationClock, recorder: Recorder, checkpoints: RunCheckpoints, start: Start
+    ) -> float:
+        """Make the steps that are left and return the seconds that all steps and evaluations took."""
         run = self._config.run
-        begin = time.perf_counter()
-        for step in range(run.steps + 1):
+        begin = time.perf_counter() - start.seconds
+        for step in range(0 if start.path is None else start.step + 1, run.steps + 1):
+            stops = False
             if step:
                 with self._traced() if step == run.steps else nullcontext():
-                    self.steps.append(self._timed_step(step, begin, clock))
-                recorder.add(self.steps[-1])
+                    metrics, stops = self._timed_step(step, begin, clock, recorder, checkpoints)
+                self.steps.append(metrics)
+                recorder.add(metrics)
             if step in (0, run.steps) or (run.evaluate_every and step % run.evaluate_every == 0):
                 loss = self.held_out_loss()
                 self.held_out.append(HeldOutMetrics(step, loss, time.perf_counter() - begin))
                 recorder.add(self.held_out[-1])
+            if step and self._saves_after(step, stops=stops):
+                self._save(step, time.perf_counter() - begin, recorder, checkpoints, stops=stops)
+            if stops:
+                break
         return time.perf_counter() - begin
+
+    def _saves_after(self, step: int, *, stops: bool) -> bool:
+        every = self._config.checkpoint.checkpoint_every
+        return stops or step == self._config.run.steps or (every > 0 and step % every == 0)
+
+    def _save(
+        self, step: int, seconds: float, recorder: Recorder, checkpoints: RunCheckpoints, *, stops: bool
+    ) -> None:
+        """Save a checkpoint: the last one of this run while it waits, others beside the next steps."""
+        steps = self._config.run.steps
+        self._settle(recorder, checkpoints)
+        recorder.sync()
+        is_last = stops or step == steps
+        path = checkpoints.save(step, seconds, self._parallel.saved, self.optimizer, blocking=is_last)
+        if stops and step < steps:
+            recorder.note(f"stopped after step {step} of {steps}, with {path}: --resume auto goes on from it")
+
+    def _settle(self, recorder: Recorder, checkpoints: RunCheckpoints) -> None:
+        if problem := checkpoints.settle():
+            recorder.note(f"{problem}\ntraining goes on without it")
 
     def _traced(self) -> AbstractContextManager[None]:
         """Write the trace file, if one is wanted: when the ranks of a pipeline compute in the block; collective."""
         trace = self._config.pipeline.trace
         return nullcontext() if self._pipelined is None or trace is None else self._pipelined.traced(trace)
 
-    def _timed_step(self, step: int, begin: float, clock: CommunicationClock) -> StepMetrics:
+    def _timed_step(
+        self, step: int, begin: float, clock: CommunicationClock, recorder: Recorder, checkpoints: RunCheckpoints
+    ) -> tuple[StepMetrics, bool]:
+        """Make a step; return it, and whether to stop after it."""
         started, before = time.perf_counter(), clock.seconds
         rate = learning_rate(step - 1, self._config.run.steps, self._config.optimizer)
-        loss, norm = self._step(step, rate)
+        loss, norm, votes, saved = self._step(step, rate, checkpoints.has_saved())
         now = time.perf_counter()
         self._speed.add(now - started, clock.seconds - before)
         if not math.isfinite(loss):
@@ -168,18 +234,32 @@ class Trainer:
                 f"the loss of step {step} is {loss}: training has diverged; try a smaller lr (now "
                 f"{self._config.optimizer.lr:g}), more warmup_steps or a smaller gradient_clip"
             )
-        return StepMetrics(step, loss, rate, norm, *self._speed.recent(), now - begin)
+        if saved:
+            self._settle(recorder, checkpoints)
+        return StepMetrics(step, loss, rate, norm, *self._speed.recent(), now - begin), self._guard.decide(votes)
 
-    def _step(self, step: int, rate: float) -> tuple[float, float]:
-        """Update the weights; return the loss of the global batch and the norm of its gradient."""
+    def _step(self, step: int, rate: float, saved: bool) -> tuple[float, float, float, bool]:
+        """Update the weights.
+
+        Args:
+            step: Number of the step.
+            rate: The learning rate.
+            saved: Whether this rank has completed a save beside the steps.
+
+        Returns:
+            The loss of the global batch, the norm of its gradient, the ranks' votes to stop, and whether all of them
+            have completed the save.
+        """
         loss = self._parallel.backward([self._moved(part) for part in self._plan.parts(step, self.corpus.train)])
         norm = self._parallel.clip(self._config.optimizer.gradient_clip)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._group.all_reduce(loss)
-        return loss.item(), norm.item()
+        told = torch.stack([loss, *loss.new_tensor([self._guard.vote(), saved])])  # one message for all three
+        self._group.all_reduce(told)
+        total, votes, completed = told.tolist()
+        return total, norm.item(), votes, completed == self._group.size
 
     def _moved(self, batch: Batch) -> Batch:
         """Return a batch of the CPU on the device."""
@@ -227,22 +307,20 @@ class Trainer:
             f"{self.corpus.source}\n{self._table}{self._parallel.opening}"
         )
 
-    def _finish(self, seconds: float, sample: str, recorder: Recorder) -> Summary:
-        """Write and show the results; on rank 0."""
-        trace = self._config.pipeline.trace
-        if self._pipelined is not None and trace is not None:
-            recorder.add_pipeline(*self._pipelined.timelines(trace))
+    def _summary(self, seconds: float, sample: str, *, complete: bool) -> Summary:
         speed, communication = self._speed.overall()
         run = self._config.run
-        summary = Summary(
+        steps = self.steps[-1].step if self.steps else run.steps
+        return Summary(
+            complete=complete,
             ranks=self._group.size,
-            steps=run.steps,
+            steps=steps,
             parameters=self._parameters,
-            tokens=run.steps * run.global_batch * self._config.model.sequence_length,
-            first_loss=self.steps[0].loss,
-            last_loss=self.steps[-1].loss,
-            first_held_out_loss=self.held_out[0].held_out_loss,
-            held_out_loss=self.held_out[-1].held_out_loss,
+            tokens=steps * run.global_batch * self._config.model.sequence_length,
+            first_loss=self.steps[0].loss if self.steps else math.nan,
+            last_loss=self.steps[-1].loss if self.steps else math.nan,
+            first_held_out_loss=self.held_out[0].held_out_loss if self.held_out else math.nan,
+            held_out_loss=self.held_out[-1].held_out_loss if self.held_out else math.nan,
             unigram_entropy=self.corpus.unigram_entropy,
             seconds=seconds,
             tokens_per_second=speed,
@@ -251,8 +329,13 @@ class Trainer:
             folder=str(run.folder),
             device=self._device.name,
         )
+
+    def _finish(self, summary: Summary, recorder: Recorder) -> None:
+        """Write and show the results; on rank 0."""
+        trace = self._config.pipeline.trace
+        if self._pipelined is not None and trace is not None and trace.exists():
+            recorder.add_pipeline(*self._pipelined.timelines(trace))
         recorder.finish(summary, self.steps, self.held_out)
-        return summary
 
 
 def _chosen_device(wanted: str, world: World) -> Device:

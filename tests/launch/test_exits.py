@@ -164,6 +164,27 @@ def test_ranks_that_fail_together_are_not_aborted(job):
     assert "MPI_ABORT" not in ended.err
 
 
+def test_a_job_that_wants_to_be_started_again_ends_with_its_own_code_when_all_ranks_have_come(job):
+    ended = job(
+        2,
+        """
+        from axonmpi.launch import exit as exits
+
+        exits.FAILED_MEETING_SECONDS = 0.05
+        exits.PATIENCE_SECONDS = 0.3
+        if world.rank == 0:
+            time.sleep(1)
+            print("saved", flush=True)
+        sys.exit(ax.REQUEUE_EXIT_CODE)
+        """,
+    )
+    assert ended.code == 85
+    assert ended.out == "saved\n"
+    assert re.findall(r"\[rank .*", ended.err) == [
+        "[rank 1] has come to the end of its program and waits for the other ranks"
+    ]
+
+
 def test_a_rank_killed_in_an_all_reduce(job):
     ended = job(
         2,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from axonmpi.train import (
+    CheckpointConfig,
     Config,
     MeshConfig,
     ModelConfig,
@@ -32,7 +33,7 @@ def test_flat_settings_make_the_same_configuration_again():
 
 
 def test_names_are_unique_over_the_groups():
-    groups = (ModelConfig, TextConfig, OptimizerConfig, RunConfig, PipelineConfig, MeshConfig)
+    groups = ModelConfig, TextConfig, OptimizerConfig, RunConfig, PipelineConfig, MeshConfig, CheckpointConfig
     names = [name for group in groups for name in inspect.signature(group).parameters]
     assert len(names) == len(set(names)) == len(Config().flat())
 

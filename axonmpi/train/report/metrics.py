@@ -138,10 +138,10 @@ class Speedometer:
         return self._rates(self._steps[-_WINDOW:])
 
     def overall(self) -> tuple[float, float]:
-        """Return tokens a second and the share of communication over all steps."""
+        """Return tokens a second and the share of communication over all steps; zeros without any."""
         return self._rates(self._steps)
 
     def _rates(self, steps: list[tuple[float, float]]) -> tuple[float, float]:
-        seconds, communication = (sum(column) for column in zip(*steps, strict=True))
+        seconds, communication = (sum(step[column] for step in steps) for column in (0, 1))
         seconds = max(seconds, 1e-9)
         return len(steps) * self._tokens / seconds, min(1.0, communication / seconds)

@@ -1,4 +1,4 @@
-"""What a run writes and shows; only rank 0 does.
+"""What a run writes and shows; only rank 0 does. The checkpoints beside these files are of all ranks.
 
 axonmpi-runs/NAME/
   metrics.jsonl   a JSON object a line: the fields of `StepMetrics` for each step, which have `loss`,
@@ -21,8 +21,9 @@ from pathlib import Path
 from ...groups.world import ProcessGroup
 from ...pipeline import Timeline
 from ...pipeline.schedule.chart import describe, draw_chart
-from ...utils.text import counted
+from ...utils.text import counted, name_ranks
 from ..config import Config
+from .history import METRICS, write_lines
 from .metrics import HeldOutMetrics, StepMetrics
 from .progress import make_progress
 
@@ -31,11 +32,12 @@ __all__ = ["Recorder", "Summary", "open_recorder"]
 
 @dataclass(frozen=True)
 class Summary:
-    """A finished run; the same on every rank. Losses and the entropy are in nats per byte.
+    """A run; the same on every rank. Losses and the entropy are in nats per byte.
 
     Attributes:
+        complete: Whether it has come to its end; else it was told to stop, and can go on from its checkpoint.
         ranks: Number of ranks.
-        steps: Updates of the weights.
+        steps: Updates of the weights, with those before the run went on.
         parameters: Trainable numbers of the model.
         tokens: Bytes trained on, over all ranks.
         first_loss: Training loss of the first step.
@@ -44,13 +46,16 @@ class Summary:
         held_out_loss: Held-out loss after training.
         unigram_entropy: What the held-out bytes cost a model that knows only how frequent each byte is.
         seconds: Time from the first step to the last held-out loss.
-        tokens_per_second: Bytes trained on a second, over all ranks, held-out evaluations not counted.
-        communication: Share (0 to 1) of rank 0's time of training spent in communication, waiting included.
+        tokens_per_second: Bytes trained on a second, over all ranks, held-out evaluations not counted; since the
+            run began or went on.
+        communication: Share (0 to 1) of rank 0's time of training spent in communication, waiting included; of the
+            same time.
         sample: The generated text.
         folder: Where the run wrote.
         device: What rank 0 computed on: the CPU, or the name of its GPU.
     """
 
+    complete: bool
     ranks: int
     steps: int
     parameters: int
@@ -73,13 +78,14 @@ class Recorder:
 
     Args:
         config: The run's settings.
+        earlier: The lines of metrics of the steps before, if the run goes on.
         writes: False on ranks other than 0, where nothing is written or shown.
 
     Raises:
         OSError: The folder or a file in it cannot be written.
     """
 
-    def __init__(self, config: Config, *, writes: bool) -> None:
+    def __init__(self, config: Config, earlier: Sequence[str] = (), *, writes: bool) -> None:
         self._config = config
         self._folder = config.run.folder
         if writes:
@@ -87,8 +93,9 @@ class Recorder:
             # else a run that is interrupted would seem to have the results of an earlier one
             for name in ("loss.png", "pipeline.png", "sample.txt", "summary.json"):
                 (self._folder / name).unlink(missing_ok=True)
-        path = self._folder / "metrics.jsonl" if writes else os.devnull
-        self._metrics = open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - stays open until `close`
+            write_lines(self._folder / METRICS, earlier)
+        path = self._folder / METRICS if writes else os.devnull
+        self._metrics = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - stays open until `close`
         self._progress = make_progress(config.run.progress if writes else "off", config.run.steps)
 
     def note(self, text: str) -> None:
@@ -103,6 +110,10 @@ class Recorder:
         else:
             self.note(f"step {metrics.step}: held-out loss {metrics.held_out_loss:.4f} nats per byte")
 
+    def sync(self) -> None:
+        """Bring the metrics to the disk, as a checkpoint is: a run that goes on needs both."""
+        os.fsync(self._metrics.fileno())
+
     def add_pipeline(self, measured: Timeline, ideal: Timeline) -> None:
         """Draw and describe when the ranks of a pipeline computed, beside the same without waiting; on rank 0."""
         if self._config.run.plot:
@@ -114,12 +125,13 @@ class Recorder:
         """Write the summary, the sample and the picture, and show the result; on rank 0."""
         self.close()
         content = json.dumps({**dataclasses.asdict(summary), "config": self._config.flat()}, indent=2)
-        (self._folder / "summary.json").write_text(content + "\n", encoding="utf-8")
         if summary.sample:
             (self._folder / "sample.txt").write_text(summary.sample + "\n", encoding="utf-8")
         if self._config.run.plot:
             title = f"{self._config.run.name}: {summary.parameters:,} parameters, {counted(summary.ranks, 'rank')}"
             _plot_losses(self._folder / "loss.png", steps, held_out, summary.unigram_entropy, title)
+        # the last file: where it is, the run has come to its end
+        write_lines(self._folder / "summary.json", [content])
         self.note(_report(summary))
 
     def close(self) -> None:
@@ -128,15 +140,17 @@ class Recorder:
         self._metrics.close()
 
 
-def open_recorder(config: Config, group: ProcessGroup) -> Recorder:
+def open_recorder(config: Config, group: ProcessGroup, earlier: Sequence[str] = ()) -> Recorder:
     """Make the recorder of this rank; collective.
 
     Args:
         config: The run's settings.
         group: All ranks of the run; rank 0 writes.
+        earlier: The lines of metrics of the steps before, if the run goes on; on rank 0.
 
     Raises:
-        ValueError: Rank 0 cannot write to the folder or to the trace file; raised on every rank.
+        ValueError: Rank 0 cannot write to the folder or to the trace file, or a rank does not see the folder; raised
+            on every rank.
     """
     recorder, problem = None, None
     trace, folder = config.pipeline.trace, config.run.folder
@@ -148,12 +162,17 @@ def open_recorder(config: Config, group: ProcessGroup) -> Recorder:
                 trace.touch()
                 trace.unlink()
             place = f"--out {folder}"
-            recorder = Recorder(config, writes=True)
+            recorder = Recorder(config, earlier, writes=True)
         except OSError as error:
             problem = f"{place}: cannot write there: {error.strerror or error}"
     problem = group.broadcast_object(problem)
     if problem is not None:
         raise ValueError(problem)
+    if blind := [rank for rank, sees in enumerate(group.all_gather_object(folder.is_dir())) if not sees]:
+        raise ValueError(
+            f"--out {folder}: {name_ranks(blind)} cannot see this folder, which rank 0 has made: take one on a file "
+            "system of all nodes, since all ranks write checkpoints"
+        )
     return recorder or Recorder(config, writes=False)
 
 

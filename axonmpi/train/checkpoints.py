@@ -1,0 +1,243 @@
+"""What a run goes on from, and what it saves.
+
+    axonmpi-runs/NAME/checkpoints/step-00000100     model, optimizer, random state, and the settings of the run
+
+The data of a step depend on the seed and the step only, so a run that goes on has the same ones. What else decides
+the curve has to be the same: the model, the text, the optimizer. Ranks and layout may be others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..checkpoint.background import Background
+from ..checkpoint.folder import CheckpointFolder
+from ..checkpoint.folders import STATE_FILE
+from ..checkpoint.loading import load_checkpoint
+from ..errors import CheckpointError
+from ..groups.world import ProcessGroup
+from .config import Config
+from .report.history import METRICS, History, read_history
+
+__all__ = ["RunCheckpoints", "Start"]
+
+FOLDER = "checkpoints"
+_OF_THE_RUN = ("seed", "steps", "global_batch", "dtype")
+_WHY = {
+    "steps": "the learning rate of a step depends on their number",
+    "global_batch": "it decides the data of a step",
+    "seed": "it decides the data of a step",
+    "text": "it is what the run trains on",
+}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        step: Steps made before.
+        seconds: The time that they took.
+        path: The checkpoint; None at the beginning.
+        history: What was measured in these steps.
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    path: Path | None = None
+    history: History = field(default_factory=History)
+
+
+class RunCheckpoints:
+    """The checkpoints of a run of the trainer; every method but `has_saved` is collective.
+
+    Args:
+        config: The run's settings.
+        group: All ranks of the run.
+        text: The digest of its text.
+
+    Raises:
+        CheckpointError: The folder cannot be read; on all ranks.
+        ValueError: Ranks write to different folders; on all ranks.
+    """
+
+    def __init__(self, config: Config, group: ProcessGroup, text: str) -> None:
+        self._config = config
+        self._group = group
+        self._decisive = {**_decisive(config), "text": text}
+        self._folder = CheckpointFolder(config.run.folder / FOLDER, config.checkpoint.keep, group=group)
+        self._under_way: Background | None = None
+        self._summary = config.run.folder / "summary.json"
+
+    # ---- going on -------------------------------------------------------------------------------------------
+
+    def find(self) -> Path | None:
+        """Return the checkpoint that the run goes on from, None if it begins anew.
+
+        An earlier run that has come to its end is then removed.
+
+        Raises:
+            ValueError: There is no checkpoint at the given path, it is of a run with other settings, or an earlier
+                run here has not come to its end and would be lost; on all ranks.
+            CheckpointError: There are checkpoints, and none of them is whole; on all ranks.
+        """
+        resume = self._config.checkpoint.resume
+        path: Path | None = None
+        if resume == "auto":
+            path = self._folder.latest()
+        elif resume != "none":
+            path = self._on_first(lambda: _checkpoint_at(Path(resume)))
+        if path is not None:
+            self._on_first(lambda: self._check(path))
+        if path is None or self._folder.root not in path.parents:
+            self._on_first(self._make_room)
+        return path
+
+    def finished(self, path: Path | None) -> dict[str, Any] | None:
+        """Return the content of `summary.json` if the run has come to its end before, else None."""
+        if path is None or self._config.checkpoint.resume != "auto":
+            return None
+        return self._on_first(lambda: self._summary_of(path))
+
+    def load(self, path: Path | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> Start:
+        """Load a checkpoint, or with `resume = auto` and a damaged one the one before it, with a warning.
+
+        Raises:
+            CheckpointError: It is damaged; on all ranks.
+            ValueError: It does not fit the model; on all ranks.
+        """
+        if path is None:
+            return Start()
+        if self._config.checkpoint.resume == "auto":
+            info = self._folder.load_latest(model, optimizer)
+            assert info is not None
+            path = self._folder.path_of(info.step)
+        else:
+            info = load_checkpoint(path, model, optimizer, group=self._group)
+        # beside the checkpoint, which may be another run's
+        history = self._on_first(lambda: read_history(path.parent.parent / METRICS, info.step))
+        return Start(info.step, info.extra["trainer"]["seconds"], path, history)
+
+    def _summary_of(self, path: Path) -> dict[str, Any] | None:
+        made = _state_of(path)["step"]
+        if made < self._config.run.steps or not self._summary.exists():
+            return None
+        summary: dict[str, Any] = json.loads(self._summary.read_text("utf-8"))
+        return summary
+
+    def _check(self, path: Path) -> None:
+        """Raise unless a checkpoint is of a run with the same model, text, data and optimizer; on rank 0."""
+        known = (_state_of(path).get("extra") or {}).get("trainer")
+        if known is None:
+            raise ValueError(f"resume: {path} was not saved by axonmpi train: load it with axonmpi.load_checkpoint")
+        wrong = [
+            f"{name} {known['settings'][name]}, now {value}" + (f" ({_WHY[name]})" if name in _WHY else "")
+            for name, value in self._decisive.items()
+            if name in known["settings"] and known["settings"][name] != value
+        ]
+        if wrong:
+            raise ValueError(
+                f"resume: {path} was saved in a run with other settings: {'; '.join(wrong)}.\n"
+                "Go on with the same ones; ranks and their layout may be others. Or begin a new run, with another "
+                "--name and --resume none"
+            )
+
+    def _make_room(self) -> None:
+        """Remove the checkpoints of an earlier run that has come to its end; on rank 0."""
+        root = self._folder.root
+        if not root.exists():
+            return
+        if any(root.glob("step-*")) and not self._summary.exists():
+            raise ValueError(
+                f"resume: {root} has checkpoints of a run that has not come to its end: go on with --resume auto, "
+                f"choose another --name, or remove {self._config.run.folder}"
+            )
+        shutil.rmtree(root)
+
+    def _on_first(self, work: Callable[[], T]) -> T:
+        """Return on all ranks what rank 0 does, or raise on all the ValueError or OSError that it raises."""
+        value, problem = None, ""
+        if self._group.rank == 0:
+            try:
+                value = work()
+            except ValueError as error:
+                problem = str(error)
+            except OSError as error:
+                problem = f"resume: {error.filename}: {error.strerror}"
+        value, problem = self._group.broadcast_object((value, problem))
+        if problem:
+            raise ValueError(problem)
+        agreed: T = value
+        return agreed
+
+    # ---- saving ---------------------------------------------------------------------------------------------
+
+    def save(
+        self, step: int, seconds: float, model: nn.Module, optimizer: torch.optim.Optimizer, *, blocking: bool
+    ) -> Path:
+        """Save a checkpoint, without `blocking` beside the steps that follow; return its path.
+
+        Args:
+            step: Steps made.
+            seconds: The time that they took.
+            model: What `save_checkpoint` takes.
+            optimizer: Of the model's parameters.
+            blocking: Whether to wait until it is complete.
+
+        Raises:
+            CheckpointError: It cannot be written; on all ranks.
+        """
+        extra = {"trainer": {"settings": self._decisive, "seconds": seconds}}
+        work = self._folder.save(model, optimizer, step=step, blocking=blocking, extra=extra)
+        if work is not None:
+            work.claim()  # else the ranks would hear of an error in different steps
+            self._under_way = work
+        return self._folder.path_of(step)
+
+    def has_saved(self) -> bool:
+        """Say whether this rank has completed a save that is still to be settled; local."""
+        return self._under_way is not None and self._under_way.done()
+
+    def settle(self) -> str:
+        """Wait for the save under way, if there is one; return what went wrong, the same on all ranks."""
+        work, self._under_way = self._under_way, None
+        try:
+            if work is not None:
+                work.wait()
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+
+def _decisive(config: Config) -> dict[str, Any]:
+    """Return the settings that decide the curve."""
+    groups = (config.model, config.optimizer)
+    names = [each.name for group in groups for each in dataclasses.fields(group)]
+    settings = config.flat()
+    return {name: settings[name] for name in (*names, *_OF_THE_RUN)}
+
+
+def _checkpoint_at(path: Path) -> Path:
+    """Return the checkpoint that a path leads to: itself, or the newest one of a run or of its checkpoints."""
+    for found in (path, path / "latest", path / FOLDER / "latest"):
+        if (found / STATE_FILE).exists():
+            return found.resolve()
+    raise ValueError(
+        f"resume: expected none, auto, or the path of a checkpoint or of the folder of a run, got {path}, which "
+        f"{'has no checkpoint' if path.exists() else 'does not exist'}"
+    )
+
+
+def _state_of(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads((path / STATE_FILE).read_text("utf-8"))
+    return state

@@ -1,0 +1,267 @@
+"""The checkpoints of a run: which are kept, which is the newest, and what a killed job leaves behind."""
+
+import os
+import shutil
+import stat
+import threading
+
+import pytest
+import torch
+
+import axonmpi as ax
+from axonmpi.checkpoint import folder as folder_module
+
+RANKS = (1, 2)
+
+
+class Model(torch.nn.Linear):
+    """Knows by its values at which step it was saved."""
+
+    def __init__(self, step=0):
+        super().__init__(4, 3)
+        self.at(step)
+
+    def at(self, step):
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(step)
+        return self
+
+    @property
+    def step(self):
+        return int(self.weight[0, 0])
+
+
+def names(root):
+    """What is in a folder once all ranks are here; `latest` with its target."""
+    ax.barrier()
+    found = sorted(
+        f"{path.name} -> {os.readlink(path)}" if path.is_symlink() else path.name for path in root.iterdir()
+    )
+    ax.barrier()
+    return found
+
+
+def steps(*numbers):
+    return [*([f"latest -> step-{max(numbers):08}"] if numbers else []), *(f"step-{n:08}" for n in sorted(numbers))]
+
+
+def alone():
+    """On rank 0 only, before the others go on."""
+    ax.barrier()
+    return ax.is_main_process()
+
+
+@pytest.mark.ranks(*RANKS)
+@pytest.mark.parametrize("blocking", [True, False])
+def test_the_newest_are_kept_and_loaded(world, shared_tmp_path, blocking):
+    root = shared_tmp_path / "deep" / "run"
+    folder = ax.CheckpointFolder(root, keep=2)
+    model = Model()
+    assert folder.latest() is None
+    assert folder.load_latest(model) is None
+    for step in (10, 20, 30, 100_000_000):
+        work = folder.save(model.at(step), step=step, extra={"at": step}, blocking=blocking)
+        assert (work is None) == blocking
+        if work is not None:
+            work.wait()
+            assert work.done()
+    assert names(root) == steps(30, 100_000_000)
+    for again in (folder, ax.CheckpointFolder(root)):
+        assert again.latest() == root / "step-100000000"
+        found = Model()
+        info = again.load_latest(found)
+        assert (found.step, info.step, info.extra) == (100_000_000, 100_000_000, {"at": 100_000_000})
+
+
+@pytest.mark.ranks(*RANKS)
+def test_all_are_kept_on_demand(world, shared_tmp_path):
+    folder = ax.CheckpointFolder(shared_tmp_path, keep=None)
+    for step in range(5):
+        folder.save(Model(step), step=step)
+    assert names(shared_tmp_path) == steps(*range(5))
+
+
+@pytest.mark.ranks(*RANKS)
+def test_a_run_that_has_gone_back_removes_what_came_later(world, shared_tmp_path):
+    folder = ax.CheckpointFolder(shared_tmp_path, keep=2)
+    for step in (1, 2, 3, 4):
+        folder.save(Model(step), step=step)
+    folder.save(Model(2), step=2, extra="again")
+    assert names(shared_tmp_path) == steps(2)
+    assert folder.load_latest(Model()).extra == "again"
+
+
+@pytest.mark.ranks(2)
+def test_nothing_is_removed_before_a_save_in_the_background_is_complete(world, shared_tmp_path, monkeypatch):
+    folder = ax.CheckpointFolder(shared_tmp_path, keep=1)
+    folder.save(Model(1), step=1)
+    may_end = threading.Event()
+    real = folder_module.save_checkpoint
+
+    def slow_save(*args, **settings):
+        work = real(*args, **settings)
+        if ax.get_rank() == 0:
+            monkeypatch.setattr(work, "join", lambda: (may_end.wait(), type(work).join(work)))
+        return work
+
+    if alone():
+        monkeypatch.setattr(folder_module, "save_checkpoint", slow_save)
+    ax.barrier()
+    work = folder.save(Model(2), step=2, blocking=False)
+    if world.rank == 0:
+        with pytest.raises(ax.CollectiveTimeoutError):
+            work.wait(0.05)
+        assert not work.done()
+        assert (shared_tmp_path / "step-00000001").exists()
+        may_end.set()
+    work.wait()
+    assert names(shared_tmp_path) == steps(2)
+
+
+# ---- damage -----------------------------------------------------------------------------------------------------
+
+
+def cut_off(path):
+    file = path / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def flip_a_bit(path):
+    with (path / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+
+
+def empty_state(path):
+    os.truncate(path / "state.json", 0)
+
+
+def lose_the_state(path):
+    (path / "state.json").unlink()
+
+
+def lose_the_model(path):
+    (path / "model.safetensors").unlink()
+
+
+@pytest.mark.ranks(*RANKS)
+@pytest.mark.parametrize("damage", [cut_off, flip_a_bit, empty_state, lose_the_state, lose_the_model])
+@pytest.mark.filterwarnings("default::RuntimeWarning")
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(world, shared_tmp_path, damage, recwarn):
+    folder = ax.CheckpointFolder(shared_tmp_path, keep=2)
+    for step in (1, 2, 3):
+        folder.save(Model(step), step=step)
+    if alone():
+        damage(shared_tmp_path / "step-00000003")
+    ax.barrier()
+    again = ax.CheckpointFolder(shared_tmp_path, keep=2)
+    model = Model()
+    assert again.load_latest(model).step == model.step == 2
+    ax.barrier()
+    assert any("step-00000003" in str(warning.message) for warning in recwarn)
+    again.save(model.at(4), step=4)
+    assert again.latest().name == "step-00000004"
+    # a damaged one does not count among those that are kept
+    expected = {flip_a_bit: (3, 4)}.get(damage, (2, 3, 4))
+    assert names(shared_tmp_path) == steps(*expected)
+
+
+@pytest.mark.ranks(*RANKS)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_if_all_are_damaged_nothing_begins_anew(world, shared_tmp_path):
+    folder = ax.CheckpointFolder(shared_tmp_path)
+    for step in (1, 2):
+        folder.save(Model(step), step=step)
+    for damage, message in ((flip_a_bit, "step-00000001"), (cut_off, "none of the 2 checkpoints in it is whole")):
+        if alone():
+            for step in (1, 2):
+                damage(shared_tmp_path / f"step-{step:08}")
+        ax.barrier()
+        with pytest.raises(ax.CheckpointError, match=message):
+            folder.load_latest(Model())
+
+
+# ---- what a killed job leaves -----------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(*RANKS)
+def test_the_next_start_removes_what_is_half_written_or_half_deleted(world, shared_tmp_path):
+    folder = ax.CheckpointFolder(shared_tmp_path)
+    for step in (1, 2, 3):
+        folder.save(Model(step), step=step)
+    if alone():
+        shutil.copytree(shared_tmp_path / "step-00000003", shared_tmp_path / "step-00000004.partial")
+        (shared_tmp_path / "step-00000001").rename(shared_tmp_path / "step-00000001.deleted")
+        (shared_tmp_path / "step-00000003").rename(shared_tmp_path / "step-00000003.previous")  # while replaced
+        (shared_tmp_path / "latest").unlink()
+        (shared_tmp_path / "latest").symlink_to("step-00000002")
+        (shared_tmp_path / "latest.partial").symlink_to("step-00000003")
+        (shared_tmp_path / "notes.partial").write_text("somebody's own")
+    again = ax.CheckpointFolder(shared_tmp_path)
+    assert names(shared_tmp_path) == ["latest -> step-00000003", "notes.partial", "step-00000002", "step-00000003"]
+    assert again.load_latest(Model()).step == 3
+
+
+# ---- what is refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(*RANKS)
+def test_bad_arguments_are_refused_on_all_ranks(world, shared_tmp_path):
+    last = world.size - 1
+    with pytest.raises(ValueError, match="keep: expected at least 1, got 0"):
+        ax.CheckpointFolder(shared_tmp_path, keep=0)
+    if last:
+        with pytest.raises(ValueError, match=f"first difference is\n  rank 0: root .*a\n  rank {last}: root .*b\n"):
+            ax.CheckpointFolder(shared_tmp_path / ("b" if world.rank == last else "a"))
+    folder = ax.CheckpointFolder(shared_tmp_path)
+    with pytest.raises(TypeError, match="step: expected an integer, got 'ten'"):
+        folder.save(Model(), step="ten" if world.rank == last else 10)
+
+
+@pytest.mark.ranks(*RANKS)
+def test_a_folder_that_cannot_be_used_is_an_error_on_all_ranks(world, shared_tmp_path):
+    occupied = shared_tmp_path / "file"
+    if alone():
+        occupied.write_text("somebody's own")
+    ax.barrier()
+    with pytest.raises(ax.CheckpointError, match=r"file.*Not a directory"):
+        ax.CheckpointFolder(occupied)
+
+
+@pytest.mark.ranks(*RANKS)
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_keeps_what_it_has(world, shared_tmp_path):
+    folder = ax.CheckpointFolder(shared_tmp_path)
+    folder.save(Model(1), step=1)
+    if alone():
+        shared_tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    ax.barrier()
+    try:
+        with pytest.raises(ax.CheckpointError, match="Permission denied"):
+            folder.save(Model(2), step=2)
+    finally:
+        if alone():
+            shared_tmp_path.chmod(stat.S_IRWXU)
+    ax.barrier()
+    assert names(shared_tmp_path) == steps(1)
+
+
+@pytest.mark.ranks(*RANKS)
+@pytest.mark.filterwarnings("default::RuntimeWarning")
+def test_older_ones_that_cannot_be_removed_are_a_warning(world, shared_tmp_path, monkeypatch, recwarn):
+    folder = ax.CheckpointFolder(shared_tmp_path, keep=1)
+    folder.save(Model(1), step=1)
+
+    def refuse(path):
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module.shutil, "rmtree", refuse)
+        folder.save(Model(2), step=2)
+        ax.barrier()
+    assert any("step-00000001.deleted: Operation not permitted" in str(warning.message) for warning in recwarn)
+    ax.CheckpointFolder(shared_tmp_path)
+    assert names(shared_tmp_path) == steps(2)
