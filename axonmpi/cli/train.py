@@ -12,9 +12,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..backends import NcclBackend
+from ..checkpoint import PreemptionGuard
 from ..comm import destroy_process_group, init_process_group
-from ..errors import NcclError
+from ..errors import CheckpointError, NcclError
 from ..groups.world import World
+from ..launch.exit import REQUEUE_EXIT_CODE
 from ..launch.settings import widen_terminal
 from ..launch.variables import detect_launchers
 from ..train.config import Config
@@ -28,7 +30,7 @@ from . import print_on_first_rank, refuse, said_once
 __all__ = ["main", "parse"]
 
 _PROGRAM = "axonmpi train"
-_DIVERGED = 1
+_FAILED = 1
 _NARROWEST = 40
 
 
@@ -54,7 +56,8 @@ def main(argv: Sequence[str]) -> int:
         argv: The flags.
 
     Returns:
-        0; 2 where the text or the settings cannot be used; 1 where training diverged.
+        0; 85 where the run was told to stop and can go on; 2 where the text or the settings cannot be used; 1 where
+        training diverged or a checkpoint cannot be read or written.
 
     Raises:
         SystemExit: A flag or a setting in the file is unknown or bad (code 2), or help was asked for (code 0), or
@@ -62,11 +65,25 @@ def main(argv: Sequence[str]) -> int:
     """
     config = parse(argv)
     try:
+        guard = PreemptionGuard(time_limit=config.checkpoint.time_limit or None)
+    except ValueError as error:
+        return refuse(_PROGRAM, str(error))
+    code = _FAILED
+    try:
+        code = _run(config, guard)
+    finally:
+        if code != REQUEUE_EXIT_CODE:  # else signals do nothing to the end: launchers repeat them
+            guard.close()
+    return code
+
+
+def _run(config: Config, guard: PreemptionGuard) -> int:
+    try:
         corpus = load_corpus(config.text, config.model.sequence_length)
     except ValueError as error:
         return _refuse_file(str(error))
     world = _start(config.run.device)
-    code = _train(config, world, corpus)
+    code = _train(config, world, corpus, guard)
     destroy_process_group()  # not after an exception: it waits for the other ranks, who may wait for this one
     return code
 
@@ -132,17 +149,17 @@ def _on_several_nodes() -> bool:
     return any((launcher.size or 2) > (launcher.local_size or 1) for launcher in detect_launchers()[:1])
 
 
-def _train(config: Config, world: World, corpus: Corpus) -> int:
+def _train(config: Config, world: World, corpus: Corpus, guard: PreemptionGuard) -> int:
     try:
-        trainer = Trainer(config, world, corpus=corpus)
+        trainer = Trainer(config, world, corpus=corpus, guard=guard)
         gc.freeze()  # the model, and the compiler that optimizers load, stay to the end
-        trainer.run()
+        summary = trainer.run()
     except ValueError as error:
         return refuse(_PROGRAM, str(error))
-    except FloatingPointError as error:
+    except (FloatingPointError, CheckpointError) as error:
         refuse(_PROGRAM, str(error))
-        return _DIVERGED
-    return 0
+        return _FAILED
+    return 0 if summary.complete else REQUEUE_EXIT_CODE
 
 
 def parse(argv: Sequence[str]) -> Config:

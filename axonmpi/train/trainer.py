@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,12 +28,13 @@ from ..groups.world import World
 from ..utils.device import Device, device_at
 from ..utils.text import counted
 from .batches import Batch, BatchPlan, Stream, held_out_batches, seeded_generator
-from .checkpoints import RunCheckpoints, Start
-from .config import Config, OptimizerConfig
+from .checkpoints import RunCheckpoints
+from .config import Config
 from .corpus import Corpus, load_corpus
 from .divided import divide
 from .layout import Layout, check_nodes, plan_schedule
 from .model import GPT, generate
+from .optimizer import learning_rate, make_optimizer
 from .parallel import ParallelModel, WholeModel
 from .pipelined import PipelinedModel
 from .report.metrics import CommunicationClock, HeldOutMetrics, Speedometer, StepMetrics
@@ -41,7 +42,7 @@ from .report.progress import make_progress
 from .report.recorder import Recorder, Summary, open_recorder, printable
 from .report.table import Share, layout_table
 
-__all__ = ["Trainer", "learning_rate"]
+__all__ = ["Trainer"]
 
 _HELD_OUT_BATCH = 16
 _MAY_DIFFER = ("data", "progress")  # between ranks; the text itself is compared
@@ -109,7 +110,7 @@ class Trainer:
         else:
             self._parallel = self._pipelined = PipelinedModel(whole, config, schedule, mesh, self._device)
             self.model = nn.ModuleList(self._pipelined.stages)
-        self.optimizer = _make_optimizer(self._parallel, matrices, config.optimizer)
+        self.optimizer = make_optimizer(self._parallel, matrices, config.optimizer)
         share = Share.of(config, layout, schedule, self._parallel.stages, self._parallel.held())
         self._table = layout_table(config, layout, schedule, self._group.all_gather_object(share))
         self._speed = Speedometer(run.global_batch * length)
@@ -132,8 +133,8 @@ class Trainer:
             The results, the same on every rank.
 
         Raises:
-            ValueError: Rank 0 cannot write to the run's folder, or the run cannot go on from the checkpoint that the
-                setting `resume` means; raised on every rank.
+            ValueError: Rank 0 cannot write to the run's folder, or the run cannot go on from the checkpoint that
+                the setting `resume` means; raised on every rank.
             CheckpointError: A checkpoint is damaged, or the last one cannot be written; raised on every rank.
             FloatingPointError: The loss is no longer a number; raised on every rank.
         """
@@ -151,12 +152,13 @@ class Trainer:
                 recorder.note(self.opening)
                 if start.path is not None:
                     recorder.note(f"going on after step {start.step}, from {start.path}")
-                seconds = self._train(clock, recorder, checkpoints, start)
-            complete = not self.steps or self.steps[-1].step == self._config.run.steps
-            sample = self.sample() if complete else ""
+                run = _Run(clock, recorder, checkpoints, time.perf_counter() - start.seconds)
+                stopped = self._train(run, 0 if start.path is None else start.step + 1)
+            seconds = run.seconds
+            sample = "" if stopped else self.sample()
             if self._group.rank == 0:
-                summary = self._summary(seconds, sample, complete=complete)
-                if complete:
+                summary = self._summary(seconds, sample, complete=not stopped)
+                if not stopped:
                     self._finish(summary, recorder)
         finally:
             recorder.close()
@@ -172,71 +174,58 @@ class Trainer:
             progress.close()
         return summary
 
-    def _train(
-        self, clock: CommunicationClock, recorder: Recorder, checkpoints: RunCheckpoints, start: Start
-    ) -> float:
-        """Make the steps that are left and return the seconds that all steps and evaluations took."""
-        run = self._config.run
-        begin = time.perf_counter() - start.seconds
-        for step in range(0 if start.path is None else start.step + 1, run.steps + 1):
-            stops = False
+    def _train(self, run: _Run, first: int) -> bool:
+        """Make the steps from `first` on, where 0 only evaluates; return whether the run was told to stop."""
+        steps, every = self._config.run.steps, self._config.run.evaluate_every
+        stops = False
+        for step in range(first, steps + 1):
             if step:
-                with self._traced() if step == run.steps else nullcontext():
-                    metrics, stops = self._timed_step(step, begin, clock, recorder, checkpoints)
-                self.steps.append(metrics)
-                recorder.add(metrics)
-            if step in (0, run.steps) or (run.evaluate_every and step % run.evaluate_every == 0):
-                loss = self.held_out_loss()
-                self.held_out.append(HeldOutMetrics(step, loss, time.perf_counter() - begin))
-                recorder.add(self.held_out[-1])
-            if step and self._saves_after(step, stops=stops):
-                self._save(step, time.perf_counter() - begin, recorder, checkpoints, stops=stops)
+                with self._traced() if step == steps else nullcontext():
+                    stops = self._timed_step(step, run)
+            if step in (0, steps) or (every and step % every == 0):
+                self.held_out.append(HeldOutMetrics(step, self.held_out_loss(), run.seconds))
+                run.recorder.add(self.held_out[-1])
+            stops = stops and step < steps
+            if step:
+                self._save_if_due(step, run, stops=stops)
             if stops:
                 break
-        return time.perf_counter() - begin
+        return stops
 
-    def _saves_after(self, step: int, *, stops: bool) -> bool:
-        every = self._config.checkpoint.checkpoint_every
-        return stops or step == self._config.run.steps or (every > 0 and step % every == 0)
-
-    def _save(
-        self, step: int, seconds: float, recorder: Recorder, checkpoints: RunCheckpoints, *, stops: bool
-    ) -> None:
-        """Save a checkpoint: the last one of this run while it waits, others beside the next steps."""
-        steps = self._config.run.steps
-        self._settle(recorder, checkpoints)
-        recorder.sync()
+    def _save_if_due(self, step: int, run: _Run, *, stops: bool) -> None:
+        """Save a checkpoint: the last one while the ranks wait, others beside the next steps."""
+        steps, every = self._config.run.steps, self._config.checkpoint.checkpoint_every
         is_last = stops or step == steps
-        path = checkpoints.save(step, seconds, self._parallel.saved, self.optimizer, blocking=is_last)
-        if stops and step < steps:
-            recorder.note(f"stopped after step {step} of {steps}, with {path}: --resume auto goes on from it")
-
-    def _settle(self, recorder: Recorder, checkpoints: RunCheckpoints) -> None:
-        if problem := checkpoints.settle():
-            recorder.note(f"{problem}\ntraining goes on without it")
+        if not (is_last or (every and step % every == 0)):
+            return
+        run.settle()
+        run.recorder.sync()
+        path = run.checkpoints.save(step, run.seconds, self._parallel.saved, self.optimizer, blocking=is_last)
+        if stops:
+            run.recorder.note(f"stopped after step {step} of {steps}, saved {path}: --resume auto goes on from it")
 
     def _traced(self) -> AbstractContextManager[None]:
         """Write the trace file, if one is wanted: when the ranks of a pipeline compute in the block; collective."""
         trace = self._config.pipeline.trace
         return nullcontext() if self._pipelined is None or trace is None else self._pipelined.traced(trace)
 
-    def _timed_step(
-        self, step: int, begin: float, clock: CommunicationClock, recorder: Recorder, checkpoints: RunCheckpoints
-    ) -> tuple[StepMetrics, bool]:
-        """Make a step; return it, and whether to stop after it."""
-        started, before = time.perf_counter(), clock.seconds
+    def _timed_step(self, step: int, run: _Run) -> bool:
+        """Make a step and record it; return whether to stop after it."""
+        started, before = time.perf_counter(), run.clock.seconds
         rate = learning_rate(step - 1, self._config.run.steps, self._config.optimizer)
-        loss, norm, votes, saved = self._step(step, rate, checkpoints.has_saved())
+        loss, norm, votes, saved = self._step(step, rate, run.checkpoints.has_saved())
         now = time.perf_counter()
-        self._speed.add(now - started, clock.seconds - before)
+        self._speed.add(now - started, run.clock.seconds - before)
         if not math.isfinite(loss):
             raise FloatingPointError(
                 f"the loss of step {step} is {loss}: training has diverged; try a smaller lr (now "
                 f"{self._config.optimizer.lr:g}), more warmup_steps or a smaller gradient_clip"
             )
+        self.steps.append(StepMetrics(step, loss, rate, norm, *self._speed.recent(), run.seconds))
+        run.recorder.add(self.steps[-1])
         if saved:
-            self._settle(recorder, checkpoints)
-        return StepMetrics(step, loss, rate, norm, *self._speed.recent(), now - begin), self._guard.decide(votes)
+            run.settle()
+        return self._guard.decide(votes)
 
     def _step(self, step: int, rate: float, saved: bool) -> tuple[float, float, float, bool]:
         """Update the weights.
@@ -247,8 +236,8 @@ class Trainer:
             saved: Whether this rank has completed a save beside the steps.
 
         Returns:
-            The loss of the global batch, the norm of its gradient, the ranks' votes to stop, and whether all of them
-            have completed the save.
+            The loss of the global batch, the norm of its gradient, the votes of all ranks to stop, and whether all
+            of them have completed the save.
         """
         loss = self._parallel.backward([self._moved(part) for part in self._plan.parts(step, self.corpus.train)])
         norm = self._parallel.clip(self._config.optimizer.gradient_clip)
@@ -338,6 +327,33 @@ class Trainer:
         recorder.finish(summary, self.steps, self.held_out)
 
 
+@dataclass(frozen=True)
+class _Run:
+    """A call of `run`.
+
+    Attributes:
+        clock: Adds up the time in communication.
+        recorder: Writes and shows what is measured.
+        checkpoints: Those of the run.
+        begin: When the run would have begun without a break, on the clock of `time.perf_counter`.
+    """
+
+    clock: CommunicationClock
+    recorder: Recorder
+    checkpoints: RunCheckpoints
+    begin: float
+
+    @property
+    def seconds(self) -> float:
+        """The time since then."""
+        return time.perf_counter() - self.begin
+
+    def settle(self) -> None:
+        """Wait for a save beside the steps, if there is one, and show what went wrong; collective."""
+        if problem := self.checkpoints.settle():
+            self.recorder.note(f"{problem}\ntraining goes on without it")
+
+
 def _chosen_device(wanted: str, world: World) -> Device:
     """Return the device that the model computes on; local.
 
@@ -350,33 +366,3 @@ def _chosen_device(wanted: str, world: World) -> Device:
             f"{world.device.type}; axonmpi train makes it by itself"
         )
     return device_at(torch.device("cpu") if wanted == "cpu" else world.device)
-
-
-def _make_optimizer(
-    model: ParallelModel, matrices: Collection[str], config: OptimizerConfig
-) -> torch.optim.Optimizer:
-    """Make AdamW, with weight decay for matrices only."""
-    parameters = list(model.named_parameters())
-    groups: list[dict[str, Any]] = [
-        {"params": [p for name, p in parameters if name in matrices], "weight_decay": config.weight_decay},
-        {"params": [p for name, p in parameters if name not in matrices], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
-
-
-def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
-    """Return the learning rate of a step: a straight rise, then half a cosine (Loshchilov and Hutter 2017).
-
-    Args:
-        step: Number of the step, from 0.
-        steps: Number of steps of the run; the last one, `steps - 1`, has `lr * lr_final`.
-        config: Highest rate, final fraction and length of the warm-up.
-
-    Returns:
-        The rate, from just above 0 up to `config.lr`.
-    """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    through = (step - config.warmup_steps + 1) / max(1, steps - config.warmup_steps)
-    cosine = (1 + math.cos(math.pi * min(1.0, through))) / 2
-    return config.lr * (config.lr_final + (1 - config.lr_final) * cosine)

@@ -237,7 +237,7 @@ def test_the_command_without_a_launcher(tmp_path):
     folder = tmp_path / "axonmpi-runs" / "first"
     assert (finished.returncode, finished.stderr) == (0, "")
     assert "on 1 rank" in finished.stdout
-    files = ["loss.png", "metrics.jsonl", "sample.txt", "summary.json"]
+    files = ["checkpoints", "loss.png", "metrics.jsonl", "sample.txt", "summary.json"]
     assert sorted(file.name for file in folder.iterdir()) == files
     assert losses(folder) == pytest.approx(plain_run(train.parse(SMALL)).losses, abs=1e-4)
 

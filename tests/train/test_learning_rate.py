@@ -3,7 +3,7 @@
 import pytest
 
 from axonmpi.train import OptimizerConfig
-from axonmpi.train.trainer import learning_rate
+from axonmpi.train.optimizer import learning_rate
 
 CONFIG = OptimizerConfig(lr=2.0, lr_final=0.25, warmup_steps=4)
 

@@ -99,7 +99,7 @@ def test_an_earlier_runs_files_are_replaced(tiny, tmp_path):
     for name in ("metrics.jsonl", "loss.png", "sample.txt", "summary.json"):
         (tmp_path / name).write_text("an earlier run")
     alone(tiny.replace(steps=1), tmp_path)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoints", "metrics.jsonl", "summary.json"]
     assert "an earlier run" not in (tmp_path / "metrics.jsonl").read_text()
 
 

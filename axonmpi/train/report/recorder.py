@@ -149,8 +149,8 @@ def open_recorder(config: Config, group: ProcessGroup, earlier: Sequence[str] = 
         earlier: The lines of metrics of the steps before, if the run goes on; on rank 0.
 
     Raises:
-        ValueError: Rank 0 cannot write to the folder or to the trace file, or a rank does not see the folder; raised
-            on every rank.
+        ValueError: Rank 0 cannot write to the folder or to the trace file, or a rank does not see the folder;
+            raised on every rank.
     """
     recorder, problem = None, None
     trace, folder = config.pipeline.trace, config.run.folder
@@ -170,8 +170,8 @@ def open_recorder(config: Config, group: ProcessGroup, earlier: Sequence[str] = 
         raise ValueError(problem)
     if blind := [rank for rank, sees in enumerate(group.all_gather_object(folder.is_dir())) if not sees]:
         raise ValueError(
-            f"--out {folder}: {name_ranks(blind)} cannot see this folder, which rank 0 has made: take one on a file "
-            "system of all nodes, since all ranks write checkpoints"
+            f"--out {folder}: {name_ranks(blind)} cannot see this folder, which rank 0 has made: take one on a "
+            "file system of all nodes, since all ranks write checkpoints"
         )
     return recorder or Recorder(config, writes=False)
 
