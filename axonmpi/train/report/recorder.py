@@ -87,6 +87,7 @@ class Recorder:
 
     def __init__(self, config: Config, earlier: Sequence[str] = (), *, writes: bool) -> None:
         self._config = config
+        self._writes = writes
         self._folder = config.run.folder
         if writes:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +113,8 @@ class Recorder:
 
     def sync(self) -> None:
         """Bring the metrics to the disk, as a checkpoint is: a run that goes on needs both."""
-        os.fsync(self._metrics.fileno())
+        if self._writes:
+            os.fsync(self._metrics.fileno())
 
     def add_pipeline(self, measured: Timeline, ideal: Timeline) -> None:
         """Draw and describe when the ranks of a pipeline computed, beside the same without waiting; on rank 0."""
