@@ -110,6 +110,7 @@ def test_an_error_of_one_rank_is_that_of_all_and_what_was_there_stays(world, tmp
     ax.barrier(world.default_group)
     assert os.listdir(folder) == ["it"]
     assert (folder / "it/model.safetensors").read_bytes() == before
+    ax.barrier(world.default_group)
     write_checkpoint(job, ranks)  # and on it goes
 
 
