@@ -107,8 +107,6 @@ def _state_in(folder: Path) -> dict[str, Any]:
 def _checksums_in(folder: Path, files: Sequence[TensorFile]) -> dict[str, npt.NDArray[np.uint32]]:
     """Return the checksums of files, by which their headers are checked here."""
     path = folder / _CHECKSUMS
-    if not path.exists():
-        return {}
     known = read_header(path).entries
     data = path.read_bytes()
     checksums = {}

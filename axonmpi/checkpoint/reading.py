@@ -37,6 +37,7 @@ __all__ = ["WINDOW_BYTES", "read_parts"]
 
 WINDOW_BYTES = 4 << 20
 _BEFORE = 4096  # bytes of the window before, for elements that begin in it
+_MOST_BLOCKS = 64  # of a window
 _MOST_PROBLEMS = 8
 _MOST_NAMES = 4
 
@@ -116,7 +117,7 @@ class _Windows:
 
     def __init__(self, node: ProcessGroup, nbytes: int, most: int) -> None:
         self._node = node
-        self._count = max(1, min(max(1, nbytes // BLOCK_BYTES) * node.size, most))
+        self._count = max(1, min(max(1, nbytes // BLOCK_BYTES) * node.size, _MOST_BLOCKS, most))
         self._filled, self._next = node.node_empty((2, _BEFORE + self._count * BLOCK_BYTES), torch.uint8)
 
     def read(self, source: _Source, blocks: Blocks, problems: list[str]) -> None:

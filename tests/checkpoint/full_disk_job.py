@@ -29,7 +29,7 @@ def main() -> int:
         if world.rank == 0 and step > 1:
             state = os.statvfs(root)
             free = state.f_bavail * state.f_frsize
-            room = chance.randrange(12 * MEBIBYTE)
+            room = chance.randrange(6 * MEBIBYTE)
             with (root / "ballast").open("wb") as ballast:
                 ballast.write(bytes(max(0, free - room)))
         ax.barrier()
@@ -51,7 +51,7 @@ def main() -> int:
         ax.barrier()
     if world.rank == 0:
         print(
-            f"{number} saves on {world.size} ranks: {written} were written, {failed} failed for want of space, all"
+            f"{number} saves on {world.size} ranks: {written} were written, {failed} failed for want of space"
         )
         print("on all ranks; the checkpoint before was whole after each, and nothing else was left")
     ax.destroy_process_group()

@@ -17,8 +17,9 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, value: int) -> None
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(value)
-            for name in ("exp_avg", "exp_avg_sq"):
-                optimizer.state[parameter][name].fill_(value)
+            for name, state in optimizer.state.get(parameter, {}).items():
+                if name != "step":
+                    state.fill_(value)
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def main() -> None:
         ]
         if strays or len(os.listdir(root)) > 3:
             print(f"wrong: {sorted(os.listdir(root))}", flush=True)
-    print(f"saving {os.getpid()}", flush=True)
+    os.write(1, f"saving {os.getpid()}\n".encode())  # at once, so that lines of ranks do not mix
     while True:
         step += 1
         fill(model, optimizer, step)
