@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from . import autograd, comm, errors, testing
 from .backends import Backend, MockBackend, MpiBackend, NcclBackend, NcclUniqueId
+from .checkpoint import save_checkpoint
 from .collectives.gradient_norm import clip_grad_norm
 from .comm import (
     all_gather,
@@ -179,6 +180,7 @@ __all__ = [
     "reduce",
     "reduce_scatter_mean",
     "reduce_scatter_sum",
+    "save_checkpoint",
     "scatter_tensor",
     "send",
     "sequence_parallel_norm",

@@ -22,7 +22,7 @@ class Background(Work):
     """
 
     def __init__(self, call: Callable[[], Any], name: str) -> None:
-        self._call = call
+        self._call: Callable[[], Any] | None = call
         self._value: Any = None
         self._error: BaseException | None = None
         self._told = False
@@ -33,10 +33,13 @@ class Background(Work):
         self._thread.start()
 
     def _run(self) -> None:
+        assert self._call is not None
         try:
             self._value = self._call()
         except BaseException as error:
             self._error = error
+        finally:
+            self._call = None  # with the memory that it holds
 
     def done(self) -> bool:
         """Say whether it is complete or has failed."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from .tensor_file import TensorFile
 
-__all__ = ["STATE_FILE", "discard", "find_checkpoint", "finish", "partial_of", "prepare", "recover"]
+__all__ = ["STATE_FILE", "find_checkpoint", "finish", "partial_of", "prepare", "recover"]
 
 STATE_FILE = "state.json"
 
@@ -37,26 +37,17 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def recover(path: Path) -> None:
-    """Undo what a killed job has left of a save to `path`; on one rank.
+    """Undo what is left of a save to `path` that did not come to its end; on one rank.
 
     Raises:
         OSError: It cannot be done.
     """
-    discard(path)
+    _remove(partial_of(path))
     previous = _previous_of(path)
     if path.exists():
         _remove(previous)
     elif previous.exists():
         previous.rename(path)
-
-
-def discard(path: Path) -> None:
-    """Remove what was written of a checkpoint that is not whole; on one rank.
-
-    Raises:
-        OSError: It cannot be removed.
-    """
-    _remove(partial_of(path))
 
 
 def _remove(folder: Path) -> None:

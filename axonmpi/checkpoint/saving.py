@@ -19,6 +19,7 @@ from ..types import Work
 from ..utils.arguments import check_flags, either_group_name, integer
 from .background import Background
 from .catalogue import agree_on
+from .contents import FORMAT, VERSION
 from .folders import STATE_FILE
 from .model_parts import model_parts
 from .optimizer_parts import optimizer_parts
@@ -35,7 +36,6 @@ __all__ = ["MAX_FILE_SIZE", "Stateful", "save_checkpoint"]
 
 MAX_FILE_SIZE = 50 * 10**9
 """Bytes of tensors in one file, as `transformers` has it."""
-FORMAT, VERSION = "axonmpi checkpoint", 1
 
 
 class Stateful(Protocol):

@@ -21,7 +21,7 @@ from ..errors import CheckpointError
 from ..launch.settings import writes_by_mpi
 from ..utils.text import text_of_problems
 from .checksums import combined
-from .folders import discard, finish, partial_of, prepare
+from .folders import finish, partial_of, prepare, recover
 from .output import Output, Trouble
 from .plan import Share
 from .ranks import CheckpointRanks
@@ -97,7 +97,7 @@ def _check(job: Job, ranks: CheckpointRanks, trouble: Trouble, own: T) -> list[T
     if text := text_of_problems([problem for problem, _ in told]):
         if ranks.all.rank == 0:
             with suppress(OSError):
-                discard(job.path)
+                recover(job.path)
         raise CheckpointError(f"{job.path}: the checkpoint was not written: {text}")
     return [value for _, value in told]
 
