@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from . import autograd, comm, errors, testing
 from .backends import Backend, MockBackend, MpiBackend, NcclBackend, NcclUniqueId
-from .checkpoint import save_checkpoint
+from .checkpoint import CheckpointInfo, load_checkpoint, save_checkpoint
 from .collectives.gradient_norm import clip_grad_norm
 from .comm import (
     all_gather,
@@ -105,6 +105,7 @@ __all__ = [
     "Backend",
     "CPUOffload",
     "CheckpointError",
+    "CheckpointInfo",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "ColumnParallelLinear",
@@ -173,6 +174,7 @@ __all__ = [
     "is_initialized",
     "is_main_process",
     "isend",
+    "load_checkpoint",
     "new_group",
     "parallel_cross_entropy",
     "rank",

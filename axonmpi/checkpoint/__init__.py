@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .loading import CheckpointInfo, load_checkpoint
 from .saving import save_checkpoint
 
-__all__ = ["save_checkpoint"]
+__all__ = ["CheckpointInfo", "load_checkpoint", "save_checkpoint"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
@@ -28,12 +28,12 @@ class Digests(NamedTuple):
 
     Attributes:
         specs: The same where ranks have tensors of the same names, dtypes and shapes.
-        boxes: The same where they also have the same parts of them.
+        boxes: For each kind of file the same where they also have the same parts of its tensors.
         notes: The same where they have the same notes.
     """
 
     specs: bytes
-    boxes: bytes
+    boxes: tuple[bytes, ...]
     notes: bytes
 
 
@@ -43,15 +43,14 @@ class Catalogue(NamedTuple):
     Attributes:
         specs: All tensors, in the same order on all ranks.
         notes: The notes of all ranks.
-        equals: How many ranks have the same parts as this one, itself among them.
-        number: This rank's number among them.
+        equals: For each kind of file, how many ranks have the same parts as this one, itself among them, and this
+            rank's number among these.
         told: What all ranks said, by which they know later that nothing has changed.
     """
 
     specs: Specs
     notes: dict[str, Any]
-    equals: int
-    number: int
+    equals: Mapping[str, tuple[int, int]]
     told: tuple[bytes, ...]
 
 
@@ -62,16 +61,14 @@ def digests_of(parts: Mapping[str, Sequence[Part]], notes: Mapping[str, Any]) ->
         parts: By the kind of file.
         notes: What JSON can hold.
     """
-    specs = [f"{kind}\0{part.name}\0{part.dtype}\0{part.shape}" for kind, part in _each(parts)]
-    boxes = [
-        f"{part.copies}\0{part.copy}\0{[(piece.box.start, piece.box.size) for piece in part.pieces]}"
-        for _, part in _each(parts)
-    ]
-    return Digests(_digest(specs), _digest([*specs, *boxes]), _digest([json.dumps(notes)]))
+    specs = [f"{kind}\0{part.name}\0{part.dtype}\0{part.shape}" for kind, own in parts.items() for part in own]
+    boxes = tuple(_digest(_boxes(part) for part in own) for own in parts.values())
+    return Digests(_digest(specs), boxes, _digest([json.dumps(notes)]))
 
 
-def _each(parts: Mapping[str, Sequence[Part]]) -> Iterator[tuple[str, Part]]:
-    return ((kind, part) for kind, of_kind in parts.items() for part in of_kind)
+def _boxes(part: Part) -> str:
+    boxes = [(piece.box.start, piece.box.size) for piece in part.pieces]
+    return f"{part.name}\0{part.shape}\0{part.copies}\0{part.copy}\0{boxes}"
 
 
 def _digest(lines: Iterable[str]) -> bytes:
@@ -97,18 +94,23 @@ def agree_on(
     """
     own = digests_of(parts, notes)
     of_all = [Digests(*digests) for digests in group.all_gather_object(tuple(own))]
-    equal = [rank for rank, digests in enumerate(of_all) if digests.boxes == own.boxes]
+    equals = {}
+    for number, kind in enumerate(parts):
+        ranks = [rank for rank, digests in enumerate(of_all) if digests.boxes[number] == own.boxes[number]]
+        equals[kind] = len(ranks), ranks.index(group.rank)
     told = tuple(digests.specs for digests in of_all)
-    speaks = equal[0] == group.rank
     if len(set(told)) == 1:
         specs: Specs = _own_specs(parts)
     elif before is not None and before.told == told:
         specs = before.specs
     else:
+        speaks = told.index(own.specs) == group.rank  # for all with the same tensors
         specs = _joined(group.all_gather_object(_own_specs(parts) if speaks else {}))
-    if len({digests.notes for digests in of_all}) > 1:
+    noted = [digests.notes for digests in of_all]
+    if len(set(noted)) > 1:
+        speaks = noted.index(own.notes) == group.rank
         notes = merged(group.all_gather_object(notes if speaks else {}))
-    return Catalogue(specs, notes, len(equal), equal.index(group.rank), told)
+    return Catalogue(specs, notes, equals, told)
 
 
 def _own_specs(parts: Mapping[str, Sequence[Part]]) -> dict[str, list[TensorSpec]]:

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, all but the values of its tensors: small files and headers, which one rank reads for all.
+"""What is in a checkpoint but the values of its tensors: small files and headers, which one rank reads for all.
 
 A folder without `state.json`, or a single file, is another tool's: it has weights, and nothing else is known.
 """

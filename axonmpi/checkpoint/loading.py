@@ -1,4 +1,4 @@
-"""`load_checkpoint`: from a checkpoint, or another tool's file of weights, to a model, an optimizer and a few numbers.
+"""`load_checkpoint`: from a checkpoint, or another tool's weights, to a model, an optimizer and a few numbers.
 
 rank 0          reads headers and small files, and tells the others
 all ranks       find what they have of which tensor; whatever does not fit is an error before anything is changed
@@ -79,8 +79,8 @@ def load_checkpoint(
     `transformers` and a `.safetensors` file of any tool are read, too, as initial weights.
 
     Args:
-        path: A checkpoint, a folder with `model.safetensors` or its index, or a `.safetensors` file; the same on all
-            ranks.
+        path: A checkpoint, a folder with `model.safetensors` or its index, or a `.safetensors` file; the same on
+            all ranks.
         model: What `save_checkpoint` takes; it has the values afterwards.
         optimizer: Gets its state and options, if they were saved.
         scheduler: Gets its state, as the two below; what is None is left out.
@@ -136,7 +136,8 @@ def _check_types(model: object, optimizer: object, states: Mapping[str, object],
 
 def _read_on_first(path: Path, kinds: Sequence[str], group: ProcessGroup) -> Contents:
     """Read what is in a checkpoint on the first rank and return it on all; collective."""
-    contents, problem = None, ""
+    contents: Contents | None = None
+    problem = ""
     if group.rank == 0:
         try:
             contents = read_contents(path, kinds)
@@ -144,10 +145,11 @@ def _read_on_first(path: Path, kinds: Sequence[str], group: ProcessGroup) -> Con
             problem = str(error)
         except OSError as error:
             problem = f"{error.filename or path}: cannot be read: {error.strerror or error}"
-    contents, problem = group.broadcast_object((contents, problem), 0)
-    if contents is None:
+    told: Contents | None
+    told, problem = group.broadcast_object((contents, problem), 0)
+    if told is None:
         raise CheckpointError(problem)
-    return contents
+    return told
 
 
 def _load(

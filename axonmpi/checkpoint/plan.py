@@ -24,7 +24,7 @@ from .boxes import Box
 from .parts import Part, Piece
 from .tensor_file import PAGE_BYTES, TensorEntry, TensorFile
 
-__all__ = ["Place", "Scattered", "Share", "Stretch", "places_in", "share_of"]
+__all__ = ["Place", "Scattered", "Share", "Stretch", "joined", "places_in", "share_of"]
 
 LONG_RUN_BYTES = 1 << 16
 """Runs of a box that are as long are written one by one."""
@@ -113,8 +113,16 @@ def places_in(files: Mapping[str, Sequence[TensorFile]]) -> dict[tuple[str, str]
     }
 
 
-def share_of(placed: Iterable[tuple[Part, Place]], count: int, number: int) -> Share:
-    """Choose what this rank writes; local, and done on all ranks every element is chosen once.
+def joined(shares: Sequence[Share]) -> Share:
+    """Return what this rank writes of all kinds of files, in the order of the files."""
+    return Share(
+        [stretch for share in shares for stretch in share.stretches],
+        [scattered for share in shares for scattered in share.scattered],
+    )
+
+
+def share_of(placed: Iterable[tuple[Part, Place]], count: int = 1, number: int = 0) -> Share:
+    """Choose what this rank writes of the files of a kind; local, on all ranks together every element once.
 
     Args:
         placed: This rank's parts, and where each tensor is.

@@ -24,7 +24,7 @@ from .folders import STATE_FILE
 from .model_parts import model_parts
 from .optimizer_parts import optimizer_parts
 from .parts import Part
-from .plan import places_in, share_of
+from .plan import joined, places_in, share_of
 from .random_state import random_parts
 from .ranks import CheckpointRanks, ranks_of
 from .snapshot import Snapshot
@@ -154,11 +154,14 @@ def _save(
         ranks.catalogue = known = agree_on(ranks.all, parts, notes, ranks.catalogue)
         files = {kind: lay_out(kind, known.specs[kind], {"format": "pt"}, max_file_size) for kind in known.specs}
         places = places_in(files)
-        placed = [(part, places[kind, part.name]) for kind, own in parts.items() for part in own]
+        shares = [
+            share_of([(part, places[kind, part.name]) for part in own], *known.equals[kind])
+            for kind, own in parts.items()
+        ]
         config = known.notes.pop("config")
         texts = _texts({**state, **known.notes}, config, files) if ranks.all.rank == 0 else {}
         laid_out = [file for of_kind in files.values() for file in of_kind]
-        job = Job(target, laid_out, share_of(placed, known.equals, known.number), texts)
+        job = Job(target, laid_out, joined(shares), texts)
         if blocking:
             write_checkpoint(job, ranks)
             return None

@@ -1,5 +1,6 @@
 """Checkpoints in every layout of ranks, beside plain torch in one process: the same bytes, and training goes on."""
 
+import zlib
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,12 @@ def shared_folder(world, tmp_path):
 
 def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.glob("[mo]*.safetensors")}
+
+
+def check_sums(folder):
+    for name, sums in load_file(folder / "checksums.safetensors").items():
+        data = (folder / name).read_bytes()
+        assert sums.tolist() == [zlib.crc32(data[at : at + (1 << 20)]) for at in range(0, len(data), 1 << 20)], name
 
 
 @pytest.mark.ranks(1, 2, 4)
@@ -41,6 +48,7 @@ def test_a_layout_loads_what_one_process_wrote_and_writes_the_same_bytes(layout,
     assert (info.step, info.missing, info.unexpected) == (3, (), ())
     ax.save_checkpoint(folder / "again", laid.model, laid.optimizer, step=3, group=group)
     assert files_of(folder / "again") == files_of(folder / "alone")
+    check_sums(folder / "again")
     found = load_file(folder / "again/model.safetensors")
     assert all(torch.equal(found[name], values[name]) for name in found)
     assert values.keys() - found.keys() == ({"head.weight"} if tied else set())
