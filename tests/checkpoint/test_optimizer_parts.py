@@ -35,7 +35,7 @@ def saved(world: ax.World, model: nn.Module, optimizer: torch.optim.Optimizer) -
     found = model_parts(model, world.default_group)
     with found.stable():
         own = optimizer_parts(optimizer, found)
-        tensors = assembled(world, [*found.parts, *own.parts])
+        tensors = {**assembled(world, found.parts), **assembled(world, own.parts)}
     return tensors, json.loads(json.dumps(merged(world.default_group.all_gather_object(own.state))))
 
 
@@ -67,7 +67,7 @@ def of_one_process(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(4)
 def test_a_state_goes_into_every_layout_and_training_goes_on(world: ax.World, layout: str) -> None:
     check_that_training_goes_on(world, layout, "adamw", tied=True)
 
@@ -254,6 +254,9 @@ def test_state_that_a_file_cannot_hold(world: ax.World) -> None:
     refused(plain, optimizer, "option 'rule' of SGD: a checkpoint holds .* got builtin")
     refused(plain, torch.optim.LBFGS(plain.parameters()), "LBFGS keeps vectors over all parameters")
     refused(plain, optimizer_of("SGD")(sharded), "group 0 has a parameter of shape .* that is not of this model")
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer.state[plain.scale][7] = 3
+    refused(plain, optimizer, "SGD keeps state under 7 for 'scale', expected a text")
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     optimizer.state["all"]["count"] = 3
     refused(plain, optimizer, "SGD keeps state for 'all', which is none of its parameters")

@@ -34,7 +34,7 @@ def assembled(world: ax.World, parts: Iterable[Part]) -> dict[str, Tensor]:
     """Put the parts of all ranks together; collective.
 
     Checked on the way: ranks with the same elements have the same values, and every element is that of each number
-    from 0 to the number of ranks that have it, once. Ranks whose parts are all alike count as replicas.
+    from 0 to the number of ranks that have it, once. Ranks with all of these parts alike count as replicas.
     """
     own = [
         Described(
