@@ -1,0 +1,419 @@
+"""Loading: all that was saved comes back, at any number of ranks; what does not fit changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.layouts import laid_out, optimizer_for, train_alone, whole_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import axonmpi as ax
+from axonmpi import CheckpointInfo, load_checkpoint, save_checkpoint
+from axonmpi.errors import CheckpointError
+
+
+def copied(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(model: nn.Module, values: dict[str, Tensor]) -> bool:
+    return all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+
+
+def refused(kind: type[Exception], call: Any) -> str:
+    """Return the message of an error that all ranks raise with the same text."""
+    with pytest.raises(kind) as error:
+        call()
+    (text,) = set(ax.all_gather_object(str(error.value)))
+    return str(text)
+
+
+def only_on_first(world: ax.World, action: Any) -> None:
+    ax.barrier()
+    if world.rank == 0:
+        action()
+    ax.barrier()
+
+
+def trained(folder: Path, **options: Any) -> nn.Module:
+    """Save a plain model that was trained for two steps, and return it."""
+    model = whole_model()
+    optimizer = optimizer_for(model.parameters())
+    train_alone(model, optimizer, range(2))
+    save_checkpoint(folder / "it", model, optimizer, step=2, **options)
+    return model
+
+
+# ---- other numbers of ranks -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("many", "few"),
+    [("fsdp_tp", "pp"), ("pp_tp", "fsdp"), ("hybrid", "tp"), ("pp_fsdp", "ddp"), ("dp_tp", "offload")],
+)
+@pytest.mark.parametrize("fewer", [True, False])
+@pytest.mark.ranks(4)
+def test_training_goes_on_with_fewer_or_more_ranks(
+    world: ax.World, many: str, few: str, fewer: bool, shared_tmp_path: Path
+) -> None:
+    alone = whole_model()
+    expected = train_alone(alone, optimizer_for(alone.parameters()), range(4))
+    half = world.subworld(2)
+    first, second = ((world, many), (half, few)) if fewer else ((half, few), (world, many))
+    if first[0] is not None:
+        laid = laid_out(first[1], first[0])
+        losses = [laid.step(number) for number in range(2)]
+        group = first[0].default_group
+        save_checkpoint(shared_tmp_path / "it", laid.model, laid.optimizer, step=2, group=group)
+        assert losses == pytest.approx(expected[:2], abs=1e-5)
+    ax.barrier()
+    if second[0] is not None:
+        laid = laid_out(second[1], second[0], seed=1)
+        group = second[0].default_group
+        info = load_checkpoint(shared_tmp_path / "it", laid.model, laid.optimizer, random=False, group=group)
+        assert info.layout["ranks"] == (4 if fewer else 2)
+        assert [laid.step(number) for number in (2, 3)] == pytest.approx(expected[2:], abs=1e-5)
+
+
+# ---- all that a checkpoint has ----------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1, 2)
+def test_everything_comes_back(world: ax.World, shared_tmp_path: Path) -> None:
+    def make() -> tuple[Any, ...]:
+        model = whole_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3, 3])
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+        return model, optimizer, schedule, scaler, ax.DistributedSampler(range(40), seed=3)
+
+    model, optimizer, schedule, scaler, sampler = make()
+    scaler.scale(torch.ones(()))
+    scaler.update(64.0)
+    for _ in range(2):
+        optimizer.step()
+        schedule.step()
+    next(iter(sampler))
+    extra = {"best": 0.5, "shape": (3, 4), 7: torch.tensor([1.5])}
+    path = shared_tmp_path / "it"
+    save_checkpoint(
+        path, model, optimizer, step=7, epoch=2, scheduler=schedule, scaler=scaler, sampler=sampler, extra=extra
+    )
+    made = make()
+    info = load_checkpoint(path, made[0], made[1], scheduler=made[2], scaler=made[3], sampler=made[4])
+    assert isinstance(info, CheckpointInfo)
+    assert (info.step, info.epoch, info.extra) == (7, 2, extra)
+    assert info.layout["ranks"] == world.size
+    assert made[2].state_dict() == schedule.state_dict()
+    assert made[3].state_dict() == scaler.state_dict()
+    assert made[4].state_dict() == sampler.state_dict()
+    assert made[1].param_groups[0]["lr"] == pytest.approx(0.1)
+    assert same(made[0], copied(model))
+
+
+@pytest.mark.real_ranks
+@pytest.mark.ranks(1, 2)
+def test_each_rank_goes_on_with_its_own_random_numbers(world: ax.World, shared_tmp_path: Path) -> None:
+    def drawn() -> list[float]:
+        return [torch.rand(()).item(), random.random(), float(np.random.rand())]
+
+    if world.peers and world.size > 1:
+        pytest.skip("the ranks of one process have the same generators")
+    torch.manual_seed(world.rank)
+    random.seed(world.rank)
+    np.random.seed(world.rank)
+    model = nn.Linear(2, 2)
+    drawn()
+    save_checkpoint(shared_tmp_path / "it", model)
+    expected = drawn()
+    load_checkpoint(shared_tmp_path / "it", model, random=False)
+    assert drawn() != expected
+    load_checkpoint(shared_tmp_path / "it", model)
+    assert drawn() == expected
+
+
+class WithExtra(nn.Linear):
+    """A module that adds to its state dict."""
+
+    count = 0
+
+    def get_extra_state(self) -> Any:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_modules_add_to_their_state_comes_back(world: ax.World, shared_tmp_path: Path) -> None:
+    model = nn.Sequential(WithExtra(2, 2))
+    model[0].count = 5
+    save_checkpoint(shared_tmp_path / "it", ax.DDP(model))
+    loaded = nn.Sequential(WithExtra(2, 2))
+    load_checkpoint(shared_tmp_path / "it", ax.FSDP(loaded))
+    assert loaded[0].count == 5
+    plain = nn.Sequential(nn.Linear(2, 2))
+    call = lambda **options: load_checkpoint(shared_tmp_path / "it", plain, **options)  # noqa: E731
+    assert "the model has not: '0._extra_state'" in refused(ValueError, call)
+    assert call(strict=False).unexpected == ("0._extra_state",)
+    save_checkpoint(shared_tmp_path / "plain", plain)
+    assert "and it has not: '0._extra_state'" in refused(
+        ValueError, lambda: load_checkpoint(shared_tmp_path / "plain", model)
+    )
+
+
+# ---- other tools' files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["file", "folder", "index"])
+@pytest.mark.ranks(1, 2)
+def test_weights_of_other_tools(world: ax.World, form: str, shared_tmp_path: Path) -> None:
+    values = whole_model(seed=5).state_dict()
+    path = shared_tmp_path / ("any.safetensors" if form == "file" else "folder")
+
+    def write() -> None:
+        if form == "file":
+            save_file(values, path)
+            return
+        path.mkdir()
+        names = sorted(values)
+        if form == "folder":
+            save_file(values, path / "model.safetensors", {"format": "pt"})
+            return
+        index = {}
+        for number in range(3):
+            file = f"model-{number + 1:05}-of-00003.safetensors"
+            save_file({name: values[name] for name in names[number::3]}, path / file)
+            index |= dict.fromkeys(names[number::3], file)
+        (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+    only_on_first(world, write)
+    model = ax.FSDP(whole_model())
+    info = load_checkpoint(path, model)
+    assert (info.step, info.epoch, info.extra, info.layout) == (0, 0, None, {})
+    found = model.full_state_dict()
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+    text = refused(ValueError, lambda: load_checkpoint(path, model, optimizer_for(model.parameters())))
+    assert text == f"optimizer: {path} has no state of one: leave optimizer= out"
+
+
+@pytest.mark.ranks(1, 2)
+def test_values_are_converted_to_the_dtypes_of_the_model(world: ax.World, shared_tmp_path: Path) -> None:
+    values = {"weight": torch.linspace(-1, 1, 6).view(2, 3), "bias": torch.linspace(0, 1, 2)}
+    only_on_first(world, lambda: save_file(values, shared_tmp_path / "a.safetensors"))
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    load_checkpoint(shared_tmp_path / "a.safetensors", model)
+    assert same(model, {name: value.double() for name, value in values.items()})
+    load_checkpoint(shared_tmp_path / "a.safetensors", model, dtype=torch.bfloat16)
+    assert same(model, {name: value.bfloat16().double() for name, value in values.items()})
+    half = nn.Linear(3, 2, dtype=torch.float16)
+    load_checkpoint(shared_tmp_path / "a.safetensors", half)
+    assert same(half, {name: value.half() for name, value in values.items()})
+
+
+def tied_pair(*, tied: bool) -> nn.Module:
+    model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3, bias=False))
+    if tied:
+        model[1].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("names", [["0.weight"], ["1.weight"], ["0.weight", "1.weight"]])
+@pytest.mark.ranks(1, 2)
+def test_a_tied_tensor_is_found_by_either_name(world: ax.World, names: list[str], shared_tmp_path: Path) -> None:
+    value = torch.arange(6.0).view(3, 2)
+    only_on_first(
+        world, lambda: save_file({name: value.clone() for name in names}, shared_tmp_path / "a.safetensors")
+    )
+    model = tied_pair(tied=True)
+    load_checkpoint(shared_tmp_path / "a.safetensors", model)
+    assert torch.equal(model[0].weight, value)
+
+
+@pytest.mark.ranks(1, 2)
+def test_tensors_that_were_tied_when_they_were_saved(world: ax.World, shared_tmp_path: Path) -> None:
+    model = tied_pair(tied=True)
+    nn.init.ones_(model[0].weight)
+    save_checkpoint(shared_tmp_path / "it", model)
+    assert list(load_file(shared_tmp_path / "it/model.safetensors")) == ["0.weight"]
+    apart = tied_pair(tied=False)
+    load_checkpoint(shared_tmp_path / "it", apart)
+    assert torch.equal(apart[0].weight, model[0].weight)
+    assert torch.equal(apart[1].weight, model[0].weight)
+
+
+# ---- what does not fit ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_missing_and_unexpected_names_of_all_stages(world: ax.World, shared_tmp_path: Path) -> None:
+    trained(shared_tmp_path)
+    path = shared_tmp_path / "it/model.safetensors"
+    values = load_file(path)
+    del values["block0.scale"], values["head.weight"]
+    values["other"] = torch.ones(2)
+    values["more"] = torch.ones(2)
+    only_on_first(world, lambda: save_file(values, shared_tmp_path / "a.safetensors"))
+    laid = laid_out("pp", world, seed=1)
+    before = copied(laid.model)
+    call = lambda **options: load_checkpoint(shared_tmp_path / "a.safetensors", laid.model, **options)  # noqa: E731
+    text = refused(ValueError, call)
+    assert "the model has, and it has not: 'block0.scale', 'head.weight'\n" in text
+    assert re.search("it has, and the model has not: ('more', 'other'|'other', 'more')\n", text)
+    assert same(laid.model, before)
+    info = call(strict=False)
+    assert info.missing == ("block0.scale", "head.weight")
+    assert set(info.unexpected) == {"more", "other"}
+    assert not same(laid.model, before)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.ranks(1, 2)
+def test_shapes_and_kinds_of_numbers_have_to_fit(world: ax.World, strict: bool, shared_tmp_path: Path) -> None:
+    values = {"weight": torch.ones(3, 2), "bias": torch.ones(2, dtype=torch.int64)}
+    only_on_first(world, lambda: save_file(values, shared_tmp_path / "a.safetensors"))
+    model = nn.Linear(3, 2)
+    before = copied(model)
+    text = refused(ValueError, lambda: load_checkpoint(shared_tmp_path / "a.safetensors", model, strict=strict))
+    assert "'weight': expected shape [2, 3], got [3, 2]" in text
+    assert "'bias': expected floating-point numbers such as torch.float32, got torch.int64" in text
+    assert same(model, before)
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_was_not_saved_cannot_be_loaded(world: ax.World, shared_tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    save_checkpoint(shared_tmp_path / "it", model)
+    given: dict[str, Any] = {
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        "scaler": torch.amp.GradScaler("cpu"),
+        "sampler": ax.DistributedSampler(range(4)),
+    }
+    for name, value in given.items():
+        text = refused(ValueError, lambda one={name: value}: load_checkpoint(shared_tmp_path / "it", model, **one))
+        assert text == f"{name}: {shared_tmp_path / 'it'} has no state of one: leave {name}= out"
+
+
+@pytest.mark.ranks(1, 2)
+def test_another_optimizer_or_sampler_is_refused_and_nothing_changed(
+    world: ax.World, shared_tmp_path: Path
+) -> None:
+    trained(shared_tmp_path, sampler=ax.DistributedSampler(range(40)))
+    model = whole_model(seed=1)
+    before = copied(model)
+    path = shared_tmp_path / "it"
+    sgd = torch.optim.SGD(model.parameters())
+    assert "expected a AdamW" in refused(ValueError, lambda: load_checkpoint(path, model, sgd))
+    other = ax.DistributedSampler(range(41))
+    assert "length" in refused(ValueError, lambda: load_checkpoint(path, model, sampler=other))
+    assert same(model, before)
+
+
+@pytest.mark.ranks(2, 4)
+def test_arguments_that_differ_between_ranks_are_named(world: ax.World, shared_tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    save_checkpoint(shared_tmp_path / "it", model)
+    text = refused(ValueError, lambda: load_checkpoint(shared_tmp_path / ("it" if world.rank else "other"), model))
+    assert f"rank 0: path {shared_tmp_path / 'other'}" in text
+    assert f"path {shared_tmp_path / 'it'}" in text
+    text = refused(ValueError, lambda: load_checkpoint(shared_tmp_path / "it", model, strict=world.rank == 0))
+    assert "rank 0: strict True" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"strict": 1}, "strict: expected True or False, got 1"),
+        ({"random": None}, "random: expected True or False, got None"),
+        ({"dtype": "bfloat16"}, "dtype: expected a floating-point torch.dtype or None, got 'bfloat16'"),
+        ({"dtype": torch.int64}, "dtype: expected a floating-point torch.dtype or None, got torch.int64"),
+        ({"model": {}}, "model: expected a torch.nn.Module, got dict"),
+        ({"optimizer": {}}, "optimizer: expected a torch.optim.Optimizer, got dict"),
+        ({"sampler": [3]}, "sampler: expected something with load_state_dict(), got list"),
+        ({"path": 3}, "expected str, bytes or os.PathLike object, not int"),
+        ({"group": 3}, "group: expected an axonmpi.ProcessGroup or None, got int"),
+    ],
+)
+@pytest.mark.ranks(1, 2)
+def test_wrong_arguments(world: ax.World, arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"path": tmp_path, "model": nn.Linear(1, 1), **arguments}
+    assert message in refused(TypeError, lambda: load_checkpoint(**given))
+
+
+# ---- what is not whole ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_checkpoint_is_found_that_was_being_replaced(world: ax.World, shared_tmp_path: Path) -> None:
+    model = trained(shared_tmp_path)
+    path = shared_tmp_path / "it"
+    only_on_first(world, lambda: path.rename(shared_tmp_path / "it.previous"))
+    loaded = whole_model(seed=1)
+    assert load_checkpoint(path, loaded).step == 2
+    assert same(loaded, copied(model))
+    only_on_first(world, lambda: (shared_tmp_path / "it.previous").rename(shared_tmp_path / "it.partial"))
+    text = refused(CheckpointError, lambda: load_checkpoint(path, loaded))
+    assert text.endswith("found none, but it.partial, which a job that was killed has not finished")
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: os.unlink(path / "model.safetensors"), "expected model.safetensors or"),
+        (lambda path: os.truncate(path / "model.safetensors", 5000), "cut off in"),
+        (
+            lambda path: os.truncate(path / "optimizer.safetensors", 5),
+            "optimizer.safetensors: this is no safetensors",
+        ),
+        (lambda path: flip(path / "model.safetensors", 30), "with its header and .*the file is damaged"),
+        (lambda path: flip(path / "model.safetensors", -1), "the file is damaged"),
+        (lambda path: (path / "state.json").write_text("{"), "it is damaged"),
+        (lambda path: (path / "state.json").write_text('["model"]'), "it is damaged"),
+        (
+            lambda path: (path / "state.json").write_text('{"format": "axonmpi checkpoint", "version": 99}'),
+            "of version 1 at the most, got 'axonmpi checkpoint' of version 99",
+        ),
+        (
+            lambda path: save_file({"model.safetensors": torch.ones(7)}, path / "checksums.safetensors"),
+            "checksums of",
+        ),
+    ],
+)
+@pytest.mark.ranks(1, 2)
+def test_damage_is_told_to_all_ranks(world: ax.World, damage: Any, message: str, shared_tmp_path: Path) -> None:
+    trained(shared_tmp_path)
+    path = shared_tmp_path / "it"
+    only_on_first(world, lambda: damage(path))
+    model = whole_model(seed=1)
+    before = copied(model)
+    text = refused(CheckpointError, lambda: load_checkpoint(path, model, optimizer_for(model.parameters())))
+    assert re.search(message, text)
+    assert str(path) in text
+    assert same(model, before)
+
+
+@pytest.mark.ranks(1, 2)
+def test_damage_of_tensors_is_told_with_their_names(world: ax.World, shared_tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 700))
+    path = shared_tmp_path / "it"
+    save_checkpoint(path, model)
+    only_on_first(world, lambda: flip(path / "model.safetensors", -3))
+    text = refused(CheckpointError, lambda: load_checkpoint(path, model))
+    assert re.search(r"model.safetensors: bytes \d+ to \d+, with '1.weight': .* the file is damaged", text)
