@@ -193,7 +193,7 @@ class _Root:
         module: The same.
         prefix: What comes before its names in the file.
         copies: The ranks that have what FSDP does not divide in it, but for replicas with all parts alike.
-        shared: The stages that have the same tensor, by its name.
+        shared: The ranks of a pipeline that have the same tensor, by its name.
     """
 
     module: nn.Module
@@ -243,18 +243,9 @@ def model_parts(model: nn.Module, group: ProcessGroup) -> ModelParts:
 
 def _of_stages(pipeline: Pipeline, names: StateNames) -> ModelParts:
     stages = {int(number): stage for number, stage in pipeline.stages.items()}
-    roots = [
-        _Root.of(
-            stage,
-            names.prefixes[number],
-            {
-                name: Copies(len(having), having.index(number))
-                for name, having in names.shared.items()
-                if number in having
-            },
-        )
-        for number, stage in stages.items()
-    ]
+    rank = pipeline.process_group.rank
+    shared = {name: Copies(len(ranks), ranks.index(rank)) for name, ranks in names.shared.items() if rank in ranks}
+    roots = [_Root.of(stage, names.prefixes[number], shared) for number, stage in stages.items()]
     own = {number: dict(stage.named_parameters(remove_duplicate=False)) for number, stage in stages.items()}
     ties: dict[int, _Tied] = {}
     for tie in pipeline.ties:

@@ -2,10 +2,10 @@
 
     exp_avg of a parameter     "blocks.0.weight.exp_avg", laid out as the rank's part of the parameter is
     step                       "blocks.0.weight.step", without dims, the same on all ranks
-    options, other values      JSON: groups of options, and for each parameter the number of its group
+    options, other values      JSON: the different options, and for each parameter which of them it has
 
-Names and options do not depend on the layout: parameters have equal options or they have not, in whichever groups
-of whichever rank's optimizer they are. Loading allocates memory beside the state that an optimizer has, and the
+None of this depends on the layout: parameters have equal options or they have not, in whichever groups of whichever
+rank's optimizer they are. Loading allocates memory beside the state that an optimizer has, and the
 optimizer gets it when all of it was read.
 """
 
@@ -96,6 +96,8 @@ def _add_state(
     kind = type(optimizer).__name__
     kept = {} if holding.is_empty else optimizer.state.get(parameter, {})
     for key, value in kept.items():
+        if not isinstance(key, str):
+            raise ValueError(f"optimizer: {kind} keeps state under {key!r} for {holding.name!r}, expected a text")
         if isinstance(value, Tensor):
             parts.append(_part(kind, holding, key, value.detach().as_subclass(Tensor)))
         else:

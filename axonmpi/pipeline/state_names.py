@@ -27,7 +27,7 @@ class StateNames(NamedTuple):
 
     Attributes:
         prefixes: What comes before the names of each stage.
-        shared: Stages that have the same tensor, by its name, where there are several.
+        shared: Ranks of the pipeline that have the same tensor in stages of theirs, by its name.
     """
 
     prefixes: list[str]
@@ -45,18 +45,16 @@ def state_names(
         ties: The same on all ranks.
         backend: Of the pipeline's own messages.
     """
-    own = {number: _kinds(module, number, ties) for number, module in modules.items()}
-    stages: dict[int, dict[str, str]] = {}
-    for of_rank in all_gather_object(backend, own):
-        stages |= of_rank
-    found: dict[str, dict[int, str]] = {}
-    for number, kinds in sorted(stages.items()):
-        for name, kind in kinds.items():
-            found.setdefault(name, {})[number] = kind
-    several = {name: kinds for name, kinds in found.items() if len(kinds) > 1}
-    if any(len({*kinds.values()}) > 1 or _OTHERS in kinds.values() for kinds in several.values()):
-        return StateNames([f"{stage}." for stage in range(num_stages)], {})
-    return StateNames([""] * num_stages, {name: list(kinds) for name, kinds in several.items()})
+    own = [_kinds(module, number, ties) for number, module in modules.items()]
+    found: dict[str, list[tuple[int, str]]] = {}
+    for rank, of_rank in enumerate(all_gather_object(backend, own)):
+        for name, kind in (item for kinds in of_rank for item in kinds.items()):
+            found.setdefault(name, []).append((rank, kind))
+    several = {name: having for name, having in found.items() if len(having) > 1}
+    for having in several.values():
+        if len({kind for _, kind in having}) > 1 or having[0][1] == _OTHERS:
+            return StateNames([f"{stage}." for stage in range(num_stages)], {})
+    return StateNames([""] * num_stages, {name: [*dict(having)] for name, having in several.items()})
 
 
 def _kinds(module: nn.Module, stage: int, ties: Sequence[Tie]) -> dict[str, str]:

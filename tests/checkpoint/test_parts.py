@@ -1,14 +1,56 @@
-"""Parts of models: the ranks' parts put together are the state dict of the whole model in plain torch."""
+"""Parts of models: those of all ranks put together are the state dict of the whole model in plain torch."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
-from helpers.assembled import assembled
+from helpers.assembled import assembled, fill
 from helpers.layouts import LAYOUTS, laid_out, whole_model
+from helpers.models import ZOO
+from helpers.sharded import TiedBlocks, new_group
+from helpers.transformers_models import gpt2, llama
+from helpers.whole_models import built
+from torch import Tensor, nn
 
 import axonmpi as ax
 from axonmpi.checkpoint.model_parts import model_parts
+from axonmpi.tensor import tensor_parallelize
+
+
+def check(world: ax.World, model: nn.Module, expected: dict[str, Tensor], aliases: dict[str, str]) -> None:
+    """Compare the parts of all ranks with a state dict, of whose tied tensors each is there once; collective."""
+    found = model_parts(model, world.default_group)
+    with found.stable():
+        tensors = assembled(world, found.parts)
+    everywhere = world.default_group.all_gather_object(found.aliases)
+    assert {name: of for own in everywhere for name, of in own.items()} == aliases
+    assert sorted(tensors) == sorted(expected.keys() - aliases.keys())
+    for name, value in tensors.items():
+        assert torch.equal(value, expected[name].detach()), name
+
+
+def check_loading(world: ax.World, model: nn.Module, values: dict[str, Tensor]) -> None:
+    """Write values to the parts of all ranks, and find them again; collective."""
+    found = model_parts(model, world.default_group)
+    with found.stable():
+        fill(found.parts, values)
+        found.loaded(found.extra)
+    aliases: dict[str, str] = {}
+    for own in world.default_group.all_gather_object(found.aliases):
+        aliases |= own
+    check(world, model, values, aliases)
+
+
+def changed(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach() + 1 for name, value in values.items()}
+
+
+# ---- layouts ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -16,17 +58,237 @@ from axonmpi.checkpoint.model_parts import model_parts
 @pytest.mark.ranks(1, 2, 4)
 def test_every_layout_has_the_whole_model_in_parts(world: ax.World, layout: str, tied: bool) -> None:
     laid = laid_out(layout, world, tied=tied)
-    found = model_parts(laid.model, world.default_group)
-    with found.stable():
-        tensors = assembled(world, found.parts)
     expected = whole_model(tied=tied)
-    values = dict(expected.state_dict())
-    names = world.default_group.all_gather_object(found.aliases)
-    if tied:
-        assert {name: of for own in names for name, of in own.items()} == {"head.weight": "embedding.weight"}
-        del values["head.weight"]
-    assert sorted(tensors) == sorted(values)
-    for name, value in values.items():
-        assert torch.equal(tensors[name], value), name
-    trained = {name for name, _ in expected.named_parameters()}
-    assert {part.name for part in found.parts if part.is_split} <= {name for name in trained if "scale" not in name}
+    aliases = {"head.weight": "embedding.weight"} if tied else {}
+    check(world, laid.model, expected.state_dict(), aliases)
+    found = model_parts(laid.model, world.default_group)
+    may_wait = {name for name, parameter in expected.named_parameters() if parameter.dim()}
+    assert {part.name for part in found.parts if part.is_split} <= may_wait
+    assert found.config == (None if isinstance(laid.model, ax.Pipeline) else expected.config)
+    assert not found.extra
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "full", "parameters", "mixed", "files"])
+@pytest.mark.parametrize("name", [name for name in ZOO if name != "large"])
+@pytest.mark.ranks(3)
+def test_models_of_all_kinds(world: ax.World, name: str, wrap: str) -> None:
+    options: dict[str, dict[str, Any]] = {
+        "full": {},
+        "parameters": {"shard_by": "parameters"},
+        "mixed": {"mixed_precision": True},
+        "files": {"cpu_offload": "full"},
+    }
+    plain = built(ZOO[name])
+    made = built(ZOO[name])
+    model = ax.DDP(made) if wrap == "ddp" else ax.FSDP(made, **options[wrap])
+    aliases = {"logits.weight": "embedding.weight"} if name == "tied_embedding" else {}
+    check(world, model, plain.state_dict(), aliases)
+    check_loading(world, model, changed(plain.state_dict()))
+
+
+@pytest.mark.parametrize("strategy", list(ax.ShardingStrategy))
+@pytest.mark.parametrize("ranks_per_node", ["", "1"])
+@pytest.mark.ranks(2)
+def test_a_model_computes_with_what_was_loaded(
+    world: ax.World, monkeypatch: pytest.MonkeyPatch, strategy: ax.ShardingStrategy, ranks_per_node: str
+) -> None:
+    """Also where parameters are gathered, and were before they were loaded."""
+    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", ranks_per_node)
+    tokens = torch.arange(8).view(2, 4)
+    other = built(TiedBlocks, seed=1)
+    with new_group(world) as group:
+        model = ax.FSDP(built(TiedBlocks), process_group=group, sharding_strategy=strategy)
+        model(tokens).sum().backward()
+        parts = model_parts(model, group)
+        with parts.stable():
+            fill(parts.parts, other.state_dict())
+            parts.loaded()
+        torch.testing.assert_close(model(tokens), other(tokens))
+        with model.full_parameters():  # parts are those of the shards also where users see whole ones
+            check(world, model, other.state_dict(), {
+                "blocks.2.up.weight": "blocks.0.up.weight",
+                "blocks.2.up.bias": "blocks.0.up.bias",
+                "logits.weight": "embedding.weight",
+            })  # fmt: skip
+
+
+# ---- tensor parallelism -----------------------------------------------------------------------------------------
+
+DIVIDED: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": gpt2,
+    "llama, 2 key/value heads": llama,
+    "llama, 1 key/value head": functools.partial(llama, pairs=1, attention_bias=True, mlp_bias=True),
+}
+
+
+@pytest.mark.parametrize("wrap", ["plain", "ddp", "fsdp"])
+@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.ranks(4)
+def test_models_of_transformers(world: ax.World, name: str, wrap: str) -> None:
+    """Transposed and packed weights, a vocabulary that does not divide, heads that several ranks have."""
+    plain, model = built(DIVIDED[name]), built(DIVIDED[name])
+    mesh = ax.DeviceMesh({"dp": 1 if wrap == "plain" else 2, "tp": -1})
+    tensor_parallelize(model, group=mesh.group("tp"))
+    if wrap != "plain":
+        model = (ax.DDP if wrap == "ddp" else ax.FSDP)(model, mesh.group("dp"))
+    aliases = {"lm_head.weight": "transformer.wte.weight"} if name == "gpt2" else {}
+    check(world, model, plain.state_dict(), aliases)
+    check_loading(world, model, changed(plain.state_dict()))
+    config = model_parts(model, world.default_group).config
+    expected = {**plain.config.to_dict(), "architectures": [type(plain).__name__]}
+    assert type(plain.config).from_dict(config).to_dict() == expected
+
+
+@pytest.mark.ranks(2)
+def test_layers_of_two_groups_are_refused(world: ax.World) -> None:
+    other = world.new_group(list(reversed(range(world.size))))
+    model = nn.Sequential(ax.ColumnParallelLinear(4, 4), ax.ColumnParallelLinear(4, 4, process_group=other))
+    with pytest.raises(ValueError, match="expected parallel layers that all belong to one group"):
+        model_parts(model, world.default_group)
+
+
+# ---- pipelines --------------------------------------------------------------------------------------------------
+
+
+class Counted(nn.Module):
+    """A layer with a table that all stages have, and a count of its own."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): nn.Linear(3, 3)})
+        self.register_buffer("table", torch.arange(4.0))
+        self.layers[str(number)].register_buffer("count", torch.tensor(number))
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.ranks(2)
+def test_stages_with_the_names_of_one_model(world: ax.World, wrapped: bool) -> None:
+    """Each rank has two stages, all stages have the same buffer, the first and the last a tied parameter."""
+    stages = [built(functools.partial(Counted, number), seed=number) for number in range(4)]
+    stages[3].layers["3"].weight = nn.Parameter(stages[0].layers["0"].weight.detach().clone())
+    expected = {name: value.clone() for stage in stages for name, value in stage.state_dict().items()}
+    own: list[nn.Module] = list(stages)
+    if wrapped:
+        alone = ax.DeviceMesh({"pp": 2, "dp": 1}).group("dp")
+        own = [ax.FSDP(stage, alone) if index % 2 == world.rank else stage for index, stage in enumerate(stages)]
+    ties = [[(3, "layers.3.weight"), (0, "layers.0.weight")]]
+    model = ax.Pipeline.from_modules(own, schedule="interleaved_1f1b", ties=ties)
+    aliases = {"layers.3.weight": "layers.0.weight"}
+    check(world, model, expected, aliases)
+    values = changed(expected)
+    check_loading(world, model, values)
+    for number, stage in model.stages.items():
+        assert torch.equal(dict(stage.named_buffers())["table"], values["table"])
+        if number == "3":
+            assert torch.equal(dict(stage.named_parameters())["layers.3.weight"], values["layers.0.weight"])
+
+
+@pytest.mark.ranks(2)
+def test_stages_with_names_of_their_own(world: ax.World) -> None:
+    stages = [built(lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), seed) for seed in range(2)]
+    expected = {name: value.clone() for name, value in nn.Sequential(*stages).state_dict().items()}
+    model = ax.Pipeline.from_modules(stages, ties=[[(0, "1.bias"), (1, "1.bias")]])
+    expected["1.1.bias"] = expected["0.1.bias"]
+    check(world, model, expected, {"1.1.bias": "0.1.bias"})
+
+
+# ---- what else a state dict has ---------------------------------------------------------------------------------
+
+
+class Noted(nn.Module):
+    """A module with more state than parameters and buffers."""
+
+    def __init__(self, note: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.note = note
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def get_extra_state(self) -> Any:
+        return self.note
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state
+
+
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp", "pp"])
+@pytest.mark.ranks(2)
+def test_extra_state_is_saved_and_loaded(world: ax.World, kind: str) -> None:
+    def model_with(note: Any, number: Any) -> nn.Module:
+        model = built(lambda: nn.Sequential(Noted(note), nn.Linear(2, 2), Noted(number)))
+        if kind == "pp":
+            return ax.Pipeline.from_modules(ax.pipeline.split_module(model, 2))
+        return {"plain": lambda m: m, "ddp": ax.DDP, "fsdp": ax.FSDP}[kind](model)
+
+    found = model_parts(model_with({"steps": (1, 2.5)}, torch.tensor([7, 8])), world.default_group)
+    extra: dict[str, Any] = {}
+    for own in world.default_group.all_gather_object(found.extra):
+        extra |= own
+    tensors = assembled(world, found.parts)
+    assert torch.equal(tensors["2._extra_state"], torch.tensor([7, 8]))
+    assert list(extra) == ["0._extra_state"]
+    other = model_with("nothing", torch.tensor([0, 0]))
+    parts = model_parts(other, world.default_group)
+    with parts.stable():
+        fill(parts.parts, tensors)
+        parts.loaded(extra)
+    for module in other.modules():
+        if isinstance(module, Noted):
+            is_first = not isinstance(module.note, Tensor)
+            assert module.note == {"steps": (1, 2.5)} if is_first else module.note.tolist() == [7, 8]
+
+
+@dataclass
+class Shape:
+    width: int
+    names: tuple[str, ...]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (Shape(3, ("a", "b")), {"width": 3, "names": ["a", "b"]}),
+        ({"width": 3}, {"width": 3}),
+        (Shape(3, object()), None),  # type: ignore[arg-type]
+        (7, None),
+        (Shape, None),
+    ],
+)
+@pytest.mark.ranks(1)
+def test_configurations(world: ax.World, config: Any, expected: Any) -> None:
+    model = nn.Linear(2, 2)
+    model.config = config
+    for each in (model, ax.DDP(model)):
+        assert model_parts(each, world.default_group).config == expected
+
+
+def _sparse() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("edges", torch.eye(2).to_sparse())
+    return model
+
+
+MISTAKES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "meta": (lambda: nn.Linear(2, 2, device="meta"), "'weight' is on the meta device: call the model's to_empty"),
+    "lazy": (lambda: nn.LazyLinear(2), "'weight' has no shape yet: run one forward first"),
+    "sparse": (_sparse, "'edges' is sparse"),
+    "extra": (lambda: Noted({1, 2}), "'_extra_state' in its state dict, .* got set"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.ranks(2)
+def test_what_a_file_cannot_hold_is_an_error_on_all_ranks(world: ax.World, mistake: str) -> None:
+    make, message = MISTAKES[mistake]
+    model = make() if world.rank else nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=f"rank 1.*{message}|{message}"):
+        model_parts(model, world.default_group)
+
+
+@pytest.mark.ranks(2)
+def test_a_pipeline_within_a_module_is_refused(world: ax.World) -> None:
+    pipeline = ax.Pipeline.from_modules([nn.Linear(2, 2), nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match="'0' in it is a Pipeline: give the pipeline itself"):
+        model_parts(nn.Sequential(pipeline), world.default_group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +34,7 @@ def assembled(world: ax.World, parts: Iterable[Part]) -> dict[str, Tensor]:
     """Put the parts of all ranks together; collective.
 
     Checked on the way: ranks with the same elements have the same values, and every element is that of each number
-    from 0 to the number of ranks that have it, once. Ranks whose parts are all alike count as replicas.
+    from 0 to the number of ranks that have it, once. Ranks with all of these parts alike count as replicas.
     """
     own = [
         Described(
@@ -57,17 +57,30 @@ def assembled(world: ax.World, parts: Iterable[Part]) -> dict[str, Tensor]:
 
 def _joined(name: str, of_ranks: Sequence[tuple[Described, int, int]]) -> Tensor:
     ((shape, dtype, _),) = {(each.shape, each.dtype, each.is_split) for each, _, _ in of_ranks}
-    whole, seen = torch.zeros(shape, dtype=dtype).numpy(), np.zeros(shape, dtype=bool)
-    numbers = collections.defaultdict(list)
+    whole = torch.zeros(shape, dtype=dtype).numpy()
+    numbers, most = np.zeros(shape, dtype=int), np.zeros(shape, dtype=int)  # a bit for each number
     for each, count, number in of_ranks:
+        bit = 1 << (each.copy * count + number)
         for start, size, view in each.pieces:
             assert (tuple(view.shape), view.dtype) == (size, dtype), name
             index = tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))
-            assert np.all(~seen[index] | (whole[index] == view.numpy())), f"{name}: ranks differ"
-            whole[index], seen[index] = view.numpy(), True
-            for place in np.argwhere(np.ones(size)) + np.array(start, dtype=int):
-                numbers[tuple(place)].append((each.copies * count, each.copy * count + number))
-    assert seen.all(), f"{name}: nobody has some of it"
-    for place, of_place in numbers.items():
-        assert sorted(of_place) == [(len(of_place), number) for number in range(len(of_place))], (name, place)
+            assert np.all((numbers[index] == 0) | (whole[index] == view.numpy())), f"{name}: ranks differ"
+            assert not np.any(numbers[index] & bit), f"{name}: two ranks have one number"
+            assert np.all((most[index] == 0) | (most[index] == each.copies * count)), f"{name}: copies differ"
+            whole[index] = view.numpy()
+            numbers[index] |= bit
+            most[index] = each.copies * count
+    assert np.all((1 << most) - 1 == numbers), f"{name}: a number is missing"
+    assert np.all(most), f"{name}: nobody has some of it"
     return torch.from_numpy(whole)
+
+
+def fill(parts: Iterable[Part], tensors: Mapping[str, Tensor]) -> None:
+    """Write whole tensors to this rank's parts of them."""
+    with torch.no_grad():
+        for part in parts:
+            assert (part.shape, part.dtype) == (tuple(tensors[part.name].shape), tensors[part.name].dtype), (
+                part.name
+            )
+            for piece in part.pieces:
+                piece.view.copy_(tensors[part.name][piece.box.slices])

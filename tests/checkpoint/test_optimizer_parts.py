@@ -1,0 +1,295 @@
+"""Parts of an optimizer's state: beside plain torch, and given to the optimizer of another layout."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.assembled import assembled, fill
+from helpers.layouts import LAYOUTS, laid_out, optimizer_for, train_alone, whole_model
+from helpers.models import assert_close, built
+from helpers.sharded import Blocks, optimizer_of, own_data, train, trained_alone, usual_step
+from torch import Tensor, nn
+
+import axonmpi as ax
+from axonmpi.checkpoint.catalogue import merged
+from axonmpi.checkpoint.model_parts import model_parts
+from axonmpi.checkpoint.optimizer_parts import optimizer_parts, prepare_optimizer
+from axonmpi.checkpoint.tensor_file import TensorSpec
+from axonmpi.checkpoint.values import decoded
+
+KINDS = ("adamw_fused", "sgd", "adagrad")
+MANNER = {"params", "foreach", "fused", "capturable", "differentiable"}
+
+
+def saved(world: ax.World, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], Any]:
+    """Put the tensors together that all ranks have of both, and send the rest through JSON; collective."""
+    found = model_parts(model, world.default_group)
+    with found.stable():
+        own = optimizer_parts(optimizer, found)
+        tensors = {**assembled(world, found.parts), **assembled(world, own.parts)}
+    return tensors, json.loads(json.dumps(merged(world.default_group.all_gather_object(own.state))))
+
+
+def load(
+    world: ax.World, model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], state: Any
+) -> None:
+    """Give a model and an optimizer whole tensors; collective."""
+    found = model_parts(model, world.default_group)
+    with found.stable():
+        fill([part for part in found.parts if part.name in tensors], tensors)
+        specs = {
+            name: TensorSpec(name, value.dtype, tuple(value.shape))
+            for name, value in tensors.items()
+            if name not in model.state_dict() and name.rpartition(".")[0] in state["parameters"]
+        }
+        parts, give = prepare_optimizer(optimizer, found, specs, state)
+        fill(parts, tensors)
+        give()
+        found.loaded()
+
+
+def of_one_process(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the tensors of a plain model and of its optimizer by name."""
+    state = {name: value.detach() for name, value in model.state_dict(keep_vars=True).items()}
+    first = {id(parameter): name for name, parameter in reversed([*model.named_parameters()])}
+    kept = {f"{first[id(p)]}.{key}": v for p, own in optimizer.state.items() for key, v in own.items()}
+    aliases = {name for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != name}
+    return {name: value for name, value in {**state, **kept}.items() if name not in aliases}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.ranks(4)
+def test_a_state_goes_into_every_layout_and_training_goes_on(world: ax.World, layout: str) -> None:
+    check_that_training_goes_on(world, layout, "adamw", tied=True)
+
+
+@pytest.mark.parametrize(("layout", "kind"), list(zip(LAYOUTS, itertools.cycle(KINDS), strict=False)))
+@pytest.mark.ranks(4)
+def test_states_of_other_optimizers(world: ax.World, layout: str, kind: str) -> None:
+    check_that_training_goes_on(world, layout, kind, tied=False)
+
+
+def check_that_training_goes_on(world: ax.World, layout: str, kind: str, *, tied: bool) -> None:
+    plain = whole_model(tied=tied)
+    optimizer = optimizer_for(plain.parameters(), kind)
+    train_alone(plain, optimizer, range(3))
+    for number, group in enumerate(optimizer.param_groups):
+        group["lr"] *= 0.5 + number  # a schedule has changed it
+    expected, options = of_one_process(plain, optimizer), {}
+    expected = {name: value.clone() for name, value in expected.items()}
+    names = {id(parameter): name for name, parameter in plain.named_parameters()}
+    for group in optimizer.param_groups:
+        own = {key: value for key, value in group.items() if key not in MANNER}
+        options |= {names[id(parameter)]: own for parameter in group["params"]}
+    _, state = saved(world, plain, optimizer)
+
+    laid = laid_out(layout, world, optimizer=kind, tied=tied, seed=1)
+    laid.step(7)  # it has a state of its own
+    load(world, laid.model, laid.optimizer, expected, state)
+    tensors, again = saved(world, laid.model, laid.optimizer)
+    assert sorted(tensors) == sorted(expected)
+    for name, value in expected.items():
+        assert tensors[name].dtype == value.dtype
+        assert torch.equal(tensors[name], value), name
+    assert again == state
+    assert {name: of for name, (of, *_) in again["parameters"].items()}.keys() == options.keys()
+    for name, (label, dtype, shape) in again["parameters"].items():
+        assert {key: decoded(value) for key, value in again["groups"][label].items()} == options[name]
+        assert (dtype, tuple(shape)) == (str(expected[name].dtype), expected[name].shape)
+    losses = [laid.step(number) for number in range(3, 6)]
+    assert losses == pytest.approx(train_alone(plain, optimizer, range(3, 6)), rel=1e-5)
+
+
+# ---- what optimizers keep ---------------------------------------------------------------------------------------
+
+
+def goes_on(
+    world: ax.World,
+    make: Callable[[nn.Module], torch.optim.Optimizer],
+    before: Callable[[nn.Module], nn.Module],
+    after: Callable[[nn.Module], nn.Module],
+) -> None:
+    """Train, save, load into another model and optimizer, train on: beside one process; collective."""
+    plain = trained_alone(Blocks, 4, make)
+    first = before(built(Blocks))
+    tensors, state = saved(world, first, train(first, world, 2, make))
+    second = after(built(Blocks, seed=1))
+    optimizer = make(second)
+    load(world, second, optimizer, tensors, state)
+    for number in (2, 3):
+        usual_step(second, optimizer, own_data(second, world, number))
+    found = model_parts(second, world.default_group)
+    with found.stable():
+        assert_close({**assembled(world, found.parts)}, plain.state_dict())
+
+
+WHOLE = functools.partial(ax.FSDP, shard_by="parameters")
+OPTIMIZERS = {
+    "Adafactor": (optimizer_of("Adafactor", lr=0.01), ax.DDP, WHOLE),
+    "Adafactor, back": (optimizer_of("Adafactor", lr=0.01), WHOLE, ax.DDP),
+    "NAdam": (optimizer_of("NAdam", lr=0.01), ax.DDP, ax.FSDP),
+    "ASGD": (optimizer_of("ASGD", lr=0.01), ax.FSDP, WHOLE),
+    "Rprop": (optimizer_of("Rprop", lr=0.01), ax.FSDP, ax.DDP),
+    "Adadelta": (optimizer_of("Adadelta", lr=0.1), WHOLE, ax.FSDP),
+    "RMSprop": (optimizer_of("RMSprop", lr=0.01, eps=1e-2, centered=True, momentum=0.5), ax.DDP, ax.FSDP),
+    "a rate that is a tensor": (optimizer_of("Adam", lr=torch.tensor(0.01), capturable=False), ax.FSDP, ax.DDP),
+}
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS)
+@pytest.mark.ranks(3)
+def test_each_optimizer_goes_on(world: ax.World, case: str) -> None:
+    goes_on(world, *OPTIMIZERS[case])
+
+
+@pytest.mark.ranks(2)
+def test_state_in_files_stays_there(world: ax.World) -> None:
+    """Memory for a loaded state is made as the optimizer makes it."""
+    model = ax.FSDP(built(Blocks), cpu_offload="full")
+    optimizer = train(model, world, 1)
+    tensors, state = saved(world, model, optimizer)
+    other = ax.FSDP(built(Blocks), cpu_offload="full")
+    fresh = optimizer_of("SGD", lr=0.1, momentum=0.9)(other)
+    load(world, other, fresh, tensors, state)
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    files = [line.split()[0].split("-") for line in lines if "/axonmpi-" in line]
+    spans = [range(int(low, 16), int(high, 16)) for low, high in files]
+    kept = [own["momentum_buffer"] for own in fresh.state.values()]
+    assert kept
+    assert all(any(tensor.data_ptr() in span for span in spans) for tensor in kept)
+
+
+@pytest.mark.ranks(3)
+def test_parameters_without_state_get_none(world: ax.World) -> None:
+    """One was never used, one is frozen since; FSDP's ranks without elements of a parameter have none either."""
+    model = ax.FSDP(built(Blocks))
+    optimizer = optimizer_of("AdamW", lr=0.1)(model)
+    model.head.bias.requires_grad_(False)
+    for number in range(2):
+        usual_step(model, optimizer, own_data(model, world, number))
+    tensors, state = saved(world, model, optimizer)
+    assert "head.bias" in state["parameters"]
+    assert not [name for name in tensors if name.startswith("head.bias.")]
+    before = {id(parameter) for parameter in optimizer.state}
+    other = ax.FSDP(built(Blocks))
+    fresh = train(other, world, 1, optimizer_of("AdamW", lr=0.1))
+    load(world, other, fresh, tensors, state)
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in before}
+    assert {name for name, parameter in other.named_parameters() if parameter in fresh.state} == names
+    assert all(own["step"] == 2 for own in fresh.state.values())
+
+
+@pytest.mark.ranks(1)
+def test_options_come_back_in_the_types_of_the_optimizer(world: ax.World) -> None:
+    model = nn.Linear(2, 2)
+    one, other = [
+        torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.8, 0.9), foreach=foreach)
+        for lr, foreach in ((torch.tensor(0.1), False), (0.5, None))
+    ]
+    other.param_groups[0] |= {"initial_lr": 0.25, "note": None, "bounds": (1, math.inf), "count": np.int64(3)}
+    for source, target, lr in ((one, other, float(torch.tensor(0.1))), (other, one, 0.5)):
+        kept = source.param_groups[0]["lr"], target.param_groups[0]["foreach"]
+        tensors, state = saved(world, model, source)
+        load(world, model, target, tensors, state)
+        group = target.param_groups[0]
+        assert type(group["lr"]) is type(one.param_groups[0]["lr"] if target is one else 0.5)
+        assert float(group["lr"]) == float(lr)
+        assert group["foreach"] is kept[1]
+        assert group["betas"] == (0.8, 0.9)
+        source.param_groups[0]["lr"] = kept[0]
+        other.param_groups[0]["lr"] = 0.5
+    assert one.param_groups[0]["bounds"] == (1, math.inf)
+    assert (one.param_groups[0]["note"], one.param_groups[0]["count"]) == (None, 3)
+
+
+# ---- mistakes ---------------------------------------------------------------------------------------------------
+
+
+class Keeping(torch.optim.SGD):
+    """An optimizer that keeps more than others do."""
+
+    kept: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["more"] = self.kept
+        return super().step(closure)
+
+
+@pytest.mark.ranks(3)
+def test_state_that_a_file_cannot_hold(world: ax.World) -> None:
+    plain, sharded = built(Blocks), ax.FSDP(built(Blocks))
+
+    def refused(model: nn.Module, optimizer: torch.optim.Optimizer, message: str) -> None:
+        found = model_parts(model, world.default_group)
+        with found.stable(), pytest.raises(ValueError, match=message):
+            optimizer_parts(optimizer, found)
+
+    optimizer = Keeping(plain.parameters(), lr=0.1)
+    for value, message in (
+        ({1, 2}, "state 'more' that Keeping keeps for 'scale': a checkpoint holds None, .* got set"),
+        ([torch.zeros(9999)], "state 'more' that Keeping keeps for 'scale'.* at most 4096 elements, got 9999"),
+    ):
+        optimizer.kept = value
+        optimizer.step()
+        refused(plain, optimizer, message)
+    optimizer = Keeping(sharded.parameters(), lr=0.1)
+    optimizer.kept = torch.zeros(3, 2)
+    optimizer.step()
+    refused(
+        sharded, optimizer, r"state 'more' that Keeping keeps for '.*' has shape \[3, 2\], and this rank's part"
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer.param_groups[0]["rule"] = print
+    refused(plain, optimizer, "option 'rule' of SGD: a checkpoint holds .* got builtin")
+    refused(plain, torch.optim.LBFGS(plain.parameters()), "LBFGS keeps vectors over all parameters")
+    refused(plain, optimizer_of("SGD")(sharded), "group 0 has a parameter of shape .* that is not of this model")
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer.state[plain.scale][7] = 3
+    refused(plain, optimizer, "SGD keeps state under 7 for 'scale', expected a text")
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer.state["all"]["count"] = 3
+    refused(plain, optimizer, "SGD keeps state for 'all', which is none of its parameters")
+
+
+def halves(model: nn.Module) -> torch.optim.Optimizer:
+    """Make an optimizer with two groups."""
+    parameters = list(model.parameters())
+    return torch.optim.SGD(
+        [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 0.2}], 0.1, momentum=0.9
+    )
+
+
+@pytest.mark.ranks(3)
+def test_a_state_that_does_not_fit(world: ax.World) -> None:
+    """The optimizer is as it was, on all ranks."""
+    model = ax.FSDP(built(Blocks))
+    tensors, state = saved(world, model, train(model, world, 1, halves))
+
+    def refused(other: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer], message: str) -> None:
+        optimizer = make(other)
+        before = [{**group} for group in optimizer.param_groups]
+        with pytest.raises(ValueError, match=message):
+            load(world, other, optimizer, tensors, state)
+        assert [{**group} for group in optimizer.param_groups] == before
+        assert not optimizer.state
+
+    momentum = optimizer_of("SGD", lr=0.1, momentum=0.9)
+    refused(model, optimizer_of("AdamW"), "expected a SGD, whose state was saved, got a AdamW")
+    refused(model, momentum, "its group 0 has 'scale', .* and .*, which had different options when they were saved")
+    larger = ax.FSDP(built(functools.partial(Blocks, depth=5)))
+    message = "the checkpoint's optimizer did not have 'blocks.4.norm.weight', .* and 2 more, which group 0 has"
+    refused_model = functools.partial(refused, larger)
+    refused_model(lambda m: torch.optim.SGD(m.blocks[4].parameters(), lr=0.1), message)
+    state["parameters"]["scale"][2] = [5]
+    refused(model, halves, r"expected the state of 'scale' for shape \[12\], got one for \[5\]")

@@ -1,0 +1,83 @@
+"""Random states: the same numbers again, on the rank that drew them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from helpers.assembled import fill
+from torch import Tensor
+
+import axonmpi as ax
+from axonmpi.checkpoint.random_state import prepare_random, random_parts
+from axonmpi.checkpoint.tensor_file import TensorSpec
+
+
+@pytest.fixture(autouse=True)
+def _states_as_they_were() -> Iterator[None]:
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    yield
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+
+
+def drawn() -> list[float]:
+    """Draw from all generators; of normal deviates those of Python and numpy come in twos, and one is kept."""
+    numbers = [random.random(), random.gauss(0, 1), *np.random.random(2), np.random.normal()]
+    return [*numbers, *torch.rand(3).tolist(), *torch.randn(3).tolist()]
+
+
+@pytest.mark.parametrize("advance", [0, 1])
+@pytest.mark.ranks(1)
+def test_the_same_numbers_come_again(world: ax.World, advance: int) -> None:
+    for _ in range(advance):
+        drawn()
+    parts = random_parts(world.default_group)
+    assert [(part.name, part.shape[0], part.dtype, part.is_split) for part in parts] == [
+        (name, 1, torch.uint8, False) for name in ("random.torch", "random.python", "random.numpy")
+    ]
+    assert all(part.pieces[0].box.size == part.pieces[0].view.shape == part.shape for part in parts)
+    expected = [drawn(), drawn()]
+    tensors = {part.name: part.pieces[0].view.clone() for part in parts}
+    into, restore = prepare_random(world.default_group, specs_of(tensors))
+    fill(into, tensors)
+    assert [drawn(), drawn()] != expected
+    restore()
+    assert [drawn(), drawn()] == expected
+
+
+def specs_of(tensors: dict[str, Tensor]) -> dict[str, TensorSpec]:
+    return {name: TensorSpec(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()}
+
+
+@pytest.mark.ranks(3)
+def test_each_rank_has_its_row(world: ax.World) -> None:
+    """Ranks beyond those that were saved have none, and go on with what they have."""
+    group = world.default_group
+    parts = random_parts(group)
+    assert {part.shape[0] for part in parts} == {3}
+    assert {part.pieces[0].box.start for part in parts} == {(group.rank, 0)}
+    saved = {part.name: torch.zeros(2, part.shape[1], dtype=torch.uint8) for part in parts}
+    into, _ = prepare_random(group, specs_of(saved))
+    assert {part.name for part in into} == (saved.keys() if group.rank < 2 else set())
+    assert all(part.pieces[0].box.start == (group.rank, 0) for part in into)
+    del saved["random.numpy"]
+    assert {part.name for part in prepare_random(group, specs_of(saved))[0]} <= saved.keys()
+
+
+@pytest.mark.ranks(1)
+def test_states_of_something_else_are_refused(world: ax.World) -> None:
+    specs = {"random.torch": TensorSpec("random.torch", torch.uint8, (1, 16))}
+    with pytest.raises(ValueError, match=r"random.torch: expected rows of 5056 bytes, got torch.uint8 \[1, 16\]"):
+        prepare_random(world.default_group, specs)
+    before = np.random.mtrand._rand._bit_generator
+    np.random.set_bit_generator(np.random.PCG64(1))
+    try:
+        with pytest.raises(ValueError, match="numpy's global generator is a PCG64, expected the MT19937"):
+            random_parts(world.default_group)
+    finally:
+        np.random.set_bit_generator(before)
