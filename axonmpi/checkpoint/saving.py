@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import weakref
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -181,19 +182,44 @@ def _write_beside(
 
     work = Background(write, f"the checkpoint {job.path}")
     if optimizer is not None:
-
-        def before_step(*_: Any) -> None:
-            snapshot.wait()
-            if work.done():
-                hook.remove()
-            work.check()
-
-        hook = optimizer.register_step_pre_hook(before_step)
+        _gate_of(optimizer).under_way = snapshot, work
     ranks.begin(work)
     work.start()
     if optimizer is None:
         snapshot.wait()
     return work
+
+
+class _Gate:
+    """Lets an optimizer step when what it would change is copied, and tells it what went wrong.
+
+    It stays with the optimizer: torch allows no hook to remove itself.
+
+    Attributes:
+        under_way: The copy, and what writes it.
+    """
+
+    under_way: tuple[Snapshot, Background] | None = None
+
+    def before_step(self, *_: Any) -> None:
+        """Wait; called by the optimizer."""
+        if self.under_way is None:
+            return
+        snapshot, work = self.under_way
+        snapshot.wait()
+        if work.done():
+            self.under_way = None  # the memory of the copy is free
+        work.check()
+
+
+_gates: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Gate] = weakref.WeakKeyDictionary()
+
+
+def _gate_of(optimizer: torch.optim.Optimizer) -> _Gate:
+    if optimizer not in _gates:
+        gate = _gates[optimizer] = _Gate()
+        optimizer.register_step_pre_hook(gate.before_step)
+    return _gates[optimizer]
 
 
 def _state_of(name: str, stateful: Stateful | None) -> Any:
