@@ -50,9 +50,7 @@ def main() -> int:
             assert os.listdir(root) == ["it"], os.listdir(root)
         ax.barrier()
     if world.rank == 0:
-        print(
-            f"{number} saves on {world.size} ranks: {written} were written, {failed} failed for want of space"
-        )
+        print(f"{number} saves on {world.size} ranks: {written} were written, {failed} failed for want of space")
         print("on all ranks; the checkpoint before was whole after each, and nothing else was left")
     ax.destroy_process_group()
     return 0 if failed and written else 1

@@ -32,14 +32,13 @@ def main() -> None:
     folder = ax.CheckpointFolder(root, keep=2)
     info = folder.load_latest(model, optimizer)
     step = 0 if info is None else info.step
-    if ax.is_main_process() and info is not None:
-        newest = folder.latest()
-        assert newest is not None
+    newest = folder.latest()
+    if ax.is_main_process() and newest is not None:
         assert check_whole(Path(newest))["step"] == step
         strays = [
             name for name in os.listdir(root) if name != "latest" and (not name.startswith("step-") or "." in name)
         ]
-        if strays or len(os.listdir(root)) > 3:
+        if strays or len(os.listdir(root)) > 4:  # one more than is kept, until the next save
             print(f"wrong: {sorted(os.listdir(root))}", flush=True)
     os.write(1, f"saving {os.getpid()}\n".encode())  # at once, so that lines of ranks do not mix
     while True:
