@@ -19,7 +19,7 @@ from typing import Any
 from ...errors import CheckpointError
 from ..folders import partial_of
 from .dcp import from_dcp, write_dcp
-from .material import FORMATS, TORCH_SUFFIXES, Format, Material, Progress, format_of, from_safetensors
+from .material import DCP_METADATA, FORMATS, TORCH_SUFFIXES, Format, Material, Progress, format_of, from_safetensors
 from .torch_files import from_torch_file, write_torch_file
 from .whole_files import write_folder, write_safetensors
 
@@ -127,7 +127,7 @@ def _write(material: Material, path: Path, to: Format, progress: Progress) -> No
     if to == "checkpoint":
         write_folder(material, path, progress)
         return
-    if path.is_dir() and (to != "dcp" or format_of(path) != "dcp"):
+    if path.is_dir() and not (to == "dcp" and (path / DCP_METADATA).exists()):
         raise CheckpointError(f"{path}: it is another folder, so it is not replaced: choose another name")
     writers = {"safetensors": write_safetensors, "torch": write_torch_file, "dcp": write_dcp}
     partial = partial_of(path)
