@@ -206,7 +206,11 @@ def _state_of(name: str, stateful: Stateful | None) -> Any:
 
 def versions_here() -> dict[str, str]:
     """Return the versions of the programs that save."""
-    return {"axonmpi": metadata.version("axonmpi"), "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "axonmpi": metadata.version("axonmpi"),
+        "torch": metadata.version("torch"),
+        "python": platform.python_version(),
+    }
 
 
 def texts_of(
