@@ -20,7 +20,7 @@ from .checksums import BLOCK_BYTES, block_count
 from .folders import STATE_FILE, find_checkpoint, partial_of
 from .tensor_file import TensorFile, TensorSpec, read_header, read_headers
 
-__all__ = ["FORMAT", "KINDS", "VERSION", "Contents", "read_contents"]
+__all__ = ["FORMAT", "KINDS", "VERSION", "Contents", "read_contents", "read_state"]
 
 FORMAT, VERSION = "axonmpi checkpoint", 1
 KINDS = ("model", "optimizer", "random")
@@ -68,7 +68,7 @@ def read_contents(path: Path, kinds: Collection[str] = KINDS) -> Contents:
             f", but {partial.name}, which a job that was killed has not finished" if partial.exists() else ""
         )
         raise CheckpointError(f"{path}: expected a checkpoint or a .safetensors file there, found none{unfinished}")
-    state = _state_in(folder)
+    state = read_state(folder)
     chosen = [kind for kind in kinds if state or kind == "model"]
     files = {kind: _files_in(folder, kind) if kind in chosen else [] for kind in KINDS}
     checksums = _checksums_in(folder, [file for of_kind in files.values() for file in of_kind]) if state else {}
@@ -82,7 +82,12 @@ def _files_in(folder: Path, kind: str) -> list[TensorFile]:
     return read_headers(folder, kind)
 
 
-def _state_in(folder: Path) -> dict[str, Any]:
+def read_state(folder: Path) -> dict[str, Any]:
+    """Read `state.json`, empty if there is none; local.
+
+    Raises:
+        CheckpointError: It is damaged, or of a newer version.
+    """
     path = folder / STATE_FILE
     if not path.exists():
         return {}

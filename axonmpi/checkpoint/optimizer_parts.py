@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,10 +29,10 @@ from .parts import Part
 from .tensor_file import TensorSpec
 from .values import decoded, encoded
 
-__all__ = ["OptimizerParts", "optimizer_parts", "prepare_optimizer"]
+__all__ = ["MANNER", "OptimizerParts", "label_of", "optimizer_parts", "prepare_optimizer", "split_name"]
 
 _NAMES = ("params", "param_names")
-_MANNER = ("foreach", "fused", "capturable", "differentiable")
+MANNER = ("foreach", "fused", "capturable", "differentiable")
 """Options that say how a step is computed and not which: those of the optimizer in hand stay."""
 
 
@@ -71,7 +71,7 @@ def optimizer_parts(optimizer: Optimizer, model: ModelParts) -> OptimizerParts:
     state: dict[str, Any] = {"class": kind, "groups": {}, "parameters": {}, "values": {}}
     for group, holdings in _groups_of(optimizer, model):
         options = _options_of(group, kind)
-        label = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:12]
+        label = label_of(options)
         for parameter, holding in holdings:
             if holding.is_first:
                 state["groups"][label] = options
@@ -85,8 +85,13 @@ def _options_of(group: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return {
         key: encoded(value, f"optimizer: option {key!r} of {kind}")
         for key, value in group.items()
-        if key not in _NAMES + _MANNER
+        if key not in _NAMES + MANNER
     }
+
+
+def label_of(options: Mapping[str, Any]) -> str:
+    """Return the label of a group's options, the same for the same options; local."""
+    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _add_state(
@@ -215,15 +220,24 @@ def _by_parameter(specs: Mapping[str, TensorSpec], state: Mapping[str, Any]) -> 
         name: _Saved(label, dtype, tuple(shape)) for name, (label, dtype, shape) in state["parameters"].items()
     }
     for full, spec in specs.items():
-        name, key = _split(full, saved)
+        name, key = split_name(full, saved)
         saved[name].tensors[key] = spec
     for full, value in state["values"].items():
-        name, key = _split(full, saved)
+        name, key = split_name(full, saved)
         saved[name].values[key] = decoded(value)
     return saved
 
 
-def _split(full: str, saved: Mapping[str, _Saved]) -> tuple[str, str]:
+def split_name(full: str, saved: Collection[str]) -> tuple[str, str]:
+    """Return the names of a parameter and of a state of it, of which a tensor's name in the file is made; local.
+
+    Args:
+        full: The tensor's name.
+        saved: Names of the parameters.
+
+    Raises:
+        ValueError: It is of none of them.
+    """
     name, key = full, ""
     while name:
         name, _, last = name.rpartition(".")
@@ -271,7 +285,7 @@ def _options_for(
         )
     chosen = groups[next(iter(members))] if members else {}
     return {
-        key: _typed(decoded(value), group.get(key)) for key, value in chosen.items() if key not in _NAMES + _MANNER
+        key: _typed(decoded(value), group.get(key)) for key, value in chosen.items() if key not in _NAMES + MANNER
     }
 
 

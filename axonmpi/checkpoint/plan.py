@@ -93,7 +93,7 @@ class Share:
         scattered: What the ranks of the node put together.
     """
 
-    stretches: Sequence[Stretch]
+    stretches: Iterable[Stretch]
     scattered: Sequence[Scattered]
 
     @property

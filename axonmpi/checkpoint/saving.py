@@ -33,7 +33,7 @@ from .tensor_file import TensorFile, index_of, lay_out
 from .values import encoded
 from .writing import Job, write_checkpoint
 
-__all__ = ["MAX_FILE_SIZE", "Stateful", "save_checkpoint"]
+__all__ = ["MAX_FILE_SIZE", "Stateful", "save_checkpoint", "texts_of", "versions_here"]
 
 MAX_FILE_SIZE = 50 * 10**9
 """Bytes of tensors in one file, as `transformers` has it."""
@@ -115,7 +115,7 @@ def save_checkpoint(
             "step": integer("step", step, minimum=0),
             "epoch": integer("epoch", epoch, minimum=0),
             "layout": {"ranks": chosen.size, "nodes": ranks.nodes, "model": type(model).__name__},
-            "versions": _versions(),
+            "versions": versions_here(),
             "scheduler": _state_of("scheduler", scheduler),
             "scaler": _state_of("scaler", scaler),
             "sampler": _state_of("sampler", sampler),
@@ -160,7 +160,7 @@ def _save(
             for kind, own in parts.items()
         ]
         config = known.notes.pop("config")
-        texts = _texts({**state, **known.notes}, config, files) if ranks.all.rank == 0 else {}
+        texts = texts_of({**state, **known.notes}, config, files) if ranks.all.rank == 0 else {}
         laid_out = [file for of_kind in files.values() for file in of_kind]
         job = Job(target, laid_out, joined(shares), texts)
         if blocking:
@@ -230,11 +230,16 @@ def _state_of(name: str, stateful: Stateful | None) -> Any:
     return encoded(stateful.state_dict(), name)
 
 
-def _versions() -> dict[str, str]:
-    return {"axonmpi": metadata.version("axonmpi"), "torch": torch.__version__, "python": platform.python_version()}
+def versions_here() -> dict[str, str]:
+    """Return the versions of the programs that save."""
+    return {
+        "axonmpi": metadata.version("axonmpi"),
+        "torch": metadata.version("torch"),
+        "python": platform.python_version(),
+    }
 
 
-def _texts(
+def texts_of(
     state: Mapping[str, Any], config: Mapping[str, Any] | None, files: Mapping[str, list[TensorFile]]
 ) -> dict[str, bytes]:
     """Return the small files of a checkpoint by name."""

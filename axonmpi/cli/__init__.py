@@ -33,6 +33,7 @@ _COMMANDS = {
     "train": "train a small GPT on text, on any number of ranks",
     "bench": "measure collectives and every kind of parallelism on this machine",
     "chart": "draw a pipeline schedule: which rank does what, and when it waits",
+    "checkpoint": "look at, check and convert checkpoints",
     "doctor": "say what is wrong with the installation or the launch",
 }
 _USAGE = """\
@@ -89,7 +90,7 @@ def _run(arguments: Sequence[str], *, freeze: bool = False) -> int:
             gc.freeze()  # imported objects stay to the end: collections, also the last one, can leave them out
         return run(arguments[1:])
     if name in ("-h", "--help", "help"):
-        commands = "\n".join(f"  {name:8} {text}" for name, text in _COMMANDS.items())
+        commands = "\n".join(f"  {name:10} {text}" for name, text in _COMMANDS.items())
         print_on_first_rank(_USAGE.format(commands=commands))
         return 0
     if name == "--version":

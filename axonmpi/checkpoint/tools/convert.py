@@ -1,0 +1,156 @@
+"""A checkpoint, or what other programs make, turned into another of these formats by one process.
+
+SOURCE                                    TARGET
+checkpoint                                checkpoint: a folder
+.safetensors, a folder of transformers    safetensors: one file with the model alone
+.pt, .pth, .bin of torch.save             torch: one file
+folder of PyTorch DCP                     dcp: a folder
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ...errors import CheckpointError
+from ..folders import partial_of
+from .dcp import from_dcp, write_dcp
+from .material import DCP_METADATA, FORMATS, TORCH_SUFFIXES, Format, Material, Progress, format_of, from_safetensors
+from .torch_files import from_torch_file, write_torch_file
+from .whole_files import write_folder, write_safetensors
+
+__all__ = ["convert_checkpoint", "open_material"]
+
+
+def _unseen(done: int, total: int) -> None:
+    pass
+
+
+def open_material(path: Path, *, trust: bool = False, only_model: bool = False) -> Material:
+    """Find what a file or folder of any known format has, tensors without their values; local.
+
+    Args:
+        path: The file or folder.
+        trust: Whether reading it may run code in it, as DCP's folders need.
+        only_model: Whether the optimizer's state in a dict of torch is left alone.
+
+    Raises:
+        CheckpointError: It is of no known format, not trusted, or damaged.
+    """
+    kind = format_of(path)
+    if kind == "torch":
+        return from_torch_file(path, only_model=only_model)
+    if kind == "dcp":
+        return from_dcp(path, trust=trust, only_model=only_model)
+    return from_safetensors(path)
+
+
+def convert_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: Format | None = None,
+    only_model: bool = False,
+    optimizer: str | None = None,
+    trust: bool = False,
+    overwrite: bool = False,
+    progress: Progress = _unseen,
+) -> Material:
+    """Turn a checkpoint, or what another program has saved, into another format; local, for one process.
+
+    Tensors pass one by one, or as many as 256 MiB have, on their way from and to files of tensors; torch's own
+    formats take as much memory as torch does.
+
+    Args:
+        source: A checkpoint, a `.safetensors` file, a folder of `transformers`, a file of `torch.save`, a folder of
+            DCP.
+        target: The file or folder, which is complete when it has its name.
+        to: `"checkpoint"`, `"safetensors"`, `"torch"` or `"dcp"`; None goes by the name of the target.
+        only_model: Leave everything but the model's state dict out.
+        optimizer: Name of the optimizer's class, needed for a checkpoint from another program's.
+        trust: Whether reading `source` may run code in it, as DCP's folders need.
+        overwrite: Whether a target that is there is replaced.
+        progress: Is told how many bytes are done, and of how many.
+
+    Returns:
+        What was converted, and what of it was left out.
+
+    Raises:
+        ValueError: `to` is none of these.
+        CheckpointError: The source cannot be understood, or the target cannot be written.
+    """
+    of, into = (Path(os.path.abspath(os.fspath(path))) for path in (source, target))
+    chosen: Format = _format_by_name(into) if to is None else to
+    if chosen not in FORMATS:
+        raise ValueError(f"to: expected one of {', '.join(map(repr, FORMATS))}, got {to!r}")
+    if into.exists() and not overwrite:
+        raise CheckpointError(f"{into}: it is there already: choose another name, or replace it by --overwrite")
+    material = open_material(of, trust=trust, only_model=only_model)
+    if only_model:
+        material.optimizer, material.optimizer_state, material.random, material.values = {}, None, {}, {}
+    _note_what_is_left_out(material, chosen)
+    if material.optimizer_state is not None and chosen == "checkpoint":
+        _set_class(of, material.optimizer_state, optimizer)
+    with _errors_named(into):
+        _write(material, into, chosen, progress)
+    return material
+
+
+def _format_by_name(path: Path) -> Format:
+    if path.suffix == ".safetensors":
+        return "safetensors"
+    return "torch" if path.suffix in TORCH_SUFFIXES else "checkpoint"
+
+
+def _note_what_is_left_out(material: Material, to: Format) -> None:
+    if to == "safetensors" and (material.optimizer_state is not None or material.values):
+        material.left_out.append("everything but the model, since a file of safetensors has tensors alone")
+    elif material.random and to != "checkpoint":
+        material.left_out.append("the ranks' random states")
+
+
+def _set_class(source: Path, state: dict[str, Any], given: str | None) -> None:
+    state["class"] = given or state["class"]
+    if state["class"] is None:
+        raise CheckpointError(
+            f"{source}: does not say of which class its optimizer is, which a checkpoint does: give the name, as "
+            "--optimizer AdamW, or take the model alone by --only-model"
+        )
+
+
+def _write(material: Material, path: Path, to: Format, progress: Progress) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if to == "checkpoint":
+        write_folder(material, path, progress)
+        return
+    if path.is_dir() and not (to == "dcp" and (path / DCP_METADATA).exists()):
+        raise CheckpointError(f"{path}: it is another folder, so it is not replaced: choose another name")
+    writers = {"safetensors": write_safetensors, "torch": write_torch_file, "dcp": write_dcp}
+    partial = partial_of(path)
+    try:
+        _remove(partial)
+        writers[to](material, partial, progress)
+        if path.is_dir():
+            _remove(path)
+        partial.rename(path)
+    finally:
+        _remove(partial)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _errors_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: cannot be written: {error.strerror or error}") from error
