@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
-from .parts import Part
-from .tensor_file import TensorSpec
+from .files.tensor_file import TensorSpec
+from .parts.part import Part
 
 __all__ = ["Catalogue", "Digests", "Specs", "agree_on", "digests_of", "merged"]
 

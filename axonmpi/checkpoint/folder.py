@@ -29,11 +29,11 @@ from ..groups.world import group_of_this_rank
 from ..types import Seconds
 from ..utils.arguments import either_group_name, integer
 from .background import Background
-from .folders import STATE_FILE, partial_of, recover
+from .files.folders import STATE_FILE, partial_of, recover
+from .files.tensor_file import read_header
 from .loading import CheckpointInfo, load_checkpoint
 from .saving import save_checkpoint
-from .tensor_file import read_header
-from .writing import CHECKSUMS
+from .writing.job import CHECKSUMS
 
 __all__ = ["CheckpointFolder"]
 

@@ -22,16 +22,16 @@ from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
 from ..utils.arguments import check_flags, either_group_name
-from .contents import Contents, read_contents
-from .model_parts import ModelParts, model_parts
-from .optimizer_parts import prepare_optimizer
-from .parts import Part
-from .random_state import prepare_random
+from .files.contents import Contents, read_contents
+from .files.tensor_file import TensorSpec
+from .files.values import decoded
+from .parts.model_parts import ModelParts, model_parts
+from .parts.optimizer_parts import prepare_optimizer
+from .parts.part import Part
+from .parts.random_state import prepare_random
 from .ranks import CheckpointRanks, ranks_of
 from .reading import read_parts
 from .saving import Stateful
-from .tensor_file import TensorSpec
-from .values import decoded
 
 __all__ = ["CheckpointInfo", "load_checkpoint"]
 

@@ -27,11 +27,11 @@ from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from ..utils.partition import split_bounds
 from ..utils.text import text_of_problems
-from .boxes import Box, boxes_of_range, strides_of
-from .checksums import BLOCK_BYTES, block_count
-from .parts import Part
+from .files.checksums import BLOCK_BYTES, block_count
+from .files.tensor_file import TensorEntry, TensorFile, check_size
+from .parts.boxes import Box, boxes_of_range, strides_of
+from .parts.part import Part
 from .ranks import CheckpointRanks
-from .tensor_file import TensorEntry, TensorFile, check_size
 
 __all__ = ["WINDOW_BYTES", "read_parts"]
 

@@ -20,18 +20,18 @@ from ..types import Work
 from ..utils.arguments import check_flags, either_group_name, integer
 from .background import Background
 from .catalogue import agree_on
-from .contents import FORMAT, VERSION
-from .folders import STATE_FILE
-from .model_parts import model_parts
-from .optimizer_parts import optimizer_parts
-from .parts import Part
-from .plan import joined, places_in, share_of
-from .random_state import random_parts
+from .files.contents import FORMAT, VERSION
+from .files.folders import STATE_FILE
+from .files.tensor_file import TensorFile, index_of, lay_out
+from .files.values import encoded
+from .parts.model_parts import model_parts
+from .parts.optimizer_parts import optimizer_parts
+from .parts.part import Part
+from .parts.random_state import random_parts
 from .ranks import CheckpointRanks, ranks_of
-from .snapshot import Snapshot
-from .tensor_file import TensorFile, index_of, lay_out
-from .values import encoded
-from .writing import Job, write_checkpoint
+from .writing.job import Job, write_checkpoint
+from .writing.plan import joined, places_in, share_of
+from .writing.snapshot import Snapshot
 
 __all__ = ["MAX_FILE_SIZE", "Stateful", "save_checkpoint", "texts_of", "versions_here"]
 

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from ..checkpoint.background import Background
+from ..checkpoint.files.folders import STATE_FILE
 from ..checkpoint.folder import CheckpointFolder
-from ..checkpoint.folders import STATE_FILE
 from ..checkpoint.loading import load_checkpoint
 from ..errors import CheckpointError
 from ..groups.world import ProcessGroup

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import axonmpi as ax
-from axonmpi.checkpoint import snapshot as snapshots
+from axonmpi.checkpoint.writing import snapshot as snapshots
 from axonmpi.errors import CheckpointError
 
 

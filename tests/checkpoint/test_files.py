@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from axonmpi.checkpoint.checksums import BLOCK_BYTES, BlockSums, combined
-from axonmpi.checkpoint.tensor_file import PAGE_BYTES, TensorSpec, index_of, lay_out, read_header, read_headers
+from axonmpi.checkpoint.files.checksums import BLOCK_BYTES, BlockSums, combined
+from axonmpi.checkpoint.files.tensor_file import (
+    PAGE_BYTES,
+    TensorSpec,
+    index_of,
+    lay_out,
+    read_header,
+    read_headers,
+)
 from axonmpi.errors import CheckpointError
 
 TENSORS = {

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 import axonmpi as ax
 from axonmpi.checkpoint.catalogue import merged
-from axonmpi.checkpoint.model_parts import model_parts
-from axonmpi.checkpoint.optimizer_parts import optimizer_parts, prepare_optimizer
-from axonmpi.checkpoint.tensor_file import TensorSpec
-from axonmpi.checkpoint.values import decoded
+from axonmpi.checkpoint.files.tensor_file import TensorSpec
+from axonmpi.checkpoint.files.values import decoded
+from axonmpi.checkpoint.parts.model_parts import model_parts
+from axonmpi.checkpoint.parts.optimizer_parts import optimizer_parts, prepare_optimizer
 
 KINDS = ("adamw_fused", "sgd", "adagrad")
 MANNER = {"params", "foreach", "fused", "capturable", "differentiable"}

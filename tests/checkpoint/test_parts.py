@@ -18,7 +18,7 @@ from helpers.whole_models import built
 from torch import Tensor, nn
 
 import axonmpi as ax
-from axonmpi.checkpoint.model_parts import model_parts
+from axonmpi.checkpoint.parts.model_parts import model_parts
 from axonmpi.tensor import tensor_parallelize
 
 

@@ -12,8 +12,8 @@ from helpers.assembled import fill
 from torch import Tensor
 
 import axonmpi as ax
-from axonmpi.checkpoint.random_state import prepare_random, random_parts
-from axonmpi.checkpoint.tensor_file import TensorSpec
+from axonmpi.checkpoint.files.tensor_file import TensorSpec
+from axonmpi.checkpoint.parts.random_state import prepare_random, random_parts
 
 
 @pytest.fixture(autouse=True)

@@ -14,13 +14,13 @@ from helpers.cut_tensors import job_for, parts_of, whole_tensors
 from safetensors.torch import load_file, save_file
 
 import axonmpi as ax
-from axonmpi.checkpoint.boxes import Box, boxes_of_range
-from axonmpi.checkpoint.checksums import BLOCK_BYTES
-from axonmpi.checkpoint.parts import Part, Piece, whole_part
+from axonmpi.checkpoint.files.checksums import BLOCK_BYTES
+from axonmpi.checkpoint.files.tensor_file import TensorSpec, lay_out, read_header
+from axonmpi.checkpoint.parts.boxes import Box, boxes_of_range
+from axonmpi.checkpoint.parts.part import Part, Piece, whole_part
 from axonmpi.checkpoint.ranks import CheckpointRanks, ranks_of
 from axonmpi.checkpoint.reading import read_parts
-from axonmpi.checkpoint.tensor_file import TensorSpec, lay_out, read_header
-from axonmpi.checkpoint.writing import write_checkpoint
+from axonmpi.checkpoint.writing.job import write_checkpoint
 from axonmpi.errors import CheckpointError
 from axonmpi.groups.world import partition_group
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim.lr_scheduler import StepLR
 
 import axonmpi as ax
-from axonmpi.checkpoint.checksums import BLOCK_BYTES
+from axonmpi.checkpoint.files.checksums import BLOCK_BYTES
 from axonmpi.checkpoint.tools import convert_checkpoint, describe_checkpoint, verify_checkpoint
 from axonmpi.errors import CheckpointError
 

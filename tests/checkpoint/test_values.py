@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from axonmpi.checkpoint.values import decoded, encoded
+from axonmpi.checkpoint.files.values import decoded, encoded
 
 SAME = [
     None,

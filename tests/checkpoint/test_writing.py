@@ -12,10 +12,10 @@ from helpers.cut_tensors import job_for, parts_of, whole_tensors
 from safetensors.torch import load_file
 
 import axonmpi as ax
-from axonmpi.checkpoint.checksums import BLOCK_BYTES
+from axonmpi.checkpoint.files.checksums import BLOCK_BYTES
 from axonmpi.checkpoint.ranks import CheckpointRanks, ranks_of
-from axonmpi.checkpoint.snapshot import Snapshot
-from axonmpi.checkpoint.writing import write_checkpoint
+from axonmpi.checkpoint.writing.job import write_checkpoint
+from axonmpi.checkpoint.writing.snapshot import Snapshot
 from axonmpi.errors import CheckpointError
 from axonmpi.groups.world import partition_group
 

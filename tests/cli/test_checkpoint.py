@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import axonmpi as ax
-from axonmpi.checkpoint.checksums import BLOCK_BYTES
+from axonmpi.checkpoint.files.checksums import BLOCK_BYTES
 from axonmpi.cli import main
 from axonmpi.testing import launch
 

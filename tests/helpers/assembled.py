@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import axonmpi as ax
-from axonmpi.checkpoint.parts import Part
+from axonmpi.checkpoint.parts.part import Part
 
 
 class Described(NamedTuple):

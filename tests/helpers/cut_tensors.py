@@ -4,11 +4,11 @@ import random
 
 import torch
 
-from axonmpi.checkpoint.boxes import Box
-from axonmpi.checkpoint.parts import Part, Piece
-from axonmpi.checkpoint.plan import places_in, share_of
-from axonmpi.checkpoint.tensor_file import TensorSpec, lay_out
-from axonmpi.checkpoint.writing import Job
+from axonmpi.checkpoint.files.tensor_file import TensorSpec, lay_out
+from axonmpi.checkpoint.parts.boxes import Box
+from axonmpi.checkpoint.parts.part import Part, Piece
+from axonmpi.checkpoint.writing.job import Job
+from axonmpi.checkpoint.writing.plan import places_in, share_of
 
 SHAPES = {
     "columns": (512, 4096),

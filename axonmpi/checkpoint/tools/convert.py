@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ..folders import partial_of
+from ..files.folders import partial_of
 from .dcp import from_dcp, write_dcp
 from .material import DCP_METADATA, FORMATS, TORCH_SUFFIXES, Format, Material, Progress, format_of, from_safetensors
 from .torch_files import from_torch_file, write_torch_file

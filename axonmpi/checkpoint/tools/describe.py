@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...utils.text import aligned, counted
-from ..values import decoded, encoded
+from ..files.values import decoded, encoded
 from .convert import open_material
 from .material import Material
 

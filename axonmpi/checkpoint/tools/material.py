@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ..contents import Contents, read_contents
-from ..folders import STATE_FILE, find_checkpoint
-from ..tensor_file import TensorFile
-from ..values import decoded
+from ..files.contents import Contents, read_contents
+from ..files.folders import STATE_FILE, find_checkpoint
+from ..files.tensor_file import TensorFile
+from ..files.values import decoded
 
 __all__ = ["FORMATS", "Format", "Material", "Progress", "files_in", "format_of", "from_safetensors", "total_bytes"]
 

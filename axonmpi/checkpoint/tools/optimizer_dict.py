@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ..optimizer_parts import MANNER, label_of, split_name
-from ..values import decoded, encoded
+from ..files.values import decoded, encoded
+from ..parts.optimizer_parts import MANNER, label_of, split_name
 from .material import Material
 
 __all__ = ["optimizer_dict", "take_optimizer"]

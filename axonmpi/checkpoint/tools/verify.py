@@ -20,11 +20,11 @@ from ...errors import CheckpointError
 from ...groups.process_group import ProcessGroup
 from ...utils.partition import split_bounds
 from ...utils.text import counted, in_ranges
-from ..checksums import BLOCK_BYTES, block_count
-from ..contents import KINDS, read_state
-from ..folders import STATE_FILE, find_checkpoint
-from ..tensor_file import TensorFile, read_header, read_headers
-from ..writing import CHECKSUMS
+from ..files.checksums import BLOCK_BYTES, block_count
+from ..files.contents import KINDS, read_state
+from ..files.folders import STATE_FILE, find_checkpoint
+from ..files.tensor_file import TensorFile, read_header, read_headers
+from ..writing.job import CHECKSUMS
 from .material import Progress, format_of
 
 __all__ = ["Damage", "Verification", "verify_checkpoint"]

@@ -12,14 +12,14 @@ from torch import Tensor
 from ...backends import LocalBackend
 from ...groups.process_group import ProcessGroup
 from ...utils.partition import bucket_by_size
-from ..contents import FORMAT, VERSION
-from ..output import bytes_of
-from ..plan import Share, Stretch
+from ..files.contents import FORMAT, VERSION
+from ..files.tensor_file import TensorSpec, lay_out
+from ..files.values import encoded
 from ..ranks import CheckpointRanks
 from ..saving import MAX_FILE_SIZE, texts_of, versions_here
-from ..tensor_file import TensorSpec, lay_out
-from ..values import encoded
-from ..writing import Job, write_checkpoint
+from ..writing.job import Job, write_checkpoint
+from ..writing.output import bytes_of
+from ..writing.plan import Share, Stretch
 from .material import Material, Progress, total_bytes
 
 __all__ = ["write_folder", "write_safetensors"]

@@ -17,16 +17,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import CheckpointError
-from ..launch.settings import writes_by_mpi
-from ..utils.text import text_of_problems
-from .checksums import combined
-from .folders import finish, partial_of, prepare, recover
+from ...errors import CheckpointError
+from ...launch.settings import writes_by_mpi
+from ...utils.text import text_of_problems
+from ..files.checksums import combined
+from ..files.folders import finish, partial_of, prepare, recover
+from ..files.tensor_file import TensorFile, TensorSpec, lay_out
+from ..ranks import CheckpointRanks
 from .output import Output, Trouble
 from .plan import Share
-from .ranks import CheckpointRanks
 from .scattered import write_scattered
-from .tensor_file import TensorFile, TensorSpec, lay_out
 
 __all__ = ["CHECKSUMS", "Job", "write_checkpoint"]
 

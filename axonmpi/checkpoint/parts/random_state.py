@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..groups.world import ProcessGroup
-from ..utils.device import device_at
+from ...groups.world import ProcessGroup
+from ...utils.device import device_at
+from ..files.tensor_file import TensorSpec
 from .boxes import Box
-from .parts import Part, Piece
-from .tensor_file import TensorSpec
+from .part import Part, Piece
 
 __all__ = ["prepare_random", "random_parts"]
 

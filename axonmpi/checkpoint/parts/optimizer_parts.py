@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from ..wrapping.partial import OF_ALL_PARAMETERS
+from ...wrapping.partial import OF_ALL_PARAMETERS
+from ..files.tensor_file import TensorSpec
+from ..files.values import decoded, encoded
 from .holdings import Holding
 from .model_parts import ModelParts
-from .parts import Part
-from .tensor_file import TensorSpec
-from .values import decoded, encoded
+from .part import Part
 
 __all__ = ["MANNER", "OptimizerParts", "label_of", "optimizer_parts", "prepare_optimizer", "split_name"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CheckpointError
+from ...errors import CheckpointError
 from .checksums import BLOCK_BYTES, block_count
 from .folders import STATE_FILE, find_checkpoint, partial_of
 from .tensor_file import TensorFile, TensorSpec, read_header, read_headers

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ..utils.partition import split_bounds
-from .boxes import Box
-from .parts import Part, Piece
-from .tensor_file import PAGE_BYTES, TensorEntry, TensorFile
+from ...utils.partition import split_bounds
+from ..files.tensor_file import PAGE_BYTES, TensorEntry, TensorFile
+from ..parts.boxes import Box
+from ..parts.part import Part, Piece
 
 __all__ = ["Place", "Scattered", "Share", "Stretch", "joined", "places_in", "share_of"]
 

@@ -23,16 +23,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..collectives.agreement import raised_on_all
-from ..fsdp import FullyShardedDataParallel
-from ..fsdp.runtime import FSDPRuntime
-from ..groups.world import ProcessGroup
-from ..pipeline import Pipeline
-from ..pipeline.state_names import StateNames
-from ..wrapping.state_names import Wrapper
+from ...collectives.agreement import raised_on_all
+from ...fsdp import FullyShardedDataParallel
+from ...fsdp.runtime import FSDPRuntime
+from ...groups.world import ProcessGroup
+from ...pipeline import Pipeline
+from ...pipeline.state_names import StateNames
+from ...wrapping.state_names import Wrapper
+from ..files.values import decoded, encoded
 from .holdings import ALONE, Copies, Holding, Layers
-from .parts import Part
-from .values import decoded, encoded
+from .part import Part
 
 __all__ = ["ModelParts", "model_parts"]
 

@@ -21,11 +21,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..backends import Backend, MpiFile
-from .boxes import boxes_of_range
-from .checksums import BlockSums
+from ...backends import Backend, MpiFile
+from ..files.checksums import BlockSums
+from ..files.tensor_file import PAGE_BYTES, TensorFile
+from ..parts.boxes import boxes_of_range
 from .plan import Stretch
-from .tensor_file import PAGE_BYTES, TensorFile
 
 __all__ = ["CHUNK_BYTES", "Output", "Trouble"]
 

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..parts.part import Piece
 from .output import CHUNK_BYTES, bytes_of, elements_of
-from .parts import Piece
 from .plan import Scattered, Share, Stretch
 
 __all__ = ["Snapshot"]

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import CheckpointError
-from ..utils.partition import bucket_by_size
+from ...errors import CheckpointError
+from ...utils.partition import bucket_by_size
 
 __all__ = [
     "PAGE_BYTES",

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..groups.process_group import ProcessGroup
-from ..utils.partition import split_bounds
-from .boxes import Box, boxes_of_range
+from ...groups.process_group import ProcessGroup
+from ...utils.partition import split_bounds
+from ..files.tensor_file import PAGE_BYTES, TensorEntry
+from ..parts.boxes import Box, boxes_of_range
+from ..parts.part import Piece
 from .output import CHUNK_BYTES, Output, bytes_of
-from .parts import Piece
 from .plan import Place, Scattered
-from .tensor_file import PAGE_BYTES, TensorEntry
 
 __all__ = ["write_scattered"]
 

@@ -1,0 +1,1 @@
+"""Files of a checkpoint: their format, their checksums, and the folder that has them."""

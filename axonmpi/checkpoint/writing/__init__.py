@@ -1,0 +1,1 @@
+"""Writing a checkpoint: who writes what, and in which order."""
