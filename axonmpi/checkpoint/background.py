@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import CollectiveTimeoutError
+from ..launch.exit import before_finalize
 from ..types import Seconds, Work
 from ..utils.arguments import seconds
 
 __all__ = ["Background"]
+
+_failed: set[Background] = set()  # whose errors nobody was told
 
 
 class Background(Work):
@@ -38,6 +41,7 @@ class Background(Work):
             self._value = self._call()
         except BaseException as error:
             self._error = error
+            _failed.add(self)
         finally:
             self._call = None  # with the memory that it holds
 
@@ -67,7 +71,7 @@ class Background(Work):
         if self._thread.is_alive():
             raise CollectiveTimeoutError(f"{self._thread.name} is not complete after {limit:g} s")
         if self._error is not None:
-            self._told = True
+            self._tell()
             raise self._error
 
     def claim(self) -> None:
@@ -80,6 +84,17 @@ class Background(Work):
         if not self._told:
             self.wait()
 
+    def untold(self) -> str:
+        """Wait, and return the text of an error that nobody was told, empty if there is none; local."""
+        self._thread.join()
+        text = "" if self._told or self._error is None else str(self._error)
+        self._tell()
+        return text
+
+    def _tell(self) -> None:
+        self._told = True
+        _failed.discard(self)
+
     def check(self) -> None:
         """Raise an error that nobody was told, if there is one by now; local."""
         if self.done() and not self._told:
@@ -89,3 +104,12 @@ class Background(Work):
         """Wait, then return what the call returned."""
         self.wait()
         return self._value
+
+
+def _tell_at_the_end() -> None:
+    """Raise an error that nobody was told, as the program ends."""
+    if _failed:
+        _failed.pop().wait()
+
+
+before_finalize(_tell_at_the_end)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
@@ -45,13 +46,16 @@ class Catalogue(NamedTuple):
         notes: The notes of all ranks.
         equals: For each kind of file, how many ranks have the same parts as this one, itself among them, and this
             rank's number among these.
+        elsewhere: For each kind of file, names of tensors of which a lower rank that has other tensors as well has
+            the same part as this one, as experts have a common trunk.
         told: What all ranks said, by which they know later that nothing has changed.
     """
 
     specs: Specs
     notes: dict[str, Any]
     equals: Mapping[str, tuple[int, int]]
-    told: tuple[bytes, ...]
+    elsewhere: Mapping[str, AbstractSet[str]]
+    told: tuple[tuple[bytes, ...], ...]
 
 
 def digests_of(parts: Mapping[str, Sequence[Part]], notes: Mapping[str, Any]) -> Digests:
@@ -98,19 +102,40 @@ def agree_on(
     for number, kind in enumerate(parts):
         ranks = [rank for rank, digests in enumerate(of_all) if digests.boxes[number] == own.boxes[number]]
         equals[kind] = len(ranks), ranks.index(group.rank)
-    told = tuple(digests.specs for digests in of_all)
-    if len(set(told)) == 1:
+    told = tuple((digests.specs, *digests.boxes) for digests in of_all)
+    elsewhere: Mapping[str, AbstractSet[str]] = {kind: set() for kind in parts}
+    if len({digests.specs for digests in of_all}) == 1:
         specs: Specs = _own_specs(parts)
     elif before is not None and before.told == told:
-        specs = before.specs
+        specs, elsewhere = before.specs, before.elsewhere
     else:
-        speaks = told.index(own.specs) == group.rank  # for all with the same tensors
-        specs = _joined(group.all_gather_object(_own_specs(parts) if speaks else {}))
+        boxes_of = {
+            kind: {part.name: _digest([_boxes(part)]) for part in of_kind} for kind, of_kind in parts.items()
+        }
+        spoken = {kind: of_kind for kind, of_kind in parts.items() if not equals[kind][1]}  # for this rank's equals
+        answers = group.all_gather_object((_own_specs(spoken), {kind: boxes_of[kind] for kind in spoken}))
+        specs = _joined([own_specs for own_specs, _ in answers])
+        elsewhere = {
+            kind: _known_before(boxes_of[kind], [known.get(kind, {}) for _, known in answers], of_all, number, own)
+            for number, kind in enumerate(parts)
+        }
     noted = [digests.notes for digests in of_all]
     if len(set(noted)) > 1:
         speaks = noted.index(own.notes) == group.rank
         notes = merged(group.all_gather_object(notes if speaks else {}))
-    return Catalogue(specs, notes, equals, told)
+    return Catalogue(specs, notes, equals, elsewhere, told)
+
+
+def _known_before(
+    own_boxes: Mapping[str, bytes],
+    known: Sequence[Mapping[str, bytes]],
+    of_all: Sequence[Digests],
+    number: int,
+    own: Digests,
+) -> AbstractSet[str]:
+    """Return the names of tensors of which a rank below the first of this one's equals has the same part."""
+    first = next(rank for rank, digests in enumerate(of_all) if digests.boxes[number] == own.boxes[number])
+    return {name for name, digest in own_boxes.items() if any(told.get(name) == digest for told in known[:first])}
 
 
 def _own_specs(parts: Mapping[str, Sequence[Part]]) -> dict[str, list[TensorSpec]]:

@@ -94,8 +94,8 @@ def load_checkpoint(
 
     Raises:
         TypeError: An argument is of the wrong type.
-        ValueError: Ranks have different arguments, or what is there does not fit; on all ranks, and nothing was
-            changed.
+        ValueError: Ranks have different arguments, or what is there does not fit; on all ranks. Model and optimizer
+            are as they were; schedule, scaler and sampler may have been loaded.
         CheckpointError: There is no checkpoint, or it is damaged; on all ranks. Names files, tensors and ranks. If
             the damage shows while tensors are read, the values of the model are undefined: load another checkpoint.
     """
@@ -145,6 +145,8 @@ def _read_on_first(path: Path, kinds: Sequence[str], group: ProcessGroup) -> Con
             problem = str(error)
         except OSError as error:
             problem = f"{error.filename or path}: cannot be read: {error.strerror or error}"
+        except Exception as error:  # the other ranks wait
+            problem = f"{path}: cannot be read: {type(error).__name__}: {error}"
     told: Contents | None
     told, problem = group.broadcast_object((contents, problem), 0)
     if told is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 
+from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import partition_group
 from .background import Background
@@ -45,18 +46,20 @@ class CheckpointRanks:
         self._under_way = work
 
     def settle(self) -> None:
-        """Wait for the save in the background, if there is one.
+        """Wait for the save in the background, if there is one; collective.
 
         Raises:
-            CheckpointError: It has failed, and nobody was told.
+            CheckpointError: It has failed, and a rank was not told; on all ranks.
         """
         work, self._under_way = self._under_way, None
         if work is not None:
-            work.settle()
+            told = self.all.all_gather_object(work.untold())
+            if text := next(filter(None, told), ""):
+                raise CheckpointError(text)
 
     def _end(self) -> None:
         if self._under_way is not None:
-            self._under_way.join()
+            self._under_way.settle()
 
 
 _made: weakref.WeakKeyDictionary[ProcessGroup, CheckpointRanks] = weakref.WeakKeyDictionary()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -13,18 +15,20 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..collectives.agreement import check_same, raised_on_all
 from ..groups.world import ProcessGroup, group_of_this_rank
 from ..types import Work
 from ..utils.arguments import check_flags, either_group_name, integer
+from ..wrapping.partial import parameters_of
 from .background import Background
 from .catalogue import agree_on
 from .files.contents import FORMAT, VERSION
 from .files.folders import STATE_FILE
 from .files.tensor_file import TensorFile, index_of, lay_out
 from .files.values import encoded
-from .parts.model_parts import model_parts
+from .parts.model_parts import ModelParts, model_parts
 from .parts.optimizer_parts import optimizer_parts
 from .parts.part import Part
 from .parts.random_state import random_parts
@@ -108,7 +112,7 @@ def save_checkpoint(
         integer("max_file_size", max_file_size, minimum=1)
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        target = Path(os.path.abspath(os.fspath(path)))
+        target = Path(os.path.realpath(os.fspath(path)))  # else a link would be replaced
         state: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
@@ -121,6 +125,7 @@ def save_checkpoint(
             "sampler": _state_of("sampler", sampler),
             "extra": encoded(extra, "extra"),
         }
+        json.dumps(state)  # raises on all ranks what only the first would meet
     arguments = [f"path {target}", f"step {step}", f"epoch {epoch}", f"blocking {blocking}", f"max {max_file_size}"]
     arguments.append(f"optimizer {optimizer is not None}")
     check_same(
@@ -149,14 +154,18 @@ def _save(
             notes: dict[str, Any] = {"model": {"aliases": described.aliases, "extra": described.extra}}
             notes["optimizer"] = None if optimized is None else optimized.state
             notes["config"] = described.config
-            parts: dict[str, Sequence[Part]] = {"model": described.parts}
-            parts |= {} if optimized is None else {"optimizer": optimized.parts}
+            parts: dict[str, Sequence[Part]] = {"model": _marked(described, optimizer)}
+            if optimized is not None:
+                parts["optimizer"] = [dataclasses.replace(part, may_wait=True) for part in optimized.parts]
             parts["random"] = random_parts(ranks.all)
         ranks.catalogue = known = agree_on(ranks.all, parts, notes, ranks.catalogue)
         files = {kind: lay_out(kind, known.specs[kind], {"format": "pt"}, max_file_size) for kind in known.specs}
         places = places_in(files)
         shares = [
-            share_of([(part, places[kind, part.name]) for part in own], *known.equals[kind])
+            share_of(
+                [(part, places[kind, part.name]) for part in own if part.name not in known.elsewhere[kind]],
+                *known.equals[kind],
+            )
             for kind, own in parts.items()
         ]
         config = known.notes.pop("config")
@@ -177,49 +186,42 @@ def _write_beside(
     """Write a checkpoint on a thread; local."""
 
     def write() -> None:
-        snapshot.copy_rest()
-        write_checkpoint(job._replace(share=snapshot.share), ranks)
+        write_checkpoint(job._replace(share=snapshot.share), ranks, snapshot.copy_rest)
 
     work = Background(write, f"the checkpoint {job.path}")
+    copied = snapshot.is_copied
     if optimizer is not None:
-        _gate_of(optimizer).under_way = snapshot, work
+        _under_way[optimizer] = copied, work
     ranks.begin(work)
     work.start()
     if optimizer is None:
-        snapshot.wait()
+        copied.wait()
     return work
 
 
-class _Gate:
-    """Lets an optimizer step when what it would change is copied, and tells it what went wrong.
+_under_way: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[threading.Event, Background]]
+_under_way = weakref.WeakKeyDictionary()
 
-    It stays with the optimizer: torch allows no hook to remove itself.
 
-    Attributes:
-        under_way: The copy, and what writes it.
-    """
-
-    under_way: tuple[Snapshot, Background] | None = None
-
-    def before_step(self, *_: Any) -> None:
-        """Wait; called by the optimizer."""
-        if self.under_way is None:
-            return
-        snapshot, work = self.under_way
-        snapshot.wait()
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Let an optimizer step when what it would change is copied, and tell it what went wrong."""
+    if optimizer in _under_way:
+        copied, work = _under_way[optimizer]
+        copied.wait()
         if work.done():
-            self.under_way = None  # the memory of the copy is free
+            del _under_way[optimizer]
         work.check()
 
 
-_gates: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Gate] = weakref.WeakKeyDictionary()
+# Now: it has to come before FSDP's hook, in which ranks meet: they may learn of an error at different steps.
+register_optimizer_step_pre_hook(_before_step)
 
 
-def _gate_of(optimizer: torch.optim.Optimizer) -> _Gate:
-    if optimizer not in _gates:
-        gate = _gates[optimizer] = _Gate()
-        optimizer.register_step_pre_hook(gate.before_step)
-    return _gates[optimizer]
+def _marked(described: ModelParts, optimizer: torch.optim.Optimizer | None) -> list[Part]:
+    """Return the parts of a model, of which those may wait that only the optimizer changes."""
+    changed = [] if optimizer is None else [described.part_of(parameter) for parameter in parameters_of(optimizer)]
+    names = {part.name for part in changed if part is not None}
+    return [dataclasses.replace(part, may_wait=part.name in names) for part in described.parts]
 
 
 def _state_of(name: str, stateful: Stateful | None) -> Any:

@@ -9,6 +9,7 @@ A job that is killed leaves one of the last two whole. The next start removes th
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterable, Mapping
@@ -52,11 +53,17 @@ def recover(path: Path) -> None:
 
 def _remove(folder: Path) -> None:
     if folder.exists():
+        if foreign := [path.name for path in folder.iterdir() if path.suffix not in (".safetensors", ".json")]:
+            message = f"it is in the way, and has {foreign[0]!r} in it, which is of no checkpoint: move it away"
+            raise FileExistsError(errno.EEXIST, message, str(folder))
         shutil.rmtree(folder)
 
 
-def prepare(path: Path, files: Iterable[TensorFile]) -> None:
+def prepare(path: Path, files: Iterable[TensorFile]) -> int:
     """Make the folder and the files of tensors, in their sizes; on one rank.
+
+    Returns:
+        What tells this folder from another of its name, for `finish`.
 
     Raises:
         OSError: They cannot be made, or `path` is there and is no checkpoint.
@@ -72,19 +79,23 @@ def prepare(path: Path, files: Iterable[TensorFile]) -> None:
         with (partial / file.name).open("wb") as opened:
             opened.write(file.header)
             opened.truncate(file.size)
+    return partial.stat().st_ino
 
 
-def finish(path: Path, texts: Mapping[str, bytes]) -> None:
+def finish(path: Path, identity: int, texts: Mapping[str, bytes]) -> None:
     """Write the small files, and let the folder have its name when all of it is on the disk; on one rank.
 
     Args:
         path: Of the checkpoint.
+        identity: What `prepare` returned.
         texts: The content of the small files, by their names.
 
     Raises:
         OSError: Something cannot be written.
     """
     partial, previous = partial_of(path), _previous_of(path)
+    if partial.stat().st_ino != identity:
+        raise FileExistsError(errno.EEXIST, "another job saves to the same path", str(partial))
     for name, text in texts.items():
         with (partial / name).open("wb") as opened:
             opened.write(text)

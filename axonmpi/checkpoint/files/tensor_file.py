@@ -215,7 +215,7 @@ def read_header(path: Path) -> TensorFile:
         described = json.loads(text)
         metadata = described.pop("__metadata__", {})
         entries = {name: _entry(name, entry, 8 + length) for name, entry in described.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path}: this is no safetensors file, its header is damaged: {error}") from None
     ordered = sorted(entries.values(), key=lambda entry: (entry.start, entry.stop))
     file_made = TensorFile(path.name, {entry.spec.name: entry for entry in ordered}, size, b"", metadata)

@@ -45,6 +45,7 @@ class Part:
         copy: This rank's number among them.
         is_split: Whether ranks with the same elements each write some of them. Else the first of them writes all:
             their values may differ, as those of buffers do.
+        may_wait: Whether nothing but the optimizer's step changes it.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Part:
     copies: int = 1
     copy: int = 0
     is_split: bool = True
+    may_wait: bool = False
 
 
 def whole_part(name: str, tensor: Tensor, *, is_split: bool = False) -> Part:

@@ -8,7 +8,7 @@ rank 0      writes the checksums and the small files, and renames the folder
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -50,19 +50,26 @@ class Job(NamedTuple):
     texts: Mapping[str, bytes]
 
 
-def write_checkpoint(job: Job, ranks: CheckpointRanks) -> None:
+def write_checkpoint(job: Job, ranks: CheckpointRanks, copy: Callable[[], None] = lambda: None) -> None:
     """Write a checkpoint; collective.
+
+    Args:
+        job: What to write.
+        ranks: Who writes.
+        copy: Called first: makes what this rank writes.
 
     Raises:
         CheckpointError: It cannot be written; on all ranks, and what `path` was is still there.
     """
     trouble = Trouble()
     is_first = ranks.all.rank == 0
+    with trouble.noting(job.path):
+        copy()
+    identity = 0
     if is_first:
         with trouble.noting(job.path):
-            prepare(job.path, job.files)
-    headers = hashlib.sha256(b"".join(file.header for file in job.files)).hexdigest()
-    _check(job, ranks, trouble, headers)
+            identity = prepare(job.path, job.files)
+    _check_complete(job, _check(job, ranks, trouble, (_digest(job.files), job.share.nbytes)), trouble)
     shares = _write(job, ranks, trouble)
     told = _check(job, ranks, trouble, shares)
     if is_first:
@@ -71,8 +78,25 @@ def write_checkpoint(job: Job, ranks: CheckpointRanks) -> None:
             for file, of_ranks in zip(job.files, zip(*told, strict=True), strict=True)
         }
         with trouble.noting(job.path):
-            finish(job.path, {f"{CHECKSUMS}.safetensors": _checksums(sums), **job.texts})
+            finish(job.path, identity, {f"{CHECKSUMS}.safetensors": _checksums(sums), **job.texts})
     _check(job, ranks, trouble, None)
+
+
+def _digest(files: Sequence[TensorFile]) -> str:
+    return hashlib.sha256(b"".join(file.header for file in files)).hexdigest()
+
+
+def _check_complete(job: Job, told: Sequence[tuple[str, int]], trouble: Trouble) -> None:
+    """Note, on all ranks alike, if headers differ, or if ranks have more or less of the tensors than there is."""
+    expected = sum(entry.spec.nbytes for file in job.files for entry in file.entries.values())
+    found = sum(nbytes for _, nbytes in told)
+    if len({digest for digest, _ in told}) > 1:
+        trouble.text = "the ranks have made different headers for its files"
+    elif found != expected:
+        trouble.text = (
+            f"the ranks have {found} bytes of tensors of {expected} bytes: parts are missing or overlap; give the "
+            "group of all ranks that have parts of the model, and the same parts only to ranks with the same model"
+        )
 
 
 def _write(job: Job, ranks: CheckpointRanks, trouble: Trouble) -> list[npt.NDArray[np.uint32]]:
@@ -82,8 +106,9 @@ def _write(job: Job, ranks: CheckpointRanks, trouble: Trouble) -> list[npt.NDArr
     if backend.rank == 0:
         for number, file in enumerate(job.files):
             output.sums[number].add(0, memoryview(file.header))
-    for stretch in job.share.stretches:
-        output.write_stretch(stretch)
+    with output.noting():
+        for stretch in job.share.stretches:
+            output.write_stretch(stretch)
     write_scattered(job.share.scattered, output, ranks.node)
     output.exchange_edges()
     output.sync()
@@ -96,7 +121,7 @@ def _check(job: Job, ranks: CheckpointRanks, trouble: Trouble, own: T) -> list[T
     told = ranks.all.all_gather_object((trouble.text, own))
     if text := text_of_problems([problem for problem, _ in told]):
         if ranks.all.rank == 0:
-            with suppress(OSError):
+            with suppress(Exception):
                 recover(job.path)
         raise CheckpointError(f"{job.path}: the checkpoint was not written: {text}")
     return [value for _, value in told]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -45,7 +45,7 @@ class Trouble:
 
     @contextmanager
     def noting(self, path: Path) -> Iterator[None]:
-        """Take note of an error of the system in the block, and go on.
+        """Take note of an error in the block, and go on: the other ranks will wait for this one.
 
         Args:
             path: What was to be written.
@@ -55,6 +55,8 @@ class Trouble:
         except OSError as error:
             where = error.filename or path
             self.text = self.text or f"{where}: {error.strerror or error}"
+        except Exception as error:
+            self.text = self.text or f"{path}: {type(error).__name__}: {error}"
 
 
 class _File(Protocol):
@@ -119,6 +121,10 @@ class Output:
             for file in files:
                 path = folder / file.name
                 self._open.append(MpiFile(backend, path) if with_mpi else _PosixFile(path))
+
+    def noting(self) -> AbstractContextManager[None]:
+        """Take note of an error in the block, and go on: the other ranks will wait for this one."""
+        return self._trouble.noting(self._path)
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Write bytes of a file; local.

@@ -78,10 +78,12 @@ class Scattered(NamedTuple):
     Attributes:
         place: Where the tensor is.
         piece: The box, and this rank's memory for it.
+        may_wait: Whether the values stay as they are until the optimizer steps.
     """
 
     place: Place
     piece: Piece
+    may_wait: bool
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def share_of(placed: Iterable[tuple[Part, Place]], count: int = 1, number: int =
             if run == piece.box.numel or run * part.dtype.itemsize >= LONG_RUN_BYTES:
                 stretches[equal, own] += _runs(part, place, piece, run)
             elif (mine := _cut_rows(piece, equal, own)) is not None:
-                scattered.append(Scattered(place, mine))
+                scattered.append(Scattered(place, mine, part.may_wait))
     chosen = [stretch for key, own in stretches.items() for stretch in _evenly(own, *key)]
     return Share(sorted(chosen, key=lambda stretch: (stretch.file, stretch.start)), scattered)
 
@@ -154,7 +156,7 @@ def _runs(part: Part, place: Place, piece: Piece, run: int) -> Iterator[Stretch]
         index = np.unravel_index(first, size) if size else ()
         start = tuple(int(at) + begin for at, begin in zip(index, piece.box.start, strict=True))
         offset = Box(start, size).first_in(part.shape) * part.dtype.itemsize
-        yield Stretch(place.file, place.entry.start + offset, piece.view, first, first + run, part.is_split)
+        yield Stretch(place.file, place.entry.start + offset, piece.view, first, first + run, part.may_wait)
 
 
 def _cut_rows(piece: Piece, equal: int, own: int) -> Piece | None:

@@ -65,14 +65,14 @@ def _write(
         if not held:
             continue
         window = memory[: high - low]
-        for piece in pieces:
-            _copy_into(window.view(dtype), shape, first, last, piece)
+        with output.noting():
+            for piece in pieces:
+                _copy_into(window.view(dtype), shape, first, last, piece)
         node.barrier()
-        if held == last - first:
-            begin, end = _pages(low, high, node.size)[node.rank]
-            output.write(place.file, begin, bytes_of(window[begin - low : end - low]))
-        else:
-            for begin, end in _runs(pieces, entry, first, last):
+        is_whole = held == last - first
+        own = [_pages(low, high, node.size)[node.rank]] if is_whole else _runs(pieces, entry, first, last)
+        with output.noting():
+            for begin, end in own:
                 output.write(place.file, begin, bytes_of(window[begin - low : end - low]))
         node.barrier()
 

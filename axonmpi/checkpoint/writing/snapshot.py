@@ -32,7 +32,8 @@ class Snapshot:
         share: What the rank writes.
 
     Attributes:
-        share: The same of the copies; their values are there once `copy_rest` has returned.
+        share: The same of the copies.
+        is_copied: Set when all values are in it.
     """
 
     def __init__(self, share: Share) -> None:
@@ -40,40 +41,35 @@ class Snapshot:
             (stretch, torch.empty(stretch.last - stretch.first, dtype=stretch.view.dtype, device="cpu"))
             for stretch in share.stretches
         ]
-        self._scattered: list[tuple[Tensor, Tensor]] = [
-            (one.piece.view, torch.empty(one.piece.box.size, dtype=one.piece.view.dtype, device="cpu"))
+        self._scattered: list[tuple[Scattered, Tensor]] = [
+            (one, torch.empty(one.piece.box.size, dtype=one.piece.view.dtype, device="cpu"))
             for one in share.scattered
         ]
         self.share = Share(
             [stretch._replace(view=copy, first=0, last=copy.numel()) for stretch, copy in self._pairs],
-            [
-                Scattered(one.place, Piece(one.piece.box, copy))
-                for one, (_, copy) in zip(share.scattered, self._scattered, strict=True)
-            ],
+            [one._replace(piece=Piece(one.piece.box, copy)) for one, copy in self._scattered],
         )
-        self._is_copied = threading.Event()
+        self.is_copied = threading.Event()
 
     def copy_now(self) -> None:
         """Copy what may change before the optimizer steps; local."""
-        for stretch, copy in self._pairs:
-            if not stretch.may_wait:
-                _copy(stretch, copy)
+        self._copy(may_wait=False)
 
     def copy_rest(self) -> None:
         """Copy everything else; local."""
         try:
-            for stretch, copy in self._pairs:
-                if stretch.may_wait:
-                    _copy(stretch, copy)
-            with torch.no_grad():
-                for view, copy in self._scattered:
-                    copy.copy_(view)
+            self._copy(may_wait=True)
         finally:
-            self._is_copied.set()
+            self.is_copied.set()
 
-    def wait(self) -> None:
-        """Wait until everything is copied; local."""
-        self._is_copied.wait()
+    @torch.no_grad()
+    def _copy(self, *, may_wait: bool) -> None:
+        for stretch, copy in self._pairs:
+            if stretch.may_wait == may_wait:
+                _copy(stretch, copy)
+        for one, copy in self._scattered:
+            if one.may_wait == may_wait:
+                copy.copy_(one.piece.view)
 
 
 def _copy(stretch: Stretch, copy: Tensor) -> None:
