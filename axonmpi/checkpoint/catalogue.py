@@ -12,29 +12,19 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from .files.tensor_file import TensorSpec
 from .parts.part import Part
 
-__all__ = ["Catalogue", "Digests", "Specs", "agree_on", "digests_of", "merged"]
+__all__ = ["Catalogue", "Specs", "agree_on", "digests_of", "merged"]
+
+_DIGEST_BYTES = 16
 
 Specs = Mapping[str, Sequence[TensorSpec]]
 """The tensors of each kind of file."""
-
-
-class Digests(NamedTuple):
-    """What a rank tells of its parts.
-
-    Attributes:
-        specs: The same where ranks have tensors of the same names, dtypes and shapes.
-        boxes: For each kind of file the same where they also have the same parts of its tensors.
-        notes: The same where they have the same notes.
-    """
-
-    specs: bytes
-    boxes: tuple[bytes, ...]
-    notes: bytes
 
 
 class Catalogue(NamedTuple):
@@ -51,19 +41,23 @@ class Catalogue(NamedTuple):
     specs: Specs
     notes: dict[str, Any]
     equals: Mapping[str, tuple[int, int]]
-    told: tuple[bytes, ...]
+    told: bytes
 
 
-def digests_of(parts: Mapping[str, Sequence[Part]], notes: Mapping[str, Any]) -> Digests:
-    """Return the digests of this rank's parts and notes; local.
+def digests_of(parts: Mapping[str, Sequence[Part]], notes: Mapping[str, Any]) -> bytes:
+    """Return what a rank tells of its parts and notes, in digests of 16 bytes each; local.
 
     Args:
         parts: By the kind of file.
         notes: What JSON can hold.
+
+    Returns:
+        The first digest is the same where ranks have tensors of the same names, dtypes and shapes, the second where
+        they have the same notes. Then comes one for each kind of file, the same where they have the same parts.
     """
     specs = [f"{kind}\0{part.name}\0{part.dtype}\0{part.shape}" for kind, own in parts.items() for part in own]
-    boxes = tuple(_digest(_boxes(part) for part in own) for own in parts.values())
-    return Digests(_digest(specs), boxes, _digest([json.dumps(notes)]))
+    boxes = [_digest(_boxes(part) for part in own) for own in parts.values()]
+    return b"".join([_digest(specs), _digest([json.dumps(notes)]), *boxes])
 
 
 def _boxes(part: Part) -> str:
@@ -72,7 +66,7 @@ def _boxes(part: Part) -> str:
 
 
 def _digest(lines: Iterable[str]) -> bytes:
-    return hashlib.sha256("\n".join(lines).encode()).digest()[:16]
+    return hashlib.sha256("\n".join(lines).encode()).digest()[:_DIGEST_BYTES]
 
 
 def agree_on(
@@ -92,25 +86,25 @@ def agree_on(
     Raises:
         CheckpointError: Ranks have tensors of one name with different shapes or dtypes; on all ranks.
     """
-    own = digests_of(parts, notes)
-    of_all = [Digests(*digests) for digests in group.all_gather_object(tuple(own))]
-    equals = {}
-    for number, kind in enumerate(parts):
-        ranks = [rank for rank, digests in enumerate(of_all) if digests.boxes[number] == own.boxes[number]]
-        equals[kind] = len(ranks), ranks.index(group.rank)
-    told = tuple(digests.specs for digests in of_all)
-    if len(set(told)) == 1:
-        specs: Specs = _own_specs(parts)
-    elif before is not None and before.told == told:
+    told = group.all_gather(torch.frombuffer(bytearray(digests_of(parts, notes)), dtype=torch.uint8)).numpy()
+    of_all = told.reshape(group.size, -1, _DIGEST_BYTES)
+    same = (of_all == of_all[group.rank]).all(-1)  # [W, digests] as this rank
+    before_this = same[: group.rank]
+    equals = {
+        kind: (int(same[:, 2 + number].sum()), int(before_this[:, 2 + number].sum()))
+        for number, kind in enumerate(parts)
+    }
+    of_specs = of_all[:, 0].tobytes()
+    specs: Specs
+    if same[:, 0].all():
+        specs = _own_specs(parts)
+    elif before is not None and before.told == of_specs:
         specs = before.specs
-    else:
-        speaks = told.index(own.specs) == group.rank  # for all with the same tensors
-        specs = _joined(group.all_gather_object(_own_specs(parts) if speaks else {}))
-    noted = [digests.notes for digests in of_all]
-    if len(set(noted)) > 1:
-        speaks = noted.index(own.notes) == group.rank
-        notes = merged(group.all_gather_object(notes if speaks else {}))
-    return Catalogue(specs, notes, equals, told)
+    else:  # the first of those with the same tensors speaks for all of them
+        specs = _joined(group.all_gather_object({} if before_this[:, 0].any() else _own_specs(parts)))
+    if not same[:, 1].all():
+        notes = merged(group.all_gather_object({} if before_this[:, 1].any() else notes))
+    return Catalogue(specs, notes, equals, of_specs)
 
 
 def _own_specs(parts: Mapping[str, Sequence[Part]]) -> dict[str, list[TensorSpec]]:
