@@ -10,32 +10,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from .files.tensor_file import TensorSpec
 from .parts.part import Part
 
-__all__ = ["Catalogue", "Digests", "Specs", "agree_on", "digests_of", "merged"]
+__all__ = ["Catalogue", "Specs", "agree_on", "digests_of", "merged"]
+
+_DIGEST_BYTES = 16
 
 Specs = Mapping[str, Sequence[TensorSpec]]
 """The tensors of each kind of file."""
-
-
-class Digests(NamedTuple):
-    """What a rank tells of its parts.
-
-    Attributes:
-        specs: The same where ranks have tensors of the same names, dtypes and shapes.
-        boxes: For each kind of file the same where they also have the same parts of its tensors.
-        notes: The same where they have the same notes.
-    """
-
-    specs: bytes
-    boxes: tuple[bytes, ...]
-    notes: bytes
 
 
 class Catalogue(NamedTuple):
@@ -46,28 +36,32 @@ class Catalogue(NamedTuple):
         notes: The notes of all ranks.
         equals: For each kind of file, how many ranks have the same parts as this one, itself among them, and this
             rank's number among these.
-        elsewhere: For each kind of file, names of tensors of which a lower rank that has other tensors as well has
-            the same part as this one, as experts have a common trunk.
+        elsewhere: For each kind of file, names of tensors of which a lower rank, that differs in others, has the
+            same part: what experts have in common.
         told: What all ranks said, by which they know later that nothing has changed.
     """
 
     specs: Specs
     notes: dict[str, Any]
     equals: Mapping[str, tuple[int, int]]
-    elsewhere: Mapping[str, AbstractSet[str]]
-    told: tuple[tuple[bytes, ...], ...]
+    elsewhere: Mapping[str, set[str]]
+    told: bytes
 
 
-def digests_of(parts: Mapping[str, Sequence[Part]], notes: Mapping[str, Any]) -> Digests:
-    """Return the digests of this rank's parts and notes; local.
+def digests_of(parts: Mapping[str, Sequence[Part]], notes: Mapping[str, Any]) -> bytes:
+    """Return what a rank tells of its parts and notes, in digests of 16 bytes each; local.
 
     Args:
         parts: By the kind of file.
         notes: What JSON can hold.
+
+    Returns:
+        The first digest is the same where ranks have tensors of the same names, dtypes and shapes, the second where
+        they have the same notes. Then comes one for each kind of file, the same where they have the same parts.
     """
     specs = [f"{kind}\0{part.name}\0{part.dtype}\0{part.shape}" for kind, own in parts.items() for part in own]
-    boxes = tuple(_digest(_boxes(part) for part in own) for own in parts.values())
-    return Digests(_digest(specs), boxes, _digest([json.dumps(notes)]))
+    boxes = [_digest(_boxes(part) for part in own) for own in parts.values()]
+    return b"".join([_digest(specs), _digest([json.dumps(notes)]), *boxes])
 
 
 def _boxes(part: Part) -> str:
@@ -76,7 +70,7 @@ def _boxes(part: Part) -> str:
 
 
 def _digest(lines: Iterable[str]) -> bytes:
-    return hashlib.sha256("\n".join(lines).encode()).digest()[:16]
+    return hashlib.sha256("\n".join(lines).encode()).digest()[:_DIGEST_BYTES]
 
 
 def agree_on(
@@ -96,46 +90,35 @@ def agree_on(
     Raises:
         CheckpointError: Ranks have tensors of one name with different shapes or dtypes; on all ranks.
     """
-    own = digests_of(parts, notes)
-    of_all = [Digests(*digests) for digests in group.all_gather_object(tuple(own))]
-    equals = {}
-    for number, kind in enumerate(parts):
-        ranks = [rank for rank, digests in enumerate(of_all) if digests.boxes[number] == own.boxes[number]]
-        equals[kind] = len(ranks), ranks.index(group.rank)
-    told = tuple((digests.specs, *digests.boxes) for digests in of_all)
-    elsewhere: Mapping[str, AbstractSet[str]] = {kind: set() for kind in parts}
-    if len({digests.specs for digests in of_all}) == 1:
-        specs: Specs = _own_specs(parts)
-    elif before is not None and before.told == told:
+    told = group.all_gather(torch.frombuffer(bytearray(digests_of(parts, notes)), dtype=torch.uint8)).numpy()
+    of_all = told.reshape(group.size, -1, _DIGEST_BYTES)
+    same = (of_all == of_all[group.rank]).all(-1)  # [W, digests] as this rank
+    before_this = same[: group.rank]
+    equals = {
+        kind: (int(same[:, 2 + number].sum()), int(before_this[:, 2 + number].sum()))
+        for number, kind in enumerate(parts)
+    }
+    of_parts = np.delete(of_all, 1, axis=1).tobytes()  # what is agreed on does not depend on the notes
+    specs: Specs
+    elsewhere: Mapping[str, set[str]] = {kind: set() for kind in parts}
+    if same[:, 0].all():
+        specs = _own_specs(parts)
+    elif before is not None and before.told == of_parts:
         specs, elsewhere = before.specs, before.elsewhere
     else:
-        boxes_of = {
-            kind: {part.name: _digest([_boxes(part)]) for part in of_kind} for kind, of_kind in parts.items()
-        }
-        spoken = {kind: of_kind for kind, of_kind in parts.items() if not equals[kind][1]}  # for this rank's equals
-        answers = group.all_gather_object((_own_specs(spoken), {kind: boxes_of[kind] for kind in spoken}))
-        specs = _joined([own_specs for own_specs, _ in answers])
-        elsewhere = {
-            kind: _known_before(boxes_of[kind], [known.get(kind, {}) for _, known in answers], of_all, number, own)
-            for number, kind in enumerate(parts)
-        }
-    noted = [digests.notes for digests in of_all]
-    if len(set(noted)) > 1:
-        speaks = noted.index(own.notes) == group.rank
-        notes = merged(group.all_gather_object(notes if speaks else {}))
-    return Catalogue(specs, notes, equals, elsewhere, told)
-
-
-def _known_before(
-    own_boxes: Mapping[str, bytes],
-    known: Sequence[Mapping[str, bytes]],
-    of_all: Sequence[Digests],
-    number: int,
-    own: Digests,
-) -> AbstractSet[str]:
-    """Return the names of tensors of which a rank below the first of this one's equals has the same part."""
-    first = next(rank for rank, digests in enumerate(of_all) if digests.boxes[number] == own.boxes[number])
-    return {name for name, digest in own_boxes.items() if any(told.get(name) == digest for told in known[:first])}
+        boxes = {kind: {part.name: _digest([_boxes(part)]) for part in own} for kind, own in parts.items()}
+        # The first of those with the same parts speaks for all of them.
+        spoken = {kind: own for kind, own in parts.items() if not equals[kind][1]}
+        answers = group.all_gather_object((_own_specs(spoken), {kind: boxes[kind] for kind in spoken}))
+        specs = _joined([own for own, _ in answers])
+        for number, kind in enumerate(parts):
+            below = [known.get(kind, {}) for _, known in answers[: int(same[:, 2 + number].argmax())]]
+            elsewhere[kind].update(
+                name for name, one in boxes[kind].items() if any(k.get(name) == one for k in below)
+            )
+    if not same[:, 1].all():
+        notes = merged(group.all_gather_object({} if before_this[:, 1].any() else notes))
+    return Catalogue(specs, notes, equals, elsewhere, of_parts)
 
 
 def _own_specs(parts: Mapping[str, Sequence[Part]]) -> dict[str, list[TensorSpec]]:

@@ -26,7 +26,7 @@ from ..groups.world import ProcessGroup, chosen_group
 from ..launch.settings import stop_signal
 from ..launch.variables import job_end_time
 from ..types import ReduceOp, Seconds
-from ..utils.arguments import seconds
+from ..utils.arguments import either_group_name, seconds
 
 __all__ = ["PreemptionGuard"]
 
@@ -62,6 +62,7 @@ class PreemptionGuard:
         TypeError: A signal is no number of one, or `group` is no group.
     """
 
+    @either_group_name
     def __init__(
         self,
         signals: Iterable[int] | None = None,

@@ -86,10 +86,9 @@ class ShardedParameter:
         self._copy: Tensor | None = None
 
     @property
-    def holders(self) -> list[int]:
+    def holders(self) -> range:
         """The ranks of the flat parameter's group that have elements of it."""
-        parts = (self.flat.layout.part(self._index, rank) for rank in range(self.flat.group.size))
-        return [rank for rank, (first, last) in enumerate(parts) if first < last]
+        return self.flat.layout.holders(self._index)
 
     def use_buffer(self, buffer: Tensor) -> None:
         """Make the full parameter a view of [P] elements; local."""

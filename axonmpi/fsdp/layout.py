@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,10 +39,21 @@ class Layout:
         """Elements of the flat parameter, padding included."""
         return sum(self.sizes)
 
+    @functools.cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each rank's shard begins."""
+        return tuple(itertools.accumulate(self.sizes[:-1], initial=0))
+
     def bounds(self, rank: int) -> tuple[int, int]:
         """Return where a rank's shard begins and ends."""
-        start = sum(self.sizes[:rank])
-        return start, start + self.sizes[rank]
+        return self.starts[rank], self.starts[rank] + self.sizes[rank]
+
+    def holders(self, index: int) -> range:
+        """Return the ranks in whose shards a parameter lies, at once also for thousands of them."""
+        start, stop = self.offsets[index], self.offsets[index] + self.numels[index]
+        if start == stop:
+            return range(0)
+        return range(bisect_right(self.starts, start) - 1, bisect_left(self.starts, stop))
 
     def part(self, index: int, rank: int) -> tuple[int, int]:
         """Return which elements of a parameter, from and to, lie in a rank's shard; equal if none do."""

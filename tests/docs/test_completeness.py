@@ -21,7 +21,9 @@ def missing(page: str, names, pattern: str = "{}"):
 
 def test_every_public_name_is_looked_up_in_the_api_page():
     modules = {"autograd", "comm", "errors", "testing"}
-    entries = re.findall(r"(?:function|class|exception|module):: (?:[\w.]+\.)?(\w+)", (DOCS / "api.md").read_text())
+    entries = re.findall(
+        r"(?:function|class|exception|module|data):: (?:[\w.]+\.)?(\w+)", (DOCS / "api.md").read_text()
+    )
     assert set(axonmpi.__all__) - set(entries) - modules == set()
     assert set(axonmpi.testing.__all__) | set(axonmpi.autograd.__all__) <= set(entries)
 

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import axonmpi as ax
 from axonmpi.pipeline import make_schedule
 
 DOCS = Path(__file__).parents[2] / "docs"
-RESULTS = {"LaunchResult"}
+RESULTS = {"LaunchResult", "Summary"}
 """Classes that the package makes itself, for users to read."""
 
 
@@ -117,7 +118,10 @@ class Arguments:
             synchronizer.prepare(0)
             return ()
 
+        folder = Path(group.broadcast_object(tempfile.mkdtemp()))
+        ax.save_checkpoint(folder / "saved", _of_ones(nn.Linear(4, 4)), group=group)
         self.owners = {
+            "CheckpointFolder": ax.CheckpointFolder(folder / "run", group=group),
             "Backend": group.backend,
             "DDP": ax.DDP(nn.Linear(4, 4), group),
             "FSDP": self.fsdp,
@@ -127,6 +131,7 @@ class Arguments:
             "Pipeline": ax.Pipeline.from_modules(stages, group),
             "ProcessGroup": group,
         }
+        self.keywords = {"CheckpointFolder.save": {"step": 1}}
         self.of: dict[str, tuple[Any, ...] | Callable[[], tuple[Any, ...]]] = {
             # collectives, also as methods
             "all_gather": (t,),
@@ -206,6 +211,15 @@ class Arguments:
             "tensor.split_sequence": (t,),
             "tensor_parallel_attention": (4 * ranks, ranks),
             "tensor_parallelize": lambda: (_of_ones(nn.Sequential(nn.Linear(4, ranks))), {"0": "column:gather"}),
+            # checkpoints
+            "CheckpointFolder": (folder / "run",),
+            "CheckpointFolder.latest": (),
+            "CheckpointFolder.load_latest": (nn.Linear(4, 4),),
+            "CheckpointFolder.path_of": (1,),
+            "CheckpointFolder.save": lambda: (_of_ones(nn.Linear(4, 4)),),
+            "PreemptionGuard": ((),),
+            "load_checkpoint": (folder / "saved", nn.Linear(4, 4)),
+            "save_checkpoint": lambda: (folder / "again", _of_ones(nn.Linear(4, 4))),
             # the rest
             "testing.parallel_assert": (True,),
             "train.MeshConfig": (),
@@ -229,7 +243,7 @@ class Arguments:
         right = given() if callable(given) else given
         bound = inspect.signature(function).bind_partial(*right)
         known = {name: value for name, value in named.items() if name in inspect.signature(function).parameters}
-        bound.arguments.update(known)
+        bound.arguments.update(self.keywords.get(call.name, {}) | known)
         others = {name: value for name, value in named.items() if name not in known}
         result = function(*bound.args, **bound.kwargs, **others)
         if isinstance(result, ax.Work):

@@ -138,7 +138,7 @@ def test_what_is_found_later_is_an_exit_code_and_a_message_too(mock_start, capsy
 def test_unknown_commands_are_refused(capsys):
     for arguments, message in (
         (["tran"], "unknown command 'tran': did you mean train"),
-        (["fly"], "expected one of train, bench, chart, doctor"),
+        (["fly"], "expected one of train, bench, chart, checkpoint, doctor"),
         ([], "no command given"),
     ):
         assert cli.main(arguments) == 2

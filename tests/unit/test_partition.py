@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from axonmpi.fsdp.layout import by_elements, by_parameters
 from axonmpi.utils.partition import bucket_by_size, split_bounds, split_sizes
 
 EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -72,3 +73,13 @@ def test_what_cannot_be_put_in_buckets_is_refused() -> None:
             bucket_by_size([1], capacity)
     with pytest.raises(ValueError, match="got -2 at position 1"):
         bucket_by_size([1, -2], 5)
+
+
+@EXAMPLES
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=7), st.integers(1, 9))
+def test_the_ranks_that_have_a_part_of_a_parameter(numels, ranks):
+    for layout in (by_elements(numels, ranks), by_parameters(numels, ranks, [0] * ranks)):
+        for index in range(len(numels)):
+            parts = [layout.part(index, rank) for rank in range(ranks)]
+            assert list(layout.holders(index)) == [rank for rank, (first, last) in enumerate(parts) if first < last]
+            assert sum(last - first for first, last in parts) == numels[index]

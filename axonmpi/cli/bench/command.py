@@ -20,6 +20,8 @@ from ...testing.mpirun import find_mpirun
 from ...utils.device import gpu_count
 from .. import parse_arguments, positive
 from . import data_parallel, overhead, pipeline, tensor
+from .checkpoint import measure as checkpoint
+from .checkpoint import table as checkpoint_table
 from .collectives import measure as collectives
 from .collectives import mpi as collectives_mpi
 from .collectives import table as collectives_table
@@ -46,6 +48,7 @@ class Benchmark:
         plot: Draws the figures into a file.
         measure_mpi: Measures MPI alone, in a job without axonmpi's communication; collective, result on rank 0.
         add_mpi: Adds the figures of MPI alone; calls its second argument to run that job, if needed.
+        blocks: How often each variant takes its turn, unless told otherwise.
     """
 
     title: str
@@ -56,6 +59,7 @@ class Benchmark:
     plot: Callable[[Path, list[Figures]], None] | None = None
     measure_mpi: Callable[[argparse.Namespace], Figures | None] | None = None
     add_mpi: Callable[[Figures, Callable[[], Figures]], None] | None = None
+    blocks: int = 15
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -165,8 +169,8 @@ def _add_options(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
     parser.add_argument(
         "--blocks",
         type=positive,
-        default=15,
-        help="how often each variant takes its turn (default: 15)",
+        default=benchmark.blocks,
+        help=f"how often each variant takes its turn (default: {benchmark.blocks})",
         metavar="N",
     )
     parser.set_defaults(device="cpu")
@@ -247,6 +251,14 @@ def _size(text: str) -> int:
 # ---- benchmarks ------------------------------------------------------------------------------------------------
 
 BENCHMARKS: dict[str, Benchmark] = {
+    "checkpoint": Benchmark(
+        "saving and loading a checkpoint: ours, plain writes, torch's on gloo; time, memory, stalls, planning",
+        checkpoint.measure,
+        checkpoint_table.table,
+        (4,),
+        checkpoint.add_options,
+        blocks=5,
+    ),
     "collectives": Benchmark(
         "collectives of many sizes: ours, MPI's own, torch.distributed's, and a plain copy",
         lambda world, options: collectives.measure(

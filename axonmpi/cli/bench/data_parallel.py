@@ -13,8 +13,6 @@ fsdp    Each layer is a unit, and the steps are AdamW's, too; `--batch` changes 
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import platform
 from collections.abc import Callable
 from functools import partial
@@ -25,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...comm import all_reduce_sum, barrier
+from ...comm import all_reduce_sum
 from ...ddp import DistributedDataParallel
 from ...fsdp import FullyShardedDataParallel, ShardingStrategy
 from ...fsdp.memory import PeakMemory, process_memory
 from ...groups.world import World
 from ...utils.text import aligned
-from .timing import interleave, start_gloo
+from .timing import give_back, interleave, start_gloo
 
 __all__ = ["BATCH", "ddp_table", "fsdp_table", "measure_ddp", "measure_fsdp"]
 
@@ -171,7 +169,7 @@ def _torch_fsdp(model: nn.Sequential, world: World) -> nn.Module:
 
 def _peak_memory(make: Callable[[], Step]) -> int:
     """Return the largest memory of a variant in a few steps, on all ranks of the node together; collective."""
-    _give_back()
+    give_back()
     before = process_memory()[0]
     step = make()
     with PeakMemory() as peak:
@@ -180,14 +178,5 @@ def _peak_memory(make: Callable[[], Step]) -> int:
     most = torch.tensor([peak.most - before])
     all_reduce_sum(most)
     del step
-    _give_back()
+    give_back()
     return int(most)
-
-
-def _give_back() -> None:
-    """Return freed memory to the system on every rank; collective."""
-    gc.collect()
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
-    barrier()

@@ -6,6 +6,8 @@ the CPU spends on telling it.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import socket
 import statistics
 import time
@@ -30,6 +32,7 @@ __all__ = [
     "calls_for",
     "count_cores",
     "device_clock",
+    "give_back",
     "interleave",
     "reduce_scatter_flat",
     "start_gloo",
@@ -180,3 +183,12 @@ def count_cores(world: World) -> int:
     """Return how many logical CPUs all ranks may run on together, each counted once; collective."""
     places = all_gather_object((world.node_rank, usable_cores()))
     return len({(node, core) for node, cores in places for core in cores})
+
+
+def give_back() -> None:
+    """Return freed memory to the system on every rank; collective."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+    barrier()

@@ -1,0 +1,1 @@
+"""Saving and loading a checkpoint: ours, plain writes, `torch.distributed.checkpoint` on gloo."""

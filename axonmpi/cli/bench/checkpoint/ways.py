@@ -1,0 +1,163 @@
+"""The ways to save and to load that take turns. All of them are done when the bytes are on the disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....checkpoint import load_checkpoint, save_checkpoint
+from ....comm import barrier
+from ....groups.world import World
+from .states import flat_state
+
+__all__ = ["Ways", "forget_pages", "remove_all"]
+
+AXONMPI, PLAIN, DCP, HUGGING_FACE = "axonmpi", "plain", "dcp", "hugging face"
+
+Call = Callable[[], None]
+
+
+class Ways:
+    """Saves and loads as much state in several ways; all collective.
+
+    Args:
+        world: All ranks.
+        folder: Where to, on a file system that all of them see.
+        own: Our sharded model, with its optimizer.
+        other: Torch's, as large.
+
+    Attributes:
+        saves: What saves, by name.
+        loads: What loads what was saved, by name.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        folder: Path,
+        own: tuple[nn.Module, torch.optim.Optimizer],
+        other: tuple[nn.Module, torch.optim.Optimizer],
+    ) -> None:
+        self._folder = folder
+        self._own = own
+        self._other = other
+        self._world = world
+        model, optimizer = other
+        states = [value for values in optimizer.state.values() for value in values.values()]
+        self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *states])
+        self._plain = torch.ones(-(-self.nbytes // world.size), dtype=torch.uint8)
+        self.saves: dict[str, Call] = {AXONMPI: self._save, PLAIN: self._save_plain, DCP: self._save_dcp}
+        if _has_safetensors():
+            self.saves[HUGGING_FACE] = self._save_hugging_face
+        self.loads: dict[str, Call] = {AXONMPI: self._load, PLAIN: self._load_plain, DCP: self._load_dcp}
+
+    def path(self, name: str) -> Path:
+        """Return where one of them saves to."""
+        return self._folder / name.replace(" ", "-")
+
+    # ---- ours -------------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        save_checkpoint(self.path(AXONMPI), *self._own)
+
+    def _load(self) -> None:
+        load_checkpoint(self.path(AXONMPI), *self._own)
+
+    # ---- each rank an equal share of one file ------------------------------------------------------------------
+
+    def _save_plain(self) -> None:
+        """Write as many bytes by `pwrite`, with one call where the system takes as many, and fsync."""
+        path = self.path(PLAIN)
+        if self._world.rank == 0:
+            with path.open("wb") as file:
+                file.truncate(len(self._plain) * self._world.size)
+        barrier()
+        self._plain_file(path, os.O_WRONLY, os.pwrite)
+        barrier()
+
+    def _load_plain(self) -> None:
+        self._plain_file(self.path(PLAIN), os.O_RDONLY, lambda file, data, at: os.preadv(file, [data], at))
+        barrier()
+
+    def _plain_file(self, path: Path, flags: int, move: Callable[[int, memoryview, int], int]) -> None:
+        data, begin, at = self._plain.numpy().data, self._world.rank * len(self._plain), 0
+        file = os.open(path, flags)
+        try:
+            while at < len(data):
+                at += move(file, data[at:], begin + at)
+            if flags == os.O_WRONLY:
+                os.fsync(file)
+        finally:
+            os.close(file)
+
+    # ---- torch's ----------------------------------------------------------------------------------------------
+
+    def _save_dcp(self) -> None:
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        save(self._dcp_state(), checkpoint_id=self.path(DCP))
+
+    def _load_dcp(self) -> None:
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        state = self._dcp_state()
+        load(state, checkpoint_id=self.path(DCP))
+        set_state_dict(*self._other, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def _dcp_state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(*self._other)
+        return {"model": model, "optimizer": optimizer}
+
+    def _save_hugging_face(self) -> None:
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        writer = HuggingFaceStorageWriter(
+            str(self.path(HUGGING_FACE)), save_distributed=True, enable_consolidation=True
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about its own use of torch
+            save(flat_state(*self._other), storage_writer=writer)
+
+
+def _has_safetensors() -> bool:
+    """Say whether the package is there that `HuggingFaceStorageWriter` needs."""
+    try:
+        import safetensors.torch  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def remove_all(world: World, folder: Path) -> None:
+    """Remove what is in the folder, and wait until nothing is left to be written; collective."""
+    barrier()
+    if world.rank == 0:
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        os.sync()
+    barrier()
+
+
+def forget_pages(world: World, folder: Path) -> None:
+    """Let the system forget what it has of the files in the folder, so that it reads the disk; collective."""
+    barrier()
+    if world.rank == 0:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    barrier()
