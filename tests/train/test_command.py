@@ -1,6 +1,7 @@
 """The command line: flags, the settings file, refusals, and real runs of it."""
 
 import json
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import axonmpi as ax
 from axonmpi import cli
 from axonmpi.cli import train
 from axonmpi.launch.variables import Launcher, without_launcher_variables
-from axonmpi.train import Config
+from axonmpi.train import Config, trainer
 
 SMALL = [
     *("--layers=1", "--width=16", "--heads=2", "--sequence-length=16", "--global-batch=8", "--steps=12"),
@@ -133,6 +134,44 @@ def test_what_is_found_later_is_an_exit_code_and_a_message_too(mock_start, capsy
     assert "axonmpi train: error: global_batch: expected a multiple of" in capsys.readouterr().err
     assert cli.main(["train", *SMALL, "--lr", "1e30", "--gradient-clip", "0", "--out", str(tmp_path)]) == 1
     assert "training has diverged; try a smaller lr" in capsys.readouterr().err
+
+
+def test_a_signal_stops_the_run_with_its_own_code_and_more_of_them_do_nothing(mock_start, monkeypatch, tmp_path):
+    before = signal.getsignal(signal.SIGUSR1)
+    settings = ["train", *SMALL, "--no-plot", "--progress=off", "--resume=auto", "--out", str(tmp_path)]
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "learning_rate", lambda *_: signal.raise_signal(signal.SIGUSR1) or 1e-3)
+        assert cli.main(settings) == ax.REQUEUE_EXIT_CODE == 85
+    signal.raise_signal(signal.SIGUSR1)  # while the process ends
+    signal.signal(signal.SIGUSR1, before)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert cli.main(settings) == 0
+    assert len(losses(tmp_path)) == 12
+    assert cli.main(settings) == 0
+    assert signal.getsignal(signal.SIGUSR1) == before
+    monkeypatch.setenv("AXONMPI_STOP_SIGNAL", "9")
+    assert cli.main(settings) == 2
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_an_exit_code_and_a_message(
+    mock_start, monkeypatch, capsys, tmp_path
+):
+    blocked = tmp_path / "checkpoints" / "step-00000012.partial"
+
+    def block(*_):
+        blocked.parent.mkdir(exist_ok=True)
+        blocked.write_text("in the way")
+        return 1e-3
+
+    settings = ["train", *SMALL, "--no-plot", "--progress=off", "--out", str(tmp_path)]
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "learning_rate", block)
+        assert cli.main(settings) == 1
+    shown = capsys.readouterr().err
+    assert f"error: {blocked.with_suffix('')}: the checkpoint was not written: " in shown
+    assert not (tmp_path / "summary.json").exists()
+    blocked.unlink()
+    assert cli.main(settings) == 0
 
 
 def test_unknown_commands_are_refused(capsys):
@@ -286,3 +325,36 @@ def test_real_ranks_refuse_together_with_code_2():
     result = ax.testing.launch(2, "-m", "axonmpi", "train", "--pp", "3", timeout=240)
     assert (result.returncode, result.leftover) == (2, ())
     assert result.stderr.count("tp x pp = 1 x 3 = 3, but there are 2 ranks: take for example dp x tp x pp = ") == 1
+
+
+STOPPED = """
+import signal, sys
+from axonmpi import cli
+from axonmpi.launch.variables import detect_launchers
+from axonmpi.train import trainer
+
+rate = trainer.learning_rate
+
+def told_in_step_5(step, *others):
+    if step == 4 and detect_launchers()[0].rank == 1:
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.raise_signal(number)
+    return rate(step, *others)
+
+trainer.learning_rate = told_in_step_5
+sys.exit(cli.main(["train", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.slow
+def test_real_ranks_stop_after_a_signal_to_one_of_them_and_go_on_later(tmp_path):
+    settings = [*SMALL, "--fsdp=full", "--resume=auto", "--out", tmp_path]
+    stopped = ax.testing.launch(2, STOPPED, *settings, timeout=240)
+    assert (stopped.returncode, stopped.leftover) == (85, ())
+    assert stopped.stdout.count(f"stopped after step 5 of 12, saved {tmp_path}") == 1
+    assert "[rank" not in stopped.stderr
+    assert not (tmp_path / "summary.json").exists()
+    ended = ax.testing.launch(2, "-m", "axonmpi", "train", *settings, timeout=240)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "going on after step 5, from " in ended.stdout
+    assert losses(tmp_path) == pytest.approx(plain_run(train.parse(SMALL)).losses, abs=1e-4)
