@@ -28,7 +28,7 @@ from axonmpi.utils.waiting import Backoff, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 NODES = ("n1", "n2")
-CPUS = 8
+CPUS = 32
 """Of a node, as Slurm is told: what the templates ask for, however many this machine has."""
 PRETENDED_GPUS = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random")
 """Slurm deals out files; nobody opens them here."""
@@ -67,7 +67,7 @@ PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 ReturnToService=2
 SlurmdParameters=config_overrides
-TmpFS={folder}
+TmpFS={folder}/temporary-%n
 KillWait=5
 MailProg=/bin/true
 PropagateResourceLimits=NONE
@@ -125,7 +125,8 @@ class Cluster:
         self._opened.close()
 
     def _write_configuration(self) -> None:
-        for name in ("munge", "state", *(f"spool-{node}" for node in NODES)):
+        of_nodes = (f"{name}-{node}" for name in ("spool", "temporary") for node in NODES)
+        for name in ("munge", "state", *of_nodes):
             (self.folder / name).mkdir(mode=0o711)
         key = self.folder / "munge/key"
         key.touch(0o600)
