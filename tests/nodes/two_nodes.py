@@ -117,9 +117,7 @@ class TwoNodes:
         ]
 
     def _inside(self, node: int, *command: str) -> str:
-        done = subprocess.run(
-            [*self.enter(node), *command], check=True, capture_output=True, text=True, timeout=20
-        )
+        done = subprocess.run([*self.enter(node), *command], check=True, capture_output=True, text=True, timeout=20)
         return done.stdout
 
     def processes(self, node: int) -> set[int]:

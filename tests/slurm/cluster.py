@@ -34,6 +34,8 @@ PRETENDED_GPUS = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random")
 """Slurm deals out files; nobody opens them here."""
 START_SECONDS = 30.0
 COMMAND_SECONDS = 30.0
+TIDY_SECONDS = 10.0
+"""Slurm kills what has not ended after KillWait."""
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"}
 
 CONFIGURATION = """\
@@ -105,9 +107,14 @@ class Cluster:
     @staticmethod
     def obstacle() -> str | None:
         """Say why there can be no cluster here, if so."""
-        if missing := [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]:
+        if missing := [name for name in PROGRAMS if shutil.which(name, path=Cluster.path()) is None]:
             return f"Slurm is not installed (tests/slurm/run installs it): no {', '.join(missing)}"
         return "a Slurm cluster is started by root only" if os.geteuid() else TwoNodes.obstacle()
+
+    @staticmethod
+    def path() -> str:
+        """Return PATH with this interpreter's programs, and the folders of daemons."""
+        return os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin", "/sbin"])
 
     # ---- its daemons ------------------------------------------------------------------------------------------
 
@@ -174,8 +181,8 @@ class Cluster:
     def _end(self) -> None:
         """End all jobs, all daemons, and what else may run on the nodes."""
         with suppress(subprocess.TimeoutExpired):
-            self.run("scancel", "--user=root")
-            wait_until(lambda: not self.leftovers(), Backoff(0, 0.05), 10)
+            self.cancel_all()
+            wait_until(lambda: not self.leftovers(), Backoff(0, 0.02, 0.1), TIDY_SECONDS)
         for daemon in reversed(self._daemons.values()):
             daemon.terminate()
         for daemon in self._daemons.values():
@@ -197,6 +204,15 @@ class Cluster:
             with suppress(OSError):
                 found[process] = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found
+
+    def cancel_all(self) -> None:
+        """Cancel all jobs that have not ended."""
+        self.run("scancel", "--user=root")
+
+    def check_tidy(self) -> None:
+        """Wait until no process of a job is left; AssertionError where that takes longer than Slurm's own end."""
+        if not wait_until(lambda: not self.leftovers(), Backoff(0, 0.02, 0.1), TIDY_SECONDS):
+            raise AssertionError(f"left on the nodes: {self.leftovers()}")
 
     def _processes(self) -> set[int]:
         return self.nodes.processes(0) | self.nodes.processes(1)
@@ -229,7 +245,7 @@ class Cluster:
         inherited = without_launcher_variables(os.environ)
         return {
             **{name: value for name, value in inherited.items() if not name.startswith(("SLURM_", "SBATCH_"))},
-            "PATH": _path(),
+            "PATH": Cluster.path(),
             "SLURM_CONF": str(self.folder / "slurm.conf"),
             # More ranks than cores, and root: what Open MPI asks for in tests only.
             "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -284,8 +300,3 @@ class Job:
         """Wait until it is requeued, and spare the two minutes for which Slurm holds it back."""
         self.wait(lambda: self.state == "PENDING")
         self.cluster.checked("scontrol", "update", f"jobid={self.id}", "StartTime=now")
-
-
-def _path() -> str:
-    """Return PATH with this interpreter's programs, and the folders of daemons."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin", "/sbin"])
