@@ -297,6 +297,9 @@ class Job:
         return f"{shown['JobState']} {shown['ExitCode']}"
 
     def start_again(self) -> None:
-        """Wait until it is requeued, and spare the two minutes for which Slurm holds it back."""
-        self.wait(lambda: self.state == "PENDING")
-        self.cluster.checked("scontrol", "update", f"jobid={self.id}", "StartTime=now")
+        """Wait until it is requeued, and have Slurm hold it back for two seconds instead of two minutes.
+
+        A node refuses a job that comes back in the second in which it ended, as it revokes what is older.
+        """
+        self.wait(lambda: "JobState=PENDING Reason=BeginTime" in " ".join(map("=".join, self.shown().items())))
+        self.cluster.checked("scontrol", "update", f"jobid={self.id}", "StartTime=now+2")

@@ -1,6 +1,7 @@
 """What the templates for Slurm do by themselves: which programs they call, how, and what they make of their ends.
 
-This needs no Slurm: `mpirun`, `srun`, `scontrol` and others are small programs here, which say how they were called.
+This needs no Slurm: `mpirun`, `srun`, `scontrol` and others are small programs here, which say how they are
+called.
 """
 
 from __future__ import annotations
