@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ __all__ = [
     "writes_by_mpi",
 ]
 
+_MPICH_WITH_BOTH = re.compile(r"MPICH Device:\s+ch4:(ucx.*ofi|ofi.*ucx)")
+
 
 def user_threads(env: Mapping[str, str] | None = None) -> str | None:
     """Return the first variable by which the user chose the number of threads, as `NAME=value`; local."""
@@ -34,26 +37,31 @@ def user_threads(env: Mapping[str, str] | None = None) -> str | None:
     return None
 
 
-def settings_for_mpi(env: Mapping[str, str], cores: int) -> dict[str, str]:
+def settings_for_mpi(env: Mapping[str, str], cores: int, description: str) -> dict[str, str]:
     """Return variables to set before MPI starts, without variables that the user has set; local.
 
     Args:
         env: The environment variables.
         cores: Number of logical CPUs that the ranks of this node share.
+        description: What the library says of itself, its build options included.
     """
     # The ucx component of Open MPI's one-sided communication complains where there is no such network.
     # Over TCP its put protocol leaves one direction of the network idle while the other one is busy.
     settings = {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl_tcp_flags": "send"}
-    local_sizes = [launcher.local_size or 1 for launcher in detect_launchers(env)]
-    if max(local_sizes, default=1) > cores:
+    launchers = detect_launchers(env)
+    if max((launcher.local_size or 1 for launcher in launchers), default=1) > cores:
         # Otherwise a waiting rank of Open MPI keeps the core from the ranks that it waits for.
         settings["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    by_srun = "SLURM_STEP_NUM_TASKS" in env and any(launcher.name == "PMI" for launcher in launchers)
+    if by_srun and _MPICH_WITH_BOTH.search(description):
+        # Over UCX ranks of several nodes tell srun more in one line than its pmi2 reads, and hang (mpich#6924).
+        settings["MPIR_CVAR_CH4_NETMOD"] = "ofi"
     return {name: value for name, value in settings.items() if name not in env}
 
 
-def prepare_for_mpi(cores: int) -> None:
+def prepare_for_mpi(cores: int, description: str) -> None:
     """Set the variables that `settings_for_mpi` returns; local, before MPI starts."""
-    os.environ.update(settings_for_mpi(os.environ, cores))
+    os.environ.update(settings_for_mpi(os.environ, cores, description))
 
 
 def wants_shared_memory() -> bool:

@@ -220,10 +220,11 @@ def _initialize(mpi: Any) -> None:
 
 
 def _init(mpi: Any) -> None:
-    problem = check_protocol(None, library_info(), mpi.Get_library_version())
+    description = mpi.Get_library_version()
+    problem = check_protocol(None, library_info(), description)
     if problem is not None:
         raise LaunchError(problem)
-    prepare_for_mpi(count_of_node())
+    prepare_for_mpi(count_of_node(), description)
     with warnings.catch_warnings():
         # mpi4py suspects some launches; all are checked here, and refused with more to go by.
         warnings.filterwarnings("ignore", message="suspicious MPI", category=RuntimeWarning)

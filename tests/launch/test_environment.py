@@ -291,11 +291,27 @@ def test_threads_that_the_user_has_set(env, said):
 def test_settings_before_mpi_starts():
     quiet = {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl_tcp_flags": "send"}
     yielding = {**quiet, "OMPI_MCA_mpi_yield_when_idle": "1"}
-    assert settings_for_mpi({}, cores=2) == quiet
-    assert settings_for_mpi(OPEN_MPI, cores=4) == quiet
-    assert settings_for_mpi(OPEN_MPI, cores=3) == yielding
+    assert settings_for_mpi({}, 2, "") == quiet
+    assert settings_for_mpi(OPEN_MPI, 4, "") == quiet
+    assert settings_for_mpi(OPEN_MPI, 3, "") == yielding
     users = {**OPEN_MPI, "OMPI_MCA_mpi_yield_when_idle": "0", "OMPI_MCA_osc": "sm"}
-    assert settings_for_mpi(users, cores=1) == {"OMPI_MCA_btl_tcp_flags": "send"}
+    assert settings_for_mpi(users, 1, "") == {"OMPI_MCA_btl_tcp_flags": "send"}
+
+
+@pytest.mark.parametrize(
+    ("env", "devices", "chosen"),
+    [
+        ({**PMI, **SLURM}, "ucx ofi", "ofi"),
+        ({**PMI, **SLURM}, "ofi,ucx", "ofi"),
+        ({**PMI, **SLURM}, "ucx", None),
+        ({**PMI, **SLURM, "MPIR_CVAR_CH4_NETMOD": "ucx"}, "ucx ofi", None),
+        ({**MPICH, **DAEMONS}, "ucx ofi", None),
+        (PMI, "ucx ofi", None),
+    ],
+)
+def test_mpich_uses_ofi_where_srun_cannot_carry_the_addresses_of_ucx(env, devices, chosen):
+    description = f"MPICH Version:      5.0.2\nMPICH Device:       ch4:{devices}\n"
+    assert settings_for_mpi(env, 8, description).get("MPIR_CVAR_CH4_NETMOD") == chosen
 
 
 def test_a_childs_environment_names_its_rank(monkeypatch):

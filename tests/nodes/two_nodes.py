@@ -8,6 +8,7 @@ As a command it runs a script on ranks of both nodes, to see what a network of a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -101,7 +102,8 @@ class TwoNodes:
             holder.stdout.close()
         self._folder.cleanup()
 
-    def _enter(self, node: int) -> list[str]:
+    def enter(self, node: int, folder: Path | None = None) -> list[str]:
+        """Return the words before a command that let it run on a node, 0 or 1, in a folder, by default this one."""
         return [
             "nsenter",
             "-t",
@@ -110,15 +112,24 @@ class TwoNodes:
             "-u",
             "-m",
             "-i",
-            f"--wdns={os.getcwd()}",
+            f"--wdns={folder or os.getcwd()}",
             "--",
         ]
 
     def _inside(self, node: int, *command: str) -> str:
-        done = subprocess.run(
-            [*self._enter(node), *command], check=True, capture_output=True, text=True, timeout=20
-        )
+        done = subprocess.run([*self.enter(node), *command], check=True, capture_output=True, text=True, timeout=20)
         return done.stdout
+
+    def processes(self, node: int) -> set[int]:
+        """Return the numbers of the processes that run on a node, but for the one that holds it."""
+        holder = self._holders[node].pid
+        network = os.readlink(f"/proc/{holder}/ns/net")
+        found = set()
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if entry.name.isdecimal() and os.readlink(entry / "ns/net") == network:
+                    found.add(int(entry.name))
+        return found - {holder}
 
     def _wait_for_link(self, node: int) -> None:
         """Wait until the node's end of the cable works, which it does not as soon as both are set up."""
@@ -146,7 +157,7 @@ class TwoNodes:
             start += [part for name in (*extra, "PYTHONPATH") for part in ("-x", name)]
             extra |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         extra["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
-        command = [*self._enter(0), *start, "-n", str(sum(ranks)), sys.executable, *arguments]
+        command = [*self.enter(0), *start, "-n", str(sum(ranks)), sys.executable, *arguments]
         job = subprocess.Popen(
             command, env={**os.environ, **extra}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             start_new_session=True,

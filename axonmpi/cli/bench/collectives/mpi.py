@@ -64,7 +64,7 @@ def _start() -> Any:
     mpi4py.rc(initialize=False, finalize=False)
     from mpi4py import MPI
 
-    prepare_for_mpi(count_of_node())
+    prepare_for_mpi(count_of_node(), MPI.Get_library_version())
     MPI.Init_thread(MPI.THREAD_FUNNELED)
     exits.install(MPI, finalize=True)
     local = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED, key=MPI.COMM_WORLD.rank)

@@ -1,0 +1,25 @@
+"""The cluster that tests of this folder submit jobs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from cluster import Cluster
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Return a Slurm cluster on two nodes, which ends with the session."""
+    if obstacle := Cluster.obstacle():
+        pytest.skip(obstacle)
+    with Cluster() as made:
+        yield made
+
+
+@pytest.fixture
+def tidy(cluster: Cluster) -> Iterator[Cluster]:
+    """Return the cluster, on which nothing may be left when the test ends."""
+    yield cluster
+    cluster.cancel_all()  # there are some where the test has failed
+    cluster.check_tidy()
