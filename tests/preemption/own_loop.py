@@ -1,4 +1,4 @@
-"""A loop of one's own that stops when it is told to and goes on later; rank 0 writes down each step and its samples."""
+"""A loop of one's own that stops when it is told to and goes on later; rank 0 writes down steps and samples."""
 
 import json
 import sys
