@@ -95,7 +95,7 @@ def load_checkpoint(
     Raises:
         TypeError: An argument is of the wrong type.
         ValueError: Ranks have different arguments, or what is there does not fit; on all ranks. Model and optimizer
-            are as they were; schedule, scaler and sampler may have been loaded.
+            are as they were; of schedule, scaler and sampler one may have been loaded before the next refused.
         CheckpointError: There is no checkpoint, or it is damaged; on all ranks. Names files, tensors and ranks. If
             the damage shows while tensors are read, the values of the model are undefined: load another checkpoint.
     """
@@ -105,7 +105,7 @@ def load_checkpoint(
     with raised_on_all(ranks.all.backend):
         check_flags(strict=strict, random=random)
         _check_types(model, optimizer, states, dtype)
-        target = Path(os.path.abspath(os.fspath(path)))
+        target = Path(os.path.realpath(os.fspath(path)))
     arguments = [f"path {target}", f"strict {strict}", f"dtype {dtype}", f"random {random}"]
     arguments += [f"{name} {value is not None}" for name, value in {"optimizer": optimizer, **states}.items()]
     check_same(

@@ -34,7 +34,7 @@ from .parts.part import Part
 from .parts.random_state import random_parts
 from .ranks import CheckpointRanks, ranks_of
 from .writing.job import Job, write_checkpoint
-from .writing.plan import joined, places_in, share_of
+from .writing.plan import Share, joined, places_in, share_of
 from .writing.snapshot import Snapshot
 
 __all__ = ["MAX_FILE_SIZE", "Stateful", "save_checkpoint", "texts_of", "versions_here"]
@@ -110,6 +110,8 @@ def save_checkpoint(
     with raised_on_all(ranks.all.backend):
         check_flags(blocking=blocking)
         integer("max_file_size", max_file_size, minimum=1)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
         target = Path(os.path.realpath(os.fspath(path)))  # else a link would be replaced
@@ -171,13 +173,24 @@ def _save(
         config = known.notes.pop("config")
         texts = texts_of({**state, **known.notes}, config, files) if ranks.all.rank == 0 else {}
         laid_out = [file for of_kind in files.values() for file in of_kind]
-        job = Job(target, laid_out, joined(shares), texts)
+        share = joined(shares)
+        job = Job(target, laid_out, share, share.nbytes, texts)
         if blocking:
             write_checkpoint(job, ranks)
             return None
-        snapshot = Snapshot(job.share)
-        snapshot.copy_now()
+        with raised_on_all(ranks.all.backend):
+            snapshot = _snapshot(job.share)
     return _write_beside(job, snapshot, optimizer, ranks)
+
+
+def _snapshot(share: Share) -> Snapshot:
+    try:
+        snapshot = Snapshot(share)
+        snapshot.copy_now()
+    except (RuntimeError, MemoryError) as error:
+        message = f"blocking: no memory for a copy of {share.nbytes} bytes, so save with blocking=True: {error}"
+        raise ValueError(message) from error
+    return snapshot
 
 
 def _write_beside(

@@ -43,7 +43,11 @@ def raised_on_all(backend: Backend) -> Iterator[None]:
     told = all_gather_object(backend, (type(problem), "" if problem is None else str(problem)))
     if text := text_of_problems([message for _, message in told]):
         kind = next(kind for kind, message in told if message)
-        raise kind(text) from problem
+        try:
+            raised = kind(text)
+        except TypeError:  # such as a UnicodeEncodeError, which is made of more than a text
+            raised = ValueError(text)
+        raise raised from problem
 
 
 def check_same(

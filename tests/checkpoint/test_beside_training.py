@@ -165,3 +165,35 @@ def test_the_next_save_waits_and_tells(world, tmp_path, monkeypatch):
         ax.save_checkpoint(tmp_path / "three", model, group=group)
     ax.save_checkpoint(tmp_path / "three", model, group=group)
     assert sorted(os.listdir(tmp_path)) == ["one", "three", "two"]
+
+
+class Momentum(nn.Module):
+    """A model whose forward changes parameters that no optimizer has, as momentum encoders do."""
+
+    def __init__(self):
+        super().__init__()
+        self.online, self.target = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.target.weight.lerp_(self.online.weight, 0.1)
+        return self.online(x) - self.target(x)
+
+
+@pytest.mark.ranks(1)
+def test_what_forward_changes_is_copied_at_the_call(world, tmp_path, monkeypatch):
+    model = Momentum()
+    optimizer = torch.optim.SGD(model.online.parameters(), lr=0.1)
+    may_copy, copy = threading.Event(), snapshots.Snapshot.copy_rest
+
+    def held_copy(snapshot):
+        may_copy.wait()
+        copy(snapshot)
+
+    monkeypatch.setattr(snapshots.Snapshot, "copy_rest", held_copy)
+    before = model.target.weight.clone()
+    work = ax.save_checkpoint(tmp_path / "it", model, optimizer, blocking=False, group=world.default_group)
+    model(torch.randn(2, 6))
+    may_copy.set()
+    work.wait()
+    assert torch.equal(load_file(tmp_path / "it/model.safetensors")["target.weight"], before)

@@ -87,3 +87,25 @@ def test_ranks_load_what_more_ranks_wrote(world, tmp_path):
     ax.load_checkpoint(folder / "it", alone, optimizer, group=ax.ProcessGroup.mock())
     expected = [laid.step(number) for number in AFTER]
     assert train_alone(alone, optimizer, AFTER) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.ranks(2, 4)
+def test_ranks_with_experts_of_their_own_have_a_trunk_in_common(world, tmp_path):
+    folder = shared_folder(world, tmp_path)
+    model = torch.nn.ModuleDict({"trunk": torch.nn.Linear(64, 64), f"expert{world.rank}": torch.nn.Linear(4, 4)})
+    for number, parameter in enumerate(model.parameters()):
+        torch.nn.init.constant_(parameter, number)
+    ax.save_checkpoint(folder / "it", model, group=world.default_group)
+    check_sums(folder / "it")
+    found = load_file(folder / "it/model.safetensors")
+    assert len(found) == 2 + 2 * world.size
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_compiled_model_has_the_names_of_the_model(world, tmp_path):
+    model = whole_model()
+    ax.save_checkpoint(tmp_path / "it", torch.compile(model), group=world.default_group)
+    ax.load_checkpoint(tmp_path / "it", whole_model(seed=1), group=world.default_group)
+    assert load_file(tmp_path / "it/model.safetensors").keys() == model.state_dict().keys()

@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 
 import axonmpi as ax
 from axonmpi.checkpoint.files.checksums import BLOCK_BYTES
+from axonmpi.checkpoint.files.folders import prepare
 from axonmpi.checkpoint.ranks import CheckpointRanks, ranks_of
+from axonmpi.checkpoint.writing import job as jobs
 from axonmpi.checkpoint.writing.job import write_checkpoint
 from axonmpi.checkpoint.writing.snapshot import Snapshot
 from axonmpi.errors import CheckpointError
@@ -144,3 +146,34 @@ def test_the_next_save_tidies_up_after_a_killed_one(world, when, tmp_path):
     assert os.listdir(tmp_path) == ["it"]
     assert (tmp_path / "it/state.json").read_text() == "{}"
     assert np.array_equal(load_file(tmp_path / "it/model.safetensors")["a"], np.ones(5))
+
+
+@pytest.mark.ranks(1)
+def test_a_file_of_the_users_in_a_checkpoint_is_not_removed(world, tmp_path):
+    job = job_for(tmp_path / "it", parts_of(0, 1, {"a": torch.ones(5)}, 0))
+    ranks = ranks_of(world.default_group)
+    write_checkpoint(job, ranks)
+    (tmp_path / "it/tokenizer.model").write_text("words")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"'tokenizer.model' in it.* move that away"):
+            write_checkpoint(job, ranks)
+    (tmp_path / "it/tokenizer.model").unlink()
+    write_checkpoint(job, ranks)
+
+
+@pytest.mark.ranks(1)
+def test_of_two_jobs_with_one_path_the_first_is_told(world, tmp_path, monkeypatch):
+    ranks = ranks_of(world.default_group)
+    job = job_for(tmp_path / "it", parts_of(0, 1, {"a": torch.ones(5)}, 0))
+    write_rest = jobs.write_scattered
+
+    def another_comes(*args):
+        monkeypatch.undo()
+        write_checkpoint(job, ranks)
+        prepare(job.path, job.files)  # of a third one
+        write_rest(*args)
+
+    monkeypatch.setattr(jobs, "write_scattered", another_comes)
+    with pytest.raises(CheckpointError, match="another job saves to the same path"):
+        write_checkpoint(job, ranks)
+    assert load_file(tmp_path / "it/model.safetensors")["a"].tolist() == [1] * 5

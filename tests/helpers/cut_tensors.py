@@ -78,4 +78,4 @@ def job_for(path, parts, max_file_size=1 << 40):
     files = {"model": lay_out("model", [TensorSpec(p.name, p.dtype, p.shape) for p in parts], {}, max_file_size)}
     places = places_in(files)
     share = share_of([(part, places["model", part.name]) for part in parts], 1, 0)
-    return Job(path, files["model"], share, {"state.json": b"{}"})
+    return Job(path, files["model"], share, share.nbytes, {"state.json": b"{}"})

@@ -11,6 +11,7 @@ Source: Mark Adler, crc32_combine() of zlib.
 
 from __future__ import annotations
 
+import functools
 import zlib
 
 import numpy as np
@@ -49,11 +50,18 @@ _POWERS = _powers()
 
 def shifted(checksum: int, count: int) -> int:
     """Return the share of bytes in the checksum of them and of `count` bytes after them."""
+    return _product(checksum, _power(count))
+
+
+@functools.lru_cache(1 << 16)
+def _power(count: int) -> int:
+    """Return what `count` zero bytes multiply a checksum by."""
+    result = _ONE
     for power in _POWERS:
         if count & 1:
-            checksum = _product(checksum, power)
+            result = _product(result, power)
         count >>= 1
-    return checksum
+    return result
 
 
 def block_count(size: int) -> int:

@@ -47,15 +47,25 @@ def recover(path: Path) -> None:
     previous = _previous_of(path)
     if path.exists():
         _remove(previous)
-    elif previous.exists():
+    elif (previous / STATE_FILE).exists():
         previous.rename(path)
+
+
+def _foreign(folder: Path) -> list[str]:
+    """Return what is in a folder that no checkpoint has; `.nfs` are deleted files that a program has open."""
+    names = [path.name for path in folder.iterdir() if path.suffix not in (".safetensors", ".json")]
+    return [name for name in names if not name.startswith(".nfs")]
+
+
+def _check_own(folder: Path) -> None:
+    if foreign := _foreign(folder):
+        message = f"it has {foreign[0]!r} in it, which is of no checkpoint, and would be removed: move that away"
+        raise FileExistsError(errno.EEXIST, message, str(folder))
 
 
 def _remove(folder: Path) -> None:
     if folder.exists():
-        if foreign := [path.name for path in folder.iterdir() if path.suffix not in (".safetensors", ".json")]:
-            message = f"it is in the way, and has {foreign[0]!r} in it, which is of no checkpoint: move it away"
-            raise FileExistsError(errno.EEXIST, message, str(folder))
+        _check_own(folder)
         shutil.rmtree(folder)
 
 
@@ -63,7 +73,7 @@ def prepare(path: Path, files: Iterable[TensorFile]) -> int:
     """Make the folder and the files of tensors, in their sizes; on one rank.
 
     Returns:
-        What tells this folder from another of its name, for `finish`.
+        The open folder, for `finish`: no other folder can be taken for it.
 
     Raises:
         OSError: They cannot be made, or `path` is there and is no checkpoint.
@@ -73,35 +83,37 @@ def prepare(path: Path, files: Iterable[TensorFile]) -> int:
         raise FileExistsError(
             17, "it is there and is no checkpoint, so it is not replaced; choose another path", str(path)
         )
+    if path.exists():
+        _check_own(path)
     partial = partial_of(path)
     partial.mkdir(parents=True)
     for file in files:
         with (partial / file.name).open("wb") as opened:
             opened.write(file.header)
             opened.truncate(file.size)
-    return partial.stat().st_ino
+    return os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
 
 
-def finish(path: Path, identity: int, texts: Mapping[str, bytes]) -> None:
+def finish(path: Path, opened: int, texts: Mapping[str, bytes]) -> None:
     """Write the small files, and let the folder have its name when all of it is on the disk; on one rank.
 
     Args:
         path: Of the checkpoint.
-        identity: What `prepare` returned.
+        opened: What `prepare` returned.
         texts: The content of the small files, by their names.
 
     Raises:
         OSError: Something cannot be written.
     """
     partial, previous = partial_of(path), _previous_of(path)
-    if partial.stat().st_ino != identity:
+    if not os.path.samestat(partial.stat(), os.fstat(opened)):
         raise FileExistsError(errno.EEXIST, "another job saves to the same path", str(partial))
     for name, text in texts.items():
-        with (partial / name).open("wb") as opened:
-            opened.write(text)
-            opened.flush()
-            os.fsync(opened.fileno())
-    _sync(partial)
+        with (partial / name).open("wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    os.fsync(opened)
     if path.exists():
         path.rename(previous)
     partial.rename(path)

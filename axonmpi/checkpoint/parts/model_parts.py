@@ -93,7 +93,7 @@ class ModelParts:
             runtime.forget_gathered()
         known = {name: decoded(value) for name, value in (extra or {}).items()}
         for root, values in self._others:
-            own = {name: known.get(root.prefix + name, value) for name, value in values.items()}
+            own = {name: known.get(_plain(root.prefix + name), value) for name, value in values.items()}
             root.module.load_state_dict(own, strict=False)
         with torch.no_grad():
             for first, again in self._repeated:
@@ -116,7 +116,7 @@ class ModelParts:
 
     def _add_other(self, root: _Root, name: str, value: Any) -> Any:
         """Add what a module makes for its state dict, and return what is to be loaded if nothing else is given."""
-        full = root.prefix + name
+        full = _plain(root.prefix + name)
         if isinstance(value, Tensor):
             copy = value.detach().clone()
             self._add_part(self._holding(root, name, full, copy).part(copy), is_split=False)
@@ -125,7 +125,7 @@ class ModelParts:
         return value
 
     def _add_tensor(self, root: _Root, name: str, tensor: Tensor) -> None:
-        full = root.prefix + name
+        full = _plain(root.prefix + name)
         if id(tensor) in self._names:
             self._add_alias(full, self._names[id(tensor)])
             return
@@ -266,10 +266,16 @@ def _check_saveable(name: str, tensor: Tensor) -> None:
         raise ValueError(f"model: {name!r} is sparse ({tensor.layout}), which a file of tensors cannot hold")
 
 
+def _plain(name: str) -> str:
+    """Return a name without what `torch.compile` puts in front."""
+    return name.replace("_orig_mod.", "")
+
+
 def _config_of(model: nn.Module) -> dict[str, Any] | None:
     """Return the `config` of a model, of what is in its wrappers, or of a pipeline's first stage that has one."""
-    while isinstance(model, Wrapper):
-        model = model.module
+    while isinstance(model, Wrapper) or hasattr(model, "_orig_mod"):
+        inner: Any = model.module if isinstance(model, Wrapper) else model._orig_mod
+        model = inner
     config: Any = getattr(model, "config", None)
     if config is None and isinstance(model, Pipeline):
         found = (_config_of(stage) for stage in model.stages.values())

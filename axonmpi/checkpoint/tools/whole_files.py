@@ -44,7 +44,8 @@ def write_folder(material: Material, path: Path, progress: Progress, max_file_si
     ]
     stretches = _fetched(places, material, progress)
     texts = texts_of(_state(material), material.config, files)
-    job = Job(path, [file for _, file in numbered], Share(stretches, []), texts)
+    nbytes = total_bytes(tensor for _, _, tensor in places)
+    job = Job(path, [file for _, file in numbered], Share(stretches, []), nbytes, texts)
     alone = ProcessGroup(LocalBackend())
     write_checkpoint(job, CheckpointRanks(alone, alone, 1))
 

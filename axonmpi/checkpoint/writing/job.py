@@ -8,8 +8,9 @@ rank 0      writes the checksums and the small files, and renames the folder
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -41,12 +42,14 @@ class Job(NamedTuple):
         path: Of its folder, the same on all ranks.
         files: Its files of tensors, the same on all ranks.
         share: What this rank writes.
+        nbytes: Bytes of it.
         texts: The content of its small files by name; on rank 0.
     """
 
     path: Path
     files: Sequence[TensorFile]
     share: Share
+    nbytes: int
     texts: Mapping[str, bytes]
 
 
@@ -65,21 +68,23 @@ def write_checkpoint(job: Job, ranks: CheckpointRanks, copy: Callable[[], None] 
     is_first = ranks.all.rank == 0
     with trouble.noting(job.path):
         copy()
-    identity = 0
-    if is_first:
-        with trouble.noting(job.path):
-            identity = prepare(job.path, job.files)
-    _check_complete(job, _check(job, ranks, trouble, (_digest(job.files), job.share.nbytes)), trouble)
-    shares = _write(job, ranks, trouble)
-    told = _check(job, ranks, trouble, shares)
-    if is_first:
-        sums = {
-            file.name: combined(file.size, list(of_ranks))
-            for file, of_ranks in zip(job.files, zip(*told, strict=True), strict=True)
-        }
-        with trouble.noting(job.path):
-            finish(job.path, identity, {f"{CHECKSUMS}.safetensors": _checksums(sums), **job.texts})
-    _check(job, ranks, trouble, None)
+    with ExitStack() as stack:
+        opened = 0
+        if is_first:
+            with trouble.noting(job.path):
+                opened = prepare(job.path, job.files)
+                stack.callback(os.close, opened)
+        _check_complete(job, _check(job, ranks, trouble, (_digest(job.files), job.nbytes)), trouble)
+        shares = _write(job, ranks, trouble)
+        told = _check(job, ranks, trouble, shares)
+        if is_first:
+            sums = {
+                file.name: combined(file.size, list(of_ranks))
+                for file, of_ranks in zip(job.files, zip(*told, strict=True), strict=True)
+            }
+            with trouble.noting(job.path):
+                finish(job.path, opened, {f"{CHECKSUMS}.safetensors": _checksums(sums), **job.texts})
+        _check(job, ranks, trouble, None)
 
 
 def _digest(files: Sequence[TensorFile]) -> str:

@@ -5,7 +5,7 @@
     optimizer.step()                    waits until they are, and then changes them
     ...                                 the thread writes the copies
 
-Forward and backward change neither parameters nor the optimizer's state, so the copies are the values at the call.
+Forward and backward change neither the optimizer's parameters nor its state: copies have the values of the call.
 """
 
 from __future__ import annotations
