@@ -44,9 +44,9 @@ class _Training(NamedTuple):
         self.optimizer.step()
 
     def copy(self) -> None:
-        """Copy what this rank has, to fresh memory."""
-        for tensor in self._tensors():
-            tensor.clone()
+        """Copy all that this rank has, to fresh memory."""
+        copies = [tensor.clone() for tensor in self._tensors()]
+        copies.clear()
 
     def _tensors(self) -> Iterator[Tensor]:
         for group in self.optimizer.param_groups:
