@@ -33,8 +33,8 @@ export PRTE_MCA_hwloc_default_binding_policy=none
 export OMPI_MCA_hwloc_base_binding_policy=none
 
 # Where nodes have several networks and the library takes the wrong one, name the right one (ip -brief address):
-# export OMPI_MCA_btl_tcp_if_include=ib0 PRTE_MCA_oob_tcp_if_include=ib0  # Open MPI over TCP
-# export FI_TCP_IFACE=ib0 HYDRA_IFACE=ib0                                 # MPICH over TCP
+# export UCX_NET_DEVICES=ib0 HYDRA_IFACE=ib0                            # MPICH
+# export OMPI_MCA_btl_tcp_if_include=ib0 PRTE_MCA_prte_if_include=ib0   # Open MPI over TCP
 
 # Start the ranks. mpirun learns from Slurm which nodes there are and how many ranks each has, and starts its
 # daemons there. The job's number in the run's name keeps the files of an earlier run: axonmpi-runs/NAME.

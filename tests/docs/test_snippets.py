@@ -19,7 +19,11 @@ from axonmpi.testing import launch, run_ranks
 from axonmpi.train.trainer import Trainer
 
 LANGUAGES = {"python", "sh", "text", "toml", "yaml", "{eval-rst}"}  # the last one is a directive for Sphinx
-RUN_ELSEWHERE = {"slurm.md": "tests/slurm", "testing.md": "tests/harness/test_real_sessions.py"}
+RUN_ELSEWHERE = {
+    "cluster.md": "tests/nodes/test_host_files.py",
+    "slurm.md": "tests/slurm",
+    "testing.md": "tests/harness/test_real_sessions.py",
+}
 """Pages whose commands other tests run."""
 QUICK = [
     "--data-limit=0.2",

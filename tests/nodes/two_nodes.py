@@ -82,7 +82,7 @@ class TwoNodes:
                 self._inside(node, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
         for node in (0, 1):
             self._wait_for_link(node)
-        agent = folder / "agent"
+        agent = folder / "ssh"
         cores = sorted(os.sched_getaffinity(0))
         cases = " ".join(
             f"n{i + 1}|{address}) process={self._holders[i].pid}; cores={','.join(map(str, cores[i::2]))};;"
@@ -145,7 +145,7 @@ class TwoNodes:
         Raises:
             AssertionError: The job failed or took longer than `timeout` seconds; all of it was ended.
         """
-        agent = str(Path(self._folder.name) / "agent")
+        agent = str(Path(self._folder.name) / "ssh")
         mpirun = str(find_mpirun())
         hosts = ",".join(f"n{i}:{n}" for i, n in enumerate(ranks, start=1) if n)
         kind = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
@@ -157,10 +157,23 @@ class TwoNodes:
             start += [part for name in (*extra, "PYTHONPATH") for part in ("-x", name)]
             extra |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         extra["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
-        command = [*self.enter(0), *start, "-n", str(sum(ranks)), sys.executable, *arguments]
+        return self._wait_for([*start, "-n", str(sum(ranks)), sys.executable, *arguments], timeout, extra)
+
+    def run_script(self, script: str, folder: Path, *, timeout: float, env: dict[str, str] | None = None) -> str:
+        """Run a shell script on the first node, from where `ssh` leads to both; returns what it printed.
+
+        Raises:
+            AssertionError: It failed or took longer than `timeout` seconds; all of it was ended.
+        """
+        programs = os.pathsep.join([self._folder.name, str(Path(sys.executable).parent), os.environ["PATH"]])
+        return self._wait_for(["bash", "-euc", script], timeout, {**(env or {}), "PATH": programs}, folder)
+
+    def _wait_for(
+        self, command: Sequence[str], timeout: float, env: dict[str, str], folder: Path | None = None
+    ) -> str:
         job = subprocess.Popen(
-            command, env={**os.environ, **extra}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
+            [*self.enter(0, folder), *command], env={**os.environ, **env}, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         try:
             output, _ = job.communicate(timeout=timeout)

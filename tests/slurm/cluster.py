@@ -296,10 +296,14 @@ class Job:
         shown = self.shown()
         return f"{shown['JobState']} {shown['ExitCode']}"
 
+    def _is_held_back(self) -> bool:
+        shown = self.shown()
+        return (shown["JobState"], shown["Reason"]) == ("PENDING", "BeginTime")
+
     def start_again(self) -> None:
         """Wait until it is requeued, and have Slurm hold it back for two seconds instead of two minutes.
 
         A node refuses a job that comes back in the second in which it ended, as it revokes what is older.
         """
-        self.wait(lambda: "JobState=PENDING Reason=BeginTime" in " ".join(map("=".join, self.shown().items())))
+        self.wait(self._is_held_back)
         self.cluster.checked("scontrol", "update", f"jobid={self.id}", "StartTime=now+2")

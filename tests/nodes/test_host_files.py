@@ -1,0 +1,62 @@
+"""The commands of the page on clusters, on two machines that know each other by `ssh` and a file of hosts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers.fences import REPOSITORY, Fence, fences_of
+from two_nodes import TwoNodes
+
+from axonmpi.testing.mpirun import find_mpirun
+
+SMALL = "--data-limit=0.2 --held-out-sequences=8 --sample-length=0 --no-plot --device=cpu"
+LIBRARIES = {"# MPICH": "HYDRA", "# Open MPI": "Open MPI"}
+"""A line that says which library a block is for, and what its mpirun says of itself."""
+
+
+def is_for_this_mpi(fence: Fence) -> bool:
+    version = subprocess.run([find_mpirun(), "--version"], capture_output=True, text=True, check=False).stdout
+    return all(said in version for mark, said in LIBRARIES.items() if f"{mark}\n" in fence.code)
+
+
+FENCES = fences_of(REPOSITORY / "docs/cluster.md")
+SCRIPTS = [fence for fence in FENCES if fence.language == "sh" and is_for_this_mpi(fence)]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[TwoNodes]:
+    if (obstacle := TwoNodes.obstacle()) is not None:
+        pytest.skip(obstacle)
+    with TwoNodes() as both:
+        yield both
+
+
+@pytest.mark.parametrize("fence", SCRIPTS, ids=lambda fence: f"line {fence.line}")
+def test_scripts_of_the_page_run_on_the_ranks_that_they_name(fence, nodes, tmp_path):
+    for shown in FENCES:
+        if shown.file_name:
+            (tmp_path / shown.file_name).write_text(shown.code)
+    machines = tmp_path / "nodefile"
+    machines.write_text("n1\nn1\nn2\nn2\n")
+    variables = {
+        "PBS_NODEFILE": str(machines),
+        "PBS_O_WORKDIR": str(tmp_path),
+        "PBS_JOBNAME": "gpt",
+        "PBS_JOBID": "17.server",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_hwloc_default_binding_policy": "none",  # there are fewer cores here than the nodes pretend to have
+        "OMP_NUM_THREADS": "1",
+    }
+    script = fence.code.replace("axonmpi train", f"axonmpi train {SMALL}")
+    printed = nodes.run_script(script, tmp_path, timeout=120, env=variables)
+    if "PBS" in script:
+        summary = tmp_path / "axonmpi-runs/gpt-17.server/summary.json"
+        assert json.loads(summary.read_text())["ranks"] == 4
+    else:
+        assert "4 on 2 nodes" in printed, printed
+        assert "2 nodes: " in printed, printed
