@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,8 @@ from cluster import Cluster
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """Return a Slurm cluster on two nodes, which ends with the session."""
+    if "AXONMPI_TEST_SLURM" not in os.environ:
+        pytest.skip("tests/slurm/run starts a Slurm cluster for these tests, which takes minutes")
     if obstacle := Cluster.obstacle():
         pytest.skip(obstacle)
     with Cluster() as made:
