@@ -12,6 +12,7 @@ import pytest
 
 from axonmpi import cli
 from axonmpi.cli.bench import main
+from axonmpi.cli.bench.checkpoint.table import table as checkpoint_table
 from axonmpi.cli.bench.collectives.cases import OPERATIONS
 from axonmpi.cli.bench.collectives.table import VARIANTS
 from axonmpi.cli.bench.pipeline import CASES
@@ -24,6 +25,7 @@ MULTIPLE, FUNNELED = "MPI_THREAD_MULTIPLE", "MPI_THREAD_FUNNELED"
 WIDTHS = (32, 64, 64, 32)  # of the model in data parallelism
 IN_ONE_JOB = {
     "overhead": "",
+    "checkpoint": "--mebibytes 2 --folder .",
     "ddp": "",
     "collectives": f"--sizes 4B 12KiB --operations {' '.join(OPERATIONS)}",
     "pipeline": "--layers 2 --width 32 --length 4 --micro-batches 4",
@@ -67,6 +69,22 @@ def test_overhead(figures, printed):
     assert figures["added"] == pytest.approx(times["axonmpi"] - times["mpi4py"])
     assert min(times.values()) > 0
     assert f"  {times['axonmpi']:.2f}  " in printed
+
+
+def test_checkpoint(figures, printed):
+    assert figures["bytes"] == pytest.approx(2 * 2**20, rel=0.2)
+    ours, others = "axonmpi", {"plain", "dcp", "hugging face"}
+    assert set(figures["save"]) == {ours, *others}
+    assert set(figures["load"]) == {ours, "plain", "dcp"}
+    assert set(figures["memory"]) == {ours, "dcp", "hugging face"}
+    assert min([*figures["save"].values(), *figures["load"].values()]) > 0
+    beside = figures["asynchronous"]
+    assert beside["stall"] <= beside["call"] + beside["wait"] + 1e-9  # each the slowest rank's
+    assert min(beside["copy"], beside["call"], beside["at once"]) > 0
+    for turns in figures["planning"].values():
+        assert min(turns["first"], turns["again"]) > 0
+    assert checkpoint_table([figures]) in printed
+    assert not [path for path in Path(figures["folder"]).iterdir() if path.is_dir()]
 
 
 def test_ddp(figures, printed):
@@ -162,6 +180,8 @@ def test_the_command_measures_mpi_in_a_job_of_its_own_and_takes_the_quicker(tmp_
         ("pipeline --schedules dualpipe", "dualpipe"),
         ("pipeline --layers few", "few"),
         ("pipeline --chunks", "--chunks"),
+        ("checkpoint --mebibytes 0", "expected a positive number, got '0'"),
+        ("checkpoint --folder no/such/folder", "expected a folder that exists, got 'no/such/folder'"),
         ("tensor --width wide", "wide"),
         ("tensor --lengths", "--lengths"),
         ("tensor --depth", "--depth"),

@@ -140,7 +140,7 @@ def _has_safetensors() -> bool:
 
 
 def remove_all(world: World, folder: Path) -> None:
-    """Remove what is in the folder, and wait until nothing is left to be written; collective."""
+    """Remove what is in the folder, and with it what is still to be written; collective."""
     barrier()
     if world.rank == 0:
         for path in folder.iterdir():
@@ -148,7 +148,9 @@ def remove_all(world: World, folder: Path) -> None:
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        os.sync()
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
     barrier()
 
 
