@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ..errors import CheckpointError
@@ -20,7 +19,7 @@ from ..groups.process_group import ProcessGroup
 from .files.tensor_file import TensorSpec
 from .parts.part import Part
 
-__all__ = ["Catalogue", "Specs", "agree_on", "digests_of", "merged"]
+__all__ = ["Catalogue", "Specs", "agree_on", "digests_of", "merged", "without_repeated"]
 
 _DIGEST_BYTES = 16
 
@@ -36,15 +35,12 @@ class Catalogue(NamedTuple):
         notes: The notes of all ranks.
         equals: For each kind of file, how many ranks have the same parts as this one, itself among them, and this
             rank's number among these.
-        elsewhere: For each kind of file, names of tensors of which a lower rank, that differs in others, has the
-            same part: what experts have in common.
         told: What all ranks said, by which they know later that nothing has changed.
     """
 
     specs: Specs
     notes: dict[str, Any]
     equals: Mapping[str, tuple[int, int]]
-    elsewhere: Mapping[str, set[str]]
     told: bytes
 
 
@@ -98,27 +94,36 @@ def agree_on(
         kind: (int(same[:, 2 + number].sum()), int(before_this[:, 2 + number].sum()))
         for number, kind in enumerate(parts)
     }
-    of_parts = np.delete(of_all, 1, axis=1).tobytes()  # what is agreed on does not depend on the notes
+    of_specs = of_all[:, 0].tobytes()
     specs: Specs
-    elsewhere: Mapping[str, set[str]] = {kind: set() for kind in parts}
     if same[:, 0].all():
         specs = _own_specs(parts)
-    elif before is not None and before.told == of_parts:
-        specs, elsewhere = before.specs, before.elsewhere
-    else:
-        boxes = {kind: {part.name: _digest([_boxes(part)]) for part in own} for kind, own in parts.items()}
-        # The first of those with the same parts speaks for all of them.
-        spoken = {kind: own for kind, own in parts.items() if not equals[kind][1]}
-        answers = group.all_gather_object((_own_specs(spoken), {kind: boxes[kind] for kind in spoken}))
-        specs = _joined([own for own, _ in answers])
-        for number, kind in enumerate(parts):
-            below = [known.get(kind, {}) for _, known in answers[: int(same[:, 2 + number].argmax())]]
-            elsewhere[kind].update(
-                name for name, one in boxes[kind].items() if any(k.get(name) == one for k in below)
-            )
+    elif before is not None and before.told == of_specs:
+        specs = before.specs
+    else:  # the first of those with the same tensors speaks for all of them
+        specs = _joined(group.all_gather_object({} if before_this[:, 0].any() else _own_specs(parts)))
     if not same[:, 1].all():
         notes = merged(group.all_gather_object({} if before_this[:, 1].any() else notes))
-    return Catalogue(specs, notes, equals, elsewhere, of_parts)
+    return Catalogue(specs, notes, equals, of_specs)
+
+
+def without_repeated(group: ProcessGroup, parts: Mapping[str, Sequence[Part]]) -> dict[str, list[Part]]:
+    """Leave out parts that a lower rank has as well, such as what experts have in common; collective.
+
+    For ranks that are not equal and nevertheless have equal parts. What is left is to be written by one rank.
+
+    Args:
+        group: All ranks.
+        parts: This rank's, by the kind of file.
+    """
+    own = {kind: {part.name: _digest([_boxes(part)]) for part in of_kind} for kind, of_kind in parts.items()}
+    lower: Sequence[dict[str, dict[str, bytes]]] = group.all_gather_object(own)[: group.rank]
+    return {
+        kind: [
+            part for part in of_kind if all(known[kind].get(part.name) != own[kind][part.name] for known in lower)
+        ]
+        for kind, of_kind in parts.items()
+    }
 
 
 def _own_specs(parts: Mapping[str, Sequence[Part]]) -> dict[str, list[TensorSpec]]:

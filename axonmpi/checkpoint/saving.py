@@ -23,7 +23,7 @@ from ..types import Work
 from ..utils.arguments import check_flags, either_group_name, integer
 from ..wrapping.partial import parameters_of
 from .background import Background
-from .catalogue import agree_on
+from .catalogue import agree_on, without_repeated
 from .files.contents import FORMAT, VERSION
 from .files.folders import STATE_FILE
 from .files.tensor_file import TensorFile, index_of, lay_out
@@ -162,18 +162,12 @@ def _save(
             parts["random"] = random_parts(ranks.all)
         ranks.catalogue = known = agree_on(ranks.all, parts, notes, ranks.catalogue)
         files = {kind: lay_out(kind, known.specs[kind], {"format": "pt"}, max_file_size) for kind in known.specs}
-        places = places_in(files)
-        shares = [
-            share_of(
-                [(part, places[kind, part.name]) for part in own if part.name not in known.elsewhere[kind]],
-                *known.equals[kind],
-            )
-            for kind, own in parts.items()
-        ]
+        share = _share_of(parts, files, known.equals)
+        if _sum(share.nbytes, ranks) > sum(spec.nbytes for specs in known.specs.values() for spec in specs):
+            share = _share_of(without_repeated(ranks.all, parts), files, dict.fromkeys(parts, (1, 0)))
         config = known.notes.pop("config")
         texts = texts_of({**state, **known.notes}, config, files) if ranks.all.rank == 0 else {}
         laid_out = [file for of_kind in files.values() for file in of_kind]
-        share = joined(shares)
         job = Job(target, laid_out, share, share.nbytes, texts)
         if blocking:
             write_checkpoint(job, ranks)
@@ -181,6 +175,23 @@ def _save(
         with raised_on_all(ranks.all.backend):
             snapshot = _snapshot(job.share)
     return _write_beside(job, snapshot, optimizer, ranks)
+
+
+def _share_of(
+    parts: Mapping[str, Sequence[Part]],
+    files: Mapping[str, Sequence[TensorFile]],
+    equals: Mapping[str, tuple[int, int]],
+) -> Share:
+    places = places_in(files)
+    return joined(
+        [share_of([(part, places[kind, part.name]) for part in own], *equals[kind]) for kind, own in parts.items()]
+    )
+
+
+def _sum(nbytes: int, ranks: CheckpointRanks) -> int:
+    total = torch.tensor(nbytes)
+    ranks.all.all_reduce(total)
+    return int(total)
 
 
 def _snapshot(share: Share) -> Snapshot:

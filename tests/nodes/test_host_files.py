@@ -48,7 +48,7 @@ def test_scripts_of_the_page_run_on_the_ranks_that_they_name(fence, nodes, tmp_p
         "PBS_JOBID": "17.server",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_hwloc_default_binding_policy": "none",  # there are fewer cores than ranks
+        "PRTE_MCA_hwloc_default_binding_policy": "none",  # there are fewer cores here than ranks
         "OMP_NUM_THREADS": "1",
     }
     script = fence.code.replace("axonmpi train", f"axonmpi train {SMALL}")

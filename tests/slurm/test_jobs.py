@@ -38,8 +38,6 @@ def probed(job: Job) -> dict[str, list]:
     ("template", "options", "ranks_of_nodes"),
     [
         ("one_node.sh", [], [4]),
-        ("several_nodes.sh", ["--ntasks-per-node=2"], [2, 2]),
-        ("several_nodes_mpirun.sh", ["--ntasks-per-node=2"], [2, 2]),
         ("several_nodes.sh", ["--ntasks-per-node=2", "--ntasks=3"], [2, 1]),
         ("several_nodes_mpirun.sh", ["--ntasks-per-node=2", "--ntasks=3"], [2, 1]),
     ],
@@ -99,7 +97,7 @@ def test_a_job_in_which_a_rank_fails_is_a_failed_job(template, code, tidy, probi
 
 @pytest.mark.parametrize("template", ["several_nodes.sh", "several_nodes_mpirun.sh"])
 def test_a_cancelled_job_leaves_nothing(template, tidy, tmp_path):
-    job = tidy.submit("--ntasks-per-node=2", TEMPLATES / template, "--steps=1000000", *SMALL, folder=tmp_path)
+    job = tidy.submit("--ntasks-per-node=1", TEMPLATES / template, "--steps=1000000", *SMALL, folder=tmp_path)
     job.wait(lambda: "held-out loss" in job.output)
     assert tidy.leftovers()
     tidy.checked("scancel", job.id)

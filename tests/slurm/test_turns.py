@@ -9,7 +9,7 @@ import pytest
 from cluster import Cluster, Job
 from test_jobs import SMALL, TEMPLATES
 
-STEPS = 300
+STEPS = 200
 MODEL = ["--sequence-length=64", "--layers=2", "--width=64", "--global-batch=32", "--evaluate-every=0"]
 RUN = [*SMALL, *MODEL, f"--steps={STEPS}"]
 ENDLESS = [*SMALL, *MODEL, "--steps=1000000"]
