@@ -76,6 +76,7 @@ def without_times(summary):
     return {name: value for name, value in dataclasses.asdict(summary).items() if name not in (*TIMES, "folder")}
 
 
+@pytest.mark.real_ranks
 @pytest.mark.rank_timeout(120)
 @pytest.mark.ranks(1, 2, 4)
 def test_a_run_that_goes_on_is_the_same_to_the_bit(world, tiny, shared_tmp_path):
