@@ -99,7 +99,7 @@ class RunCheckpoints:
             path = self._on_first(lambda: _checkpoint_at(Path(resume)))
         if path is not None:
             self._on_first(lambda: self._check(path))
-        if path is None or self._folder.root not in path.parents:
+        if path is None or self._folder.root.resolve() not in path.resolve().parents:
             self._on_first(self._make_room)
         return path
 

@@ -76,6 +76,7 @@ def without_times(summary):
     return {name: value for name, value in dataclasses.asdict(summary).items() if name not in (*TIMES, "folder")}
 
 
+@pytest.mark.real_ranks
 @pytest.mark.rank_timeout(120)
 @pytest.mark.ranks(1, 2, 4)
 def test_a_run_that_goes_on_is_the_same_to_the_bit(world, tiny, shared_tmp_path):
@@ -172,9 +173,15 @@ def test_another_run_begins_where_a_checkpoint_is(tiny, tmp_path):
         "step-00000004",
         "step-00000005",
     ]
+    (tmp_path / "link").symlink_to(tmp_path / "first")
+    linked = config.replace(out=str(tmp_path / "link"))
+    run(world, linked.replace(resume=str(tmp_path / "link")), 1)
     (tmp_path / "first" / "metrics.jsonl").unlink()
     trainer, _ = run(world, config.replace(resume="auto"))
-    assert [step.step for step in trainer.steps] == [6, 7]
+    assert [step.step for step in trainer.steps] == [7]
+    run(world, linked.replace(resume=str(tmp_path / "first")))  # what it begins with is not in its own way
+    names = [path.name for path in sorted((tmp_path / "first/checkpoints").glob("step-*"))]
+    assert names == ["step-00000005", "step-00000006", "step-00000007"]
 
 
 def test_the_time_limit_stops_a_run(tiny, tmp_path):
