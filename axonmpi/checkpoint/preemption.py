@@ -103,6 +103,8 @@ class PreemptionGuard:
     def vote(self) -> float:
         """Return 1.0 if this rank wants to stop, else 0.0: for a sum over the ranks that is made anyway; local.
 
+        ::
+
             total = torch.tensor([loss, guard.vote()])
             ax.all_reduce(total)
             if guard.decide(total[1]):
