@@ -1,4 +1,4 @@
-"""Stands for `axonmpi` in a job: says how it was called, and where its ranks are.
+"""A program for jobs in place of the trainer: says how it was called, and where its ranks are.
 
 With `--fail` the last rank ends with code 5 while the others wait for it.
 """

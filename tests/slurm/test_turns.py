@@ -54,7 +54,7 @@ def test_a_job_that_a_more_urgent_one_displaces_goes_on_to_the_bit(tidy, uninter
     assert 5 < made < STEPS
     assert job.end() == "COMPLETED 0:0", job.output
     assert lines_of(tmp_path, name) == uninterrupted
-    assert "DUE TO JOB REQUEUE" in job.output
+    assert "going on after step" in job.output
 
 
 def test_a_task_whose_time_is_nearly_up_goes_on_and_the_others_stay_as_they_are(tidy, tmp_path):
