@@ -45,26 +45,30 @@ Step = Callable[[], None]
 def measure_ddp(world: World, blocks: int) -> dict[str, Any]:
     """Measure `blocks` blocks on the ranks of `world`; collective; the figures are in milliseconds."""
     start_gloo(world)
-    batch = _batch(world, BATCH)
-    stock = nn.parallel.DistributedDataParallel(_build_model(), gradient_as_bucket_view=True)
-    seconds = interleave(
-        {
-            "local": _step(_build_model(), batch),
-            "axonmpi": _step(DistributedDataParallel(_build_model()), batch),
-            "torch on gloo": _step(stock, batch),
-        },
-        blocks=blocks,
-        calls=_DDP_STEPS_PER_BLOCK,
-    )
+    seconds = _ddp_seconds(_batch(world, BATCH), blocks)
     dist.destroy_process_group()
     milliseconds = {name: value * 1e3 for name, value in seconds.items()}
     return {
         "ranks": world.size,
-        "parameters": sum(p.numel() for p in stock.parameters()),
+        "parameters": sum(p.numel() for p in _build_model().parameters()),
         "machine": platform.machine(),
         "milliseconds": milliseconds,
         "overhead": {name: milliseconds[name] - milliseconds["local"] for name in ("axonmpi", "torch on gloo")},
     }
+
+
+def _ddp_seconds(batch: Tensor, blocks: int) -> dict[str, float]:
+    """Measure the steps. Torch's model is gone afterwards: freed after gloo's group it would wait for it for ever.
+
+    Its C++ part would hold the last reference, and join a thread of gloo that needs the interpreter lock.
+    """
+    stock = nn.parallel.DistributedDataParallel(_build_model(), gradient_as_bucket_view=True)
+    steps = {
+        "local": _step(_build_model(), batch),
+        "axonmpi": _step(DistributedDataParallel(_build_model()), batch),
+        "torch on gloo": _step(stock, batch),
+    }
+    return interleave(steps, blocks=blocks, calls=_DDP_STEPS_PER_BLOCK)
 
 
 def ddp_table(results: list[dict[str, Any]]) -> str:
