@@ -106,7 +106,7 @@ def load_checkpoint(
         check_flags(strict=strict, random=random)
         _check_types(model, optimizer, states, dtype)
         target = Path(os.path.realpath(os.fspath(path)))
-    arguments = [f"path {target}", f"strict {strict}", f"dtype {dtype}", f"random {random}"]
+    arguments = [f"path {os.path.abspath(path)}", f"strict {strict}", f"dtype {dtype}", f"random {random}"]
     arguments += [f"{name} {value is not None}" for name, value in {"optimizer": optimizer, **states}.items()]
     check_same(
         ranks.all.backend,
@@ -276,6 +276,8 @@ def _misfit(part: Part, spec: TensorSpec) -> str:
         return f"{spec.name!r}: expected shape {list(part.shape)}, got {list(spec.shape)}"
     if _sort(part.dtype) != _sort(spec.dtype):
         return f"{spec.name!r}: expected {_sort(part.dtype)} such as {part.dtype}, got {spec.dtype}"
+    if _sort(part.dtype) == "integers" and torch.promote_types(part.dtype, spec.dtype) != part.dtype:
+        return f"{spec.name!r}: expected integers that {part.dtype} holds, got {spec.dtype}"
     return ""
 
 

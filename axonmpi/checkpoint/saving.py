@@ -128,7 +128,13 @@ def save_checkpoint(
             "extra": encoded(extra, "extra"),
         }
         json.dumps(state)  # raises on all ranks what only the first would meet
-    arguments = [f"path {target}", f"step {step}", f"epoch {epoch}", f"blocking {blocking}", f"max {max_file_size}"]
+    arguments = [
+        f"path {os.path.abspath(path)}",
+        f"step {step}",
+        f"epoch {epoch}",
+        f"blocking {blocking}",
+        f"max {max_file_size}",
+    ]
     arguments.append(f"optimizer {optimizer is not None}")
     check_same(
         ranks.all.backend,

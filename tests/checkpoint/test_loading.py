@@ -220,6 +220,21 @@ def test_values_are_converted_to_the_dtypes_of_the_model(world: ax.World, shared
     assert same(half, {name: value.half() for name, value in values.items()})
 
 
+@pytest.mark.ranks(1)
+def test_integers_are_widened_and_not_cut_off(world: ax.World, shared_tmp_path: Path) -> None:
+    path = shared_tmp_path / "a.safetensors"
+    model = nn.Module()
+    for saved, held in ((torch.int32, torch.int64), (torch.int64, torch.int32), (torch.uint8, torch.bool)):
+        save_file({"steps": torch.tensor([1], dtype=saved)}, path)
+        model.register_buffer("steps", torch.zeros(1, dtype=held))
+        if held == torch.int64:
+            load_checkpoint(path, model)
+            assert torch.equal(model.steps, torch.tensor([1]))
+        else:
+            text = refused(ValueError, lambda: load_checkpoint(path, model))
+            assert f"'steps': expected integers that {held} holds, got {saved}" in text
+
+
 def tied_pair(*, tied: bool) -> nn.Module:
     model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3, bias=False))
     if tied:

@@ -251,6 +251,10 @@ class Shape:
     [
         (Shape(3, ("a", "b")), {"width": 3, "names": ["a", "b"]}),
         ({"width": 3}, {"width": 3}),
+        (
+            {"dtype": torch.bfloat16, "inner": Shape(1, ())},
+            {"dtype": "bfloat16", "inner": {"width": 1, "names": []}},
+        ),
         (Shape(3, object()), None),  # type: ignore[arg-type]
         (7, None),
         (Shape, None),

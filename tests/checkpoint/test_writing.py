@@ -14,9 +14,12 @@ from safetensors.torch import load_file
 import axonmpi as ax
 from axonmpi.checkpoint.files.checksums import BLOCK_BYTES
 from axonmpi.checkpoint.files.folders import prepare
+from axonmpi.checkpoint.parts.boxes import Box
+from axonmpi.checkpoint.parts.part import Part, Piece
 from axonmpi.checkpoint.ranks import CheckpointRanks, ranks_of
 from axonmpi.checkpoint.writing import job as jobs
 from axonmpi.checkpoint.writing.job import write_checkpoint
+from axonmpi.checkpoint.writing.output import CHUNK_BYTES, Output
 from axonmpi.checkpoint.writing.snapshot import Snapshot
 from axonmpi.errors import CheckpointError
 from axonmpi.groups.world import partition_group
@@ -75,6 +78,25 @@ def test_ranks_of_two_nodes_write_no_page_together(world, seed, tmp_path, monkey
         assert any(of_ranks)
     found = load_file(folder / "it/model.safetensors")
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_keeps_few_edges_of_columns_that_two_nodes_share(world, tmp_path, monkeypatch):
+    folder, group = shared_folder(world, tmp_path), world.default_group
+    tensor = torch.arange(3 << 20).view(-1, 512)  # 24 MiB; a rank has 2 KiB of a row
+    box = Box((0, 256 * world.rank), (len(tensor), 256))
+    job = job_for(folder / "it", [Part("it", tensor.shape, tensor.dtype, [Piece(box, tensor[box.slices])])])
+    kept = []
+    exchange = Output.exchange_edges
+
+    def measured(output):
+        kept.append(sum(len(data) for _, _, data in output._edges))
+        exchange(output)
+
+    monkeypatch.setattr(Output, "exchange_edges", measured)
+    write_checkpoint(job, CheckpointRanks(group, partition_group(group, [[0], [1]]), 2))
+    assert 0 < max(kept) <= CHUNK_BYTES
+    assert torch.equal(load_file(folder / "it/model.safetensors")["it"], tensor)
 
 
 @pytest.mark.ranks(2)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -280,16 +281,27 @@ def _config_of(model: nn.Module) -> dict[str, Any] | None:
     if config is None and isinstance(model, Pipeline):
         found = (_config_of(stage) for stage in model.stages.values())
         return next((config for config in found if config is not None), None)
-    described: Any = None
-    if callable(getattr(config, "to_dict", None)):
-        described = config.to_dict()
-        described = {**described, "architectures": described.get("architectures") or [type(model).__name__]}
-    elif dataclasses.is_dataclass(config) and not isinstance(config, type):
-        described = dataclasses.asdict(config)
-    elif isinstance(config, Mapping):
-        described = dict(config)
     try:
-        made = json.loads(json.dumps(described))
+        made = json.loads(json.dumps(_described(config, type(model).__name__), default=_readable))
     except (TypeError, ValueError):  # whatever it is, no other tool reads it
         return None
     return made if isinstance(made, dict) else None
+
+
+def _described(config: Any, name: str) -> dict[str, Any] | None:
+    """Return the values of the config of a model of the class `name`; None if it is of no known kind."""
+    if callable(getattr(config, "to_dict", None)):
+        described = config.to_dict()
+        return {**described, "architectures": described.get("architectures") or [name]}
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return dict(config) if isinstance(config, Mapping) else None
+
+
+def _readable(value: Any) -> Any:
+    """Return what JSON has for a value that it does not know: a dtype as `transformers` writes it, or a text."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, torch.dtype | torch.device | os.PathLike):
+        return str(value).removeprefix("torch.")
+    raise TypeError(type(value).__name__)

@@ -114,7 +114,7 @@ def _write(job: Job, ranks: CheckpointRanks, trouble: Trouble) -> list[npt.NDArr
     with output.noting():
         for stretch in job.share.stretches:
             output.write_stretch(stretch)
-    write_scattered(job.share.scattered, output, ranks.node)
+    write_scattered(job.share.scattered, output, ranks)
     output.exchange_edges()
     output.sync()
     output.close()

@@ -5,13 +5,15 @@
                              # # # #
 
 Each rank copies its columns into the window; then each writes an equal share of it. Where another node has some of
-the columns, each rank writes its own runs, however short.
+the columns, each rank writes its own runs, however short. Runs have edges, which the ranks exchange after each such
+window, so that they do not add up.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,66 +23,95 @@ from ...utils.partition import split_bounds
 from ..files.tensor_file import PAGE_BYTES, TensorEntry
 from ..parts.boxes import Box, boxes_of_range
 from ..parts.part import Piece
+from ..ranks import CheckpointRanks
 from .output import CHUNK_BYTES, Output, bytes_of
 from .plan import Place, Scattered
 
 __all__ = ["write_scattered"]
 
 
-def write_scattered(scattered: Sequence[Scattered], output: Output, node: ProcessGroup) -> None:
-    """Write scattered parts; collective over the ranks of the node.
+class _Window(NamedTuple):
+    """Bytes of a tensor that fit in the memory of the node.
+
+    Attributes:
+        place: Of the tensor.
+        low: Where they begin in its file.
+        high: Where they end.
+        is_whole: Whether this node has all of them.
+    """
+
+    place: Place
+    low: int
+    high: int
+    is_whole: bool
+
+
+def write_scattered(scattered: Sequence[Scattered], output: Output, ranks: CheckpointRanks) -> None:
+    """Write scattered parts; collective.
 
     Args:
         scattered: Of this rank.
         output: The files.
-        node: The ranks of this node.
+        ranks: Who writes.
     """
-    told = node.all_gather_object([(one.place, one.piece.box) for one in scattered])
+    told = ranks.node.all_gather_object([(one.place, one.piece.box) for one in scattered])
     boxes: dict[Place, list[Box]] = defaultdict(list)
     for place, box in (pair for of_rank in told for pair in of_rank):
         boxes[place].append(box)
-    if not boxes:
-        return
     pieces: dict[Place, list[Piece]] = defaultdict(list)
     for one in scattered:
         pieces[one.place].append(one.piece)
-    memory = node.node_empty((CHUNK_BYTES,), torch.uint8)
-    for place in sorted(boxes):
-        _write(place, boxes[place], pieces[place], memory, output, node)
+    windows = [window for place in sorted(boxes) for window in _windows(place, boxes[place])]
+    left = _most_divided(windows, ranks)
+    memory = ranks.node.node_empty((CHUNK_BYTES,), torch.uint8) if windows else torch.empty(0)
+    for window in windows:
+        _write(window, pieces[window.place], memory, output, ranks.node)
+        if not window.is_whole:
+            output.exchange_edges()
+            left -= 1
+    for _ in range(left):  # other nodes have more
+        output.exchange_edges()
 
 
-def _write(
-    place: Place,
-    boxes: Sequence[Box],
-    pieces: Sequence[Piece],
-    memory: Tensor,
-    output: Output,
-    node: ProcessGroup,
-) -> None:
+def _most_divided(windows: Iterable[_Window], ranks: CheckpointRanks) -> int:
+    """Return how many windows a node has at most of which other nodes have a part; collective."""
+    if ranks.nodes == 1:
+        return 0
+    count = torch.tensor(sum(not window.is_whole for window in windows))
+    ranks.all.all_reduce_max(count)
+    return int(count)
+
+
+def _write(window: _Window, pieces: Sequence[Piece], memory: Tensor, output: Output, node: ProcessGroup) -> None:
+    place, low, high, is_whole = window
+    shape, dtype = place.entry.spec.shape, place.entry.spec.dtype
+    first, last = _elements(place.entry, low, high)
+    filled = memory[: high - low]
+    with output.noting():
+        for piece in pieces:
+            _copy_into(filled.view(dtype), shape, first, last, piece)
+    node.barrier()
+    own = [_pages(low, high, node.size)[node.rank]] if is_whole else _runs(pieces, place.entry, first, last)
+    with output.noting():
+        for begin, end in own:
+            output.write(place.file, begin, bytes_of(filled[begin - low : end - low]))
+    node.barrier()
+
+
+def _windows(place: Place, boxes: Sequence[Box]) -> Iterator[_Window]:
+    """Yield the windows of a tensor of which this node has `boxes`; they begin where pages do."""
     entry = place.entry
-    shape, dtype = entry.spec.shape, entry.spec.dtype
-    for low, high in _windows(entry, len(memory)):
-        first, last = ((at - entry.start) // dtype.itemsize for at in (low, high))
-        held = _held(boxes, shape, first, last)
-        if not held:
-            continue
-        window = memory[: high - low]
-        with output.noting():
-            for piece in pieces:
-                _copy_into(window.view(dtype), shape, first, last, piece)
-        node.barrier()
-        is_whole = held == last - first
-        own = [_pages(low, high, node.size)[node.rank]] if is_whole else _runs(pieces, entry, first, last)
-        with output.noting():
-            for begin, end in own:
-                output.write(place.file, begin, bytes_of(window[begin - low : end - low]))
-        node.barrier()
+    for begin in range(entry.start // CHUNK_BYTES * CHUNK_BYTES, entry.stop, CHUNK_BYTES):
+        low, high = max(begin, entry.start), min(begin + CHUNK_BYTES, entry.stop)
+        first, last = _elements(entry, low, high)
+        if held := _held(boxes, entry.spec.shape, first, last):
+            yield _Window(place, low, high, held == last - first)
 
 
-def _windows(entry: TensorEntry, size: int) -> Iterator[tuple[int, int]]:
-    """Yield where windows of a tensor begin and end in its file; they begin where pages do."""
-    for low in range(entry.start // size * size, entry.stop, size):
-        yield max(low, entry.start), min(low + size, entry.stop)
+def _elements(entry: TensorEntry, low: int, high: int) -> tuple[int, int]:
+    """Return the first element from byte `low` of the file on, and the one from byte `high` on."""
+    first, last = ((at - entry.start) // entry.spec.dtype.itemsize for at in (low, high))
+    return first, last
 
 
 def _pages(low: int, high: int, ranks: int) -> list[tuple[int, int]]:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ...utils.device import device_at
 from ..parts.part import Piece
 from .output import CHUNK_BYTES, bytes_of, elements_of
 from .plan import Scattered, Share, Stretch
@@ -50,14 +51,22 @@ class Snapshot:
             [one._replace(piece=Piece(one.piece.box, copy)) for one, copy in self._scattered],
         )
         self.is_copied = threading.Event()
+        devices = {device_at(source.device) for source in self._sources()}
+        self._computed = [(device, device.record(device.current_stream())) for device in devices]
+
+    def _sources(self) -> Iterator[Tensor]:
+        yield from (stretch.view for stretch, _ in self._pairs)
+        yield from (one.piece.view for one, _ in self._scattered)
 
     def copy_now(self) -> None:
         """Copy what may change before the optimizer steps; local."""
         self._copy(may_wait=False)
 
     def copy_rest(self) -> None:
-        """Copy everything else; local."""
+        """Copy everything else, when the device has computed what it was told before the call; local."""
         try:
+            for device, event in self._computed:
+                device.block(event)
             self._copy(may_wait=True)
         finally:
             self.is_copied.set()
