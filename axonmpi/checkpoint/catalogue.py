@@ -35,13 +35,17 @@ class Catalogue(NamedTuple):
         notes: The notes of all ranks.
         equals: For each kind of file, how many ranks have the same parts as this one, itself among them, and this
             rank's number among these.
-        told: What all ranks said, by which they know later that nothing has changed.
+        told: What all ranks said, a row for each digest, by which they know later what has not changed.
     """
 
     specs: Specs
     notes: dict[str, Any]
     equals: Mapping[str, tuple[int, int]]
-    told: bytes
+    told: Sequence[bytes]
+
+    def has_same_parts(self, other: Catalogue) -> bool:
+        """Say whether all ranks have the same parts of the same tensors as then; local, the same on all ranks."""
+        return self.specs is other.specs and self.told[2:] == other.told[2:]
 
 
 def digests_of(parts: Mapping[str, Sequence[Part]], notes: Mapping[str, Any]) -> bytes:
@@ -94,17 +98,17 @@ def agree_on(
         kind: (int(same[:, 2 + number].sum()), int(before_this[:, 2 + number].sum()))
         for number, kind in enumerate(parts)
     }
-    of_specs = of_all[:, 0].tobytes()
+    rows = [of_all[:, number].tobytes() for number in range(2 + len(parts))]
     specs: Specs
-    if same[:, 0].all():
-        specs = _own_specs(parts)
-    elif before is not None and before.told == of_specs:
+    if before is not None and before.told[0] == rows[0]:
         specs = before.specs
+    elif same[:, 0].all():
+        specs = _own_specs(parts)
     else:  # the first of those with the same tensors speaks for all of them
         specs = _joined(group.all_gather_object({} if before_this[:, 0].any() else _own_specs(parts)))
     if not same[:, 1].all():
         notes = merged(group.all_gather_object({} if before_this[:, 1].any() else notes))
-    return Catalogue(specs, notes, equals, of_specs)
+    return Catalogue(specs, notes, equals, rows)
 
 
 def without_repeated(group: ProcessGroup, parts: Mapping[str, Sequence[Part]]) -> dict[str, list[Part]]:

@@ -11,8 +11,8 @@ import weakref
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import partition_group
+from .agreed import Agreed
 from .background import Background
-from .catalogue import Catalogue
 
 __all__ = ["CheckpointRanks", "ranks_of"]
 
@@ -29,10 +29,10 @@ class CheckpointRanks:
         all: All ranks.
         node: Those of this node.
         nodes: Number of nodes.
-        catalogue: What the ranks agreed on last.
+        agreed: What the ranks agreed on last.
     """
 
-    catalogue: Catalogue | None = None
+    agreed: Agreed | None = None
 
     def __init__(self, everyone: ProcessGroup, node: ProcessGroup, nodes: int) -> None:
         self.all = everyone

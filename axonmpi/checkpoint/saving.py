@@ -22,11 +22,11 @@ from ..groups.world import ProcessGroup, group_of_this_rank
 from ..types import Work
 from ..utils.arguments import check_flags, either_group_name, integer
 from ..wrapping.partial import parameters_of
+from .agreed import agree
 from .background import Background
-from .catalogue import agree_on, without_repeated
 from .files.contents import FORMAT, VERSION
 from .files.folders import STATE_FILE
-from .files.tensor_file import TensorFile, index_of, lay_out
+from .files.tensor_file import TensorFile, index_of
 from .files.values import encoded
 from .parts.model_parts import ModelParts, model_parts
 from .parts.optimizer_parts import optimizer_parts
@@ -34,7 +34,7 @@ from .parts.part import Part
 from .parts.random_state import random_parts
 from .ranks import CheckpointRanks, ranks_of
 from .writing.job import Job, write_checkpoint
-from .writing.plan import Share, joined, places_in, share_of
+from .writing.plan import Share
 from .writing.snapshot import Snapshot
 
 __all__ = ["MAX_FILE_SIZE", "Stateful", "save_checkpoint", "texts_of", "versions_here"]
@@ -166,11 +166,8 @@ def _save(
             if optimized is not None:
                 parts["optimizer"] = [dataclasses.replace(part, may_wait=True) for part in optimized.parts]
             parts["random"] = random_parts(ranks.all)
-        ranks.catalogue = known = agree_on(ranks.all, parts, notes, ranks.catalogue)
-        files = {kind: lay_out(kind, known.specs[kind], {"format": "pt"}, max_file_size) for kind in known.specs}
-        share = _share_of(parts, files, known.equals)
-        if _sum(share.nbytes, ranks) > sum(spec.nbytes for specs in known.specs.values() for spec in specs):
-            share = _share_of(without_repeated(ranks.all, parts), files, dict.fromkeys(parts, (1, 0)))
+        ranks.agreed, share = agree(ranks.all, parts, notes, max_file_size, ranks.agreed)
+        known, files = ranks.agreed.catalogue, ranks.agreed.files
         config = known.notes.pop("config")
         texts = texts_of({**state, **known.notes}, config, files) if ranks.all.rank == 0 else {}
         laid_out = [file for of_kind in files.values() for file in of_kind]
@@ -181,23 +178,6 @@ def _save(
         with raised_on_all(ranks.all.backend):
             snapshot = _snapshot(job.share)
     return _write_beside(job, snapshot, optimizer, ranks)
-
-
-def _share_of(
-    parts: Mapping[str, Sequence[Part]],
-    files: Mapping[str, Sequence[TensorFile]],
-    equals: Mapping[str, tuple[int, int]],
-) -> Share:
-    places = places_in(files)
-    return joined(
-        [share_of([(part, places[kind, part.name]) for part in own], *equals[kind]) for kind, own in parts.items()]
-    )
-
-
-def _sum(nbytes: int, ranks: CheckpointRanks) -> int:
-    total = torch.tensor(nbytes)
-    ranks.all.all_reduce(total)
-    return int(total)
 
 
 def _snapshot(share: Share) -> Snapshot:

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....checkpoint.catalogue import Catalogue, agree_on, digests_of
-from ....checkpoint.files.tensor_file import TensorSpec, lay_out
+from ....checkpoint.agreed import Agreed, agree
+from ....checkpoint.catalogue import digests_of
+from ....checkpoint.files.tensor_file import TensorSpec
 from ....checkpoint.parts.boxes import Box
 from ....checkpoint.parts.holdings import ALONE, Copies, Holding
 from ....checkpoint.parts.part import Part, Piece
-from ....checkpoint.writing.plan import Share, joined, places_in, share_of
+from ....checkpoint.writing.plan import Share
 from ....fsdp.layout import Layout, by_elements
 from .states import build_model
 
@@ -102,18 +103,13 @@ class _Rank:
             self._lists[rank] = pickle.dumps(_specs(self._parts(rank)))
         self._digests = self._told()
 
-    def plan(self, before: Catalogue | None) -> tuple[Catalogue, Share]:
+    def plan(self, before: Agreed | None) -> tuple[Agreed, Share]:
         """Find what this rank writes."""
-        parts = self._parts(self.rank)
         group: Any = self
-        known = agree_on(group, parts, self._notes, before)
-        files = {kind: lay_out(kind, known.specs[kind], {}, _FILE_BYTES) for kind in known.specs}
-        places = places_in(files)
-        shares = [
-            share_of([(part, places[kind, part.name]) for part in own], *known.equals[kind])
-            for kind, own in parts.items()
-        ]
-        return known, joined(shares)
+        return agree(group, self._parts(self.rank), self._notes, _FILE_BYTES, before)
+
+    def all_reduce(self, own: Tensor) -> None:
+        """Leave the sum of bytes as it is: the ranks have nothing in common."""
 
     def all_gather(self, own: Tensor) -> Tensor:
         """Return the digests that all ranks tell."""
