@@ -59,6 +59,18 @@ def test_the_safetensors_package_reads_the_file(tmp_path):
     assert read_header(tmp_path / file.name).entries == file.entries
 
 
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (TensorSpec("__metadata__", torch.float32, (1,)), "another use of this name"),
+        (TensorSpec("it", torch.qint8, (1,)), "cannot hold tensors of torch.qint8"),
+    ],
+)
+def test_what_the_format_cannot_hold_is_refused(spec, message):
+    with pytest.raises(CheckpointError, match=f"'{spec.name}': .*{message}"):
+        lay_out("model", [spec], {}, 1 << 30)
+
+
 def test_the_order_of_tensors_does_not_matter():
     shuffled = random.Random(0).sample(specs(TENSORS), len(TENSORS))
     assert lay_out("model", shuffled, {}, 1 << 30) == lay_out("model", specs(TENSORS), {}, 1 << 30)

@@ -68,9 +68,16 @@ def test_schedules_come_back():
     assert rates(optimizer, scheduler, 5) == uninterrupted[4:]
 
 
+class Colour(str):
+    """A text of a type of its own."""
+
+
 def test_other_values_are_refused_by_place():
     with pytest.raises(ValueError, match=r"extra\['a'\]\[1\]: .* got set"):
         encoded({"a": [1, {2}]}, "extra")
     with pytest.raises(ValueError, match="4096 elements, got 5000"):
         encoded(torch.zeros(5000), "extra")
     assert encoded(np.float64(0.5), "extra") == 0.5
+    for value in (np.longdouble(0.5), Colour("red")):
+        with pytest.raises(ValueError, match=f"got {type(value).__name__}"):
+            encoded(value, "extra")

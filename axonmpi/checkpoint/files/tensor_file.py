@@ -59,6 +59,7 @@ _DTYPES = {
     "C64": torch.complex64,
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_METADATA = "__metadata__"
 
 
 class TensorSpec(NamedTuple):
@@ -132,6 +133,10 @@ def lay_out(
     for spec in ordered:
         if spec.dtype not in _CODES:
             raise CheckpointError(f"{spec.name!r}: safetensors files cannot hold tensors of {spec.dtype}")
+        if spec.name == _METADATA:
+            raise CheckpointError(
+                f"{spec.name!r}: safetensors files have another use of this name: rename the tensor"
+            )
     groups = bucket_by_size([spec.nbytes for spec in ordered], max_file_size) or [[]]
     names = [f"{stem}-{number:05}-of-{len(groups):05}" for number in range(1, len(groups) + 1)]
     names = names if len(groups) > 1 else [stem]
@@ -142,7 +147,7 @@ def lay_out(
 
 
 def _file(name: str, specs: list[TensorSpec], metadata: Mapping[str, str]) -> TensorFile:
-    described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    described: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     at = 0
     for spec in specs:
         offsets = [at, at + spec.nbytes]
@@ -213,7 +218,7 @@ def read_header(path: Path) -> TensorFile:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     try:
         described = json.loads(text)
-        metadata = described.pop("__metadata__", {})
+        metadata = described.pop(_METADATA, {})
         entries = {name: _entry(name, entry, 8 + length) for name, entry in described.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path}: this is no safetensors file, its header is damaged: {error}") from None

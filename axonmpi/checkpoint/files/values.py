@@ -32,13 +32,13 @@ def encoded(value: Any, where: str) -> Any:
     Raises:
         ValueError: Something in it is of another type.
     """
-    if value is None or isinstance(value, bool | str) or type(value) in (int, float):
+    if value is None or type(value) in (bool, str, int, float):
         return value
     if isinstance(value, Tensor):
         if value.numel() > _MOST_ELEMENTS:
             raise ValueError(f"{where}: expected tensors of at most {_MOST_ELEMENTS} elements, got {value.numel()}")
         return {"<Tensor>": [str(value.dtype), list(value.shape), _numbers(value)]}
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):  # such as a long double
         return encoded(value.item(), where)
     if isinstance(value, torch.dtype):
         return {"<dtype>": str(value)}
