@@ -1,5 +1,6 @@
 """What tests of shared memory share: pages, and whole jobs."""
 
+import math
 import mmap
 import textwrap
 
@@ -16,6 +17,12 @@ import axonmpi as ax
 world = ax.init_process_group()
 group = world.default_group
 """
+
+
+@pytest.fixture
+def near_caches(monkeypatch):
+    """Let groups be as where caches are close together, wherever the ranks happen to run."""
+    monkeypatch.setattr("axonmpi.backends.connect.SLOW_LINE_SECONDS", math.inf)
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def test_the_way_can_be_chosen(world, monkeypatch) -> None:
 
 @REAL
 @pytest.mark.ranks(2, 4)
-def test_every_operation_with_many_buffers(world, monkeypatch) -> None:
+def test_every_operation_with_many_buffers(world, near_caches, monkeypatch) -> None:
     """Where writing a line that another rank has read takes longer than any limit, each rank has many buffers."""
     before = sum(map(len, shared_mappings()))
     usual = world.new_group(range(world.size))
@@ -79,7 +79,7 @@ def test_every_operation_with_many_buffers(world, monkeypatch) -> None:
 @pytest.mark.filterwarnings("ignore:no memory could be shared:RuntimeWarning")
 @pytest.mark.parametrize("short", ["from the beginning", "later"])
 @pytest.mark.ranks(2, 4)
-def test_a_group_that_finds_no_memory_works(world, no_memory, short) -> None:
+def test_a_group_that_finds_no_memory_works(world, near_caches, no_memory, short) -> None:
     """Later, when the first large collective asks for memory, smaller pieces have to do."""
     if short == "from the beginning":
         no_memory()

@@ -152,7 +152,7 @@ def resident() -> tuple[int, int]:
 
 @REAL
 @pytest.mark.ranks(2, 4)
-def test_hundreds_of_collectives(world) -> None:
+def test_hundreds_of_collectives(world, near_caches) -> None:
     program = Program(world)
     seen = []
     for _ in range(RUNS):
