@@ -222,8 +222,11 @@ def test_damaged_tensors_are_named(world, tmp_path):
     if world.rank == 0:
         with (path / "model.safetensors").open("r+b") as file:
             for block in (1, 3):
-                file.seek(block * BLOCK_BYTES + 7)
-                file.write(bytes([file.read(1)[0] ^ 1]))
+                at = block * BLOCK_BYTES + 7
+                file.seek(at)
+                changed = bytes([file.read(1)[0] ^ 1])
+                file.seek(at)
+                file.write(changed)
     ax.barrier(world.default_group)
     (damage,) = verify_checkpoint(path, group=world.default_group).damages
     assert damage.file == "model.safetensors"
