@@ -26,7 +26,6 @@ from ..errors import AxonmpiError, CommunicatorError, DtypeError
 from ..types import Observer, ReduceOp, Seconds, Work
 from ..utils.arguments import check_flags, member, seconds
 from ..utils.cache import BoundedCache
-from ..utils.waiting import Steps, in_inference_mode
 from .call import Call, Layout
 from .checks import (
     check_dtype,
@@ -61,10 +60,8 @@ class TaskQueue(Protocol):
     started: int
     ended: int
 
-    def submit(
-        self, operation: str, task: Callable[[], Any], observer: Observer | None = None, *, in_steps: bool = False
-    ) -> Work:
-        """Queue an operation; with `in_steps` one whose `task` returns its steps."""
+    def submit(self, operation: str, task: Callable[[], Any], observer: Observer | None = None) -> Work:
+        """Queue an operation."""
 
     def close(self, timeout: float) -> bool:
         """End after the operations already queued; False if one is still running after `timeout` seconds."""
@@ -624,18 +621,12 @@ class Backend(ABC):
         check_flags(async_op=async_op)
         self._check_open(call.operation)
         inference = torch.is_inference_mode_enabled()
-        in_steps = self._steps(call, *args)
 
         def task() -> Any:
             with torch.inference_mode(inference):  # a mode is a thread's own, and tensors made in it need it
                 return self._execute(call.operation, call.nbytes, move, call, *args)
 
-        if in_steps is None:
-            work = self._worker.submit(str(call), task, self.observer)
-        else:
-            steps = self._execute_in_steps(call, in_steps)
-            steps = in_inference_mode(steps) if inference else steps
-            work = self._worker.submit(str(call), lambda: steps, self.observer, in_steps=True)
+        work = self._worker.submit(str(call), task, self.observer)
         if async_op:
             return work
         work.wait(None if self.timeout is None else self.timeout + self.grace)
@@ -655,25 +646,8 @@ class Backend(ABC):
             if observer is not None:
                 observer.leave(operation)
 
-    def _execute_in_steps(self, call: Call, steps: Steps[Any]) -> Steps[Any]:
-        self._check_open(call.operation)
-        observer = self.observer
-        if observer is not None:
-            observer.enter(call.operation, call.nbytes)
-        try:
-            return (yield from steps)
-        except self.failures as error:
-            raise self._failure(call.operation, error) from error
-        finally:
-            if observer is not None:
-                observer.leave(call.operation)
-
     def _failure(self, operation: str, error: Exception) -> AxonmpiError:
         return CommunicatorError(f"{operation} failed on rank {self.rank}: {error}")
-
-    def _steps(self, call: Call, *args: Any) -> Steps[Any] | None:
-        """Return the steps of an operation beside which the next may begin, None for others; local."""
-        return None
 
     def _check_open(self, operation: str) -> None:
         if self._closed is not None:

@@ -13,26 +13,29 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
-from ..launch.settings import pretended_node, wants_shared_memory
+import numpy as np
+
+from ..launch.settings import adds_in_order, pretended_node, wants_shared_memory
 from .connection import Connection, Limits
-from .handshake import Handshake
-from .mpi.plain import PlainConnection
-from .network.channels import Lane, Nodes
-from .network.collectives import NetworkConnection
+from .network.agreement import Agreement
+from .network.collectives import PlainConnection
+from .network.lane import Lane
+from .network.lanes import NetworkConnection
+from .network.meeting import CELL_BYTES, Meeting, NodeMeeting
+from .network.nodes import Integers, nodes_of
 from .shared.all_reduce import NodeMemory, replicated_bytes
 from .shared.arena import Arena
 from .shared.barrier import Fence, NodeBarrier
 from .shared.collectives import NodeConnection
 from .shared.handshake import NodeHandshake
 from .shared.segment import PAGE, Segment
-from .shared.staging import ALIGNMENT, Staging, line_seconds
+from .shared.staging import Staging, line_seconds
 from .tuning import (
     BARRIER_SPINS,
     CHUNK_BYTES,
     MAX_MESSAGE_BYTES,
     PIECE_BYTES,
     SLOW_LINE_SECONDS,
-    SPARE_BYTES,
     STAGING_BYTES,
 )
 
@@ -66,14 +69,16 @@ def connect(mpi: Any, comm: Any, limits: Limits, *, oversubscribed: bool, timeou
         timeout: Seconds after which a rank that waits in shared memory gives up; None never does.
     """
     obstacle = ""
+    means = _Means(mpi, comm, limits, oversubscribed=oversubscribed)
     if comm.size > 1 and wants_shared_memory():
         node = node_communicator(mpi, comm)
-        connection = _through_shared_memory(mpi, comm, node, limits, oversubscribed, timeout)
+        connection = _through_shared_memory(means, node, timeout)
         if isinstance(connection, Connection):
             return connection
         obstacle = connection
         node.Free()
-    connection = PlainConnection(mpi, comm, Handshake(mpi, comm, oversubscribed=oversubscribed), limits)
+    agreement = means.agreement(np.arange(comm.size), comm.rank)
+    connection = PlainConnection(Meeting(comm, agreement, ordered=means.ordered), means.lane(comm))
     connection.obstacle = obstacle
     return connection
 
@@ -97,19 +102,36 @@ def path_of(comm: Any) -> tuple[str, str]:
     return connection.path, connection.obstacle
 
 
-def _through_shared_memory(
-    mpi: Any, comm: Any, node: Any, limits: Limits, oversubscribed: bool, timeout: float | None
-) -> Connection | str:
+class _Means:
+    """What connections between nodes are made of.
+
+    Attributes:
+        ordered: Whether sums are taken in the order of the nodes.
+    """
+
+    def __init__(self, mpi: Any, comm: Any, limits: Limits, *, oversubscribed: bool) -> None:
+        self.mpi, self.comm, self.limits, self.oversubscribed = mpi, comm, limits, oversubscribed
+        self.ordered = adds_in_order()
+
+    def agreement(self, peers: Integers, index: int) -> Agreement:
+        return Agreement(self.mpi, self.comm, peers, index, oversubscribed=self.oversubscribed)
+
+    def lane(self, comm: Any) -> Lane:
+        return Lane(self.mpi, comm, self.limits, ordered=self.ordered, oversubscribed=self.oversubscribed)
+
+
+def _through_shared_memory(means: _Means, node: Any, timeout: float | None) -> Connection | str:
     """Connect ranks of which at least two share a node; else why that cannot be, empty if none do."""
-    nodes = _nodes(comm, node)
-    if max(map(len, nodes.of)) == 1:
+    mpi, comm = means.mpi, means.comm
+    nodes = nodes_of(mpi, comm, node)
+    if nodes.most == 1:
         return ""
     is_one_node = node.size == comm.size
-    control = Segment.create(node, PAGE)
-    buffers = Segment.create(node, 2 * _buffer_bytes(node.size) if is_one_node else _spare_bytes(node.size, nodes))
+    control = Segment.create(node, PAGE if is_one_node else CELL_BYTES)
+    buffers = Segment.create(node, 2 * _buffer_bytes(node.size)) if is_one_node else control
     problem = next((made for made in (control, buffers) if isinstance(made, str)), None)
     if isinstance(control, Segment) and isinstance(buffers, Segment):
-        problem = control.populate(0, PAGE) or buffers.populate(0, buffers.region_bytes)
+        problem = control.populate(0, control.region_bytes) or buffers.populate(0, buffers.region_bytes)
     problems = [text for text in comm.allgather(problem) if text]
     if problems:
         return str(problems[0])
@@ -123,19 +145,18 @@ def _through_shared_memory(
     arena = Arena(node)
     connection: Connection
     if is_one_node:
-        barrier.spins = 0 if oversubscribed else BARRIER_SPINS
-        handshake = NodeHandshake(mpi, comm, control, barrier)
+        barrier.spins = 0 if means.oversubscribed else BARRIER_SPINS
+        handshake = NodeHandshake(comm, control, barrier)
         staging = _staging(comm, barrier, arena, buffers)
-        connection = NodeConnection(NodeMemory(handshake, barrier, arena, staging, limits), release=release)
+        connection = NodeConnection(NodeMemory(handshake, barrier, arena, staging, means.limits), release=release)
     else:
-        lane = Lane.of(mpi, comm, nodes)
+        lane_comm = comm.Split(nodes.place if nodes.place < nodes.lanes else mpi.UNDEFINED, nodes.own)
+        lane = means.lane(lane_comm) if nodes.place < nodes.lanes else None
         if lane is not None:
-            release.append(lane.free)
-        # Ranks that wait for a network had better sleep, even with a core to themselves.
-        handshake_of_all = Handshake(mpi, comm, oversubscribed=True)
-        connection = NetworkConnection(
-            handshake_of_all, nodes, barrier, arena, buffers, lane, limits, release=release
-        )
+            release.append(lane_comm.Free)
+        agreement = means.agreement(nodes.leaders, nodes.own)
+        meeting = NodeMeeting(comm, agreement, nodes, barrier, control, ordered=means.ordered)
+        connection = NetworkConnection(meeting, nodes, barrier, arena, lane, means.limits, release=release)
     connection.fence = sync
     return connection
 
@@ -156,16 +177,3 @@ def _staging(comm: Any, barrier: NodeBarrier, arena: Arena, buffers: Segment) ->
 
 def _buffer_bytes(ranks: int) -> int:
     return max(CHUNK_BYTES, replicated_bytes(ranks, symmetric=False))
-
-
-def _spare_bytes(ranks: int, nodes: Nodes) -> int:
-    """Return what each rank has where memory is short: four buffers of a line for each part of a chunk."""
-    parts = max(ranks, *map(len, nodes.carried))
-    return max(2 * (SPARE_BYTES // ranks // PAGE * PAGE), 4 * ALIGNMENT * parts)
-
-
-def _nodes(comm: Any, node: Any) -> Nodes:
-    """Find out where the ranks of a group are; collective."""
-    lowest = comm.allgather(node.bcast(comm.rank))
-    members = {low: tuple(r for r, other in enumerate(lowest) if other == low) for low in sorted(set(lowest))}
-    return Nodes(tuple(members.values()), list(members).index(lowest[comm.rank]), node.rank)

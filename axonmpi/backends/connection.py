@@ -1,11 +1,11 @@
 """How the ranks of one MPI group reach each other.
 
-    PlainConnection      MPI calls, wherever the ranks are
-    NodeConnection       memory that all of them share, on one node
-    NetworkConnection    memory shared on each node, and messages between nodes
+    NodeConnection     memory that all of them share, on one node
+    PlainConnection    MPI, every rank alone on its node
+    NetworkConnection  memory shared on each node, and MPI between nodes
 
-`connect` chooses one when a group is made. A `Connection` begins every collective with a handshake, moves large
-data, and says what memory the ranks of a node have in common: none, unless a subclass knows better.
+`connect` chooses one when a group is made. A `Connection` begins every collective with an agreement on the call,
+moves data, and says what memory the ranks of a node have in common: none, unless a subclass knows better.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from torch import Tensor
 
 from ..utils.memory import flat_zeros
 from ..utils.partition import split_sizes
-from ..utils.waiting import Steps
 from .buffers import empty
 from .call import Call
 from .concat_view import FlatParts
-from .handshake import Handshake
+from .handshake import Words
 
 __all__ = ["Connection", "Limits"]
 
@@ -44,25 +43,39 @@ class Connection(ABC):
     """Moves the data of one group's collectives; arguments are checked, and every method agrees on the call first.
 
     Args:
-        handshake: Compares the calls of the ranks and carries small data.
+        rank: This rank's number in the group.
+        size: How many ranks there are.
 
     Attributes:
         path: `"node"`, `"nodes"` or `"plain"`.
-        handshake: The same.
-        rank: This rank's number in the group.
-        size: How many ranks there are.
+        rank: The same.
+        size: The same.
         obstacle: Why memory cannot be shared, the same on all ranks; empty where it is, or need not be.
         fence: A full memory barrier for memory in common, None where the processor needs none.
     """
 
     path: ClassVar[str]
 
-    def __init__(self, handshake: Handshake) -> None:
-        self.handshake = handshake
-        self.rank = handshake.rank
-        self.size = handshake.size
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
         self.obstacle = ""
         self.fence: Callable[[], None] | None = None
+
+    @abstractmethod
+    def agree(self, call: Call) -> None:
+        """Return once all ranks have made this call; collective.
+
+        Raises:
+            CollectiveMismatchError: The ranks made different calls.
+        """
+
+    @abstractmethod
+    def sizes(self, call: Call, own: int) -> list[int]:
+        """Agree on a call and return a number of each rank; collective."""
+
+    @abstractmethod
+    def words_of_root(self, call: Call, words: Words | None) -> Words:
+        """Agree on a call and return 14 integers that its root has; collective."""
 
     @abstractmethod
     def reduce(self, call: Call, tensor: Tensor) -> None:
@@ -72,10 +85,6 @@ class Connection(ABC):
             call: The call.
             tensor: Contiguous; of the call's shape.
         """
-
-    def reduce_in_steps(self, call: Call, tensor: Tensor) -> Steps[None] | None:
-        """Return a reduction onto all ranks in steps, None where it has none; any strides; local."""
-        return None
 
     def reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
         """Reduce a tensor of any strides and return the own slice along `dim`; collective."""
@@ -96,18 +105,13 @@ class Connection(ABC):
         """Copy the root's flat contiguous data to all ranks; collective."""
 
     @abstractmethod
-    def all_gather(self, call: Call, own: Tensor, rows: list[int], result: Tensor) -> None:
-        """Put the blocks of all ranks one after the other into `result`; collective, agreed already.
+    def all_gather(self, call: Call, own: Tensor) -> Tensor:
+        """Return the blocks of all ranks, one after the other along dim 0; collective.
 
         Args:
-            call: The call that was agreed on.
-            own: This rank's block, contiguous.
-            rows: Size of each rank's block along dim 0.
-            result: Contiguous, as large as all blocks together.
+            call: The call.
+            own: This rank's block, contiguous; the ranks may differ in dim 0 only.
         """
-
-    def publish_address(self, tensor: Tensor) -> None:  # noqa: B027
-        """Before agreeing on an all_gather: name the address of the own block if it is symmetric; local."""
 
     def symmetric_empty(self, nbytes: int) -> Tensor:
         """Return [nbytes] uint8 that other ranks can reach where that is possible; collective, agreed already."""
@@ -130,18 +134,9 @@ class Connection(ABC):
         """Say whether a tensor lies in memory of `node_empty`; local."""
         return True
 
+    @abstractmethod
     def all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
         """Put the parts of all ranks into the memory of each node; None: the own part is there; collective."""
-        self.handshake.agree(call)
-        own = output.split(sizes)[self.rank]
-        if tensor is not None:
-            own.copy_(tensor)
-        if output.numel():
-            self._gather_common(call, own, sizes, output)
-
-    def _gather_common(self, call: Call, own: Tensor, rows: list[int], result: Tensor) -> None:
-        """Do what `all_gather` does where a node's ranks have `result`, and their blocks in it, in common."""
-        self.all_gather(call, own, rows, result)
 
     def mark_failed(self, reason: str) -> None:  # noqa: B027
         """Tell ranks that wait for this one that it does not come any more, where they can be reached; local."""

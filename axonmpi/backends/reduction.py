@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,6 +31,7 @@ __all__ = [
     "choose_reduction",
     "plain_binary",
     "reduce_in_rank_order",
+    "reduce_rows_into",
     "reduce_wide_into",
     "wide_dtype",
 ]
@@ -54,6 +56,14 @@ _ROUNDED_ONCE = (torch.float16, torch.bfloat16)
 """Torch computes a single operation on two of these in float32 and rounds the result: the same bits."""
 _thread = threading.local()
 _SIGNED_TWIN = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_FEW_ROWS = 16
+"""Up to so many tensors are reduced by a call of torch for each; numpy's one call takes a copy and a conversion."""
+_IN_NUMPY = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+}
 _BINARY: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.AVERAGE: torch.add,
@@ -141,6 +151,45 @@ def reduce_wide_into(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None
         binary(out, term, out=out)
     if op is ReduceOp.AVERAGE:
         out.div_(len(parts))
+
+
+def reduce_rows_into(rows: Tensor, op: ReduceOp, out: Tensor, ranks: int | None = None) -> None:
+    """Reduce the rows of a matrix, in their order and rounded once; of many rows in a single call; local.
+
+    Args:
+        rows: [rows, numel] contiguous, in one dtype.
+        op: The reduction.
+        out: [numel] overwritten with the result; of the rows' dtype, or of the wider one that sums are taken in.
+        ranks: What an average is divided by, by default the number of rows.
+    """
+    dtype = wide_dtype(rows.dtype)
+    count, numel = rows.shape
+    if not numel:
+        return
+    total = out if out.dtype == dtype else torch.empty(numel, dtype=dtype, device="cpu")
+    without_average = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
+    if count <= _FEW_ROWS:
+        reduce_wide_into(rows.unbind(0), without_average, total)
+    else:
+        _reduce_many(rows.to(dtype), without_average, total)
+    if op is ReduceOp.AVERAGE:
+        total.div_(count if ranks is None else ranks)
+    if total is not out:
+        out.copy_(total)
+
+
+def _reduce_many(rows: Tensor, op: ReduceOp, out: Tensor) -> None:
+    """Reduce rows one after the other in numpy, which has a single call for that."""
+    if rows.dtype is torch.bool:
+        out.copy_(rows.any(0) if op in (ReduceOp.SUM, ReduceOp.MAX) else rows.all(0))
+        return
+    if rows.shape[1] == 1:  # numpy would add a single column in pairs
+        rows = torch.cat([rows, torch.zeros_like(rows)], 1)
+        both = torch.empty(2, dtype=out.dtype, device="cpu")
+        _IN_NUMPY[op].reduce(rows.numpy(), axis=0, out=both.numpy())
+        out.copy_(both[:1])
+        return
+    _IN_NUMPY[op].reduce(rows.numpy(), axis=0, out=out.numpy())
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

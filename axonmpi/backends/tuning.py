@@ -7,6 +7,7 @@ of cache a core; where other values did as well, the smallest is taken.
 from __future__ import annotations
 
 __all__ = [
+    "AGREEMENT_BYTES",
     "BARRIER_CHECK_SECONDS",
     "BARRIER_NAP_SECONDS",
     "BARRIER_SPINS",
@@ -17,14 +18,13 @@ __all__ = [
     "COUNTER_YIELDS_OVERSUBSCRIBED",
     "FIRST_SEGMENT_BYTES",
     "HANDSHAKE_YIELDS",
-    "LEAST_NETWORK_CHUNK_BYTES",
+    "LEAST_SLICE_BYTES",
     "LONGEST_BARRIER_NAP_SECONDS",
     "MAX_CALLS",
     "MAX_MESSAGE_BYTES",
     "MAX_PLANS",
     "MAX_VIEWS",
     "NETWORK_CHUNK_BYTES",
-    "OPERATIONS_UNDER_WAY",
     "PIECE_BYTES",
     "POLL_SECONDS",
     "PROBE_BYTES",
@@ -34,7 +34,7 @@ __all__ = [
     "REPLICATED_PAIR_BYTES",
     "SLICE_BYTES",
     "SLOW_LINE_SECONDS",
-    "SPARE_BYTES",
+    "SMALL_SCATTER_BYTES",
     "STAGING_BYTES",
     "WIDE_ELEMENTS",
 ]
@@ -61,11 +61,14 @@ PIECE_BYTES = 1 << 20
 """How much of a tensor is reduced at a time, at most; the initial value of `MpiBackend.piece_bytes`."""
 MAX_MESSAGE_BYTES = 1 << 30
 """The most that goes into one MPI call, whose counts and offsets may be 32-bit integers."""
-NETWORK_CHUNK_BYTES = 2 << 20
-"""How much of a rank's tensor is under way between nodes at a time: it keeps the network busy, and is soon
-begun."""
-LEAST_NETWORK_CHUNK_BYTES = 256 << 10
-"""The least, where a tensor is cut into several chunks."""
+AGREEMENT_BYTES = 64 << 10
+"""The most that travels between nodes with the agreement on a call."""
+SMALL_SCATTER_BYTES = 32 << 10
+"""The most that is reduced whole with the agreement, where each rank gets a part."""
+NETWORK_CHUNK_BYTES = 4 << 20
+"""How much of a rank's tensor goes between nodes at a time, where it has to be copied or reduced before."""
+LEAST_SLICE_BYTES = 256
+"""The least that a rank sends to each of many others at a time."""
 WIDE_ELEMENTS = 1 << 17
 """How many elements of 16 bits are converted at a time: their float32 values should stay in the cache."""
 
@@ -73,8 +76,6 @@ WIDE_ELEMENTS = 1 << 17
 
 FIRST_SEGMENT_BYTES = 64 << 20
 """Addresses for each rank in a group's first segment of symmetric memory; pages come with the tensors."""
-SPARE_BYTES = 512 << 10
-"""What the ranks of one of several nodes share from the start, half of what serves where no memory is left."""
 STAGING_BYTES = 32 << 20
 """Staging of all ranks together where each rank uses many buffers: more than their caches hold."""
 PROBE_BYTES = 256 << 10
@@ -105,5 +106,3 @@ COUNTER_SLEEP_SECONDS = 1e-3
 """The longest sleep, since a wake-up may be missed."""
 POLL_SECONDS = 5e-4
 """Between two looks at a message that is waited for with a time-out."""
-OPERATIONS_UNDER_WAY = 3
-"""Reductions between nodes that run at once: the next one's data leaves before the last of this one's is back."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from .variables import detect_launchers
 
 __all__ = [
+    "adds_in_order",
     "compares_calls",
     "gpu_variables",
     "may_bind",
@@ -74,6 +75,18 @@ def wants_shared_memory() -> bool:
     if setting not in ("auto", "plain"):
         raise ValueError(f"AXONMPI_COLLECTIVES: expected 'auto' or 'plain', got {setting!r}")
     return setting == "auto"
+
+
+def adds_in_order() -> bool:
+    """Say whether sums over several nodes are taken in the order of the nodes: `AXONMPI_SUMS=ordered`; local.
+
+    Raises:
+        ValueError: The variable has another value than `auto` or `ordered`.
+    """
+    setting = os.environ.get("AXONMPI_SUMS", "auto")
+    if setting not in ("auto", "ordered"):
+        raise ValueError(f"AXONMPI_SUMS: expected 'auto' or 'ordered', got {setting!r}")
+    return setting == "ordered"
 
 
 def pretended_node(world_rank: int) -> int:

@@ -1,23 +1,17 @@
-"""Waiting without taking the core from threads that compute, and operations in steps."""
+"""Waiting without taking the core from threads that compute."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Callable, Generator
-from typing import TypeVar
-
-import torch
+from collections.abc import Callable
 
 __all__ = [
     "Backoff",
-    "Steps",
     "compute_beside",
-    "in_inference_mode",
     "is_beside_computation",
     "network_backoff",
-    "run_steps",
     "wait_until",
 ]
 
@@ -26,10 +20,6 @@ YIELDS = 10
 NAP_SECONDS = 1e-4
 NAP_BESIDE_SECONDS = 5e-4
 """Of a thread that communicates while others compute: each look takes a core from them."""
-
-T = TypeVar("T")
-Steps = Generator[bool, None, T]
-"""An operation in steps, each of which says whether it got on; between them others of the same thread do."""
 
 _thread = threading.local()
 
@@ -90,33 +80,6 @@ def wait_until(ready: Callable[[], object], backoff: Backoff, limit: float | Non
 def network_backoff() -> Backoff:
     """Return a Backoff for what the network brings; local."""
     return Backoff(0, NAP_BESIDE_SECONDS) if is_beside_computation() else Backoff(YIELDS)
-
-
-def run_steps(steps: Steps[T]) -> T:
-    """Run an operation to its end, waiting where it does not get on; local."""
-    backoff = network_backoff()
-    while True:
-        try:
-            moved = next(steps)
-        except StopIteration as end:
-            value: T = end.value
-            return value
-        if moved:
-            backoff.reset()
-        else:
-            backoff.rest()
-
-
-def in_inference_mode(steps: Steps[T]) -> Steps[T]:
-    """Do the steps in torch's inference mode, which is a thread's own and which tensors made in it need."""
-    while True:
-        with torch.inference_mode():
-            try:
-                moved = next(steps)
-            except StopIteration as end:
-                value: T = end.value
-                return value
-        yield moved
 
 
 def is_beside_computation() -> bool:

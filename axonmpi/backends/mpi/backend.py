@@ -1,9 +1,9 @@
 """Collectives on CPU tensors over MPI.
 
-Every collective begins with one all-gather of 128 bytes a rank (`handshake`): mismatched calls are noticed on every
-rank before anything else is sent, and a small operation (a loss, a counter, a flag) is complete after this one
-message. Larger data goes through the group's `Connection`, which `connect` chooses when the group is made.
-Operations that send something else to each rank (gather, scatter, all-to-all, messages) are MPI messages always.
+Every collective begins with an agreement of the ranks on the call: mismatched calls are noticed on every rank
+before any data is moved, and a small operation (a loss, a counter, a flag) is complete with it. All of that is the
+group's `Connection`'s, which `connect` chooses when the group is made. Operations that send something else to each
+rank (gather, scatter, all-to-all, messages) are MPI messages always.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from ...errors import CommunicatorError
@@ -24,9 +24,9 @@ from ...launch import start as runtime
 from ...launch.cpu import CoreShare, core_share
 from ...types import Work
 from ...utils.partition import split_sizes
-from ...utils.waiting import Backoff, Steps, wait_until
+from ...utils.waiting import Backoff, wait_until
 from ..base import Backend
-from ..buffers import as_bytes, buffer_of, empty, flat_elements, write_back
+from ..buffers import as_bytes, empty, flat_elements, write_back
 from ..call import Call
 from ..concat_view import FlatParts
 from ..connect import connect
@@ -116,8 +116,7 @@ class MpiBackend(Backend):
             )
         if self._connection.obstacle:
             warn_no_shared_memory(self._connection.obstacle)
-        self._handshake = self._connection.handshake
-        self._agree = self._handshake.agree
+        self._agree = self._connection.agree
         self._node_ranks = self._connection.node_ranks
         self.path = self._connection.path
         self.grace = 1.0 if timeout is not None and self.path != "plain" else 0.0
@@ -147,25 +146,12 @@ class MpiBackend(Backend):
         if call.root in (None, self.rank):
             write_back(flat, tensor)
 
-    def _steps(self, call: Call, *args: Any) -> Steps[None] | None:
-        if call.operation != "all_reduce":
-            return None
-        return self._connection.reduce_in_steps(call, *args)
-
     def _reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
         return self._connection.reduce_scatter(call, tensor, dim)
 
     # ---- copies -------------------------------------------------------------------------------------------
 
     def _broadcast(self, call: Call, tensor: Tensor) -> None:
-        assert call.root is not None
-        if call.nbytes <= PAYLOAD_BYTES:
-            own, parts = self._handshake.views(call)
-            own.copy_(tensor)
-            self._agree(call)
-            if self.rank != call.root:
-                tensor.copy_(parts[call.root])
-            return
         flat = flat_elements(tensor)
         self._connection.broadcast(call, flat)
         if self.rank != call.root:
@@ -174,22 +160,11 @@ class MpiBackend(Backend):
     def _all_gather(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
         # What a rank sends is laid out with `dim` first, so that the blocks of all ranks follow each other.
         moved = tensor.movedim(dim, 0).contiguous()
-        if moved.nbytes <= PAYLOAD_BYTES:
-            self._handshake.own_payload[: moved.nbytes].copy_(as_bytes(moved))
-        else:
-            self._connection.publish_address(moved)
-        rows = self._agree(call, moved.shape[0])
-        result = empty((sum(rows), *moved.shape[1:]), tensor.dtype)
-        counts = [count * result[:1].nbytes for count in rows]
-        if max(counts) <= PAYLOAD_BYTES:
-            for payload, block in zip(self._handshake.payloads, as_bytes(result).split(counts), strict=True):
-                block.copy_(payload[: block.numel()])
-        else:
-            self._connection.all_gather(call, moved, rows, result)
+        result = self._connection.all_gather(call, moved)
         return result.movedim(0, dim).contiguous()
 
     def _gather(self, call: Call, tensor: Tensor) -> list[Tensor] | None:
-        sizes = self._agree(call, tensor.shape[0] if tensor.dim() else 0)
+        sizes = self._connection.sizes(call, tensor.shape[0] if tensor.dim() else 0)
         own = tensor.contiguous()
         sends: list[Tensor | None] = [None] * self.size
         if self.rank != call.root:
@@ -204,10 +179,8 @@ class MpiBackend(Backend):
 
     def _scatter(self, call: Call, tensor: Tensor | None) -> Tensor:
         assert call.root is not None
-        if tensor is not None:
-            self._handshake.own_payload.copy_(describe(tensor))
-        self._agree(call)
-        dtype, shape = described(self._handshake.payloads[call.root])
+        words = None if tensor is None else describe(tensor)
+        dtype, shape = described(self._connection.words_of_root(call, words))
         rows = split_sizes(shape[0], self.size)[self.rank]
         part = empty((rows, *shape[1:]), dtype)
         sends: list[Tensor | None] = [None] * self.size
@@ -220,11 +193,10 @@ class MpiBackend(Backend):
 
     def _all_to_all(self, call: Call, tensors: list[Tensor]) -> list[Tensor]:
         self._agree(call)
-        questions = torch.stack([describe(tensor) for tensor in tensors])
-        answers = torch.empty_like(questions)
-        self._wait(
-            [self.mpi_comm.Ialltoall(self._spec(questions, PAYLOAD_BYTES), self._spec(answers, PAYLOAD_BYTES))]
-        )
+        questions = np.stack([describe(tensor) for tensor in tensors])
+        answers = np.empty_like(questions)
+        specs = [[words, PAYLOAD_BYTES, self._mpi.BYTE] for words in (questions, answers)]
+        self._wait([self.mpi_comm.Ialltoall(*specs)])
         received = [empty(shape, dtype) for dtype, shape in (described(answer) for answer in answers)]
         self._exchange([tensor.contiguous() for tensor in tensors], received)
         return received
@@ -328,8 +300,4 @@ class MpiBackend(Backend):
         self._messages.comm.Free()
         self.mpi_comm.Free()
         # Its memory goes with the group, however long anybody keeps the closed one.
-        del self._handshake, self._agree, self._connection, self._messages, self._pairs
-
-    def _spec(self, tensor: Tensor, count: int | None = None) -> list[Any]:
-        """Describe contiguous memory to MPI; `count` is the bytes per rank where an operation wants that."""
-        return [buffer_of(self._mpi, tensor), tensor.nbytes if count is None else count, self._mpi.BYTE]
+        del self._agree, self._connection, self._messages, self._pairs

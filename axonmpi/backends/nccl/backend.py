@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -468,9 +469,9 @@ class NcclBackend(Backend):
 
     def _scatter(self, call: Call, tensor: Tensor | None) -> Tensor:
         assert call.root is not None
-        blank = torch.zeros(PAYLOAD_BYTES, dtype=torch.uint8, device="cpu")
-        told = self._gather_on_cpus(blank if tensor is None else describe(tensor))
-        dtype, shape = described(told[call.root])
+        words = np.zeros(PAYLOAD_BYTES // 8, np.int64) if tensor is None else describe(tensor)
+        told = self._gather_on_cpus(torch.from_numpy(words.view(np.uint8)))
+        dtype, shape = described(told[call.root].numpy().view(np.int64))
         part = self._collectives.empty((split_sizes(shape[0], self.size)[self.rank], *shape[1:]), dtype)
         sends: Sequence[Tensor | None] = [None] * self.size if tensor is None else tensor.tensor_split(self.size)
         receives: list[Tensor | None] = [None] * self.size
@@ -484,9 +485,10 @@ class NcclBackend(Backend):
             shape = (*call.shape[: call.root], rows, *call.shape[call.root + 1 :])
             forms = [(call.dtype, shape)] * self.size
         else:
-            own = torch.stack([describe(tensor) for tensor in tensors])
-            told = self._gather_on_cpus(own.view(-1)).view(self.size, self.size, PAYLOAD_BYTES)
-            forms = [described(row) for row in told[:, self.rank].contiguous()]
+            own = np.stack([describe(tensor) for tensor in tensors])
+            told = self._gather_on_cpus(torch.from_numpy(own.reshape(-1).view(np.uint8)))
+            answers = told.numpy().view(np.int64).reshape(self.size, *own.shape)
+            forms = [described(row) for row in answers[:, self.rank]]
         received = [self._collectives.empty(shape, dtype) for dtype, shape in forms]
         self._collectives.exchange(tensors, received)
         return received

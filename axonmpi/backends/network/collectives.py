@@ -1,385 +1,213 @@
 """Collectives for ranks on several nodes.
 
-The ranks of a node meet in shared memory; between nodes go only as many bytes as have to, however many ranks a node
-has. Ranks with the same place on their nodes form a lane, and each lane carries its slice of the data:
+All agree on the call first, and small data travels with that (`meeting`). Large data goes between nodes by the MPI
+library's own collectives, which are posted only then (`lane`):
 
-    node 0: ranks 0 1         sum of 0 1 ──▶ + 2 3 ──▶ + 4 5       the sum grows from node to node ...
-    node 1: ranks 2 3
-    node 2: ranks 4 5         result ◀────── result ◀── result     ... and the result comes back the same way
+    PlainConnection      every rank is alone on its node: the group is the lane
+    NetworkConnection    the ranks of a node meet in shared memory, and ranks with the same place on their nodes
+                         form a lane, which carries its slice of the data: only as many bytes as have to go
+                         between nodes, however many ranks a node has
 
-A chain of nodes keeps the sums in rank order, whatever the number of nodes, and in float32 for 16-bit types. Data
-flows in chunks, so that all nodes and both directions of the network work at the same time: with two nodes each
-direction carries the data once, which is the least possible (Patarasu and Yuan 2009); with many, twice.
-
-Waiting for the network is done by looking now and then, and sleeping in between: the cores are for computing.
-This file cuts the data and orders the turns; `chain` is what a lane does in its turn, `channels` its messages.
+    node 0: ranks 0 1      slice 0: 0 + 1  ─ lane of ranks 0 and 2 ─  2 + 3
+    node 1: ranks 2 3      slice 1: 0 + 1  ─ lane of ranks 1 and 3 ─  2 + 3
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...utils.cache import BoundedCache
-from ...utils.waiting import YIELDS, Steps, is_beside_computation, run_steps
-from ..buffers import as_bytes, flat_elements, write_back
+from ..buffers import as_bytes, empty
 from ..call import Call
 from ..concat_view import FlatParts
-from ..connection import Limits
-from ..handshake import PAYLOAD_BYTES, Handshake
-from ..shared.arena import Arena
-from ..shared.barrier import NodeBarrier
-from ..shared.chunk_pipeline import Stage, run_stages
-from ..shared.collectives import SharedConnection
-from ..shared.segment import Segment
-from ..shared.staging import ALIGNMENT, Bytes, Staging, bounds_of, round_down, slices_of
-from ..tuning import LEAST_NETWORK_CHUNK_BYTES, MAX_VIEWS, NETWORK_CHUNK_BYTES
-from .chain import Chain, Exchange, Relay
-from .channels import Lane, Nodes
-from .stream import Portion, Stream, cut_rows
+from ..connection import Connection
+from ..handshake import PAYLOAD_BYTES, Words
+from ..reduction import reduce_rows_into
+from ..shared.staging import Bytes
+from ..tuning import AGREEMENT_BYTES, MAX_PLANS, SMALL_SCATTER_BYTES
+from .lane import Lane
+from .meeting import Meeting
+from .nodes import Blocks, Integers
 
-__all__ = ["NetworkConnection"]
-
-_CHUNKS = 16
+__all__ = ["BetweenNodes", "PlainConnection"]
 
 
-class NetworkConnection(SharedConnection):
-    """Moves large data between the ranks of a group that lies on several nodes.
+class BetweenNodes(Connection):
+    """What collectives between nodes have in common: agreement, and all that is complete with it."""
 
-    Args:
-        handshake: Compares the calls of all ranks.
-        nodes: Where the ranks are.
-        barrier: The barrier of the own node's ranks.
-        arena: Memory that they share.
-        spare: Serves where there is no more: four lines of memory for each block that a lane carries, at least.
-        lane: The ranks at the same place on other nodes; None on ranks without a lane.
-        limits: Sizes of chunks.
-        release: Called by `free`, in order.
-    """
+    def __init__(self, rank: int, size: int, meeting: Meeting, **shared: Any) -> None:
+        super().__init__(rank, size, **shared)
+        self._meeting = meeting
+        self._blocks: BoundedCache[int, Blocks] = BoundedCache(MAX_PLANS)
 
-    path = "nodes"
+    def agree(self, call: Call) -> None:
+        """Return once all ranks have made this call; collective."""
+        self._meeting.agree(call)
 
-    def __init__(
-        self,
-        handshake: Handshake,
-        nodes: Nodes,
-        barrier: NodeBarrier,
-        arena: Arena,
-        spare: Segment,
-        lane: Lane | None,
-        limits: Limits,
-        *,
-        release: Sequence[Callable[[], None]] = (),
-    ) -> None:
-        super().__init__(handshake, barrier, arena, release)
-        self._nodes = nodes
-        self._spare = spare
-        self._lane = lane
-        self._limits = limits
-        self._staging: tuple[Staging, Staging] | None = None
-        self._carried = nodes.carried
-        self._unit = ALIGNMENT * max(map(len, self._carried))
-        self._most = 0
-        self._cut_before: BoundedCache[Any, list[Portion]] = BoundedCache(MAX_VIEWS)
-        self._spans: dict[int, tuple[int, int]] = {}
-        self._deciding = False
-        self._begun = self._met = self._ended = 0
-        # The other nodes' messages have to move on while this rank waits for its neighbours.
-        # Beside a thread that computes, a nap is over sooner than the turn that giving way takes.
-        barrier.yields = YIELDS
-        barrier.while_waiting = lane.progress if lane is not None else None
+    def sizes(self, call: Call, own: int) -> list[int]:
+        """Agree on a call and return a number of each rank; collective."""
+        most, least, _ = self._meeting.agree(call, own)
+        return [most] * self.size if most == least else self._meeting.numbers(own).tolist()
 
-    # ---- reductions ---------------------------------------------------------------------------------------
-
-    @property
-    def node_ranks(self) -> tuple[int, ...]:
-        """The ranks of this node."""
-        return self._nodes.of[self._nodes.own]
+    def words_of_root(self, call: Call, words: Words | None) -> Words:
+        """Agree on a call and return 14 integers that its root has; collective."""
+        assert call.root is not None
+        known = np.zeros(PAYLOAD_BYTES // 8, np.int64) if words is None else words
+        self._meeting.copy(call, known.view(np.uint8), call.root)
+        return known
 
     def reduce(self, call: Call, tensor: Tensor) -> None:
         """Reduce onto the call's root, or onto all ranks if it has none, in place there; collective."""
-        if call.nbytes <= PAYLOAD_BYTES:
-            self.handshake.reduce(call, tensor)
-        elif call.root is None:
-            run_steps(self._all_reduce(call, tensor))
-        else:
-            self.handshake.agree(call)
-            data = as_bytes(tensor).numpy()
-            self._reduce(call, tensor.view(-1), [(0, data.nbytes)] if self.rank == call.root else [], data)
-            if self.rank == call.root:
+        gets_result = call.root in (None, self.rank)
+        if not call.numel:
+            self._meeting.agree(call)
+            return
+        if not self._meeting.carries(call):
+            self._reduce(call, tensor.view(-1), gets_result=gets_result)
+            if gets_result:
                 torch.autograd.graph.increment_version(tensor)
-
-    def reduce_in_steps(self, call: Call, tensor: Tensor) -> Steps[None]:
-        """Return a reduction onto all ranks in steps, between which the next one may begin; any strides; local."""
-        return self._small(call, tensor) if call.nbytes <= PAYLOAD_BYTES else self._all_reduce(call, tensor)
-
-    def _all_reduce(self, call: Call, tensor: Tensor) -> Steps[None]:
-        yield from self._take_turn()
-        try:
-            span = yield from self._until_free(tensor)
-            flat = flat_elements(tensor)
-            address = self._arena.address(flat)
-            self._barrier.fence()
-            words = yield from self.handshake.agree_in_steps(call, address, is_beside_computation())
-            if not self._is_symmetric([word for word, _ in words]):
-                while self._ended < self._begun:
-                    yield False
-                data = as_bytes(flat).numpy()
-                self._reduce(call, flat, [(0, data.nbytes)], data)
-                write_back(flat, tensor)
-                return
-            number, self._begun = self._begun, self._begun + 1
-        finally:
-            self._deciding = False
-        self._spans[number] = span
-        try:
-            yield from self._reduce_symmetric(call, flat, address, number, long=all(beside for _, beside in words))
-            write_back(flat, tensor)
-        except (Exception, KeyboardInterrupt) as error:
-            # The others of this node must not go on as if this rank had done its part.
-            self._barrier.mark_failed(f"{call} ended in {type(error).__name__}")
-            raise
-        finally:
-            del self._spans[number]
-            self._met = max(self._met, number + 1)
-            self._ended += 1
-
-    def _small(self, call: Call, tensor: Tensor) -> Steps[None]:
-        """Reduce what fits into a message in steps, beside larger ones that are under way; collective."""
-        yield from self._take_turn()
-        try:
-            yield from self._until_free(tensor)
-            yield from self.handshake.reduce_in_steps(call, tensor)
-        finally:
-            self._deciding = False
-
-    def _take_turn(self) -> Steps[None]:
-        while self._deciding:  # the one before may yet need the group for itself
-            yield False
-        self._deciding = True
-
-    def _until_free(self, tensor: Tensor) -> Steps[tuple[int, int]]:
-        """Wait in steps until none that is under way changes the tensor's memory; returns where that lies."""
-        span = _span(tensor)
-        while any(span[0] < high and low < span[1] for low, high in self._spans.values()):
-            yield False
-        return span
-
-    def _is_symmetric(self, addresses: list[int]) -> bool:
-        """Say whether all ranks have named an address, and all ranks of a node the same one."""
-        return all(addresses) and all(len({addresses[rank] for rank in ranks}) == 1 for ranks in self._nodes.of)
-
-    def _reduce_symmetric(self, call: Call, flat: Tensor, address: int, number: int, *, long: bool) -> Steps[None]:
-        """Reduce where the ranks of each node can reach all of it; the group's reduction of this `number`."""
-        assert call.op is not None
-        self._barrier.fence()
-        if self._lane is not None and (portions := self._portions(flat, address, long)):
-            yield from Stream(self._nodes, self._lane, portions, flat.dtype, call.op, number).run()
-        while self._met < number:
-            yield False
-        count = self._barrier.come(call)
-        self._met = max(self._met, number + 1)
-        yield from self._barrier.pass_in_steps(count, call)
-
-    def _portions(self, flat: Tensor, address: int, long: bool) -> list[Portion]:
-        """Return what this rank's lane carries of a symmetric tensor, as it lies with all ranks of the node.
-
-        Beside computation they are `long`: the next reductions keep the network busy, and each portion costs.
-        """
-        most = self._most_bytes()
-        key = (address, flat.dtype, flat.numel(), long, most)
-        portions = self._cut_before.get(key)
-        if portions is None:
-            itemsize = flat.element_size()
-            bounds = []
-            for start, _, slices in self._cut(
-                flat.nbytes, itemsize, most, most // 2 if long else LEAST_NETWORK_CHUNK_BYTES
-            ):
-                low, high = slices[self._nodes.place]
-                bounds.append(((start + low) // itemsize, (start + high) // itemsize))
-            with torch.inference_mode(False):
-                rows = self._arena.rows(address, flat.nbytes).view(flat.dtype)
-            portions = cut_rows(rows, bounds)
-            self._cut_before.add(key, portions, len(portions))
-        return portions
+            return
+        total = self._meeting.reduce(call, tensor)
+        if gets_result:
+            tensor.copy_(total)
 
     def reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
         """Reduce the parts and put this rank's share of the result into `output`; collective."""
-        self.handshake.agree(call)
-        flat = parts.flat(output.dtype)
-        bounds = bounds_of([size * flat.element_size() for size in sizes])
-        self._reduce(call, flat, [bounds[self.rank]], as_bytes(output).numpy())
-
-    def _reduce(self, call: Call, flat: Tensor, wanted: list[tuple[int, int]], target: Bytes) -> None:
-        """Reduce `flat` over all ranks and copy the wanted ranges of the result into `target`, end to end."""
-        if not flat.numel():
+        flat = parts.flat(parts.dtype)
+        blocks = self._blocks_of(call, np.asarray(sizes, np.int64) * flat.itemsize)
+        if 0 < flat.nbytes <= SMALL_SCATTER_BYTES and self._meeting.carries(call):
+            low, high = (edge // flat.itemsize for edge in blocks.bounds(self.rank))
+            output.copy_(self._meeting.reduce(call, flat.view(call.shape)).view(-1)[low:high])
             return
-        (inputs, outputs), op = self._staging_memory(call), call.op
-        assert op is not None
-        source, itemsize = as_bytes(flat).numpy(), flat.element_size()
-        chunks = self._chunks(source.nbytes, itemsize)
-        chain = Chain(self._nodes, self._lane, inputs, outputs, chunks, flat.dtype, op)
-
-        def copy_in(chunk: int, index: int, before: int) -> None:
-            start, stop, _ = chunks[chunk]
-            inputs.buffers[index][self._nodes.place][: stop - start] = source[start:stop]
-
-        def copy_out(chunk: int, index: int, before: int) -> None:
-            start, _, slices = chunks[chunk]
-            at = 0
-            for low, high in wanted:
-                for lane, (first, last) in enumerate(slices):
-                    begin, end = max(low, start + first), min(high, start + last)
-                    if begin < end:
-                        piece = outputs.buffers[before][lane][begin - start : end - start]
-                        target[at + begin - low : at + end - low] = piece
-                at += high - low
-
-        self._run(call, len(chunks), [copy_in, chain.add, *chain.stages_after, copy_out])
-        chain.end()
-
-    # ---- copies -------------------------------------------------------------------------------------------
+        self._meeting.agree(call)
+        if flat.numel():
+            self._reduce_scatter(call, flat, blocks, output)
 
     def broadcast(self, call: Call, flat: Tensor) -> None:
         """Copy the root's flat contiguous data to all ranks; collective."""
         assert call.root is not None
-        self.handshake.agree(call)
-        inputs, outputs = self._staging_memory(call)
-        data = as_bytes(flat).numpy()
-        chunks = self._chunks(data.nbytes, 1)
-        node, place_of_root = self._nodes.find(call.root)
-        relay = Relay(self._nodes, self._lane, node, [high - low for low, high in self._own_slices(chunks)])
+        if flat.nbytes <= AGREEMENT_BYTES:
+            self._meeting.copy(call, as_bytes(flat).numpy(), call.root)
+            return
+        self._meeting.agree(call)
+        self._broadcast(call, flat, call.root)
 
-        def copy_in(chunk: int, index: int, before: int) -> None:
-            start, stop, _ = chunks[chunk]
-            if self.rank == call.root:
-                inputs.buffers[index][place_of_root][: stop - start] = data[start:stop]
+    def all_gather(self, call: Call, own: Tensor) -> Tensor:
+        """Return the blocks of all ranks, one after the other along dim 0; collective."""
+        rows, data = own.shape[0], as_bytes(own).numpy()
+        if own.nbytes and self._meeting.has_room(own.nbytes):
+            gathered = self._meeting.gather(call, rows, data)
+            if gathered is not None:
+                return torch.from_numpy(gathered.reshape(-1)).view(own.dtype).view(-1, *own.shape[1:])
+            is_same = False
+        else:
+            most, least, _ = self._meeting.agree(call, rows)
+            is_same = most == least
+        counts = np.full(self.size, rows) if is_same else self._meeting.numbers(rows)
+        result = empty((int(counts.sum()), *own.shape[1:]), own.dtype)
+        if result.numel():
+            self._all_gather(call, data, Blocks(counts * (result.nbytes // result.shape[0])), result)
+        return result
 
-        def pass_on(chunk: int, index: int, before: int) -> None:
-            low, high = chunks[chunk][2][self._nodes.place] if self._lane is not None else (0, 0)
-            if low < high:
-                target = outputs.buffers[index][self._nodes.place][low:high]
-                is_here = self._nodes.own == node
-                relay.run(inputs.buffers[before][place_of_root][low:high] if is_here else None, target)
+    def all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
+        """Put the parts of all ranks into the memory of each node; None: the own part is there; collective."""
+        self._meeting.agree(call)
+        blocks = self._blocks_of(call, np.asarray(sizes, np.int64) * output.itemsize)
+        if tensor is not None:
+            low, high = (edge // output.itemsize for edge in blocks.bounds(self.rank))
+            output[low:high].copy_(tensor)
+        if output.numel():
+            self._fill(call, blocks, as_bytes(output))
 
-        def copy_out(chunk: int, index: int, before: int) -> None:
-            start, _, slices = chunks[chunk]
-            if self.rank != call.root:
-                for lane, (low, high) in enumerate(slices):
-                    data[start + low : start + high] = outputs.buffers[before][lane][low:high]
+    def _blocks_of(self, call: Call, sizes: Integers) -> Blocks:
+        found = self._blocks.get(call.key)
+        return found or self._blocks.add(call.key, Blocks(sizes))
 
-        self._run(call, len(chunks), (copy_in, pass_on, copy_out))
-        relay.end()
+    # ---- large data, after all have agreed; collective -------------------------------------------------------
 
-    def all_gather(self, call: Call, own: Tensor, rows: list[int], result: Tensor) -> None:
-        """Put the blocks of all ranks one after the other into `result`; collective, agreed already."""
-        self._gather(call, own, rows, result, common=False)
+    @abstractmethod
+    def _reduce(self, call: Call, flat: Tensor, *, gets_result: bool) -> None:
+        """Agree, and reduce, in place where this rank gets the result."""
 
-    def _gather(self, call: Call, own: Tensor, rows: list[int], result: Tensor, *, common: bool) -> None:
-        """Do what `all_gather` does.
+    @abstractmethod
+    def _reduce_scatter(self, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
+        """Reduce, this rank's block into `output`."""
 
-        With `common`, `result` is the same memory for all ranks of the node, and has the own blocks already; they
-        fill in the rest together.
-        """
-        inputs, outputs = self._staging_memory(call)
-        nodes, carried = self._nodes, self._carried
-        target = as_bytes(result).numpy()
-        bounds = bounds_of([count * (result.nbytes // sum(rows)) for count in rows])
-        low, high = bounds[self.rank]
-        source = as_bytes(own).numpy()[: high - low]
-        if not common:
-            target[low:high] = source
-        here = nodes.of[nodes.own] if common else (self.rank,)
-        # The blocks of a lane lie one after the other in its buffer.
-        size = round_down(self._chunk_bytes() // max(map(len, carried)), ALIGNMENT)
-        mine = carried[nodes.place] if self._lane is not None else []
-        exchange = Exchange(self._nodes, self._lane, mine, bounds, size)
+    @abstractmethod
+    def _broadcast(self, call: Call, flat: Tensor, root: int) -> None:
+        """Copy a root's data."""
 
-        def copy_in(chunk: int, index: int, before: int) -> None:
-            part = source[chunk * size : (chunk + 1) * size]
-            inputs.buffers[index][nodes.place][: part.nbytes] = part
+    @abstractmethod
+    def _all_gather(self, call: Call, own: Bytes, blocks: Blocks, result: Tensor) -> None:
+        """Put all blocks into `result`."""
 
-        def swap(chunk: int, index: int, before: int) -> None:
-            if mine:
-                exchange.run(chunk, inputs.buffers[before], outputs.buffers[index][nodes.place])
+    @abstractmethod
+    def _fill(self, call: Call, blocks: Blocks, output: Tensor) -> None:
+        """Put all blocks into memory that the ranks of a node have in common, where the own one is already."""
 
-        def copy_out(chunk: int, index: int, before: int) -> None:
-            for lane, ranks in enumerate(carried):
-                for position, rank in enumerate(ranks):
-                    first, last = bounds[rank]
-                    part = target[first:last][chunk * size : (chunk + 1) * size]
-                    if rank not in here and (not common or rank % len(here) == nodes.place):
-                        part[...] = outputs.buffers[before][lane][position * size : position * size + part.nbytes]
 
-        longest = max(last - first for first, last in bounds)
-        self._run(call, -(-longest // size), (copy_in, swap, copy_out))
+class PlainConnection(BetweenNodes):
+    """Moves data between ranks of which every one is alone on its node, or cannot share memory.
 
-    def _gather_common(self, call: Call, own: Tensor, rows: list[int], result: Tensor) -> None:
-        self._gather(call, own, rows, result, common=True)
-        self._barrier.wait(call)  # before any rank reads what the others have filled in
+    Args:
+        meeting: Where they agree.
+        lane: All of them.
+    """
 
-    # ---- common to them -----------------------------------------------------------------------------------
+    path = "plain"
+
+    def __init__(self, meeting: Meeting, lane: Lane) -> None:
+        super().__init__(lane.index, lane.size, meeting)
+        self._lane = lane
+
+    def _reduce(self, call: Call, flat: Tensor, *, gets_result: bool) -> None:
+        self._meeting.agree(call)
+        assert call.op is not None
+        total = flat if call.root is None else flat.clone()
+        self._lane.all_reduce(total, call.op, self.size)
+        if gets_result and total is not flat:
+            flat.copy_(total)
+
+    def _reduce_scatter(self, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
+        assert call.op is not None
+        lane, dtype, data = self._lane, flat.dtype, as_bytes(flat).numpy()
+        step = lane.step(self.size, dtype.itemsize)
+        if blocks.are_equal and blocks.longest <= step:
+            received = lane.buffer("received", flat.numel(), dtype)
+            lane.all_to_all(flat, received)
+            reduce_rows_into(received.view(self.size, -1), call.op, output)
+            return
+        own = int(blocks.sizes[self.rank])
+        for low in range(0, blocks.longest, step):
+            width = min(step, blocks.longest - low)
+            packed, taken = (lane.rows(name, self.size, width) for name in ("packed", "received"))
+            for ranks, part in blocks.columns(data, low, low + width):
+                packed[ranks, : part.shape[1]] = part
+            lane.all_to_all(torch.from_numpy(packed), torch.from_numpy(taken))
+            if low < own:
+                first, last = low // dtype.itemsize, min(low + width, own) // dtype.itemsize
+                rows = torch.from_numpy(taken).view(dtype)
+                reduce_rows_into(rows[:, : last - first], call.op, output[first:last])
+
+    def _broadcast(self, call: Call, flat: Tensor, root: int) -> None:
+        self._lane.broadcast(flat, root)
+
+    def _all_gather(self, call: Call, own: Bytes, blocks: Blocks, result: Tensor) -> None:
+        data = as_bytes(result)
+        data.numpy()[slice(*blocks.bounds(self.rank))] = own
+        self._fill(call, blocks, data)
+
+    def _fill(self, call: Call, blocks: Blocks, output: Tensor) -> None:
+        if blocks.are_equal:
+            self._lane.all_gather(output)
+        else:
+            self._lane.all_gather_uneven(output, blocks.sizes)
 
     def free(self) -> None:
-        """Release the shared memory; see `SharedConnection`."""
-        self._staging = None
-        self._cut_before.clear()
-        del self._spare
-        super().free()
-
-    def _run(self, call: Call, chunks: int, stages: Sequence[Stage]) -> None:
-        run_stages(self._barrier, 2, call, chunks, stages)
-
-    def _staging_memory(self, call: Call) -> tuple[Staging, Staging]:
-        """Return staging for what ranks put in and for results; collective the first time."""
-        if self._staging is None:
-            half = 2 * round_down(NETWORK_CHUNK_BYTES, self._unit)
-            block = self._arena.allocate(2 * half)
-            if isinstance(block, str):
-                regions, start, half = self._spare.regions, 0, self._spare.region_bytes // 2
-            else:
-                regions, start = self._arena.segments[block.segment].regions, block.start
-            inputs, outputs = (
-                Staging([region[at : at + half] for region in regions]) for at in (start, start + half)
-            )
-            # A node that is short of memory has smaller buffers, and chunks are the same on all nodes.
-            self._most = min(self.handshake.agree(call, inputs.buffer_bytes))
-            self._staging = inputs, outputs
-        return self._staging
-
-    def _most_bytes(self) -> int:
-        # The limit is that of pieces that fit into a cache; the network wants several of them at a time.
-        return NETWORK_CHUNK_BYTES // (1 << 20) * self._limits.piece_bytes
-
-    def _chunk_bytes(self) -> int:
-        return round_down(min(self._most_bytes(), self._most), self._unit)
-
-    def _chunks(self, nbytes: int, itemsize: int) -> list[tuple[int, int, list[tuple[int, int]]]]:
-        """Cut `nbytes` bytes into chunks that fit into staging."""
-        return self._cut(nbytes, itemsize, self._chunk_bytes(), LEAST_NETWORK_CHUNK_BYTES)
-
-    def _cut(
-        self, nbytes: int, itemsize: int, most: int, least: int
-    ) -> list[tuple[int, int, list[tuple[int, int]]]]:
-        """Cut `nbytes` bytes into chunks of about equal size; return start, stop and each lane's slice of each."""
-        unit = max(ALIGNMENT, itemsize)
-        # Several chunks, so that the result of the first comes back while the last is still to be sent.
-        count = -(-nbytes // min(most, max(nbytes // _CHUNKS, least)))
-        size = -(-nbytes // (count * unit)) * unit
-        cut = []
-        for start in range(0, nbytes, size):
-            stop = min(start + size, nbytes)
-            cut.append((start, stop, slices_of(stop - start, self._nodes.lanes, unit)))
-        return cut
-
-    def _own_slices(self, chunks: list[tuple[int, int, list[tuple[int, int]]]]) -> list[tuple[int, int]]:
-        return [slices[self._nodes.place] for _, _, slices in chunks] if self._lane is not None else []
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return where in memory the elements of a tensor lie: the first byte and the one after the last; local."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+        """Release scratch memory; local."""
+        self._lane.clear()

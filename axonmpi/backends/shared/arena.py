@@ -237,3 +237,7 @@ class Arena:
         segment, offset = self.segments[(address - 1) >> 48], (address - 1) & ((1 << 48) - 1)
         whole = np.frombuffer(segment.memory, dtype=np.uint8).reshape(len(segment.regions), segment.region_bytes)
         return torch.from_numpy(whole[:, offset : offset + nbytes])
+
+    def rows_of(self, block: Block) -> Tensor:
+        """Return a block's memory of all local ranks, [ranks, size] uint8; local."""
+        return self.rows((block.segment << 48) + block.start + 1, block.size)

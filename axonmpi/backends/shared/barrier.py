@@ -16,22 +16,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CollectiveTimeoutError, CommunicatorError, RankFailedError
 from ...utils.text import name_ranks
-from ...utils.waiting import Backoff, Steps
+from ...utils.waiting import Backoff
 from ..tuning import BARRIER_CHECK_SECONDS, BARRIER_NAP_SECONDS, BARRIER_YIELDS, LONGEST_BARRIER_NAP_SECONDS
-from .segment import PAGE, Segment
+from .segment import Segment
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 __all__ = ["Fence", "NodeBarrier"]
 
-_WORDS = PAGE // 8
 _MARK = 16  # a cache line pair away from the counter
 _GAVE_UP, _FAILED = 1, 2
 
@@ -58,8 +56,8 @@ class NodeBarrier:
     """The barrier of one group's ranks on a node.
 
     Args:
-        segment: Shared memory with a page for each rank; the memory beyond the first 256 bytes of each page is free
-            for others.
+        segment: Shared memory with a page or more for each rank; beyond the first 256 bytes of each rank's it is
+            free for others.
         sync: A full memory barrier, None where the processor needs none.
         processes: Process number of each local rank.
         names: Number of each local rank in the group.
@@ -67,7 +65,6 @@ class NodeBarrier:
 
     Attributes:
         count: How many barriers this rank has passed; the same on all ranks between two barriers.
-        while_waiting: Called again and again while this rank waits, if set.
         spins: How often a rank looks before it yields: where each has a core, the others arrive soon.
         yields: How often a rank that waits yields before it naps.
     """
@@ -81,15 +78,14 @@ class NodeBarrier:
         self._processes = [process if _is_alive(process) else None for process in processes]
         self._names = names
         self._timeout = timeout
-        self._own = segment.own * _WORDS
+        words = segment.region_bytes // 8
+        self._own = segment.own * words
         peers = [(segment.own + step) % len(processes) for step in range(1, len(processes))]
-        self._peers = [(peer * _WORDS, peer) for peer in peers]
+        self._peers = [(peer * words, peer) for peer in peers]
         self._failed = ""
         self.count = 0
-        self._come_to = 0
         self.spins = 0
         self.yields = BARRIER_YIELDS
-        self.while_waiting: Callable[[], None] | None = None
 
     def wait(self, what: object = "a barrier") -> None:
         """Wait until all ranks of the node have arrived; collective.
@@ -101,10 +97,10 @@ class NodeBarrier:
         """
         if self._failed:
             raise CommunicatorError(f"{what}: this group cannot be used: {self._failed}")
-        words, count = self._words, self._come_to + 1
+        words, count = self._words, self.count + 1
         if self._sync is not None:
             self._sync()
-        words[self._own] = self._come_to = count
+        words[self._own] = count
         waited = False
         for word, peer in self._peers:
             if words[word] < count:
@@ -118,58 +114,19 @@ class NodeBarrier:
             self._sync()
         self.count = count
 
-    def fence(self) -> None:
-        """Publish this rank's writes and observe the other ranks' earlier ones; local."""
-        if self._sync is not None:
-            self._sync()
-
-    def come(self, what: object) -> int:
-        """Come to the next barrier and go on, perhaps before the last is passed; returns its number.
-
-        Raises:
-            CommunicatorError: This rank has given up before.
-        """
-        if self._failed:
-            raise CommunicatorError(f"{what}: this group cannot be used: {self._failed}")
-        if self._sync is not None:
-            self._sync()
-        self._come_to += 1
-        self._words[self._own] = self._come_to
-        return self._come_to
-
-    def pass_in_steps(self, count: int, what: object) -> Steps[None]:
-        """Wait in steps until all ranks of the node have reached barrier `count`. Raises what `wait` raises."""
-        words = self._words
-        began = checked = time.monotonic()
-        for word, peer in [*self._peers, *self._peers]:  # one that had come may have given up in the meantime
-            while words[word] < count:
-                yield False
-                if self.while_waiting is not None:
-                    self.while_waiting()
-                if self.count < count - 1:  # the time of those before is not this one's
-                    began = time.monotonic()
-                checked = self._check(word, peer, count, what, began, checked)
-        if self._sync is not None:
-            self._sync()
-        self.count = max(self.count, count)
-
     def _await(self, word: int, peer: int, count: int, what: object) -> None:
-        words, meanwhile = self._words, self.while_waiting
+        words = self._words
         for _ in range(self.spins):
             if words[word] >= count:
                 return
         for _ in range(self.yields):
             os.sched_yield()
-            if meanwhile is not None:
-                meanwhile()
             if words[word] >= count:
                 return
         began = checked = time.monotonic()
         backoff = Backoff(0, BARRIER_NAP_SECONDS, LONGEST_BARRIER_NAP_SECONDS)
         while words[word] < count:
             backoff.rest()
-            if meanwhile is not None:
-                meanwhile()
             checked = self._check(word, peer, count, what, began, checked)
 
     def _check(self, word: int, peer: int, count: int, what: object, began: float, checked: float) -> float:

@@ -20,7 +20,7 @@ from ..buffers import as_bytes, empty
 from ..call import Call
 from ..concat_view import FlatParts
 from ..connection import Connection
-from ..handshake import PAYLOAD_BYTES, Handshake
+from ..handshake import PAYLOAD_BYTES, Words
 from ..reduction import reduce_in_rank_order, reduce_wide_into
 from ..tuning import MAX_PLANS, SLICE_BYTES
 from .all_reduce import NodeMemory, NodeReduction
@@ -36,16 +36,17 @@ class SharedConnection(Connection):
     """What connections have in common where the ranks of a node share memory.
 
     Args:
-        handshake: Compares the calls of all ranks.
+        rank: This rank's number in the group.
+        size: How many ranks there are.
         barrier: The barrier of this node's ranks.
         arena: Their memory.
         release: Called by `free`, in order.
     """
 
     def __init__(
-        self, handshake: Handshake, barrier: NodeBarrier, arena: Arena, release: Sequence[Callable[[], None]]
+        self, rank: int, size: int, barrier: NodeBarrier, arena: Arena, release: Sequence[Callable[[], None]]
     ) -> None:
-        super().__init__(handshake)
+        super().__init__(rank, size)
         self._barrier = barrier
         self._arena = arena
         self._release = release
@@ -83,8 +84,10 @@ class NodeConnection(SharedConnection):
     path = "node"
 
     def __init__(self, memory: NodeMemory, *, release: Sequence[Callable[[], None]] = ()) -> None:
-        super().__init__(memory.handshake, memory.barrier, memory.arena, release)
+        handshake = memory.handshake
+        super().__init__(handshake.rank, handshake.size, memory.barrier, memory.arena, release)
         self._memory = memory
+        self._handshake = handshake
         self._staging = memory.staging
         self._reductions: BoundedCache[int, NodeReduction] = BoundedCache(MAX_PLANS)
 
@@ -99,6 +102,25 @@ class NodeConnection(SharedConnection):
         self._memory.views.clear()
         del self._memory, self._staging
         super().free()
+
+    # ---- agreement ------------------------------------------------------------------------------------------
+
+    def agree(self, call: Call) -> None:
+        """Return once all ranks have made this call; collective."""
+        self._handshake.agree(call)
+
+    def sizes(self, call: Call, own: int) -> list[int]:
+        """Agree on a call and return a number of each rank; collective."""
+        return self._handshake.agree(call, own)
+
+    def words_of_root(self, call: Call, words: Words | None) -> Words:
+        """Agree on a call and return 14 integers that its root has; collective."""
+        assert call.root is not None
+        if words is not None:
+            self._handshake.own_words[:] = words
+        self._handshake.agree(call)
+        found: Words = self._handshake.words[call.root]
+        return found
 
     # ---- reductions ---------------------------------------------------------------------------------------
 
@@ -129,7 +151,7 @@ class NodeConnection(SharedConnection):
 
     def reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
         """Reduce the parts and put this rank's share of the result into `output`; collective."""
-        self.handshake.own_words[0] = 0
+        self._handshake.own_words[0] = 0
         self._reduce_parts(call, parts, output, sizes, agreed=False)
 
     def _reduce_parts(
@@ -163,6 +185,13 @@ class NodeConnection(SharedConnection):
         """Copy the root's flat contiguous data to all ranks; collective."""
         assert call.root is not None
         root, is_root = call.root, self.rank == call.root
+        if call.nbytes <= PAYLOAD_BYTES:
+            own, parts = self._handshake.views(call)
+            own.view(-1).copy_(flat)
+            self._handshake.agree(call)
+            if not is_root:
+                flat.copy_(parts[root].view(-1))
+            return
         agreed, address = self._begin(call, flat)
         data = as_bytes(flat).numpy()
         if address:
@@ -184,8 +213,23 @@ class NodeConnection(SharedConnection):
 
         self._pipeline(call, -(-data.nbytes // size), (copy_in, copy_out), agreed=agreed)
 
-    def all_gather(self, call: Call, own: Tensor, rows: list[int], result: Tensor) -> None:
-        """Put the blocks of all ranks one after the other into `result`; collective, agreed already."""
+    def all_gather(self, call: Call, own: Tensor) -> Tensor:
+        """Return the blocks of all ranks, one after the other along dim 0; collective."""
+        if own.nbytes <= PAYLOAD_BYTES:
+            self._handshake.own_payload[: own.nbytes].copy_(as_bytes(own))
+        else:
+            self._publish_address(own)
+        rows = self._handshake.agree(call, own.shape[0])
+        result = empty((sum(rows), *own.shape[1:]), own.dtype)
+        counts = [count * result[:1].nbytes for count in rows]
+        if max(counts) <= PAYLOAD_BYTES:
+            for payload, block in zip(self._handshake.payloads, as_bytes(result).split(counts), strict=True):
+                block.copy_(payload[: block.numel()])
+        else:
+            self._gather(call, own, rows, result)
+        return result
+
+    def _gather(self, call: Call, own: Tensor, rows: list[int], result: Tensor) -> None:
         target = as_bytes(result).numpy()
         sizes = [count * (result.nbytes // sum(rows)) for count in rows]
         bounds = bounds_of(sizes)
@@ -216,7 +260,7 @@ class NodeConnection(SharedConnection):
 
     def all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
         """Put the parts of all ranks where they belong; a barrier if they are there; collective."""
-        in_place = self.handshake.agree(call, tensor is None)
+        in_place = self._handshake.agree(call, tensor is None)
         if tensor is not None:
             output.split(sizes)[self.rank].copy_(tensor)
         if not all(in_place):
@@ -224,9 +268,9 @@ class NodeConnection(SharedConnection):
 
     # ---- common to them -----------------------------------------------------------------------------------
 
-    def publish_address(self, tensor: Tensor) -> None:
+    def _publish_address(self, tensor: Tensor) -> None:
         """Name a tensor's address in the own message, 0 if it is not symmetric; local."""
-        self.handshake.own_words[0] = self._arena.address(tensor)
+        self._handshake.own_words[0] = self._arena.address(tensor)
 
     def _begin(self, call: Call, tensor: Tensor) -> tuple[bool, int]:
         """Agree on the call if the tensor is symmetric; others are copied in before; collective in that case.
@@ -234,15 +278,15 @@ class NodeConnection(SharedConnection):
         Returns:
             Whether the ranks have agreed, and the tensor's address if it is symmetric on all of them, else 0.
         """
-        self.publish_address(tensor)
-        if not self.handshake.own_words[0]:
+        self._publish_address(tensor)
+        if not self._handshake.own_words[0]:
             return False, 0
-        self.handshake.agree(call)
+        self._handshake.agree(call)
         return True, self._common_address()
 
     def _common_address(self) -> int:
         """Return the address that all ranks have named, 0 if they differ; local."""
-        named: list[int] = self.handshake.words[:, 0].tolist()
+        named: list[int] = self._handshake.words[:, 0].tolist()
         return named[0] if named.count(named[0]) == self.size else 0
 
     def _pipeline(self, call: Call, chunks: int, stages: Sequence[Stage], *, agreed: bool) -> None:
@@ -252,9 +296,9 @@ class NodeConnection(SharedConnection):
         if not agreed:
             if chunks:
                 stages[0](0, barrier.count % count, 0)
-            self.handshake.agree(call)
+            self._handshake.agree(call)
             # If some ranks have a symmetric tensor, they have put nothing in: begin anew, with them.
-            first = 1 if chunks and not self.handshake.words[:, 0].any() else 0
+            first = 1 if chunks and not self._handshake.words[:, 0].any() else 0
         run_stages(barrier, count, call, chunks, stages, first)
 
 

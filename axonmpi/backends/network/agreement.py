@@ -1,0 +1,157 @@
+"""What every collective between nodes begins with: all agree on the call before any of them moves data.
+
+Recursive doubling by messages (Thakur, Rabenseifner and Gropp 2005): in each round a peer swaps a message with
+another one, at half the distance of the round before. It is the same exchange whatever the call, so messages
+always meet, even where the calls differ:
+
+    | key, -key, value, -value, flag: 40 bytes, of which all keep the largest | up to 64 KiB of data |
+
+The largest of key and -key tell whether all keys were the same. Small data travels along, with peers whose messages
+say the same, so a small collective is complete after as many rounds as the number of nodes has binary digits.
+
+    peers      0  1  2  3  4        4 is a guest: it sends to 0 first, and gets the result last
+    first      4 > 0
+    round 1    0 - 2, 1 - 3
+    round 2    0 - 1, 2 - 3
+    last       0 > 4
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...utils.waiting import YIELDS, Backoff, is_beside_computation
+from ..tuning import AGREEMENT_BYTES, HANDSHAKE_YIELDS
+from .nodes import Integers
+
+__all__ = ["FIRST", "LAST", "Agreement", "Head", "Payload"]
+
+FIRST, LAST = -1, 0
+"""The steps before the first round and after the last one; those between are distances."""
+_WORDS = 5
+_HEADER_BYTES = 8 * _WORDS
+_PAYLOAD_AT = 64
+_TAG = 1
+
+
+Head = tuple[int, int, int, int, int]
+"""A key, -key, value, -value, and a flag."""
+
+
+class Payload(Protocol):
+    """Data that travels with an agreement; see `payloads`."""
+
+    def send(self, step: int) -> int:
+        """Put what the step sends into `Agreement.outgoing`; returns its bytes."""
+
+    def take(self, step: int, *, is_lower: bool) -> None:
+        """Take what has come into `Agreement.incoming`, from a peer with a lower index or a higher one."""
+
+
+class Agreement:
+    """The exchange between one rank of each node.
+
+    Args:
+        mpi: The module `mpi4py.MPI`.
+        comm: A communicator that has them.
+        peers: [peers] their ranks in it.
+        index: Which of them this one is.
+        oversubscribed: Whether ranks outnumber the cores anywhere.
+
+    Attributes:
+        count: How many peers there are.
+        index: The same.
+        hosts: How many of them take part in rounds: the largest power of two up to `count`.
+        outgoing: [AGREEMENT_BYTES] memory for data that is sent.
+        incoming: The same for data that comes.
+    """
+
+    def __init__(self, mpi: Any, comm: Any, peers: Integers, index: int, *, oversubscribed: bool) -> None:
+        self._mpi, self._comm, self._oversubscribed = mpi, comm, oversubscribed
+        self.count, self.index = len(peers), index
+        self.hosts = hosts = 1 << (self.count.bit_length() - 1)
+        self._host = int(peers[index - hosts]) if index >= hosts else None
+        self._guest = int(peers[index + hosts]) if index + hosts < self.count else None
+        distances = [1 << number for number in reversed(range(hosts.bit_length() - 1))] if index < hosts else []
+        self._rounds = [(each, int(peers[index ^ each]), bool(index & each)) for each in distances]
+        out, into = (np.zeros(_PAYLOAD_AT + AGREEMENT_BYTES, np.uint8) for _ in range(2))
+        self.outgoing, self.incoming = out[_PAYLOAD_AT:], into[_PAYLOAD_AT:]
+        self._head, self._came = (memory[:_HEADER_BYTES].data.cast("q") for memory in (out, into))
+        self._out: list[Any] = [out, 0, mpi.BYTE]
+        self._in: list[Any] = [into, into.nbytes, mpi.BYTE]
+
+    def run(self, head: Head, payload: Payload | None = None) -> tuple[int, ...]:
+        """Exchange headers, and the payload with peers that say the same; collective over the peers.
+
+        Args:
+            head: The largest key, -key, value, -value and flag on this node.
+            payload: Data to go along.
+
+        Returns:
+            The largest of each over all nodes.
+        """
+        for number, word in enumerate(head):
+            self._head[number] = word
+        if head[0] != -head[1] or head[2] != -head[3]:
+            payload = None
+        if self._host is not None:
+            self._send(self._host, payload, FIRST)
+            self._receive(self._host)
+            self._fold(payload, LAST, is_lower=True)
+        else:
+            if self._guest is not None:
+                self._receive(self._guest)
+                payload = self._fold(payload, FIRST, is_lower=False)
+            for distance, peer, is_lower in self._rounds:
+                self._swap(peer, payload, distance)
+                payload = self._fold(payload, distance, is_lower=is_lower)
+            if self._guest is not None:
+                self._send(self._guest, payload, LAST)
+        return tuple(self._head)
+
+    def _fold(self, payload: Payload | None, step: int, *, is_lower: bool) -> Payload | None:
+        """Take the message that has come; returns the payload as long as all messages have said the same."""
+        head, came = self._head, self._came
+        if head[0] == came[0] and head[1] == came[1] and head[2] == came[2] and head[3] == came[3]:
+            head[4] = max(head[4], came[4])
+            if payload is not None:
+                payload.take(step, is_lower=is_lower)
+            return payload
+        for number in range(_WORDS):
+            head[number] = max(head[number], came[number])
+        return None
+
+    def _fill(self, payload: Payload | None, step: int) -> list[Any]:
+        self._out[1] = _HEADER_BYTES if payload is None else _PAYLOAD_AT + payload.send(step)
+        return self._out
+
+    def _swap(self, peer: int, payload: Payload | None, step: int) -> None:
+        out = self._fill(payload, step)
+        if self._is_gentle:
+            self._wait([self._comm.Irecv(self._in, peer, _TAG), self._comm.Isend(out, peer, _TAG)])
+        else:
+            self._comm.Sendrecv(out, peer, _TAG, self._in, peer, _TAG)
+
+    def _send(self, peer: int, payload: Payload | None, step: int) -> None:
+        out = self._fill(payload, step)
+        if self._is_gentle:
+            self._wait([self._comm.Isend(out, peer, _TAG)])
+        else:
+            self._comm.Send(out, peer, _TAG)
+
+    def _receive(self, peer: int) -> None:
+        if self._is_gentle:
+            self._wait([self._comm.Irecv(self._in, peer, _TAG)])
+        else:
+            self._comm.Recv(self._in, peer, _TAG)
+
+    @property
+    def _is_gentle(self) -> bool:
+        return self._oversubscribed or is_beside_computation()
+
+    def _wait(self, requests: list[Any]) -> None:
+        backoff = Backoff(YIELDS if is_beside_computation() else HANDSHAKE_YIELDS)
+        while not self._mpi.Request.Testall(requests):
+            backoff.rest()

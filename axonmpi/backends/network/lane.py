@@ -1,0 +1,177 @@
+"""Large data between nodes, by the MPI library's own collectives.
+
+A lane has one rank of each node. Its ranks call these functions only once all have agreed on the call, in an order
+and in pieces that follow from the call alone: mismatched MPI collectives would hang, crash or return garbage. Each
+library has one form, whether the call was asynchronous or not, since MPI does not match a blocking collective with
+a non-blocking one: Open MPI the blocking one, which is quicker there, all others the non-blocking one, so that a
+thread beside a computation can wait asleep.
+
+Sums of what MPI adds as torch does are MPI's own. For the rest, 16-bit types, and MIN and MAX of floats, for which
+MPI loses NaN, slices are exchanged and reduced here, in the order of the nodes:
+
+    all-to-all of slices → local reduction → all-gather
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...types import ReduceOp
+from ...utils.memory import flat_zeros
+from ...utils.waiting import YIELDS, Backoff, is_beside_computation
+from ..buffers import as_bytes, buffer_of
+from ..connection import Limits
+from ..reduction import reduce_rows_into
+from ..shared.staging import Bytes
+from ..tuning import HANDSHAKE_YIELDS, LEAST_SLICE_BYTES, NETWORK_CHUNK_BYTES, PIECE_BYTES
+from .nodes import Integers
+
+__all__ = ["Lane"]
+
+_INTEGERS = {
+    torch.int8: "INT8_T", torch.int16: "INT16_T", torch.int32: "INT32_T", torch.int64: "INT64_T",
+    torch.uint8: "UINT8_T", torch.uint16: "UINT16_T", torch.uint32: "UINT32_T", torch.uint64: "UINT64_T",
+}  # fmt: skip
+_FLOATS = {torch.float32: "FLOAT", torch.float64: "DOUBLE"}
+_COMPLEX = {torch.complex64: "C_FLOAT_COMPLEX", torch.complex128: "C_DOUBLE_COMPLEX"}
+_NAMES = {
+    ReduceOp.SUM: {**_INTEGERS, **_FLOATS, **_COMPLEX},
+    ReduceOp.AVERAGE: {**_FLOATS, **_COMPLEX},
+    ReduceOp.PRODUCT: {**_INTEGERS, **_FLOATS},
+    ReduceOp.MIN: _INTEGERS,
+    ReduceOp.MAX: _INTEGERS,
+}
+
+
+class Lane:
+    """One rank of each node, and what they do together.
+
+    Args:
+        mpi: The module `mpi4py.MPI`.
+        comm: Their communicator, in the order of the nodes.
+        limits: The most that goes into one MPI call, and how much is exchanged at a time.
+        ordered: Whether sums are taken in the order of the nodes, never by MPI.
+        oversubscribed: Whether ranks outnumber the cores anywhere.
+
+    Attributes:
+        size: How many ranks it has.
+        index: This rank's number among them.
+    """
+
+    def __init__(self, mpi: Any, comm: Any, limits: Limits, *, ordered: bool, oversubscribed: bool) -> None:
+        self._mpi, self._comm, self._limits = mpi, comm, limits
+        self._ordered, self._oversubscribed = ordered, oversubscribed
+        self._blocking = mpi.Get_library_version().startswith("Open MPI")
+        self.size, self.index = comm.Get_size(), comm.Get_rank()
+        self._ops = {
+            ReduceOp.SUM: mpi.SUM, ReduceOp.AVERAGE: mpi.SUM, ReduceOp.PRODUCT: mpi.PROD,
+            ReduceOp.MIN: mpi.MIN, ReduceOp.MAX: mpi.MAX,
+        }  # fmt: skip
+        self._scratch: dict[str, Tensor] = {}
+
+    def all_reduce(self, flat: Tensor, op: ReduceOp, ranks: int) -> None:
+        """Reduce [numel], in place, 16-bit values in float32; an average is that of so many ranks."""
+        name = None if self._ordered else _NAMES[op].get(flat.dtype)
+        if name is None:
+            self._reduce_slices(flat, op, ranks)
+            return
+        kind, most = getattr(self._mpi, name), self._limits.max_message_bytes // flat.itemsize
+        for piece in flat.split(most):
+            spec = [buffer_of(self._mpi, piece), piece.numel(), kind]
+            self._do("allreduce", self._mpi.IN_PLACE, spec, self._ops[op])
+        if op is ReduceOp.AVERAGE:
+            flat.div_(ranks)
+
+    def _reduce_slices(self, flat: Tensor, op: ReduceOp, ranks: int) -> None:
+        step = self.step(self.size, flat.itemsize) // flat.itemsize * self.size
+        for piece in flat.split(step):
+            count = -(-piece.numel() // self.size)
+            padded = piece
+            if count * self.size != piece.numel():
+                padded = self.buffer("padded", count * self.size, flat.dtype)
+                padded[: piece.numel()].copy_(piece)
+            received = self.buffer("received", padded.numel(), flat.dtype)
+            self.all_to_all(padded, received)
+            own = padded[self.index * count : (self.index + 1) * count]
+            reduce_rows_into(received.view(self.size, count), op, own, ranks)
+            self.all_gather(padded)
+            if padded is not piece:
+                piece.copy_(padded[: piece.numel()])
+
+    def all_to_all(self, data: Tensor, received: Tensor) -> None:
+        """Send the i-th of equal slices of contiguous data to rank i, and receive one from each."""
+        nbytes = data.nbytes // self.size
+        self._do("alltoall", self._spec(data, nbytes), self._spec(received, nbytes))
+
+    def all_to_all_uneven(self, data: Tensor, counts: Integers, received: Tensor, count: int) -> None:
+        """Send `counts[i]` bytes of contiguous data to rank i, and receive `count` from each."""
+        sent = [buffer_of(self._mpi, data), counts.astype(np.int32), None, self._mpi.BYTE]
+        counts_of_mine = np.full(self.size, count, np.int32)
+        self._do("alltoallv", sent, [buffer_of(self._mpi, received), counts_of_mine, None, self._mpi.BYTE])
+
+    def all_gather(self, data: Tensor) -> None:
+        """Fill contiguous data, in which the i-th of equal slices is rank i's."""
+        nbytes = data.nbytes // self.size
+        if nbytes <= self._limits.max_message_bytes // self.size:
+            self._do("allgather", self._mpi.IN_PLACE, self._spec(data, nbytes))
+            return
+        for root, block in enumerate(as_bytes(data).split(nbytes)):
+            self.broadcast(block, root)
+
+    def all_gather_uneven(self, data: Tensor, counts: Integers) -> None:
+        """Fill contiguous data, in which `counts[i]` bytes are rank i's."""
+        if data.nbytes <= self._limits.max_message_bytes:
+            spec = [buffer_of(self._mpi, data), counts.astype(np.int32), None, self._mpi.BYTE]
+            self._do("allgatherv", self._mpi.IN_PLACE, spec)
+            return
+        for root, block in enumerate(as_bytes(data).split(counts.tolist())):
+            self.broadcast(block, root)
+
+    def broadcast(self, data: Tensor, root: int) -> None:
+        """Copy a root's contiguous data to all."""
+        for piece in as_bytes(data).split(self._limits.max_message_bytes):
+            self._do("bcast", self._spec(piece, piece.nbytes), root)
+
+    def step(self, rows: int, itemsize: int) -> int:
+        """Return how many bytes of each of so many rows are copied and exchanged at a time."""
+        most = NETWORK_CHUNK_BYTES // PIECE_BYTES * self._limits.piece_bytes
+        return max(most // rows, LEAST_SLICE_BYTES) // itemsize * itemsize
+
+    def buffer(self, purpose: str, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return [numel] of scratch memory, reused from call to call."""
+        nbytes = numel * dtype.itemsize
+        scratch = self._scratch.get(purpose)
+        if scratch is None or scratch.numel() < nbytes:
+            with torch.inference_mode(False):  # what is made in that mode could not be reused outside of it
+                scratch = flat_zeros(max(nbytes, 1 << 16), torch.uint8)
+            self._scratch[purpose] = scratch
+        return scratch[:nbytes].view(dtype)
+
+    def rows(self, purpose: str, count: int, nbytes: int) -> Bytes:
+        """Return [count, nbytes] of scratch memory; see `buffer`."""
+        return self.buffer(purpose, count * nbytes, torch.uint8).numpy().reshape(count, nbytes)
+
+    def clear(self) -> None:
+        """Release scratch memory; local."""
+        self._scratch.clear()
+
+    def _spec(self, tensor: Tensor, count: int) -> list[Any]:
+        return [buffer_of(self._mpi, tensor), count, self._mpi.BYTE]
+
+    def _do(self, name: str, *arguments: Any) -> None:
+        """Call one of MPI's collectives and wait for it; collective."""
+        if self._blocking:
+            getattr(self._comm, name.capitalize())(*arguments)
+            return
+        request = getattr(self._comm, "I" + name)(*arguments)
+        beside = is_beside_computation()
+        if not beside and not self._oversubscribed:
+            request.Wait()
+            return
+        backoff = Backoff(YIELDS if beside else HANDSHAKE_YIELDS)
+        while not request.Test():
+            backoff.rest()

@@ -1,0 +1,121 @@
+"""Where the ranks of a group are, and the sizes of their blocks: in arrays, without an object for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ..shared.staging import Bytes
+
+__all__ = ["Blocks", "Integers", "Nodes", "nodes_of"]
+
+Integers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Nodes:
+    """Where the ranks of a group are.
+
+    A lane is made of the ranks with the same place on all nodes; there are as many as the smallest node has ranks.
+    It carries the blocks of the ranks at places l, l + lanes, ... of each node.
+
+    Args:
+        node: [ranks] the node of each rank; nodes are numbered in the order of their lowest ranks.
+        place: [ranks] its place there.
+        rank: This rank.
+
+    Attributes:
+        node: The same.
+        rank: The same.
+        size: How many ranks there are.
+        count: How many nodes there are.
+        own: This rank's node.
+        place: This rank's place on it.
+        leaders: [nodes] the rank with place 0 of each node.
+        here: The ranks of this node, in order.
+        lanes: How many lanes there are.
+        row: [ranks] the rows of all lanes one below the other, by node and place: which of them a rank's block is.
+        rows_of: [lanes, nodes] how many rows a lane carries for each node.
+        first_row: [lanes] the first of its rows.
+        most: How many ranks the largest node has.
+    """
+
+    def __init__(self, node: Integers, place: Integers, rank: int) -> None:
+        self.node, self._place = node, place
+        self.rank, self.size = rank, len(node)
+        self.count = int(node.max()) + 1
+        self.own, self.place = int(node[rank]), int(place[rank])
+        self.leaders = np.flatnonzero(place == 0)
+        self.here: tuple[int, ...] = tuple(np.flatnonzero(node == self.own).tolist())
+        sizes = np.bincount(node)
+        self.lanes = int(sizes.min())
+        self.most = int(sizes.max())
+        lane = place % self.lanes
+        self.row = np.empty(len(node), np.int64)
+        self.row[np.lexsort((place, node, lane))] = np.arange(len(node))
+        lanes = [np.bincount(node[lane == each], minlength=self.count) for each in range(self.lanes)]
+        self.rows_of = np.stack(lanes)
+        rows = self.rows_of.sum(axis=1)
+        self.first_row = np.cumsum(rows) - rows
+
+    def find(self, rank: int) -> tuple[int, int]:
+        """Return the node of a rank and its place there."""
+        return int(self.node[rank]), int(self._place[rank])
+
+    def cell(self, width: int) -> Integers:
+        """Return the index of each rank's cell, [ranks], where each node has `width` of them."""
+        return self.node * width + self._place
+
+
+def nodes_of(mpi: Any, comm: Any, node: Any) -> Nodes:
+    """Find out where the ranks of a group are; collective.
+
+    Args:
+        mpi: The module `mpi4py.MPI`.
+        comm: The group's communicator.
+        node: That of the ranks of this node.
+    """
+    lowest = np.array([comm.rank, node.rank], np.int64)
+    node.Bcast([lowest, 1, mpi.INT64_T])
+    places = np.empty((comm.size, 2), np.int64)
+    comm.Allgather([lowest, 2, mpi.INT64_T], [places, 2, mpi.INT64_T])
+    return Nodes(np.unique(places[:, 0], return_inverse=True)[1].reshape(-1), places[:, 1].copy(), comm.rank)
+
+
+class Blocks:
+    """Blocks of all ranks, end to end; ranks that follow each other with blocks of one size are seen as one matrix.
+
+    Args:
+        sizes: [ranks] size of each block in bytes.
+
+    Attributes:
+        longest: Size of the largest.
+    """
+
+    def __init__(self, sizes: Sequence[int] | Integers) -> None:
+        self.sizes = np.asarray(sizes, np.int64)
+        self.longest = int(self.sizes.max())
+        self._stops = np.cumsum(self.sizes)
+        edges = [0, *(np.flatnonzero(np.diff(self.sizes)) + 1).tolist(), len(self.sizes)]
+        self._runs = list(pairwise(edges))
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether all have the same size."""
+        return len(self._runs) == 1
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """Return where a rank's block begins and ends."""
+        stop = int(self._stops[rank])
+        return stop - int(self.sizes[rank]), stop
+
+    def columns(self, data: Bytes, low: int, high: int) -> Iterator[tuple[slice, Bytes]]:
+        """Give bytes `low` to `high` of each block: ranks, and their part of the data as a row a rank."""
+        for first, last in self._runs:
+            size = int(self.sizes[first])
+            if low < size:
+                start = self.bounds(first)[0]
+                rows = data[start : start + (last - first) * size].reshape(last - first, size)
+                yield slice(first, last), rows[:, low : min(high, size)]

@@ -1,0 +1,128 @@
+"""Data that travels with an agreement: a sum, blocks that all get, or a copy of one peer's.
+
+Summed      each round adds what the two have: the same tree of sums on all peers
+Gathered    each round swaps the blocks that the two have
+Copied      each round passes the data on to a peer that does not have it
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ...types import ReduceOp
+from ..call import Call
+from ..reduction import choose_reduction, wide_dtype
+from ..shared.staging import Bytes
+from .agreement import FIRST, LAST, Agreement
+
+__all__ = ["Copied", "Gathered", "Summed"]
+
+
+class Summed:
+    """A reduction of one dtype, shape and operation.
+
+    Attributes:
+        total: This node's part, and then the reduction of all; in the dtype that sums are taken in.
+        op: The reduction, a sum for an average.
+    """
+
+    def __init__(self, agreement: Agreement, call: Call) -> None:
+        assert call.dtype is not None
+        assert call.op is not None
+        wide = wide_dtype(call.dtype)
+        self._nbytes = call.numel * wide.itemsize
+        with torch.inference_mode(False):
+            self.total, self._other = (
+                torch.from_numpy(memory[: self._nbytes]).view(wide).view(call.shape)
+                for memory in (agreement.outgoing, agreement.incoming)
+            )
+        self.op = ReduceOp.SUM if call.op is ReduceOp.AVERAGE else call.op
+        self._reduce = choose_reduction(wide, self.op, 2).run
+        self._lower_first = [self._other, self.total]
+        self._higher_last = [self.total, self._other]
+
+    def send(self, step: int) -> int:
+        """Send the sum so far."""
+        return self._nbytes
+
+    def take(self, step: int, *, is_lower: bool) -> None:
+        """Add the other's sum, the lower index first."""
+        if step == LAST:
+            self.total.copy_(self._other)
+        else:
+            self._reduce(self._lower_first if is_lower else self._higher_last, self.total)
+
+
+class Gathered:
+    """Blocks of one size, one of each peer.
+
+    Attributes:
+        rows: [peers, nbytes] the blocks; this peer's is there before.
+    """
+
+    def __init__(self, agreement: Agreement, nbytes: int) -> None:
+        self._agreement = agreement
+        self.rows = np.empty((agreement.count, nbytes), np.uint8)
+
+    def send(self, step: int) -> int:
+        """Send all blocks that are here."""
+        rows = self._known_to(self._agreement.index, step)
+        self._agreement.outgoing[: rows.size].reshape(rows.shape)[...] = rows
+        return rows.size
+
+    def take(self, step: int, *, is_lower: bool) -> None:
+        """Take those that the other has."""
+        index, hosts = self._agreement.index, self._agreement.hosts
+        if step == FIRST:
+            other = index + hosts
+        elif step == LAST:
+            other = index - hosts
+        else:
+            other = index ^ step
+        rows = self._known_to(other, step)
+        rows[...] = self._agreement.incoming[: rows.size].reshape(rows.shape)
+
+    def _known_to(self, index: int, step: int) -> Bytes:
+        """Return the blocks that a peer has before a step: after the rounds, those at multiples of a distance."""
+        if step == FIRST:
+            return self.rows[index : index + 1]
+        return self.rows if step == LAST else self.rows[index % (2 * step) :: 2 * step]
+
+
+class Copied:
+    """One peer's data.
+
+    Args:
+        agreement: The exchange.
+        data: [nbytes] the data on the peer that has it; filled on the others.
+        source: That peer.
+    """
+
+    def __init__(self, agreement: Agreement, data: Bytes, source: int) -> None:
+        self._agreement, self._data, self._source = agreement, data, source
+
+    def send(self, step: int) -> int:
+        """Send the data if it is here and the other does not have it."""
+        if not self._has(self._agreement.index, step):
+            return 0
+        self._agreement.outgoing[: self._data.nbytes] = self._data
+        return self._data.nbytes
+
+    def take(self, step: int, *, is_lower: bool) -> None:
+        """Take the data if the other has it."""
+        index, hosts = self._agreement.index, self._agreement.hosts
+        if step == FIRST:
+            came = self._has(index + hosts, step)
+        elif step == LAST:
+            came = index != self._source
+        else:
+            came = self._has(index ^ step, step) and not self._has(index, step)
+        if came:
+            self._data[...] = self._agreement.incoming[: self._data.nbytes]
+
+    def _has(self, index: int, step: int) -> bool:
+        """Say whether a peer has the data before a step."""
+        if step == FIRST:
+            return index == self._source
+        return step == LAST or (index - self._source % self._agreement.hosts) % (2 * step) == 0
