@@ -18,6 +18,8 @@ ROUNDS = 100
 def test_data_is_handed_round_and_is_there(world) -> None:
     """Each rank writes to its successor, again and again, in one slot: neither can be ahead of the other."""
     backend = world.default_group.backend
+    if len(backend.node_ranks) < world.size:
+        pytest.skip("for ranks of one node")
     counters = backend.node_counters(2 * world.size)
     slots = backend.node_empty((world.size, 64), torch.int64)
     after, before = (world.rank + 1) % world.size, world.rank

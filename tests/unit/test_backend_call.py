@@ -92,7 +92,7 @@ def test_the_error_names_the_ranks_of_each_call() -> None:
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_descriptions_of_tensors_travel(dtype, shape) -> None:
     packed = describe(torch.empty(shape, dtype=dtype))
-    assert packed.numel() == PAYLOAD_BYTES
+    assert packed.nbytes == PAYLOAD_BYTES
     assert described(packed) == (dtype, shape)
 
 

@@ -143,71 +143,11 @@ def test_waiting_is_observed_and_being_there_already_is_not(worker) -> None:
     assert recorder.events == [("enter", "wait", 0), ("leave", "wait")]
 
 
-def in_steps(started: list[str], name: str, gate: threading.Event):
-    """Steps that say when they begin, and end with their name once the gate is open."""
-    started.append(name)
-    while not gate.is_set():
-        yield False
-    yield True
-    return name
-
-
-def test_operations_in_steps_are_under_way_together_and_complete_in_order(worker) -> None:
-    started: list[str] = []
-    gates = [threading.Event() for _ in range(2)]
-    both = threading.Event()
-
-    def second():
-        both.set()
-        return (yield from in_steps(started, "second", gates[1]))
-
-    first = worker.submit("first", lambda: in_steps(started, "first", gates[0]), in_steps=True)
-    later = worker.submit("second", second, in_steps=True)
-    assert both.wait(10.0), "the second began only when the first was complete"
-    assert started == ["first", "second"]
-    gates[1].set()
-    with pytest.raises(CollectiveTimeoutError):
-        later.wait(0.05)
-    assert not first.done()
-    gates[0].set()
-    assert [later.result(), first.done(), first.result()] == ["second", True, "first"]
-
-
-def test_any_other_operation_waits_for_those_in_steps(worker) -> None:
-    started: list[str] = []
-    gate = threading.Event()
-    worker.submit("first", lambda: in_steps(started, "first", gate), in_steps=True)
-    plain = worker.submit("plain", lambda: started.append("plain"))
-    after = worker.submit("after", lambda: in_steps(started, "after", gate), in_steps=True)
-    with pytest.raises(CollectiveTimeoutError):
-        plain.wait(0.05)
-    assert started == ["first"]
-    gate.set()
-    after.wait()
-    assert started == ["first", "plain", "after"]
-
-
-def test_an_error_in_a_step_is_that_operations_own(worker) -> None:
-    gate = threading.Event()
-
-    def fail_later():
-        yield False
-        fail()
-
-    first = worker.submit("first", lambda: in_steps([], "first", gate), in_steps=True)
-    failing = worker.submit("failing", fail_later, in_steps=True)
-    last = worker.submit("last", lambda: in_steps([], "last", gate), in_steps=True)
-    gate.set()
-    with pytest.raises(KeyError, match="lost"):
-        failing.wait()
-    assert [first.result(), last.result()] == ["first", "last"]
-
-
 def test_a_worker_ends_after_what_is_under_way() -> None:
     gate = threading.Event()
     worker = Worker("ending")
-    work = worker.submit("first", lambda: in_steps([], "first", gate), in_steps=True)
+    work = worker.submit("first", gate.wait)
     assert not worker.close(0.05)
     gate.set()
     assert worker.close(10.0)
-    assert work.result() == "first"
+    assert work.result() is True

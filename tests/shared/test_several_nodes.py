@@ -1,7 +1,8 @@
-"""All-reduces of symmetric tensors over several nodes, many under way at a time, against numpy."""
+"""Groups on several nodes, as their ranks believe: bits of sums, and many operations begun at once, beside numpy."""
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import pytest
 import torch
 from helpers.placements import REAL, agree_on_bits
 
+import axonmpi as ax
 from axonmpi import CollectiveMismatchError, ProcessGroup, ReduceOp, World
 
 pytestmark = [REAL, pytest.mark.ranks(4)]
@@ -18,14 +20,14 @@ SIZES = (40, 129, 5000, 70_001, 300_000)
 OPS = (ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MAX)
 
 
-@pytest.fixture(params=[2, 3], ids=["two_a_node", "three_a_node"])
+@pytest.fixture(params=[1, 2, 3], ids=["one_a_node", "two_a_node", "three_a_node"])
 def nodes(request, monkeypatch) -> Callable[[World], ProcessGroup]:
-    """Makes a group of all ranks with so many on each node, as they believe: 2 + 2, or 3 + 1."""
+    """Makes a group of all ranks with so many on each node, as they believe: 1 + 1 + 1 + 1, 2 + 2, or 3 + 1."""
     monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", str(request.param))
 
     def make(world: World) -> ProcessGroup:
         group = world.new_group(range(world.size))
-        assert group.backend.path == "nodes"
+        assert group.backend.path == ("plain" if request.param == 1 else "nodes")
         return group
 
     return make
@@ -86,19 +88,38 @@ def test_many_at_once(world, nodes) -> None:
             check(number, tensor.clone(), group, op)
 
 
-def test_bits_are_those_of_one_node(world, nodes) -> None:
-    together, apart = world.default_group, nodes(world)
-    for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+def in_node_order(number: int, group: ProcessGroup, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Add the values of each node's ranks in their order, and then the nodes' sums, in float32 and rounded once."""
+    ranks_of_nodes = sorted(set(ax.all_gather_object(group.backend.node_ranks, group)))
+    sums = []
+    for ranks in ranks_of_nodes:
+        parts = [values(number, rank, size, dtype).float().numpy() for rank in ranks]
+        sums.append(functools.reduce(np.add, parts))
+    return torch.from_numpy(functools.reduce(np.add, sums)).to(dtype)
+
+
+@pytest.mark.parametrize("order", ["auto", "ordered"])
+def test_bits_depend_neither_on_memory_nor_on_time(world, nodes, order, monkeypatch) -> None:
+    monkeypatch.setenv("AXONMPI_SUMS", order)
+    group = nodes(world)
+    cases = [(size, dtype) for size in (7, 90_001) for dtype in (torch.float32, torch.bfloat16)]
+    for number, (size, dtype) in enumerate([*cases, (1_300_000, torch.float32)]):
+        own = values(number, group.rank, size, dtype)
         results = []
-        for group, asynchronous in ((together, False), (apart, False), (apart, True)):
-            tensor = group.symmetric_empty((90_001,), dtype)
-            tensor.copy_(values(number, world.rank, 90_001, dtype))
-            work = group.all_reduce(tensor, ReduceOp.SUM, asynchronous)
-            if work is not None:
-                work.wait()
-            results.append(tensor.view(torch.uint8).clone())
-        assert torch.equal(results[0], results[1])
-        assert torch.equal(results[0], results[2])
+        for place in ("ordinary", "strided", "symmetric"):
+            for asynchronous in (False, True, True):
+                tensor = group.symmetric_empty((size,), dtype) if place == "symmetric" else own.clone()
+                tensor = torch.empty(size, 2, dtype=dtype)[:, 1] if place == "strided" else tensor
+                tensor.copy_(own)
+                work = group.all_reduce(tensor, ReduceOp.SUM, asynchronous)
+                if work is not None:
+                    work.wait()
+                results.append(tensor.contiguous())
+        assert agree_on_bits(group, results[0])
+        for result in results[1:]:
+            assert torch.equal(results[0], result)
+        if order == "ordered":
+            assert torch.equal(results[0], in_node_order(number, group, size, dtype))
 
 
 SMALL = (
