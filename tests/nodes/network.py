@@ -1,8 +1,7 @@
-"""What the network between two nodes costs; a script for `two_nodes.py --rate 1gbit tests/nodes/network.py`.
+"""What the network between nodes costs; a script for `tests/nodes/run`.
 
-Prints the time of an all_reduce of 64 MiB beside the time that its bytes take at the given bandwidth
-(`--gbit`), and how
-much of the communication of a data-parallel step is hidden behind the computation, beside torch on gloo.
+Prints the time of an all_reduce of 64 MiB beside the time that its bytes take at the given bandwidth (`--gbit`),
+and how much of the communication of a data-parallel step is hidden behind the computation, beside torch on gloo.
 """
 
 from __future__ import annotations
