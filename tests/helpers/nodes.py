@@ -34,7 +34,7 @@ _AGENT = """#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
 host=$1; shift
 case $host in {cases} esac
-exec nsenter -t "$process" -n -u -m -i --wdns="$PWD" -- {pin}/bin/sh -c "$*"
+exec nsenter -t "$process" -n -u -m -i --wdns="$PWD" -- $pin /bin/sh -c "$*"
 """
 
 
@@ -110,17 +110,19 @@ class Nodes:
             assert time.monotonic() < deadline, f"the cable does not work: {state}"
 
     def _write_agent(self) -> None:
-        cores = sorted(os.sched_getaffinity(0))
-        count = len(self._addresses)
         cases = " ".join(
-            f"n{i + 1}|{address}) process={self._holders[i].pid}; "
-            f"cores={','.join(map(str, cores[i % len(cores) :: count]))};;"
-            for i, address in enumerate(self._addresses)
+            f"n{node + 1}|{address}) process={self._holders[node].pid}; pin='{' '.join(self._pin(node))}';;"
+            for node, address in enumerate(self._addresses)
         )
-        pin = 'taskset -c "$cores" ' if self._own_cores and len(cores) > 1 else ""
         agent = Path(self._folder.name) / "ssh"
-        agent.write_text(_AGENT.format(cases=cases, pin=pin))
+        agent.write_text(_AGENT.format(cases=cases))
         agent.chmod(0o755)
+
+    def _pin(self, node: int) -> list[str]:
+        """Return the words before a command that keep it to the node's cores."""
+        cores = sorted(os.sched_getaffinity(0))
+        own = cores[node % len(cores) :: len(self._addresses)]
+        return ["taskset", "-c", ",".join(map(str, own))] if self._own_cores else []
 
     def __exit__(self, *_: object) -> None:
         for holder in self._holders:
@@ -204,7 +206,7 @@ class Nodes:
         self, command: Sequence[str], timeout: float, env: dict[str, str], folder: Path | None = None
     ) -> str:
         job = subprocess.Popen(
-            [*self.enter(0, folder), *command], env={**os.environ, **env}, stdout=subprocess.PIPE,
+            [*self.enter(0, folder), *self._pin(0), *command], env={**os.environ, **env}, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         try:
