@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from axonmpi import cli
-from axonmpi.cli.bench import main
+from axonmpi.cli.bench import main, network
 from axonmpi.cli.bench.checkpoint.table import table as checkpoint_table
 from axonmpi.cli.bench.collectives.cases import OPERATIONS
 from axonmpi.cli.bench.collectives.table import VARIANTS
@@ -28,6 +28,7 @@ IN_ONE_JOB = {
     "checkpoint": "--mebibytes 2 --folder .",
     "ddp": "",
     "collectives": f"--sizes 4B 12KiB --operations {' '.join(OPERATIONS)}",
+    "network": "--sizes 4B 12KiB --seconds 0.001",
     "pipeline": "--layers 2 --width 32 --length 4 --micro-batches 4",
     "tensor": "--width 32 --heads 4 --lengths 4 8",
 }
@@ -110,6 +111,22 @@ def test_collectives(figures, printed):
         assert f"{case['operation']}, {case['dtype']}, 2 ranks" in printed
 
 
+def test_network(figures, printed):
+    assert figures["nodes"] == 1
+    asked = [(name, size) for name in network.OPERATIONS for size in (4, 12288)]
+    assert [(case["operation"], case["bytes"]) for case in figures["cases"]] == asked
+    for case in figures["cases"]:
+        times, ratios = case["microseconds"], case["ratios"]
+        assert min(times.values()) > 0
+        ours = min(times[name] for name in ("symmetric", "ordinary") if name in times)
+        assert {name: ratios[name] for name in ("mpi", "gloo")} == pytest.approx(
+            {name: ours / times[name] for name in ("mpi", "gloo")}
+        )
+        assert ("bfloat16" in ratios) == ("symmetric" in times) == (case["operation"] == "all_reduce")
+        assert f"  {ratios['mpi']:.2f}  " in printed
+    assert "all_reduce, float32, 2 ranks on 1 node" in printed
+
+
 def test_pipeline(figures, printed):
     assert figures["microbatches"] == 4
     assert list(figures["schedules"]) == list(CASES)
@@ -177,6 +194,9 @@ def test_the_command_measures_mpi_in_a_job_of_its_own_and_takes_the_quicker(tmp_
         ("collectives --plot figures.pdf", "ends in .png, got 'figures.pdf'"),
         ("collectives --plot no/such/folder.png", "in a folder that exists, got 'no/such/folder.png'"),
         ("collectives --json no/such/folder", "in a folder that exists, got 'no/such/folder'"),
+        ("network --operations reduce", "'reduce'"),
+        ("network --sizes 6B", "expected a multiple of 4 bytes, got '6B'"),
+        ("network --seconds few", "few"),
         ("pipeline --schedules dualpipe", "dualpipe"),
         ("pipeline --layers few", "few"),
         ("pipeline --chunks", "--chunks"),

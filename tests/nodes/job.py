@@ -1,4 +1,4 @@
-"""What two ranks on each of two nodes check about them; a script for `test_two_nodes.py`."""
+"""What two ranks on each of two nodes check about them; a script for `test_nodes.py`."""
 
 from __future__ import annotations
 

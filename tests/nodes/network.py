@@ -1,14 +1,13 @@
-"""What the network between two nodes costs; a script for `two_nodes.py --rate 1gbit tests/nodes/network.py`.
+"""What the network between nodes costs; a script for `tests/nodes/run`.
 
-Prints the time of an all_reduce of 64 MiB beside the time that its bytes take at the given bandwidth
-(`--gbit`), and how
-much of the communication of a data-parallel step is hidden behind the computation, beside torch on gloo.
+Prints the time of an all_reduce of 64 MiB beside the time that its bytes take at the given bandwidth (`--gbit`),
+and how much of the communication of a data-parallel step is hidden behind the computation, beside torch on gloo.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -16,9 +15,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import TCPStore
 
 import axonmpi as ax
+from axonmpi.cli.bench.timing import start_gloo
 
 MEBIBYTE = 1 << 20
 WIDTH, LAYERS = 768, 12
@@ -43,18 +42,16 @@ def model() -> nn.Module:
     return nn.Sequential(*[layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--gbit", type=float, default=1.0)
-    parser.add_argument("--blocks", type=int, default=11)
-    parser.add_argument("--batch", type=int, default=300)
-    options = parser.parse_args()
-    world = ax.init_process_group()
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    store = TCPStore("10.77.0.1", 0, is_master=True, wait_for_workers=False) if world.rank == 0 else None
-    port = ax.broadcast_object(store.port if store else None)
-    store = store or TCPStore("10.77.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+def step(wrapped: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    def run() -> None:
+        wrapped.zero_grad()
+        wrapped(x).square().mean().backward()
+
+    return run
+
+
+def print_bare(blocks: int, gbit: float) -> None:
+    """Print the times of an all_reduce of 64 MiB; collective."""
     large = torch.zeros(64 * MEBIBYTE // 4)
     symmetric = ax.symmetric_empty(large.shape, large.dtype).zero_()
     bare = median_seconds(
@@ -63,33 +60,46 @@ def main() -> None:
             "ordinary": lambda: ax.all_reduce(large),
             "gloo": lambda: dist.all_reduce(large),
         },
-        options.blocks,
+        blocks,
     )
-    x = torch.randn(options.batch, WIDTH)
-
-    def step(wrapped: nn.Module) -> Callable[[], None]:
-        def run() -> None:
-            wrapped.zero_grad()
-            wrapped(x).square().mean().backward()
-
-        return run
-
-    ours, stock = ax.DDP(model()), nn.parallel.DistributedDataParallel(model(), gradient_as_bucket_view=True)
-    gradients = torch.zeros(sum(parameter.numel() for parameter in ours.parameters()))
-    steps = median_seconds(
-        {
-            "local": step(model()),
-            "ours": step(ours),
-            "gloo": step(stock),
-            "all_reduce": lambda: ax.all_reduce(gradients),
-        },
-        options.blocks,
-    )
-    if world.rank == 0:
-        ideal = 64 * MEBIBYTE * 8 / (options.gbit * 1e9)
-        print(f"{world.num_nodes} nodes, {world.size} ranks, path {world.default_group.backend.path}")
+    ideal = 64 * MEBIBYTE * 8 / (gbit * 1e9)
+    if ax.is_main_process():
         for name, seconds in bare.items():
             print(f"all_reduce of 64 MiB, {name}: {seconds:.3f} s, {seconds / ideal:.2f} of bytes over bandwidth")
+
+
+def measured_steps(blocks: int, batch: int) -> dict[str, float]:
+    """Return the seconds of a step, alone and with others, and of an all_reduce of its gradients; collective."""
+    x = torch.randn(batch, WIDTH)
+    ours, stock = ax.DDP(model()), nn.parallel.DistributedDataParallel(model(), gradient_as_bucket_view=True)
+    gradients = torch.zeros(sum(parameter.numel() for parameter in ours.parameters()))
+    return median_seconds(
+        {
+            "local": step(model(), x),
+            "ours": step(ours, x),
+            "gloo": step(stock, x),
+            "all_reduce": lambda: ax.all_reduce(gradients),
+        },
+        blocks,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gbit", type=float, default=1.0)
+    parser.add_argument("--blocks", type=int, default=11)
+    parser.add_argument("--batch", type=int, default=300)
+    parser.add_argument("--json", action="store_true", help="print the times of the steps alone")
+    options = parser.parse_args()
+    world = ax.init_process_group()
+    start_gloo(world)
+    if not options.json:
+        print_bare(options.blocks, options.gbit)
+    steps = measured_steps(options.blocks, options.batch)
+    if world.rank == 0 and options.json:
+        print(json.dumps(steps))
+    elif world.rank == 0:
+        print(f"{world.num_nodes} nodes, {world.size} ranks, path {world.default_group.backend.path}")
         print("step, s: " + ", ".join(f"{name} {seconds:.3f}" for name, seconds in steps.items()))
         for name in ("ours", "gloo"):
             hidden = 1 - (steps[name] - steps["local"]) / steps["all_reduce"]

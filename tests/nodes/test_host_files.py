@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from helpers.fences import REPOSITORY, Fence, fences_of
-from two_nodes import TwoNodes
+from helpers.nodes import Nodes
 
 from axonmpi.testing.mpirun import find_mpirun
 
@@ -27,10 +27,10 @@ SCRIPTS = [fence for fence in FENCES if fence.language == "sh" and is_for_this_m
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[TwoNodes]:
-    if (obstacle := TwoNodes.obstacle()) is not None:
+def nodes() -> Iterator[Nodes]:
+    if (obstacle := Nodes.obstacle()) is not None:
         pytest.skip(obstacle)
-    with TwoNodes() as both:
+    with Nodes(2) as both:
         yield both
 
 

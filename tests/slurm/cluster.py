@@ -21,7 +21,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from nodes.two_nodes import TwoNodes
+from helpers.nodes import Nodes
 
 from axonmpi.launch.variables import without_launcher_variables
 from axonmpi.utils.waiting import Backoff, wait_until
@@ -98,7 +98,7 @@ class Cluster:
     """
 
     def __init__(self) -> None:
-        self.nodes = TwoNodes()
+        self.nodes = Nodes(2)
         self.folder = Path()
         self._opened = ExitStack()
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
@@ -109,7 +109,7 @@ class Cluster:
         """Say why there can be no cluster here, if so."""
         if missing := [name for name in PROGRAMS if shutil.which(name, path=Cluster.path()) is None]:
             return f"Slurm is not installed (tests/slurm/run installs it): no {', '.join(missing)}"
-        return "a Slurm cluster is started by root only" if os.geteuid() else TwoNodes.obstacle()
+        return "a Slurm cluster is started by root only" if os.geteuid() else Nodes.obstacle()
 
     @staticmethod
     def path() -> str:

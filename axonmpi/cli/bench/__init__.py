@@ -1,6 +1,7 @@
 """`axonmpi bench`: measured comparisons, each in one interleaved run.
 
     axonmpi bench collectives    collectives of many sizes: ours, MPI's own, gloo's, and a plain copy
+    axonmpi bench network        collectives between nodes: ours, the MPI library's own, gloo's
     axonmpi bench ddp            step overhead of data parallelism, ours and torch's on gloo
     axonmpi bench fsdp           a step of fully sharded training, ours and torch's on gloo
     axonmpi bench pipeline       a step of a pipeline by each schedule, ours, torch's on gloo, and the ideal

@@ -19,7 +19,7 @@ from ...testing.launcher import LaunchResult, launch
 from ...testing.mpirun import find_mpirun
 from ...utils.device import gpu_count
 from .. import parse_arguments, positive
-from . import data_parallel, overhead, pipeline, tensor
+from . import data_parallel, network, overhead, pipeline, tensor
 from .checkpoint import measure as checkpoint
 from .checkpoint import table as checkpoint_table
 from .collectives import measure as collectives
@@ -197,14 +197,7 @@ def _picture(text: str) -> Path:
 
 
 def _add_collectives_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--operations",
-        nargs="+",
-        choices=collectives.OPERATIONS,
-        default=["all_reduce"],
-        help=f"some of {', '.join(collectives.OPERATIONS)} (default: all_reduce)",
-        metavar="NAME",
-    )
+    _add_operations(parser, collectives.OPERATIONS, "all_reduce")
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -218,12 +211,40 @@ def _add_collectives_options(parser: argparse.ArgumentParser) -> None:
         help=f"some of {', '.join(collectives.DTYPES)} (default: all)",
         metavar="DTYPE",
     )
+    _add_sizes(parser, collectives.DEFAULT_SIZES)
+
+
+def _add_network_options(parser: argparse.ArgumentParser) -> None:
+    _add_operations(parser, network.OPERATIONS, *network.OPERATIONS)
+    _add_sizes(parser, network.DEFAULT_SIZES)
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=network.BLOCK_SECONDS,
+        help=f"how long a variant's turn takes, of calls that are quicker (default: {network.BLOCK_SECONDS})",
+        metavar="S",
+    )
+    parser.add_argument("--no-gloo", dest="gloo", action="store_false", help="without torch.distributed")
+
+
+def _add_operations(parser: argparse.ArgumentParser, choices: Sequence[str], *default: str) -> None:
+    parser.add_argument(
+        "--operations",
+        nargs="+",
+        choices=choices,
+        default=list(default),
+        help=f"some of {', '.join(choices)} (default: {' '.join(default) if default != choices else 'all'})",
+        metavar="NAME",
+    )
+
+
+def _add_sizes(parser: argparse.ArgumentParser, default: Sequence[str]) -> None:
     parser.add_argument(
         "--sizes",
         nargs="+",
         type=_size,
-        default=[parse_size(size) for size in collectives.DEFAULT_SIZES],
-        help=f"bytes of a tensor (default: {' '.join(collectives.DEFAULT_SIZES)})",
+        default=[parse_size(size) for size in default],
+        help=f"bytes of a tensor (default: {' '.join(default)})",
         metavar="SIZE",
     )
 
@@ -283,6 +304,15 @@ BENCHMARKS: dict[str, Benchmark] = {
         data_parallel.fsdp_table,
         (2, 4),
         _add_fsdp_options,
+    ),
+    "network": Benchmark(
+        "collectives between nodes: ours, the MPI library's own, gloo's; under mpirun on ranks of several nodes",
+        lambda world, options: network.measure(
+            world, options.blocks, options.operations, options.sizes, options.seconds, gloo=options.gloo
+        ),
+        network.table,
+        (2, 4),
+        _add_network_options,
     ),
     "overhead": Benchmark(
         "what Python adds to MPI's own all-reduce of 4 bytes",

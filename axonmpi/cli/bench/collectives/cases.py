@@ -25,7 +25,9 @@ __all__ = [
     "Case",
     "Variant",
     "format_size",
+    "format_time",
     "mpi_variant",
+    "our_variant",
     "parse_size",
     "torch_variant",
     "variants_of",
@@ -136,12 +138,12 @@ def variants_of(case: Case, mpi: Any) -> dict[str, Variant]:
         case: The case, the same on all ranks.
         mpi: The module `mpi4py.MPI`; None for tensors on GPUs.
     """
-    ordinary = _ours(case, flat_zeros(case.source_numel, case.dtype, case.place))
+    ordinary = our_variant(case, flat_zeros(case.source_numel, case.dtype, case.place))
     if mpi is None:
         torchs = {"torch": torch_variant(case)} if dist.is_initialized() else {}
         return {"ordinary": ordinary, **torchs, "memcpy": _memcpy(case)}
     return {
-        "symmetric": _ours(case, symmetric_empty([case.source_numel], case.dtype)),
+        "symmetric": our_variant(case, symmetric_empty([case.source_numel], case.dtype)),
         "ordinary": ordinary,
         **({"mpi": mpi_variant(case, mpi)} if case.dtype == torch.float32 else {}),
         "gloo": torch_variant(case),
@@ -149,7 +151,8 @@ def variants_of(case: Case, mpi: Any) -> dict[str, Variant]:
     }
 
 
-def _ours(case: Case, source: Tensor) -> Variant:
+def our_variant(case: Case, source: Tensor) -> Variant:
+    """Prepare ours for a case, on the memory given; local."""
     if case.operation == "all_gather":
         return Variant(case, source, partial(all_gather, source))
     if case.operation == "reduce_scatter":
@@ -221,3 +224,10 @@ def format_size(nbytes: int) -> str:
     """Write a number of bytes in the largest unit that divides it, such as `64 KiB`; local."""
     unit = next(unit for unit in reversed(_UNITS) if nbytes % _UNITS[unit] == 0)
     return f"{nbytes // _UNITS[unit]} {unit}"
+
+
+def format_time(microseconds: float | None) -> str:
+    """Write a time in microseconds, or in milliseconds from one on; local."""
+    if microseconds is None:
+        return "-"
+    return f"{microseconds:.2f} µs" if microseconds < 1e3 else f"{microseconds / 1e3:.2f} ms"

@@ -41,7 +41,7 @@ from ..timing import (
 )
 from .cases import OPERATIONS, Case, Variant, format_size, variants_of
 
-__all__ = ["DEFAULT_SIZES", "DTYPES", "OPERATIONS", "check", "measure", "median_times"]
+__all__ = ["DEFAULT_SIZES", "DTYPES", "OPERATIONS", "check", "library_name", "measure", "median_times"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_SIZES = ("4B", "1KiB", "16KiB", "64KiB", "256KiB", "1MiB", "16MiB", "64MiB")
@@ -96,7 +96,7 @@ def measure(
         "ranks": world.size,
         "cores": count_cores(world),
         "path": "nccl" if mpi is None else getattr(world.default_group.backend, "path", "none"),
-        "mpi": "" if mpi is None else _library_name(mpi),
+        "mpi": "" if mpi is None else library_name(mpi),
         "device": str(device),
         "blocks": blocks,
         "cases": measured,
@@ -132,6 +132,7 @@ def median_times(
     ranks: Agreement = AXONMPI,
     before: Callable[[], object] | None = None,
     clock: Clock = WALL,
+    block_seconds: float = _BLOCK_SECONDS,
 ) -> dict[str, float]:
     """Check the variants of a case, then time them in turns; collective. Returns microseconds a call.
 
@@ -142,13 +143,14 @@ def median_times(
         ranks: The operations by which the ranks agree.
         before: Called before each round of turns, untimed.
         clock: Tells the time of a block.
+        block_seconds: About how long a block takes, of calls that are quicker.
 
     Raises:
         RuntimeError: A variant's result is wrong; raised on all ranks.
     """
     check(case, variants, ranks)
     calls = {name: variant.call for name, variant in variants.items()}
-    numbers = calls_for(calls, _BLOCK_SECONDS, ranks, clock)
+    numbers = calls_for(calls, block_seconds, ranks, clock)
     seconds = interleave(calls, blocks=blocks, calls=numbers, before=before, ranks=ranks, clock=clock)
     return {name: value * 1e6 for name, value in seconds.items()}
 
@@ -161,7 +163,8 @@ def check(case: Case, variants: Mapping[str, Variant], ranks: Agreement = AXONMP
         raise RuntimeError(f"{what}: wrong result of {', '.join(names)}")
 
 
-def _library_name(mpi: Any) -> str:
+def library_name(mpi: Any) -> str:
+    """Return the name of the MPI library in use; local."""
     # An MPI library may stand in for another one of the same binary interface, which mpi4py was built for.
     return "Intel MPI" if "Intel" in mpi.Get_library_version() else runtime.library_info().vendor
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ....utils.text import aligned, counted
-from .cases import format_size
+from .cases import format_size, format_time
 
 __all__ = ["VARIANTS", "plot", "table"]
 
@@ -79,20 +79,14 @@ def _tables(result: dict[str, Any]) -> list[str]:
 
 def _row(case: dict[str, Any], columns: _Columns) -> list[str]:
     times, line = case["microseconds"], case["line_nanoseconds"]
-    shown = [_time(times.get(name)) for name in columns.variants]
+    shown = [format_time(times.get(name)) for name in columns.variants]
     ratios = [
         f"{times[over] / times[under]:.2f}" if over in times and under in times else "-"
         for over, under in columns.ratios
     ]
-    told = [_time(case["cpu_microseconds"].get(name)) for name in columns.told]
+    told = [format_time(case["cpu_microseconds"].get(name)) for name in columns.told]
     last = told or ["-" if line is None else f"{line:.1f} ns"]
     return [format_size(case["bytes"]), *shown, "|", *ratios, "|", *last]
-
-
-def _time(microseconds: float | None) -> str:
-    if microseconds is None:
-        return "-"
-    return f"{microseconds:.2f} µs" if microseconds < 1e3 else f"{microseconds / 1e3:.2f} ms"
 
 
 def plot(path: Path, results: list[dict[str, Any]]) -> None:
