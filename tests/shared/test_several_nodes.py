@@ -1,4 +1,4 @@
-"""Groups on several nodes, as their ranks believe: bits of sums, and many operations begun at once, beside numpy."""
+"""Groups on several pretended nodes: bits of sums, and many operations begun at once, against numpy."""
 
 from __future__ import annotations
 
