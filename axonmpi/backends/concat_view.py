@@ -56,6 +56,13 @@ class FlatParts:
         """The tensors among them."""
         return [part for part in self._parts if isinstance(part, Tensor)]
 
+    def line(self) -> Tensor:
+        """Return [numel] all of them, to be read only: in the memory of the one tensor where that is all; local."""
+        only = self._parts[0] if len(self._parts) == 1 else 0
+        if isinstance(only, Tensor) and only.is_contiguous() and not only.is_neg() and not only.is_conj():
+            return only.view(-1)
+        return self.flat()
+
     def flat(self, dtype: torch.dtype | None = None, place: torch.device | None = None) -> Tensor:
         """Return [numel] all of them on a device, by default the CPU, copied and converted; local."""
         result = torch.empty(self.numel, dtype=dtype or self.dtype, device=place or "cpu")

@@ -32,7 +32,7 @@ from ..shared.staging import Bytes
 from ..tuning import AGREEMENT_BYTES, MAX_PLANS, SMALL_SCATTER_BYTES
 from .lane import Lane
 from .meeting import Meeting
-from .nodes import Blocks, Integers
+from .nodes import Blocks, Integers, split_array
 
 __all__ = ["BetweenNodes", "PlainConnection"]
 
@@ -76,10 +76,23 @@ class BetweenNodes(Connection):
         if gets_result:
             tensor.copy_(total)
 
+    def reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
+        """Reduce a tensor of any strides and return the own slice along `dim`; collective."""
+        moved = tensor.movedim(dim, 0).contiguous()
+        row = moved.nbytes // (moved.shape[0] or 1)
+        blocks = self._blocks.get(call.key) or self._keep(call, row * split_array(moved.shape[0], self.size))
+        rows, more = divmod(moved.shape[0], self.size)
+        result = empty((rows + (self.rank < more), *moved.shape[1:]), tensor.dtype)
+        self._scatter(call, moved.view(-1), blocks, result.view(-1))
+        return result.movedim(0, dim).contiguous()
+
     def reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
         """Reduce the parts and put this rank's share of the result into `output`; collective."""
-        flat = parts.flat(parts.dtype)
-        blocks = self._blocks_of(call, np.asarray(sizes, np.int64) * flat.itemsize)
+        itemsize = parts.dtype.itemsize
+        blocks = self._blocks.get(call.key) or self._keep(call, itemsize * np.asarray(sizes, np.int64))
+        self._scatter(call, parts.line(), blocks, output)
+
+    def _scatter(self, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
         if 0 < flat.nbytes <= SMALL_SCATTER_BYTES and self._meeting.carries(call):
             low, high = (edge // flat.itemsize for edge in blocks.bounds(self.rank))
             output.copy_(self._meeting.reduce(call, flat.view(call.shape)).view(-1)[low:high])
@@ -117,16 +130,15 @@ class BetweenNodes(Connection):
     def all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
         """Put the parts of all ranks into the memory of each node; None: the own part is there; collective."""
         self._meeting.agree(call)
-        blocks = self._blocks_of(call, np.asarray(sizes, np.int64) * output.itemsize)
+        blocks = self._blocks.get(call.key) or self._keep(call, output.itemsize * np.asarray(sizes, np.int64))
         if tensor is not None:
             low, high = (edge // output.itemsize for edge in blocks.bounds(self.rank))
             output[low:high].copy_(tensor)
         if output.numel():
             self._fill(call, blocks, as_bytes(output))
 
-    def _blocks_of(self, call: Call, sizes: Integers) -> Blocks:
-        found = self._blocks.get(call.key)
-        return found or self._blocks.add(call.key, Blocks(sizes))
+    def _keep(self, call: Call, sizes: Integers) -> Blocks:
+        return self._blocks.add(call.key, Blocks(sizes))
 
     # ---- large data, after all have agreed; collective -------------------------------------------------------
 

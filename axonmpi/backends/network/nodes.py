@@ -10,7 +10,7 @@ import numpy as np
 
 from ..shared.staging import Bytes
 
-__all__ = ["Blocks", "Integers", "Nodes", "nodes_of"]
+__all__ = ["Blocks", "Integers", "Nodes", "nodes_of", "split_array"]
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -82,6 +82,13 @@ def nodes_of(mpi: Any, comm: Any, node: Any) -> Nodes:
     places = np.empty((comm.size, 2), np.int64)
     comm.Allgather([lowest, 2, mpi.INT64_T], [places, 2, mpi.INT64_T])
     return Nodes(np.unique(places[:, 0], return_inverse=True)[1].reshape(-1), places[:, 1].copy(), comm.rank)
+
+
+def split_array(total: int, parts: int) -> Integers:
+    """Return what `split_sizes` does, [parts]; local."""
+    sizes = np.full(parts, total // parts)
+    sizes[: total % parts] += 1
+    return sizes
 
 
 class Blocks:
