@@ -185,7 +185,7 @@ def all_reduce(
 
 @either_group_name
 def all_reduce_sum(t: Tensor, group: ProcessGroup | None = None) -> None:
-    """Sum over all ranks, in place, in rank order; collective. See `Backend.all_reduce`."""
+    """Sum over all ranks, in place; collective. See `Backend.all_reduce`."""
     chosen_group(group).all_reduce_sum(t)
 
 
@@ -209,7 +209,7 @@ def all_reduce_max(t: Tensor, group: ProcessGroup | None = None) -> None:
 
 @either_group_name
 def all_reduce_product(t: Tensor, group: ProcessGroup | None = None) -> None:
-    """Multiply over all ranks, in place, in rank order; collective. See `Backend.all_reduce`."""
+    """Multiply over all ranks, in place; collective. See `Backend.all_reduce`."""
     chosen_group(group).all_reduce_product(t)
 
 

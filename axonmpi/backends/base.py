@@ -127,7 +127,7 @@ class Backend(ABC):
 
         Args:
             tensor: Any shape and strides, the same shape and dtype on all ranks.
-            op: The reduction, or its name; sums are taken in rank order, 16-bit floats in float32.
+            op: The reduction, or its name; sums are taken in one order on all ranks, 16-bit floats in float32.
             async_op: Return a `Work` at once; leave the tensor alone until it is done.
             layout: What a flat tensor is made of, the same on all ranks.
 

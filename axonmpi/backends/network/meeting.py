@@ -54,6 +54,8 @@ class Meeting:
 
     def carries(self, call: Call) -> bool:
         """Say whether a reduction goes along with the agreement; local."""
+        if call.nbytes > AGREEMENT_BYTES:
+            return False
         assert call.dtype is not None
         nbytes = call.numel * wide_dtype(call.dtype).itemsize
         return nbytes * (self.agreement.count if self._ordered else 1) <= AGREEMENT_BYTES
