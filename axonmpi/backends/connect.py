@@ -23,6 +23,7 @@ from .network.lane import Lane
 from .network.lanes import NetworkConnection
 from .network.meeting import CELL_BYTES, Meeting, NodeMeeting
 from .network.nodes import Integers, nodes_of
+from .network.patience import Patience
 from .shared.all_reduce import NodeMemory, replicated_bytes
 from .shared.arena import Arena
 from .shared.barrier import Fence, NodeBarrier
@@ -78,7 +79,7 @@ def connect(mpi: Any, comm: Any, limits: Limits, *, oversubscribed: bool, timeou
         obstacle = connection
         node.Free()
     agreement = means.agreement(np.arange(comm.size), comm.rank)
-    connection = PlainConnection(Meeting(comm, agreement, ordered=means.ordered), means.lane(comm))
+    connection = PlainConnection(Meeting(comm, agreement, means.patience, ordered=means.ordered), means.lane(comm))
     connection.obstacle = obstacle
     return connection
 
@@ -111,13 +112,13 @@ class _Means:
 
     def __init__(self, mpi: Any, comm: Any, limits: Limits, *, oversubscribed: bool) -> None:
         self.mpi, self.comm, self.limits, self.oversubscribed = mpi, comm, limits, oversubscribed
-        self.ordered = adds_in_order()
+        self.patience, self.ordered = Patience(mpi, oversubscribed=oversubscribed), adds_in_order()
 
     def agreement(self, peers: Integers, index: int) -> Agreement:
-        return Agreement(self.mpi, self.comm, peers, index, oversubscribed=self.oversubscribed)
+        return Agreement(self.mpi, self.comm, peers, index, self.patience)
 
     def lane(self, comm: Any) -> Lane:
-        return Lane(self.mpi, comm, self.limits, ordered=self.ordered, oversubscribed=self.oversubscribed)
+        return Lane(self.mpi, comm, self.limits, self.patience, ordered=self.ordered)
 
 
 def _through_shared_memory(means: _Means, node: Any, timeout: float | None) -> Connection | str:
@@ -155,7 +156,7 @@ def _through_shared_memory(means: _Means, node: Any, timeout: float | None) -> C
         if lane is not None:
             release.append(lane_comm.Free)
         agreement = means.agreement(nodes.leaders, nodes.own)
-        meeting = NodeMeeting(comm, agreement, nodes, barrier, control, ordered=means.ordered)
+        meeting = NodeMeeting(comm, agreement, means.patience, nodes, barrier, control, ordered=means.ordered)
         connection = NetworkConnection(meeting, nodes, barrier, arena, lane, means.limits, release=release)
     connection.fence = sync
     return connection

@@ -24,7 +24,6 @@ from ...launch import start as runtime
 from ...launch.cpu import CoreShare, core_share
 from ...types import Work
 from ...utils.partition import split_sizes
-from ...utils.waiting import Backoff, wait_until
 from ..base import Backend
 from ..buffers import as_bytes, empty, flat_elements, write_back
 from ..call import Call
@@ -32,11 +31,12 @@ from ..concat_view import FlatParts
 from ..connect import connect
 from ..handshake import PAYLOAD_BYTES, describe, described
 from ..local import LocalBackend
+from ..network.patience import Patience
 from ..shared.counters import NodeCounters
 from ..shared.segment import warn_no_shared_memory
-from ..tuning import HANDSHAKE_YIELDS, MAX_MESSAGE_BYTES, PIECE_BYTES
+from ..tuning import MAX_MESSAGE_BYTES, PIECE_BYTES
 from ..worker import Worker
-from .point_to_point import MessagePort
+from .point_to_point import FIRST_TAG_OF_USERS, TAG_OF_PAIRS, MessagePort
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -72,8 +72,8 @@ def _making_communicators(mpi: Any) -> Iterator[None]:
     except mpi.Exception as error:
         raise CommunicatorError(
             f"MPI cannot make another group: {error}\nA process has room for some hundred groups (MPICH: 2,048 "
-            "communicators, of which a group takes four). Release those that are used no more: group.close(), "
-            "mesh.close(), or world.close_groups() for all of them"
+            "communicators, of which a group takes up to three). Release those that are used no more: "
+            "group.close(), mesh.close(), or world.close_groups() for all of them"
         ) from error
 
 
@@ -109,8 +109,9 @@ class MpiBackend(Backend):
         with _making_communicators(self._mpi):
             self.mpi_comm = comm.Dup() if parent is None else comm
             self.cores: CoreShare = core_share(self._mpi, self.mpi_comm) if parent is None else parent.cores
-            self._messages = MessagePort(self._mpi, comm.Dup())
-            self._pairs = MessagePort(self._mpi, self.mpi_comm)
+            self._patience = Patience(self._mpi, oversubscribed=self.cores.oversubscribed)
+            self._messages = MessagePort(self._mpi, self.mpi_comm, FIRST_TAG_OF_USERS)
+            self._pairs = MessagePort(self._mpi, self.mpi_comm, TAG_OF_PAIRS)
             self._connection = connect(
                 self._mpi, self.mpi_comm, self, oversubscribed=self.cores.oversubscribed, timeout=timeout
             )
@@ -196,7 +197,7 @@ class MpiBackend(Backend):
         questions = np.stack([describe(tensor) for tensor in tensors])
         answers = np.empty_like(questions)
         specs = [[words, PAYLOAD_BYTES, self._mpi.BYTE] for words in (questions, answers)]
-        self._wait([self.mpi_comm.Ialltoall(*specs)])
+        self._patience.wait(self.mpi_comm.Ialltoall(*specs))
         received = [empty(shape, dtype) for dtype, shape in (described(answer) for answer in answers)]
         self._exchange([tensor.contiguous() for tensor in tensors], received)
         return received
@@ -214,14 +215,7 @@ class MpiBackend(Backend):
         for peer in peers:
             if (outgoing := sends[peer]) is not None:
                 requests += self._pairs.start_send(as_bytes(outgoing), peer, 0, self.max_message_bytes)
-        self._wait(requests)
-
-    def _wait(self, requests: list[Any]) -> None:
-        """Wait for messages; where ranks outnumber the cores, yield them to the ranks that are waited for."""
-        if self.cores.oversubscribed:
-            wait_until(lambda: self._mpi.Request.Testall(requests), Backoff(HANDSHAKE_YIELDS))
-        else:
-            self._mpi.Request.Waitall(requests)
+        self._patience.wait(*requests)
 
     def _barrier(self, call: Call) -> None:
         self._agree(call)
@@ -297,7 +291,6 @@ class MpiBackend(Backend):
     def _release(self) -> None:
         _live.discard(self)
         self._connection.free()
-        self._messages.comm.Free()
         self.mpi_comm.Free()
         # Its memory goes with the group, however long anybody keeps the closed one.
         del self._agree, self._connection, self._messages, self._pairs

@@ -17,12 +17,19 @@ from ...errors import CollectiveMismatchError, CollectiveTimeoutError, Communica
 from ...types import Seconds, Work
 from ...utils.arguments import seconds
 from ..buffers import buffer_of
+from ..network.agreement import TAG_OF_AGREEMENT
 from ..tuning import POLL_SECONDS
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MessagePort", "RequestWork"]
+__all__ = ["FIRST_TAG_OF_USERS", "TAG_OF_PAIRS", "MessagePort", "RequestWork"]
+
+TAG_OF_PAIRS = TAG_OF_AGREEMENT + 1
+"""Of what a collective sends from one rank to another."""
+FIRST_TAG_OF_USERS = TAG_OF_PAIRS + 1
+"""A group has one communicator for all messages, since an MPI library has room for few of them; all libraries have
+larger tags than the 32,767 that a user may choose."""
 
 _SAME_SIZE = "the tensors of sender and receiver must have the same dtype and number of elements"
 
@@ -33,18 +40,20 @@ class MessagePort:
     Attributes:
         mpi: The module `mpi4py.MPI`.
         comm: The communicator.
+        first_tag: What tags are counted from, so that messages of different kinds never meet.
         abandoned: Requests and memory of messages that were under way when their Work was dropped.
     """
 
-    def __init__(self, mpi: Any, comm: MPI.Intracomm) -> None:
+    def __init__(self, mpi: Any, comm: MPI.Intracomm, first_tag: int) -> None:
         self.mpi = mpi
         self.comm = comm
+        self.first_tag = first_tag
         self.abandoned: list[tuple[list[Any], Tensor]] = []
 
     def send(self, data: Tensor, dst: int, tag: int, limit: int) -> None:
         """Send `data` (bytes) in messages of at most `limit` bytes; returns when it may be changed."""
         for piece in _pieces(data, limit):
-            self.comm.Send(self._spec(piece), dst, tag)
+            self.comm.Send(self._spec(piece), dst, self.first_tag + tag)
 
     def receive(self, data: Tensor, src: int, tag: int, limit: int) -> None:
         """Receive exactly as many bytes as `data` has."""
@@ -59,7 +68,7 @@ class MessagePort:
     def _probe(self, src: int, tag: int) -> tuple[Any, int]:
         """Wait for a piece; return it and its size, without receiving it."""
         status = self.mpi.Status()
-        message = self.comm.Mprobe(src, tag, status)
+        message = self.comm.Mprobe(src, self.first_tag + tag, status)
         return message, status.Get_count(self.mpi.BYTE)
 
     def _drop(self, message: Any, sent: int, src: int, tag: int, limit: int) -> int:
@@ -74,11 +83,11 @@ class MessagePort:
 
     def start_send(self, data: Tensor, dst: int, tag: int, limit: int) -> list[Any]:
         """Begin to send `data`; returns MPI requests, which hold on to it."""
-        return [self.comm.Isend(self._spec(piece), dst, tag) for piece in _pieces(data, limit)]
+        return [self.comm.Isend(self._spec(piece), dst, self.first_tag + tag) for piece in _pieces(data, limit)]
 
     def start_receive(self, data: Tensor, src: int, tag: int, limit: int) -> list[Any]:
         """Begin to receive into `data`; returns MPI requests."""
-        return [self.comm.Irecv(self._spec(piece), src, tag) for piece in _pieces(data, limit)]
+        return [self.comm.Irecv(self._spec(piece), src, self.first_tag + tag) for piece in _pieces(data, limit)]
 
     def send_work(self, data: Tensor, dst: int, tag: int, limit: int) -> Work:
         """Begin to send `data`; returns the Work."""

@@ -22,18 +22,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...utils.waiting import YIELDS, Backoff, is_beside_computation
-from ..tuning import AGREEMENT_BYTES, HANDSHAKE_YIELDS
+from ..tuning import AGREEMENT_BYTES
 from .nodes import Integers
+from .patience import Patience
 
-__all__ = ["FIRST", "LAST", "Agreement", "Head", "Payload"]
+__all__ = ["FIRST", "LAST", "TAG_OF_AGREEMENT", "Agreement", "Head", "Payload"]
 
 FIRST, LAST = -1, 0
 """The steps before the first round and after the last one; those between are distances."""
 _WORDS = 5
 _HEADER_BYTES = 8 * _WORDS
 _PAYLOAD_AT = 64
-_TAG = 1
+TAG_OF_AGREEMENT = 0
 
 
 Head = tuple[int, int, int, int, int]
@@ -58,7 +58,7 @@ class Agreement:
         comm: A communicator that has them.
         peers: [peers] their ranks in it.
         index: Which of them this one is.
-        oversubscribed: Whether ranks outnumber the cores anywhere.
+        patience: How this one waits.
 
     Attributes:
         count: How many peers there are.
@@ -68,8 +68,8 @@ class Agreement:
         incoming: The same for data that comes.
     """
 
-    def __init__(self, mpi: Any, comm: Any, peers: Integers, index: int, *, oversubscribed: bool) -> None:
-        self._mpi, self._comm, self._oversubscribed = mpi, comm, oversubscribed
+    def __init__(self, mpi: Any, comm: Any, peers: Integers, index: int, patience: Patience) -> None:
+        self._comm, self._patience = comm, patience
         self.count, self.index = len(peers), index
         self.hosts = hosts = 1 << (self.count.bit_length() - 1)
         self._host = int(peers[index - hosts]) if index >= hosts else None
@@ -129,29 +129,11 @@ class Agreement:
 
     def _swap(self, peer: int, payload: Payload | None, step: int) -> None:
         out = self._fill(payload, step)
-        if self._is_gentle:
-            self._wait([self._comm.Irecv(self._in, peer, _TAG), self._comm.Isend(out, peer, _TAG)])
-        else:
-            self._comm.Sendrecv(out, peer, _TAG, self._in, peer, _TAG)
+        coming = self._comm.Irecv(self._in, peer, TAG_OF_AGREEMENT)
+        self._patience.wait(coming, self._comm.Isend(out, peer, TAG_OF_AGREEMENT))
 
     def _send(self, peer: int, payload: Payload | None, step: int) -> None:
-        out = self._fill(payload, step)
-        if self._is_gentle:
-            self._wait([self._comm.Isend(out, peer, _TAG)])
-        else:
-            self._comm.Send(out, peer, _TAG)
+        self._patience.wait(self._comm.Isend(self._fill(payload, step), peer, TAG_OF_AGREEMENT))
 
     def _receive(self, peer: int) -> None:
-        if self._is_gentle:
-            self._wait([self._comm.Irecv(self._in, peer, _TAG)])
-        else:
-            self._comm.Recv(self._in, peer, _TAG)
-
-    @property
-    def _is_gentle(self) -> bool:
-        return self._oversubscribed or is_beside_computation()
-
-    def _wait(self, requests: list[Any]) -> None:
-        backoff = Backoff(YIELDS if is_beside_computation() else HANDSHAKE_YIELDS)
-        while not self._mpi.Request.Testall(requests):
-            backoff.rest()
+        self._patience.wait(self._comm.Irecv(self._in, peer, TAG_OF_AGREEMENT))

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from ...types import ReduceOp
 from ...utils.memory import flat_zeros
-from ...utils.waiting import YIELDS, Backoff, is_beside_computation
 from ..buffers import as_bytes, buffer_of
 from ..connection import Limits
 from ..reduction import reduce_rows_into
 from ..shared.staging import Bytes
-from ..tuning import HANDSHAKE_YIELDS, LEAST_SLICE_BYTES, NETWORK_CHUNK_BYTES, PIECE_BYTES
+from ..tuning import LEAST_SLICE_BYTES, NETWORK_CHUNK_BYTES, PIECE_BYTES
 from .nodes import Integers
+from .patience import Patience
 
 __all__ = ["Lane"]
 
@@ -54,17 +54,17 @@ class Lane:
         mpi: The module `mpi4py.MPI`.
         comm: Their communicator, in the order of the nodes.
         limits: The most that goes into one MPI call, and how much is exchanged at a time.
+        patience: How a rank waits.
         ordered: Whether sums are taken in the order of the nodes, never by MPI.
-        oversubscribed: Whether ranks outnumber the cores anywhere.
 
     Attributes:
         size: How many ranks it has.
         index: This rank's number among them.
     """
 
-    def __init__(self, mpi: Any, comm: Any, limits: Limits, *, ordered: bool, oversubscribed: bool) -> None:
+    def __init__(self, mpi: Any, comm: Any, limits: Limits, patience: Patience, *, ordered: bool) -> None:
         self._mpi, self._comm, self._limits = mpi, comm, limits
-        self._ordered, self._oversubscribed = ordered, oversubscribed
+        self._ordered, self._patience = ordered, patience
         self._blocking = mpi.Get_library_version().startswith("Open MPI")
         self.size, self.index = comm.Get_size(), comm.Get_rank()
         self._ops = {
@@ -166,12 +166,5 @@ class Lane:
         """Call one of MPI's collectives and wait for it; collective."""
         if self._blocking:
             getattr(self._comm, name.capitalize())(*arguments)
-            return
-        request = getattr(self._comm, "I" + name)(*arguments)
-        beside = is_beside_computation()
-        if not beside and not self._oversubscribed:
-            request.Wait()
-            return
-        backoff = Backoff(YIELDS if beside else HANDSHAKE_YIELDS)
-        while not request.Test():
-            backoff.rest()
+        else:
+            self._patience.wait(getattr(self._comm, "I" + name)(*arguments))

@@ -26,6 +26,7 @@ from ..shared.staging import Bytes
 from ..tuning import AGREEMENT_BYTES, MAX_PLANS
 from .agreement import Agreement, Head, Payload
 from .nodes import Integers, Nodes
+from .patience import Patience
 from .payloads import Copied, Gathered, Summed
 
 __all__ = ["CELL_BYTES", "Meeting", "NodeMeeting"]
@@ -43,11 +44,12 @@ class Meeting:
     Args:
         comm: The group's communicator.
         agreement: The exchange between them.
+        patience: How a rank waits.
         ordered: Whether sums are taken in the order of the nodes.
     """
 
-    def __init__(self, comm: Any, agreement: Agreement, *, ordered: bool) -> None:
-        self._comm, self._ordered = comm, ordered
+    def __init__(self, comm: Any, agreement: Agreement, patience: Patience, *, ordered: bool) -> None:
+        self._comm, self._patience, self._ordered = comm, patience, ordered
         self.agreement = agreement
         self._cells = agreement.count
         self._sums: BoundedCache[int, Summed] = BoundedCache(MAX_PLANS)
@@ -101,7 +103,7 @@ class Meeting:
     def numbers(self, own: int) -> Integers:
         """Return a number of each rank, [ranks]; collective, after they have agreed."""
         numbers = np.empty(self._comm.size, np.int64)
-        self._comm.Allgather(np.array([own], np.int64), numbers)
+        self._patience.wait(self._comm.Iallgather(np.array([own], np.int64), numbers))
         return numbers
 
     def _summed(self, call: Call) -> Summed:
@@ -138,6 +140,7 @@ class NodeMeeting(Meeting):
     Args:
         comm: The group's communicator.
         agreement: The exchange between the nodes; only the leaders' moves data.
+        patience: How a rank waits.
         nodes: Where the ranks are.
         barrier: The barrier of this node's ranks.
         segment: Their cells.
@@ -151,13 +154,14 @@ class NodeMeeting(Meeting):
         self,
         comm: Any,
         agreement: Agreement,
+        patience: Patience,
         nodes: Nodes,
         barrier: NodeBarrier,
         segment: Segment,
         *,
         ordered: bool,
     ) -> None:
-        super().__init__(comm, agreement, ordered=ordered)
+        super().__init__(comm, agreement, patience, ordered=ordered)
         self._nodes, self._barrier = nodes, barrier
         self._cells = nodes.count * nodes.most
         cells = np.frombuffer(segment.memory, np.uint8).reshape(-1, segment.region_bytes)
