@@ -189,6 +189,8 @@ class Nodes:
             hosts = ",".join(f"n{node + 1}" for node in order)
             start = [mpirun, "--prtemca", "plm_ssh_agent", agent, "--host", hosts, "--map-by", "seq"]
             start += ["--bind-to", "none"]
+            if len(order) > len(os.sched_getaffinity(0)):  # which ranks of one node do not see
+                extra.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
             start += [part for name in extra for part in ("-x", name)]
             extra |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         return self._wait_for([*start, "-n", str(sum(ranks)), sys.executable, *arguments], timeout, extra)

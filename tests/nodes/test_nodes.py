@@ -1,4 +1,4 @@
-"""Ranks on two nodes: what MPI's shared-memory split sees, results, and bytes on the wire."""
+"""Ranks on several nodes: what MPI's shared-memory split sees, results, and bytes on the wire."""
 
 from __future__ import annotations
 
@@ -6,22 +6,37 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers.nodes import Nodes
+from helpers.nodes import Nodes, Placement
 
 FOLDER = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    obstacle = Nodes.obstacle()
-    if obstacle is not None:
+    if (obstacle := Nodes.obstacle()) is not None:
         pytest.skip(obstacle)
-    with Nodes(2) as both:
-        yield both
+    with Nodes(4) as made:
+        yield made
 
 
 def test_places_traffic_and_sharded_training(nodes: Nodes) -> None:
     assert nodes.run((2, 2), str(FOLDER / "job.py"), timeout=120).count("done") == 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placement", "places"),
+    [((1, 1, 1, 1), "block", [0, 1, 2, 3]), ((2, 2), "round robin", [0, 1, 0, 1])],
+)
+def test_training_wherever_ranks_are(
+    nodes: Nodes, ranks: tuple[int, ...], placement: Placement, places: list[int]
+) -> None:
+    printed = nodes.run(ranks, str(FOLDER / "strategies.py"), timeout=120, placement=placement)
+    assert f"done on nodes {places}\n" in printed
+
+
+def test_mismatches_raise_on_all_ranks_and_touch_no_data(nodes: Nodes) -> None:
+    printed = nodes.run((1, 2), str(FOLDER / "mismatches.py"), "--calls", "60", timeout=120)
+    assert "ranks on nodes [0, 1, 1]: 41 calls were right, 19 mismatches raised on all\n" in printed
 
 
 def test_the_conformance_suite_passes_on_nodes_of_different_size(nodes: Nodes) -> None:
