@@ -2,7 +2,7 @@
 
 from .base import Backend
 from .bucketing import all_reduce_coalesced, broadcast_coalesced, by_kind
-from .checks import MAX_TAG, check_parts, check_ranks, check_tensor, wrap_dim
+from .checks import MAX_TAG, Sizes, check_tensor, wrap_dim
 from .connect import path_of
 from .local import LocalBackend
 from .mock.backend import LoggedCall, MockBackend
@@ -11,7 +11,8 @@ from .mpi.file import MpiFile
 from .nccl.backend import NcclBackend
 from .nccl.devices import check_choices, choose_device
 from .nccl.library import NcclUniqueId, library_text
-from .objects import all_gather_object, broadcast_object
+from .objects import all_gather_number, all_gather_object, broadcast_object, gather_if_different
+from .ranks import check_parts, check_ranks, integer_array
 from .reduction import wide_dtype
 from .shared.counters import NodeCounters
 from .shared.segment import remedy
@@ -27,6 +28,8 @@ __all__ = [
     "NcclBackend",
     "NcclUniqueId",
     "NodeCounters",
+    "Sizes",
+    "all_gather_number",
     "all_gather_object",
     "all_reduce_coalesced",
     "broadcast_coalesced",
@@ -37,6 +40,8 @@ __all__ = [
     "check_ranks",
     "check_tensor",
     "choose_device",
+    "gather_if_different",
+    "integer_array",
     "library_text",
     "path_of",
     "remedy",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,9 +30,6 @@ from .call import Call, Layout
 from .checks import (
     check_dtype,
     check_flat,
-    check_parts,
-    check_rank,
-    check_ranks,
     check_readable,
     check_shape,
     check_sizes,
@@ -42,6 +39,7 @@ from .checks import (
     wrap_dim,
 )
 from .concat_view import FlatParts
+from .ranks import Parts, check_parts, check_rank, check_ranks
 from .reduction import check_reducible, wide_dtype
 from .shared.counters import WORDS_PER_COUNTER, NodeCounters
 from .tuning import MAX_CALLS
@@ -205,10 +203,10 @@ class Backend(ABC):
         shape = (*tensor.shape[:dim], -1, *tensor.shape[dim + 1 :])
         layout = None
         if sizes is not None:
-            check_sizes(sizes, self.size)
+            sizes = check_sizes(sizes, self.size)
             if sizes[self.rank] != tensor.shape[dim]:
                 raise ValueError(f"sizes: expected {tensor.shape[dim]} for this rank, got {sizes[self.rank]}")
-            layout = ((tensor.dtype, tuple(sizes)),)
+            layout = ((tensor.dtype, sizes),)
         call = self._call("all_gather", tensor.dtype, shape, None, dim, layout)
         return self._run(async_op, call, self._all_gather, tensor, dim)
 
@@ -320,7 +318,7 @@ class Backend(ABC):
         work: Work | None = self._run(async_op, self._call("barrier"), self._barrier)
         return work
 
-    def split(self, ranks: Sequence[int]) -> Backend | None:
+    def split(self, ranks: Iterable[int]) -> Backend | None:
         """Make a communicator of some of this one's ranks, in the order given; collective over all of this one's.
 
         Args:
@@ -333,11 +331,11 @@ class Backend(ABC):
             ValueError: `ranks` is empty, has doubles or numbers out of range.
             CollectiveMismatchError: The ranks' lists differ.
         """
-        chosen = check_ranks(ranks, self.size)
-        backend: Backend | None = self._run(False, Call("split", shape=chosen), self._divide, (chosen,))
+        chosen = Parts.single(check_ranks(ranks, self.size))
+        backend: Backend | None = self._run(False, Call("split", parts=chosen), self._divide, chosen)
         return backend
 
-    def partition(self, parts: Sequence[Sequence[int]]) -> Backend:
+    def partition(self, parts: Iterable[Iterable[int]] | Parts) -> Backend:
         """Make a communicator of each of several disjoint sets of ranks at the cost of one; collective over all.
 
         Args:
@@ -351,8 +349,7 @@ class Backend(ABC):
             CollectiveMismatchError: The ranks' parts differ.
         """
         chosen = check_parts(parts, self.size)
-        separated = tuple(rank for part in chosen for rank in (*part, -1))
-        backend: Backend = self._run(False, Call("partition", shape=separated), self._divide, chosen)
+        backend: Backend = self._run(False, Call("partition", parts=chosen), self._divide, chosen)
         return backend
 
     def symmetric_empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -448,13 +445,13 @@ class Backend(ABC):
             ValueError: A shape does not fit the sizes, or `output` is not of `node_empty`.
             CollectiveMismatchError: The ranks' calls differ.
         """
-        total = check_sizes(sizes, self.size)
-        output = check_flat(output, total, "output", self.name, self.device_types)
+        sizes = check_sizes(sizes, self.size)
+        output = check_flat(output, sizes.total, "output", self.name, self.device_types)
         if tensor is not None:
             tensor = check_flat(tensor, sizes[self.rank], "tensor", self.name, self.device_types)
-        layout = ((output.dtype, tuple(sizes)),)
-        call = self._call("all_gather_into", output.dtype, (total,), layout=layout)
-        work: Work | None = self._run(async_op, call, self._all_gather_into, tensor, output, list(sizes))
+        layout = ((output.dtype, sizes),)
+        call = self._call("all_gather_into", output.dtype, (sizes.total,), layout=layout)
+        work: Work | None = self._run(async_op, call, self._all_gather_into, tensor, output, sizes)
         return work
 
     def reduce_scatter_into(
@@ -483,7 +480,7 @@ class Backend(ABC):
             DtypeError: The dtype of `output` is neither of the two, or does not allow `op`.
             CollectiveMismatchError: The ranks' calls differ.
         """
-        total = check_sizes(sizes, self.size)
+        sizes = check_sizes(sizes, self.size)
         output = check_flat(output, sizes[self.rank], "output", self.name, self.device_types)
         found = [part.dtype for part in tensors if not isinstance(part, int)]
         dtype = dtype or (found or [output.dtype])[0]
@@ -493,11 +490,13 @@ class Backend(ABC):
                 f"got {sorted(set(map(str, found)))} and {output.dtype}"
             )
         parts = FlatParts([part if isinstance(part, int) else part.detach() for part in tensors], dtype)
-        if parts.numel != total:
-            raise ValueError(f"tensors: expected {total} elements in all, the sum of sizes, got {parts.numel}")
-        layout = ((output.dtype, tuple(sizes)),)
-        call = self._call("reduce_scatter_into", dtype, (total,), op, layout=layout)
-        work: Work | None = self._run(async_op, call, self._reduce_scatter_into, parts, output, list(sizes))
+        if parts.numel != sizes.total:
+            raise ValueError(
+                f"tensors: expected {sizes.total} elements in all, the sum of sizes, got {parts.numel}"
+            )
+        layout = ((output.dtype, sizes),)
+        call = self._call("reduce_scatter_into", dtype, (sizes.total,), op, layout=layout)
+        work: Work | None = self._run(async_op, call, self._reduce_scatter_into, parts, output, sizes)
         return work
 
     # ---- point to point ----------------------------------------------------------------------------------
@@ -736,7 +735,8 @@ class Backend(ABC):
     def _reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None: ...
 
     @abstractmethod
-    def _divide(self, call: Call, parts: tuple[tuple[int, ...], ...]) -> Backend | None: ...
+    def _divide(self, call: Call, parts: Any) -> Backend | None:
+        """Make the communicator of the part that this rank is in, if any; `parts` are `Parts`."""
 
     @abstractmethod
     def _send(self, tensor: Tensor, dst: int, tag: int) -> None: ...

@@ -13,7 +13,8 @@ import torch
 
 from ..errors import CollectiveMismatchError
 from ..types import ReduceOp
-from ..utils.text import lines_of_ranks, ranks_by_text
+from ..utils.text import MAX_LISTED, lines_of_ranks, listed, ranks_by_text
+from .ranks import Parts
 from .reduction import DTYPES
 
 __all__ = ["Call", "Layout", "mismatch_error"]
@@ -55,6 +56,7 @@ class Call:
         op: The reduction.
         root: Source or destination rank within the group; the dimension, of operations that have one.
         layout: What a flat tensor is made of, if anything.
+        parts: What the ranks are divided into, by operations that make groups.
         key: A 62-bit fingerprint of all of these, the same in every process.
         numel: Number of elements of this rank's tensor.
         nbytes: Their size, 0 where a dimension is free.
@@ -66,6 +68,7 @@ class Call:
     op: ReduceOp | None = None
     root: int | None = None
     layout: Layout | None = None
+    parts: Parts | None = None
     key: int = field(init=False, compare=False)
     numel: int = field(init=False, compare=False)
     nbytes: int = field(init=False, compare=False)
@@ -75,9 +78,19 @@ class Call:
         op_code = -1 if self.op is None else int(self.op)
         root = -1 if self.root is None else self.root
         # hash() of a tuple of integers and such tuples does not depend on the process's hash seed.
-        made_of = tuple((_DTYPE_CODE[dtype], *shape) for dtype, shape in self.layout or ())
-        parts = (_CODE[self.operation], dtype_code, op_code, root, self.layout is None, made_of, *self.shape)
-        key = hash(parts) & ((1 << 62) - 1)
+        made_of = tuple((_DTYPE_CODE[dtype], shape) for dtype, shape in self.layout or ())
+        divided = -1 if self.parts is None else self.parts.key
+        what = (
+            _CODE[self.operation],
+            dtype_code,
+            op_code,
+            root,
+            self.layout is None,
+            made_of,
+            divided,
+            *self.shape,
+        )
+        key = hash(what) & ((1 << 62) - 1)
         numel = 1
         for size in self.shape:
             numel *= size
@@ -89,39 +102,35 @@ class Call:
     def __str__(self) -> str:
         parts = []
         if self.dtype is not None:
-            parts.append(_tensor_text(self.dtype, self.shape))
+            parts.append(self._tensor_text(self.dtype, self.shape))
         if self.op is not None:
             parts.append(self.op.name)
-        if self.operation == "split":
-            parts.append(f"ranks={list(self.shape)}")
-        if self.operation == "partition":
-            parts.append(self._parts_text())
+        if self.parts is not None:
+            parts.append(f"{'ranks=' if self.operation == 'split' else ''}{self._parts_text(self.parts)}")
         if self.root is not None:
             parts.append(f"{'dim' if self.operation in _WITH_DIM else 'root'}={self.root}")
         if self.layout is not None:
             parts.append(f"made of {self._layout_text()}")
         return f"{self.operation}({', '.join(parts)})"
 
-    def _parts_text(self) -> str:
-        ends = [index for index, rank in enumerate(self.shape) if rank < 0]
-        starts = [0, *(end + 1 for end in ends)]
-        shown = [str(list(self.shape[start:end])) for start, end in zip(starts, ends[:_MAX_SHOWN], strict=False)]
-        if len(ends) > _MAX_SHOWN:  # the fingerprint stands for what is not shown
-            shown.append(f"... #{self.key:x}")
-        return ", ".join(shown)
+    def _parts_text(self, parts: Parts) -> str:
+        first = [parts[number] for number in range(min(len(parts), _MAX_SHOWN))]
+        is_whole = len(parts) <= _MAX_SHOWN and all(len(part) <= MAX_LISTED for part in first)
+        return self._shown(list(map(listed, first)), is_whole)
 
     def _layout_text(self) -> str:
         assert self.layout is not None
-        shown = [_tensor_text(dtype, shape) for dtype, shape in self.layout[:_MAX_SHOWN]]
-        if len(self.layout) > _MAX_SHOWN:  # the fingerprint stands for what is not shown
-            shown.append(f"... #{self.key:x}")
+        shown = [self._tensor_text(dtype, shape) for dtype, shape in self.layout[:_MAX_SHOWN]]
         count = f"{len(self.layout)} tensor{'s' if len(self.layout) > 1 else ''}"
-        return f"{count}: {', '.join(shown)}" if shown else "no tensors"
+        return f"{count}: {self._shown(shown, len(self.layout) <= _MAX_SHOWN)}" if shown else "no tensors"
 
+    def _tensor_text(self, dtype: torch.dtype, shape: Sequence[int]) -> str:
+        sizes = ["*" if size < 0 else str(size) for size in shape[:MAX_LISTED]]
+        return f"{str(dtype).removeprefix('torch.')} [{self._shown(sizes, len(shape) <= MAX_LISTED)}]"
 
-def _tensor_text(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    sizes = ", ".join("*" if size < 0 else str(size) for size in shape)
-    return f"{str(dtype).removeprefix('torch.')} [{sizes}]"
+    def _shown(self, texts: list[str], is_whole: bool) -> str:
+        """Join texts; the fingerprint stands for what is not shown."""
+        return ", ".join(texts if is_whole else [*texts, f"... #{self.key:x}"])
 
 
 def mismatch_error(calls: Sequence[str]) -> CollectiveMismatchError:

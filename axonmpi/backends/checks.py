@@ -5,7 +5,6 @@ They run before anything is sent, on the rank that made the mistake.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -17,11 +16,9 @@ from ..utils.arguments import hint
 from .reduction import DTYPES
 
 __all__ = [
+    "Sizes",
     "check_dtype",
     "check_flat",
-    "check_parts",
-    "check_rank",
-    "check_ranks",
     "check_readable",
     "check_shape",
     "check_sizes",
@@ -80,14 +77,21 @@ def _check_storage(tensor: Tensor) -> None:
 
 def check_readable(tensor: object, backend: str, device_types: tuple[str, ...]) -> Tensor:
     """Check a tensor that is only read; return it without autograd history, its values as they lie in memory."""
+    if (
+        isinstance(tensor, Tensor)
+        and _is_plain(tensor, device_types)
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    ):
+        return tensor
     check_tensor(tensor, backend, device_types)
     assert isinstance(tensor, Tensor)
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-def check_writable(tensor: Tensor, backend: str, device_types: tuple[str, ...]) -> Tensor:
-    """Check a tensor that the operation writes into and return it without its autograd history."""
-    if (  # nothing to object to: found out quickly, since of a small collective it is a noticeable part
+def _is_plain(tensor: Tensor, device_types: tuple[str, ...]) -> bool:
+    """Say whether there is nothing to object to, quickly: of a small collective that is a noticeable part."""
+    return (
         tensor.__class__ is Tensor
         and ((tensor.is_cpu and device_types[0] == "cpu") or tensor.device.type in device_types)
         and tensor.layout is torch.strided
@@ -100,7 +104,12 @@ def check_writable(tensor: Tensor, backend: str, device_types: tuple[str, ...]) 
             (held := tensor.untyped_storage().nbytes()) == tensor.nbytes
             or held >= tensor.storage_offset() * tensor.itemsize + tensor.nbytes
         )
-    ):
+    )
+
+
+def check_writable(tensor: Tensor, backend: str, device_types: tuple[str, ...]) -> Tensor:
+    """Check a tensor that the operation writes into and return it without its autograd history."""
+    if _is_plain(tensor, device_types):
         return tensor
     check_tensor(tensor, backend, device_types)
     if not tensor.is_contiguous() and any(
@@ -130,42 +139,6 @@ def check_tensor_list(tensors: object, size: int) -> None:
         raise ValueError(f"all_to_all: expected {size} tensors, one for each rank of the group, got {len(tensors)}")
 
 
-def check_rank(rank: object, what: str, size: int) -> None:
-    """Raise unless `rank` is a rank of a group of `size`."""
-    if not isinstance(rank, int) or isinstance(rank, bool):
-        raise TypeError(f"{what}: expected a rank of the group as an int, got {rank!r}{hint(rank)}")
-    if not 0 <= rank < size:
-        raise ValueError(f"{what}: expected a rank of the group, 0 to {size - 1}, got {rank}")
-
-
-def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
-    """Check an ordered set of ranks of a group of `size` and return it as a tuple."""
-    if not isinstance(ranks, Iterable):
-        raise TypeError(f"ranks: expected a list of ranks, got {ranks!r}")
-    chosen = tuple(ranks)
-    if not chosen:
-        raise ValueError("ranks: expected at least one rank, got none")
-    for rank in chosen:
-        check_rank(rank, "ranks", size)
-    if len(set(chosen)) != len(chosen):
-        raise ValueError(f"ranks: expected different ranks, got {list(chosen)}")
-    return chosen
-
-
-def check_parts(parts: Sequence[Sequence[int]], size: int) -> tuple[tuple[int, ...], ...]:
-    """Check disjoint sets that all ranks of a group of `size` are divided into and return them as tuples."""
-    if not isinstance(parts, Iterable):
-        raise TypeError(f"parts: expected a list of lists of ranks, got {parts!r}")
-    chosen = tuple(check_ranks(part, size) for part in parts)
-    times = Counter(rank for part in chosen for rank in part)
-    wrong = [rank for rank in range(size) if times[rank] != 1]
-    if wrong:
-        raise ValueError(
-            f"parts: expected every rank of the group in one of them, got rank {wrong[0]} in {times[wrong[0]]}"
-        )
-    return chosen
-
-
 def check_dtype(dtype: object) -> None:
     """Raise unless `dtype` is one that can be sent."""
     if not isinstance(dtype, torch.dtype):
@@ -180,6 +153,8 @@ def check_shape(shape: object) -> tuple[int, ...]:
     if isinstance(sizes, str) or not isinstance(sizes, Iterable):
         raise TypeError(f"shape: expected a sequence of integers, got {shape!r}")
     checked = tuple(sizes)
+    if set(map(type, checked)) <= {int} and min(checked, default=0) >= 0:  # the quickest way, for many
+        return checked
     for size in checked:
         if not isinstance(size, int) or isinstance(size, bool):
             raise TypeError(f"shape: expected integers, got {checked!r}")
@@ -188,12 +163,38 @@ def check_shape(shape: object) -> tuple[int, ...]:
     return checked
 
 
-def check_sizes(sizes: object, ranks: int) -> int:
-    """Raise unless `sizes` has one size for each of `ranks` ranks; return their sum."""
-    checked = check_shape(sizes)
+class Sizes(tuple[int, ...]):
+    """The size of each rank's part, checked and hashed once, however many calls they are used in.
+
+    Args:
+        sizes: The sizes.
+
+    Attributes:
+        total: Their sum.
+    """
+
+    total: int
+    _hash: int
+
+    def __new__(cls, sizes: Iterable[int]) -> Sizes:
+        """Check the sizes, unless they are `Sizes` already; local."""
+        if isinstance(sizes, Sizes):
+            return sizes
+        made = super().__new__(cls, check_shape(sizes))
+        made.total = sum(made)
+        made._hash = super().__hash__(made)
+        return made
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+def check_sizes(sizes: Iterable[int], ranks: int) -> Sizes:
+    """Raise unless `sizes` has one size for each of `ranks` ranks; return them."""
+    checked = Sizes(sizes)
     if len(checked) != ranks:
         raise ValueError(f"sizes: expected {ranks} sizes, one for each rank of the group, got {len(checked)}")
-    return sum(checked)
+    return checked
 
 
 def check_flat(tensor: Tensor, numel: int, what: str, backend: str, device_types: tuple[str, ...]) -> Tensor:

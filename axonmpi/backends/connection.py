@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..utils.memory import flat_zeros
-from ..utils.partition import split_sizes
+from ..utils.partition import split_range
 from .buffers import empty
 from .call import Call
 from .concat_view import FlatParts
@@ -89,7 +89,8 @@ class Connection(ABC):
     def reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
         """Reduce a tensor of any strides and return the own slice along `dim`; collective."""
         shape = list(tensor.shape)
-        shape[dim] = split_sizes(shape[dim], self.size)[self.rank]
+        start, stop = split_range(shape[dim], self.size, self.rank)
+        shape[dim] = stop - start
         result = empty(shape, tensor.dtype)
         slices = tensor.tensor_split(self.size, dim)
         sizes = [part.numel() for part in slices]

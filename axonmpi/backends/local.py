@@ -17,6 +17,7 @@ from ..types import CompletedWork, Seconds, Work
 from .base import Backend
 from .call import Call
 from .concat_view import FlatParts
+from .ranks import Parts
 from .reduction import reduce_wide_into
 from .shared.counters import NodeCounters
 from .worker import AtOnce
@@ -141,7 +142,7 @@ class LocalBackend(Backend):
         assert call.op is not None
         reduce_wide_into([parts.flat(place=output.device)], call.op, output)
 
-    def _divide(self, call: Call, parts: tuple[tuple[int, ...], ...]) -> LocalBackend:
+    def _divide(self, call: Call, parts: Parts) -> LocalBackend:
         return LocalBackend(timeout=self.timeout, memory=self.place)
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> None:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import io
 import pickle
+from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from ..types import ReduceOp
 from .base import Backend
 
-__all__ = ["all_gather_object", "broadcast_object"]
+__all__ = ["all_gather_number", "all_gather_object", "broadcast_object", "gather_if_different"]
 
 
 class _Pickler(pickle.Pickler):
@@ -68,3 +72,29 @@ def all_gather_object(backend: Backend, obj: Any) -> list[Any]:
     data = _pack(obj, backend.place)
     lengths = backend.all_gather(torch.tensor([data.numel()], device=backend.place))
     return [_unpack(part) for part in backend.all_gather(data).split(lengths.tolist())]
+
+
+def all_gather_number(backend: Backend, number: int) -> NDArray[np.int32]:
+    """Return [ranks] a number of each rank, in rank order; collective."""
+    backend = backend.control
+    gathered = backend.all_gather(torch.tensor([number], dtype=torch.int32, device=backend.place))
+    numbers: NDArray[np.int32] = gathered.cpu().numpy()
+    return numbers
+
+
+def gather_if_different(backend: Backend, obj: Any) -> list[Any]:
+    """Return the objects of all ranks, in rank order, or one of them alone where all have the same; collective.
+
+    The ranks compare fingerprints by one small reduction, and objects are sent only where these differ.
+
+    Args:
+        backend: The communicator.
+        obj: Anything that can be pickled.
+    """
+    backend = backend.control
+    content = _pack(obj, torch.device("cpu")).numpy().tobytes()
+    key = int.from_bytes(blake2b(content, digest_size=7).digest(), "little")
+    both = torch.tensor([key, -key], device=backend.place)
+    backend.all_reduce(both, ReduceOp.MAX)
+    highest, lowest = both.tolist()
+    return [obj] if highest == -lowest else all_gather_object(backend, obj)

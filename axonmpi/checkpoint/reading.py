@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
-from ..utils.partition import split_bounds
+from ..utils.partition import split_range
 from ..utils.text import text_of_problems
 from .files.checksums import BLOCK_BYTES, block_count
 from .files.tensor_file import TensorEntry, TensorFile, check_size
@@ -135,7 +135,7 @@ class _Windows:
 
     def _fill(self, source: _Source, window: Blocks, problems: list[str]) -> None:
         memory = memoryview(self._filled[_BEFORE:].numpy())
-        start, stop = split_bounds(len(window), self._node.size)[self._node.rank]
+        start, stop = split_range(len(window), self._node.size, self._node.rank)
         for place in range(start, stop):
             with _noted(problems):
                 source.read(int(window[place]), memory[place * BLOCK_BYTES :])

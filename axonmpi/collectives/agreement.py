@@ -9,7 +9,6 @@ All of them are collective, and are called once: when a model is wrapped or divi
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
-from ..backends import Backend, all_gather_object
+from ..backends import Backend, gather_if_different
 from ..groups.world import ProcessGroup
 from ..utils.text import first_difference, text_of_problems
 from .divided_parameters import check_not_divided
@@ -40,7 +39,7 @@ def raised_on_all(backend: Backend) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         problem = error
-    told = all_gather_object(backend, (type(problem), "" if problem is None else str(problem)))
+    told = gather_if_different(backend, (type(problem), "" if problem is None else str(problem)))
     if text := text_of_problems([message for _, message in told]):
         kind = next(kind for kind, message in told if message)
         try:
@@ -62,11 +61,8 @@ def check_same(
         todo: What to do about it.
         error: What to raise.
     """
-    lines = list(own)
-    if len(set(all_gather_object(backend, hashlib.sha256("\n".join(lines).encode()).digest()))) == 1:
-        return
-    difference = first_difference(all_gather_object(backend, lines))
-    raise error(f"{what}; the first difference is\n  {difference}\n{todo}")
+    if difference := first_difference(gather_if_different(backend, list(own))):
+        raise error(f"{what}; the first difference is\n  {difference}\n{todo}")
 
 
 def check_same_model(module: nn.Module, group: ProcessGroup, arguments: Mapping[str, object]) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from ..backends import Sizes
 from ..collectives.divided_parameters import divide, mark_part
 from ..groups.world import ProcessGroup
 from ..types import Work
@@ -234,7 +235,7 @@ class FlatParameter:
         self.dtype = members[0].parameter.dtype
         self.compute_dtype = compute_dtype
         self.state = state
-        self.sizes = list(layout.sizes)
+        self.sizes = Sizes(layout.sizes)
         self.trains = members[0].parameter.requires_grad
         self.is_resident = self.is_valid = state is State.RESIDENT
         in_own_buffer = state is State.KEPT and self.dtype == compute_dtype and offload is None

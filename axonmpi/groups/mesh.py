@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
-from ..backends import LocalBackend, all_gather_object
+from ..backends import LocalBackend, all_gather_number, gather_if_different
 from ..utils.arguments import integer
-from ..utils.text import lines_of_ranks, ranks_by_text, text_of_problems
+from ..utils.text import counted, lines_of_ranks, ranks_by_text, text_of_problems
 from .world import ProcessGroup, World, get_world
 
 __all__ = ["DeviceMesh", "nearest_shapes"]
@@ -37,8 +38,8 @@ _SUGGESTIONS = 5
 class DeviceMesh:
     """A grid of all ranks of a world: every rank has a place on each axis and is in one group along it.
 
-    Making it is collective over the world: so many calls as it has axes of more than one rank, and one that checks
-    that all ranks make the same mesh. Axes of one rank cost nothing.
+    Making it is collective over the world: so many calls as it has axes of more than one rank, one that checks that
+    all ranks make the same mesh, and one that tells each rank's node. Axes of one rank cost nothing.
 
     Args:
         shape: Number of ranks along each axis by its name, slowest first: neighbours along the last axis have
@@ -61,9 +62,10 @@ class DeviceMesh:
         if not isinstance(world, World):
             raise TypeError(f"world: expected an axonmpi.World or None, got {type(world).__name__}")
         self._world = world
-        self.shape, self._nodes = _agreed(world, shape)
+        self.shape = _agreed(world, shape)
+        self._nodes = all_gather_number(world.default_group.backend, world.node_rank)
         self.axes = tuple(self.shape)
-        self._grid = torch.arange(world.size, device="cpu").view(list(self.shape.values()))
+        self._sizes = tuple(self.shape.values())
         self.coordinates = self.coordinates_of(world.rank)
         self._several = tuple(axis for axis in self.axes if self.shape[axis] > 1)
         alone = ProcessGroup(LocalBackend(memory=world.default_group.backend.place), [world.rank])
@@ -98,11 +100,16 @@ class DeviceMesh:
 
     def ranks(self, *axes: str) -> tuple[int, ...]:
         """Return the world's ranks that `group` of the same axes has; local."""
-        return next(ranks for ranks in self._groups_along(self._checked(axes)) if self._world.rank in ranks)
+        along = self._checked(axes)
+        own = tuple(slice(None) if axis in along else place for axis, place in self.coordinates.items())
+        return tuple(self._grid()[own].flatten().tolist())
 
     def rank(self, *axes: str) -> int:
         """Return this rank's number in `group` of the same axes, that is its place on a single axis; local."""
-        return self.ranks(*axes).index(self._world.rank)
+        number = 0
+        for axis in self._checked(axes):
+            number = number * self.shape[axis] + self.coordinates[axis]
+        return number
 
     def size(self, *axes: str) -> int:
         """Return the number of ranks in `group` of the same axes; local."""
@@ -118,7 +125,7 @@ class DeviceMesh:
         """
         if not 0 <= integer("rank", rank) < self._world.size:
             raise ValueError(f"rank: expected one of the world's, 0 to {self._world.size - 1}, got {rank}")
-        return dict(zip(self.axes, (self._grid == rank).nonzero()[0].tolist(), strict=True))
+        return dict(zip(self.axes, map(int, np.unravel_index(rank, self._sizes)), strict=True))
 
     def rank_at(self, **coordinates: int) -> int:
         """Return the world's rank at a place; local.
@@ -134,7 +141,7 @@ class DeviceMesh:
             place[axis] = integer(axis, coordinates[axis])
             if not 0 <= place[axis] < self.shape[axis]:
                 raise ValueError(f"{axis}: expected a place from 0 to {self.shape[axis] - 1}, got {place[axis]}")
-        return int(self._grid[tuple(place.values())])
+        return int(np.ravel_multi_index(tuple(place.values()), self._sizes))
 
     # ---- text -----------------------------------------------------------------------------------------------
 
@@ -148,26 +155,32 @@ class DeviceMesh:
             max_rows: Rows of the table; rows in the middle are left out.
         """
         sizes = " x ".join(f"{axis} {size}" for axis, size in self.shape.items())
-        lines = [f"{sizes}: {_counted(self._world.size, 'rank')} on {_counted(len(set(self._nodes)), 'node')}"]
+        nodes = len(np.unique(self._nodes))
+        lines = [f"{sizes}: {counted(self._world.size, 'rank')} on {counted(nodes, 'node')}"]
         across = [axis for axis in self._several if self._crosses_nodes(axis)]
         if across:
             lines.append(f"groups across nodes: {', '.join(across)}")
         if self._several:
-            lines += _shortened(self._rows(), max_rows)
+            lines += self._rows(max_rows)
         return "\n".join(lines)
 
-    def _rows(self) -> list[str]:
-        """Return the header of the table and a line for each place on all axes but the last."""
+    def _rows(self, most: int) -> list[str]:
+        """Return the header of the table and a line for each place on all axes but the last, if there are few."""
         *leading, last = self._several
-        rows = [" ".join([*leading, f"ranks along {last}"])]
-        for ranks in self._groups_along([last]):
-            place = self.coordinates_of(ranks[0])
-            columns = [f"{place[axis]:>{len(axis)}}" for axis in leading]
-            rows.append(" ".join([*columns, _listed(ranks)]))
-        return rows
+        groups = self._groups_along((last,))
+        left_out, half = max(0, len(groups) - most), (most + 1) // 2
+        middle = [f"... {counted(left_out, 'row')} more"] if left_out else []
+        first, others = map(self._row, groups[:half]), map(self._row, groups[half + left_out :])
+        return [" ".join([*leading, f"ranks along {last}"]), *first, *middle, *others]
+
+    def _row(self, ranks: NDArray[np.int32]) -> str:
+        place = self.coordinates_of(int(ranks[0]))
+        columns = [f"{place[axis]:>{len(axis)}}" for axis in self._several[:-1]]
+        return " ".join([*columns, _listed(ranks.tolist())])
 
     def _crosses_nodes(self, axis: str) -> bool:
-        return any(len({self._nodes[rank] for rank in ranks}) > 1 for ranks in self._groups_along([axis]))
+        nodes, number = self._nodes.reshape(self._sizes), self.axes.index(axis)
+        return bool((nodes.min(number) < nodes.max(number)).any())
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
@@ -182,12 +195,17 @@ class DeviceMesh:
             raise ValueError(f"axes: expected different ones, got {given}")
         return tuple(axis for axis in self.axes if axis in given) if given else self.axes
 
-    def _groups_along(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return the ranks of each group along some axes, which are in the mesh's order."""
+    def _grid(self) -> NDArray[np.int32]:
+        """Return the ranks at their places."""
+        grid: NDArray[np.int32] = np.arange(self._world.size, dtype=np.int32).reshape(self._sizes)
+        return grid
+
+    def _groups_along(self, axes: tuple[str, ...]) -> NDArray[np.int32]:
+        """Return [groups, ranks] the ranks of each group along some axes, which are in the mesh's order."""
         along = [self.axes.index(axis) for axis in axes]
         others = [number for number in range(len(self.axes)) if number not in along]
-        groups = self._grid.permute(*others, *along).reshape(-1, math.prod(self.shape[axis] for axis in axes))
-        return [tuple(ranks) for ranks in groups.tolist()]
+        groups: NDArray[np.int32] = self._grid().transpose(*others, *along).reshape(-1, self.size(*axes))
+        return groups
 
 
 def nearest_shapes(
@@ -249,8 +267,8 @@ def _product_message(shape: Mapping[str, int], product: int, num_ranks: int) -> 
     )
 
 
-def _agreed(world: World, shape: object) -> tuple[dict[str, int], list[int]]:
-    """Return the checked shape and every rank's node; collective. What is wrong on one rank raises on all."""
+def _agreed(world: World, shape: object) -> dict[str, int]:
+    """Return the checked shape; collective. What is wrong on one rank raises on all."""
     problem: Exception | None = None
     checked: dict[str, int] = {}
     try:
@@ -258,9 +276,8 @@ def _agreed(world: World, shape: object) -> tuple[dict[str, int], list[int]]:
     except (TypeError, ValueError) as error:
         problem = error
     own = "" if problem is None else str(problem)
-    problems, shapes, nodes = zip(
-        *all_gather_object(world.default_group.backend, (own, str(checked), world.node_rank)), strict=True
-    )
+    told = gather_if_different(world.default_group.backend, (own, str(checked)))
+    problems, shapes = zip(*told, strict=True)
     if problem is not None:
         raise problem
     if text := text_of_problems(problems):
@@ -268,24 +285,11 @@ def _agreed(world: World, shape: object) -> tuple[dict[str, int], list[int]]:
     ranks_of = ranks_by_text(dict(enumerate(shapes)))
     if len(ranks_of) > 1:
         raise ValueError(f"shape: expected the same on all ranks, got\n  {lines_of_ranks(ranks_of.items())}")
-    return checked, list(nodes)
+    return checked
 
 
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
-
-
-def _listed(ranks: Sequence[int]) -> str:
+def _listed(ranks: list[int]) -> str:
     shown = [str(rank) for rank in ranks]
     if len(shown) > _SHOWN_RANKS:
         shown[_SHOWN_RANKS - 2 : -1] = ["..."]
     return " ".join(shown)
-
-
-def _shortened(rows: list[str], most: int) -> list[str]:
-    """Leave rows in the middle out; the first one is a header."""
-    left_out = len(rows) - 1 - most
-    if left_out <= 0:
-        return rows
-    half = (most + 1) // 2
-    return [*rows[: 1 + half], f"... {_counted(left_out, 'row')} more", *rows[1 + half + left_out :]]

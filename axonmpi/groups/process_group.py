@@ -6,16 +6,27 @@ A group numbers its ranks from 0 and hands each operation over to its backend. T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ..backends import Backend, MockBackend, all_gather_object, all_reduce_coalesced, broadcast_object, check_ranks
+from ..backends import (
+    Backend,
+    MockBackend,
+    all_gather_object,
+    all_reduce_coalesced,
+    broadcast_object,
+    check_ranks,
+    integer_array,
+)
 from ..types import ReduceOp, Work
 from ..utils.arguments import integer
+from ..utils.text import listed
 
 __all__ = ["ProcessGroup"]
 
@@ -33,6 +44,7 @@ class ProcessGroup:
         size: Number of ranks of the group.
         world_size: The same as `size`.
         ranks: The members' numbers in the world, in the group's order.
+        members: The same numbers as an array, which is not to be changed.
 
     Raises:
         TypeError: `backend` is none, or `ranks` are no integers.
@@ -40,7 +52,7 @@ class ProcessGroup:
     """
 
     def __init__(
-        self, backend: Backend | None, ranks: Sequence[int] | None = None, *, own_rank: int | None = None
+        self, backend: Backend | None, ranks: Iterable[int] | None = None, *, own_rank: int | None = None
     ) -> None:
         if backend is not None and not isinstance(backend, Backend):
             raise TypeError(
@@ -52,14 +64,13 @@ class ProcessGroup:
         if ranks is None:
             assert backend is not None
             ranks = range(backend.size)
-        self.ranks = _checked_members(ranks, backend)
+        self.members = _checked_members(ranks, backend)
         if backend is not None:
             self.backend = backend
         self.rank = -1 if backend is None else backend.rank
-        self.size = self.world_size = len(self.ranks)
-        self._members = frozenset(self.ranks)
+        self.size = self.world_size = len(self.members)
         self._own_rank = own_rank
-        self._private: dict[tuple[int, ...], Backend | None] = {}
+        self._private: dict[bytes, Backend | None] = {}
         self._before_close: list[Callable[[], object]] = []
 
     @classmethod
@@ -68,19 +79,24 @@ class ProcessGroup:
         return cls(MockBackend.create_world(1)[0])
 
     @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The members' numbers in the world, in the group's order."""
+        return tuple(self.members.tolist())
+
+    @cached_property
     def backend(self) -> Backend:
         """The communicator; ValueError on ranks outside the group."""
         raise ValueError(
-            f"rank {self._own_rank} is not in this group of ranks {list(self.ranks)}; "
+            f"rank {self._own_rank} is not in this group of ranks {listed(self.members.tolist())}; "
             "check group.contains(rank) before calling its operations"
         )
 
     def contains(self, global_rank: int) -> bool:
         """Say whether the world's rank `global_rank` is a member; local."""
-        return global_rank in self._members
+        return bool((self.members == global_rank).any())
 
     def __repr__(self) -> str:
-        return f"ProcessGroup(ranks={list(self.ranks)}, rank={self.rank})"
+        return f"ProcessGroup(ranks={listed(self.members.tolist())}, rank={self.rank})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessGroup:
         """Return the group itself, so that a copied module communicates with the same ranks; local."""
@@ -192,10 +208,11 @@ class ProcessGroup:
         Returns:
             The communicator, the same one whenever it is asked for; None on ranks outside.
         """
-        chosen = tuple(range(self.size)) if ranks is None else check_ranks(ranks, self.size)
-        if chosen not in self._private:
-            self._private[chosen] = self.backend.split(chosen)
-        return self._private[chosen]
+        chosen = check_ranks(range(self.size) if ranks is None else ranks, self.size)
+        key = chosen.tobytes()
+        if key not in self._private:
+            self._private[key] = self.backend.split(chosen)
+        return self._private[key]
 
     def before_close(self, callback: Callable[[], object]) -> None:
         """Call a function before the group is closed, once; local."""
@@ -266,10 +283,11 @@ class ProcessGroup:
         all_reduce_coalesced(self.backend, tensors, ReduceOp.AVERAGE)
 
 
-def _checked_members(ranks: Sequence[int], backend: Backend | None) -> tuple[int, ...]:
-    members = tuple(integer("ranks", rank, minimum=0) for rank in ranks)
-    if len(set(members)) < len(members):
-        raise ValueError(f"ranks: expected different ranks, got {list(members)}")
+def _checked_members(ranks: Iterable[int], backend: Backend | None) -> NDArray[np.integer]:
+    members = integer_array(ranks, lambda rank: integer("ranks", rank))
+    integer("ranks", members.min(initial=0), minimum=0)
+    if len(np.unique(members)) < len(members):
+        raise ValueError(f"ranks: expected different ranks, got {listed(members.tolist())}")
     if backend is not None and len(members) != backend.size:
         raise ValueError(f"ranks: expected {backend.size}, as the backend has, got {len(members)}")
     return members

@@ -11,7 +11,7 @@ one for a while (`World.activate`), which is how mock ranks live side by side in
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 from ..backends import (
@@ -20,7 +20,7 @@ from ..backends import (
     MockBackend,
     MpiBackend,
     NcclBackend,
-    all_gather_object,
+    all_gather_number,
     check_parts,
     check_ranks,
 )
@@ -145,7 +145,7 @@ class World:
         """Wait for all ranks of the world; collective."""
         self.default_group.barrier()
 
-    def new_group(self, ranks: Sequence[int]) -> ProcessGroup:
+    def new_group(self, ranks: Iterable[int]) -> ProcessGroup:
         """Make a group of some of the world's ranks, numbered in the order given; collective over the world.
 
         Args:
@@ -164,7 +164,7 @@ class World:
         self._keep(group)
         return group
 
-    def partition(self, parts: Sequence[Sequence[int]]) -> ProcessGroup:
+    def partition(self, parts: Iterable[Iterable[int]]) -> ProcessGroup:
         """Divide the world into groups at the cost of making one of them; collective over the world.
 
         Args:
@@ -192,7 +192,7 @@ class World:
         backend = self.default_group.backend.split(range(size))
         if backend is None:
             return None
-        nodes = all_gather_object(backend, self.node_rank)
+        nodes = all_gather_number(backend, self.node_rank)
         world = World(backend, Topology.of(nodes, backend.rank))
         self._keep(world)
         return world
@@ -283,7 +283,7 @@ def get_world() -> World:
     return world
 
 
-def partition_group(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> ProcessGroup:
+def partition_group(group: ProcessGroup, parts: Iterable[Iterable[int]]) -> ProcessGroup:
     """Divide a group into groups at the cost of making one of them; collective over the group.
 
     They are closed with the current world, if there is one.
@@ -306,10 +306,12 @@ def partition_group(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> Proc
     return made
 
 
-def _part_of(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> ProcessGroup:
+def _part_of(group: ProcessGroup, parts: Iterable[Iterable[int]]) -> ProcessGroup:
     chosen = check_parts(parts, group.size)
-    own = next(part for part in chosen if group.rank in part)
-    return ProcessGroup(group.backend.partition(chosen), [group.ranks[rank] for rank in own])
+    backend = group.backend.partition(chosen)
+    own = chosen.find(group.rank)
+    assert own is not None
+    return ProcessGroup(backend, group.members[chosen.array(own[0])])
 
 
 def chosen_group(given: object, argument: str = "group", habit: str = "") -> ProcessGroup:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from .settings import may_bind
 
 __all__ = [
@@ -121,4 +123,6 @@ def core_share(mpi: Any, comm: Any) -> CoreShare:
     node = comm.Split_type(mpi.COMM_TYPE_SHARED)
     masks = node.allgather(usable_cores())
     node.Free()
-    return CoreShare(comm.allreduce(_share(usable_cores(), masks), mpi.MIN))
+    least = np.array([_share(usable_cores(), masks)])
+    comm.Allreduce(mpi.IN_PLACE, least, mpi.MIN)
+    return CoreShare(float(least[0]))

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ..errors import LaunchError
@@ -137,10 +138,10 @@ def start_world(init_method: str | None = None, num_threads: int | None = None) 
     _initialize(mpi)
     comm = mpi.COMM_WORLD
     library = library_info()
-    _agree_on_launch(comm, library)
+    _agree_on_launch(mpi, comm, library)
     exits.meet_on(comm)
     local = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
-    topology = Topology.of(comm.allgather(local.bcast(comm.rank)), comm.rank)
+    topology = Topology.found(mpi, comm, local)
     masks = local.allgather(usable_cores())
     if (core := core_to_keep_to(local.rank, masks)) is not None:
         keep_to_core(core)
@@ -231,13 +232,16 @@ def _init(mpi: Any) -> None:
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
 
 
-def _agree_on_launch(comm: Any, library: MpiLibrary) -> None:
+def _agree_on_launch(mpi: Any, comm: Any, library: MpiLibrary) -> None:
     """Raise on all ranks if on any rank the launcher and MPI disagree."""
     own = check_launch(detect_launchers(), comm.rank, comm.size, library)
+    is_wrong = np.array([own is not None])
+    comm.Allreduce(mpi.IN_PLACE, is_wrong, mpi.LOR)
+    if not is_wrong[0]:
+        return
     complaints = {rank: complaint for rank, complaint in enumerate(comm.allgather(own)) if complaint}
-    if complaints:
-        where = f"on {name_ranks(complaints)} " if comm.size > 1 else ""
-        raise LaunchError(where + next(iter(complaints.values())))
+    where = f"on {name_ranks(complaints)} " if comm.size > 1 else ""
+    raise LaunchError(where + next(iter(complaints.values())))
 
 
 # ---- threads ----------------------------------------------------------------------------------------------------

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 __all__ = ["Topology"]
 
@@ -29,14 +33,32 @@ class Topology:
     num_nodes: int
 
     @classmethod
-    def of(cls, nodes: Sequence[int], rank: int) -> Topology:
+    def of(cls, nodes: Sequence[int] | NDArray[np.int32], rank: int) -> Topology:
         """Derive the place of `rank` from a node identifier for each rank, in rank order."""
-        own = nodes[rank]
+        of_all = np.asarray(nodes)
+        here = of_all == of_all[rank]
+        first_ranks = np.unique(of_all, return_index=True)[1]
         return cls(
             rank=rank,
             size=len(nodes),
-            local_rank=sum(node == own for node in nodes[:rank]),
-            local_size=sum(node == own for node in nodes),
-            node_rank=list(dict.fromkeys(nodes)).index(own),
-            num_nodes=len(set(nodes)),
+            local_rank=int(here[:rank].sum()),
+            local_size=int(here.sum()),
+            node_rank=int((first_ranks < here.argmax()).sum()),
+            num_nodes=len(first_ranks),
         )
+
+    @classmethod
+    def found(cls, mpi: Any, comm: Any, node: Any) -> Topology:
+        """Find this rank's place by counting the first ranks of nodes, however many ranks there are; collective.
+
+        Args:
+            mpi: The module `mpi4py.MPI`.
+            comm: All ranks.
+            node: Those on this rank's node, in the same order.
+        """
+        is_first = np.array([node.rank == 0], np.int32)
+        num_nodes, node_rank = np.empty_like(is_first), np.zeros_like(is_first)
+        comm.Allreduce(is_first, num_nodes, mpi.SUM)
+        comm.Exscan(is_first, node_rank, mpi.SUM)  # which leaves rank 0's alone
+        node.Bcast(node_rank)
+        return cls(comm.rank, comm.size, node.rank, node.size, int(node_rank[0]), int(num_nodes[0]))

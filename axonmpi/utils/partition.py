@@ -5,6 +5,7 @@ cut by the functions here, so that all ranks, and sender and receiver, agree wit
 
     split_sizes(10, 4)              (3, 3, 2, 2)                      what torch.tensor_split does
     split_bounds(10, 4)             ((0, 3), (3, 6), (6, 8), (8, 10))
+    split_range(10, 4, 1)           (3, 6)                            one of these, however many there are
     bucket_by_size([3, 2, 9, 1], 5) [[0, 1], [2], [3]]                in order, nothing dropped
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import accumulate
 
-__all__ = ["bucket_by_size", "split_bounds", "split_sizes"]
+__all__ = ["bucket_by_size", "split_bounds", "split_range", "split_sizes"]
 
 
 def split_sizes(total: int, parts: int) -> tuple[int, ...]:
@@ -52,6 +53,22 @@ def split_bounds(total: int, parts: int) -> tuple[tuple[int, int], ...]:
     """
     sizes = split_sizes(total, parts)
     return tuple((stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True))
+
+
+def split_range(total: int, parts: int, index: int) -> tuple[int, int]:
+    """Return where one part of `split_sizes` begins and ends, without the others.
+
+    Args:
+        total: Number of elements, at least 0.
+        parts: Number of parts, at least 1.
+        index: The part's number, from 0 to `parts` - 1.
+
+    Returns:
+        `(start, stop)`, in elements.
+    """
+    size, larger = divmod(total, parts)
+    start = index * size + min(index, larger)
+    return start, start + size + (index < larger)
 
 
 def bucket_by_size(sizes: Iterable[int], capacity: int) -> list[list[int]]:

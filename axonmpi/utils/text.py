@@ -6,21 +6,36 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 
 __all__ = [
+    "MAX_LISTED",
     "aligned",
     "counted",
     "first_difference",
     "in_ranges",
     "lines_of_ranks",
+    "listed",
     "name_ranks",
     "ranks_by_text",
     "text_of_problems",
 ]
 
 
+MAX_LISTED = 16
+"""How many numbers messages show one by one."""
+
+
 def name_ranks(ranks: Iterable[int]) -> str:
-    """Return "rank 2" or "ranks 0, 2"; local."""
+    """Return "rank 2" or "ranks 0, 2", many ranks as "ranks 0-511, 520"; local."""
     ordered = sorted(ranks)
+    if len(ordered) > MAX_LISTED:
+        return f"ranks {in_ranges(ordered, ', ', MAX_LISTED)}"
     return f"rank{'s' if len(ordered) > 1 else ''} {', '.join(map(str, ordered))}"
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Return "[3, 1, 2]", with dots for the middle of many numbers; local."""
+    if len(numbers) <= MAX_LISTED:
+        return str(list(numbers))
+    return f"[{', '.join(map(str, numbers[: MAX_LISTED - 2]))}, ..., {numbers[-1]}]"
 
 
 def ranks_by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 from axonmpi import ReduceOp
 from axonmpi.backends.call import Call, mismatch_error
+from axonmpi.backends.checks import Sizes
 from axonmpi.backends.handshake import PAYLOAD_BYTES, describe, described
+from axonmpi.backends.ranks import check_parts
 from axonmpi.backends.reduction import DTYPES
 
 FLOAT, SHAPE = torch.float32, (3, 4)
@@ -34,8 +37,10 @@ CALLS = {
     "scatter(root=0)": Call("scatter", None, (), None, 0),
     "all_to_all()": Call("all_to_all"),
     "barrier()": Call("barrier"),
-    "split(ranks=[0, 1])": Call("split", shape=(0, 1)),
-    "split(ranks=[1, 0])": Call("split", shape=(1, 0)),
+    "split(ranks=[0, 1])": Call("split", parts=check_parts([[0, 1]], 2)),
+    "split(ranks=[1, 0])": Call("split", parts=check_parts([[1, 0]], 2)),
+    "partition([0, 1])": Call("partition", parts=check_parts([[0, 1]], 2)),
+    "partition([0], [1])": Call("partition", parts=check_parts([[0], [1]], 2)),
     "all_reduce(float32 [12], SUM, made of 1 tensor: float32 [12])": Call(
         "all_reduce", FLOAT, (12,), ReduceOp.SUM, layout=((FLOAT, (12,)),)
     ),
@@ -51,7 +56,7 @@ CALLS = {
 
 def test_calls_are_named_as_they_were_made_and_every_difference_shows() -> None:
     for text, call in CALLS.items():
-        again = Call(call.operation, call.dtype, tuple(call.shape), call.op, call.root, call.layout)
+        again = Call(call.operation, call.dtype, tuple(call.shape), call.op, call.root, call.layout, call.parts)
         assert again.key == call.key, text
         assert again == call
         assert 0 <= call.key < 2**62
@@ -75,6 +80,25 @@ def test_long_layouts_are_cut_short_and_still_told_apart() -> None:
     for text in texts:
         assert "made of 102 tensors: float32 [1], " in text
         assert len(text) < 300
+
+
+def test_calls_of_thousands_of_ranks_are_cut_short_and_still_told_apart() -> None:
+    ranks = np.arange(16_384)
+    for first, other in (
+        (ranks.reshape(512, 32), ranks.reshape(32, 512)),
+        (ranks.reshape(1, -1), ranks[::-1].reshape(1, -1)),
+        (ranks.reshape(512, 32), ranks.reshape(32, 512).T),
+    ):
+        calls = [Call("partition", parts=check_parts(parts, ranks.size)) for parts in (first, other)]
+        assert calls[0].key != calls[1].key
+        assert str(calls[0]) != str(calls[1])
+        assert max(len(str(call)) for call in calls) < 512
+        assert calls[0] == Call("partition", parts=check_parts(first.tolist(), ranks.size))
+    sizes = [Sizes([1, *[0] * 16_383]), Sizes([*[0] * 16_383, 1])]
+    calls = [Call("all_gather_into", FLOAT, (1,), layout=((FLOAT, each),)) for each in sizes]
+    assert calls[0].key != calls[1].key
+    assert str(calls[0]) != str(calls[1])
+    assert max(len(str(call)) for call in calls) < 200
 
 
 def test_the_error_names_the_ranks_of_each_call() -> None:

@@ -36,7 +36,7 @@ ORDER = (
 
 BACKENDS = (
     ("tuning",),
-    ("reduction", "concat_view"),
+    ("reduction", "concat_view", "ranks"),
     ("call", "checks", "shared.counters"),
     ("base", "worker"),
     ("bucketing", "objects", "buffers"),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axonmpi.fsdp.layout import by_elements, by_parameters
-from axonmpi.utils.partition import bucket_by_size, split_bounds, split_sizes
+from axonmpi.utils.partition import bucket_by_size, split_bounds, split_range, split_sizes
 
 EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 totals = st.integers(0, 500)
@@ -23,6 +23,7 @@ def test_pieces_are_those_of_tensor_split(total: int, parts: int) -> None:
     values = torch.arange(total)
     pieces = torch.tensor_split(values, parts)
     assert split_sizes(total, parts) == tuple(len(piece) for piece in pieces)
+    assert split_bounds(total, parts) == tuple(split_range(total, parts, index) for index in range(parts))
     for piece, (start, stop) in zip(pieces, split_bounds(total, parts), strict=True):
         assert torch.equal(values[start:stop], piece)
 

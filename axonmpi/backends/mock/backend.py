@@ -30,6 +30,7 @@ from ...utils.arguments import seconds
 from ..base import Backend
 from ..call import Call, mismatch_error
 from ..concat_view import FlatParts
+from ..ranks import Parts
 from ..reduction import reduce_in_rank_order, reduce_wide_into
 from ..shared.counters import NodeCounters
 from ..worker import Worker
@@ -279,13 +280,13 @@ class MockBackend(Backend):
         assert call.op is not None
         reduce_wide_into([flat.split(sizes)[self.rank] for flat in given], call.op, output)
 
-    def _divide(self, call: Call, parts: tuple[tuple[int, ...], ...]) -> MockBackend | None:
-        ranks = next((part for part in parts if self.rank in part), ())
-        members = tuple(self.rendezvous.ranks[rank] for rank in ranks)
+    def _divide(self, call: Call, parts: Parts) -> MockBackend | None:
+        found = parts.find(self.rank)
+        members = () if found is None else tuple(self.rendezvous.ranks[rank] for rank in parts[found[0]])
         # Found before ranks meet: one that is quick may send, close its group and be gone before another looks.
         rendezvous = self.rendezvous.world.rendezvous((self.rendezvous.number, self._round, members), members)
         self._agree(call)
-        return MockBackend(rendezvous, ranks.index(self.rank), timeout=self._wait_limit) if ranks else None
+        return None if found is None else MockBackend(rendezvous, found[1], timeout=self._wait_limit)
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
         self._note("send", tensor, dst, tensor.nbytes)

@@ -23,7 +23,7 @@ from ...launch import exit as exits
 from ...launch import start as runtime
 from ...launch.cpu import CoreShare, core_share
 from ...types import Work
-from ...utils.partition import split_sizes
+from ...utils.partition import split_range
 from ..base import Backend
 from ..buffers import as_bytes, empty, flat_elements, write_back
 from ..call import Call
@@ -32,6 +32,7 @@ from ..connect import connect
 from ..handshake import PAYLOAD_BYTES, describe, described
 from ..local import LocalBackend
 from ..network.patience import Patience
+from ..ranks import Parts
 from ..shared.counters import NodeCounters
 from ..shared.segment import warn_no_shared_memory
 from ..tuning import MAX_MESSAGE_BYTES, PIECE_BYTES
@@ -160,8 +161,9 @@ class MpiBackend(Backend):
 
     def _all_gather(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
         # What a rank sends is laid out with `dim` first, so that the blocks of all ranks follow each other.
-        moved = tensor.movedim(dim, 0).contiguous()
-        result = self._connection.all_gather(call, moved)
+        if not dim:
+            return self._connection.all_gather(call, tensor.contiguous())
+        result = self._connection.all_gather(call, tensor.movedim(dim, 0).contiguous())
         return result.movedim(0, dim).contiguous()
 
     def _gather(self, call: Call, tensor: Tensor) -> list[Tensor] | None:
@@ -182,8 +184,8 @@ class MpiBackend(Backend):
         assert call.root is not None
         words = None if tensor is None else describe(tensor)
         dtype, shape = described(self._connection.words_of_root(call, words))
-        rows = split_sizes(shape[0], self.size)[self.rank]
-        part = empty((rows, *shape[1:]), dtype)
+        start, stop = split_range(shape[0], self.size, self.rank)
+        part = empty((stop - start, *shape[1:]), dtype)
         sends: list[Tensor | None] = [None] * self.size
         if tensor is not None:
             sends = [piece.contiguous() for piece in tensor.tensor_split(self.size)]
@@ -220,14 +222,13 @@ class MpiBackend(Backend):
     def _barrier(self, call: Call) -> None:
         self._agree(call)
 
-    def _divide(self, call: Call, parts: tuple[tuple[int, ...], ...]) -> Backend | None:
+    def _divide(self, call: Call, parts: Parts) -> Backend | None:
         self._agree(call)
-        color = next((number for number, part in enumerate(parts) if self.rank in part), None)
+        color, place = parts.find(self.rank) or (self._mpi.UNDEFINED, 0)
         with _making_communicators(self._mpi):
-            if color is None:
-                self.mpi_comm.Split(self._mpi.UNDEFINED, 0)
-                return None
-            comm: Any = self.mpi_comm.Split(color, parts[color].index(self.rank))
+            comm: Any = self.mpi_comm.Split(color, place)
+        if color == self._mpi.UNDEFINED:
+            return None
         if comm.size == 1:
             comm.Free()
             return LocalBackend(timeout=self.timeout)

@@ -34,13 +34,14 @@ from ...launch.topology import Topology
 from ...types import Observer, ReduceOp, Work
 from ...utils.arguments import check_flags, integer
 from ...utils.device import Device, current_gpu, device_at, gpu_count
-from ...utils.partition import split_sizes
+from ...utils.partition import split_range
 from ..base import Backend
 from ..call import Call, mismatch_error
 from ..concat_view import FlatParts
 from ..handshake import PAYLOAD_BYTES, describe, described
 from ..local import LocalBackend
 from ..objects import all_gather_object
+from ..ranks import Parts
 from ..shared.counters import NodeCounters
 from ..worker import AtOnce
 from . import library
@@ -472,7 +473,8 @@ class NcclBackend(Backend):
         words = np.zeros(PAYLOAD_BYTES // 8, np.int64) if tensor is None else describe(tensor)
         told = self._gather_on_cpus(torch.from_numpy(words.view(np.uint8)))
         dtype, shape = described(told[call.root].numpy().view(np.int64))
-        part = self._collectives.empty((split_sizes(shape[0], self.size)[self.rank], *shape[1:]), dtype)
+        start, stop = split_range(shape[0], self.size, self.rank)
+        part = self._collectives.empty((stop - start, *shape[1:]), dtype)
         sends: Sequence[Tensor | None] = [None] * self.size if tensor is None else tensor.tensor_split(self.size)
         receives: list[Tensor | None] = [None] * self.size
         receives[call.root] = part
@@ -481,8 +483,8 @@ class NcclBackend(Backend):
 
     def _all_to_all(self, call: Call, tensors: list[Tensor]) -> list[Tensor]:
         if call.dtype is not None and call.root is not None and -1 not in call.shape:
-            rows = split_sizes(call.shape[call.root], self.size)[self.rank]
-            shape = (*call.shape[: call.root], rows, *call.shape[call.root + 1 :])
+            start, stop = split_range(call.shape[call.root], self.size, self.rank)
+            shape = (*call.shape[: call.root], stop - start, *call.shape[call.root + 1 :])
             forms = [(call.dtype, shape)] * self.size
         else:
             own = np.stack([describe(tensor) for tensor in tensors])
@@ -517,24 +519,22 @@ class NcclBackend(Backend):
 
     # ---- groups -------------------------------------------------------------------------------------------
 
-    def _divide(self, call: Call, parts: tuple[tuple[int, ...], ...]) -> Backend | None:
+    def _divide(self, call: Call, parts: Parts) -> Backend | None:
         host = None if self.host is None else self.host._run(False, call, self.host._divide, parts)
-        color = next((number for number, part in enumerate(parts) if self.rank in part), None)
-        size = 0 if color is None else len(parts[color])
+        found = parts.find(self.rank)
+        size = 0 if found is None else len(parts.array(found[0]))
         communicator = None
-        if any(len(part) > 1 for part in parts):  # the same on all ranks
-            communicator = self._split(color if size > 1 else None, parts[color or 0])
-        if color is None:
+        if len(parts.ranks) > len(parts):  # a part has several ranks; the same on all of them
+            communicator = self._split(*(found if found is not None and size > 1 else (None, 0)))
+        if found is None:
             return None
         if size == 1:
             if host is not None:
                 host.close()
             return LocalBackend(timeout=self.timeout, memory=self.device)
-        rank = parts[color].index(self.rank)
-        return NcclBackend._of(communicator, rank, size, self.device, self.timeout, host)
+        return NcclBackend._of(communicator, found[1], size, self.device, self.timeout, host)
 
-    def _split(self, color: int | None, order: Sequence[int]) -> Any:
-        key = order.index(self.rank) if color is not None else 0
+    def _split(self, color: int | None, key: int) -> Any:
         self._messages.flush()
         for stream in (self._device.current_stream(), self._main.stream):  # NCCL wants nothing to be under way
             self._device.block(self._device.record(stream))
@@ -549,7 +549,7 @@ class NcclBackend(Backend):
         """Give each direction of each pair a communicator and a stream of its own; collective. See `Backend`."""
         for together in self._messages.rounds_to_connect(pairs):
             color = next((number for number, pair in enumerate(together) if self.rank in pair), None)
-            communicator = self._split(color, together[color or 0])
+            communicator = self._split(color, 0 if color is None else together[color].index(self.rank))
             if color is not None:
                 self._messages.add_channel(together[color], communicator)
                 self._greet(*together[color])

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ...utils.cache import BoundedCache
-from ..buffers import as_bytes, empty
+from ...utils.partition import split_range
+from ..buffers import as_bytes, bytes_of, empty
 from ..call import Call
 from ..concat_view import FlatParts
 from ..connection import Connection
@@ -78,13 +79,13 @@ class BetweenNodes(Connection):
 
     def reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
         """Reduce a tensor of any strides and return the own slice along `dim`; collective."""
-        moved = tensor.movedim(dim, 0).contiguous()
+        moved = (tensor.movedim(dim, 0) if dim else tensor).contiguous()
         row = moved.nbytes // (moved.shape[0] or 1)
         blocks = self._blocks.get(call.key) or self._keep(call, row * split_array(moved.shape[0], self.size))
-        rows, more = divmod(moved.shape[0], self.size)
-        result = empty((rows + (self.rank < more), *moved.shape[1:]), tensor.dtype)
+        start, stop = split_range(moved.shape[0], self.size, self.rank)
+        result = empty((stop - start, *moved.shape[1:]), tensor.dtype)
         self._scatter(call, moved.view(-1), blocks, result.view(-1))
-        return result.movedim(0, dim).contiguous()
+        return result.movedim(0, dim).contiguous() if dim else result
 
     def reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
         """Reduce the parts and put this rank's share of the result into `output`; collective."""
@@ -105,18 +106,20 @@ class BetweenNodes(Connection):
         """Copy the root's flat contiguous data to all ranks; collective."""
         assert call.root is not None
         if flat.nbytes <= AGREEMENT_BYTES:
-            self._meeting.copy(call, as_bytes(flat).numpy(), call.root)
+            self._meeting.copy(call, bytes_of(flat), call.root)
             return
         self._meeting.agree(call)
         self._broadcast(call, flat, call.root)
 
     def all_gather(self, call: Call, own: Tensor) -> Tensor:
         """Return the blocks of all ranks, one after the other along dim 0; collective."""
-        rows, data = own.shape[0], as_bytes(own).numpy()
+        rows, data = own.shape[0], bytes_of(own)
         if own.nbytes and self._meeting.has_room(own.nbytes):
             gathered = self._meeting.gather(call, rows, data)
             if gathered is not None:
-                return torch.from_numpy(gathered.reshape(-1)).view(own.dtype).view(-1, *own.shape[1:])
+                result = empty((self.size * rows, *own.shape[1:]), own.dtype)
+                bytes_of(result).reshape(gathered.shape)[...] = gathered
+                return result
             is_same = False
         else:
             most, least, _ = self._meeting.agree(call, rows)

@@ -31,6 +31,8 @@ from .payloads import Copied, Gathered, Summed
 
 __all__ = ["CELL_BYTES", "Meeting", "NodeMeeting"]
 
+_MAX_BLOCKS = 8
+"""Sizes of blocks that preparations are kept for."""
 _WORDS_AT = PAGE
 _DATA_AT = PAGE + 64
 _RESULT_AT = _DATA_AT + AGREEMENT_BYTES
@@ -53,6 +55,7 @@ class Meeting:
         self.agreement = agreement
         self._cells = agreement.count
         self._sums: BoundedCache[int, Summed] = BoundedCache(MAX_PLANS)
+        self._blocks: BoundedCache[int, Gathered] = BoundedCache(_MAX_BLOCKS)
 
     def carries(self, call: Call) -> bool:
         """Say whether a reduction goes along with the agreement; local."""
@@ -90,8 +93,8 @@ class Meeting:
         return summed.total
 
     def gather(self, call: Call, value: int, own: Bytes) -> Bytes | None:
-        """Collect blocks of [nbytes] in [ranks, nbytes], None where values, and so sizes, differ; collective."""
-        gathered = Gathered(self.agreement, own.nbytes)
+        """Collect blocks of [nbytes] in [ranks, nbytes], None where values differ; valid until the next call."""
+        gathered = self._gathered(own.nbytes)
         gathered.rows[self.agreement.index] = own
         most, least, _ = self._run(call, (call.key, -call.key, value, -value, 0), gathered)
         return gathered.rows if most == least else None
@@ -110,12 +113,16 @@ class Meeting:
         found = self._sums.get(call.key)
         return found or self._sums.add(call.key, Summed(self.agreement, call))
 
+    def _gathered(self, nbytes: int) -> Gathered:
+        found = self._blocks.get(nbytes)
+        return found or self._blocks.add(nbytes, Gathered(self.agreement, nbytes))
+
     def _add_up(self, call: Call, summed: Summed) -> None:
         """Reduce the nodes' parts; an average is one of all ranks; collective over the peers."""
         head = (call.key, -call.key, 0, 0, 0)
         total = summed.total
         if self._ordered:
-            gathered = Gathered(self.agreement, total.nbytes)
+            gathered = self._gathered(total.nbytes)
             gathered.rows[self.agreement.index] = self.agreement.outgoing[: total.nbytes]
             self._run(call, head, gathered)
             rows = torch.from_numpy(gathered.rows).view(total.dtype)
@@ -201,7 +208,7 @@ class NodeMeeting(Meeting):
         self._come(call, value, 0)
         size = nodes.count * nodes.most * nbytes
         if self._is_leader:
-            gathered = Gathered(self.agreement, nodes.most * nbytes)
+            gathered = self._gathered(nodes.most * nbytes)
             row = gathered.rows[nodes.own].reshape(nodes.most, nbytes)
             row[: len(nodes.here)] = self._data[:, :nbytes]
             self._lead(gathered)

@@ -62,32 +62,34 @@ class Gathered:
     """
 
     def __init__(self, agreement: Agreement, nbytes: int) -> None:
-        self._agreement = agreement
         self.rows = np.empty((agreement.count, nbytes), np.uint8)
-
-    def send(self, step: int) -> int:
-        """Send all blocks that are here."""
-        rows = self._known_to(self._agreement.index, step)
-        self._agreement.outgoing[: rows.size].reshape(rows.shape)[...] = rows
-        return rows.size
-
-    def take(self, step: int, *, is_lower: bool) -> None:
-        """Take those that the other has."""
-        index, hosts = self._agreement.index, self._agreement.hosts
-        if step == FIRST:
-            other = index + hosts
-        elif step == LAST:
-            other = index - hosts
-        else:
-            other = index ^ step
-        rows = self._known_to(other, step)
-        rows[...] = self._agreement.incoming[: rows.size].reshape(rows.shape)
+        index, hosts = agreement.index, agreement.hosts
+        others = {1 << number: index ^ 1 << number for number in range(hosts.bit_length() - 1)}
+        others |= {FIRST: index + hosts, LAST: index - hosts}
+        self._out = {step: _beside(self._known_to(index, step), agreement.outgoing) for step in others}
+        self._in = {step: _beside(self._known_to(peer, step), agreement.incoming) for step, peer in others.items()}
 
     def _known_to(self, index: int, step: int) -> Bytes:
         """Return the blocks that a peer has before a step: after the rounds, those at multiples of a distance."""
         if step == FIRST:
             return self.rows[index : index + 1]
         return self.rows if step == LAST else self.rows[index % (2 * step) :: 2 * step]
+
+    def send(self, step: int) -> int:
+        """Send all blocks that are here."""
+        rows, outgoing = self._out[step]
+        outgoing[...] = rows
+        return rows.size
+
+    def take(self, step: int, *, is_lower: bool) -> None:
+        """Take those that the other has."""
+        rows, incoming = self._in[step]
+        rows[...] = incoming
+
+
+def _beside(rows: Bytes, memory: Bytes) -> tuple[Bytes, Bytes]:
+    """Return rows, and memory of their shape; local."""
+    return rows, memory[: rows.size].reshape(rows.shape)
 
 
 class Copied:

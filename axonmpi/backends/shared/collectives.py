@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...types import ReduceOp
 from ...utils.cache import BoundedCache
-from ...utils.partition import split_sizes
+from ...utils.partition import split_range
 from ..buffers import as_bytes, empty
 from ..call import Call
 from ..concat_view import FlatParts
@@ -136,7 +136,8 @@ class NodeConnection(SharedConnection):
         assert call.op is not None
         agreed, address = self._begin(call, tensor)
         shape = list(tensor.shape)
-        shape[dim] = split_sizes(shape[dim], self.size)[self.rank]
+        start, stop = split_range(shape[dim], self.size, self.rank)
+        shape[dim] = stop - start
         result = empty(shape, tensor.dtype)
         if address:
             memory = map(torch.from_numpy, self._arena.parts(address, tensor.nbytes))

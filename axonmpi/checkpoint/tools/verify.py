@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ...errors import CheckpointError
 from ...groups.process_group import ProcessGroup
-from ...utils.partition import split_bounds
+from ...utils.partition import split_range
 from ...utils.text import counted, in_ranges
 from ..files.checksums import BLOCK_BYTES, block_count
 from ..files.contents import KINDS, read_state
@@ -184,7 +184,7 @@ def _damaged_blocks(
         for block in range(min(len(sums[name]), block_count(size) if name in headers else size // BLOCK_BYTES))
     ]
     ranks, rank = (1, 0) if group is None else (group.size, group.rank)
-    start, stop = split_bounds(len(blocks), ranks)[rank]
+    start, stop = split_range(len(blocks), ranks, rank)
     found = []
     with _Files(folder) as opened:
         for place in range(start, stop):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ...utils.partition import split_bounds
+from ...utils.partition import split_range
 from ..files.tensor_file import PAGE_BYTES, TensorEntry, TensorFile
 from ..parts.boxes import Box
 from ..parts.part import Part, Piece
@@ -160,7 +160,7 @@ def _runs(part: Part, place: Place, piece: Piece, run: int) -> Iterator[Stretch]
 
 
 def _cut_rows(piece: Piece, equal: int, own: int) -> Piece | None:
-    first, last = split_bounds(piece.box.size[0], equal)[own]
+    first, last = split_range(piece.box.size[0], equal, own)
     if first == last:
         return None
     box = piece.box
