@@ -11,8 +11,8 @@ from .mpi.file import MpiFile
 from .nccl.backend import NcclBackend
 from .nccl.devices import check_choices, choose_device
 from .nccl.library import NcclUniqueId, library_text
-from .objects import all_gather_number, all_gather_object, broadcast_object, gather_if_different
-from .ranks import check_parts, check_ranks, integer_array
+from .objects import all_gather_number, all_gather_object, broadcast_object, gather_if_different, parts_by_node
+from .ranks import check_different, check_parts, check_ranks, integer_array
 from .reduction import wide_dtype
 from .shared.counters import NodeCounters
 from .shared.segment import remedy
@@ -36,6 +36,7 @@ __all__ = [
     "broadcast_object",
     "by_kind",
     "check_choices",
+    "check_different",
     "check_parts",
     "check_ranks",
     "check_tensor",
@@ -43,6 +44,7 @@ __all__ = [
     "gather_if_different",
     "integer_array",
     "library_text",
+    "parts_by_node",
     "path_of",
     "remedy",
     "wide_dtype",

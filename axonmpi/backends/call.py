@@ -39,7 +39,7 @@ _OPERATIONS = (
 _CODE = {name: code for code, name in enumerate(_OPERATIONS)}
 _DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
 _WITH_DIM = ("all_gather", "reduce_scatter", "all_to_all")
-_MAX_SHOWN = 6
+_MAX_SHOWN = 4
 
 Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 """Dtype and shape of each of the tensors that lie end to end in a flat one."""

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from ..errors import DimensionError, DtypeError
 from ..utils.arguments import hint
+from ..utils.cache import BoundedCache
 from .reduction import DTYPES
 
 __all__ = [
@@ -31,6 +32,8 @@ __all__ = [
 
 MAX_TAG = 32767
 """The largest tag that every MPI library has to support (MPI 4.1, section 9.1.2)."""
+MAX_SIZES = 1 << 17
+"""Sizes of parts, of all groups together, that are kept to be the same objects in many calls."""
 
 _DTYPES = frozenset(DTYPES)
 
@@ -183,10 +186,14 @@ class Sizes(tuple[int, ...]):
         made = super().__new__(cls, check_shape(sizes))
         made.total = sum(made)
         made._hash = super().__hash__(made)
-        return made
+        return _known_sizes.get(made) or _known_sizes.add(made, made, len(made))
 
     def __hash__(self) -> int:
         return self._hash
+
+
+_known_sizes: BoundedCache[Sizes, Sizes] = BoundedCache(MAX_SIZES)
+"""Equal sizes are one object, which many calls and many layers of a model have in common."""
 
 
 def check_sizes(sizes: Iterable[int], ranks: int) -> Sizes:

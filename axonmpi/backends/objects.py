@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ..types import ReduceOp
 from .base import Backend
+from .ranks import Parts
 
-__all__ = ["all_gather_number", "all_gather_object", "broadcast_object", "gather_if_different"]
+__all__ = ["all_gather_number", "all_gather_object", "broadcast_object", "gather_if_different", "parts_by_node"]
 
 
 class _Pickler(pickle.Pickler):
@@ -80,6 +81,13 @@ def all_gather_number(backend: Backend, number: int) -> NDArray[np.int32]:
     gathered = backend.all_gather(torch.tensor([number], dtype=torch.int32, device=backend.place))
     numbers: NDArray[np.int32] = gathered.cpu().numpy()
     return numbers
+
+
+def parts_by_node(backend: Backend) -> Parts:
+    """Return the ranks that have memory in common, node by node in the order of their lowest ranks; collective."""
+    lowest = all_gather_number(backend, backend.control.node_ranks[0])
+    counts = np.unique(lowest, return_counts=True)[1]
+    return Parts(lowest.argsort(kind="stable").astype(np.int32), counts.cumsum())
 
 
 def gather_if_different(backend: Backend, obj: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..utils.arguments import hint
 from ..utils.text import listed
 
-__all__ = ["Parts", "check_parts", "check_rank", "check_ranks", "integer_array"]
+__all__ = ["Parts", "check_different", "check_parts", "check_rank", "check_ranks", "integer_array"]
 
 
 class Parts:
@@ -104,9 +104,14 @@ def check_ranks(ranks: Iterable[int], size: int) -> NDArray[np.int32]:
     """Check an ordered set of ranks of a group of `size` and return it as an array."""
     _check_given(ranks)
     chosen = _in_group(ranks, size)
-    if len(np.unique(chosen)) < len(chosen):
-        raise ValueError(f"ranks: expected different ranks, got {listed(chosen.tolist())}")
+    check_different(chosen)
     return chosen
+
+
+def check_different(ranks: NDArray[np.integer]) -> None:
+    """Raise if a rank is named twice."""
+    if not np.diff(np.sort(ranks)).all():
+        raise ValueError(f"ranks: expected different ranks, got {listed(ranks.tolist())}")
 
 
 def check_parts(parts: Iterable[Iterable[int]] | Parts, size: int) -> Parts:

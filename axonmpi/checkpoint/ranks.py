@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 
+from ..backends import parts_by_node
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import partition_group
@@ -74,8 +75,8 @@ def ranks_of(group: ProcessGroup) -> CheckpointRanks:
     found = _made.get(group)
     if found is not None and found.all.is_open:
         return found
-    control = ProcessGroup(group.backend.control, group.ranks)
-    nodes = sorted(set(control.all_gather_object(control.backend.node_ranks)))
+    control = ProcessGroup(group.backend.control, group.members)
+    nodes = parts_by_node(control.backend)
     node = partition_group(control, nodes)
     everyone = partition_group(control, [range(control.size)])  # closed first: it is newer
     for made in (node, everyone):

@@ -11,10 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from ..backends import Backend, LocalBackend
+from ..backends import Backend, LocalBackend, parts_by_node
 from ..groups.world import ProcessGroup, chosen_group, group_of_this_rank, partition_group
+from ..utils.text import listed
 from .options import ShardingStrategy
 
 __all__ = ["ShardingGroups", "checked_groups", "sharding_groups"]
@@ -87,14 +89,12 @@ class ShardingGroups:
         if group is None:
             return 1
         chosen_group(group)
-        missing = [rank for rank in self.shard.ranks if not group.contains(rank)]
-        if self.shard.size > 1 and missing:
+        if self.shard.size > 1 and not np.isin(self.shard.members, group.members).all():
             raise ValueError(
                 f"group: expected one with all ranks that share the parameters out, {list(self.shard.ranks)}, got "
                 f"{list(group.ranks)}; join the axes, as in mesh.group('dp', 'tp')"
             )
-        same = () if self.replicas is None else self.replicas.ranks
-        return max(1, sum(group.contains(rank) for rank in same))
+        return 1 if self.replicas is None else max(1, int(np.isin(self.replicas.members, group.members).sum()))
 
 
 def checked_groups(groups: object, strategy: ShardingStrategy) -> tuple[ProcessGroup, ...]:
@@ -144,14 +144,14 @@ def sharding_groups(
 
 
 def _hybrid(group: ProcessGroup, place: torch.device) -> ShardingGroups:
-    nodes = sorted(set(group.all_gather_object(group.backend.control.node_ranks)))
+    nodes = parts_by_node(group.backend)
     if len(nodes) == 1:
         return ShardingGroups(group, None, place)
-    sizes = [len(node) for node in nodes]
+    sizes = [len(nodes.array(number)) for number in range(len(nodes))]
     if len(set(sizes)) > 1:
         raise ValueError(
-            f"HYBRID_SHARD needs as many ranks on each node, got {sizes}: start the job with the same number "
-            "on each (mpirun --map-by ppr:N:node, srun --ntasks-per-node), or give a pair of groups"
+            f"HYBRID_SHARD needs as many ranks on each node, got {listed(sizes)}: start the job with the same "
+            "number on each (mpirun --map-by ppr:N:node, srun --ntasks-per-node), or give a pair of groups"
         )
-    across = list(zip(*nodes, strict=True))
+    across = nodes.ranks.reshape(len(nodes), -1).T
     return ShardingGroups(partition_group(group, nodes), partition_group(group, across), place)

@@ -21,6 +21,7 @@ from ..backends import (
     all_gather_object,
     all_reduce_coalesced,
     broadcast_object,
+    check_different,
     check_ranks,
     integer_array,
 )
@@ -61,9 +62,6 @@ class ProcessGroup:
             )
         if backend is None and (ranks is None or own_rank is None):
             raise ValueError("a group without a backend needs its ranks and the own rank")
-        if ranks is None:
-            assert backend is not None
-            ranks = range(backend.size)
         self.members = _checked_members(ranks, backend)
         if backend is not None:
             self.backend = backend
@@ -283,11 +281,13 @@ class ProcessGroup:
         all_reduce_coalesced(self.backend, tensors, ReduceOp.AVERAGE)
 
 
-def _checked_members(ranks: Iterable[int], backend: Backend | None) -> NDArray[np.integer]:
+def _checked_members(ranks: Iterable[int] | None, backend: Backend | None) -> NDArray[np.integer]:
+    if ranks is None:
+        assert backend is not None
+        return np.arange(backend.size, dtype=np.int32)
     members = integer_array(ranks, lambda rank: integer("ranks", rank))
     integer("ranks", members.min(initial=0), minimum=0)
-    if len(np.unique(members)) < len(members):
-        raise ValueError(f"ranks: expected different ranks, got {listed(members.tolist())}")
+    check_different(members)
     if backend is not None and len(members) != backend.size:
         raise ValueError(f"ranks: expected {backend.size}, as the backend has, got {len(members)}")
     return members

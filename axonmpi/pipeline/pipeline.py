@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from ..backends import all_gather_object, broadcast_object
@@ -249,7 +250,7 @@ class Pipeline(nn.Module, ClipsGradients):
     ) -> tuple[list[tuple[Tensor, float]], list[ProcessGroup]]:
         stages = ProcessGroup(self._backend, self._group.ranks)
         asked = [stages if group is None else chosen_group(group)]
-        if not all(asked[0].contains(rank) for rank in stages.ranks):
+        if not np.isin(stages.members, asked[0].members).all():
             raise ValueError(
                 f"group: expected one with all ranks of the pipeline, {list(stages.ranks)}, got "
                 f"{list(asked[0].ranks)}; join the axes, as in mesh.group('pp', 'tp')"

@@ -14,6 +14,7 @@ from helpers.collective_checks import CollectiveChecks
 
 import axonmpi as ax
 from axonmpi import ProcessGroup, World
+from axonmpi.backends import all_gather_number, gather_if_different, parts_by_node
 
 pytestmark = pytest.mark.ranks(2, 3)
 
@@ -34,6 +35,17 @@ def test_numbers_inside_a_group(world: World) -> None:
     assert ax.is_main_process(group) == (world.rank == ranks[0])
     assert group.all_gather_object(world.rank) == list(ranks)
     assert group.broadcast_object(world.rank, 0) == ranks[0]
+
+
+def test_what_ranks_differ_in_is_gathered(world: World) -> None:
+    backend = world.default_group.backend
+    assert all_gather_number(backend, world.rank * 3).tolist() == list(range(0, world.size * 3, 3))
+    assert gather_if_different(backend, ["the same", (1, 2.5)]) == [["the same", (1, 2.5)]]
+    assert gather_if_different(backend, world.rank == 1) == [rank == 1 for rank in range(world.size)]
+    nodes = list(parts_by_node(backend))
+    assert backend.control.node_ranks in nodes
+    assert sorted(rank for node in nodes for rank in node) == list(range(world.size))
+    assert nodes == sorted(nodes)
 
 
 @pytest.mark.ranks(2, 4)

@@ -85,7 +85,7 @@ def test_bad_sizes_are_refused(sizes, error, message) -> None:
 
 def test_sizes_are_looked_through_once() -> None:
     sizes = check_sizes([2, 3], 2)
-    assert check_sizes(sizes, 2) is sizes
+    assert check_sizes(sizes, 2) is sizes is check_sizes((2, 3), 2)
     assert (sizes, sizes.total, hash(sizes)) == ((2, 3), 5, hash((2, 3)))
     assert [part.numel() for part in torch.zeros(5).split(sizes)] == [2, 3]
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...backends import NodeCounters
+from ...backends import NodeCounters, all_gather_number
 from ..schedule.actions import Action, ActionKind
 from .payload import TensorForm
 from .wires import Outbox
@@ -179,12 +179,12 @@ def make_mailboxes(
         MemoryError: A node has not enough memory.
     """
     backend = outbox.backend.on(torch.device("cpu"))
-    nodes = backend.all_gather(torch.tensor([backend.node_ranks[0]], device="cpu")).tolist()
+    nodes = all_gather_number(backend, backend.node_ranks[0])
     starts: dict[Line, tuple[int, int]] = {}
     nbytes: Counter[int] = Counter()
     counters: Counter[int] = Counter()
     for line, size in sorted(sizes.items()):
-        node = nodes[placement[line[1]]]
+        node = int(nodes[placement[line[1]]])
         starts[line] = nbytes[node], counters[node]
         nbytes[node] += size.cells * size.cell_bytes
         counters[node] += 2 * size.cells
