@@ -52,7 +52,9 @@ def node_communicator(mpi: Any, comm: Any) -> Any:
     """Make a communicator of the ranks on this rank's node, in the order of `comm`; collective."""
     node = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
     pretended = pretended_node(mpi.COMM_WORLD.rank)
-    if not comm.allreduce(pretended, mpi.MAX):
+    most = np.array([pretended])
+    comm.Allreduce(mpi.IN_PLACE, most, mpi.MAX)  # in lower case it would take a communicator of its own for good
+    if not most[0]:
         return node
     part = node.Split(pretended, comm.rank)
     node.Free()

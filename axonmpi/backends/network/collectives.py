@@ -79,28 +79,35 @@ class BetweenNodes(Connection):
 
     def reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
         """Reduce a tensor of any strides and return the own slice along `dim`; collective."""
+        start, stop = split_range(tensor.shape[dim], self.size, self.rank)
+        if self._is_small(call, tensor):
+            total = self._meeting.reduce(call, tensor)
+            return total.narrow(dim, start, stop - start).to(tensor.dtype, copy=True).contiguous()
         moved = (tensor.movedim(dim, 0) if dim else tensor).contiguous()
         row = moved.nbytes // (moved.shape[0] or 1)
         blocks = self._blocks.get(call.key) or self._keep(call, row * split_array(moved.shape[0], self.size))
-        start, stop = split_range(moved.shape[0], self.size, self.rank)
         result = empty((stop - start, *moved.shape[1:]), tensor.dtype)
-        self._scatter(call, moved.view(-1), blocks, result.view(-1))
+        self._meeting.agree(call)
+        if moved.numel():
+            self._reduce_scatter(call, moved.view(-1), blocks, result.view(-1))
         return result.movedim(0, dim).contiguous() if dim else result
 
     def reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
         """Reduce the parts and put this rank's share of the result into `output`; collective."""
         itemsize = parts.dtype.itemsize
         blocks = self._blocks.get(call.key) or self._keep(call, itemsize * np.asarray(sizes, np.int64))
-        self._scatter(call, parts.line(), blocks, output)
-
-    def _scatter(self, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
-        if 0 < flat.nbytes <= SMALL_SCATTER_BYTES and self._meeting.carries(call):
-            low, high = (edge // flat.itemsize for edge in blocks.bounds(self.rank))
-            output.copy_(self._meeting.reduce(call, flat.view(call.shape)).view(-1)[low:high])
+        flat = parts.line()
+        if self._is_small(call, flat):
+            low, high = (edge // itemsize for edge in blocks.bounds(self.rank))
+            output.copy_(self._meeting.reduce(call, flat)[low:high])
             return
         self._meeting.agree(call)
         if flat.numel():
             self._reduce_scatter(call, flat, blocks, output)
+
+    def _is_small(self, call: Call, tensor: Tensor) -> bool:
+        """Say whether a tensor is reduced whole, with the agreement, to give each rank a part of it; local."""
+        return 0 < tensor.nbytes <= SMALL_SCATTER_BYTES and self._meeting.carries(call)
 
     def broadcast(self, call: Call, flat: Tensor) -> None:
         """Copy the root's flat contiguous data to all ranks; collective."""
@@ -113,13 +120,11 @@ class BetweenNodes(Connection):
 
     def all_gather(self, call: Call, own: Tensor) -> Tensor:
         """Return the blocks of all ranks, one after the other along dim 0; collective."""
-        rows, data = own.shape[0], bytes_of(own)
+        rows = own.shape[0]
         if own.nbytes and self._meeting.has_room(own.nbytes):
-            gathered = self._meeting.gather(call, rows, data)
+            gathered = self._meeting.gather(call, own)
             if gathered is not None:
-                result = empty((self.size * rows, *own.shape[1:]), own.dtype)
-                bytes_of(result).reshape(gathered.shape)[...] = gathered
-                return result
+                return gathered
             is_same = False
         else:
             most, least, _ = self._meeting.agree(call, rows)
@@ -127,7 +132,7 @@ class BetweenNodes(Connection):
         counts = np.full(self.size, rows) if is_same else self._meeting.numbers(rows)
         result = empty((int(counts.sum()), *own.shape[1:]), own.dtype)
         if result.numel():
-            self._all_gather(call, data, Blocks(counts * (result.nbytes // result.shape[0])), result)
+            self._all_gather(call, bytes_of(own), Blocks(counts * (result.nbytes // result.shape[0])), result)
         return result
 
     def all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:

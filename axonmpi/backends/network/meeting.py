@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...types import ReduceOp
 from ...utils.cache import BoundedCache
+from ..buffers import bytes_of
 from ..call import Call
 from ..handshake import mismatch
 from ..reduction import reduce_rows_into, reduce_wide_into, wide_dtype
@@ -31,8 +32,8 @@ from .payloads import Copied, Gathered, Summed
 
 __all__ = ["CELL_BYTES", "Meeting", "NodeMeeting"]
 
-_MAX_BLOCKS = 8
-"""Sizes of blocks that preparations are kept for."""
+_MAX_GATHERS = 8
+"""Kinds of small gathers that memory is kept for."""
 _WORDS_AT = PAGE
 _DATA_AT = PAGE + 64
 _RESULT_AT = _DATA_AT + AGREEMENT_BYTES
@@ -55,7 +56,7 @@ class Meeting:
         self.agreement = agreement
         self._cells = agreement.count
         self._sums: BoundedCache[int, Summed] = BoundedCache(MAX_PLANS)
-        self._blocks: BoundedCache[int, Gathered] = BoundedCache(_MAX_BLOCKS)
+        self._gathers: BoundedCache[tuple[int, int], tuple[Gathered, Tensor, Tensor]] = BoundedCache(_MAX_GATHERS)
 
     def carries(self, call: Call) -> bool:
         """Say whether a reduction goes along with the agreement; local."""
@@ -92,12 +93,20 @@ class Meeting:
         self._add_up(call, summed)
         return summed.total
 
-    def gather(self, call: Call, value: int, own: Bytes) -> Bytes | None:
-        """Collect blocks of [nbytes] in [ranks, nbytes], None where values differ; valid until the next call."""
-        gathered = self._gathered(own.nbytes)
-        gathered.rows[self.agreement.index] = own
-        most, least, _ = self._run(call, (call.key, -call.key, value, -value, 0), gathered)
-        return gathered.rows if most == least else None
+    def gather(self, call: Call, own: Tensor) -> Tensor | None:
+        """Return the blocks of all ranks end to end, None where their sizes along dim 0 differ; collective."""
+        rows = own.shape[0]
+        gathered, mine, everything = self._gathers.get((call.key, rows)) or self._prepare(call, own)
+        mine.copy_(own)
+        most, least, _ = self._run(call, (call.key, -call.key, rows, -rows, 0), gathered)
+        return everything.clone() if most == least else None
+
+    def _prepare(self, call: Call, own: Tensor) -> tuple[Gathered, Tensor, Tensor]:
+        gathered = Gathered(self.agreement, own.nbytes)
+        with torch.inference_mode(False):
+            everything = torch.from_numpy(gathered.rows).view(own.dtype).view(-1, *own.shape[1:])
+            mine = everything.narrow(0, self.agreement.index * own.shape[0], own.shape[0])
+        return self._gathers.add((call.key, own.shape[0]), (gathered, mine, everything))
 
     def copy(self, call: Call, data: Bytes, root: int) -> None:
         """Copy a root's data to all; collective."""
@@ -113,16 +122,12 @@ class Meeting:
         found = self._sums.get(call.key)
         return found or self._sums.add(call.key, Summed(self.agreement, call))
 
-    def _gathered(self, nbytes: int) -> Gathered:
-        found = self._blocks.get(nbytes)
-        return found or self._blocks.add(nbytes, Gathered(self.agreement, nbytes))
-
     def _add_up(self, call: Call, summed: Summed) -> None:
         """Reduce the nodes' parts; an average is one of all ranks; collective over the peers."""
         head = (call.key, -call.key, 0, 0, 0)
         total = summed.total
         if self._ordered:
-            gathered = self._gathered(total.nbytes)
+            gathered = Gathered(self.agreement, total.nbytes)
             gathered.rows[self.agreement.index] = self.agreement.outgoing[: total.nbytes]
             self._run(call, head, gathered)
             rows = torch.from_numpy(gathered.rows).view(total.dtype)
@@ -201,20 +206,23 @@ class NodeMeeting(Meeting):
         self._leave(call)
         return torch.from_numpy(self._result[:nbytes]).view(total.dtype).view(tensor.shape)
 
-    def gather(self, call: Call, value: int, own: Bytes) -> Bytes | None:
+    def gather(self, call: Call, own: Tensor) -> Tensor | None:
         """See `Meeting.gather`."""
         nodes, nbytes = self._nodes, own.nbytes
-        self._data[nodes.place, :nbytes] = own
-        self._come(call, value, 0)
+        self._data[nodes.place, :nbytes] = bytes_of(own)
+        self._come(call, own.shape[0], 0)
         size = nodes.count * nodes.most * nbytes
         if self._is_leader:
-            gathered = self._gathered(nodes.most * nbytes)
+            gathered = Gathered(self.agreement, nodes.most * nbytes)
             row = gathered.rows[nodes.own].reshape(nodes.most, nbytes)
             row[: len(nodes.here)] = self._data[:, :nbytes]
             self._lead(gathered)
             self._result[:size] = gathered.rows.reshape(-1)
         most, least, _ = self._leave(call)
-        return self._result[:size].reshape(-1, nbytes)[nodes.cell(nodes.most)] if most == least else None
+        if most != least:
+            return None
+        rows = self._result[:size].reshape(-1, nbytes)[nodes.cell(nodes.most)]
+        return torch.from_numpy(rows.reshape(-1)).view(own.dtype).view(-1, *own.shape[1:])
 
     def copy(self, call: Call, data: Bytes, root: int) -> None:
         """See `Meeting.copy`."""
