@@ -7,7 +7,8 @@ a non-blocking one: Open MPI the blocking one, which is quicker there, all other
 thread beside a computation can wait asleep.
 
 Sums of what MPI adds as torch does are MPI's own. For the rest, 16-bit types, and MIN and MAX of floats, for which
-MPI loses NaN, slices are exchanged and reduced here, in the order of the nodes:
+MPI loses NaN, and where MPICH sends more than it has to, slices are exchanged and reduced here, in the order of the
+nodes:
 
     all-to-all of slices → local reduction → all-gather
 """
@@ -26,7 +27,7 @@ from ..buffers import as_bytes, buffer_of
 from ..connection import Limits
 from ..reduction import reduce_rows_into
 from ..shared.staging import Bytes
-from ..tuning import LEAST_SLICE_BYTES, NETWORK_CHUNK_BYTES, PIECE_BYTES
+from ..tuning import LEAST_SLICE_BYTES, NETWORK_CHUNK_BYTES, PIECE_BYTES, SLICED_CHUNKS, SLICED_FROM_BYTES
 from .nodes import Integers
 from .patience import Patience
 
@@ -76,7 +77,8 @@ class Lane:
     def all_reduce(self, flat: Tensor, op: ReduceOp, ranks: int) -> None:
         """Reduce [numel], in place, 16-bit values in float32; an average is that of so many ranks."""
         name = None if self._ordered else _NAMES[op].get(flat.dtype)
-        if name is None:
+        sends_more = not self._blocking and self.size > 2 and flat.nbytes >= SLICED_FROM_BYTES
+        if name is None or sends_more:
             self._reduce_slices(flat, op, ranks)
             return
         kind, most = getattr(self._mpi, name), self._limits.max_message_bytes // flat.itemsize
@@ -87,7 +89,7 @@ class Lane:
             flat.div_(ranks)
 
     def _reduce_slices(self, flat: Tensor, op: ReduceOp, ranks: int) -> None:
-        step = self.step(self.size, flat.itemsize) // flat.itemsize * self.size
+        step = SLICED_CHUNKS * self.step(self.size, flat.itemsize) // flat.itemsize * self.size
         for piece in flat.split(step):
             count = -(-piece.numel() // self.size)
             padded = piece
