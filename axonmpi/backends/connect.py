@@ -135,9 +135,8 @@ def _through_shared_memory(means: _Means, node: Any, timeout: float | None) -> C
     problem = next((made for made in (control, buffers) if isinstance(made, str)), None)
     if isinstance(control, Segment) and isinstance(buffers, Segment):
         problem = control.populate(0, control.region_bytes) or buffers.populate(0, buffers.region_bytes)
-    problems = [text for text in comm.allgather(problem) if text]
-    if problems:
-        return str(problems[0])
+    if comm.allreduce(problem is not None, mpi.LOR):
+        return str(next(text for text in comm.allgather(problem) if text))
     assert isinstance(control, Segment)
     assert isinstance(buffers, Segment)
     fence = None if platform.machine() in STRONGLY_ORDERED else Fence(mpi, node)

@@ -78,7 +78,8 @@ class Agreement:
         self._rounds = [(each, int(peers[index ^ each]), bool(index & each)) for each in distances]
         out, into = (np.zeros(_PAYLOAD_AT + AGREEMENT_BYTES, np.uint8) for _ in range(2))
         self.outgoing, self.incoming = out[_PAYLOAD_AT:], into[_PAYLOAD_AT:]
-        self._head, self._came = (memory[:_HEADER_BYTES].data.cast("q") for memory in (out, into))
+        self._said, self._heard = (memory[:_HEADER_BYTES].data for memory in (out, into))
+        self._head, self._came = self._said.cast("q"), self._heard.cast("q")
         self._out: list[Any] = [out, 0, mpi.BYTE]
         self._in: list[Any] = [into, into.nbytes, mpi.BYTE]
 
@@ -113,15 +114,14 @@ class Agreement:
 
     def _fold(self, payload: Payload | None, step: int, *, is_lower: bool) -> Payload | None:
         """Take the message that has come; returns the payload as long as all messages have said the same."""
-        head, came = self._head, self._came
-        if head[0] == came[0] and head[1] == came[1] and head[2] == came[2] and head[3] == came[3]:
-            head[4] = max(head[4], came[4])
-            if payload is not None:
-                payload.take(step, is_lower=is_lower)
-            return payload
-        for number in range(_WORDS):
-            head[number] = max(head[number], came[number])
-        return None
+        if self._said != self._heard:  # bytes, since one comparison takes a fraction of five
+            is_same = self._head[:4] == self._came[:4]
+            for number, word in enumerate(self._came):
+                self._head[number] = max(self._head[number], word)
+            payload = payload if is_same else None
+        if payload is not None:
+            payload.take(step, is_lower=is_lower)
+        return payload
 
     def _fill(self, payload: Payload | None, step: int) -> list[Any]:
         self._out[1] = _HEADER_BYTES if payload is None else _PAYLOAD_AT + payload.send(step)

@@ -129,10 +129,13 @@ class BetweenNodes(Connection):
         else:
             most, least, _ = self._meeting.agree(call, rows)
             is_same = most == least
-        counts = np.full(self.size, rows) if is_same else self._meeting.numbers(rows)
-        result = empty((int(counts.sum()), *own.shape[1:]), own.dtype)
+        counts = None if is_same else self._meeting.numbers(rows)
+        total = self.size * rows if counts is None else int(counts.sum())
+        result = empty((total, *own.shape[1:]), own.dtype)
         if result.numel():
-            self._all_gather(call, bytes_of(own), Blocks(counts * (result.nbytes // result.shape[0])), result)
+            row = result.nbytes // total
+            blocks = Blocks.equal(self.size, row * rows) if counts is None else Blocks(row * counts)
+            self._all_gather(call, bytes_of(own), blocks, result)
         return result
 
     def all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
@@ -202,7 +205,8 @@ class PlainConnection(BetweenNodes):
             lane.all_to_all(flat, received)
             reduce_rows_into(received.view(self.size, -1), call.op, output)
             return
-        own = int(blocks.sizes[self.rank])
+        first_byte, last_byte = blocks.bounds(self.rank)
+        own = last_byte - first_byte
         for low in range(0, blocks.longest, step):
             width = min(step, blocks.longest - low)
             packed, taken = (lane.rows(name, self.size, width) for name in ("packed", "received"))

@@ -11,6 +11,7 @@ reduction follow from the call and the placement alone, since MPI's sums depend 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,6 +33,9 @@ from .meeting import NodeMeeting
 from .nodes import Blocks, Integers, Nodes
 
 __all__ = ["NetworkConnection"]
+
+Items = np.ndarray[Any, np.dtype[np.void]]
+"""One item for each row of a matrix of bytes: picking items takes a fifth of picking rows."""
 
 
 class NetworkConnection(BetweenNodes, SharedConnection):
@@ -124,12 +128,13 @@ class NetworkConnection(BetweenNodes, SharedConnection):
         data, dtype, wide = as_bytes(flat).numpy(), flat.dtype, wide_dtype(flat.dtype)
         scale = wide.itemsize // dtype.itemsize
         step = self._step(call, max(self.size, scale * int(nodes.rows_of.max())), dtype.itemsize)
-        place, own = nodes.place, int(blocks.sizes[self.rank])
+        place, (start, stop) = nodes.place, blocks.bounds(self.rank)
+        own = stop - start
         for low in range(0, blocks.longest, step):
             width = min(step, blocks.longest - low)
             mine = inputs[place, : self.size * width].reshape(self.size, width)
-            for ranks, part in blocks.columns(data, low, low + width):
-                mine[nodes.row[ranks], : part.shape[1]] = part
+            for rows, some, part in self._rows_in(data, blocks, low, low + width, 0, self.size):
+                _items(mine, part.itemsize)[rows] = part[some]
             self._barrier.wait(call)
             if self._lane is not None:
                 self._scatter_chunk(call, inputs, outputs, width, dtype)
@@ -186,31 +191,34 @@ class NetworkConnection(BetweenNodes, SharedConnection):
         for buffers, low, high in self._turns(call, blocks.longest, self._step(call, int(totals.max()), 1)):
             width = high - low
             at = row * width
-            part = own[low:high]
-            buffers[carrier, at : at + part.nbytes] = part
+            mine = own[low:high]
+            buffers[carrier, at : at + mine.nbytes] = mine
             self._barrier.wait(call)
             if self._lane is not None:
                 self._swap_rows(buffers[nodes.place, : int(totals[nodes.place]) * width], width)
             self._barrier.wait(call)
-            for lane, total in enumerate(totals.tolist()):
-                rows = buffers[lane, : total * width].reshape(total, width)
-                for some, taken, part in self._rows_in(target, blocks, low, high, lane):
-                    part[some] = rows[taken, : part.shape[1]]
+            for lane, (first, total) in enumerate(zip(nodes.first_row.tolist(), totals.tolist(), strict=True)):
+                matrix = buffers[lane, : total * width].reshape(total, width)
+                for rows, some, part in self._rows_in(target, blocks, low, high, first, first + total):
+                    part[some] = _items(matrix, part.itemsize)[rows]
 
     def _fill(self, call: Call, blocks: Blocks, output: Tensor) -> None:
         data, nodes = output.numpy(), self._nodes
         self._barrier.wait(call)  # all ranks of the node have put their own blocks there
         if self._lane is not None:
-            total = int(nodes.rows_of[nodes.place].sum())
+            counts, first = nodes.rows_of[nodes.place], int(nodes.first_row[nodes.place])
+            here, total = int(counts[: nodes.own].sum()), int(counts.sum())
+            there = here + int(counts[nodes.own])
             step = self._step(call, total, 1)
             for low in range(0, blocks.longest, step):
-                width = min(step, blocks.longest - low)
-                rows = self._lane.rows("gathered", total, width)
-                for some, taken, part in self._rows_in(data, blocks, low, low + width, nodes.place, here=True):
-                    rows[taken, : part.shape[1]] = part[some]
-                self._swap_rows(rows.reshape(-1), width)
-                for some, taken, part in self._rows_in(data, blocks, low, low + width, nodes.place, here=False):
-                    part[some] = rows[taken, : part.shape[1]]
+                high = min(low + step, blocks.longest)
+                matrix = self._lane.rows("gathered", total, high - low)
+                for rows, some, part in self._rows_in(data, blocks, low, high, first + here, first + there):
+                    _items(matrix[here:there], part.itemsize)[rows] = part[some]
+                self._swap_rows(matrix.reshape(-1), high - low)
+                for begin, after in ((0, here), (there, total)):
+                    for rows, some, part in self._rows_in(data, blocks, low, high, first + begin, first + after):
+                        part[some] = _items(matrix[begin:after], part.itemsize)[rows]
         self._barrier.wait(call)  # before any rank reads what the others have filled in
 
     def _swap_rows(self, rows: Bytes, width: int) -> None:
@@ -223,21 +231,20 @@ class NetworkConnection(BetweenNodes, SharedConnection):
             self._lane.all_gather_uneven(torch.from_numpy(rows), counts * width)
 
     def _rows_in(
-        self, data: Bytes, blocks: Blocks, low: int, high: int, lane: int, *, here: bool | None = None
-    ) -> Iterator[tuple[Integers, Integers, Bytes]]:
-        """Find bytes `low` to `high` of the blocks that a lane carries, those of this node, of others, or all.
+        self, data: Bytes, blocks: Blocks, low: int, high: int, first: int, last: int
+    ) -> Iterator[tuple[Integers | slice, Integers, Items]]:
+        """Find bytes `low` to `high` of the blocks that are rows `first` to `last` of all lanes' rows.
 
-        Gives for some ranks: which rows of the matrix that comes third they are, and which of the lane's.
+        Gives some of these rows, counted from the first, and which of the items that come third they are.
         """
-        first = int(self._nodes.first_row[lane])
-        last = first + int(self._nodes.rows_of[lane].sum())
         for ranks, part in blocks.columns(data, low, high):
+            items = _items(part, part.shape[1])
+            if len(items) == self.size:
+                yield slice(None), self._nodes.ranks[first:last], items
+                continue
             rows = self._nodes.row[ranks]
-            mask = (rows >= first) & (rows < last)
-            if here is not None:
-                mask &= (self._nodes.node[ranks] == self._nodes.own) == here
-            some = np.flatnonzero(mask)
-            yield some, rows[some] - first, part
+            some = np.flatnonzero((rows >= first) & (rows < last))
+            yield rows[some] - first, some, items
 
     # ---- common to them -----------------------------------------------------------------------------------
 
@@ -262,3 +269,8 @@ class NetworkConnection(BetweenNodes, SharedConnection):
             half = self._meeting.agree(call, memory.shape[1] // 2)[1]
             self._staging = memory[:, :half], memory[:, half : 2 * half]
         return self._staging
+
+
+def _items(matrix: Bytes, width: int) -> Items:
+    """Return the first so many bytes of each row as one item, in the same memory."""
+    return matrix[:, :width].view(f"V{width}")[:, 0]

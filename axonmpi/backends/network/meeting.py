@@ -109,8 +109,13 @@ class Meeting:
         return self._gathers.add((call.key, own.shape[0]), (gathered, mine, everything))
 
     def copy(self, call: Call, data: Bytes, root: int) -> None:
-        """Copy a root's data to all; collective."""
-        self._run(call, (call.key, -call.key, 0, 0, 0), Copied(self.agreement, data, root))
+        """Copy a root's data to all, untouched where calls differ; collective."""
+        here, is_root = self.agreement.outgoing[: data.nbytes], self.agreement.index == root
+        if is_root:
+            here[...] = data
+        self._run(call, (call.key, -call.key, 0, 0, 0), Copied(self.agreement, data.nbytes, root))
+        if not is_root:
+            data[...] = here
 
     def numbers(self, own: int) -> Integers:
         """Return a number of each rank, [ranks]; collective, after they have agreed."""
@@ -232,11 +237,11 @@ class NodeMeeting(Meeting):
             self._data[place, : data.nbytes] = data
         self._come(call, 0, 0)
         if self._is_leader:
-            at_root = self._nodes.own == node
-            copied = self._data[place, : data.nbytes] if at_root else self._result[: data.nbytes]
-            self._lead(Copied(self.agreement, copied, node))
-            if at_root:
-                self._result[: data.nbytes] = copied
+            here = self.agreement.outgoing[: data.nbytes]
+            if self._nodes.own == node:
+                here[...] = self._data[place, : data.nbytes]
+            self._lead(Copied(self.agreement, data.nbytes, node))
+            self._result[: data.nbytes] = here
         self._leave(call)
         if not is_root:
             data[...] = self._result[: data.nbytes]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ class Nodes:
         here: The ranks of this node, in order.
         lanes: How many lanes there are.
         row: [ranks] the rows of all lanes one below the other, by node and place: which of them a rank's block is.
+        ranks: [ranks] the other way round: whose block each row is.
         rows_of: [lanes, nodes] how many rows a lane carries for each node.
         first_row: [lanes] the first of its rows.
         most: How many ranks the largest node has.
@@ -54,7 +55,8 @@ class Nodes:
         self.most = int(sizes.max())
         lane = place % self.lanes
         self.row = np.empty(len(node), np.int64)
-        self.row[np.lexsort((place, node, lane))] = np.arange(len(node))
+        self.ranks = np.lexsort((place, node, lane))
+        self.row[self.ranks] = np.arange(len(node))
         lanes = [np.bincount(node[lane == each], minlength=self.count) for each in range(self.lanes)]
         self.rows_of = np.stack(lanes)
         rows = self.rows_of.sum(axis=1)
@@ -102,27 +104,44 @@ class Blocks:
     """
 
     def __init__(self, sizes: Sequence[int] | Integers) -> None:
-        self.sizes = np.asarray(sizes, np.int64)
-        self.longest = int(self.sizes.max())
-        self._stops = np.cumsum(self.sizes)
-        edges = [0, *(np.flatnonzero(np.diff(self.sizes)) + 1).tolist(), len(self.sizes)]
-        self._runs = list(pairwise(edges))
+        of_all = np.asarray(sizes, np.int64)
+        edges = np.flatnonzero(np.diff(of_all)) + 1
+        self._keep([0, *edges.tolist(), len(of_all)], of_all[np.concatenate([[0], edges])])
+
+    @classmethod
+    def equal(cls, ranks: int, nbytes: int) -> Blocks:
+        """Make blocks of one size; local."""
+        made = cls.__new__(cls)
+        made._keep([0, ranks], np.array([nbytes]))
+        return made
+
+    def _keep(self, edges: list[int], sizes: Integers) -> None:
+        """Keep where runs of equal blocks begin, in ranks, and the last one ends; and the size of their blocks."""
+        self._edges, self._sizes, self._lengths = edges, sizes.tolist(), np.diff(edges)
+        self._starts = [0, *np.cumsum(sizes * self._lengths).tolist()]
+        self.longest = max(self._sizes)
 
     @property
     def are_equal(self) -> bool:
         """Whether all have the same size."""
-        return len(self._runs) == 1
+        return len(self._sizes) == 1
+
+    @property
+    def sizes(self) -> Integers:
+        """[ranks] the size of each, as a new array."""
+        return np.repeat(self._sizes, self._lengths)
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """Return where a rank's block begins and ends."""
-        stop = int(self._stops[rank])
-        return stop - int(self.sizes[rank]), stop
+        run = bisect_right(self._edges, rank) - 1
+        size = self._sizes[run]
+        start = self._starts[run] + (rank - self._edges[run]) * size
+        return start, start + size
 
     def columns(self, data: Bytes, low: int, high: int) -> Iterator[tuple[slice, Bytes]]:
         """Give bytes `low` to `high` of each block: ranks, and their part of the data as a row a rank."""
-        for first, last in self._runs:
-            size = int(self.sizes[first])
+        for number, size in enumerate(self._sizes):
             if low < size:
-                start = self.bounds(first)[0]
-                rows = data[start : start + (last - first) * size].reshape(last - first, size)
-                yield slice(first, last), rows[:, low : min(high, size)]
+                ranks = slice(self._edges[number], self._edges[number + 1])
+                rows = data[self._starts[number] : self._starts[number + 1]].reshape(-1, size)
+                yield ranks, rows[:, low : min(high, size)]

@@ -93,38 +93,31 @@ def _beside(rows: Bytes, memory: Bytes) -> tuple[Bytes, Bytes]:
 
 
 class Copied:
-    """One peer's data.
+    """One peer's data, which lies in `Agreement.outgoing` there before, and on all peers after.
 
     Args:
         agreement: The exchange.
-        data: [nbytes] the data on the peer that has it; filled on the others.
-        source: That peer.
+        nbytes: Bytes of the data.
+        source: The peer that has it.
     """
 
-    def __init__(self, agreement: Agreement, data: Bytes, source: int) -> None:
-        self._agreement, self._data, self._source = agreement, data, source
+    def __init__(self, agreement: Agreement, nbytes: int, source: int) -> None:
+        self._agreement, self._nbytes, self._source = agreement, nbytes, source
+        self._is_here = agreement.index == source
 
     def send(self, step: int) -> int:
-        """Send the data if it is here and the other does not have it."""
-        if not self._has(self._agreement.index, step):
-            return 0
-        self._agreement.outgoing[: self._data.nbytes] = self._data
-        return self._data.nbytes
+        """Send the data if it is here: then the other does not have it."""
+        return self._nbytes if self._is_here else 0
 
     def take(self, step: int, *, is_lower: bool) -> None:
         """Take the data if the other has it."""
+        if not self._is_here and self._other_has(step):
+            self._is_here = True
+            self._agreement.outgoing[: self._nbytes] = self._agreement.incoming[: self._nbytes]
+
+    def _other_has(self, step: int) -> bool:
+        """Say whether the peer has the data before a step: in rounds, those at multiples of twice the distance."""
         index, hosts = self._agreement.index, self._agreement.hosts
         if step == FIRST:
-            came = self._has(index + hosts, step)
-        elif step == LAST:
-            came = index != self._source
-        else:
-            came = self._has(index ^ step, step) and not self._has(index, step)
-        if came:
-            self._data[...] = self._agreement.incoming[: self._data.nbytes]
-
-    def _has(self, index: int, step: int) -> bool:
-        """Say whether a peer has the data before a step."""
-        if step == FIRST:
-            return index == self._source
-        return step == LAST or (index - self._source % self._agreement.hosts) % (2 * step) == 0
+            return index + hosts == self._source
+        return step == LAST or ((index ^ step) - self._source % hosts) % (2 * step) == 0
