@@ -107,7 +107,8 @@ class Agreement:
                 payload = self._fold(payload, FIRST, is_lower=False)
             for distance, peer, is_lower in self._rounds:
                 self._swap(peer, payload, distance)
-                payload = self._fold(payload, distance, is_lower=is_lower)
+                if payload is not None or self._said != self._heard:  # else there is nothing to do, in most rounds
+                    payload = self._fold(payload, distance, is_lower=is_lower)
             if self._guest is not None:
                 self._send(self._guest, payload, LAST)
         return tuple(self._head)

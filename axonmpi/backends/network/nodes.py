@@ -27,7 +27,6 @@ class Nodes:
         rank: This rank.
 
     Attributes:
-        node: The same.
         rank: The same.
         size: How many ranks there are.
         count: How many nodes there are.
@@ -44,7 +43,7 @@ class Nodes:
     """
 
     def __init__(self, node: Integers, place: Integers, rank: int) -> None:
-        self.node, self._place = node, place
+        self._node, self._place = node.astype(np.int32), place.astype(np.int32)
         self.rank, self.size = rank, len(node)
         self.count = int(node.max()) + 1
         self.own, self.place = int(node[rank]), int(place[rank])
@@ -64,11 +63,11 @@ class Nodes:
 
     def find(self, rank: int) -> tuple[int, int]:
         """Return the node of a rank and its place there."""
-        return int(self.node[rank]), int(self._place[rank])
+        return int(self._node[rank]), int(self._place[rank])
 
     def cell(self, width: int) -> Integers:
         """Return the index of each rank's cell, [ranks], where each node has `width` of them."""
-        return self.node * width + self._place
+        return self._node * width + self._place
 
 
 def nodes_of(mpi: Any, comm: Any, node: Any) -> Nodes:

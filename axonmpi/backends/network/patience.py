@@ -28,6 +28,8 @@ class Patience:
         if not beside and not self._oversubscribed:
             self._request.Waitall(requests)
             return
+        if self._request.Testall(requests):
+            return
         backoff = Backoff(YIELDS if beside else HANDSHAKE_YIELDS)
         while not self._request.Testall(requests):
             backoff.rest()
