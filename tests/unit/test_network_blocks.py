@@ -1,0 +1,83 @@
+"""Where ranks and their blocks are between nodes, against plain loops over the ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from axonmpi.backends.network.nodes import Blocks, Nodes, split_array
+from axonmpi.backends.reduction import reduce_rows_into
+from axonmpi.types import ReduceOp
+from axonmpi.utils.partition import split_sizes
+
+PLACEMENTS = ([0, 0, 1, 1], [0, 1, 0, 1, 0], [0, 1, 2], [0, 1, 1, 1, 2, 2], [0] * 5 + [1] * 2 + [0, 2, 2])
+
+
+@pytest.mark.parametrize("node", PLACEMENTS, ids=str)
+def test_lanes_carry_each_block_once(node) -> None:
+    place = [node[:rank].count(each) for rank, each in enumerate(node)]
+    lanes = min(map(node.count, node))
+    for rank in range(len(node)):
+        nodes = Nodes(np.array(node), np.array(place), rank)
+        assert (nodes.own, nodes.place, nodes.count, nodes.lanes) == (node[rank], place[rank], max(node) + 1, lanes)
+        assert nodes.here == tuple(other for other, each in enumerate(node) if each == node[rank])
+        assert nodes.leaders.tolist() == [node.index(each) for each in range(nodes.count)]
+        rows = [
+            other
+            for lane in range(lanes)
+            for each in range(nodes.count)
+            for other in range(len(node))
+            if node[other] == each and place[other] % lanes == lane
+        ]
+        assert [rows[row] for row in nodes.row] == list(range(len(node)))
+        assert nodes.ranks.tolist() == rows
+        for lane in range(lanes):
+            first, count = int(nodes.first_row[lane]), int(nodes.rows_of[lane].sum())
+            carried = rows[first : first + count]
+            assert all(place[other] % lanes == lane for other in carried)
+            assert [node[other] for other in carried] == np.repeat(range(nodes.count), nodes.rows_of[lane]).tolist()
+
+
+@pytest.mark.parametrize("sizes", [[3, 3, 3], [4, 4, 3, 3], [0, 5, 5, 0], [1, 2, 3], [0, 0]], ids=str)
+def test_columns_of_blocks_are_those_of_each_rank(sizes) -> None:
+    data = np.arange(sum(sizes), dtype=np.uint8)
+    blocks = Blocks(sizes)
+    assert blocks.longest == max(sizes)
+    assert blocks.sizes.tolist() == sizes
+    assert blocks.are_equal == (len(set(sizes)) == 1)
+    for low in range(0, blocks.longest, 2):
+        found = [[] for _ in sizes]
+        for ranks, part in blocks.columns(data, low, low + 2):
+            for rank, row in zip(range(len(sizes))[ranks], part, strict=True):
+                found[rank] = row.tolist()
+        assert found == [data[slice(*blocks.bounds(rank))][low : low + 2].tolist() for rank in range(len(sizes))]
+    equal = Blocks.equal(len(sizes), 3)
+    assert [equal.bounds(rank) for rank in range(len(sizes))] == [
+        (3 * rank, 3 * rank + 3) for rank in range(len(sizes))
+    ]
+    assert split_array(sum(sizes), len(sizes)).tolist() == list(split_sizes(sum(sizes), len(sizes)))
+
+
+@pytest.mark.parametrize("op", list(ReduceOp))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.uint32, torch.bool], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5), (100, 5), (100, 1)], ids=str)
+def test_many_rows_are_reduced_as_few(shape, dtype, op) -> None:
+    """In the order of the rows, where numpy alone would add a single column in pairs."""
+    if op is ReduceOp.AVERAGE and not dtype.is_floating_point:
+        pytest.skip("averages are for floating-point numbers")
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(shape, generator=generator) * 10.0 ** torch.randint(-3, 3, shape, generator=generator)
+    rows = (values > 0) if dtype is torch.bool else values.abs().to(dtype)
+    out = torch.empty(shape[1], dtype=dtype)
+    reduce_rows_into(rows, op, out)
+    wide = rows.float() if dtype is torch.bfloat16 else rows
+    functions = {ReduceOp.PRODUCT: np.multiply, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum}
+    function = functions.get(op, np.add)
+    if dtype is torch.bool:
+        function = np.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else np.logical_and
+    total = wide[0].numpy()
+    for row in wide[1:]:
+        total = function(total, row.numpy())
+    total = total / np.float32(len(rows)) if op is ReduceOp.AVERAGE else total
+    assert torch.equal(out, torch.from_numpy(total).to(dtype))
