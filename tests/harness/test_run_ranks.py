@@ -98,7 +98,7 @@ OPERATIONS_THAT_WAIT = {
     "barrier()": lambda world: ax.barrier(async_op=True).wait(),
     "recv(tag=7)": lambda world: ax.recv(torch.ones(3), 1, tag=7),
     "recv(tag=8)": lambda world: ax.irecv(torch.ones(3), 1, tag=8).wait(),
-    "all_gather(int64 [*], dim=0)": lambda world: ax.DDP(torch.nn.Linear(2, 1)),
+    "all_reduce(int64 [2], MAX)": lambda world: ax.DDP(torch.nn.Linear(2, 1)),
 }
 
 
