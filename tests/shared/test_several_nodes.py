@@ -223,3 +223,26 @@ def test_operations_on_the_same_memory_follow_each_other(world, nodes) -> None:
         wanted[100:] *= group.size
         wanted[:200] *= group.size
         assert torch.equal(whole, wanted)
+
+
+def test_memory_of_a_node_is_filled_first_of_all(world, nodes) -> None:
+    """Also by ranks of a larger node that lead no slice, where nothing large has been sent before."""
+    group = nodes(world)
+    sizes = [5000 + 7 * rank for rank in range(group.size)]
+    output = group.backend.node_empty((sum(sizes),), torch.float32)
+    group.backend.all_gather_into(output, values(0, group.rank, sizes[group.rank], torch.float32), sizes)
+    wanted = torch.cat([values(0, rank, size, torch.float32) for rank, size in enumerate(sizes)])
+    assert torch.equal(output, wanted)
+    group.barrier()
+
+
+def test_staging_is_not_written_while_others_read_it(world, nodes, monkeypatch) -> None:
+    """Where a node has no memory for staging, what small operations use stands in for it."""
+    monkeypatch.setattr("axonmpi.backends.shared.arena.Arena.allocate", lambda *_, **__: "no memory")
+    group = nodes(world)
+    for number in range(60):
+        large = values(number, 0, 37_500, torch.float32) if group.rank == 0 else torch.empty(37_500)
+        group.broadcast(large, 0)
+        gathered = group.all_gather(torch.full((500,), float(group.rank)))
+        assert torch.equal(large, values(number, 0, 37_500, torch.float32))
+        assert gathered.view(group.size, 500)[:, 0].tolist() == list(range(group.size))

@@ -140,7 +140,8 @@ class Lane:
 
     def step(self, rows: int, itemsize: int) -> int:
         """Return how many bytes of each of so many rows are copied and exchanged at a time."""
-        most = NETWORK_CHUNK_BYTES // PIECE_BYTES * self._limits.piece_bytes
+        chunk = NETWORK_CHUNK_BYTES // PIECE_BYTES * self._limits.piece_bytes
+        most = min(chunk, self._limits.max_message_bytes // SLICED_CHUNKS)
         return max(most // rows, LEAST_SLICE_BYTES) // itemsize * itemsize
 
     def buffer(self, purpose: str, numel: int, dtype: torch.dtype) -> Tensor:

@@ -209,7 +209,7 @@ class NetworkConnection(BetweenNodes, SharedConnection):
             counts, first = nodes.rows_of[nodes.place], int(nodes.first_row[nodes.place])
             here, total = int(counts[: nodes.own].sum()), int(counts.sum())
             there = here + int(counts[nodes.own])
-            step = self._step(call, total, 1)
+            step = self._lane.step(total, 1)
             for low in range(0, blocks.longest, step):
                 high = min(low + step, blocks.longest)
                 matrix = self._lane.rows("gathered", total, high - low)
@@ -249,10 +249,13 @@ class NetworkConnection(BetweenNodes, SharedConnection):
     # ---- common to them -----------------------------------------------------------------------------------
 
     def _turns(self, call: Call, nbytes: int, step: int) -> Iterator[tuple[Bytes, int, int]]:
-        """Give [ranks of the node, bytes] of staging and a range of so many bytes; staging is used in turn."""
-        both = self._memory(call)
-        for number, low in enumerate(range(0, nbytes, step)):
-            yield both[number % 2], low, min(low + step, nbytes)
+        """Give [ranks of the node, bytes] of staging and a range of so many bytes; staging is used in turn.
+
+        The second half comes last: what comes next may write to the first while slow ranks still read.
+        """
+        both, starts = self._memory(call), range(0, nbytes, step)
+        for number, low in enumerate(starts):
+            yield both[(len(starts) - number) % 2], low, min(low + step, nbytes)
 
     def _step(self, call: Call, rows: int, itemsize: int) -> int:
         """Return how many bytes of each of so many rows go at a time; collective the first time."""
