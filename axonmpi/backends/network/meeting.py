@@ -164,7 +164,7 @@ class NodeMeeting(Meeting):
         ordered: Whether sums are taken in the order of the nodes.
 
     Attributes:
-        cells: [ranks of the node, bytes] shared memory that is free between two meetings; only the second half of it
+        cells: [ranks of the node, bytes] shared memory, free between two meetings; only the second half of it
             may still be read when the next one begins.
     """
 
