@@ -39,6 +39,9 @@ __all__ = ["IN_MEMORY", "Files", "OffloadedParameter", "PinnedMemory", "file_sys
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 """File systems whose files are memory, so that nothing is gained by putting anything there."""
 
+_REMOVALS = 1000
+"""How often other ranks' models may go, and the empty folder with each, while one file is made."""
+
 
 class Files:
     """Tensors in files of one folder.
@@ -78,13 +81,21 @@ class Files:
                 path.unlink()
 
     def _make(self, nbytes: int) -> Path:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix="axonmpi-", dir=self.folder)
+        descriptor, name = self._new_file()
         try:
             os.ftruncate(descriptor, nbytes)
         finally:
             os.close(descriptor)
         return Path(name)
+
+    def _new_file(self) -> tuple[int, str]:
+        """Return descriptor and path of an empty file, whether or not others remove the empty folder meanwhile."""
+        for _ in range(_REMOVALS):
+            with contextlib.suppress(FileNotFoundError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                return tempfile.mkstemp(prefix="axonmpi-", dir=self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return tempfile.mkstemp(prefix="axonmpi-", dir=self.folder)
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:

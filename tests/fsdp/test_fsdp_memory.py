@@ -8,6 +8,7 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 import axonmpi as ax
 from axonmpi import CPUOffload, ShardingStrategy
+from axonmpi.fsdp.offload import Files
 
 WIDTH = 128
 BLOCK, HEAD, COUNT = WIDTH * WIDTH + WIDTH, 3 * WIDTH + 3, 6
@@ -299,6 +301,19 @@ def test_memory_is_freed_with_the_model(world):
     for _ in range(12):
         dropped()
     assert mapped() - before < 24 << 20  # half of their parts' gradients alone
+
+
+def test_a_folder_that_another_rank_removes_meanwhile_is_made_anew(tmp_path, monkeypatch):
+    files, made, removed = Files(tmp_path / "made" / "here"), tempfile.mkstemp, []
+
+    def remove_first(**where: Any) -> tuple[int, str]:
+        if len(removed) < 3:
+            removed.append(where["dir"].rmdir())
+        return made(**where)
+
+    monkeypatch.setattr(tempfile, "mkstemp", remove_first)
+    assert files.zeros((2, 3), torch.float32).tolist() == [[0.0] * 3] * 2
+    assert len(removed) == 3
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_mount(), reason="no folder is known to be memory")
