@@ -20,7 +20,8 @@ def buffer_of(mpi: Any, tensor: Tensor) -> Any:
 
 def flat_elements(tensor: Tensor) -> Tensor:
     """Return the elements in order in contiguous memory, the tensor's own where it is that already; local."""
-    return _line(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    is_plain = tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
+    return _line(tensor if is_plain else tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
 def write_back(flat: Tensor, tensor: Tensor) -> None:

@@ -36,7 +36,6 @@ __all__ = [
     "SLICED_FROM_BYTES",
     "SLICE_BYTES",
     "SLOW_LINE_SECONDS",
-    "SMALL_SCATTER_BYTES",
     "STAGING_BYTES",
     "WIDE_ELEMENTS",
 ]
@@ -65,8 +64,6 @@ MAX_MESSAGE_BYTES = 1 << 30
 """The most that goes into one MPI call, whose counts and offsets may be 32-bit integers."""
 AGREEMENT_BYTES = 64 << 10
 """The most that travels between nodes with the agreement on a call."""
-SMALL_SCATTER_BYTES = 32 << 10
-"""The most that is reduced whole with the agreement, where each rank gets a part."""
 NETWORK_CHUNK_BYTES = 4 << 20
 """How much of a rank's tensor goes between nodes at a time, where it has to be copied or reduced before."""
 SLICED_FROM_BYTES = 4 << 20

@@ -9,7 +9,6 @@ places that are claimed. So all of the real code runs, and what it costs beside 
 What the stand-ins themselves take is in `Account`, to be subtracted. They cannot show MPI's own memory and time,
 the network's, or whether messages and collectives would match, and results are meaningless.
 """
-# ruff: noqa: N802 - methods have the names of mpi4py's
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ say the same, so a small collective is complete after as many rounds as the numb
 
 from __future__ import annotations
 
+from struct import Struct
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,8 +31,7 @@ __all__ = ["FIRST", "LAST", "TAG_OF_AGREEMENT", "Agreement", "Head", "Payload"]
 
 FIRST, LAST = -1, 0
 """The steps before the first round and after the last one; those between are distances."""
-_WORDS = 5
-_HEADER_BYTES = 8 * _WORDS
+_HEADER = Struct("5q")
 _PAYLOAD_AT = 64
 TAG_OF_AGREEMENT = 0
 
@@ -78,7 +78,7 @@ class Agreement:
         self._rounds = [(each, int(peers[index ^ each]), bool(index & each)) for each in distances]
         out, into = (np.zeros(_PAYLOAD_AT + AGREEMENT_BYTES, np.uint8) for _ in range(2))
         self.outgoing, self.incoming = out[_PAYLOAD_AT:], into[_PAYLOAD_AT:]
-        self._said, self._heard = (memory[:_HEADER_BYTES].data for memory in (out, into))
+        self._said, self._heard = (memory[: _HEADER.size].data for memory in (out, into))
         self._head, self._came = self._said.cast("q"), self._heard.cast("q")
         self._out: list[Any] = [out, 0, mpi.BYTE]
         self._in: list[Any] = [into, into.nbytes, mpi.BYTE]
@@ -93,8 +93,7 @@ class Agreement:
         Returns:
             The largest of each over all nodes.
         """
-        for number, word in enumerate(head):
-            self._head[number] = word
+        _HEADER.pack_into(self._said, 0, *head)
         if head[0] != -head[1] or head[2] != -head[3]:
             payload = None
         if self._host is not None:
@@ -111,7 +110,7 @@ class Agreement:
                     payload = self._fold(payload, distance, is_lower=is_lower)
             if self._guest is not None:
                 self._send(self._guest, payload, LAST)
-        return tuple(self._head)
+        return _HEADER.unpack_from(self._said)
 
     def _fold(self, payload: Payload | None, step: int, *, is_lower: bool) -> Payload | None:
         """Take the message that has come; returns the payload as long as all messages have said the same."""
@@ -125,7 +124,7 @@ class Agreement:
         return payload
 
     def _fill(self, payload: Payload | None, step: int) -> list[Any]:
-        self._out[1] = _HEADER_BYTES if payload is None else _PAYLOAD_AT + payload.send(step)
+        self._out[1] = _HEADER.size if payload is None else _PAYLOAD_AT + payload.send(step)
         return self._out
 
     def _swap(self, peer: int, payload: Payload | None, step: int) -> None:

@@ -29,8 +29,7 @@ from ..concat_view import FlatParts
 from ..connection import Connection
 from ..handshake import PAYLOAD_BYTES, Words
 from ..reduction import reduce_rows_into
-from ..shared.staging import Bytes
-from ..tuning import AGREEMENT_BYTES, MAX_PLANS, SMALL_SCATTER_BYTES
+from ..tuning import AGREEMENT_BYTES, MAX_PLANS
 from .lane import Lane
 from .meeting import Meeting
 from .nodes import Blocks, Integers, split_array
@@ -79,35 +78,29 @@ class BetweenNodes(Connection):
 
     def reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
         """Reduce a tensor of any strides and return the own slice along `dim`; collective."""
-        start, stop = split_range(tensor.shape[dim], self.size, self.rank)
-        if self._is_small(call, tensor):
-            total = self._meeting.reduce(call, tensor)
-            return total.narrow(dim, start, stop - start).to(tensor.dtype, copy=True).contiguous()
         moved = (tensor.movedim(dim, 0) if dim else tensor).contiguous()
-        row = moved.nbytes // (moved.shape[0] or 1)
-        blocks = self._blocks.get(call.key) or self._keep(call, row * split_array(moved.shape[0], self.size))
+        blocks = self._blocks.get(call.key)
+        if blocks is None:
+            row = moved.nbytes // (moved.shape[0] or 1)
+            blocks = self._keep(call, row * split_array(moved.shape[0], self.size))
+        start, stop = split_range(moved.shape[0], self.size, self.rank)
         result = empty((stop - start, *moved.shape[1:]), tensor.dtype)
-        self._meeting.agree(call)
-        if moved.numel():
-            self._reduce_scatter(call, moved.view(-1), blocks, result.view(-1))
+        self._reduce_blocks(call, moved.view(-1), blocks, result.view(-1))
         return result.movedim(0, dim).contiguous() if dim else result
 
     def reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
         """Reduce the parts and put this rank's share of the result into `output`; collective."""
         itemsize = parts.dtype.itemsize
         blocks = self._blocks.get(call.key) or self._keep(call, itemsize * np.asarray(sizes, np.int64))
-        flat = parts.line()
-        if self._is_small(call, flat):
-            low, high = (edge // itemsize for edge in blocks.bounds(self.rank))
-            output.copy_(self._meeting.reduce(call, flat)[low:high])
+        self._reduce_blocks(call, parts.line(), blocks, output)
+
+    def _reduce_blocks(self, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
+        if flat.numel() and self._meeting.carries(call):
+            self._meeting.reduce_scatter(call, flat, blocks, output)
             return
         self._meeting.agree(call)
         if flat.numel():
             self._reduce_scatter(call, flat, blocks, output)
-
-    def _is_small(self, call: Call, tensor: Tensor) -> bool:
-        """Say whether a tensor is reduced whole, with the agreement, to give each rank a part of it; local."""
-        return 0 < tensor.nbytes <= SMALL_SCATTER_BYTES and self._meeting.carries(call)
 
     def broadcast(self, call: Call, flat: Tensor) -> None:
         """Copy the root's flat contiguous data to all ranks; collective."""
@@ -135,7 +128,7 @@ class BetweenNodes(Connection):
         if result.numel():
             row = result.nbytes // total
             blocks = Blocks.equal(self.size, row * rows) if counts is None else Blocks(row * counts)
-            self._all_gather(call, bytes_of(own), blocks, result)
+            self._all_gather(call, own, blocks, result)
         return result
 
     def all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
@@ -166,7 +159,7 @@ class BetweenNodes(Connection):
         """Copy a root's data."""
 
     @abstractmethod
-    def _all_gather(self, call: Call, own: Bytes, blocks: Blocks, result: Tensor) -> None:
+    def _all_gather(self, call: Call, own: Tensor, blocks: Blocks, result: Tensor) -> None:
         """Put all blocks into `result`."""
 
     @abstractmethod
@@ -198,13 +191,11 @@ class PlainConnection(BetweenNodes):
 
     def _reduce_scatter(self, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
         assert call.op is not None
-        lane, dtype, data = self._lane, flat.dtype, as_bytes(flat).numpy()
-        step = lane.step(self.size, dtype.itemsize)
-        if blocks.are_equal and blocks.longest <= step:
-            received = lane.buffer("received", flat.numel(), dtype)
-            lane.all_to_all(flat, received)
-            reduce_rows_into(received.view(self.size, -1), call.op, output)
+        lane, dtype = self._lane, flat.dtype
+        if lane.reduces(call.op, flat):
+            lane.reduce_scatter(flat, blocks, output, call.op)
             return
+        data, step = as_bytes(flat).numpy(), lane.step(self.size, dtype.itemsize)
         first_byte, last_byte = blocks.bounds(self.rank)
         own = last_byte - first_byte
         for low in range(0, blocks.longest, step):
@@ -221,16 +212,14 @@ class PlainConnection(BetweenNodes):
     def _broadcast(self, call: Call, flat: Tensor, root: int) -> None:
         self._lane.broadcast(flat, root)
 
-    def _all_gather(self, call: Call, own: Bytes, blocks: Blocks, result: Tensor) -> None:
-        data = as_bytes(result)
-        data.numpy()[slice(*blocks.bounds(self.rank))] = own
-        self._fill(call, blocks, data)
+    def _all_gather(self, call: Call, own: Tensor | None, blocks: Blocks, result: Tensor) -> None:
+        if blocks.are_equal:
+            self._lane.all_gather(result, own)
+        else:
+            self._lane.all_gather_uneven(result, blocks.sizes, own)
 
     def _fill(self, call: Call, blocks: Blocks, output: Tensor) -> None:
-        if blocks.are_equal:
-            self._lane.all_gather(output)
-        else:
-            self._lane.all_gather_uneven(output, blocks.sizes)
+        self._all_gather(call, None, blocks, output)
 
     def free(self) -> None:
         """Release scratch memory; local."""

@@ -15,6 +15,7 @@ nodes:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from ..connection import Limits
 from ..reduction import reduce_rows_into
 from ..shared.staging import Bytes
 from ..tuning import LEAST_SLICE_BYTES, NETWORK_CHUNK_BYTES, PIECE_BYTES, SLICED_CHUNKS, SLICED_FROM_BYTES
-from .nodes import Integers
+from .nodes import Blocks, Integers
 from .patience import Patience
 
 __all__ = ["Lane"]
@@ -82,11 +83,28 @@ class Lane:
             self._reduce_slices(flat, op, ranks)
             return
         kind, most = getattr(self._mpi, name), self._limits.max_message_bytes // flat.itemsize
-        for piece in flat.split(most):
+        for piece in (flat,) if flat.numel() <= most else flat.split(most):
             spec = [buffer_of(self._mpi, piece), piece.numel(), kind]
             self._do("allreduce", self._mpi.IN_PLACE, spec, self._ops[op])
         if op is ReduceOp.AVERAGE:
             flat.div_(ranks)
+
+    def reduces(self, op: ReduceOp, flat: Tensor) -> bool:
+        """Say whether `reduce_scatter` takes a tensor; local."""
+        return not self._ordered and flat.dtype in _NAMES[op] and flat.nbytes <= self._limits.max_message_bytes
+
+    def reduce_scatter(self, flat: Tensor, blocks: Blocks, output: Tensor, op: ReduceOp) -> None:
+        """Reduce [numel], the own one of so many blocks into `output`."""
+        kind = getattr(self._mpi, _NAMES[op][flat.dtype])
+        sent, received = (buffer_of(self._mpi, tensor) for tensor in (flat, output))
+        if blocks.are_equal:
+            count = output.numel()  # of a block, for MPI in both
+            self._do("reduce_scatter_block", [sent, count, kind], [received, count, kind], self._ops[op])
+        else:
+            counts = (blocks.sizes // flat.itemsize).astype(np.int32)
+            self._do("reduce_scatter", [sent, kind], [received, kind], counts, self._ops[op])
+        if op is ReduceOp.AVERAGE:
+            output.div_(self.size)
 
     def _reduce_slices(self, flat: Tensor, op: ReduceOp, ranks: int) -> None:
         step = SLICED_CHUNKS * self.step(self.size, flat.itemsize) // flat.itemsize * self.size
@@ -115,27 +133,34 @@ class Lane:
         counts_of_mine = np.full(self.size, count, np.int32)
         self._do("alltoallv", sent, [buffer_of(self._mpi, received), counts_of_mine, None, self._mpi.BYTE])
 
-    def all_gather(self, data: Tensor) -> None:
-        """Fill contiguous data, in which the i-th of equal slices is rank i's."""
+    def all_gather(self, data: Tensor, own: Tensor | None = None) -> None:
+        """Fill contiguous data, in which the i-th of equal slices is rank i's; None: the own one is there."""
         nbytes = data.nbytes // self.size
-        if nbytes <= self._limits.max_message_bytes // self.size:
-            self._do("allgather", self._mpi.IN_PLACE, self._spec(data, nbytes))
-            return
-        for root, block in enumerate(as_bytes(data).split(nbytes)):
-            self.broadcast(block, root)
-
-    def all_gather_uneven(self, data: Tensor, counts: Integers) -> None:
-        """Fill contiguous data, in which `counts[i]` bytes are rank i's."""
         if data.nbytes <= self._limits.max_message_bytes:
-            spec = [buffer_of(self._mpi, data), counts.astype(np.int32), None, self._mpi.BYTE]
-            self._do("allgatherv", self._mpi.IN_PLACE, spec)
-            return
-        for root, block in enumerate(as_bytes(data).split(counts.tolist())):
+            sent = self._mpi.IN_PLACE if own is None else self._spec(own, nbytes)
+            self._do("allgather", sent, self._spec(data, nbytes))
+        else:
+            self._broadcast_each(as_bytes(data).split(nbytes), own)
+
+    def all_gather_uneven(self, data: Tensor, counts: Integers, own: Tensor | None = None) -> None:
+        """Fill contiguous data, in which `counts[i]` bytes are rank i's; None: the own ones are there."""
+        if data.nbytes <= self._limits.max_message_bytes:
+            sent = self._mpi.IN_PLACE if own is None else self._spec(own, own.nbytes)
+            received = [buffer_of(self._mpi, data), counts.astype(np.int32), None, self._mpi.BYTE]
+            self._do("allgatherv", sent, received)
+        else:
+            self._broadcast_each(as_bytes(data).split(counts.tolist()), own)
+
+    def _broadcast_each(self, blocks: Sequence[Tensor], own: Tensor | None) -> None:
+        if own is not None:
+            blocks[self.index].copy_(as_bytes(own))
+        for root, block in enumerate(blocks):
             self.broadcast(block, root)
 
     def broadcast(self, data: Tensor, root: int) -> None:
         """Copy a root's contiguous data to all."""
-        for piece in as_bytes(data).split(self._limits.max_message_bytes):
+        most = self._limits.max_message_bytes
+        for piece in (data,) if data.nbytes <= most else as_bytes(data).split(most):
             self._do("bcast", self._spec(piece, piece.nbytes), root)
 
     def step(self, rows: int, itemsize: int) -> int:

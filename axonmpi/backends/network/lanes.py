@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...types import ReduceOp
-from ..buffers import as_bytes
+from ..buffers import as_bytes, bytes_of
 from ..call import Call
 from ..connection import Limits
 from ..reduction import reduce_rows_into, reduce_wide_into, wide_dtype
@@ -184,14 +184,14 @@ class NetworkConnection(BetweenNodes, SharedConnection):
             for lane, (first, last) in enumerate(slices if self.rank != root else ()):
                 part[first:last] = buffers[lane, : last - first]
 
-    def _all_gather(self, call: Call, own: Bytes, blocks: Blocks, result: Tensor) -> None:
-        target, nodes = as_bytes(result).numpy(), self._nodes
+    def _all_gather(self, call: Call, own: Tensor, blocks: Blocks, result: Tensor) -> None:
+        target, data, nodes = as_bytes(result).numpy(), bytes_of(own), self._nodes
         carrier, totals = nodes.place % nodes.lanes, nodes.rows_of.sum(axis=1)
         row = int(nodes.row[self.rank] - nodes.first_row[carrier])
         for buffers, low, high in self._turns(call, blocks.longest, self._step(call, int(totals.max()), 1)):
             width = high - low
             at = row * width
-            mine = own[low:high]
+            mine = data[low:high]
             buffers[carrier, at : at + mine.nbytes] = mine
             self._barrier.wait(call)
             if self._lane is not None:

@@ -26,9 +26,9 @@ from ..shared.segment import PAGE, Segment
 from ..shared.staging import Bytes
 from ..tuning import AGREEMENT_BYTES, MAX_PLANS
 from .agreement import Agreement, Head, Payload
-from .nodes import Integers, Nodes
+from .nodes import Blocks, Integers, Nodes
 from .patience import Patience
-from .payloads import Copied, Gathered, Summed
+from .payloads import Copied, Gathered, Scattered, Summed
 
 __all__ = ["CELL_BYTES", "Meeting", "NodeMeeting"]
 
@@ -56,6 +56,7 @@ class Meeting:
         self.agreement = agreement
         self._cells = agreement.count
         self._sums: BoundedCache[int, Summed] = BoundedCache(MAX_PLANS)
+        self._scatters: BoundedCache[int, Scattered] = BoundedCache(MAX_PLANS)
         self._gathers: BoundedCache[tuple[int, int], tuple[Gathered, Tensor, Tensor]] = BoundedCache(_MAX_GATHERS)
 
     def carries(self, call: Call) -> bool:
@@ -92,6 +93,25 @@ class Meeting:
         summed.total.copy_(tensor)
         self._add_up(call, summed)
         return summed.total
+
+    def reduce_scatter(self, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
+        """Reduce what `carries` allows, [numel] contiguous, and put the own block into `output`; collective."""
+        if self._ordered:
+            self._reduce_and_cut(call, flat, blocks, output)
+            return
+        scattered = self._scatters.get(call.key)
+        if scattered is None:
+            edges = [*(blocks.edges // flat.itemsize).tolist()]
+            scattered = self._scatters.add(call.key, Scattered(self.agreement, call, edges))
+        scattered.total.copy_(flat)
+        self._run(call, (call.key, -call.key, 0, 0, 0), scattered)
+        if call.op is ReduceOp.AVERAGE:
+            scattered.own.div_(self._comm.size)
+        output.copy_(scattered.own)
+
+    def _reduce_and_cut(self, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
+        low, high = (edge // flat.itemsize for edge in blocks.bounds(self._comm.rank))
+        output.copy_(self.reduce(call, flat.view(call.shape)).view(-1)[low:high])
 
     def gather(self, call: Call, own: Tensor) -> Tensor | None:
         """Return the blocks of all ranks end to end, None where their sizes along dim 0 differ; collective."""
@@ -211,6 +231,10 @@ class NodeMeeting(Meeting):
             self._result[:nbytes] = self.agreement.outgoing[:nbytes]
         self._leave(call)
         return torch.from_numpy(self._result[:nbytes]).view(total.dtype).view(tensor.shape)
+
+    def reduce_scatter(self, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
+        """See `Meeting.reduce_scatter`."""
+        self._reduce_and_cut(call, flat, blocks, output)
 
     def gather(self, call: Call, own: Tensor) -> Tensor | None:
         """See `Meeting.gather`."""

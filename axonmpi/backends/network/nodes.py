@@ -105,20 +105,21 @@ class Blocks:
     def __init__(self, sizes: Sequence[int] | Integers) -> None:
         of_all = np.asarray(sizes, np.int64)
         edges = np.flatnonzero(np.diff(of_all)) + 1
-        self._keep([0, *edges.tolist(), len(of_all)], of_all[np.concatenate([[0], edges])])
+        first, lengths = np.concatenate([[0], edges]), np.diff(np.concatenate([[0], edges, [len(of_all)]]))
+        ends = np.cumsum(of_all[first] * lengths)
+        self._keep([*first.tolist(), len(of_all)], of_all[first].tolist(), [0, *ends.tolist()])
 
     @classmethod
     def equal(cls, ranks: int, nbytes: int) -> Blocks:
         """Make blocks of one size; local."""
         made = cls.__new__(cls)
-        made._keep([0, ranks], np.array([nbytes]))
+        made._keep([0, ranks], [nbytes], [0, ranks * nbytes])
         return made
 
-    def _keep(self, edges: list[int], sizes: Integers) -> None:
-        """Keep where runs of equal blocks begin, in ranks, and the last one ends; and the size of their blocks."""
-        self._edges, self._sizes, self._lengths = edges, sizes.tolist(), np.diff(edges)
-        self._starts = [0, *np.cumsum(sizes * self._lengths).tolist()]
-        self.longest = max(self._sizes)
+    def _keep(self, edges: list[int], sizes: list[int], starts: list[int]) -> None:
+        """Keep where runs of equal blocks begin and the last one ends, in ranks and in bytes, and their sizes."""
+        self._edges, self._sizes, self._starts = edges, sizes, starts
+        self.longest = max(sizes)
 
     @property
     def are_equal(self) -> bool:
@@ -128,7 +129,12 @@ class Blocks:
     @property
     def sizes(self) -> Integers:
         """[ranks] the size of each, as a new array."""
-        return np.repeat(self._sizes, self._lengths)
+        return np.repeat(self._sizes, np.diff(self._edges))
+
+    @property
+    def edges(self) -> Integers:
+        """[ranks + 1] bytes before each block, and in all, as a new array."""
+        return np.concatenate([[0], np.cumsum(self.sizes)])
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """Return where a rank's block begins and ends."""
