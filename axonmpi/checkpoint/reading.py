@@ -11,7 +11,6 @@ read the next one into a second memory. Blocks are read whole, so their checksum
 from __future__ import annotations
 
 import os
-import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -27,7 +26,7 @@ from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from ..utils.partition import split_range
 from ..utils.text import text_of_problems
-from .files.checksums import BLOCK_BYTES, block_count
+from .files.checksums import BLOCK_BYTES, block_count, crc32
 from .files.tensor_file import TensorEntry, TensorFile, check_size
 from .parts.boxes import Box, boxes_of_range, strides_of
 from .parts.part import Part
@@ -217,7 +216,7 @@ class _Source:
                 at += count
         except OSError as error:
             raise self._error(block, f"cannot be read: {error.strerror}") from error
-        if self._checksums is not None and zlib.crc32(memory) != self._checksums[block]:
+        if self._checksums is not None and crc32(memory) != self._checksums[block]:
             raise self._error(block, "its bytes are not those that were written: the file is damaged")
 
     def _error(self, block: int, what: str) -> CheckpointError:

@@ -6,7 +6,6 @@ A folder without `state.json`, or a single file, is another tool's: it has weigh
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import CheckpointError
-from .checksums import BLOCK_BYTES, block_count
+from .checksums import BLOCK_BYTES, block_count, crc32
 from .folders import STATE_FILE, find_checkpoint, partial_of
 from .tensor_file import TensorFile, TensorSpec, read_header, read_headers
 
@@ -128,7 +127,7 @@ def _check_header(path: Path, file: TensorFile, checksums: npt.NDArray[np.uint32
     end = min((entry.start for entry in file.entries.values()), default=file.size)
     with path.open("rb") as opened:
         for block, checksum in enumerate(checksums[: block_count(end)]):
-            if zlib.crc32(opened.read(BLOCK_BYTES)) != checksum:
+            if crc32(opened.read(BLOCK_BYTES)) != checksum:
                 names = [*map(repr, (entry.spec.name for entry in file.touching(0, (block + 1) * BLOCK_BYTES)))]
                 raise CheckpointError(
                     f"{path}: its bytes {block * BLOCK_BYTES} to {(block + 1) * BLOCK_BYTES}, with its header"

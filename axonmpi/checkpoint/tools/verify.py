@@ -6,7 +6,6 @@ Files of other tools have no checksums; of them only headers and sizes can be ch
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from ...errors import CheckpointError
 from ...groups.process_group import ProcessGroup
 from ...utils.partition import split_range
 from ...utils.text import counted, in_ranges
-from ..files.checksums import BLOCK_BYTES, block_count
+from ..files.checksums import BLOCK_BYTES, block_count, crc32
 from ..files.contents import KINDS, read_state
 from ..files.folders import STATE_FILE, find_checkpoint
 from ..files.tensor_file import TensorFile, read_header, read_headers
@@ -220,7 +219,7 @@ class _Files(ExitStack):
                 at += count
         except OSError:
             return None
-        return zlib.crc32(self._memory[:at])
+        return crc32(self._memory[:at])
 
 
 def _damage(name: str, blocks: Sequence[int], size: int, header: TensorFile | None) -> Damage:
