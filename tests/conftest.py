@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.doubled_worlds import compares_calls, doubled, not_over_double
+from hypothesis import settings
 
 from axonmpi.backends.mock.backend import MockBackend
 from axonmpi.groups.world import current_world
@@ -18,6 +19,9 @@ from axonmpi.launch.variables import launched_ranks
 from axonmpi.testing.plugin.marked import marked_rank_count
 
 pytest_plugins = ["pytester"]
+
+settings.register_profile("no deadline", deadline=None)  # an example takes as long as the machine is busy
+settings.load_profile("no deadline")
 
 ABOVE_THE_BACKENDS = (
     *("bad_input", "data", "ddp", "fsdp", "gpu", "mesh", "original", "pipeline", "soak", "tensor", "train"),

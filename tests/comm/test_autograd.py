@@ -111,7 +111,7 @@ def inner(a: Tensor, b: Tensor, same: bool) -> float:
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@settings(max_examples=10, deadline=None, derandomize=True, database=None)
+@settings(max_examples=10, derandomize=True, database=None)
 @given(case=cases)
 def test_values_are_those_of_numpy_and_backwards_are_adjoints(world, case: Case) -> None:
     """And the backward of a backward is the operator again."""

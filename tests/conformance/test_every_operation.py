@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from axonmpi import ProcessGroup, World
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-EXAMPLES = settings(max_examples=5, deadline=None, derandomize=True, database=None)
+EXAMPLES = settings(max_examples=5, derandomize=True, database=None)
 OPERATIONS = (
     *("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all"),
     "ring",

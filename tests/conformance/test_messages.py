@@ -135,7 +135,7 @@ plans = st.lists(
 
 
 @pytest.mark.ranks(2, 3)
-@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@settings(max_examples=15, derandomize=True, database=None)
 @given(
     plan=plans, order=st.randoms(use_true_random=False).map(lambda random: random.random()), posted=st.booleans()
 )

@@ -16,7 +16,7 @@ from torch.utils.data import DistributedSampler as TorchSampler
 import axonmpi as ax
 from axonmpi.data import DistributedSampler
 
-few = settings(max_examples=30, deadline=None)
+few = settings(max_examples=30)
 lengths = st.integers(1, 60)
 replicas = st.integers(1, 12)
 

@@ -72,7 +72,7 @@ LINE = 64
 """Bytes; where memory that torch allocates begins."""
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(units=st.lists(NUMELS, min_size=1, max_size=3), ranks=st.integers(1, 5), whole=st.booleans())
 def test_each_element_is_on_one_rank_and_the_loads_are_balanced(units, ranks, whole):
     wholes = [torch.arange(numel, dtype=torch.float32) for numels in units for numel in numels]

@@ -206,7 +206,7 @@ def test_long_rows_are_shortened() -> None:
     ]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.dictionaries(st.sampled_from(["a", "b", "c"]), st.sampled_from([-1, 1, 2, 3, 5, 8]), min_size=1),
     st.integers(1, 24),

@@ -34,7 +34,7 @@ def parameters_with(gradients: list[Tensor]) -> list[nn.Parameter]:
     return made
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(0, 5), st.sampled_from([1, 2, 4])), max_size=5),
     st.sampled_from(TYPES),

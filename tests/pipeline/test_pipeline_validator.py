@@ -65,7 +65,7 @@ def placements(draw):
     return tuple(owners), micro_batches, edges, draw(st.booleans()), draw(st.integers(0, 2**32))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(placements())
 def test_messages_for_any_placement_and_any_order_are_valid(case):
     placement, micro_batches, edges, split, seed = case

@@ -279,7 +279,7 @@ def test_gradients_that_are_there_already(dtype) -> None:
         assert type(now.grad_fn) is type(whole.grad_fn)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_random_graphs(data) -> None:
     """Values are combined at random: with parameters that may be used again, with each other, or both.

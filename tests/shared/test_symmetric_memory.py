@@ -188,7 +188,7 @@ SIZE = 1 << 16
 requests = st.tuples(st.integers(1, SIZE // 4), st.sampled_from([1, 2, 64, 4096, 8192]), st.integers(0, 5))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@settings(max_examples=40, derandomize=True, database=None)
 @given(steps=st.lists(requests, max_size=40))
 def test_free_ranges_never_overlap_and_join(steps) -> None:
     """In any order of taking and giving back, as found anew from what is in use."""

@@ -60,7 +60,7 @@ def test_any_other_width_has_masks_of_its_own_that_differ(world):
         assert abs(kept - 0.5) < 5 * 0.5 / math.sqrt(3 * 40 * length)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     width=st.sampled_from([1, 2, 3, 4, 6]),

@@ -36,7 +36,7 @@ def of_torch(logits: Tensor, targets: Tensor, **options) -> Tensor:
 
 
 @pytest.mark.ranks(1, 4)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     shape=st.sampled_from([(), (3,), (2, 4), (0, 4)]),
     local=st.integers(1, 5),

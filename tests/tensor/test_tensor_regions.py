@@ -96,7 +96,7 @@ def inner(a: Tensor, b: Tensor, same: bool) -> float:
 
 
 @pytest.mark.ranks(1, 3)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(case=cases())
 def test_values_transposes_and_their_transposes(world, case: Case) -> None:
     for name, operator in OPERATORS.items():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from axonmpi.tensor import Shard
 
-EXAMPLES = settings(max_examples=20, deadline=None)
+EXAMPLES = settings(max_examples=20)
 RANKS = st.sampled_from([1, 2, 3, 4, 8])
 
 

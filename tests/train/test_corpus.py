@@ -88,7 +88,7 @@ def test_a_folder_with_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeyp
         assert load_corpus(TextConfig(data=".", data_limit=0.0003), 8)  # which does not need it
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(20, 400) | st.sampled_from([10_007, 300_000]), st.floats(0.001, 0.5), st.integers(1, 10))
 def test_blocks_are_whole_disjoint_and_complete(length, fraction, shortest):
     text = torch.arange(length)

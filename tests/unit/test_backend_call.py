@@ -111,7 +111,7 @@ def test_the_error_names_the_ranks_of_each_call() -> None:
     ]
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30, derandomize=True, database=None)
 @given(dtype=st.sampled_from(DTYPES), shape=st.lists(st.integers(0, 2), max_size=12).map(tuple))
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_descriptions_of_tensors_travel(dtype, shape) -> None:

@@ -23,7 +23,7 @@ from axonmpi.errors import DtypeError
 
 INTEGERS = [dtype for dtype in DTYPES if not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)]
 NARROW = [dtype for dtype in DTYPES if dtype.is_floating_point and dtype.itemsize < 4]
-EXAMPLES = settings(max_examples=20, deadline=None, derandomize=True, database=None)
+EXAMPLES = settings(max_examples=20, derandomize=True, database=None)
 UFUNCS = {
     ReduceOp.SUM: np.add,
     ReduceOp.PRODUCT: np.multiply,

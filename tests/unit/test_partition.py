@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from axonmpi.fsdp.layout import by_elements, by_parameters
 from axonmpi.utils.partition import bucket_by_size, split_bounds, split_range, split_sizes
 
-EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+EXAMPLES = settings(max_examples=40, derandomize=True, database=None)
 totals = st.integers(0, 500)
 parts = st.integers(1, 40)
 

@@ -6,7 +6,7 @@
 CRC-32 is linear: the checksum of a block is the exclusive or of those of its pieces, each followed by as many zero
 bytes as there are after it. So each rank computes the checksums of what it writes.
 
-Source: Mark Adler, crc32_combine() of zlib. The sums are those of `isal`: zlib's own would take longer than a quick disk.
+Source: Mark Adler, crc32_combine() of zlib. The sums are those of `isal`: zlib takes longer than a quick disk.
 """
 
 from __future__ import annotations
