@@ -62,7 +62,7 @@ class TaskQueue(Protocol):
     ended: int
 
     def submit(
-        self, operation: str, task: Callable[[], Any], waiting: Callable[[], AbstractContextManager[None]] = ...
+        self, operation: str, task: Callable[[], Any], waiting: Callable[..., AbstractContextManager[None]] = ...
     ) -> Work:
         """Queue an operation; the context manager that `waiting` makes is around each wait for it."""
 
@@ -686,7 +686,14 @@ class Backend(ABC):
 
     @contextmanager
     def waiting(
-        self, operation: str, peer: int | None = None, nbytes: int = 0, *, tag: int = -1, number: int = 0
+        self,
+        operation: str,
+        peer: int | None = None,
+        nbytes: int = 0,
+        *,
+        tag: int = -1,
+        number: int = 0,
+        gives_up: bool = False,
     ) -> Iterator[None]:
         """Tell the observer and the rank's page that the block waits, or hands data over; local.
 
@@ -697,12 +704,14 @@ class Backend(ABC):
             nbytes: Size of what is handed over.
             tag: Of the message.
             number: Which of the group's collectives is waited for.
+            gives_up: Whether the wait has a time limit: the page does not say then that the rank waits.
         """
         told, observer = "send" if operation == "stage send" else "wait", self.observer
         if observer is not None:
             observer.enter(told, nbytes)
         try:
-            with self.notes.noted(describe(operation, peer=peer, tag=tag, nbytes=nbytes), number):
+            notes = NoLog() if gives_up else self.notes
+            with notes.noted(describe(operation, peer=peer, tag=tag, nbytes=nbytes), number):
                 yield
         finally:
             if observer is not None:
