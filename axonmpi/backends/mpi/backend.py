@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from ...errors import CommunicatorError
+from ...launch import board
 from ...launch import exit as exits
 from ...launch import start as runtime
 from ...launch.cpu import CoreShare, core_share
@@ -65,6 +67,23 @@ def _register_with_exits() -> None:
     os.register_at_fork(after_in_child=_leave_to_parent)
 
 
+def _identity(mpi: Any, comm: Any) -> tuple[int, int, int]:
+    """Return what ranks of a group know it by; collective.
+
+    Returns:
+        A number that no other group has; the world's number of the group's rank 0; the step to those of the others,
+        0 if it varies.
+    """
+    rank, own = comm.Get_rank(), mpi.COMM_WORLD.Get_rank()
+    key = secrets.randbits(62) | 1 if rank == 0 else 0
+    told = np.array([key, own if rank == 0 else -1, own if rank == 1 else -1])
+    comm.Allreduce(mpi.IN_PLACE, told, mpi.MAX)
+    key, first, second = told.tolist()
+    varies = np.array([own != first + (second - first) * rank])
+    comm.Allreduce(mpi.IN_PLACE, varies, mpi.LOR)
+    return key, first, 0 if varies[0] else second - first
+
+
 @contextmanager
 def _making_communicators(mpi: Any) -> Iterator[None]:
     """Say what to do where MPI has no communicator left."""
@@ -98,7 +117,11 @@ class MpiBackend(Backend):
     name = "mpi"
 
     def __init__(
-        self, comm: MPI.Intracomm | None = None, *, timeout: float | None = None, parent: MpiBackend | None = None
+        self,
+        comm: MPI.Intracomm | None = None,
+        *,
+        timeout: float | None = None,
+        parent: MpiBackend | None = None,
     ) -> None:
         self._mpi = runtime.start_mpi()
         self.failures = (self._mpi.Exception,)
@@ -110,6 +133,8 @@ class MpiBackend(Backend):
         with _making_communicators(self._mpi):
             self.mpi_comm = comm.Dup() if parent is None else comm
             self.cores: CoreShare = core_share(self._mpi, self.mpi_comm) if parent is None else parent.cores
+            identity = _identity(self._mpi, self.mpi_comm)
+            self.notes = board.own_page().join(rank, self.size, *identity, gives_up=timeout is not None)
             self._patience = Patience(self._mpi, oversubscribed=self.cores.oversubscribed)
             self._messages = MessagePort(self._mpi, self.mpi_comm, FIRST_TAG_OF_USERS)
             self._pairs = MessagePort(self._mpi, self.mpi_comm, TAG_OF_PAIRS)
@@ -245,13 +270,17 @@ class MpiBackend(Backend):
         write_back(flat, tensor)
 
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
-        return self._messages.send_work(as_bytes(tensor.contiguous()), dst, tag, self.max_message_bytes)
+        work = self._messages.send_work(as_bytes(tensor.contiguous()), dst, tag, self.max_message_bytes)
+        work.waiting = functools.partial(self.waiting, "wait for isend", dst, tag=tag)
+        return work
 
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
         flat = flat_elements(tensor)
-        return self._messages.receive_work(
+        work = self._messages.receive_work(
             as_bytes(flat), src, tag, self.max_message_bytes, lambda: write_back(flat, tensor)
         )
+        work.waiting = functools.partial(self.waiting, "wait for irecv", src, tag=tag)
+        return work
 
     # ---- memory -------------------------------------------------------------------------------------------
 
@@ -275,7 +304,8 @@ class MpiBackend(Backend):
         return self._connection.node_empty(call.nbytes).view(call.dtype).view(call.shape)
 
     def check_peers(self, what: str, peer: int | None = None) -> None:
-        """Return: a rank that fails ends the job, and with it whoever waits."""
+        """Raise if a rank of this node has ended; elsewhere a rank that fails ends the job; local."""
+        self._connection.check_node(what)
 
     def _counters(self, memory: Tensor) -> NodeCounters:
         fence, busy = self._connection.fence, self.cores.oversubscribed
