@@ -1,0 +1,275 @@
+"""What goes wrong in a job: `programs.py FAULT`, on three ranks, of which rank 1 is the culprit.
+
+Each function is one fault, by the name that the table has for it. The other ranks go on with collectives until they
+are stopped. The moment of the fault is written to the file that FAULT_MARK names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import axonmpi as ax
+
+CULPRIT = 1
+SPARE_BYTES = 64 << 20
+"""Memory that a rank may still ask for before it has none."""
+
+
+def mark() -> None:
+    """Write down that the fault happens now."""
+    Path(os.environ["FAULT_MARK"]).write_text(str(time.monotonic()))
+
+
+def go_on() -> NoReturn:
+    """Do what a healthy rank does, for ever."""
+    while True:
+        ax.all_reduce(torch.ones(1000))
+
+
+# ---- a rank raises ----------------------------------------------------------------------------------------------
+
+
+def fail(*_: object) -> NoReturn:
+    mark()
+    raise ValueError("the injected error")
+
+
+def raises(world: ax.World) -> None:
+    if world.rank == CULPRIT:
+        fail()
+    go_on()
+
+
+def raises_in_thread(world: ax.World) -> None:
+    if world.rank == CULPRIT:
+        threading.Thread(target=fail).start()
+    go_on()
+
+
+def raises_in_hook(world: ax.World) -> None:
+    model = ax.DDP(nn.Linear(4, 4))
+    if world.rank == CULPRIT:
+        model.module.weight.register_hook(fail)
+    while True:
+        model(torch.ones(2, 4)).sum().backward()
+
+
+class Broken(Dataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> object:
+        return fail()
+
+
+def raises_in_loader(world: ax.World) -> None:
+    if world.rank == CULPRIT:
+        list(DataLoader(Broken(), num_workers=1))
+    go_on()
+
+
+class Block(nn.Module):
+    """A layer that can be told to raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.broken = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return fail() if self.broken else torch.relu(self.layer(x))
+
+
+def pipeline_of(world: ax.World, stage: Block) -> ax.Pipeline:
+    stages: list[nn.Module] = [Block() for _ in range(world.size)]
+    stages[world.rank] = stage
+    return ax.Pipeline.from_modules(
+        stages, schedule=ax.PipelineSchedule.ONE_F_ONE_B, num_microbatches=4, loss_fn=nn.functional.mse_loss
+    )
+
+
+def raises_in_stage(world: ax.World) -> None:
+    stage = Block()
+    pipeline = pipeline_of(world, stage)
+    x = torch.ones(8, 8)
+    for step in range(10**6):
+        stage.broken = world.rank == CULPRIT and step == 3
+        pipeline.train_step(x, x)
+
+
+def fewer_steps(world: ax.World) -> None:
+    pipeline = pipeline_of(world, Block())
+    x = torch.ones(8, 8)
+    for _ in range(3 if world.rank == CULPRIT else 10**6):
+        pipeline.train_step(x, x)
+    mark()
+
+
+def fsdp_caught(world: ax.World) -> None:
+    """The culprit raises in the middle of a forward, catches it, and goes on with the next step."""
+    blocks = [Block() for _ in range(3)]
+    model = ax.FSDP(nn.Sequential(*blocks))
+    for step in range(10**6):
+        blocks[1].broken = world.rank == CULPRIT and step == 3
+        try:
+            loss = model(torch.ones(2, 8)).sum()
+        except ValueError:
+            continue
+        loss.backward()
+
+
+# ---- a rank ends ------------------------------------------------------------------------------------------------
+
+
+def ends(world: ax.World) -> None:
+    leave(world, lambda: None)
+
+
+def exits_0(world: ax.World) -> None:
+    leave(world, lambda: sys.exit(0))
+
+
+def exits_256(world: ax.World) -> None:
+    leave(world, lambda: sys.exit(256))
+
+
+def os_exit_0(world: ax.World) -> None:
+    leave(world, lambda: os._exit(0))
+
+
+def leave(world: ax.World, how) -> None:
+    if world.rank == CULPRIT:
+        mark()
+        how()
+    else:
+        go_on()
+
+
+def killed(world: ax.World) -> None:
+    signalled(world, signal.SIGKILL)
+
+
+def stopped(world: ax.World) -> None:
+    signalled(world, signal.SIGSTOP)
+
+
+def signalled(world: ax.World, number: signal.Signals) -> None:
+    leave(world, lambda: os.kill(os.getpid(), number))
+
+
+def crashes(world: ax.World) -> None:
+    leave(world, lambda: ctypes.string_at(0))
+
+
+def out_of_memory(world: ax.World) -> None:
+    if world.rank == CULPRIT:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + SPARE_BYTES, resource.RLIM_INFINITY))
+        mark()
+        torch.ones(4 * SPARE_BYTES)
+    go_on()
+
+
+def healthy(world: ax.World) -> None:
+    """Nothing goes wrong on the ranks: the runner does something to the launcher or to the nodes."""
+    for _ in range(10):
+        ax.all_reduce(torch.ones(1000))
+    if world.rank == CULPRIT:
+        mark()
+    go_on()
+
+
+# ---- a rank does something else ---------------------------------------------------------------------------------
+
+
+def loops(world: ax.World) -> None:
+    """The culprit computes for ever between two collectives."""
+    if world.rank == CULPRIT:
+        mark()
+        while True:
+            torch.ones(10).sum()
+    go_on()
+
+
+def skipped(world: ax.World) -> None:
+    other_call(world, lambda: None)
+
+
+def other_call(world: ax.World, call) -> None:
+    """The culprit makes another call than the others, and then the same ones."""
+    ax.barrier()
+    if world.rank == CULPRIT:
+        mark()
+        call()
+    else:
+        ax.all_reduce(torch.ones(4))
+    ax.broadcast(torch.ones(4), src=0)
+
+
+def wrong_operation(world: ax.World) -> None:
+    other_call(world, lambda: ax.all_gather(torch.ones(4)))
+
+
+def wrong_dtype(world: ax.World) -> None:
+    other_call(world, lambda: ax.all_reduce(torch.ones(4, dtype=torch.float64)))
+
+
+def wrong_shape(world: ax.World) -> None:
+    other_call(world, lambda: ax.all_reduce(torch.ones(5)))
+
+
+def wrong_root(world: ax.World) -> None:
+    ax.barrier()
+    mark()
+    ax.broadcast(torch.ones(4), src=int(world.rank == CULPRIT))
+
+
+def wrong_order(world: ax.World) -> None:
+    """The culprit takes two groups in the other order: every rank waits."""
+    groups = [world.new_group(range(world.size)) for _ in range(2)]
+    mark()
+    for group in reversed(groups) if world.rank == CULPRIT else groups:
+        ax.all_reduce(torch.ones(4), group=group)
+
+
+def ring_of_sends(world: ax.World) -> None:
+    """Each rank sends before it receives, more than MPI keeps: every rank waits."""
+    block = torch.ones(16 << 20)
+    ax.barrier()
+    mark()
+    ax.send(block, (world.rank + 1) % world.size)
+    ax.recv(block, (world.rank - 1) % world.size)
+
+
+def not_a_number(world: ax.World) -> None:
+    """One value of the culprit's gradient is no number."""
+    model = ax.DDP(nn.Linear(4, 4))
+    for step in range(10):
+        x = torch.ones(2, 4)
+        if world.rank == CULPRIT and step == 3:
+            mark()
+            x[0, 0] = float("nan")
+        model(x).sum().backward()
+
+
+def main() -> None:
+    if os.environ.get("FAULT_AT_START"):
+        mark()
+    world = ax.init_process_group()
+    globals()[sys.argv[1]](world)
+
+
+if __name__ == "__main__":
+    main()

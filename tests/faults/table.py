@@ -1,0 +1,106 @@
+"""The faults: how each is made, how soon its job has to end, how, and what has to be said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["FAULTS", "ONE_NODE", "TWO_NODES", "Fault"]
+
+Act = Literal["", "kill the launcher", "cut the link", "fill /dev/shm", "mix", "no launcher"]
+Places = tuple[tuple[int, ...], ...]
+
+ONE_NODE, TWO_NODES = (3,), (1, 2)
+"""Ranks of each node; the culprit, rank 1, shares the node of rank 0 or not."""
+BOTH: Places = (ONE_NODE, TWO_NODES)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, and what has to follow from it.
+
+    Attributes:
+        name: The function of `programs.py`.
+        what: The fault in words.
+        says: Patterns that all have to be found in what the job prints; the first finds the line of the table.
+        code: The exit code of the launcher; None: any but 0.
+        seconds: How long the job may go on after the fault.
+        places: Ranks of each node, one job for each.
+        env: Variables of the job.
+        act: What is done from outside.
+        quick: Whether the ordinary tests have it too.
+    """
+
+    name: str
+    what: str
+    says: tuple[str, ...]
+    code: int | None = 1
+    seconds: float = 10.0
+    places: Places = BOTH
+    env: Mapping[str, str] = field(default_factory=dict)
+    act: Act = ""
+    quick: bool = False
+
+
+ERROR = (r"\[rank 1\] ValueError: the injected error",)
+
+
+def gone(how: str) -> tuple[str, ...]:
+    """What has to be said of rank 1 when it is no more."""
+    return (rf"\brank 1\b.*({how})",)
+
+
+def called(how: str) -> tuple[str, ...]:
+    """What has to be said when rank 1 makes another call."""
+    return (rf"\brank 1: {how}", r"CollectiveMismatchError", r"\branks 0, 2: ")
+
+
+FAULTS = (
+    Fault("raises", "a rank raises", ERROR, quick=True),
+    Fault("raises_in_thread", "a rank raises in a thread", ERROR),
+    Fault("raises_in_hook", "a rank raises in a hook of backward", ERROR),
+    Fault("raises_in_loader", "a DataLoader worker raises", ERROR),
+    Fault("raises_in_stage", "a pipeline stage raises", ERROR),
+    Fault("fewer_steps", "a rank makes fewer pipeline steps", gone("end"), code=None),
+    Fault("fsdp_caught", "an FSDP forward raises on a rank, and is caught", (r"\brank 1\b",), code=None),
+    Fault("ends", "a rank comes to the end of its program", gone("end"), code=None, quick=True),
+    Fault("exits_0", "`sys.exit(0)` on a rank", gone("end"), code=None),
+    Fault("exits_256", "`sys.exit(256)` on a rank", gone("end"), code=None),
+    Fault("os_exit_0", "`os._exit(0)` on a rank", gone("end|exit|gone"), code=None, quick=True),
+    Fault("killed", "SIGKILL of a rank", gone("SIGKILL|[Kk]illed|signal 9|gone"), code=None),
+    Fault("healthy", "SIGKILL of the launcher", (), code=-9, act="kill the launcher", quick=True),
+    Fault("stopped", "SIGSTOP of a rank", gone("stopped"), code=None, quick=True),
+    Fault("crashes", "SIGSEGV of a rank", gone("SIGSEGV|[Ss]egmentation|signal 11|gone"), code=None),
+    Fault("out_of_memory", "a rank has no memory left", (r"\[rank 1\] .*(can't allocate|not enough) memory",)),
+    Fault(
+        "loops",
+        "an endless loop between collectives",
+        (r"\brank 1\b", "loops"),
+        code=None,
+        seconds=20.0,
+        env={"AXONMPI_TIMEOUT": "5"},
+        quick=True,
+    ),
+    Fault("skipped", "a collective skipped on a rank", called("broadcast")),
+    Fault("wrong_order", "two groups in another order", (r"\brank 1\b", "CollectiveTimeoutError"), code=None),
+    Fault("wrong_operation", "another operation", called("all_gather")),
+    Fault("wrong_dtype", "another dtype", called(r"all_reduce\(float64")),
+    Fault("wrong_shape", "another shape", called(r"all_reduce\(float32 \[5\]"), quick=True),
+    Fault("wrong_root", "another root", called(r"broadcast\(.*root=1")),
+    Fault("ring_of_sends", "a ring of sends", (r"\brank 1\b.*send", "CollectiveTimeoutError"), code=None),
+    Fault("not_a_number", "NaN in the gradient of a rank", (r"\brank 1\b.*nan",), env={"AXONMPI_DEBUG": "1"}),
+    Fault(
+        "healthy", "the link between nodes is cut", (r"n2|node 1",), code=None, places=(TWO_NODES,),
+        act="cut the link",
+    ),
+    Fault("healthy", "/dev/shm is full", (r"/dev/shm",), code=None, places=(ONE_NODE,), act="fill /dev/shm"),
+    Fault(
+        "healthy", "the launcher of another MPI", (r"LaunchError", r"type: +\S*mpirun"), code=None,
+        places=(ONE_NODE,), act="mix",
+    ),
+    Fault(
+        "healthy", "variables of a launcher, and none there", (r"LaunchError", r"type: +\S*mpirun"),
+        places=(ONE_NODE,), env={"PMI_RANK": "1", "PMI_SIZE": "3"}, act="no launcher",
+    ),
+)  # fmt: skip
