@@ -208,6 +208,10 @@ class Nodes:
         """Return the command that starts such a job on the first node, and the variables that it needs.
 
         Args:
+            ranks: As for `run`.
+            arguments: As for `run`.
+            placement: As for `run`.
+            env: As for `run`.
             mpirun: Another launcher than the one that belongs to the MPI library.
         """
         agent = str(Path(self._folder.name) / "ssh")
