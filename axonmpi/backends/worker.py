@@ -16,6 +16,7 @@ from ..errors import CollectiveTimeoutError, RankFailedError
 from ..types import Observer, Seconds, Work
 from ..utils.arguments import seconds
 from ..utils.waiting import compute_beside
+from .call_site import call_site, called_at
 
 __all__ = ["AtOnce", "Worker", "WorkerWork"]
 
@@ -27,6 +28,7 @@ class WorkerWork(Work):
         self.operation = operation
         self._observer = observer
         self._task: Callable[[], Any] | None = task
+        self._site = call_site()
         self._finished = threading.Lock()
         self._finished.acquire()
         self._complete = False
@@ -38,7 +40,8 @@ class WorkerWork(Work):
         """Run the operation, and keep its value or its error; called by the worker."""
         assert self._task is not None
         try:
-            self._value = self._task()
+            with called_at(self._site):
+                self._value = self._task()
         except BaseException as error:
             self._error = error
         finally:

@@ -12,7 +12,7 @@ from .variables import detect_launchers
 
 __all__ = [
     "adds_in_order",
-    "compares_calls",
+    "debugs",
     "gpu_variables",
     "may_bind",
     "prepare_for_mpi",
@@ -117,8 +117,11 @@ def writes_by_mpi() -> bool:
     return setting == "mpi-io"
 
 
-def compares_calls() -> bool:
-    """Say whether ranks compare their calls on GPUs too, as they always do on CPUs: `AXONMPI_DEBUG=1`; local.
+def debugs() -> bool:
+    """Say whether to look for the program's mistakes where that costs time: `AXONMPI_DEBUG=1`; local.
+
+    Ranks compare their calls on GPUs too, as they always do on CPUs; messages about calls that differ say where
+    they were made; wrappers warn of gradients that are nan on a rank.
 
     Raises:
         ValueError: The variable is neither 0 nor 1.

@@ -6,6 +6,7 @@ are stopped. The moment of the fault is written to the file that FAULT_MARK name
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import resource
@@ -264,7 +265,47 @@ def not_a_number(world: ax.World) -> None:
         model(x).sum().backward()
 
 
+# ---- operations that nobody waits for, or too late --------------------------------------------------------------
+
+
+def dropped_work(world: ax.World) -> None:
+    """Nobody waits for the culprit's operation, which the others never meet."""
+    ax.barrier()
+    mark()
+    if world.rank == CULPRIT:
+        ax.all_reduce(torch.ones(4), async_op=True)
+
+
+def closed_in_use(world: ax.World) -> None:
+    """The culprit closes a group in which its operation is under way."""
+    group = world.new_group(range(world.size))
+    if world.rank == CULPRIT:
+        mark()
+        ax.all_reduce(torch.ones(4), group=group, async_op=True)
+        group.close()
+    go_on()
+
+
+def after_the_end(world: ax.World) -> None:
+    """A function that Python calls after MPI has ended communicates: see `main`."""
+    mark()
+
+
+def late() -> None:
+    ax.all_reduce(torch.ones(4))
+
+
+def thread_at_the_end(world: ax.World) -> None:
+    """The culprit's program ends while a thread of it waits for a message."""
+    ax.barrier()
+    mark()
+    if world.rank == CULPRIT:
+        threading.Thread(target=ax.recv, args=(torch.ones(4), 0), daemon=True).start()
+
+
 def main() -> None:
+    if sys.argv[1] == "after_the_end":
+        atexit.register(late)
     if os.environ.get("FAULT_AT_START"):
         mark()
     world = ax.init_process_group()

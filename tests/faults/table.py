@@ -91,6 +91,16 @@ FAULTS = (
     Fault("ring_of_sends", "a ring of sends", (r"\brank 1\b.*send", "CollectiveTimeoutError"), code=None),
     Fault("not_a_number", "NaN in the gradient of a rank", (r"\brank 1\b.*nan",), env={"AXONMPI_DEBUG": "1"}),
     Fault(
+        "dropped_work", "nobody waits for an operation that the other ranks never meet",
+        (r"\[rank 1\] .*still runs an asynchronous operation",), seconds=25.0,
+    ),
+    Fault(
+        "closed_in_use", "a group is closed while an operation is under way",
+        (r"\[rank 1\] .*still runs an asynchronous operation",), seconds=15.0,
+    ),
+    Fault("after_the_end", "a collective after the end of MPI", (r"CommunicatorError",), code=0),
+    Fault("thread_at_the_end", "a rank ends while a thread of it waits", (r"\brank 1\b",), code=None, seconds=25.0),
+    Fault(
         "healthy", "the link between nodes is cut", (r"n2|node 1",), code=None, places=(TWO_NODES,),
         act="cut the link",
     ),
