@@ -16,13 +16,16 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..errors import AxonmpiError, CommunicatorError, DtypeError
+from ..launch.page import GroupLog, NoLog, describe
 from ..types import Observer, ReduceOp, Seconds, Work
 from ..utils.arguments import check_flags, member, seconds
 from ..utils.cache import BoundedCache
@@ -58,8 +61,10 @@ class TaskQueue(Protocol):
     started: int
     ended: int
 
-    def submit(self, operation: str, task: Callable[[], Any], observer: Observer | None = None) -> Work:
-        """Queue an operation."""
+    def submit(
+        self, operation: str, task: Callable[[], Any], waiting: Callable[[], AbstractContextManager[None]] = ...
+    ) -> Work:
+        """Queue an operation; the context manager that `waiting` makes is around each wait for it."""
 
     def close(self, timeout: float) -> bool:
         """End after the operations already queued; False if one is still running after `timeout` seconds."""
@@ -94,6 +99,8 @@ class Backend(ABC):
         self.observer: Observer | None = None
         self.place = torch.device("cpu")
         self._closed: str | None = None
+        self._log: GroupLog | NoLog = NoLog()
+        self._notes: BoundedCache[Any, bytes] = BoundedCache(MAX_CALLS)
         self._calls: BoundedCache[Any, Call] = BoundedCache(MAX_CALLS)
         self._worker = worker
 
@@ -529,9 +536,9 @@ class Backend(ABC):
             raise ValueError(f"send: rank {dst} would wait for itself; use isend to send to the own rank")
         tensor = check_readable(tensor, self.name, self.device_types)
         if self.timeout is None:
-            self._execute("send", tensor.nbytes, self._send, tensor, dst, tag)
+            self._message("send", self._send, tensor, dst, tag)
         else:
-            self._execute("send", tensor.nbytes, self._isend, tensor, dst, tag).wait(self.timeout)
+            self._message("send", self._isend, tensor, dst, tag).wait(self.timeout)
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0) -> None:
         """Receive from rank `src` into `tensor`, in place; matches one `send` there.
@@ -549,16 +556,16 @@ class Backend(ABC):
         check_tag(tag)
         tensor = check_writable(tensor, self.name, self.device_types)
         if self.timeout is None:
-            self._execute("recv", tensor.nbytes, self._recv, tensor, src, tag)
+            self._message("recv", self._recv, tensor, src, tag)
         else:
-            self._execute("recv", tensor.nbytes, self._irecv, tensor, src, tag).wait(self.timeout)
+            self._message("recv", self._irecv, tensor, src, tag).wait(self.timeout)
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Work:
         """Begin to send to rank `dst`; leave the tensor alone until the Work is done. See `send`."""
         check_rank(dst, "dst", self.size)
         check_tag(tag)
         tensor = check_readable(tensor, self.name, self.device_types)
-        work: Work = self._execute("isend", tensor.nbytes, self._isend, tensor, dst, tag)
+        work: Work = self._message("isend", self._isend, tensor, dst, tag)
         return work
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
@@ -570,7 +577,7 @@ class Backend(ABC):
         check_rank(src, "src", self.size)
         check_tag(tag)
         tensor = check_writable(tensor, self.name, self.device_types)
-        work: Work = self._execute("irecv", tensor.nbytes, self._irecv, tensor, src, tag)
+        work: Work = self._message("irecv", self._irecv, tensor, src, tag)
         return work
 
     # ---- life ---------------------------------------------------------------------------------------------
@@ -598,6 +605,7 @@ class Backend(ABC):
                 "wait for every Work before closing"
             )
         self._closed = "it was closed by destroy_process_group() or close()"
+        self._log.close()
         self._release()
 
     def invalidate(self, reason: str) -> None:
@@ -610,40 +618,94 @@ class Backend(ABC):
         if async_op is not False or self._worker.started != self._worker.ended or self.timeout is not None:
             return self._queue(async_op, call, move, args)
         if self.observer is not None or self._closed is not None:
-            return self._execute(call.operation, call.nbytes, move, call, *args)
+            return self._execute(call, move, call, *args)
+        log = self._log
+        note = log.call(call.description)
         try:
-            return move(call, *args)
-        except self.failures as error:
-            raise self._failure(call.operation, error) from error
+            result = move(call, *args)
+        except BaseException as error:
+            log.fail(note)
+            if isinstance(error, self.failures):
+                raise self._failure(call.operation, error) from error
+            raise
+        log.leave(note)
+        return result
 
     def _queue(self, async_op: bool, call: Call, move: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         check_flags(async_op=async_op)
         self._check_open(call.operation)
         inference = torch.is_inference_mode_enabled()
+        note = self._log.call(call.description)
+        number = self._log.count
+        self._log.queue(note)
 
         def task() -> Any:
+            self._log.start(note)
             with torch.inference_mode(inference):  # a mode is a thread's own, and tensors made in it need it
-                return self._execute(call.operation, call.nbytes, move, call, *args)
+                return self._observed(note, call.operation, call.nbytes, move, call, *args)
 
-        work = self._worker.submit(str(call), task, self.observer)
+        work = self._worker.submit(str(call), task, partial(self.waiting, "wait", number=number))
         if async_op:
             return work
         work.wait(None if self.timeout is None else self.timeout + self.grace)
         return work.result()
 
-    def _execute(self, operation: str, nbytes: int, move: Callable[..., Any], *args: Any) -> Any:
-        if self._closed is not None:
-            self._check_open(operation)
+    def _execute(self, call: Call, move: Callable[..., Any], *args: Any) -> Any:
+        self._check_open(call.operation)
+        return self._observed(self._log.call(call.description), call.operation, call.nbytes, move, *args)
+
+    def _message(self, operation: str, move: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> Any:
+        """Send or receive, or begin to."""
+        self._check_open(operation)
+        kind = (operation, tensor.dtype, tensor.shape, peer, tag)
+        told = self._notes.get(kind)
+        if told is None:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            told = describe(operation, dtype, tuple(tensor.shape), None, peer, tag, tensor.nbytes)
+            self._notes.add(kind, told)
+        return self._observed(self._log.enter(told), operation, tensor.nbytes, move, tensor, peer, tag)
+
+    def _observed(self, note: int, operation: str, nbytes: int, move: Callable[..., Any], *args: Any) -> Any:
+        """Move data; the observer hears of it, and the rank's page says how it has ended."""
         observer = self.observer
         if observer is not None:
             observer.enter(operation, nbytes)
         try:
-            return move(*args)
-        except self.failures as error:
-            raise self._failure(operation, error) from error
+            result = move(*args)
+        except BaseException as error:
+            self._log.fail(note)
+            if isinstance(error, self.failures):
+                raise self._failure(operation, error) from error
+            raise
         finally:
             if observer is not None:
                 observer.leave(operation)
+        self._log.leave(note)
+        return result
+
+    @contextmanager
+    def waiting(
+        self, operation: str, peer: int | None = None, nbytes: int = 0, *, tag: int = -1, number: int = 0
+    ) -> Iterator[None]:
+        """Tell the observer and the rank's page that the block waits, or hands data over; local.
+
+        Args:
+            operation: `"wait"`, for a collective; `"wait for isend"`, `"wait for irecv"`; `"stage send"` and
+                `"stage recv"`, which neither of these stands behind.
+            peer: The rank of this group that is waited for, where it is known.
+            nbytes: Size of what is handed over.
+            tag: Of the message.
+            number: Which of the group's collectives is waited for.
+        """
+        told, observer = "send" if operation == "stage send" else "wait", self.observer
+        if observer is not None:
+            observer.enter(told, nbytes)
+        try:
+            with self._log.noted(describe(operation, peer=peer, tag=tag, nbytes=nbytes), number):
+                yield
+        finally:
+            if observer is not None:
+                observer.leave(told)
 
     def _failure(self, operation: str, error: Exception) -> AxonmpiError:
         return CommunicatorError(f"{operation} failed on rank {self.rank}: {error}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..errors import CollectiveMismatchError
+from ..launch.page import describe
 from ..types import ReduceOp
 from ..utils.text import MAX_LISTED, lines_of_ranks, listed, ranks_by_text
 from .ranks import Parts
@@ -60,6 +61,7 @@ class Call:
         key: A 62-bit fingerprint of all of these, the same in every process.
         numel: Number of elements of this rank's tensor.
         nbytes: Their size, 0 where a dimension is free.
+        description: What the rank's page says of it.
     """
 
     operation: str
@@ -72,6 +74,7 @@ class Call:
     key: int = field(init=False, compare=False)
     numel: int = field(init=False, compare=False)
     nbytes: int = field(init=False, compare=False)
+    description: bytes = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         dtype_code = -1 if self.dtype is None else _DTYPE_CODE[self.dtype]
@@ -98,6 +101,9 @@ class Call:
         object.__setattr__(self, "numel", numel)
         known = self.dtype is not None and numel >= 0 and -1 not in self.shape
         object.__setattr__(self, "nbytes", numel * self.dtype.itemsize if self.dtype and known else 0)
+        dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        told = describe(self.operation, dtype, self.shape, self.op, self.root, nbytes=self.nbytes)
+        object.__setattr__(self, "description", told)
 
     def __str__(self) -> str:
         parts = []

@@ -10,23 +10,27 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..errors import CollectiveTimeoutError, RankFailedError
-from ..types import Observer, Seconds, Work
+from ..types import Seconds, Work
 from ..utils.arguments import seconds
 from ..utils.waiting import compute_beside
 from .call_site import call_site, called_at
 
-__all__ = ["AtOnce", "Worker", "WorkerWork"]
+__all__ = ["AtOnce", "Waiting", "Worker", "WorkerWork"]
+
+Waiting = Callable[[], AbstractContextManager[None]]
+"""Makes what is around a wait, so that others hear of it."""
 
 
 class WorkerWork(Work):
     """An operation queued on, or run by, a worker thread."""
 
-    def __init__(self, operation: str, task: Callable[[], Any], observer: Observer | None = None) -> None:
+    def __init__(self, operation: str, task: Callable[[], Any], waiting: Waiting = nullcontext) -> None:
         self.operation = operation
-        self._observer = observer
+        self._waiting = waiting
         self._task: Callable[[], Any] | None = task
         self._site = call_site()
         self._finished = threading.Lock()
@@ -56,14 +60,8 @@ class WorkerWork(Work):
         """Block until the operation is complete; see `Work.wait`."""
         if not self._complete:
             limit = seconds("timeout", timeout, positive=False)
-            if self._observer is None:
+            with self._waiting():
                 self._block(limit)
-            else:
-                self._observer.enter("wait", 0)
-                try:
-                    self._block(limit)
-                finally:
-                    self._observer.leave("wait")
         if self._error is not None:
             self._error_seen = True
             raise self._error
@@ -107,18 +105,18 @@ class Worker:
         """Whether an operation is queued or running."""
         return self.started != self.ended
 
-    def submit(self, operation: str, task: Callable[[], Any], observer: Observer | None = None) -> WorkerWork:
+    def submit(self, operation: str, task: Callable[[], Any], waiting: Waiting = nullcontext) -> WorkerWork:
         """Queue `task` behind the operations already there.
 
         Args:
             operation: What to call it.
             task: Does it; returns its value.
-            observer: Told about each wait for it.
+            waiting: Makes a context manager for each wait for it.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
-        work = WorkerWork(operation, task, observer)
+        work = WorkerWork(operation, task, waiting)
         self.started += 1
         self._queue.put(work)
         return work
@@ -147,9 +145,9 @@ class AtOnce:
 
     started = ended = 0
 
-    def submit(self, operation: str, task: Callable[[], Any], observer: Observer | None = None) -> Work:
+    def submit(self, operation: str, task: Callable[[], Any], waiting: Waiting = nullcontext) -> Work:
         """Run the operation; local."""
-        work = WorkerWork(operation, task, observer)
+        work = WorkerWork(operation, task, waiting)
         work.run()
         work.finish()
         return work

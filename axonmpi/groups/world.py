@@ -27,6 +27,7 @@ from ..backends import (
 from ..errors import CommunicatorError
 from ..launch import start as runtime
 from ..launch.topology import Topology
+from ..observe import answer_when_asked
 from ..types import Seconds
 from ..utils.arguments import hint, integer, seconds
 from .process_group import ProcessGroup
@@ -114,6 +115,7 @@ class World:
         else:
             started = runtime.start_world(init_method, num_threads=num_threads)
             alone = started.comm is None
+            answer_when_asked()
             own = LocalBackend(timeout=timeout) if alone else MpiBackend(started.comm, timeout=timeout)
             gpus = None if backend == "mpi" else NcclBackend.for_world(own, started.topology)
             world = cls(gpus or own, started.topology)

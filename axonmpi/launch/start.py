@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import re
+import secrets
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ import torch
 from ..errors import LaunchError
 from ..utils.arguments import integer
 from ..utils.text import name_ranks
-from . import children
+from . import board, children
 from . import exit as exits
 from .check import MpiLibrary, check_launch, check_protocol
 from .cpu import core_to_keep_to, count_of_node, keep_to_core, share_of_cores, usable_cores
@@ -142,12 +143,27 @@ def start_world(init_method: str | None = None, num_threads: int | None = None) 
     exits.meet_on(comm)
     local = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
     topology = Topology.found(mpi, comm, local)
+    _publish_page(comm, local, topology)
     masks = local.allgather(usable_cores())
     if (core := core_to_keep_to(local.rank, masks)) is not None:
         keep_to_core(core)
     threads, reason = _set_threads(num_threads, masks)
     local.Free()
     return Started(comm, topology, library, threads, reason)
+
+
+def _publish_page(comm: Any, local: Any, topology: Topology) -> None:
+    """Let other processes of this user see what this rank does; collective, does nothing when called again."""
+    if comm.size == 1 or board.own_page().path is not None:
+        return
+    job = np.array([secrets.randbits(32)])
+    comm.Bcast(job)
+    if local.rank == 0:
+        board.remove_stale()
+    local.Barrier()  # nobody counts the pages of this node's ranks before all of them are there
+    if not board.publish(f"{job[0]:08x}", asdict(topology)):
+        exits.before_finalize(board.remove_own)
+    local.Barrier()
 
 
 def check_arguments(init_method: object, num_threads: object) -> None:

@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import weakref
+from contextlib import contextmanager
 
 import pytest
 
@@ -121,26 +122,24 @@ def test_an_error_that_nobody_waits_for_is_not_silent(worker, monkeypatch) -> No
     assert [str(error) for error in reported] == ["'lost'"]
 
 
-class Recorder:
-    def __init__(self) -> None:
-        self.events: list[tuple[object, ...]] = []
-
-    def enter(self, operation: str, nbytes: int) -> None:
-        self.events.append(("enter", operation, nbytes))
-
-    def leave(self, operation: str) -> None:
-        self.events.append(("leave", operation))
-
-
 def test_waiting_is_observed_and_being_there_already_is_not(worker) -> None:
-    gate, recorder = threading.Event(), Recorder()
-    work = worker.submit("task", gate.wait, recorder)
+    gate, events = threading.Event(), []
+
+    @contextmanager
+    def waiting():
+        events.append("begins")
+        try:
+            yield
+        finally:
+            events.append("ends")
+
+    work = worker.submit("task", gate.wait, waiting)
     with pytest.raises(CollectiveTimeoutError):
         work.wait(0.01)
     gate.set()
     worker.submit("task", int).wait()
     work.wait()
-    assert recorder.events == [("enter", "wait", 0), ("leave", "wait")]
+    assert events == ["begins", "ends"]
 
 
 def test_a_worker_ends_after_what_is_under_way() -> None:

@@ -19,6 +19,7 @@ ORDER = (
     ("utils",),
     ("errors", "types"),
     ("launch",),
+    ("observe",),
     ("backends",),
     ("groups",),
     ("collectives",),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from ...errors import CommunicatorError
+from ...launch import board
 from ...launch import exit as exits
 from ...launch import start as runtime
 from ...launch.cpu import CoreShare, core_share
@@ -65,6 +67,24 @@ def _register_with_exits() -> None:
     os.register_at_fork(after_in_child=_leave_to_parent)
 
 
+def _new_key(comm: Any) -> int:
+    """Return a number that no other group has, the same on all ranks; collective."""
+    key = np.array([secrets.randbits(62)])
+    comm.Bcast(key)
+    return int(key[0])
+
+
+def _members_in_world(mpi: Any, comm: Any) -> tuple[int, int]:
+    """Return the world's number of a communicator's rank 0, and the step to those of the others, 0 if it varies."""
+    own, world = comm.Get_group(), mpi.COMM_WORLD.Get_group()
+    ranks = np.array(own.Translate_ranks(None, world))
+    own.Free()
+    world.Free()
+    steps = np.diff(ranks)
+    is_even = len(steps) > 0 and bool((steps == steps[0]).all())
+    return int(ranks[0]), int(steps[0]) if is_even else 0
+
+
 @contextmanager
 def _making_communicators(mpi: Any) -> Iterator[None]:
     """Say what to do where MPI has no communicator left."""
@@ -86,6 +106,7 @@ class MpiBackend(Backend):
             None means all ranks of the job, for which MPI is started if need be. Collective over it.
         timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
         parent: The backend that `comm` was split from: `comm` is taken over and freed when this one is closed.
+        color: The number of the part that it was split into.
 
     Attributes:
         mpi_comm: The mpi4py communicator that carries this group's collectives.
@@ -98,7 +119,12 @@ class MpiBackend(Backend):
     name = "mpi"
 
     def __init__(
-        self, comm: MPI.Intracomm | None = None, *, timeout: float | None = None, parent: MpiBackend | None = None
+        self,
+        comm: MPI.Intracomm | None = None,
+        *,
+        timeout: float | None = None,
+        parent: MpiBackend | None = None,
+        color: int = 0,
     ) -> None:
         self._mpi = runtime.start_mpi()
         self.failures = (self._mpi.Exception,)
@@ -110,6 +136,9 @@ class MpiBackend(Backend):
         with _making_communicators(self._mpi):
             self.mpi_comm = comm.Dup() if parent is None else comm
             self.cores: CoreShare = core_share(self._mpi, self.mpi_comm) if parent is None else parent.cores
+            key = _new_key(self.mpi_comm) if parent is None else hash((parent._log.key, parent._log.count, color))
+            members = _members_in_world(self._mpi, self.mpi_comm)
+            self._log = board.own_page().join(abs(key) | 1, rank, self.size, *members)
             self._patience = Patience(self._mpi, oversubscribed=self.cores.oversubscribed)
             self._messages = MessagePort(self._mpi, self.mpi_comm, FIRST_TAG_OF_USERS)
             self._pairs = MessagePort(self._mpi, self.mpi_comm, TAG_OF_PAIRS)
@@ -232,7 +261,7 @@ class MpiBackend(Backend):
         if comm.size == 1:
             comm.Free()
             return LocalBackend(timeout=self.timeout)
-        return MpiBackend(comm, timeout=self.timeout, parent=self)
+        return MpiBackend(comm, timeout=self.timeout, parent=self, color=color)
 
     # ---- point to point -----------------------------------------------------------------------------------
 
@@ -245,13 +274,17 @@ class MpiBackend(Backend):
         write_back(flat, tensor)
 
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
-        return self._messages.send_work(as_bytes(tensor.contiguous()), dst, tag, self.max_message_bytes)
+        work = self._messages.send_work(as_bytes(tensor.contiguous()), dst, tag, self.max_message_bytes)
+        work.waiting = functools.partial(self.waiting, "wait for isend", dst, tag=tag)
+        return work
 
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
         flat = flat_elements(tensor)
-        return self._messages.receive_work(
+        work = self._messages.receive_work(
             as_bytes(flat), src, tag, self.max_message_bytes, lambda: write_back(flat, tensor)
         )
+        work.waiting = functools.partial(self.waiting, "wait for irecv", src, tag=tag)
+        return work
 
     # ---- memory -------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from ...utils.arguments import seconds
 from ..buffers import buffer_of
 from ..network.agreement import TAG_OF_AGREEMENT
 from ..tuning import POLL_SECONDS
+from ..worker import Waiting
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -89,12 +91,12 @@ class MessagePort:
         """Begin to receive into `data`; returns MPI requests."""
         return [self.comm.Irecv(self._spec(piece), src, self.first_tag + tag) for piece in _pieces(data, limit)]
 
-    def send_work(self, data: Tensor, dst: int, tag: int, limit: int) -> Work:
+    def send_work(self, data: Tensor, dst: int, tag: int, limit: int) -> RequestWork:
         """Begin to send `data`; returns the Work."""
         self._forget_ended()
         return RequestWork(self, self.start_send(data, dst, tag, limit), data, f"isend to rank {dst}")
 
-    def receive_work(self, data: Tensor, src: int, tag: int, limit: int, finish: Callable[[], None]) -> Work:
+    def receive_work(self, data: Tensor, src: int, tag: int, limit: int, finish: Callable[[], None]) -> RequestWork:
         """Begin to receive into `data`; the Work calls `finish` once it is there."""
         self._forget_ended()
         requests = self.start_receive(data, src, tag, limit)
@@ -122,7 +124,11 @@ class MessagePort:
 
 
 class RequestWork(Work):
-    """Messages under way, as MPI requests."""
+    """Messages under way, as MPI requests.
+
+    Attributes:
+        waiting: Makes what is around each wait for them.
+    """
 
     def __init__(
         self,
@@ -138,14 +144,17 @@ class RequestWork(Work):
         self._what = what
         self._complete = complete
         self._error: Exception | None = None
+        self.waiting: Waiting = nullcontext
 
     def wait(self, timeout: Seconds | None = None) -> None:
         """Block until the messages are through; see `Work.wait`."""
         limit = seconds("timeout", timeout, positive=False)
-        if limit is None:
-            self._ask(self._port.mpi.Request.Waitall)
-        else:
-            self._poll(limit)
+        if not self.done():
+            with self.waiting():
+                if limit is None:
+                    self._ask(self._port.mpi.Request.Waitall)
+                else:
+                    self._poll(limit)
         if self._error is not None:
             raise self._error
 

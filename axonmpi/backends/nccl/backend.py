@@ -318,7 +318,7 @@ class NcclBackend(Backend):
 
     def _tell(self, async_op: bool, call: Call, move: Callable[..., Any], *args: Any) -> Any:
         """Tell the GPU an operation whose arguments are checked; collective."""
-        told = (self._execute, call.operation, call.nbytes, move, call, *args)
+        told = (self._execute, call, move, call, *args)
         if not async_op and self.timeout is None:
             return self._follow(call, *told)
         work = self._launch(self._main, call, *told)

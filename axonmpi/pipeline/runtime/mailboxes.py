@@ -122,7 +122,8 @@ class Mailbox:
         """Copy the tensors into a cell."""
         number, cell = self._number_and_cell(micro_batch)
         freed, progress = number + 1 - self._size.cells, self._outbox.progress
-        with self._outbox.observed("send", tensors):
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        with self._outbox.backend.waiting("stage send", self._receiver, nbytes):
             if freed > 0:
                 self._counters.wait(self._freed + cell, freed, f"sending {self._name}", progress, self._receiver)
             for view, tensor in zip(self._tensors(cell, tensors), tensors, strict=True):
@@ -136,7 +137,7 @@ class Mailbox:
         """Wait until the cell is filled; return its tensors, which are the cell itself."""
         number, cell = self._number_and_cell(micro_batch)
         what, progress = f"receiving {self._name}", self._outbox.progress
-        with self._outbox.observed("wait"):
+        with self._outbox.backend.waiting("stage recv", self._sender):
             self._counters.wait(self._filled + cell, number + 1, what, progress, self._sender)
         # Cells lie in one memory; `data` gives each one a version counter of its own.
         return [view.data for view in self._tensors(cell, forms)]

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -53,51 +52,39 @@ class Outbox:
 
     def send(self, tensor: Tensor, dst: int, tag: int, carrier: Backend | None = None) -> None:
         """Begin to send; `carrier` is what does it, None chooses by the tensor's device."""
-        with self.observed("send", (tensor,)):
-            work = (carrier or self.backend).isend(tensor.detach().contiguous(), dst, tag)
+        work = (carrier or self.backend).isend(tensor.detach().contiguous(), dst, tag)
         works = self._on_streams if device_at(tensor.device).is_asynchronous else self._under_way
         works.append(work)
-
-    @contextmanager
-    def observed(self, operation: str, tensors: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Tell the backend's observer, if there is one, about the block: `"send"` or `"wait"`."""
-        observer = self.backend.observer
-        if observer is not None:
-            observer.enter(operation, sum(tensor.nbytes for tensor in tensors))
-        try:
-            yield
-        finally:
-            if observer is not None:
-                observer.leave(operation)
 
     def progress(self) -> None:
         """Give the messages a chance to go on."""
         if self._under_way:
             self._under_way = [work for work in self._under_way if not _ended(work)]
 
-    def receive(self, work: Work, tensor: Tensor, what: str) -> None:
+    def receive(self, work: Work, tensor: Tensor, what: str, src: int, tag: int) -> None:
         """Wait until a tensor has arrived: on the CPU this thread, on a GPU what it tells the GPU from now on."""
-        if device_at(tensor.device).is_asynchronous:
-            with self.observed("wait"):
+        with self.backend.waiting("wait for irecv", src, tag=tag):
+            if device_at(tensor.device).is_asynchronous:
                 work.wait(self.backend.timeout)
-        else:
-            self._wait(work, what)
+            else:
+                self._wait(work, what)
 
     def _wait(self, work: Work, what: str) -> None:
         """Wait for a message between CPUs while the others go on."""
-        with self.observed("wait"):
-            backoff, began, timeout = Backoff(_YIELDS), time.monotonic(), self.backend.timeout
-            while not _ended(work):
-                backoff.rest()
-                self.progress()
-                self.backend.check_peers(what)
-                if timeout is not None and time.monotonic() - began > timeout:
-                    raise CollectiveTimeoutError(f"{what} waited {timeout:g} s")
+        backoff, began, timeout = Backoff(_YIELDS), time.monotonic(), self.backend.timeout
+        while not _ended(work):
+            backoff.rest()
+            self.progress()
+            self.backend.check_peers(what)
+            if timeout is not None and time.monotonic() - began > timeout:
+                raise CollectiveTimeoutError(f"{what} waited {timeout:g} s")
 
     def flush(self) -> None:
         """Wait until all messages are through; what is on a GPU may be changed by what it is told from now on."""
-        for work in self._under_way:
-            self._wait(work, "sending")
+        if self._under_way:
+            with self.backend.waiting("wait for isend"):
+                for work in self._under_way:
+                    self._wait(work, "sending")
         for work in self._on_streams:
             work.wait(self.backend.timeout)
         self._under_way, self._on_streams = [], []
@@ -151,7 +138,7 @@ class MessageWire:
         control = self._outbox.backend.control
         tensor = torch.empty(numel, dtype=dtype, device=control.place)
         work = control.irecv(tensor, self._peer, self._first_tag + micro_batch)
-        self._outbox.receive(work, tensor, f"receiving {self._name}")
+        self._outbox.receive(work, tensor, f"receiving {self._name}", self._peer, self._first_tag + micro_batch)
         return tensor
 
     def post(self, micro_batch: int, forms: Sequence[TensorForm]) -> None:
@@ -166,8 +153,9 @@ class MessageWire:
     def take(self, micro_batch: int, forms: Sequence[TensorForm]) -> list[Tensor]:
         """Wait for the messages."""
         tensors, works = self._posted.pop(micro_batch)
+        tag = self._first_tag + micro_batch
         for work, tensor in zip(works, tensors, strict=True):
-            self._outbox.receive(work, tensor, f"receiving {self._name}")
+            self._outbox.receive(work, tensor, f"receiving {self._name}", self._peer, tag)
         return tensors
 
     def free(self, micro_batch: int) -> None:

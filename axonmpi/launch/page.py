@@ -1,0 +1,299 @@
+"""The page of a rank: what it does at this moment and what it did before, in memory that outlives it.
+
+Each rank of a job has a file in a folder of its user under /dev/shm, which it has mapped, and writes there what it
+enters and leaves with plain stores. Any process of the same user can read it, while the rank runs, hangs, is
+stopped or is gone; `axonmpi.observe` does. One page is
+
+    header      who the rank is, its phase, the number of its latest operation
+    groups      for each group that it is in: the group's key, and how many collectives it has called there
+    operations  a ring of the latest 2,048; one that is not over is never overwritten
+
+A record begins and ends with its number, which is written first and last: where the two differ, it is being
+written. Operations that are not over tell where the rank is. A collective can only come to its end once all ranks
+of the group, which has the same key on all of them, have called as many collectives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import mmap
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "GROUPS",
+    "GROUPS_AT",
+    "GROUP_BYTES",
+    "IDENTITY_AT",
+    "OPERATIONS",
+    "OPERATIONS_AT",
+    "OPERATION_BYTES",
+    "PAGE_BYTES",
+    "SHAPE_SHOWN",
+    "VERSION",
+    "GroupLog",
+    "Header",
+    "NoLog",
+    "Page",
+    "Phase",
+    "describe",
+]
+
+
+class Phase(IntEnum):
+    """What a rank is about, as the parts of the library that know it say."""
+
+    OTHER = 0
+    DATA = 1
+    FORWARD = 2
+    BACKWARD = 3
+    OPTIMIZER = 4
+    CHECKPOINT = 5
+    ENDING = 6
+
+
+class Header(IntEnum):
+    """Words of the header, 8 bytes each.
+
+    VERSION, IDENTITY_BYTES: of the page, and of the text that says whose it is.
+    PHASE, PHASE_SINCE: what the rank is about, since when.
+    LATEST: the number of its latest operation.
+    STACKS_BY: the signal at which the rank writes its stacks down; 0: it does not.
+    LOOKED: how often its watchdog has looked.
+    """
+
+    VERSION = 0
+    IDENTITY_BYTES = 1
+    PHASE = 2
+    PHASE_SINCE = 3
+    LATEST = 4
+    STACKS_BY = 5
+    LOOKED = 6
+
+
+# ---- the layout -------------------------------------------------------------------------------------------------
+
+VERSION = 1
+IDENTITY_AT = 512
+GROUPS_AT = 4096
+GROUPS, GROUP_BYTES = 256, 64
+"""A group: key, collectives called, own rank, ranks, world rank of rank 0, distance of world ranks (0: none)."""
+OPERATIONS_AT = GROUPS_AT + GROUPS * GROUP_BYTES
+OPERATIONS, OPERATION_BYTES = 2048, 160
+PAGE_BYTES = OPERATIONS_AT + OPERATIONS * OPERATION_BYTES
+SHAPE_SHOWN = 4
+"""How many sizes of a shape a record has."""
+
+_OPERATION = struct.Struct("=8q88sq")
+"""Number, left (-1: not over), entered, started, thread, group, collective, failed; description; number."""
+_DESCRIPTION = struct.Struct("=20s12sbB2xii4xq4q")
+"""Name, dtype, reduction, dimensions, peer, tag, bytes, shape."""
+_LEFT, _STARTED, _THREAD, _FAILED = 1, 3, 4, 7
+_WORDS = OPERATION_BYTES // 8
+_FIRST_WORD = OPERATIONS_AT // 8
+_NO_GROUP = -1
+
+
+def describe(
+    name: str,
+    dtype: str = "",
+    shape: tuple[int, ...] = (),
+    op: int | None = None,
+    peer: int | None = None,
+    tag: int = -1,
+    nbytes: int = 0,
+) -> bytes:
+    """Return the description of an operation, made once for all calls of its kind; local.
+
+    Args:
+        name: Of the operation.
+        dtype: Name of the dtype, without `torch.`.
+        shape: Of this rank's tensor; -1 where ranks may differ.
+        op: Number of the reduction.
+        peer: Root, source or destination in the group, or the dimension of an operation that has one.
+        tag: Of a message.
+        nbytes: Bytes of this rank's tensor.
+    """
+    sizes = (*shape[:SHAPE_SHOWN], *(0,) * SHAPE_SHOWN)[:SHAPE_SHOWN]
+    return _DESCRIPTION.pack(
+        name.encode(), dtype.encode(), -1 if op is None else op, min(len(shape), 255),
+        -1 if peer is None else peer, tag, nbytes, *sizes,
+    )  # fmt: skip
+
+
+# ---- writing ----------------------------------------------------------------------------------------------------
+
+
+class Page:
+    """One rank's page, to write to.
+
+    Args:
+        memory: [PAGE_BYTES] zeros.
+
+    Attributes:
+        path: Its file; None of memory of the process itself.
+        identity: Who the rank is.
+    """
+
+    def __init__(self, memory: mmap.mmap, path: Path | None = None) -> None:
+        self.path = path
+        self.identity: dict[str, Any] = {}
+        self.memory = memory
+        self.words = memoryview(memory).cast("q")
+        self.take_number = itertools.count(1).__next__
+        self._groups = itertools.count()
+
+    def sign(self, identity: dict[str, Any]) -> None:
+        """Say whose page this is; local, once."""
+        self.identity = identity
+        text = json.dumps(identity).encode()
+        assert len(text) <= GROUPS_AT - IDENTITY_AT, "a page has no room for so much"
+        self.memory[IDENTITY_AT : IDENTITY_AT + len(text)] = text
+        self.words[Header.VERSION] = VERSION
+        self.words[Header.IDENTITY_BYTES] = len(text)
+
+    def join(self, key: int, rank: int, size: int, first: int = 0, step: int = 0) -> GroupLog:
+        """Begin to note what this rank does in a group; local.
+
+        Args:
+            key: The same on all ranks of the group, and on those of no other group.
+            rank: This rank's number in it.
+            size: How many ranks it has.
+            first: The world's number of its rank 0.
+            step: The distance of the world's numbers of its ranks; 0 if they do not have one.
+        """
+        for _ in range(GROUPS):
+            slot = next(self._groups) % GROUPS
+            at = (GROUPS_AT + slot * GROUP_BYTES) // 8
+            if not self.words[at]:
+                self.words[at + 1 : at + 6] = memoryview(struct.pack("=5q", 0, rank, size, first, step)).cast("q")
+                self.words[at] = key
+                return GroupLog(self, slot, at)
+        return GroupLog(self, _NO_GROUP, GROUPS_AT // 8 - 8)  # the last words of the header, which nobody reads
+
+
+class GroupLog:
+    """What a rank does in one group; made by `Page.join`.
+
+    Attributes:
+        count: How many collectives it has called.
+        key: The group's key.
+    """
+
+    def __init__(self, page: Page, slot: int, at: int) -> None:
+        self._memory, self._words, self._take_number = page.memory, page.words, page.take_number
+        self._slot, self._at = slot, at
+        self.count = 0
+        self.key = self._words[at]
+
+    def call(self, description: bytes) -> int:
+        """Note that the calling thread enters the group's next collective; returns where its record is; local."""
+        self.count = self._words[self._at + 1] = self.count + 1
+        return self.enter(description, self.count)
+
+    def enter(self, description: bytes, number: int = 0) -> int:
+        """Note that the calling thread enters an operation.
+
+        Args:
+            description: From `describe`.
+            number: Which of the group's collectives it belongs to, 0 if to none.
+
+        Returns:
+            Where its record is.
+        """
+        words = self._words
+        mine = self._take_number()
+        at = mine % OPERATIONS * _WORDS + _FIRST_WORD
+        if words[at + _LEFT] < 0:
+            mine, at = self._over(mine, at)
+        now = time.monotonic_ns()
+        _OPERATION.pack_into(
+            self._memory, 8 * at, mine, -1, now, now, threading.get_ident(), self._slot, number, 0, description,
+            mine,
+        )  # fmt: skip
+        words[Header.LATEST] = mine
+        return at
+
+    def _over(self, mine: int, at: int) -> tuple[int, int]:
+        """Pass over the records of operations that are not over, unless all are such."""
+        for _ in range(OPERATIONS):
+            mine = self._take_number()
+            at = mine % OPERATIONS * _WORDS + _FIRST_WORD
+            if self._words[at + _LEFT] >= 0:
+                break
+        return mine, at
+
+    def leave(self, at: int) -> None:
+        """Note that an operation is over; local."""
+        self._words[at + _LEFT] = time.monotonic_ns()
+
+    def fail(self, at: int) -> None:
+        """Note that an operation has raised; local."""
+        self._words[at + _FAILED] = 1
+        self._words[at + _LEFT] = time.monotonic_ns()
+
+    def queue(self, at: int) -> None:
+        """Note that the caller has gone on: another thread begins the operation later; local."""
+        self._words[at + _STARTED] = 0
+        self._words[at + _THREAD] = 0
+
+    def start(self, at: int) -> None:
+        """Note that the calling thread begins an operation that was queued; local."""
+        self._words[at + _THREAD] = threading.get_ident()
+        self._words[at + _STARTED] = time.monotonic_ns()
+
+    @contextlib.contextmanager
+    def noted(self, description: bytes, number: int = 0) -> Iterator[None]:
+        """Note what the block does; local."""
+        at = self.enter(description, number)
+        try:
+            yield
+        except BaseException:
+            self.fail(at)
+            raise
+        self.leave(at)
+
+    def close(self) -> None:
+        """Forget the group; local."""
+        if self._slot != _NO_GROUP:
+            self._words[self._at] = 0
+
+
+class NoLog:
+    """In place of a log, where no other process waits for this one; see `GroupLog`."""
+
+    key = count = 0
+
+    def call(self, description: bytes) -> int:
+        """Note nothing."""
+        return 0
+
+    def enter(self, description: bytes, number: int = 0) -> int:
+        """Note nothing."""
+        return 0
+
+    def leave(self, at: int) -> None:
+        """Note nothing."""
+
+    def fail(self, at: int) -> None:
+        """Note nothing."""
+
+    def queue(self, at: int) -> None:
+        """Note nothing."""
+
+    def start(self, at: int) -> None:
+        """Note nothing."""
+
+    def noted(self, description: bytes, number: int = 0) -> contextlib.AbstractContextManager[None]:
+        """Note nothing."""
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        """Note nothing."""
