@@ -620,7 +620,7 @@ class Backend(ABC):
         if self.observer is not None or self._closed is not None:
             return self._execute(call, move, call, *args)
         log = self._log
-        note = log.call(call.description)
+        note = log.enter(call.description)
         try:
             result = move(call, *args)
         except BaseException as error:
@@ -635,7 +635,7 @@ class Backend(ABC):
         check_flags(async_op=async_op)
         self._check_open(call.operation)
         inference = torch.is_inference_mode_enabled()
-        note = self._log.call(call.description)
+        note = self._log.enter(call.description)
         number = self._log.count
         self._log.queue(note)
 
@@ -652,7 +652,7 @@ class Backend(ABC):
 
     def _execute(self, call: Call, move: Callable[..., Any], *args: Any) -> Any:
         self._check_open(call.operation)
-        return self._observed(self._log.call(call.description), call.operation, call.nbytes, move, *args)
+        return self._observed(self._log.enter(call.description), call.operation, call.nbytes, move, *args)
 
     def _message(self, operation: str, move: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> Any:
         """Send or receive, or begin to."""
@@ -663,7 +663,7 @@ class Backend(ABC):
             dtype = str(tensor.dtype).removeprefix("torch.")
             told = describe(operation, dtype, tuple(tensor.shape), None, peer, tag, tensor.nbytes)
             self._notes.add(kind, told)
-        return self._observed(self._log.enter(told), operation, tensor.nbytes, move, tensor, peer, tag)
+        return self._observed(self._log.enter(told, 0), operation, tensor.nbytes, move, tensor, peer, tag)
 
     def _observed(self, note: int, operation: str, nbytes: int, move: Callable[..., Any], *args: Any) -> Any:
         """Move data; the observer hears of it, and the rank's page says how it has ended."""

@@ -22,7 +22,7 @@ import mmap
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,10 @@ __all__ = [
     "Phase",
     "describe",
 ]
+
+
+Enter = Callable[..., int]
+Leave = Callable[[int], None]
 
 
 class Phase(IntEnum):
@@ -95,7 +99,9 @@ _OPERATION = struct.Struct("=8q88sq")
 """Number, left (-1: not over), entered, started, thread, group, collective, failed; description; number."""
 _DESCRIPTION = struct.Struct("=20s12sbB2xii4xq4q")
 """Name, dtype, reduction, dimensions, peer, tag, bytes, shape."""
-_LEFT, _STARTED, _THREAD, _FAILED = 1, 3, 4, 7
+_LEFT = 1
+"""Of a record's words the one that is written last, by which records are known to their writers."""
+_STARTED, _THREAD, _FAILED = 3 - _LEFT, 4 - _LEFT, 7 - _LEFT
 _WORDS = OPERATION_BYTES // 8
 _FIRST_WORD = OPERATIONS_AT // 8
 _NO_GROUP = -1
@@ -183,61 +189,27 @@ class GroupLog:
     """What a rank does in one group; made by `Page.join`.
 
     Attributes:
-        count: How many collectives it has called.
         key: The group's key.
+        enter: Notes that the calling thread enters an operation: `enter(description)` the group's next collective,
+            `enter(description, number)` another one, which belongs to a collective of this number, or 0; local.
+            Returns where its record is.
+        leave: Notes that the operation at a place is over; local.
     """
 
     def __init__(self, page: Page, slot: int, at: int) -> None:
-        self._memory, self._words, self._take_number = page.memory, page.words, page.take_number
-        self._slot, self._at = slot, at
-        self.count = 0
+        self._words, self._slot, self._at = page.words, slot, at
         self.key = self._words[at]
+        self.enter, self.leave = _writers(page, slot, at + 1)
 
-    def call(self, description: bytes) -> int:
-        """Note that the calling thread enters the group's next collective; returns where its record is; local."""
-        self.count = self._words[self._at + 1] = self.count + 1
-        return self.enter(description, self.count)
-
-    def enter(self, description: bytes, number: int = 0) -> int:
-        """Note that the calling thread enters an operation.
-
-        Args:
-            description: From `describe`.
-            number: Which of the group's collectives it belongs to, 0 if to none.
-
-        Returns:
-            Where its record is.
-        """
-        words = self._words
-        mine = self._take_number()
-        at = mine % OPERATIONS * _WORDS + _FIRST_WORD
-        if words[at + _LEFT] < 0:
-            mine, at = self._over(mine, at)
-        now = time.monotonic_ns()
-        _OPERATION.pack_into(
-            self._memory, 8 * at, mine, -1, now, now, threading.get_ident(), self._slot, number, 0, description,
-            mine,
-        )  # fmt: skip
-        words[Header.LATEST] = mine
-        return at
-
-    def _over(self, mine: int, at: int) -> tuple[int, int]:
-        """Pass over the records of operations that are not over, unless all are such."""
-        for _ in range(OPERATIONS):
-            mine = self._take_number()
-            at = mine % OPERATIONS * _WORDS + _FIRST_WORD
-            if self._words[at + _LEFT] >= 0:
-                break
-        return mine, at
-
-    def leave(self, at: int) -> None:
-        """Note that an operation is over; local."""
-        self._words[at + _LEFT] = time.monotonic_ns()
+    @property
+    def count(self) -> int:
+        """How many collectives it has called."""
+        return self._words[self._at + 1]
 
     def fail(self, at: int) -> None:
         """Note that an operation has raised; local."""
         self._words[at + _FAILED] = 1
-        self._words[at + _LEFT] = time.monotonic_ns()
+        self.leave(at)
 
     def queue(self, at: int) -> None:
         """Note that the caller has gone on: another thread begins the operation later; local."""
@@ -266,16 +238,46 @@ class GroupLog:
             self._words[self._at] = 0
 
 
+def _writers(page: Page, slot: int, counter: int) -> tuple[Enter, Leave]:
+    """Make the functions that write records; variables of a function are found quicker than an object's."""
+    memory, words, take_number = page.memory, page.words, page.take_number
+    pack, now, thread = _OPERATION.pack_into, time.monotonic_ns, threading.get_ident
+    latest, first_left, count = int(Header.LATEST), _FIRST_WORD + _LEFT, 0
+
+    def enter(description: bytes, number: int | None = None) -> int:
+        nonlocal count
+        if number is None:
+            number = count = words[counter] = count + 1
+        mine = take_number()
+        at = mine % OPERATIONS * _WORDS + first_left
+        if words[at] < 0:
+            mine, at = pass_over(mine, at)
+        moment = now()
+        pack(memory, 8 * at - 8, mine, -1, moment, moment, thread(), slot, number, 0, description, mine)
+        words[latest] = mine
+        return at
+
+    def pass_over(mine: int, at: int) -> tuple[int, int]:
+        """Pass over the records of operations that are not over, unless all are such."""
+        for _ in range(OPERATIONS):
+            mine = take_number()
+            at = mine % OPERATIONS * _WORDS + first_left
+            if words[at] >= 0:
+                break
+        return mine, at
+
+    def leave(at: int) -> None:
+        words[at] = now()
+
+    return enter, leave
+
+
 class NoLog:
     """In place of a log, where no other process waits for this one; see `GroupLog`."""
 
     key = count = 0
 
-    def call(self, description: bytes) -> int:
-        """Note nothing."""
-        return 0
-
-    def enter(self, description: bytes, number: int = 0) -> int:
+    def enter(self, description: bytes, number: int | None = None) -> int:
         """Note nothing."""
         return 0
 
