@@ -166,10 +166,15 @@ def _watched(fault: Fault, ranks: tuple[int, ...], nodes: Nodes, job: Job) -> Ou
     found = [re.search(f".*(?:{pattern}).*", output) for pattern in fault.says]
     problems += [f"not said: {fault.says[i]}" for i, match in enumerate(found) if match is None]
     for node in range(2):
-        if files := nodes.shared_memory(node):
+        if files := [name for name in nodes.shared_memory(node) if not _may_stay(name, code)]:
             problems.append(f"left in /dev/shm of n{node + 1}: {', '.join(files)}")
     seen = found[0][0].strip() if found and found[0] else ""
     return Outcome(fault.what, ranks, seen, seconds, code, tuple(problems), output)
+
+
+def _may_stay(name: str, code: int | None) -> bool:
+    """Say whether a file in /dev/shm may outlive a job: the pages of one that failed, until the next starts."""
+    return name.startswith("axonmpi-") and ("/" not in name or code != 0)
 
 
 def _nothing(job: Job, nodes: Nodes) -> None:

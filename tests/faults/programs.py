@@ -216,7 +216,7 @@ def other_call(world: ax.World, call) -> None:
         call()
     else:
         ax.all_reduce(torch.ones(4))
-    ax.broadcast(torch.ones(4), src=0)
+    ax.broadcast(torch.ones(4))
 
 
 def wrong_operation(world: ax.World) -> None:
@@ -234,7 +234,7 @@ def wrong_shape(world: ax.World) -> None:
 def wrong_root(world: ax.World) -> None:
     ax.barrier()
     mark()
-    ax.broadcast(torch.ones(4), src=int(world.rank == CULPRIT))
+    ax.broadcast_from(torch.ones(4), int(world.rank == CULPRIT))
 
 
 def wrong_order(world: ax.World) -> None:
