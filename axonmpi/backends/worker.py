@@ -60,7 +60,7 @@ class WorkerWork(Work):
         """Block until the operation is complete; see `Work.wait`."""
         if not self._complete:
             limit = seconds("timeout", timeout, positive=False)
-            with self._waiting():
+            with self._waiting() if limit is None else nullcontext():
                 self._block(limit)
         if self._error is not None:
             self._error_seen = True

@@ -26,8 +26,9 @@ from ..backends import (
 )
 from ..errors import CommunicatorError
 from ..launch import start as runtime
+from ..launch.settings import waiting_limit
 from ..launch.topology import Topology
-from ..observe import answer_when_asked
+from ..observe import watch
 from ..types import Seconds
 from ..utils.arguments import hint, integer, seconds
 from .process_group import ProcessGroup
@@ -44,6 +45,8 @@ __all__ = [
 ]
 
 BACKENDS = ("mpi", "nccl", "mpi+nccl", "mock")
+WATCHDOG_GRACE_SECONDS = 60.0
+"""How long the watchdog leaves a rank that has waited for its time-out to the error that it raises."""
 _MISSING = {
     "gloo": "; tensors on the CPU are sent by 'mpi', with the job started by mpirun or srun",
 }
@@ -115,7 +118,7 @@ class World:
         else:
             started = runtime.start_world(init_method, num_threads=num_threads)
             alone = started.comm is None
-            answer_when_asked()
+            watch(waiting_limit() if timeout is None else timeout + WATCHDOG_GRACE_SECONDS)
             own = LocalBackend(timeout=timeout) if alone else MpiBackend(started.comm, timeout=timeout)
             gpus = None if backend == "mpi" else NcclBackend.for_world(own, started.topology)
             world = cls(gpus or own, started.topology)

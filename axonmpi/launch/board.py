@@ -22,6 +22,7 @@ from ..utils.processes import namespace, process
 from .page import GROUPS_AT, IDENTITY_AT, PAGE_BYTES, Header, Page, Phase
 
 __all__ = [
+    "SHARED_MEMORY",
     "enter_phase",
     "folder_of_pages",
     "identity_of",

@@ -32,11 +32,15 @@ from typing import Any, NoReturn
 from ..errors import LaunchError, RankFailedError
 from ..utils.pipes import wait_until_read
 from ..utils.waiting import Backoff, wait_until
+from . import board, segments
 from .exit_code import observe_exit_code
+from .page import Phase
 
 __all__ = [
     "REQUEUE_EXIT_CODE",
     "before_finalize",
+    "end_job",
+    "end_process",
     "end_together",
     "install",
     "leave_unsaid",
@@ -133,6 +137,19 @@ def end_together() -> None:
     _job.patient = True
 
 
+def end_job(code: int) -> NoReturn:
+    """End the whole job now, from any thread, whatever the others do; local."""
+    if _job is None:
+        end_process(code)
+    _job.abort(code)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process now, from any thread, where nobody is left to end the job; local."""
+    segments.remove_at_abort()
+    os._exit(code)
+
+
 class _Job:
     """What a rank knows of its job when it ends, and the ways to end."""
 
@@ -158,7 +175,7 @@ class _Job:
         if isinstance(error, RankFailedError) or (self._rank and isinstance(error, _OF_ALL_RANKS)):
             time.sleep(CAUSE_SECONDS)  # the launcher ends this process when the other rank ends the job
         self._print(_printed_by(lambda: self._exception_hook(kind, error, trace)) or _traceback_of(error))
-        self._abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+        self.abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def on_thread_exception(self, args: threading.ExceptHookArgs, /) -> None:
         """Replace `threading.excepthook`: the same, except that SystemExit ends the thread only."""
@@ -166,7 +183,7 @@ class _Job:
             self._thread_hook(args)
             return
         self._print(_printed_by(lambda: self._thread_hook(args)) or _traceback_of(args.exc_value))
-        self._abort(1)
+        self.abort(1)
 
     def on_system_exit(self, code: object) -> object:
         """Remember the exit code when the interpreter asks for it; return what it should use."""
@@ -194,7 +211,7 @@ class _Job:
                 self._mpi.Finalize()
             gc.freeze()  # the interpreter would look for garbage among all that torch has made, at length
         except KeyboardInterrupt:
-            self._abort(130)
+            self.abort(130)
 
     # ---- the steps of it ------------------------------------------------------------------------------------
 
@@ -207,12 +224,13 @@ class _Job:
     def _meet_or_abort(self, code: int) -> None:
         if not self._all_ranks_end(code):
             self._print(f"has ended with exit code {code} while other ranks go on, and ends the job")
-            self._abort(code or 1)
+            self.abort(code or 1)
 
     def _all_ranks_end(self, code: int) -> bool:
         """Wait for the ends of all ranks, after an error for a moment only; return whether all have come."""
         if self.size == 1:
             return True
+        board.enter_phase(Phase.ENDING)
         if self.meeting is None:
             return code in _NO_FAILURE  # MPI_Finalize waits as well, if less gently
         gives_up = code not in _NO_FAILURE and not self.patient
@@ -237,15 +255,17 @@ class _Job:
                 callback()
         except Exception:
             self._print(traceback.format_exc())
-            self._abort(code or 1)
+            self.abort(code or 1)
         finally:
             faulthandler.cancel_dump_traceback_later()
 
-    def _abort(self, code: int) -> NoReturn:
+    def abort(self, code: int) -> NoReturn:
+        """End the whole job; from any thread."""
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
         wait_until_read((1, 2), READ_SECONDS)  # the launcher may drop what it has not read when the job is aborted
+        segments.remove_at_abort()
         # MPI_Abort can hang while other threads are inside MPI, and it keeps Python's lock.
         _end_after(ABORT_SECONDS)
         self._mpi.COMM_WORLD.Abort(code)

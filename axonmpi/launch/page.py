@@ -88,7 +88,8 @@ VERSION = 1
 IDENTITY_AT = 512
 GROUPS_AT = 4096
 GROUPS, GROUP_BYTES = 256, 64
-"""A group: key, collectives called, own rank, ranks, world rank of rank 0, distance of world ranks (0: none)."""
+"""A group: key, collectives called, own rank, ranks, world rank of rank 0, distance of world ranks (0: none), and
+whether its operations give up by themselves."""
 OPERATIONS_AT = GROUPS_AT + GROUPS * GROUP_BYTES
 OPERATIONS, OPERATION_BYTES = 2048, 160
 PAGE_BYTES = OPERATIONS_AT + OPERATIONS * OPERATION_BYTES
@@ -165,7 +166,9 @@ class Page:
         self.words[Header.VERSION] = VERSION
         self.words[Header.IDENTITY_BYTES] = len(text)
 
-    def join(self, key: int, rank: int, size: int, first: int = 0, step: int = 0) -> GroupLog:
+    def join(
+        self, key: int, rank: int, size: int, first: int = 0, step: int = 0, *, gives_up: bool = False
+    ) -> GroupLog:
         """Begin to note what this rank does in a group; local.
 
         Args:
@@ -174,12 +177,14 @@ class Page:
             size: How many ranks it has.
             first: The world's number of its rank 0.
             step: The distance of the world's numbers of its ranks; 0 if they do not have one.
+            gives_up: Whether its operations raise after some time.
         """
         for _ in range(GROUPS):
             slot = next(self._groups) % GROUPS
             at = (GROUPS_AT + slot * GROUP_BYTES) // 8
             if not self.words[at]:
-                self.words[at + 1 : at + 6] = memoryview(struct.pack("=5q", 0, rank, size, first, step)).cast("q")
+                entry = struct.pack("=6q", 0, rank, size, first, step, gives_up)
+                self.words[at + 1 : at + 7] = memoryview(entry).cast("q")
                 self.words[at] = key
                 return GroupLog(self, slot, at)
         return GroupLog(self, _NO_GROUP, GROUPS_AT // 8 - 8)  # the last words of the header, which nobody reads

@@ -21,6 +21,7 @@ __all__ = [
     "shares_gpus",
     "stop_signal",
     "user_threads",
+    "waiting_limit",
     "wants_shared_memory",
     "widen_terminal",
     "writes_by_mpi",
@@ -149,6 +150,22 @@ def stop_signal() -> signal.Signals:
     if found is None or found in (signal.SIGKILL, signal.SIGSTOP):
         raise ValueError(f"AXONMPI_STOP_SIGNAL: expected the name of a signal, such as USR1, got {setting!r}")
     return found
+
+
+def waiting_limit() -> float:
+    """Return how many seconds a rank may wait before the job is ended, 0 for ever: `AXONMPI_TIMEOUT`; local.
+
+    Raises:
+        ValueError: The variable is no number of seconds.
+    """
+    setting = os.environ.get("AXONMPI_TIMEOUT", "3600")
+    try:
+        limit = float(setting)
+    except ValueError:
+        limit = -1.0
+    if not 0 <= limit < float("inf"):
+        raise ValueError(f"AXONMPI_TIMEOUT: expected a number of seconds, or 0 for no limit, got {setting!r}")
+    return limit
 
 
 def gpu_variables() -> str:

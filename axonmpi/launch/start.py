@@ -26,7 +26,7 @@ import torch
 from ..errors import LaunchError
 from ..utils.arguments import integer
 from ..utils.text import name_ranks
-from . import board, children
+from . import board, children, segments
 from . import exit as exits
 from .check import MpiLibrary, check_launch, check_protocol
 from .cpu import core_to_keep_to, count_of_node, keep_to_core, share_of_cores, usable_cores
@@ -158,12 +158,13 @@ def _publish_page(comm: Any, local: Any, topology: Topology) -> None:
         return
     job = np.array([secrets.randbits(32)])
     comm.Bcast(job)
+    local.Barrier()
     if local.rank == 0:
         board.remove_stale()
-    local.Barrier()  # nobody counts the pages of this node's ranks before all of them are there
+        segments.remove_names()
     if not board.publish(f"{job[0]:08x}", asdict(topology)):
         exits.before_finalize(board.remove_own)
-    local.Barrier()
+    local.Barrier()  # nobody counts the pages of this node's ranks before all of them are there
 
 
 def check_arguments(init_method: object, num_threads: object) -> None:

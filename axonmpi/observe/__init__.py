@@ -1,16 +1,25 @@
 """What the ranks of a job do, seen from any process of the same user, and the end of jobs that wait for ever."""
 
 from .board import Condition, Group, Operation, RankPage, job_names, page_of_process, pages_of
-from .stacks import answer_when_asked, stacks_of
+from .judgement import Standing, in_vain, look_at
+from .report import cause_of, table_of, text_of_stacks
+from .stacks import stacks_of
+from .watchdog import watch
 
 __all__ = [
     "Condition",
     "Group",
     "Operation",
     "RankPage",
-    "answer_when_asked",
+    "Standing",
+    "cause_of",
+    "in_vain",
     "job_names",
+    "look_at",
     "page_of_process",
     "pages_of",
     "stacks_of",
+    "table_of",
+    "text_of_stacks",
+    "watch",
 ]

@@ -51,7 +51,7 @@ _RECORD = np.dtype(
         ("again", "i8"),
     ]
 )  # fmt: skip
-_GROUP = np.dtype([(name, "i8") for name in ("key", "count", "rank", "size", "first", "step", "_", "__")])
+_GROUP = np.dtype([(name, "i8") for name in ("key", "count", "rank", "size", "first", "step", "gives_up", "_")])
 assert (_RECORD.itemsize, _GROUP.itemsize) == (OPERATION_BYTES, GROUP_BYTES)
 
 _WITH_DIM = ("all_gather", "reduce_scatter", "all_to_all")
@@ -78,6 +78,7 @@ class Group:
         size: How many ranks the group has.
         first: The world's number of its rank 0.
         step: The distance of the world's numbers of its ranks; 0 if they have no common one.
+        gives_up: Whether its operations raise after some time, because it has a time-out.
     """
 
     key: int
@@ -86,6 +87,7 @@ class Group:
     size: int
     first: int
     step: int
+    gives_up: bool
 
     def world_rank(self, rank: int) -> int | None:
         """Return the world's number of a rank of the group; None where the page does not say; local."""
@@ -236,8 +238,8 @@ class RankPage:
     def _group(self, slot: int) -> Group | None:
         if slot < 0:
             return None
-        key, *others = self._groups[slot].tolist()[:6]
-        return Group(key, *others) if key else None
+        numbers = self._groups[slot].tolist()
+        return Group(*numbers[:6], gives_up=bool(numbers[6])) if numbers[0] else None
 
     def count_in(self, key: int) -> int | None:
         """Return how many collectives it has called in a group; None if it is not in it."""

@@ -22,6 +22,8 @@ __all__ = ["answer_when_asked", "stacks_of"]
 
 _SIGNAL = signal.SIGRTMAX - 5
 """A signal that neither Python, torch, MPI libraries nor launchers use."""
+_WATCHDOG = "observe/watchdog.py"
+"""In the stacks of threads that say nothing about the program."""
 ANSWER_SECONDS = 2.0
 _SETTLE_SECONDS = 0.05
 """How long a file that has grown must not grow any more."""
@@ -75,9 +77,10 @@ def _written(page: RankPage, before: int) -> str:
     try:
         with _file_of(page.path).open("rb") as file:
             file.seek(before)
-            return file.read().decode(errors="replace")
+            threads = file.read().decode(errors="replace").split("\n\n")
     except OSError:
         return ""
+    return "\n\n".join(thread.strip() for thread in threads if _WATCHDOG not in thread).strip()
 
 
 def _size(page: RankPage) -> int:

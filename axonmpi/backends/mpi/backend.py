@@ -151,7 +151,7 @@ class MpiBackend(Backend):
             self.cores: CoreShare = core_share(self._mpi, self.mpi_comm) if parent is None else parent.cores
             key = _new_key(self.mpi_comm) if parent is None else hash((parent._log.key, parent._log.count, color))
             members = _members_in_world(self._mpi, self.mpi_comm)
-            self._log = board.own_page().join(abs(key) | 1, rank, self.size, *members)
+            self._log = board.own_page().join(abs(key) | 1, rank, self.size, *members, gives_up=timeout is not None)
             self._patience = Patience(self._mpi, oversubscribed=self.cores.oversubscribed)
             self._messages = MessagePort(self._mpi, self.mpi_comm, FIRST_TAG_OF_USERS)
             self._pairs = MessagePort(self._mpi, self.mpi_comm, TAG_OF_PAIRS)

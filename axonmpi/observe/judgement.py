@@ -1,0 +1,136 @@
+"""Who waits for whom, and who waits in vain.
+
+A rank that is in a collective waits for the ranks of the group that have not called it yet; one that is at its end
+waits for all that are not. It waits in vain if one of these never comes: because its process has ended or is
+stopped, or because it waits in vain itself. So
+
+    in vain := all ranks that wait
+    again and again: leave out of it those that wait for nobody who is gone, stopped, or in it
+
+What is left cannot go on, whatever the others do (the knot of Chandy, Misra and Haas 1983). Ranks that compute,
+ranks of other nodes, and a collective that all have called, however long its data takes, are never part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..launch.page import OPERATIONS, Phase
+from .board import Condition, Operation, RankPage
+
+__all__ = ["Standing", "in_vain", "look_at"]
+
+_SENDS, _RECEIVES = ("send", "isend"), ("recv", "irecv")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank was at one moment.
+
+    Attributes:
+        page: Its page.
+        condition: What has become of its process.
+        phase: What it is about.
+        latest: The number of its latest operation.
+        operation: What its main thread is in; None if it is outside of all operations.
+    """
+
+    page: RankPage
+    condition: Condition
+    phase: Phase
+    latest: int
+    operation: Operation | None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it does nothing any more."""
+        return self.condition in (Condition.GONE, Condition.STOPPED)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether its program has come to its end."""
+        return self.phase is Phase.ENDING
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in an operation, or at its end, and lives."""
+        return not self.is_lost and (self.operation is not None or self.is_ending)
+
+    def __str__(self) -> str:
+        doing = "at the end of its program" if self.is_ending else "outside of all operations"
+        if self.operation is not None and not self.is_ending:
+            doing = f"in {self.operation}"
+            if self.operation.call:
+                doing += f", collective {self.operation.call} of {self.operation.group}"
+        elif self.phase not in (Phase.OTHER, Phase.ENDING):
+            doing += f", in {self.phase.name.lower()}"
+        return f"{self.condition.value}, {doing}" if self.condition is not Condition.LIVES else doing
+
+
+def look_at(pages: Iterable[RankPage]) -> dict[int, Standing]:
+    """Say where ranks are at this moment, by rank; local."""
+    found = (Standing(page, page.condition(), page.phase, page.latest, page.current()) for page in pages)
+    return {standing.page.rank: standing for standing in found}
+
+
+def in_vain(standings: Mapping[int, Standing]) -> dict[int, set[int]]:
+    """Return the ranks that wait in vain, and for whom each of them does; local.
+
+    Args:
+        standings: Of the ranks of this node.
+    """
+    lost = {rank for rank, standing in standings.items() if standing.is_lost}
+    waits = {rank: awaited_by(rank, standings) for rank, standing in standings.items() if standing.waits}
+    while True:
+        never_come = lost | waits.keys()
+        left = {rank: awaited & never_come for rank, awaited in waits.items() if awaited & never_come}
+        if len(left) == len(waits):
+            return left
+        waits = {rank: waits[rank] for rank in left}
+
+
+def awaited_by(rank: int, standings: Mapping[int, Standing]) -> set[int]:
+    """Return the ranks of this node that a waiting rank waits for, and that have not come yet; local."""
+    own = standings[rank]
+    if own.is_ending:
+        return {other for other, standing in standings.items() if not standing.is_ending}
+    operation = own.operation
+    if operation is None or operation.group is None or operation.group.gives_up:
+        return set()
+    if operation.call:
+        return {other for other, standing in standings.items() if _has_not_called(operation, standing)}
+    peer = None if operation.peer is None else operation.group.world_rank(operation.peer)
+    if peer is None or peer == rank or peer not in standings or _is_met(operation, own.page, standings[peer].page):
+        return set()
+    return {peer}
+
+
+def _has_not_called(operation: Operation, other: Standing) -> bool:
+    assert operation.group is not None
+    count = other.page.count_in(operation.group.key)
+    return count is not None and count < operation.call
+
+
+def _is_met(operation: Operation, own: RankPage, other: RankPage) -> bool:
+    """Say whether the other end of a message has done its part, or may have: the pages go back only so far."""
+    if operation.name.startswith("stage"):
+        return False  # counters in shared memory: if the other rank had come, this one would not wait
+    mine, theirs = (_RECEIVES, _SENDS) if operation.name.endswith("recv") else (_SENDS, _RECEIVES)
+    if max(own.latest, other.latest) >= OPERATIONS:
+        return True
+    return _messages(other, operation, theirs, own.rank) >= _messages(own, operation, mine, other.rank)
+
+
+def _messages(page: RankPage, like: Operation, names: Sequence[str], peer: int) -> int:
+    """Count what a rank has sent to a peer, or received from it, with the group and the tag of an operation."""
+    assert like.group is not None
+    return sum(
+        each.name in names
+        and each.tag == like.tag
+        and each.group is not None
+        and each.group.key == like.group.key
+        and each.peer is not None
+        and each.group.world_rank(each.peer) == peer
+        for each in page.operations()
+    )

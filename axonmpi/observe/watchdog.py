@@ -1,0 +1,230 @@
+"""A thread of each rank that ends the job where it would wait for ever.
+
+A rank that is stuck in MPI cannot say so. So every half a second the lowest rank of each node that can looks at the
+pages of the node's ranks, and ends the job
+
+    after 2 s      if ranks wait for one whose process has ended
+    after 4 s      if ranks wait for one that is stopped, or has come to its end, or for each other in a circle
+    after 1 h      if a rank has waited for so long, whatever it waits for: `AXONMPI_TIMEOUT`
+
+Only time in which it has looked counts, and nothing is ended while a rank is in a debugger. A sixth of the last
+limit before, it names the ranks that the others wait for, with their stacks. It uses no MPI but to end the job.
+
+A rank whose launcher has gone ends by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from ..launch import exit as exits
+from ..launch.board import own_page
+from ..launch.page import Header
+from ..utils.text import counted, name_ranks
+from .board import Condition, RankPage, pages_of
+from .judgement import Standing, awaited_by, in_vain, look_at
+from .report import cause_of, table_of, text_of_stacks
+from .stacks import answer_when_asked, stacks_of
+
+__all__ = ["Watchdog", "watch"]
+
+LOOK_SECONDS = 0.5
+SECONDS_AFTER_END = 2.0
+SECONDS_IN_CIRCLE = 4.0
+NAMED_AFTER_SECONDS = 600.0
+"""When a rank that others wait for is named; a sixth of the limit if that is less."""
+_BLIND_LOOKS = 6
+"""A watchdog that has not looked while another one has so often does not run."""
+_OTHERS_SECONDS = 8.0
+"""How long a watchdog leaves it to another one to end the job."""
+
+_watchdog: Watchdog | None = None
+
+
+def watch(limit: float) -> None:
+    """Begin to watch the ranks of this node, and to write stacks down when asked; local.
+
+    Args:
+        limit: Seconds that a rank may wait; 0: for ever. If the watchdog runs already, the new limit holds.
+    """
+    global _watchdog
+    if own_page().path is None:
+        return
+    if _watchdog is None:
+        answer_when_asked()
+        _watchdog = Watchdog(limit)
+        exits.before_finalize(_watchdog.stop)
+        _watchdog.start()
+    _watchdog.limit = limit
+
+
+@dataclass
+class _Since:
+    """What was seen, and for how long it has been so."""
+
+    what: object = None
+    seconds: float = 0.0
+
+    def see(self, what: object, passed: float) -> float:
+        """Return for how long it has been so."""
+        self.seconds = self.seconds + passed if what == self.what else 0.0
+        self.what = what
+        return self.seconds
+
+
+@dataclass
+class _Seen:
+    """What a watchdog remembers of a rank."""
+
+    operation: _Since = field(default_factory=_Since)
+    looks: _Since = field(default_factory=_Since)
+    named: bool = False
+
+
+class Watchdog:
+    """The thread of one rank.
+
+    Args:
+        limit: Seconds that a rank may wait; 0: for ever.
+
+    Attributes:
+        limit: The same.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self._own = own_page()
+        self._rank: int = self._own.identity["rank"]
+        self._pages = pages_of(self._own.identity["job"])
+        self._seen = {page.rank: _Seen() for page in self._pages}
+        self._circle = _Since()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="axonmpi watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin; local."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; local."""
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        looked = time.monotonic()
+        while not self._stop.wait(LOOK_SECONDS):
+            before, looked = looked, time.monotonic()
+            self._own.words[Header.LOOKED] += 1
+            passed = min(looked - before, 2 * LOOK_SECONDS)  # it was not there for the rest
+            self._end_without_launcher()
+            if not any(self._looks(page, passed) for page in self._pages if page.rank < self._rank):
+                self._look(passed)
+
+    def _end_without_launcher(self) -> None:
+        if os.getppid() != self._own.identity["parent"]:
+            with suppress(OSError):
+                os.write(2, f"[rank {self._rank}] the launcher has gone, and the job ends\n".encode())
+            exits.end_process(1)
+
+    def _looks(self, page: RankPage, passed: float) -> bool:
+        """Say whether another rank's watchdog runs."""
+        if self._seen[page.rank].looks.see(page.looked, passed) > _BLIND_LOOKS * LOOK_SECONDS:
+            return False
+        return page.condition() in (Condition.LIVES, Condition.TRACED)
+
+    # ---- one look ---------------------------------------------------------------------------------------------
+
+    def _look(self, passed: float) -> None:
+        still = {page.rank: self._seen[page.rank].operation.see(page.latest, passed) for page in self._pages}
+        if max(still.values()) < 2 * LOOK_SECONDS:
+            self._circle = _Since()
+            return
+        standings = look_at(self._pages)
+        if any(standing.condition is Condition.TRACED for standing in standings.values()):
+            return
+        self._judge(standings, passed)
+        self._count(standings, still)
+
+    def _judge(self, standings: Mapping[int, Standing], passed: float) -> None:
+        found = in_vain(standings)
+        what = {rank: (standings[rank].latest, awaited) for rank, awaited in found.items()}
+        waited = self._circle.see(what, passed)
+        if not found:
+            return
+        awaited = set().union(*found.values())
+        is_gone = any(standings[rank].condition is Condition.GONE for rank in awaited)
+        if waited >= (SECONDS_AFTER_END if is_gone else SECONDS_IN_CIRCLE):
+            self._end(cause_of(standings, found), standings, "RankFailedError" if is_gone else None)
+
+    def _count(self, standings: Mapping[int, Standing], still: Mapping[int, float]) -> None:
+        """Name the ranks that others wait for, and end the job when the limit is over."""
+        if not self.limit:
+            return
+        for rank, seconds in still.items():
+            standing, seen = standings[rank], self._seen[rank]
+            if standing.operation is None or standing.is_ending:
+                seen.named = False
+            elif seconds >= self.limit:
+                awaited = name_ranks(awaited_by(rank, standings)) if awaited_by(rank, standings) else "other ranks"
+                self._end(
+                    f"rank {rank} has waited {seconds:.0f} s for {awaited} in {standing.operation}", standings
+                )
+            elif not seen.named and seconds >= min(NAMED_AFTER_SECONDS, self.limit / 6):
+                self._name(rank, seconds, standings)
+
+    def _name(self, rank: int, seconds: float, standings: Mapping[int, Standing]) -> None:
+        """Say once for whom ranks wait."""
+        awaited = awaited_by(rank, standings)
+        waiting = [other for other in standings if awaited_by(other, standings) == awaited]
+        for other in waiting:
+            self._seen[other].named = True
+        if awaited:
+            stacks = stacks_of(standings[other].page for other in awaited)
+            _print(
+                f"axonmpi: {name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for {name_ranks(awaited)} "
+                f"since {seconds:.0f} s, and the job is ended after {self.limit:.0f} s\n{table_of(standings)}\n"
+                f"{text_of_stacks(stacks)}"
+            )
+
+    # ---- ending the job ---------------------------------------------------------------------------------------
+
+    def _end(self, cause: str, standings: Mapping[int, Standing], error: str | None = None) -> None:
+        """Print why, where all ranks are and their stacks, and end the job, unless another watchdog does."""
+        if not self._is_first() and self._stop.wait(_OTHERS_SECONDS):
+            return
+        stacks = stacks_of(standing.page for standing in standings.values())
+        unknown = standings[self._rank].page.size - len(standings)
+        elsewhere = f"\n  {counted(unknown, 'rank')} of other nodes: not known here" if unknown else ""
+        _print(
+            f"axonmpi.errors.{error or 'CollectiveTimeoutError'}: {cause}; the job is ended\n"
+            f"{table_of(standings)}{elsewhere}\n{text_of_stacks(stacks)}"
+        )
+        for standing in standings.values():
+            if standing.condition is Condition.STOPPED:  # it would hear of the end only when it goes on
+                with suppress(OSError):
+                    os.kill(standing.page.pid, signal.SIGKILL)
+        exits.end_job(1)
+
+    def _is_first(self) -> bool:
+        """Say whether no other rank of the node ends the job."""
+        assert self._own.path is not None
+        path = self._own.path.with_name(f"{self._own.identity['job']}-node.ended")
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+        except FileExistsError:
+            return False
+        except OSError:  # /dev/shm is full
+            return True
+        return True
+
+
+def _print(text: str) -> None:
+    """Write all at once, so that lines of several ranks do not mix."""
+    with suppress(OSError):
+        os.write(2, f"{text.rstrip()}\n".encode(errors="backslashreplace"))
