@@ -15,10 +15,11 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
+from ..launch.page import Phase
 from ..observe.board import Condition, RankPage
-from ..observe.diagnosis import diagnose
+from ..observe.diagnosis import diagnose, seconds_in
 from ..observe.jobs import find_job
-from ..observe.state import RankState, read_states
+from ..observe.judgement import Standing, look_at
 from . import parse_arguments, refuse
 
 __all__ = ["main"]
@@ -44,18 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse("axonmpi top", str(error))
     console = Console()
     if options.once:
-        console.print(screen(pages, read_states(pages), {}))
+        console.print(screen(pages, look_at(pages), {}))
         return 0
     with Live(console=console, auto_refresh=False) as live:
         rates: dict[int, float] = {}
-        before = read_states(pages)
+        before = look_at(pages)
         while any(page.condition() is not Condition.GONE for page in pages):
             live.update(screen(pages, before, rates), refresh=True)
             begun = time.monotonic()
             time.sleep(options.interval)
-            states = read_states(pages)
-            rates = _rates(before, states, time.monotonic() - begun)
-            before = states
+            now = look_at(pages)
+            rates = _rates(before, now, time.monotonic() - begun)
+            before = now
         live.update(screen(pages, before, rates), refresh=True)
     return 0
 
@@ -71,36 +72,31 @@ def _positive_seconds(text: str) -> float:
     return value
 
 
-def _rates(before: Sequence[RankState], states: Sequence[RankState], seconds: float) -> dict[int, float]:
+def _rates(before: Mapping[int, Standing], now: Mapping[int, Standing], seconds: float) -> dict[int, float]:
     """Return how many operations a second each rank has begun between two looks."""
-    return {
-        state.rank: (state.number - earlier.number) / seconds for earlier, state in zip(before, states, strict=True)
-    }
+    return {rank: (standing.latest - before[rank].latest) / seconds for rank, standing in now.items()}
 
 
-def screen(pages: Sequence[RankPage], states: Sequence[RankState], rates: Mapping[int, float]) -> Group:
+def screen(pages: Sequence[RankPage], standings: Mapping[int, Standing], rates: Mapping[int, float]) -> Group:
     """Return what is shown of one look; local.
 
     Args:
         pages: Of the ranks of the job.
-        states: Where they are.
+        standings: Where they are.
         rates: Operations a second of each rank, where they are known.
     """
     table = Table(title=f"job {pages[0].job}: {pages[0].identity['program']}", title_justify="left", box=None)
     for name in ("rank", "node", "process", "operation", "for", "calls/s", "phase"):
         table.add_column(name, justify="right" if name in ("rank", "for", "calls/s") else "left")
-    found = diagnose(states, pages[0].size)
-    for state in states:
-        lives = state.condition == Condition.LIVES.value
-        style = "red" if not lives else "yellow" if state.rank in found.behind and _is_slow(state) else ""
-        rate = f"{rates[state.rank]:,.0f}" if state.rank in rates else ""
-        place = state.operation or "outside of collectives"
-        cells = (state.host, state.condition, place, f"{state.seconds:.1f} s", rate, state.phase)
-        table.add_row(str(state.rank), *cells, style=style)
-    waiting = [found.states[rank] for rank in found.waits]
-    said = found.sentences if any(map(_is_slow, waiting)) else []
-    return Group(table, *said)
-
-
-def _is_slow(state: RankState) -> bool:
-    return state.seconds > LONG_SECONDS
+    found = diagnose(standings, pages[0].size)
+    seconds = {rank: seconds_in(standing) for rank, standing in standings.items()}
+    for rank, standing in standings.items():
+        is_slow = rank in found.behind and seconds[rank] > LONG_SECONDS
+        style = "red" if standing.condition is not Condition.LIVES else "yellow" if is_slow else ""
+        rate = f"{rates[rank]:,.0f}" if rank in rates else ""
+        place = "outside of collectives" if standing.operation is None else str(standing.operation)
+        phase = "" if standing.phase is Phase.OTHER else standing.phase.name.lower()
+        cells = (standing.page.host, standing.condition.value, place, f"{seconds[rank]:.1f} s", rate, phase)
+        table.add_row(str(rank), *cells, style=style)
+    is_long = any(seconds[rank] > LONG_SECONDS for rank in found.waits)
+    return Group(table, *(found.sentences if is_long else []))

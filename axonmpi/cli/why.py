@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from ..observe.board import RankPage
-from ..observe.diagnosis import Diagnosis, diagnose, site_in, with_sites
+from ..observe.diagnosis import Diagnosis, diagnose, seconds_in, site_in
 from ..observe.flight_recorder import dump
 from ..observe.jobs import find_job
+from ..observe.judgement import Standing, look_at
+from ..observe.nodes import read_others, tell_others
 from ..observe.stacks import stacks_of
-from ..observe.state import RankState, read_states
 from ..utils.text import counted, name_ranks, ranks_by_text
 from . import BAD_USAGE, parse_arguments, refuse
 
@@ -113,14 +114,15 @@ def examine(pages: Sequence[RankPage], *, stacks: bool = True, folder: Path | No
     """
     before = {page.rank: page.latest for page in pages}
     time.sleep(LOOK_SECONDS)
+    standings = look_at(pages)
+    going_on = {rank for rank, standing in standings.items() if standing.latest != before[rank]}
     written = stacks_of(pages) if stacks else {}
-    states = read_states(pages)
     sites = {page.rank: site_in(written.get(page.rank, ""), page.identity["main_thread"]) for page in pages}
-    going_on = [state.rank for state in states if state.number != before[state.rank]]
-    states = with_sites(states, sites)
     if folder is not None:
-        states, going_on = _with_other_nodes(folder, pages[0], states, going_on)
-    diagnosis = diagnose(states, pages[0].size)
+        tell_others(folder, standings, going_on)
+        others, also_going_on = read_others(folder, pages[0])
+        standings, going_on = {**others, **standings}, going_on | also_going_on
+    diagnosis = diagnose(standings, pages[0].size, sites)
     shown = {page.rank: _stack(page, written) for page in pages if page.rank in diagnosis.behind and stacks}
     return Report(pages[0].job, pages[0].identity["program"], diagnosis, tuple(sorted(going_on)), shown)
 
@@ -137,24 +139,6 @@ def _stack(page: RankPage, written: Mapping[int, str]) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return text
     return spied.stdout.strip() or text
-
-
-def _with_other_nodes(
-    folder: Path, own: RankPage, states: Sequence[RankState], going_on: Sequence[int]
-) -> tuple[list[RankState], list[int]]:
-    """Write what this node knows to a folder, and add what other nodes have written there of the same job."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{own.job}-{own.host}.json"
-    draft = file.with_suffix(".draft")
-    draft.write_text(json.dumps({"going_on": going_on, "states": [state.as_json() for state in states]}))
-    draft.rename(file)
-    found, moving = {state.rank: state for state in states}, set(going_on)
-    for other in folder.glob(f"{own.job}-*.json"):
-        told = json.loads(other.read_text())
-        for values in told["states"]:
-            found.setdefault(values["rank"], RankState.from_json(values))
-        moving |= set(told["going_on"])
-    return list(found.values()), sorted(moving)
 
 
 # ---- telling ----------------------------------------------------------------------------------------------------
@@ -188,8 +172,8 @@ def _without_idents(stack: str) -> str:
 
 def _nodes(found: Diagnosis) -> str:
     hosts: dict[str, list[int]] = {}
-    for rank, state in found.states.items():
-        hosts.setdefault(state.host, []).append(rank)
+    for rank, standing in found.standings.items():
+        hosts.setdefault(standing.page.host, []).append(rank)
     return "; ".join(f"{name_ranks(ranks)} on {host}" for host, ranks in hosts.items())
 
 
@@ -209,5 +193,18 @@ def as_json(report: Report) -> dict[str, Any]:
         "unknown": found.unknown,
         "sentences": found.sentences,
         "stacks": report.stacks,
-        "states": [state.as_json() for state in found.states.values()],
+        "ranks": [_of_rank(standing) for standing in found.standings.values()],
+    }
+
+
+def _of_rank(standing: Standing) -> dict[str, Any]:
+    return {
+        "rank": standing.page.rank,
+        "node": standing.page.host,
+        "pid": standing.page.pid,
+        "process": standing.condition.value,
+        "phase": standing.phase.name.lower(),
+        "operation": None if standing.operation is None else str(standing.operation),
+        "seconds": round(seconds_in(standing), 3),
+        "operations": standing.latest,
     }

@@ -238,8 +238,8 @@ class RankPage:
     def _group(self, slot: int) -> Group | None:
         if slot < 0:
             return None
-        numbers = self._groups[slot].tolist()
-        return Group(*numbers[:6], gives_up=bool(numbers[6])) if numbers[0] else None
+        key, count, rank, size, first, step, gives_up, _ = self._groups[slot].tolist()
+        return Group(key, count, rank, size, first, step, bool(gives_up)) if key else None
 
     def count_in(self, key: int) -> int | None:
         """Return how many collectives it has called in a group; None if it is not in it."""

@@ -1,28 +1,30 @@
-"""Who waits for whom in a job, and why: pure functions of where its ranks are.
+"""Who waits for whom in a job, and why, in words: pure functions of where its ranks are.
 
     ranks 0, 2 in all_reduce, collective 17 of their group ──▶ rank 1, which has called 16 of them ──▶ nobody
 
-An arrow leads from a rank that waits to each rank that has not done its part. Ranks at the end of arrows that wait
-for nobody are *behind*: they are what has to be looked at. If every arrow leads on, the ranks wait in a circle.
-Ranks in the same place are one class, as in STAT (Arnold et al., Stack Trace Analysis for Large Scale
+An arrow leads from a rank that waits to each rank that has not done its part (`judgement`). Ranks at the ends of
+arrows that wait for nobody are *behind*: they are what has to be looked at. If every arrow leads on, ranks wait in
+a circle. Ranks in the same place are one class, as in STAT (Arnold et al., Stack Trace Analysis for Large Scale
 Debugging, 2007).
 """
 
 from __future__ import annotations
 
 import re
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+from ..launch.page import Phase
+from ..utils.processes import age
 from ..utils.text import counted, name_ranks
-from .board import Condition
-from .state import RankState
+from .board import Condition, Operation
+from .judgement import Standing, awaited_by
 
-__all__ = ["Diagnosis", "diagnose", "site_in", "with_sites"]
+__all__ = ["Diagnosis", "diagnose", "seconds_in", "site_in"]
 
-AT_END = "end of program"
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _LIBRARY = re.compile(rf"{re.escape(_PACKAGE)}|/site-packages/|/lib/python3[.\d]*/|<frozen ")
 """Files of which users did not write the lines."""
@@ -36,8 +38,9 @@ class Diagnosis:
 
     Attributes:
         size: Ranks of the job.
-        states: Of the ranks that are known, in rank order.
-        classes: Where ranks are, in words, with the ranks that are there; the largest class first.
+        standings: Where the ranks are that are known, by rank.
+        sites: Where their programs are, as "train.py:12 in step", as far as that is known, by rank.
+        classes: Places in words, with the ranks that are there; the largest class first.
         waits: For each rank that waits the ranks that it waits for.
         behind: Ranks that others wait for, and that wait for nobody; if all wait in a circle, the ranks of it that
             are in another place than most.
@@ -46,7 +49,8 @@ class Diagnosis:
     """
 
     size: int
-    states: Mapping[int, RankState]
+    standings: Mapping[int, Standing]
+    sites: Mapping[int, str]
     classes: Sequence[tuple[str, tuple[int, ...]]]
     waits: Mapping[int, frozenset[int]]
     behind: tuple[int, ...]
@@ -57,89 +61,56 @@ class Diagnosis:
     def sentences(self) -> list[str]:
         """Who waits for whom and why, a sentence for each rank behind or for the circle."""
         if self.is_circle:
-            return [self._circle()]
-        return [self._behind(rank) for rank in self.behind]
+            odd = name_ranks(self.behind)
+            return [f"ranks wait for each other in a circle, so none goes on; look at {odd} first"]
+        return [self._sentence(rank) for rank in self.behind]
 
-    def _circle(self) -> str:
-        odd = name_ranks(self.behind)
-        return f"every rank waits for another one, in a circle, so none goes on; look at {odd} first"
-
-    def _behind(self, rank: int) -> str:
+    def _sentence(self, rank: int) -> str:
         waiting = [other for other, ranks in self.waits.items() if rank in ranks]
+        first = self.standings[min(waiting, key=lambda other: (self.standings[other].is_ending, other))]
         text = f"{name_ranks(waiting)} {'wait' if len(waiting) > 1 else 'waits'} for rank {rank}"
-        first = self.states[waiting[0]]
-        if first.name and first.name != AT_END:
-            text += f" in {first.operation}" + (
-                f", collective {first.call} of {first.group_text}" if first.call else ""
-            )
-        state = self.states.get(rank)
-        return f"{text}, and rank {rank} {_reason(state, first)}"
+        if first.operation is not None:
+            text += f" in {_words(first, first.operation)}"
+        return f"{text}, and rank {rank} {_reason(self.standings[rank], first, self.sites.get(rank, ''))}"
 
 
-def diagnose(states: Iterable[RankState], size: int) -> Diagnosis:
+def diagnose(standings: Mapping[int, Standing], size: int, sites: Mapping[int, str] | None = None) -> Diagnosis:
     """Find out who waits for whom; local.
 
     Args:
-        states: Of the ranks that are known.
+        standings: Of the ranks that are known.
         size: Ranks of the job.
+        sites: Where their programs are.
     """
-    known = {state.rank: state for state in sorted(states, key=lambda state: state.rank)}
-    members = _members(known.values())
-    waits = {rank: awaited for rank, state in known.items() if (awaited := _awaited(state, known, members, size))}
-    targets = {
-        rank for waiting, ranks in waits.items() if known[waiting].name != AT_END for rank in ranks
-    }  # at the end of its program a rank waits for all others, which may have much to do
-    behind = sorted(rank for rank in targets if rank not in waits or known[rank].name == AT_END)
-    is_circle = bool(targets) and not behind
+    known, sites = dict(sorted(standings.items())), sites or {}
+    waits = {
+        rank: frozenset(awaited)
+        for rank, standing in known.items()
+        if standing.waits and (awaited := awaited_by(rank, known))
+    }
+    # At its end a rank waits for all others, which may have much to do: that alone makes nobody late.
+    late = {rank for waiting, ranks in waits.items() if not known[waiting].is_ending for rank in ranks}
+    behind = sorted(rank for rank in late if rank not in waits or known[rank].is_ending)
+    is_circle = bool(late) and not behind
     return Diagnosis(
         size=size,
-        states=known,
-        classes=_classes(known.values()),
+        standings=known,
+        sites=sites,
+        classes=_classes(known, sites),
         waits=waits,
-        behind=tuple(_odd(known, targets) if is_circle else behind),
+        behind=tuple(_odd(known, late) if is_circle else behind),
         is_circle=is_circle,
         unknown=tuple(sorted(set(range(size)) - set(known))),
     )
 
 
-# ---- arrows -----------------------------------------------------------------------------------------------------
-
-
-def _members(states: Iterable[RankState]) -> dict[int, dict[int, int]]:
-    """Return the world's numbers of the known ranks of each group: by its key, and the number in the group."""
-    members: dict[int, dict[int, int]] = defaultdict(dict)
-    for state in states:
-        for key, number in state.ranks.items():
-            members[key][number] = state.rank
-    return members
-
-
-def _awaited(
-    state: RankState, known: Mapping[int, RankState], members: Mapping[int, Mapping[int, int]], size: int
-) -> frozenset[int]:
-    """Return the ranks that a rank waits for."""
-    if not state.runs or not state.name:
-        return frozenset()
-    if state.name == AT_END:
-        return frozenset(rank for rank in range(size) if rank not in known or known[rank].name != AT_END)
-    of_group = members.get(state.group, {})
-    if state.peer is not None:
-        peer = of_group.get(state.peer)
-        return frozenset() if peer is None or peer == state.rank else frozenset([peer])
-    if not state.call:
-        return frozenset()
-    others = [known[rank] for rank in of_group.values() if rank != state.rank]
-    late = [other.rank for other in others if other.counts.get(state.group, 0) < state.call]
-    # Where all have come, only one that does not run keeps the others from finishing.
-    return frozenset(late or [other.rank for other in others if not other.runs])
-
-
-def _odd(known: Mapping[int, RankState], ranks: Iterable[int]) -> list[int]:
-    """Return those of some ranks that wait in another operation of another group than most; all if none do."""
-    places: dict[tuple[int, str, int], list[int]] = defaultdict(list)
+def _odd(known: Mapping[int, Standing], ranks: Iterable[int]) -> list[int]:
+    """Return those of some ranks that wait in another operation than most; all if none do."""
+    places: dict[object, list[int]] = defaultdict(list)
     for rank in sorted(ranks):
-        state = known[rank]
-        places[state.group, state.name, state.call].append(rank)
+        operation = known[rank].operation
+        group = None if operation is None or operation.group is None else operation.group.key
+        places[None if operation is None else (group, operation.name, operation.call)].append(rank)
     most = max(map(len, places.values()))
     odd = [rank for found in places.values() if len(found) < most for rank in found]
     return odd or sorted(ranks)
@@ -148,43 +119,71 @@ def _odd(known: Mapping[int, RankState], ranks: Iterable[int]) -> list[int]:
 # ---- words ------------------------------------------------------------------------------------------------------
 
 
-def _classes(states: Iterable[RankState]) -> list[tuple[str, tuple[int, ...]]]:
+def _classes(known: Mapping[int, Standing], sites: Mapping[int, str]) -> list[tuple[str, tuple[int, ...]]]:
     ranks: dict[str, list[int]] = defaultdict(list)
-    for state in states:
-        ranks[_place(state)].append(state.rank)
+    for rank, standing in known.items():
+        place = _place(standing)
+        ranks[f"{place}, at {sites[rank]}" if sites.get(rank) else place].append(rank)
     return [(place, tuple(found)) for place, found in sorted(ranks.items(), key=lambda item: -len(item[1]))]
 
 
-def _place(state: RankState) -> str:
+def _place(standing: Standing) -> str:
     """Say where a rank is, without what differs between ranks in the same place, such as times."""
-    parts = [state.operation or "outside of collectives"]
-    if state.call and state.name:
-        parts.append(f"collective {state.call} of {state.group_text}")
-    elif state.phase and not state.name:
-        parts.append(state.phase)
-    if state.condition != Condition.LIVES.value:
-        parts.append(f"its process {state.condition}")
-    return ", ".join(parts) + (f", at {state.site}" if state.site else "")
+    parts = []
+    if standing.operation is not None:
+        parts.append(_words(standing, standing.operation))
+    elif not standing.is_ending:
+        parts.append("outside of collectives")
+    if standing.phase is not Phase.OTHER:
+        parts.append("at the end of its program" if standing.is_ending else standing.phase.name.lower())
+    if standing.condition is not Condition.LIVES:
+        parts.append(f"its process {standing.condition.value}")
+    return ", ".join(parts)
 
 
-def _reason(state: RankState | None, waiting: RankState) -> str:
-    """Say why a rank has not done its part."""
-    if state is None:
-        return "is not known on this node"
-    called = state.counts.get(waiting.group)
-    short = f", after {counted(called, 'collective')} of that group" if waiting.call and called is not None else ""
-    during = f" in {state.operation}" if state.name else f" during its {state.phase}" if state.phase else ""
-    if state.condition == Condition.STOPPED.value:
-        return f"is stopped by a signal (SIGSTOP or SIGTSTP){during}{short}"
-    if not state.runs:
-        return f"{state.condition}{during}{short}"
-    if state.name == AT_END:
-        return f"has come to the end of its program{short}"
-    if state.name:
-        return f"has been in {state.operation} for {state.seconds:.0f} s{short}"
-    latest = f"; the last one was {state.latest}" if state.latest else ""
-    where = f" at {state.site}" if state.site else ""
-    return f"has been outside of collectives for {state.seconds:.0f} s{during}{where}{short}{latest}"
+def _words(standing: Standing, operation: Operation) -> str:
+    """Return an operation in words; its group is told from others of the same ranks: all made them in one order."""
+    group = operation.group
+    if group is None or not operation.call:
+        return str(operation)
+    alike = [each.key for each in standing.page.groups if str(each) == str(group)]
+    which = f", number {alike.index(group.key) + 1} of {len(alike)} such" if len(alike) > 1 else ""
+    return f"{operation}, collective {operation.call} of {group}{which}"
+
+
+def _reason(standing: Standing, waiting: Standing, site: str) -> str:
+    """Say why a rank has not done its part for one that waits."""
+    during = "" if standing.phase in (Phase.OTHER, Phase.ENDING) else f" during its {standing.phase.name.lower()}"
+    where = f" in {standing.operation}" if standing.operation is not None else during
+    if standing.condition is Condition.STOPPED:
+        reason = f"is stopped by a signal (SIGSTOP or SIGTSTP){where}"
+    elif standing.condition in (Condition.GONE, Condition.TRACED):
+        reason = f"{standing.condition.value}{where}"
+    elif standing.is_ending:
+        reason = "has come to the end of its program"
+    else:
+        place = where if standing.operation is not None else f" outside of collectives{during}"
+        reason = f"has been{place} for {seconds_in(standing):.0f} s" + (f" at {site}" if site else "")
+    operation = waiting.operation
+    if operation is None or operation.group is None or not operation.call:
+        return reason
+    called = standing.page.count_in(operation.group.key)
+    return reason if called is None else f"{reason}, after {counted(called, 'collective')} of that group"
+
+
+def seconds_in(standing: Standing) -> float:
+    """Return how long a rank has been in its operation, or outside of all; local.
+
+    It is right for a rank of another node as far as the clocks of the nodes agree.
+    """
+    identity: dict[str, int] = standing.page.identity
+    if standing.operation is not None:
+        since = standing.operation.entered
+    else:
+        since = max((each.left or 0 for each in standing.page.operations()), default=0)
+        if not since:
+            return age(identity["started"])
+    return max(0.0, (time.time_ns() - identity["wall_clock"] - since) / 1e9)
 
 
 # ---- stacks -----------------------------------------------------------------------------------------------------
@@ -197,24 +196,10 @@ def site_in(stacks: str, thread: int) -> str:
         stacks: What faulthandler has written, innermost frames first.
         thread: The thread's identity.
     """
-    for line in _lines_of(stacks, thread):
-        found = _FRAME.match(line)
-        if found and not _LIBRARY.search(found["file"]):
-            return f"{found['file'].rpartition('/')[2]}:{found['line']} in {found['function']}"
-    return ""
-
-
-def _lines_of(stacks: str, thread: int) -> list[str]:
-    """Return the frames of a thread; of all of them where it is not told apart."""
-    lines, is_wanted, found = stacks.splitlines(), False, []
-    for line in lines:
+    is_wanted = False
+    for line in stacks.splitlines():
         if head := _THREAD.match(line):
             is_wanted = int(head["ident"], 16) == thread
-        elif is_wanted:
-            found.append(line)
-    return found
-
-
-def with_sites(states: Iterable[RankState], sites: Mapping[int, str]) -> list[RankState]:
-    """Return the states with the places of the ranks' programs; local."""
-    return [replace(state, site=sites.get(state.rank, "")) for state in states]
+        elif is_wanted and (frame := _FRAME.match(line)) and not _LIBRARY.search(frame["file"]):
+            return f"{frame['file'].rpartition('/')[2]}:{frame['line']} in {frame['function']}"
+    return ""

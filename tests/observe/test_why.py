@@ -18,7 +18,8 @@ from torch.distributed.flight_recorder import fr_trace
 from axonmpi import cli
 from axonmpi.cli.why import as_json, as_text, examine
 from axonmpi.observe.board import RankPage, job_names, pages_of
-from axonmpi.observe.state import read_states
+from axonmpi.observe.judgement import look_at
+from axonmpi.observe.nodes import tell_others
 from axonmpi.testing import launch
 from axonmpi.utils.waiting import Backoff, wait_until
 
@@ -80,9 +81,9 @@ def test_a_rank_that_never_comes(tmp_path, capsys, caplog):
         assert " in loops" in said.partition("Stack of rank 1")[2]
 
         told = tmp_path / "told"
-        told.mkdir()
-        of_node = [state.as_json() for state in read_states(job.pages[1:2])]
-        (told / f"{job.pages[0].job}-n2.json").write_text(json.dumps({"going_on": [], "states": of_node}))
+        tell_others(told, look_at(job.pages[1:2]), [])
+        (node,) = told.iterdir()
+        node.rename(f"{node}-other")  # as another node would have written it
         seen_here = examine(job.pages[::2], stacks=False)
         assert (seen_here.diagnosis.behind, seen_here.diagnosis.unknown) == ((), (1,))
         assert "Not known here, as on other nodes: rank 1" in as_text(seen_here)
