@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import subprocess
@@ -133,13 +134,13 @@ def inject(fault: Fault, ranks: tuple[int, ...], nodes: Nodes, other: Path | Non
 def _command(
     fault: Fault, ranks: tuple[int, ...], nodes: Nodes, folder: Path, other: Path | None
 ) -> tuple[list[str], dict[str, str]]:
-    env = {**fault.env, "FAULT_MARK": str(folder / "mark")}
+    env = {**fault.env, "FAULT_MARK": str(folder / "mark"), "FAULT_PID": str(folder / "pid")}
     if fault.act in ("fill /dev/shm", "mix", "no launcher"):
         env["FAULT_AT_START"] = "1"
     if fault.act == "no launcher":
         return [*nodes.enter(0), sys.executable, str(PROGRAMS), fault.name], env
     command, variables = nodes.job(
-        ranks, str(PROGRAMS), fault.name, env=env, mpirun=other if fault.act == "mix" else None
+        ranks, str(PROGRAMS), fault.name, *fault.arguments, env=env, mpirun=other if fault.act == "mix" else None
     )
     return [*nodes.enter(0), *command], variables
 
@@ -189,4 +190,14 @@ def _cut(job: Job, nodes: Nodes) -> None:
     nodes.cut(1)
 
 
-_ACTS: dict[str, Callable[[Job, Nodes], None]] = {"kill the launcher": _kill_launcher, "cut the link": _cut}
+def _stop_rank(job: Job, nodes: Nodes) -> None:
+    """Stop the rank at any moment of the next tenth of a second."""
+    time.sleep(random.random() / 10)
+    os.kill(int(job.mark.with_name("pid").read_text()), signal.SIGSTOP)
+
+
+_ACTS: dict[str, Callable[[Job, Nodes], None]] = {
+    "kill the launcher": _kill_launcher,
+    "cut the link": _cut,
+    "stop a rank": _stop_rank,
+}

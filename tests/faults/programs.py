@@ -1,4 +1,4 @@
-"""What goes wrong in a job: `programs.py FAULT`, on three ranks, of which rank 1 is the culprit.
+"""What goes wrong in a job: `programs.py FAULT ...`, on three ranks, of which rank 1 is the culprit.
 
 Each function is one fault, by the name that the table has for it. The other ranks go on with collectives until they
 are stopped. The moment of the fault is written to the file that FAULT_MARK names.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import itertools
 import os
+import random
 import resource
 import signal
 import sys
@@ -199,8 +201,7 @@ def loops(world: ax.World) -> None:
     """The culprit computes for ever between two collectives."""
     if world.rank == CULPRIT:
         mark()
-        while True:
-            torch.ones(10).sum()
+        loop()
     go_on()
 
 
@@ -263,6 +264,79 @@ def not_a_number(world: ax.World) -> None:
             mark()
             x[0, 0] = float("nan")
         model(x).sum().backward()
+
+
+# ---- a random rank hangs in a random way ------------------------------------------------------------------------
+
+
+def wait_for_lock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def read_from_pipe() -> None:
+    os.read(os.pipe()[0], 1)
+
+
+def keep_interpreter() -> None:
+    """One call into C that never lets another thread of this rank run."""
+    sum(itertools.repeat(0))
+
+
+def wait_for_message() -> None:
+    """The other ranks send nothing, and wait for this one in a collective: a circle."""
+    ax.recv(torch.ones(3), (ax.get_world().rank + 1) % ax.get_world().size)
+
+
+def loop() -> None:
+    while True:
+        torch.ones(10).sum()
+
+
+HANGS = {
+    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "an endless loop": loop,
+    "a lock": wait_for_lock,
+    "a pipe": read_from_pipe,
+    "a call that keeps the interpreter": keep_interpreter,
+    "a message that nobody sends": wait_for_message,
+    "the end of the program": lambda: sys.exit(0),
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSTOP from outside": go_on,
+}
+"""How a rank hangs; the last one by the runner, at any moment, also in the middle of a collective."""
+
+
+def hangs(world: ax.World) -> None:
+    """`hangs HOW RANK STEP SEED`: a rank hangs after so many random operations."""
+    how, culprit, steps, seed = sys.argv[2], *map(int, sys.argv[3:6])
+    draw = random.Random(seed)
+    pair = world.new_group([0, 1])
+    for _ in range(steps):
+        random_operation(draw, pair)
+    if world.rank == culprit:
+        Path(os.environ["FAULT_PID"]).write_text(str(os.getpid()))
+        mark()
+        HANGS[how]()
+    while True:
+        random_operation(draw, pair)
+
+
+def random_operation(draw: random.Random, pair: ax.ProcessGroup) -> None:
+    """Make a call that follows from the generator, which is the same on all ranks."""
+    numel = draw.choice([1, 1000, 10**6])
+    call = draw.choice(
+        [
+            lambda: ax.all_reduce(torch.ones(numel)),
+            lambda: ax.all_gather(torch.ones(numel)),
+            lambda: ax.broadcast(torch.ones(numel)),
+            lambda: ax.all_reduce(torch.ones(numel), async_op=True).wait(),
+            lambda: ax.all_reduce(torch.ones(numel), group=pair) if pair.contains(ax.get_world().rank) else None,
+            ax.barrier,
+        ]
+    )
+    call()
 
 
 # ---- operations that nobody waits for, or too late --------------------------------------------------------------

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["FAULTS", "ONE_NODE", "TWO_NODES", "Fault"]
+from programs import HANGS
 
-Act = Literal["", "kill the launcher", "cut the link", "fill /dev/shm", "mix", "no launcher"]
+__all__ = ["FAULTS", "ONE_NODE", "TWO_NODES", "Fault", "random_hangs"]
+
+Act = Literal["", "stop a rank", "kill the launcher", "cut the link", "fill /dev/shm", "mix", "no launcher"]
 Places = tuple[tuple[int, ...], ...]
 
 ONE_NODE, TWO_NODES = (3,), (1, 2)
@@ -28,6 +31,7 @@ class Fault:
         seconds: How long the job may go on after the fault.
         places: Ranks of each node, one job for each.
         env: Variables of the job.
+        arguments: Of the function.
         act: What is done from outside.
         quick: Whether the ordinary tests have it too.
     """
@@ -39,6 +43,7 @@ class Fault:
     seconds: float = 10.0
     places: Places = BOTH
     env: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
     act: Act = ""
     quick: bool = False
 
@@ -57,17 +62,17 @@ def called(how: str) -> tuple[str, ...]:
 
 
 FAULTS = (
-    Fault("raises", "a rank raises", ERROR, quick=True),
+    Fault("raises", "a rank raises", ERROR),
     Fault("raises_in_thread", "a rank raises in a thread", ERROR),
     Fault("raises_in_hook", "a rank raises in a hook of backward", ERROR),
     Fault("raises_in_loader", "a DataLoader worker raises", ERROR),
     Fault("raises_in_stage", "a pipeline stage raises", ERROR),
     Fault("fewer_steps", "a rank makes fewer pipeline steps", gone("end"), code=None),
     Fault("fsdp_caught", "an FSDP forward raises on a rank, and is caught", (r"\brank 1\b",), code=None),
-    Fault("ends", "a rank comes to the end of its program", gone("end"), code=None, quick=True),
+    Fault("ends", "a rank comes to the end of its program", gone("end"), code=None),
     Fault("exits_0", "`sys.exit(0)` on a rank", gone("end"), code=None),
     Fault("exits_256", "`sys.exit(256)` on a rank", gone("end"), code=None),
-    Fault("os_exit_0", "`os._exit(0)` on a rank", gone("end|exit|gone"), code=None, quick=True),
+    Fault("os_exit_0", "`os._exit(0)` on a rank", gone("end|exit|gone"), code=None),
     Fault("killed", "SIGKILL of a rank", gone("SIGKILL|[Kk]illed|signal 9|gone"), code=None),
     Fault("healthy", "SIGKILL of the launcher", (), code=-9, act="kill the launcher", quick=True),
     Fault("stopped", "SIGSTOP of a rank", gone("stopped"), code=None, quick=True),
@@ -120,3 +125,22 @@ FAULTS = (
         places=(ONE_NODE,), env={"PMI_RANK": "1", "PMI_SIZE": "3"}, act="no launcher",
     ),
 )  # fmt: skip
+
+
+HANG_SECONDS = 40.0
+HANG_LIMIT = "6"
+"""Seconds that ranks may wait for one that lives: with the default it is an hour."""
+
+
+def random_hangs(count: int, seed: int) -> Iterator[Fault]:
+    """Return faults in which a random rank hangs in a random way after random operations, on one node."""
+    draw = random.Random(seed)
+    ways = list(HANGS)
+    for number in range(count):
+        how, rank, steps = ways[number % len(ways)], draw.randrange(sum(ONE_NODE)), draw.randrange(40)
+        named = rf"axonmpi\.errors.*(: rank {rank} on \S+ (has|is)|for rank {rank} in|look at rank {rank} first)"
+        act: Act = "stop a rank" if how == "SIGSTOP from outside" else ""
+        yield Fault(
+            "hangs", f"rank {rank} after {steps} operations: {how}", (named,), None, HANG_SECONDS, (ONE_NODE,),
+            {"AXONMPI_TIMEOUT": HANG_LIMIT}, (how, str(rank), str(steps), str(draw.randrange(10**6))), act,
+        )  # fmt: skip
