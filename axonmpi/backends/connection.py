@@ -139,6 +139,13 @@ class Connection(ABC):
     def all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
         """Put the parts of all ranks into the memory of each node; None: the own part is there; collective."""
 
+    def check_node(self, what: str) -> None:  # noqa: B027
+        """Raise if the process of another rank of this node has ended; local.
+
+        Raises:
+            RankFailedError: It has, and `what` waits in vain.
+        """
+
     def mark_failed(self, reason: str) -> None:  # noqa: B027
         """Tell ranks that wait for this one that it does not come any more, where they can be reached; local."""
 

@@ -41,7 +41,7 @@ from ..launch.page import (
 from ..types import ReduceOp
 from ..utils.processes import namespace, process, traced_by
 
-__all__ = ["Condition", "Group", "Operation", "RankPage", "job_names", "page_of_process", "pages_of"]
+__all__ = ["Condition", "Group", "Operation", "RankPage", "job_names", "last_words", "page_of_process", "pages_of"]
 
 _RECORD = np.dtype(
     [
@@ -334,6 +334,18 @@ def job_names() -> list[str]:
 def pages_of(job: str) -> list[RankPage]:
     """Return the pages of a job's ranks on this node, in rank order; empty if there is no such job; local."""
     return sorted((page for page in _pages() if page.job == job), key=lambda page: page.rank)
+
+
+def last_words(pid: int) -> str:
+    """Say what a process of this node is doing, or did when it ended; empty if it has no page; local."""
+    page = next((page for page in _pages() if page.pid == pid), None)
+    if page is None:
+        return ""
+    operation = page.current()
+    place = f"in {operation}" if operation is not None else "outside of all operations"
+    phase = "" if page.phase in (Phase.OTHER, Phase.ENDING) else f" of its {page.phase.name.lower()} phase"
+    ending = ", at the end of its program" if page.phase is Phase.ENDING else ""
+    return f"rank {page.rank} of the job, on {page.host}, {place}{phase}{ending}"
 
 
 def page_of_process(pid: int) -> RankPage | None:

@@ -321,7 +321,8 @@ class MpiBackend(Backend):
         return self._connection.node_empty(call.nbytes).view(call.dtype).view(call.shape)
 
     def check_peers(self, what: str, peer: int | None = None) -> None:
-        """Return: a rank that fails ends the job, and with it whoever waits."""
+        """Raise if a rank of this node has ended; elsewhere a rank that fails ends the job; local."""
+        self._connection.check_node(what)
 
     def _counters(self, memory: Tensor) -> NodeCounters:
         fence, busy = self._connection.fence, self.cores.oversubscribed

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...errors import CollectiveTimeoutError, CommunicatorError, RankFailedError
+from ...observe import last_words
+from ...utils.processes import process
 from ...utils.text import name_ranks
 from ...utils.waiting import Backoff
 from ..tuning import BARRIER_CHECK_SECONDS, BARRIER_NAP_SECONDS, BARRIER_YIELDS, LONGEST_BARRIER_NAP_SECONDS
@@ -83,6 +85,7 @@ class NodeBarrier:
         peers = [(segment.own + step) % len(processes) for step in range(1, len(processes))]
         self._peers = [(peer * words, peer) for peer in peers]
         self._failed = ""
+        self._checked = 0.0
         self.count = 0
         self.spins = 0
         self.yields = BARRIER_YIELDS
@@ -153,16 +156,40 @@ class NodeBarrier:
     def _look_after(self, word: int, peer: int, count: int, what: object) -> None:
         """Raise if the rank that is waited for has ended, failed or given up."""
         mark = self._words[word + _MARK]
-        gone = "gave up waiting" if mark == _GAVE_UP else "has failed"
         if not mark:
-            process = self._processes[peer]
-            if process is None or _is_alive(process):
+            self.check_alive(what, [peer], unless=lambda: self._words[word] >= count)
+        elif self._words[word] < count:
+            self._raise_failed(peer, "gave up waiting" if mark == _GAVE_UP else "has failed", what)
+
+    def check_alive(
+        self, what: object, peers: Iterable[int] | None = None, *, unless: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Raise if the process of another rank of the node has ended; local.
+
+        Args:
+            what: What waits.
+            peers: Local ranks to look at; None: all, at most every tenth of a second.
+            unless: Says whether a rank that has ended had come before.
+
+        Raises:
+            RankFailedError: A process has ended.
+        """
+        if peers is None:
+            now = time.monotonic()
+            if now - self._checked < BARRIER_CHECK_SECONDS:
                 return
-            gone = f"has ended (process {self._processes[peer]})"
-        if self._words[word] < count:
-            name = self._names[peer]
-            self.mark_failed(f"rank {name} {gone} while {what} waited for it")
-            raise RankFailedError(f"rank {name} {gone} while {what} waited for it on this node")
+            self._checked = now
+            peers = [peer for _, peer in self._peers]
+        for peer in peers:
+            number = self._processes[peer]
+            if number is not None and not _is_alive(number) and not unless():
+                did = last_words(number)
+                self._raise_failed(peer, f"has ended (process {number}{f': {did}' if did else ''})", what)
+
+    def _raise_failed(self, peer: int, how: str, what: object) -> NoReturn:
+        text = f"rank {self._names[peer]} {how} while {what} waited for it"
+        self.mark_failed(text)
+        raise RankFailedError(f"{text} on this node")
 
     def mark_failed(self, reason: str, *, gave_up: bool = False) -> None:
         """Tell the other ranks that this one comes to no further barrier; local."""
@@ -172,9 +199,6 @@ class NodeBarrier:
         self._words[self._own] = self.count
 
 
-def _is_alive(process: int) -> bool:
-    try:
-        status = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
+def _is_alive(number: int) -> bool:
+    found = process(number)
+    return found is not None and not found.has_ended

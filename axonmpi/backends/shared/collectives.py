@@ -63,6 +63,10 @@ class SharedConnection(Connection):
         """Say whether a tensor lies in memory of `node_empty`; local."""
         return self._arena.is_common(tensor)
 
+    def check_node(self, what: str) -> None:
+        """Raise if the process of another rank of this node has ended; local."""
+        self._barrier.check_alive(what)
+
     def mark_failed(self, reason: str) -> None:
         """Tell ranks of this node that wait for this one that it does not come any more; local."""
         self._barrier.mark_failed(reason)
