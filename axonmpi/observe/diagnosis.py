@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,22 +98,24 @@ def diagnose(standings: Mapping[int, Standing], size: int, sites: Mapping[int, s
         sites=sites,
         classes=_classes(known, sites),
         waits=waits,
-        behind=tuple(_odd(known, late) if is_circle else behind),
+        behind=tuple(_odd(known, waits, late) if is_circle else behind),
         is_circle=is_circle,
         unknown=tuple(sorted(set(range(size)) - set(known))),
     )
 
 
-def _odd(known: Mapping[int, Standing], ranks: Iterable[int]) -> list[int]:
-    """Return those of some ranks that wait in another operation than most; all if none do."""
-    places: dict[object, list[int]] = defaultdict(list)
-    for rank in sorted(ranks):
+def _odd(known: Mapping[int, Standing], waits: Mapping[int, frozenset[int]], circle: Iterable[int]) -> list[int]:
+    """Return the ranks of a circle that fewest others are in the same operation with, and that most wait for."""
+
+    def place(rank: int) -> object:
         operation = known[rank].operation
         group = None if operation is None or operation.group is None else operation.group.key
-        places[None if operation is None else (group, operation.name, operation.call)].append(rank)
-    most = max(map(len, places.values()))
-    odd = [rank for found in places.values() if len(found) < most for rank in found]
-    return odd or sorted(ranks)
+        return None if operation is None else (group, operation.name, operation.call)
+
+    company = Counter(map(place, known))
+    waiting = Counter(rank for awaited in waits.values() for rank in awaited)
+    oddness = {rank: (-company[place(rank)], waiting[rank]) for rank in sorted(circle)}
+    return [rank for rank, odd in oddness.items() if odd == max(oddness.values())]
 
 
 # ---- words ------------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def random_hangs(count: int, seed: int) -> Iterator[Fault]:
     ways = list(HANGS)
     for number in range(count):
         how, rank, steps = ways[number % len(ways)], draw.randrange(sum(ONE_NODE)), draw.randrange(40)
-        named = rf"axonmpi\.errors.*(: rank {rank} on \S+ (has|is)|for rank {rank} in|look at rank {rank} first)"
+        named = rf"axonmpi\.errors.*(: rank {rank} on \S+ (has|is)|waited \d+ s for rank {rank} in|look at rank {rank} first)"
         act: Act = "stop a rank" if how == "SIGSTOP from outside" else ""
         yield Fault(
             "hangs", f"rank {rank} after {steps} operations: {how}", (named,), None, HANG_SECONDS, (ONE_NODE,),

@@ -1,4 +1,4 @@
-"""Some of the faults of `tests/faults/run`, which has them all: each job ends in time, and names culprit and cause."""
+"""Some of the faults of `tests/faults/run`: each job ends in time, and names culprit and cause."""
 
 from __future__ import annotations
 

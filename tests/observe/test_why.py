@@ -113,6 +113,17 @@ def test_two_groups_in_another_order(tmp_path, capsys, caplog):
         assert missing_by_torch(tmp_path / "trace", caplog) == {"missing ranks: {1}", "missing ranks: {0, 2}"}
 
 
+def test_a_job_that_fails_leaves_dumps(tmp_path, caplog):
+    """Written by the watchdog when it ends the job: torchfrtrace names the same rank."""
+    dumps = tmp_path / "dumps"
+    env = {"FAULT_MARK": str(tmp_path / "mark"), "OMP_NUM_THREADS": "1", "AXONMPI_DUMP": str(dumps)}
+    job = launch(3, PROGRAMS, "stopped", timeout=60, env=env)
+    assert job.returncode != 0
+    assert not job.timed_out
+    assert "rank 1 on" in job.stderr
+    assert missing_by_torch(dumps, caplog) == {"missing ranks: {1}"}
+
+
 def test_no_such_job(capsys):
     assert cli.main(["why", "nosuchjob"]) == 2
     said = capsys.readouterr().err
