@@ -169,7 +169,7 @@ def _watched(fault: Fault, ranks: tuple[int, ...], nodes: Nodes, job: Job) -> Ou
     for node in range(2):
         if files := [name for name in nodes.shared_memory(node) if not _may_stay(name, code)]:
             problems.append(f"left in /dev/shm of n{node + 1}: {', '.join(files)}")
-    seen = found[0][0].strip() if found and found[0] else ""
+    seen = " ".join(found[0][0].split()) if found and found[0] else ""
     return Outcome(fault.what, ranks, seen, seconds, code, tuple(problems), output)
 
 

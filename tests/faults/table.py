@@ -52,8 +52,14 @@ ERROR = (r"\[rank 1\] ValueError: the injected error",)
 
 
 def gone(how: str) -> tuple[str, ...]:
-    """What has to be said of rank 1 when it is no more."""
-    return (rf"\brank 1\b.*({how})",)
+    """What has to be said of rank 1 when it is no more; launchers put it into two lines."""
+    return (rf"\brank 1\b[^.;]*?({how})",)
+
+
+def dead(number: int, name: str) -> tuple[str, ...]:
+    """The same of a signal; MPICH's launcher ends the other ranks at once, and names a process."""
+    by_mpich = rf"PID \d+ RUNNING AT n\d\s+=\s+EXIT CODE: {number}"
+    return (rf"\brank 1\b[^.;]*?({name}|signal {number}|has ended)|{by_mpich}",)
 
 
 def called(how: str) -> tuple[str, ...]:
@@ -72,11 +78,11 @@ FAULTS = (
     Fault("ends", "a rank comes to the end of its program", gone("end"), code=None),
     Fault("exits_0", "`sys.exit(0)` on a rank", gone("end"), code=None),
     Fault("exits_256", "`sys.exit(256)` on a rank", gone("end"), code=None),
-    Fault("os_exit_0", "`os._exit(0)` on a rank", gone("end|exit|gone"), code=None),
-    Fault("killed", "SIGKILL of a rank", gone("SIGKILL|[Kk]illed|signal 9|gone"), code=None),
+    Fault("os_exit_0", "`os._exit(0)` on a rank", dead(9, "exit"), code=None),
+    Fault("killed", "SIGKILL of a rank", dead(9, "Killed"), code=None),
     Fault("healthy", "SIGKILL of the launcher", (), code=-9, act="kill the launcher", quick=True),
     Fault("stopped", "SIGSTOP of a rank", gone("stopped"), code=None, quick=True),
-    Fault("crashes", "SIGSEGV of a rank", gone("SIGSEGV|[Ss]egmentation|signal 11|gone"), code=None),
+    Fault("crashes", "SIGSEGV of a rank", dead(11, "Segmentation"), code=None),
     Fault("out_of_memory", "a rank has no memory left", (r"\[rank 1\] .*(can't allocate|not enough) memory",)),
     Fault(
         "loops",
@@ -138,7 +144,12 @@ def random_hangs(count: int, seed: int) -> Iterator[Fault]:
     ways = list(HANGS)
     for number in range(count):
         how, rank, steps = ways[number % len(ways)], draw.randrange(sum(ONE_NODE)), draw.randrange(40)
-        named = rf"axonmpi\.errors.*(: rank {rank} on \S+ (has|is)|waited \d+ s for rank {rank} in|look at rank {rank} first)"
+        names = (
+            rf": rank {rank} on \S+ (has|is)",
+            rf"waited \d+ s for rank {rank} in",
+            f"look at rank {rank} first",
+        )
+        named = rf"axonmpi\.errors.*({'|'.join(names)})"
         act: Act = "stop a rank" if how == "SIGSTOP from outside" else ""
         yield Fault(
             "hangs", f"rank {rank} after {steps} operations: {how}", (named,), None, HANG_SECONDS, (ONE_NODE,),
