@@ -39,12 +39,16 @@ def _while_others_wait(
 ) -> str:
     waiting = {rank for rank, awaited in in_vain.items() if awaited & culprits and not standings[rank].is_ending}
     hosts = ", ".join(sorted({standings[rank].page.host for rank in culprits}))
-    words = what.replace("has ", "have ").replace("is ", "are ") if len(culprits) > 1 else what
+    words = _of_several(what) if len(culprits) > 1 else what
     text = f"{name_ranks(culprits)} on {hosts} {words}"
     if not waiting:
         return text
     first = standings[min(waiting)].operation
     return f"{text} while {name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} in {first}"
+
+
+def _of_several(what: str) -> str:
+    return what.replace("has ", "have ").replace("is ", "are ").replace(" its ", " their ")
 
 
 def text_of_stacks(stacks: Mapping[int, str]) -> str:

@@ -34,6 +34,11 @@ def loop() -> None:
         time.sleep(0.001)
 
 
+def come_late() -> None:
+    time.sleep(8)
+    world.default_group.all_reduce(torch.ones(3))
+
+
 def wait_elsewhere() -> None:
     pair.barrier()
 
@@ -52,6 +57,7 @@ FAULTS = {
     "ended": end,
     "launcher": kill_launcher,
     "loops": loop,
+    "slow": come_late,
     "circle": wait_elsewhere,
 }
 

@@ -1,0 +1,175 @@
+"""Who waits in vain: said of ranks that do, and never of others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from dataclasses import asdict
+
+import pytest
+
+from axonmpi.launch import board
+from axonmpi.launch.page import Phase, describe
+from axonmpi.launch.topology import Topology
+from axonmpi.observe import Condition, cause_of, in_vain, look_at, pages_of, table_of
+
+WORLD, PAIR, SPREAD = 1, 2, 3
+"""Keys of a group of all ranks, one of ranks 0 and 1, and one of which half is on another node."""
+
+
+class Ranks:
+    """Pages of three ranks, all of this process."""
+
+    def __init__(self) -> None:
+        self.pages, self.logs = [], []
+        for rank in range(3):
+            assert board.publish("job", asdict(Topology.of([0, 0, 0], rank))) == ""
+            page = board.own_page()
+            self.pages.append(page)
+            self.logs.append({WORLD: page.join(WORLD, rank, 3, 0, 1), SPREAD: page.join(SPREAD, rank, 6, 0, 1)})
+            if rank < 2:
+                self.logs[-1][PAIR] = page.join(PAIR, rank, 2, 0, 1)
+
+    def enter(self, rank: int, name: str, group: int = WORLD, **details) -> int:
+        """Have a rank enter an operation."""
+        number = None if not {"peer", "number"} & details.keys() else details.pop("number", 0)
+        return self.logs[rank][group].enter(describe(name, **details), number)
+
+    def do(self, rank: int, name: str, group: int = WORLD, **details) -> None:
+        """Have a rank do an operation."""
+        self.logs[rank][group].leave(self.enter(rank, name, group, **details))
+
+    def end(self, rank: int) -> None:
+        """Bring a rank to the end of its program."""
+        self.pages[rank].words[2] = Phase.ENDING
+
+    def in_vain(self) -> dict[int, set[int]]:
+        return in_vain(look_at(pages_of("job")))
+
+    def cause(self) -> str:
+        standings = look_at(pages_of("job"))
+        return cause_of(standings, in_vain(standings))
+
+
+@pytest.fixture
+def ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(board, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(board, "_own", None)
+    return Ranks()
+
+
+def test_nobody_waits_in_vain_for_a_rank_that_computes(ranks) -> None:
+    ranks.enter(0, "all_reduce")
+    ranks.do(1, "barrier", PAIR)
+    ranks.enter(1, "all_reduce")
+    assert ranks.in_vain() == {}
+    assert "rank 2: " in table_of(look_at(pages_of("job")))
+
+
+def test_nobody_waits_in_vain_in_a_collective_that_all_have_called(ranks) -> None:
+    for rank in range(3):
+        ranks.enter(rank, "all_reduce")
+    assert ranks.in_vain() == {}
+
+
+def test_ranks_in_two_collectives_wait_for_each_other_and_others_for_them(ranks) -> None:
+    ranks.enter(0, "all_reduce")
+    ranks.enter(1, "barrier", PAIR)
+    ranks.enter(2, "all_reduce")
+    assert ranks.in_vain() == {0: {1}, 1: {0}, 2: {1}}
+    assert ranks.cause().startswith("ranks wait for each other: rank 0 waits for rank 1 in all_reduce()")
+
+
+def test_ranks_of_other_nodes_may_do_anything(ranks) -> None:
+    for rank in range(3):
+        ranks.enter(rank, "all_reduce", SPREAD)
+    assert ranks.in_vain() == {}
+
+
+def test_a_wait_is_one_for_the_collective_that_it_is_for(ranks) -> None:
+    ranks.do(0, "all_reduce")
+    ranks.do(1, "all_reduce")
+    ranks.enter(0, "wait", number=1)
+    ranks.enter(1, "wait", number=1)
+    assert ranks.in_vain() == {}
+    log = ranks.logs[0][WORLD]
+    log.queue(log.enter(describe("all_reduce")))
+    ranks.enter(0, "wait", number=2)
+    ranks.do(2, "all_reduce")
+    ranks.enter(1, "barrier", PAIR)
+    assert ranks.in_vain() == {0: {1}, 1: {0}}
+
+
+def test_a_collective_of_a_group_with_a_time_out_raises_by_itself(ranks) -> None:
+    patient = ranks.pages[0].join(9, 0, 2, 0, 1, gives_up=True)
+    ranks.pages[1].join(9, 1, 2, 0, 1, gives_up=True)
+    patient.enter(describe("all_reduce"))
+    ranks.enter(1, "barrier", PAIR)
+    assert ranks.in_vain() == {}
+
+
+@pytest.mark.parametrize(("name", "other"), [("recv", "isend"), ("send", "irecv")])
+def test_a_ring_of_messages_waits_in_vain_until_the_other_ends_are_there(ranks, name, other) -> None:
+    for rank in range(3):
+        ranks.enter(rank, name, peer=(rank + 1) % 3, tag=5)
+    assert ranks.in_vain() == {0: {1}, 1: {2}, 2: {0}}
+    ranks.do(1, other, peer=0, tag=4)
+    assert ranks.in_vain() != {}
+    ranks.do(1, other, peer=0, tag=5)
+    assert ranks.in_vain() == {}
+
+
+def test_a_message_that_is_there_meets_one_receive(ranks) -> None:
+    ranks.do(1, "send", peer=0, tag=5)
+    ranks.do(0, "recv", peer=1, tag=5)
+    ranks.enter(0, "recv", peer=1, tag=5)
+    ranks.enter(1, "barrier")
+    assert ranks.in_vain() == {0: {1}, 1: {0}}
+
+
+def test_what_pages_do_not_say_any_more_is_not_judged(ranks) -> None:
+    for _ in range(2100):
+        ranks.do(1, "all_reduce", PAIR)
+    ranks.enter(0, "recv", peer=1, tag=5)
+    ranks.enter(1, "barrier")
+    assert ranks.in_vain() == {}
+
+
+def test_a_rank_at_its_end_never_comes_but_waits_for_all(ranks) -> None:
+    ranks.end(1)
+    assert ranks.in_vain() == {}
+    ranks.end(2)
+    ranks.enter(0, "all_reduce")
+    assert ranks.in_vain() == {0: {1, 2}, 1: {0}, 2: {0}}
+    assert ranks.cause().endswith("have come to the end of their program while rank 0 waits in all_reduce()")
+    ranks.end(0)
+    assert ranks.in_vain() == {}
+
+
+@pytest.mark.parametrize(
+    ("sent", "condition", "said"),
+    [(signal.SIGSTOP, Condition.STOPPED, "is stopped"), (signal.SIGKILL, Condition.GONE, "has ended")],
+)
+def test_a_process_that_does_nothing_any_more(ranks, monkeypatch, sent, condition, said) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        started = board.process(process.pid).started
+        _, _, last = pages_of("job")
+        monkeypatch.setattr(last, "pid", process.pid)
+        last.identity["started"] = started
+        pages = [*pages_of("job")[:2], last]
+        ranks.enter(0, "all_reduce")
+        assert in_vain(look_at(pages)) == {}
+        os.kill(process.pid, sent)
+        deadline = time.monotonic() + 10
+        while last.condition() is not condition:
+            assert time.monotonic() < deadline
+        standings = look_at(pages)
+        assert in_vain(standings) == {0: {2}}
+        host = os.uname().nodename
+        assert cause_of(standings, {0: {2}}) == f"rank 2 on {host} {said} while rank 0 waits in all_reduce()"
+    finally:
+        process.kill()
+        process.wait()
