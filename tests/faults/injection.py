@@ -160,7 +160,7 @@ def _watched(fault: Fault, ranks: tuple[int, ...], nodes: Nodes, job: Job) -> Ou
         who = "processes are left" if job.launcher.poll() is not None else "the job goes on"
         problems.append(f"{who} after {fault.seconds:g} s")
     code = job.launcher.poll()
-    if over and (code == 0 if fault.code is None else code != fault.code):
+    if over and fault.code != "any" and (code == 0 if fault.code is None else code != fault.code):
         problems.append(f"exit code {code}")
     job.end()
     output = job.output

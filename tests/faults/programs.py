@@ -194,6 +194,12 @@ def healthy(world: ax.World) -> None:
     go_on()
 
 
+def brief(world: ax.World) -> None:
+    """Nothing goes wrong on the ranks, and they end soon."""
+    for _ in range(10):
+        ax.all_reduce(torch.ones(1000))
+
+
 # ---- a rank does something else ---------------------------------------------------------------------------------
 
 

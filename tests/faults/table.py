@@ -27,7 +27,7 @@ class Fault:
         name: The function of `programs.py`.
         what: The fault in words.
         says: Patterns that all have to be found in what the job prints; the first finds the line of the table.
-        code: The exit code of the launcher; None: any but 0.
+        code: The exit code of the launcher; None: any but 0; "any": the MPI libraries do what they can.
         seconds: How long the job may go on after the fault.
         places: Ranks of each node, one job for each.
         env: Variables of the job.
@@ -39,7 +39,7 @@ class Fault:
     name: str
     what: str
     says: tuple[str, ...]
-    code: int | None = 1
+    code: int | Literal["any"] | None = 1
     seconds: float = 10.0
     places: Places = BOTH
     env: Mapping[str, str] = field(default_factory=dict)
@@ -121,13 +121,13 @@ FAULTS = (
         "healthy", "the link between nodes is cut", (r"n2|node 1",), code=None, places=(TWO_NODES,),
         act="cut the link",
     ),
-    Fault("healthy", "/dev/shm is full", (r"/dev/shm",), code=None, places=(ONE_NODE,), act="fill /dev/shm"),
+    Fault("brief", "/dev/shm is full", (r"/dev/shm",), code="any", places=(ONE_NODE,), act="fill /dev/shm"),
     Fault(
-        "healthy", "the launcher of another MPI", (r"LaunchError", r"type: +\S*mpirun"), code=None,
+        "healthy", "the launcher of another MPI", (r"errors\.LaunchError: ", r"type: +\S*mpirun"), code=None,
         places=(ONE_NODE,), act="mix",
     ),
     Fault(
-        "healthy", "variables of a launcher, and none there", (r"LaunchError", r"type: +\S*mpirun"),
+        "healthy", "variables of a launcher, and none there", (r"errors\.LaunchError: ", r"type: ", r"or: +\S*mpirun"),
         places=(ONE_NODE,), env={"PMI_RANK": "1", "PMI_SIZE": "3"}, act="no launcher",
     ),
 )  # fmt: skip
