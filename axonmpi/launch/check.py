@@ -103,14 +103,10 @@ def check_room(library: MpiLibrary, folder: Path, ranks: int) -> str | None:
     return (
         f"{folder} of this node has {free >> 20} MiB free of {total >> 20}, and {library.vendor} would crash: its "
         f"{counted(ranks, 'rank')} need at least {ranks * LEAST_ROOM >> 20} MiB there, and some 12 MiB each for "
-        "large messages.
-"
-        f"  type:   mount -o remount,size=1g {folder}
-"
-        "          (for a container: docker run --shm-size=1g)
-"
-        "  or:     axonmpi doctor
-"
+        "large messages.\n"
+        f"  type:   mount -o remount,size=1g {folder}\n"
+        "          (for a container: docker run --shm-size=1g)\n"
+        "  or:     axonmpi doctor\n"
         "          (on one rank; it names files there that ended jobs have left)"
     )
 

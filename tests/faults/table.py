@@ -127,7 +127,8 @@ FAULTS = (
         places=(ONE_NODE,), act="mix",
     ),
     Fault(
-        "healthy", "variables of a launcher, and none there", (r"errors\.LaunchError: ", r"type: ", r"or: +\S*mpirun"),
+        "healthy", "variables of a launcher, and none there",
+        (r"errors\.LaunchError: ", r"type: ", r"or: +\S*mpirun"),
         places=(ONE_NODE,), env={"PMI_RANK": "1", "PMI_SIZE": "3"}, act="no launcher",
     ),
 )  # fmt: skip
