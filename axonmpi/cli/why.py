@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ class Report:
         diagnosis: Who waits for whom.
         going_on: Ranks that have begun an operation between the two looks.
         stacks: Of the ranks that have to be looked at.
+        asked: How the job was named.
     """
 
     job: str
@@ -56,6 +57,7 @@ class Report:
     diagnosis: Diagnosis
     going_on: tuple[int, ...]
     stacks: Mapping[int, str]
+    asked: str = ""
 
     @property
     def hangs(self) -> bool:
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         files = dump(pages, options.dump)
         print(f"{counted(len(files), 'file')} in {options.dump}; analyse with: torchfrtrace {options.dump}")
         return 0
-    report = examine(pages, stacks=options.stacks, folder=options.run_folder)
+    report = replace(examine(pages, stacks=options.stacks, folder=options.run_folder), asked=options.job)
     print(json.dumps(as_json(report), indent=1) if options.json else as_text(report))
     return int(report.hangs)
 
@@ -148,6 +150,9 @@ def as_text(report: Report) -> str:
     """Return the report for people."""
     found = report.diagnosis
     lines = [f"job {report.job}: {report.program}", f"{counted(found.size, 'rank')}, {_nodes(found)}", ""]
+    processes = {standing.page.pid: rank for rank, standing in found.standings.items()}
+    if report.asked.isdecimal() and int(report.asked) in processes:
+        lines.insert(2, f"process {report.asked} is rank {processes[int(report.asked)]}")
     lines += [f"{name_ranks(ranks)}: {place}" for place, ranks in found.classes]
     lines.append("")
     if report.going_on:

@@ -113,14 +113,19 @@ def test_two_groups_in_another_order(tmp_path, capsys, caplog):
         assert missing_by_torch(tmp_path / "trace", caplog) == {"missing ranks: {1}", "missing ranks: {0, 2}"}
 
 
-def test_a_job_that_fails_leaves_dumps(tmp_path, caplog):
-    """Written by the watchdog when it ends the job: torchfrtrace names the same rank."""
-    dumps = tmp_path / "dumps"
+def test_a_job_that_fails_leaves_pages_and_dumps(tmp_path, capsys, caplog):
+    """Dumps are written by the watchdog when it ends the job: torchfrtrace names the same rank."""
+    dumps, token = tmp_path / "dumps", uuid.uuid4().hex
     env = {"FAULT_MARK": str(tmp_path / "mark"), "OMP_NUM_THREADS": "1", "AXONMPI_DUMP": str(dumps)}
-    job = launch(3, PROGRAMS, "stopped", timeout=60, env=env)
+    job = launch(3, PROGRAMS, "stopped", token, timeout=60, env=env)
     assert job.returncode != 0
     assert not job.timed_out
     assert "rank 1 on" in job.stderr
+    (page,) = [
+        page for name in job_names() for page in pages_of(name) if page.rank == 1 and token in str(page.identity)
+    ]
+    assert cli.main(["why", str(page.pid), "--no-stacks"]) == 1
+    assert f"process {page.pid} is rank 1\n" in capsys.readouterr().out
     assert missing_by_torch(dumps, caplog) == {"missing ranks: {1}"}
 
 
