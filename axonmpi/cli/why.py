@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..observe.board import RankPage
+from ..observe.board import Condition, RankPage
 from ..observe.diagnosis import Diagnosis, diagnose, seconds_in, site_in
 from ..observe.flight_recorder import dump
 from ..observe.jobs import find_job
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Say what a job waits for; local.
 
     Returns:
-        0 if the job goes on, 1 if it hangs, 2 if there is no such job.
+        0 if the job goes on or has ended, 1 if it hangs, 2 if there is no such job.
     """
     options = parse_arguments(_parser(), argv)
     try:
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
         description="Say who waits for whom in a job of this node, and why.",
-        epilog=f"The exit code is 0 if the job goes on, 1 if it hangs, {BAD_USAGE} if there is no such job.",
+        epilog=f"Exit code: 0 if the job goes on or has ended, 1 if it hangs, {BAD_USAGE} if there is no such job.",
     )
     parser.add_argument("job", nargs="?", default="", metavar="JOB|PID", help="default: the job that runs here")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
@@ -158,7 +158,9 @@ def as_text(report: Report) -> str:
     if report.going_on:
         lines.append(f"The job goes on: {name_ranks(report.going_on)} began operations within {LOOK_SECONDS:g} s.")
     lines += [f"{sentence[0].upper()}{sentence[1:]}." for sentence in found.sentences]
-    if not report.going_on and not found.behind:
+    if all(standing.condition is Condition.GONE for standing in found.standings.values()):
+        lines.append("The job has ended: this is where its ranks were.")
+    elif not report.going_on and not found.behind:
         lines.append("No rank waits for another one that is known here.")
     if found.unknown:
         todo = "ask there, or let all nodes write to one folder with --run-folder"
