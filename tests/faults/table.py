@@ -58,7 +58,7 @@ def gone(how: str) -> tuple[str, ...]:
 
 def dead(number: int, name: str) -> tuple[str, ...]:
     """The same of a signal; MPICH's launcher ends the other ranks at once, and names a process."""
-    by_mpich = rf"PID \d+ RUNNING AT n\d\s+=\s+EXIT CODE: {number}"
+    by_mpich = rf"PID \d+ RUNNING AT n\d\s[\s\S]*?(EXIT CODE: {number}|signal {number})"
     return (rf"\brank 1\b[^.;]*?({name}|signal {number}|has ended)|{by_mpich}",)
 
 
