@@ -21,6 +21,8 @@ from ..collectives.agreement import check_same, raised_on_all
 from ..errors import CheckpointError
 from ..groups.process_group import ProcessGroup
 from ..groups.world import group_of_this_rank
+from ..launch.board import phase
+from ..launch.page import Phase
 from ..utils.arguments import check_flags, either_group_name
 from .files.contents import Contents, read_contents
 from .files.tensor_file import TensorSpec
@@ -60,6 +62,7 @@ class CheckpointInfo:
 
 
 @either_group_name
+@phase(Phase.CHECKPOINT)
 def load_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,

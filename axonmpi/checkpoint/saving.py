@@ -19,6 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..collectives.agreement import check_same, raised_on_all
 from ..groups.world import ProcessGroup, group_of_this_rank
+from ..launch.board import phase
+from ..launch.page import Phase
 from ..types import Work
 from ..utils.arguments import check_flags, either_group_name, integer
 from ..wrapping.partial import parameters_of
@@ -54,6 +56,7 @@ class Stateful(Protocol):
 
 
 @either_group_name
+@phase(Phase.CHECKPOINT)
 def save_checkpoint(
     path: str | os.PathLike[str],
     model: nn.Module,

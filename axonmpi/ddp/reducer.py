@@ -29,6 +29,8 @@ from torch.utils.hooks import RemovableHandle
 from ..collectives.divided_parameters import Axis, axes_of, replicate
 from ..errors import CollectiveTimeoutError, RankFailedError, UnusedParameterError
 from ..groups.world import ProcessGroup
+from ..launch.board import enter_phase
+from ..launch.page import Phase
 from ..types import GradSyncStrategy, ReduceOp
 from ..utils.text import name_ranks
 from ..utils.torch_internals import after_backward, in_backward, outside_compile
@@ -184,6 +186,7 @@ class Reducer:
 
     @outside_compile
     def _end_backward(self) -> None:
+        enter_phase(Phase.OTHER)
         if not self._reduces:
             self._reduces = None
             return

@@ -18,6 +18,8 @@ from ..collectives.agreement import check_same_model
 from ..collectives.divided_parameters import check_not_divided, mark_divided
 from ..errors import DtypeError
 from ..groups.world import ProcessGroup, group_of_this_rank
+from ..launch.board import enter_phase
+from ..launch.page import Phase
 from ..types import GradSyncStrategy
 from ..utils.arguments import check_flags, either_group_name, hint, member
 from ..utils.torch_internals import outside_compile
@@ -223,6 +225,7 @@ class DistributedDataParallel(Wrapper):
 
     @outside_compile
     def _before_forward(self) -> None:
+        enter_phase(Phase.FORWARD)
         if not self.training:
             self._warn_of_own_buffers()
         if not torch.is_grad_enabled():
@@ -261,6 +264,7 @@ class DistributedDataParallel(Wrapper):
     @outside_compile
     def _after_forward(self, output: Any) -> Any:
         """See to it that the outermost backward is noticed, also when checkpointing nests others."""
+        enter_phase(Phase.OTHER)
         if torch.is_grad_enabled():
             watch_output(output, partial(self._begin_backward, self._reducer.enabled))
         return output
@@ -268,6 +272,7 @@ class DistributedDataParallel(Wrapper):
     @outside_compile
     def _begin_backward(self, reduces: bool, accumulates: bool) -> None:
         if accumulates:
+            enter_phase(Phase.BACKWARD)
             self._reducer.begin_backward(reduces=reduces)
 
 

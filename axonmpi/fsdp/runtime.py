@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..launch.board import enter_phase
+from ..launch.page import Phase
 from ..utils.torch_internals import after_backward, in_backward, next_sequence_number, outside_compile
 from ..wrapping.autograd import hook_gradient
 from ..wrapping.backward import check_gradient, watch_output, watched_rank, weakly
@@ -266,11 +268,13 @@ class FSDPRuntime:
     def _open_backward(self) -> None:
         if not self._open:
             self._open = True
+            enter_phase(Phase.BACKWARD)
             after_backward(self._end_backward)
 
     @torch.no_grad()
     def _end_backward(self) -> None:
         self._open = False
+        enter_phase(Phase.OTHER)
         for unit in self.units:
             unit.first_event = math.inf
         if self.enabled:

@@ -207,6 +207,7 @@ class _Job:
 
     def end(self) -> None:
         """Wait for the other ranks and finalise MPI, or abort the job; called when the interpreter ends."""
+        board.enter_phase(Phase.ENDING)
         if self._is_out():
             return
         code = self._exit_code()

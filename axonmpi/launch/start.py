@@ -26,7 +26,7 @@ import torch
 from ..errors import LaunchError
 from ..utils.arguments import integer
 from ..utils.text import name_ranks
-from . import board, children, segments
+from . import board, children, lifeline, segments
 from . import exit as exits
 from .check import MpiLibrary, check_launch, check_protocol, check_room
 from .cpu import core_to_keep_to, count_of_node, keep_to_core, share_of_cores, usable_cores
@@ -162,7 +162,9 @@ def _publish_page(comm: Any, local: Any, topology: Topology) -> None:
     if local.rank == 0:
         board.remove_stale()
         segments.remove_names()
-    if not board.publish(f"{job[0]:08x}", asdict(topology)):
+    name = f"{job[0]:08x}"
+    lifeline.hold(local, name)
+    if not board.publish(name, asdict(topology)):
         exits.before_finalize(board.remove_own)
     local.Barrier()  # nobody counts the pages of this node's ranks before all of them are there
 

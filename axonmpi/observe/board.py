@@ -262,6 +262,13 @@ class RankPage:
             return Condition.TRACED
         return Condition.STOPPED if found.is_stopped else Condition.LIVES
 
+    def has_left(self) -> bool:
+        """Say whether its process has ended before its program had come to its end."""
+        if self.phase is Phase.ENDING or not self._can_be_seen:
+            return False
+        found = process(self.pid)
+        return found is None or found.has_ended
+
     # ---- operations -------------------------------------------------------------------------------------------
 
     def operations(self) -> list[Operation]:

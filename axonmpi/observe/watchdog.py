@@ -3,7 +3,7 @@
 A rank that is stuck in MPI cannot say so. So every half a second the lowest rank of each node that can looks at the
 pages of the node's ranks, and ends the job
 
-    after 2 s      if ranks wait for one whose process has ended
+    after 3 s      if the process of a rank has ended, but its program had not come to its end
     after 4 s      if ranks wait for one that is stopped, or has come to its end, or for each other in a circle
     after 1 h      if a rank has waited for so long, whatever it waits for: `AXONMPI_TIMEOUT`
 
@@ -19,7 +19,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +38,8 @@ from .stacks import answer_when_asked, stacks_of
 __all__ = ["Watchdog", "watch"]
 
 LOOK_SECONDS = 0.5
-SECONDS_AFTER_END = 2.0
+SECONDS_AFTER_END = 3.0
+"""Time for the ranks that wait in shared memory to raise an error, and to print it."""
 SECONDS_IN_CIRCLE = 4.0
 NAMED_AFTER_SECONDS = 600.0
 """When a rank that others wait for is named; a sixth of the limit if that is less."""
@@ -109,7 +110,7 @@ class Watchdog:
         self._rank: int = self._own.identity["rank"]
         self.pages = pages_of(self._own.identity["job"])
         self._seen = {page.rank: _Seen() for page in self.pages}
-        self._circle = _Since()
+        self._circle, self._left = _Since(), _Since()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="axonmpi watchdog", daemon=True)
 
@@ -147,6 +148,9 @@ class Watchdog:
     # ---- one look ---------------------------------------------------------------------------------------------
 
     def _look(self, passed: float) -> None:
+        left = frozenset(page.rank for page in self.pages if page.has_left())
+        if self._left.see(left, passed) >= SECONDS_AFTER_END and left:
+            self._end(_text_of_left(left, self.pages), look_at(self.pages), "RankFailedError")
         still = {page.rank: self._seen[page.rank].operation.see(page.latest, passed) for page in self.pages}
         if max(still.values()) < 2 * LOOK_SECONDS:
             self._circle = _Since()
@@ -160,13 +164,9 @@ class Watchdog:
     def _judge(self, standings: Mapping[int, Standing], passed: float) -> None:
         found = in_vain(standings)
         what = {rank: (standings[rank].latest, awaited) for rank, awaited in found.items()}
-        waited = self._circle.see(what, passed)
-        if not found:
-            return
-        awaited = set().union(*found.values())
-        is_gone = any(standings[rank].condition is Condition.GONE for rank in awaited)
-        if waited >= (SECONDS_AFTER_END if is_gone else SECONDS_IN_CIRCLE):
-            self._end(cause_of(standings, found), standings, "RankFailedError" if is_gone else None)
+        waited = self._circle.see(what, passed) if found else 0.0
+        if waited >= SECONDS_IN_CIRCLE:
+            self._end(cause_of(standings, found), standings)
 
     def _count(self, standings: Mapping[int, Standing], still: Mapping[int, float]) -> None:
         """Name the ranks that others wait for, and end the job when the limit is over."""
@@ -200,7 +200,7 @@ class Watchdog:
 
     # ---- ending the job ---------------------------------------------------------------------------------------
 
-    def _end(self, cause: str, standings: Mapping[int, Standing], error: str | None = None) -> None:
+    def _end(self, cause: str, standings: Mapping[int, Standing], error: str = "CollectiveTimeoutError") -> None:
         """Print why, where all ranks are and their stacks, and end the job, unless another watchdog does."""
         if not self._is_first() and self._stop.wait(_OTHERS_SECONDS):
             return
@@ -208,7 +208,7 @@ class Watchdog:
         unknown = standings[self._rank].page.size - len(standings)
         elsewhere = f"\n  {counted(unknown, 'rank')} of other nodes: not known here" if unknown else ""
         _print(
-            f"axonmpi.errors.{error or 'CollectiveTimeoutError'}: {cause}; the job is ended\n"
+            f"axonmpi.errors.{error}: {cause}; the job is ended\n"
             f"{table_of(standings)}{elsewhere}\n{text_of_stacks(stacks)}"
         )
         for standing in standings.values():
@@ -228,6 +228,11 @@ class Watchdog:
         except OSError:  # /dev/shm is full
             return True
         return True
+
+
+def _text_of_left(left: Collection[int], pages: Iterable[RankPage]) -> str:
+    where = [f"rank {page.rank} on {page.host} (process {page.pid})" for page in pages if page.rank in left]
+    return f"{', '.join(where)} ha{'s' if len(where) == 1 else 've'} ended before the end of the program"
 
 
 def _print(text: str) -> None:

@@ -25,6 +25,8 @@ from ..checkpoint.preemption import PreemptionGuard
 from ..collectives.agreement import check_same
 from ..groups.mesh import DeviceMesh
 from ..groups.world import World
+from ..launch.board import phase
+from ..launch.page import Phase
 from ..utils.device import Device, device_at
 from ..utils.text import counted
 from .batches import Batch, BatchPlan, Stream, held_out_batches, seeded_generator
@@ -239,11 +241,14 @@ class Trainer:
             The loss of the global batch, the norm of its gradient, the votes of all ranks to stop, and whether all
             of them have completed the save.
         """
-        loss = self._parallel.backward([self._moved(part) for part in self._plan.parts(step, self.corpus.train)])
+        with phase(Phase.DATA):
+            parts = [self._moved(part) for part in self._plan.parts(step, self.corpus.train)]
+        loss = self._parallel.backward(parts)
         norm = self._parallel.clip(self._config.optimizer.gradient_clip)
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = rate
-        self.optimizer.step()
+        with phase(Phase.OPTIMIZER):
+            self.optimizer.step()
         self.optimizer.zero_grad()
         told = torch.stack([loss, *loss.new_tensor([self._guard.vote(), saved])])  # one message for all three
         self._group.all_reduce(told)

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...launch.board import enter_phase
+from ...launch.page import Phase
 from ...utils.device import device_at
 from ..randomness import RandomStream, undisturbed
 from ..schedule.actions import Action, ActionKind, Schedule
@@ -29,6 +31,14 @@ from .transport import Wire
 from .wires import MessageWire
 
 __all__ = ["Executor"]
+
+_PHASES = {
+    ActionKind.FORWARD: Phase.FORWARD,
+    ActionKind.BACKWARD: Phase.BACKWARD,
+    ActionKind.BACKWARD_INPUT: Phase.BACKWARD,
+    ActionKind.BACKWARD_WEIGHT: Phase.BACKWARD,
+}
+"""What a rank is about in an action; between stages it is about nothing of its own."""
 
 
 class Parcel(NamedTuple):
@@ -101,6 +111,7 @@ class Executor:
         with torch.set_grad_enabled(self._step.trains):
             for action in self._actions:
                 self._began = self._now()
+                enter_phase(_PHASES.get(action.kind, Phase.OTHER))
                 perform[action.kind](action)
                 if self._times is not None:
                     self._times.append(Span(action, self._began, self._now()))
@@ -108,6 +119,7 @@ class Executor:
                     for (_, target), wire in self._wires.items():
                         if target == action.stage:
                             wire.free(action.micro_batch)
+        enter_phase(Phase.OTHER)
 
     def _now(self) -> float:
         """Return the time in seconds at which the device has done what it was told; 0 if no times are wanted."""
