@@ -101,10 +101,12 @@ class Job:
         return found
 
     def end(self) -> None:
+        """Kill what is left, and wait until it is gone, with all that it held."""
         for number in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(number, signal.SIGKILL)
         self.launcher.wait(10)
+        assert wait_until(lambda: not self.processes(), Backoff(0, 0.01, 0.05), 10.0)
 
 
 def inject(fault: Fault, ranks: tuple[int, ...], nodes: Nodes, other: Path | None = None) -> Outcome:
