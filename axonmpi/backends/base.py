@@ -62,7 +62,7 @@ class TaskQueue(Protocol):
     ended: int
 
     def submit(
-        self, operation: str, task: Callable[[], Any], waiting: Callable[[], AbstractContextManager[None]] = ...
+        self, operation: str, task: Callable[[], Any], waiting: Callable[..., AbstractContextManager[None]] = ...
     ) -> Work:
         """Queue an operation; the context manager that `waiting` makes is around each wait for it."""
 
@@ -83,6 +83,7 @@ class Backend(ABC):
         timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
             With a time-out, blocking collectives run on the worker thread, which costs some microseconds each.
         observer: Told about each operation, if set.
+        notes: What the rank's page says of its operations in this group; nothing of mock ranks and of ranks alone.
         overlaps: Whether asynchronous operations progress beside computation without slowing it down.
     """
 
@@ -99,8 +100,8 @@ class Backend(ABC):
         self.observer: Observer | None = None
         self.place = torch.device("cpu")
         self._closed: str | None = None
-        self._log: GroupLog | NoLog = NoLog()
-        self._notes: BoundedCache[Any, bytes] = BoundedCache(MAX_CALLS)
+        self.notes: GroupLog | NoLog = NoLog()
+        self._told: BoundedCache[Any, bytes] = BoundedCache(MAX_CALLS)
         self._calls: BoundedCache[Any, Call] = BoundedCache(MAX_CALLS)
         self._worker = worker
 
@@ -605,7 +606,7 @@ class Backend(ABC):
                 "wait for every Work before closing"
             )
         self._closed = "it was closed by destroy_process_group() or close()"
-        self._log.close()
+        self.notes.close()
         self._release()
 
     def invalidate(self, reason: str) -> None:
@@ -619,7 +620,7 @@ class Backend(ABC):
             return self._queue(async_op, call, move, args)
         if self.observer is not None or self._closed is not None:
             return self._execute(call, move, call, *args)
-        log = self._log
+        log = self.notes
         note = log.enter(call.description)
         try:
             result = move(call, *args)
@@ -635,12 +636,12 @@ class Backend(ABC):
         check_flags(async_op=async_op)
         self._check_open(call.operation)
         inference = torch.is_inference_mode_enabled()
-        note = self._log.enter(call.description)
-        number = self._log.count
-        self._log.queue(note)
+        note = self.notes.enter(call.description)
+        number = self.notes.count
+        self.notes.queue(note)
 
         def task() -> Any:
-            self._log.start(note)
+            self.notes.start(note)
             with torch.inference_mode(inference):  # a mode is a thread's own, and tensors made in it need it
                 return self._observed(note, call.operation, call.nbytes, move, call, *args)
 
@@ -652,18 +653,18 @@ class Backend(ABC):
 
     def _execute(self, call: Call, move: Callable[..., Any], *args: Any) -> Any:
         self._check_open(call.operation)
-        return self._observed(self._log.enter(call.description), call.operation, call.nbytes, move, *args)
+        return self._observed(self.notes.enter(call.description), call.operation, call.nbytes, move, *args)
 
     def _message(self, operation: str, move: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> Any:
         """Send or receive, or begin to."""
         self._check_open(operation)
         kind = (operation, tensor.dtype, tensor.shape, peer, tag)
-        told = self._notes.get(kind)
+        told = self._told.get(kind)
         if told is None:
             dtype = str(tensor.dtype).removeprefix("torch.")
             told = describe(operation, dtype, tuple(tensor.shape), None, peer, tag, tensor.nbytes)
-            self._notes.add(kind, told)
-        return self._observed(self._log.enter(told, 0), operation, tensor.nbytes, move, tensor, peer, tag)
+            self._told.add(kind, told)
+        return self._observed(self.notes.enter(told, 0), operation, tensor.nbytes, move, tensor, peer, tag)
 
     def _observed(self, note: int, operation: str, nbytes: int, move: Callable[..., Any], *args: Any) -> Any:
         """Move data; the observer hears of it, and the rank's page says how it has ended."""
@@ -673,19 +674,26 @@ class Backend(ABC):
         try:
             result = move(*args)
         except BaseException as error:
-            self._log.fail(note)
+            self.notes.fail(note)
             if isinstance(error, self.failures):
                 raise self._failure(operation, error) from error
             raise
         finally:
             if observer is not None:
                 observer.leave(operation)
-        self._log.leave(note)
+        self.notes.leave(note)
         return result
 
     @contextmanager
     def waiting(
-        self, operation: str, peer: int | None = None, nbytes: int = 0, *, tag: int = -1, number: int = 0
+        self,
+        operation: str,
+        peer: int | None = None,
+        nbytes: int = 0,
+        *,
+        tag: int = -1,
+        number: int = 0,
+        gives_up: bool = False,
     ) -> Iterator[None]:
         """Tell the observer and the rank's page that the block waits, or hands data over; local.
 
@@ -696,12 +704,14 @@ class Backend(ABC):
             nbytes: Size of what is handed over.
             tag: Of the message.
             number: Which of the group's collectives is waited for.
+            gives_up: Whether the wait has a time limit: the page does not say then that the rank waits.
         """
         told, observer = "send" if operation == "stage send" else "wait", self.observer
         if observer is not None:
             observer.enter(told, nbytes)
         try:
-            with self._log.noted(describe(operation, peer=peer, tag=tag, nbytes=nbytes), number):
+            notes = NoLog() if gives_up else self.notes
+            with notes.noted(describe(operation, peer=peer, tag=tag, nbytes=nbytes), number):
                 yield
         finally:
             if observer is not None:

@@ -19,16 +19,21 @@ from ..utils.arguments import seconds
 from ..utils.waiting import compute_beside
 from .call_site import call_site, called_at
 
-__all__ = ["AtOnce", "Waiting", "Worker", "WorkerWork"]
+__all__ = ["AtOnce", "Waiting", "Worker", "WorkerWork", "unheard"]
 
-Waiting = Callable[[], AbstractContextManager[None]]
-"""Makes what is around a wait, so that others hear of it."""
+Waiting = Callable[..., AbstractContextManager[None]]
+"""Makes what is around a wait, so that others hear of it: `waiting(gives_up=...)`, whether it has a time limit."""
+
+
+def unheard(*, gives_up: bool) -> AbstractContextManager[None]:
+    """Tell nobody of a wait; local."""
+    return nullcontext()
 
 
 class WorkerWork(Work):
     """An operation queued on, or run by, a worker thread."""
 
-    def __init__(self, operation: str, task: Callable[[], Any], waiting: Waiting = nullcontext) -> None:
+    def __init__(self, operation: str, task: Callable[[], Any], waiting: Waiting = unheard) -> None:
         self.operation = operation
         self._waiting = waiting
         self._task: Callable[[], Any] | None = task
@@ -60,7 +65,7 @@ class WorkerWork(Work):
         """Block until the operation is complete; see `Work.wait`."""
         if not self._complete:
             limit = seconds("timeout", timeout, positive=False)
-            with self._waiting() if limit is None else nullcontext():
+            with self._waiting(gives_up=limit is not None):
                 self._block(limit)
         if self._error is not None:
             self._error_seen = True
@@ -105,7 +110,7 @@ class Worker:
         """Whether an operation is queued or running."""
         return self.started != self.ended
 
-    def submit(self, operation: str, task: Callable[[], Any], waiting: Waiting = nullcontext) -> WorkerWork:
+    def submit(self, operation: str, task: Callable[[], Any], waiting: Waiting = unheard) -> WorkerWork:
         """Queue `task` behind the operations already there.
 
         Args:
@@ -145,7 +150,7 @@ class AtOnce:
 
     started = ended = 0
 
-    def submit(self, operation: str, task: Callable[[], Any], waiting: Waiting = nullcontext) -> Work:
+    def submit(self, operation: str, task: Callable[[], Any], waiting: Waiting = unheard) -> Work:
         """Run the operation; local."""
         work = WorkerWork(operation, task, waiting)
         work.run()

@@ -68,6 +68,7 @@ def figures(job: tuple[LaunchResult, Path], request: pytest.FixtureRequest) -> d
 def test_overhead(figures, printed):
     times = figures["microseconds"]
     assert figures["added"] == pytest.approx(times["axonmpi"] - times["mpi4py"])
+    assert figures["notes"] == pytest.approx(times["noting"] - times["not noting"])
     assert min(times.values()) > 0
     assert f"  {times['axonmpi']:.2f}  " in printed
 

@@ -126,8 +126,8 @@ def test_waiting_is_observed_and_being_there_already_is_not(worker) -> None:
     gate, events = threading.Event(), []
 
     @contextmanager
-    def waiting():
-        events.append("begins")
+    def waiting(gives_up):
+        events.append(gives_up)
         try:
             yield
         finally:
@@ -139,7 +139,7 @@ def test_waiting_is_observed_and_being_there_already_is_not(worker) -> None:
     gate.set()
     worker.submit("task", int).wait()
     work.wait()
-    assert events == ["begins", "ends"]
+    assert events == [True, "ends"]
 
 
 def test_a_worker_ends_after_what_is_under_way() -> None:

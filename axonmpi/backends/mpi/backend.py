@@ -149,9 +149,11 @@ class MpiBackend(Backend):
         with _making_communicators(self._mpi):
             self.mpi_comm = comm.Dup() if parent is None else comm
             self.cores: CoreShare = core_share(self._mpi, self.mpi_comm) if parent is None else parent.cores
-            key = _new_key(self.mpi_comm) if parent is None else hash((parent._log.key, parent._log.count, color))
+            key = _new_key(self.mpi_comm) if parent is None else hash((parent.notes.key, parent.notes.count, color))
             members = _members_in_world(self._mpi, self.mpi_comm)
-            self._log = board.own_page().join(abs(key) | 1, rank, self.size, *members, gives_up=timeout is not None)
+            self.notes = board.own_page().join(
+                abs(key) | 1, rank, self.size, *members, gives_up=timeout is not None
+            )
             self._patience = Patience(self._mpi, oversubscribed=self.cores.oversubscribed)
             self._messages = MessagePort(self._mpi, self.mpi_comm, FIRST_TAG_OF_USERS)
             self._pairs = MessagePort(self._mpi, self.mpi_comm, TAG_OF_PAIRS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -20,7 +19,7 @@ from ...utils.arguments import seconds
 from ..buffers import buffer_of
 from ..network.agreement import TAG_OF_AGREEMENT
 from ..tuning import POLL_SECONDS
-from ..worker import Waiting
+from ..worker import Waiting, unheard
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -144,13 +143,13 @@ class RequestWork(Work):
         self._what = what
         self._complete = complete
         self._error: Exception | None = None
-        self.waiting: Waiting = nullcontext
+        self.waiting: Waiting = unheard
 
     def wait(self, timeout: Seconds | None = None) -> None:
         """Block until the messages are through; see `Work.wait`."""
         limit = seconds("timeout", timeout, positive=False)
         if not self.done():
-            with self.waiting():
+            with self.waiting(gives_up=limit is not None):
                 if limit is None:
                     self._ask(self._port.mpi.Request.Waitall)
                 else:
