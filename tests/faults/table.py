@@ -118,7 +118,8 @@ FAULTS = (
         (r"\[rank 1\] .*recv in thread .* was still under way when the program ended",),
     ),
     Fault(
-        "healthy", "the link between nodes is cut", (r"n2|node 1",), code=None, places=(TWO_NODES,),
+        "healthy", "the link between nodes is cut", (r"has waited \d+ s for", r"other nodes: not known"),
+        code=None, seconds=20.0, env={"AXONMPI_TIMEOUT": "5"}, places=(TWO_NODES,),
         act="cut the link",
     ),
     Fault("brief", "/dev/shm is full", (r"/dev/shm",), code="any", places=(ONE_NODE,), act="fill /dev/shm"),
