@@ -127,6 +127,8 @@ def test_a_job_that_fails_leaves_pages_and_dumps(tmp_path, capsys, caplog):
     said = capsys.readouterr().out
     assert f"process {page.pid} is rank 1\n" in said
     assert "The job has ended: this is where its ranks were." in said
+    assert cli.main(["top", str(page.pid)]) == 0
+    assert capsys.readouterr().out.count("has ended") == 3
     assert missing_by_torch(dumps, caplog) == {"missing ranks: {1}"}
 
 
