@@ -10,13 +10,14 @@ from torch import Tensor
 
 from ..errors import CollectiveMismatchError
 from .call import Call, mismatch_error
+from .call_site import text_with_site
 from .reduction import DTYPES
 
 __all__ = ["PAYLOAD_BYTES", "Words", "describe", "described", "mismatch"]
 
 PAYLOAD_BYTES = 112
 """What a message has room for, besides the fingerprint and a number."""
-_TEXT_BYTES = 512
+_TEXT_BYTES = 768
 
 Words = np.ndarray[Any, np.dtype[np.int64]]
 """A payload as 14 integers."""
@@ -37,7 +38,7 @@ def described(payload: Words) -> tuple[torch.dtype, tuple[int, ...]]:
 
 def mismatch(comm: Any, call: Call) -> CollectiveMismatchError:
     """Exchange texts and make the error; collective: all ranks have seen that calls differ, so all come here."""
-    text = str(call).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
+    text = text_with_site(call).encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
     texts = bytearray(_TEXT_BYTES * comm.Get_size())
     comm.Allgather(text, texts)
     rows = (texts[i : i + _TEXT_BYTES] for i in range(0, len(texts), _TEXT_BYTES))

@@ -17,6 +17,7 @@ from ..errors import CollectiveTimeoutError, RankFailedError
 from ..types import Seconds, Work
 from ..utils.arguments import seconds
 from ..utils.waiting import compute_beside
+from .call_site import call_site, called_at
 
 __all__ = ["AtOnce", "Waiting", "Worker", "WorkerWork", "unheard"]
 
@@ -36,6 +37,7 @@ class WorkerWork(Work):
         self.operation = operation
         self._waiting = waiting
         self._task: Callable[[], Any] | None = task
+        self._site = call_site()
         self._finished = threading.Lock()
         self._finished.acquire()
         self._complete = False
@@ -47,7 +49,8 @@ class WorkerWork(Work):
         """Run the operation, and keep its value or its error; called by the worker."""
         assert self._task is not None
         try:
-            self._value = self._task()
+            with called_at(self._site):
+                self._value = self._task()
         except BaseException as error:
             self._error = error
         finally:

@@ -35,6 +35,8 @@ _COMMANDS = {
     "chart": "draw a pipeline schedule: which rank does what, and when it waits",
     "checkpoint": "look at, check and convert checkpoints",
     "doctor": "say what is wrong with the installation or the launch",
+    "why": "say who waits for whom in a job that runs or hangs",
+    "top": "show where the ranks of a job are, live",
 }
 _USAGE = """\
 usage: axonmpi COMMAND [FLAGS]            on one rank

@@ -35,7 +35,7 @@ from ..types import GradSyncStrategy, ReduceOp
 from ..utils.text import name_ranks
 from ..utils.torch_internals import after_backward, in_backward, outside_compile
 from ..wrapping.autograd import hook_gradient
-from ..wrapping.backward import check_dense, launch_in_order, weakly
+from ..wrapping.backward import check_gradient, launch_in_order, watched_rank, weakly
 from ..wrapping.partial import mark_gradients
 from .buckets import Bucket, divided_into_buckets
 
@@ -86,6 +86,7 @@ class Reducer:
         self._as_view = as_view
         self._find_unused = find_unused
         self._reduce_dtype = reduce_dtype
+        self._watched_rank = watched_rank(group)
         self.enabled = True
         self.report_event: Callable[[str], list[int]] | None = None
         self.scale = 1.0
@@ -162,7 +163,7 @@ class Reducer:
     @outside_compile
     def on_gradient(self, position: int, *_: object) -> None:
         """Take note of a gradient that is complete; called by autograd."""
-        check_dense(self._names[position], self._parameters[position].grad)
+        check_gradient(self._names[position], self._parameters[position].grad, self._watched_rank)
         self._changed[position] = None
         if self._reduces is None:  # no forward of the wrapper leads here
             self.begin_backward(reduces=self.enabled)

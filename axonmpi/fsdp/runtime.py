@@ -23,7 +23,7 @@ from ..launch.board import enter_phase
 from ..launch.page import Phase
 from ..utils.torch_internals import after_backward, in_backward, next_sequence_number, outside_compile
 from ..wrapping.autograd import hook_gradient
-from ..wrapping.backward import check_dense, watch_output, weakly
+from ..wrapping.backward import check_gradient, watch_output, watched_rank, weakly
 from .flat_parameter import FlatParameter, ShardedParameter
 from .full_parameters import FullParameters
 from .gradient_queue import FlatGradient, GradientQueue
@@ -83,6 +83,7 @@ class FSDPRuntime:
         self._reading = False
         self._open = False
         self._cast = cast
+        self._watched_rank = watched_rank(groups.shard)
         for unit in units:
             guard(unit, self.may_read)
             unit.module.register_forward_pre_hook(partial(self._before, unit), with_kwargs=True)
@@ -249,7 +250,7 @@ class FSDPRuntime:
                 "wrong values: something that its forward computes reaches the loss other than through what it "
                 "returns; return it, or put both into one unit with units=..."
             )
-        check_dense(parameter.name, parameter.full.grad)
+        check_gradient(parameter.name, parameter.full.grad, self._watched_rank)
         self._open_backward()
         gradient.arrived.add(parameter)
         if self.enabled:

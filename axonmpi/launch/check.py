@@ -9,12 +9,18 @@ train alone.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from ..utils.text import counted
 from .variables import Launcher, detect_launchers, number_in
 
-__all__ = ["MpiLibrary", "check_launch", "check_protocol"]
+__all__ = ["MpiLibrary", "check_launch", "check_protocol", "check_room"]
+
+LEAST_ROOM = 2 << 20
+"""Bytes of /dev/shm a rank without which MPICH dies of a bus error when it starts: with 1 MiB a rank it did."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,33 @@ def check_protocol(env: Mapping[str, str] | None, library: MpiLibrary, descripti
     return (
         f"by the variables of {launcher.name} this is {_place(launcher)}, but that launcher speaks PMIx, "
         f"which this {library.vendor} was built without.\n{_evidence(launcher, 1, library)}"
+    )
+
+
+def check_room(library: MpiLibrary, folder: Path, ranks: int) -> str | None:
+    """Say why the library would crash when it starts: MPICH's ranks of a node share memory in /dev/shm; local.
+
+    Args:
+        library: The MPI library loaded.
+        folder: /dev/shm.
+        ranks: How many ranks the node has.
+    """
+    if library.vendor != "MPICH":
+        return None
+    try:
+        total, _, free = shutil.disk_usage(folder)
+    except OSError:
+        return None
+    if free >= ranks * LEAST_ROOM:
+        return None
+    return (
+        f"{folder} of this node has {free >> 20} MiB free of {total >> 20}, and {library.vendor} would crash: its "
+        f"{counted(ranks, 'rank')} need at least {ranks * LEAST_ROOM >> 20} MiB there, and some 12 MiB each for "
+        "large messages.\n"
+        f"  type:   mount -o remount,size=1g {folder}\n"
+        "          (for a container: docker run --shm-size=1g)\n"
+        "  or:     axonmpi doctor\n"
+        "          (on one rank; it names files there that ended jobs have left)"
     )
 
 

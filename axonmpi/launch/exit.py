@@ -38,6 +38,7 @@ from .page import Phase
 
 __all__ = [
     "REQUEUE_EXIT_CODE",
+    "at_failure",
     "before_finalize",
     "end_job",
     "end_process",
@@ -70,6 +71,7 @@ _OF_ALL_RANKS = (KeyboardInterrupt, LaunchError)
 """What all ranks raise at the same time: rank 0 prints it."""
 
 _before_finalize: list[Callable[[], None]] = []
+_at_failure: list[Callable[[], object]] = []
 _job: _Job | None = None
 
 
@@ -80,6 +82,11 @@ def before_finalize(callback: Callable[[], None]) -> None:
     aborted: a thread that is inside MPI while MPI is finalised crashes the process.
     """
     _before_finalize.append(callback)
+
+
+def at_failure(callback: Callable[[], object]) -> None:
+    """Register a function to call before this rank aborts the job, from any thread; its errors are lost; local."""
+    _at_failure.append(callback)
 
 
 def install(mpi: Any, *, finalize: bool) -> None:
@@ -267,6 +274,9 @@ class _Job:
                 stream.flush()
         wait_until_read((1, 2), READ_SECONDS)  # the launcher may drop what it has not read when the job is aborted
         segments.remove_at_abort()
+        for callback in _at_failure:
+            with contextlib.suppress(Exception):
+                callback()
         # MPI_Abort can hang while other threads are inside MPI, and it keeps Python's lock.
         _end_after(ABORT_SECONDS)
         self._mpi.COMM_WORLD.Abort(code)

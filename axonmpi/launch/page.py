@@ -189,6 +189,16 @@ class Page:
                 return GroupLog(self, slot, at)
         return GroupLog(self, _NO_GROUP, GROUPS_AT // 8 - 8)  # the last words of the header, which nobody reads
 
+    def under_way(self) -> list[tuple[str, int]]:
+        """Return the operations that are not over of all threads but this one, with their threads; local."""
+        found = []
+        for at in range(_FIRST_WORD, _FIRST_WORD + OPERATIONS * _WORDS, _WORDS):
+            if self.words[at + _LEFT] < 0:
+                thread, description = _OPERATION.unpack_from(self.memory, 8 * at)[4:9:4]
+                if thread != threading.get_ident():
+                    found.append((_DESCRIPTION.unpack(description)[0].rstrip(b"\0").decode(), thread))
+        return found
+
 
 class GroupLog:
     """What a rank does in one group; made by `Page.join`.

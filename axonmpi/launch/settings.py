@@ -7,12 +7,14 @@ import re
 import shutil
 import signal
 from collections.abc import Mapping
+from pathlib import Path
 
 from .variables import detect_launchers
 
 __all__ = [
     "adds_in_order",
-    "compares_calls",
+    "debugs",
+    "dump_folder",
     "gpu_variables",
     "may_bind",
     "prepare_for_mpi",
@@ -118,8 +120,11 @@ def writes_by_mpi() -> bool:
     return setting == "mpi-io"
 
 
-def compares_calls() -> bool:
-    """Say whether ranks compare their calls on GPUs too, as they always do on CPUs: `AXONMPI_DEBUG=1`; local.
+def debugs() -> bool:
+    """Say whether to look for the program's mistakes where that costs time: `AXONMPI_DEBUG=1`; local.
+
+    Ranks compare their calls on GPUs too, as they always do on CPUs; messages about calls that differ say where
+    they were made; wrappers warn of gradients that are nan on a rank.
 
     Raises:
         ValueError: The variable is neither 0 nor 1.
@@ -163,6 +168,12 @@ def waiting_limit() -> float:
     if not 0 <= limit < float("inf"):
         raise ValueError(f"AXONMPI_TIMEOUT: expected a number of seconds, or 0 for no limit, got {setting!r}")
     return limit
+
+
+def dump_folder() -> Path | None:
+    """Return where failing jobs write the latest operations of ranks, None for nowhere: `AXONMPI_DUMP`; local."""
+    setting = os.environ.get("AXONMPI_DUMP", "")
+    return Path(setting).absolute() if setting else None
 
 
 def gpu_variables() -> str:

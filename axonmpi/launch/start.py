@@ -28,7 +28,7 @@ from ..utils.arguments import integer
 from ..utils.text import name_ranks
 from . import board, children, lifeline, segments
 from . import exit as exits
-from .check import MpiLibrary, check_launch, check_protocol
+from .check import MpiLibrary, check_launch, check_protocol, check_room
 from .cpu import core_to_keep_to, count_of_node, keep_to_core, share_of_cores, usable_cores
 from .settings import prepare_for_mpi, user_threads
 from .topology import Topology
@@ -230,6 +230,8 @@ def _initialize(mpi: Any) -> None:
     started_here = not mpi.Is_initialized()
     if started_here:
         _init(mpi)
+        if mpi.COMM_WORLD.Get_size() == 1:
+            segments.remove_at_abort()  # Open MPI's would stay, and no other rank looks for it
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise LaunchError(
             "MPI was started for one thread only, but asynchronous operations need MPI_THREAD_MULTIPLE: "
@@ -241,7 +243,9 @@ def _initialize(mpi: Any) -> None:
 
 def _init(mpi: Any) -> None:
     description = mpi.Get_library_version()
-    problem = check_protocol(None, library_info(), description)
+    library = library_info()
+    local_size = max((launcher.local_size or 1 for launcher in detect_launchers()), default=1)
+    problem = check_protocol(None, library, description) or check_room(library, board.SHARED_MEMORY, local_size)
     if problem is not None:
         raise LaunchError(problem)
     prepare_for_mpi(count_of_node(), description)

@@ -99,17 +99,20 @@ def awaited_by(rank: int, standings: Mapping[int, Standing]) -> set[int]:
     if operation is None or operation.group is None or operation.group.gives_up:
         return set()
     if operation.call:
-        return {other for other, standing in standings.items() if _has_not_called(operation, standing)}
+        return {other for other, standing in standings.items() if _keeps_waiting(operation, standing)}
     peer = None if operation.peer is None else operation.group.world_rank(operation.peer)
     if peer is None or peer == rank or peer not in standings or _is_met(operation, own.page, standings[peer].page):
         return set()
     return {peer}
 
 
-def _has_not_called(operation: Operation, other: Standing) -> bool:
+def _keeps_waiting(operation: Operation, other: Standing) -> bool:
+    """Say whether a rank has not called a collective, or was lost in the middle of it."""
     assert operation.group is not None
     count = other.page.count_in(operation.group.key)
-    return count is not None and count < operation.call
+    if count is None:
+        return False
+    return count < operation.call or (count == operation.call and other.is_lost)
 
 
 def _is_met(operation: Operation, own: RankPage, other: RankPage) -> bool:

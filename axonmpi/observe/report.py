@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ..utils.text import lines_of_ranks, name_ranks, ranks_by_text
 from .board import Condition
+from .diagnosis import diagnose
 from .judgement import Standing
 
 __all__ = ["cause_of", "table_of", "text_of_stacks"]
@@ -29,7 +30,8 @@ def cause_of(standings: Mapping[int, Standing], in_vain: Mapping[int, set[int]])
         f"rank {rank} waits for {name_ranks(awaited)} in {standings[rank].operation}"
         for rank, awaited in sorted(in_vain.items())
     )
-    return "ranks wait for each other: " + "; ".join(list(waits)[:8])
+    odd = diagnose(standings, len(standings)).behind
+    return f"ranks wait for each other, look at {name_ranks(odd)} first: " + "; ".join(list(waits)[:8])
 
 
 def _while_others_wait(

@@ -22,12 +22,15 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..launch import exit as exits
 from ..launch.board import own_page
 from ..launch.page import Header
+from ..launch.settings import dump_folder
 from ..utils.text import counted, name_ranks
 from .board import Condition, RankPage, pages_of
+from .flight_recorder import dump
 from .judgement import Standing, awaited_by, in_vain, look_at
 from .report import cause_of, table_of, text_of_stacks
 from .stacks import answer_when_asked, stacks_of
@@ -60,6 +63,8 @@ def watch(limit: float) -> None:
     if _watchdog is None:
         answer_when_asked()
         _watchdog = Watchdog(limit)
+        if (folder := dump_folder()) is not None:
+            exits.at_failure(partial(dump, _watchdog.pages, folder))
         exits.before_finalize(_watchdog.stop)
         _watchdog.start()
     _watchdog.limit = limit
@@ -96,14 +101,15 @@ class Watchdog:
 
     Attributes:
         limit: The same.
+        pages: Of the ranks of this node.
     """
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
         self._own = own_page()
         self._rank: int = self._own.identity["rank"]
-        self._pages = pages_of(self._own.identity["job"])
-        self._seen = {page.rank: _Seen() for page in self._pages}
+        self.pages = pages_of(self._own.identity["job"])
+        self._seen = {page.rank: _Seen() for page in self.pages}
         self._circle, self._left = _Since(), _Since()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="axonmpi watchdog", daemon=True)
@@ -124,7 +130,7 @@ class Watchdog:
             self._own.words[Header.LOOKED] += 1
             passed = min(looked - before, 2 * LOOK_SECONDS)  # it was not there for the rest
             self._end_without_launcher()
-            if not any(self._looks(page, passed) for page in self._pages if page.rank < self._rank):
+            if not any(self._looks(page, passed) for page in self.pages if page.rank < self._rank):
                 self._look(passed)
 
     def _end_without_launcher(self) -> None:
@@ -142,14 +148,14 @@ class Watchdog:
     # ---- one look ---------------------------------------------------------------------------------------------
 
     def _look(self, passed: float) -> None:
-        left = frozenset(page.rank for page in self._pages if page.has_left())
+        left = frozenset(page.rank for page in self.pages if page.has_left())
         if self._left.see(left, passed) >= SECONDS_AFTER_END and left:
-            self._end(_text_of_left(left, self._pages), look_at(self._pages), "RankFailedError")
-        still = {page.rank: self._seen[page.rank].operation.see(page.latest, passed) for page in self._pages}
+            self._end(_text_of_left(left, self.pages), look_at(self.pages), "RankFailedError")
+        still = {page.rank: self._seen[page.rank].operation.see(page.latest, passed) for page in self.pages}
         if max(still.values()) < 2 * LOOK_SECONDS:
             self._circle = _Since()
             return
-        standings = look_at(self._pages)
+        standings = look_at(self.pages)
         if any(standing.condition is Condition.TRACED for standing in standings.values()):
             return
         self._judge(standings, passed)

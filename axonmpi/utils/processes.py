@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Process", "namespace", "process", "traced_by"]
+__all__ = ["Process", "age", "namespace", "process", "traced_by"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ def process(number: int) -> Process | None:
         return None
     words = text.rpartition(")")[2].split()  # its name may have anything in it
     return Process(number, words[0], int(words[1]), int(words[19]), int(words[11]) + int(words[12]))
+
+
+def age(started: int) -> float:
+    """Return how many seconds ago a process has started, from its `started`; local."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def traced_by(number: int) -> int:

@@ -7,6 +7,7 @@ Reductions are launched in one order, the same on all ranks, whatever order grad
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,10 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from ..groups.process_group import ProcessGroup
+from ..launch.settings import debugs
+from ..utils.text import counted
 from ..utils.torch_internals import sequence_number
 from .autograd import accumulates_into, leaf_below, tensors_in
 
-__all__ = ["accumulating", "check_dense", "launch_in_order", "watch_output", "weakly"]
+__all__ = ["accumulating", "check_gradient", "launch_in_order", "watch_output", "watched_rank", "weakly"]
 
 
 class Reduction(Protocol):
@@ -66,16 +70,35 @@ def accumulating(owner: Pausable) -> Iterator[None]:
         owner.enabled = before
 
 
-def check_dense(name: str, gradient: Tensor | None) -> None:
-    """Raise if a gradient is sparse; local.
+def watched_rank(group: ProcessGroup) -> int | None:
+    """Return this rank's number in the world if its gradients are to be looked at (`AXONMPI_DEBUG=1`); local."""
+    return int(group.members[group.rank]) if debugs() else None
+
+
+def check_gradient(name: str, gradient: Tensor | None, rank: int | None = None) -> None:
+    """Look at this rank's gradient of a parameter before it is averaged with those of the others; local.
+
+    Args:
+        name: The parameter's.
+        gradient: If there is one.
+        rank: This rank's number, to warn of values that are no numbers; None does not look at values.
 
     Raises:
-        ValueError: Naming the parameter.
+        ValueError: The gradient is sparse.
     """
-    if gradient is not None and gradient.layout is not torch.strided:
+    if gradient is None:
+        return
+    if gradient.layout is not torch.strided:
         raise ValueError(
             f"the gradient of {name!r} is sparse, which cannot be averaged over ranks; build its module with "
             "sparse=False"
+        )
+    if rank is not None and (count := int(gradient.isnan().sum())):
+        warnings.warn(
+            f"rank {rank}: the gradient of {name!r} has {counted(count, 'value')} that are nan on this rank, of "
+            f"{gradient.numel()}, before the average over ranks",
+            RuntimeWarning,
+            stacklevel=2,
         )
 
 

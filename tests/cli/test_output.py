@@ -43,6 +43,8 @@ def shell(command, *arguments, **env):
         ("bench overhead --blocks x", "expected a positive number, got 'x'"),
         ("chart --stages 3 --micro-batches 2 --chunks 2", "--stages: expected a multiple"),
         ("doctor --cure", "unrecognized arguments: --cure"),
+        ("why --not", "unrecognized arguments: --not"),
+        ("top --interval 0", "argument --interval: expected a positive number of seconds, got '0'"),
     ],
 )
 def test_a_usage_error_is_told_by_the_first_rank(arguments, message, rank, monkeypatch, capsys):

@@ -158,7 +158,7 @@ def test_all_ranks_raise_and_name_the_ranks(group) -> None:
                 CollectiveMismatchError, match="made different calls, so no data was moved"
             ) as caught:
                 (difference.other if is_last else difference.common)(group)
-            lines = [line.strip() for line in str(caught.value).splitlines()]
+            lines = [line.strip().partition(" at test_")[0] for line in str(caught.value).splitlines()]
             for start, name in zip((first, f"rank {group.size - 1}: "), difference.names, strict=True):
                 assert any(line.startswith(start) and line.endswith(name) for line in lines), (what, start, lines)
             assert lines[-1] == "All ranks of a group have to make the same calls in the same order."
@@ -191,6 +191,34 @@ def test_nothing_is_written(group) -> None:
         with pytest.raises(CollectiveMismatchError):
             ax.sync_gradients(gradients)
         assert tensor.tolist() == [1] * (count + group.rank)
+
+
+@pytest.fixture
+def debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AXONMPI_DEBUG", "1")
+
+
+def reduces(*, async_op: bool) -> None:
+    work = ax.all_reduce(ones(3), async_op=async_op)
+    if work is not None:
+        work.wait()
+
+
+def broadcasts() -> None:
+    ax.broadcast(ones(3))
+
+
+@pytest.mark.usefixtures("debug")
+def test_places_of_the_calls_are_named_where_that_is_asked_for(group) -> None:
+    """Also where another thread runs what was called."""
+    for async_op in (False, True):
+        with pytest.raises(CollectiveMismatchError) as caught:
+            broadcasts() if group.rank == 0 else reduces(async_op=async_op)
+        text = str(caught.value)
+        first = reduces.__code__.co_firstlineno
+        assert f"broadcast(float32 [3], root=0) at test_mismatch.py:{first + 7} in broadcasts" in text
+        assert f"all_reduce(float32 [3], SUM) at test_mismatch.py:{first + 1} in reduces" in text
+    assert_usable(group)
 
 
 @pytest.mark.ranks(2)

@@ -43,6 +43,7 @@ from helpers.models import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import axonmpi as ax
 from axonmpi import GradSyncStrategy
 from axonmpi.errors import RankFailedError
 
@@ -351,6 +352,26 @@ def test_a_sparse_gradient_is_refused(world):
     model = wrapped(world, built(lambda: nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 2))))
     with pytest.raises(ValueError, match=r"the gradient of '0.weight' is sparse, .* sparse=False"):
         model(torch.tensor([1, 2])).sum().backward()
+
+
+@pytest.fixture
+def debug(monkeypatch):
+    monkeypatch.setenv("AXONMPI_DEBUG", "1")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("debug")
+@pytest.mark.parametrize("wrap", [ax.DDP, ax.FSDP])
+def test_nan_in_the_gradient_of_a_rank_is_told_with_its_number(world, wrap):
+    model = wrap(built(lambda: nn.Sequential(nn.Linear(3, 2))))
+    x = torch.ones(2, 3)
+    if world.rank == 1:
+        x[0, 1] = float("nan")
+        message = r"rank 1: the gradient of '0.weight' has 2 values that are nan on this rank, of 6"
+        with pytest.warns(RuntimeWarning, match=message):
+            model(x).sum().backward()
+    else:
+        model(x).sum().backward()
 
 
 @pytest.mark.ranks(1)

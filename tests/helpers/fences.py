@@ -52,8 +52,8 @@ class Fence:
 
     @property
     def takes_minutes(self) -> bool:
-        """Whether its first line says that it takes too long to be run in a test."""
-        return self.code.startswith("# takes minutes\n")
+        """Whether its first line says that it takes too long for a test, or needs a job that runs beside it."""
+        return self.code.startswith(("# takes minutes\n", "# while a job runs\n"))
 
 
 @lru_cache

@@ -140,6 +140,24 @@ class Nodes:
         place = f"--wdns={folder or os.getcwd()}"
         return ["nsenter", "-t", str(self._holders[node].pid), "-n", "-u", "-m", "-i", place, "--"]
 
+    def cut(self, node: int, *, healed: bool = False) -> None:
+        """Cut a node's cable, or mend it."""
+        state = "up" if healed else "down"
+        self._inside(len(self._addresses), "ip", "link", "set", f"v{node + 1}", state)
+
+    def resize_shared_memory(self, node: int, size: str) -> None:
+        """Give a node's /dev/shm another size, such as "1m"."""
+        self._inside(node, "mount", "-o", f"remount,size={size}", "/dev/shm")
+
+    def shared_memory(self, node: int) -> list[str]:
+        """Return the names of the files in a node's /dev/shm."""
+        found = self._inside(node, "find", "/dev/shm", "-mindepth", "1", "-printf", "%P\\n")
+        return sorted(found.splitlines())
+
+    def clear_shared_memory(self, node: int) -> None:
+        """Remove all files of a node's /dev/shm."""
+        self._inside(node, "find", "/dev/shm", "-mindepth", "1", "-delete")
+
     def _inside(self, node: int, *command: str) -> str:
         done = subprocess.run([*self.enter(node), *command], capture_output=True, text=True, timeout=20)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
@@ -176,24 +194,44 @@ class Nodes:
         Raises:
             AssertionError: The job failed or took longer than `timeout` seconds; all of it was ended.
         """
+        command, variables = self.job(ranks, *arguments, placement=placement, env=env)
+        return self._wait_for(command, timeout, variables)
+
+    def job(
+        self,
+        ranks: Sequence[int],
+        *arguments: str,
+        placement: Placement = "block",
+        env: dict[str, str] | None = None,
+        mpirun: Path | None = None,
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the command that starts such a job on the first node, and the variables that it needs.
+
+        Args:
+            ranks: As for `run`.
+            arguments: As for `run`.
+            placement: As for `run`.
+            env: As for `run`.
+            mpirun: Another launcher than the one that belongs to the MPI library.
+        """
         agent = str(Path(self._folder.name) / "ssh")
-        mpirun = str(find_mpirun())
-        kind = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
+        launcher = str(find_mpirun(mpirun))
+        kind = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=False).stdout
         extra = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", **(env or {})}
         extra.setdefault("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
         order = _nodes_of_ranks(ranks, placement)
         if "HYDRA" in kind.upper():
             hosts = ",".join(f"n{node}:{number or 1}" for node, number in enumerate(ranks, 1))
-            start = [mpirun, "-launcher-exec", agent, "-hosts", hosts, "-rankmap", ",".join(map(str, order))]
+            start = [launcher, "-launcher-exec", agent, "-hosts", hosts, "-rankmap", ",".join(map(str, order))]
         else:
             hosts = ",".join(f"n{node + 1}" for node in order)
-            start = [mpirun, "--prtemca", "plm_ssh_agent", agent, "--host", hosts, "--map-by", "seq"]
+            start = [launcher, "--prtemca", "plm_ssh_agent", agent, "--host", hosts, "--map-by", "seq"]
             start += ["--bind-to", "none"]
             if len(order) > len(os.sched_getaffinity(0)):  # which ranks of one node do not see
                 extra.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
             start += [part for name in extra for part in ("-x", name)]
             extra |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        return self._wait_for([*start, "-n", str(sum(ranks)), sys.executable, *arguments], timeout, extra)
+        return [*start, "-n", str(sum(ranks)), sys.executable, *arguments], extra
 
     def run_script(self, script: str, folder: Path, *, timeout: float, env: dict[str, str] | None = None) -> str:
         """Run a shell script on the first node, from where `ssh` leads to all; returns what it printed.

@@ -1,12 +1,17 @@
 """axonmpi doctor: one report for all ranks, and an exit code that says whether a launch works."""
 
+import json
+import mmap
+import resource
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from axonmpi.backends.nccl import devices, library
-from axonmpi.cli import doctor
+from axonmpi.cli.doctor import gpus as doctor
+from axonmpi.cli.doctor import limits, memory, network, ranks
+from axonmpi.cli.doctor.findings import Finding, as_json, as_text, problem_of
 from axonmpi.errors import NcclError
 from axonmpi.launch import start as runtime
 from axonmpi.launch.topology import Topology
@@ -43,7 +48,7 @@ def test_a_single_process(alone):
     assert "ranks         1 on 1 node" in well
     assert "  path " not in well
     assert "GPUs\n  " in well
-    assert well.endswith("All is well.\n")
+    assert "PROBLEM" not in well
     # a launch that cannot work
     assert silent == "0\n"
     assert "PROBLEM: the launcher and MPI disagree" in speaks
@@ -65,10 +70,10 @@ DOCTORS = """
 
     rank = runtime.start_mpi().COMM_WORLD.rank
 
-    def doctor(of=(0, 1, 2), **env):
+    def doctor(*options, of=(0, 1, 2), **env):
         if rank in of:
             os.environ.update(env)
-        code = main(["doctor"])
+        code = main(["doctor", *options])
         if rank == 0:
             print("code", code, "END", flush=True)
         for name in env:
@@ -78,12 +83,13 @@ DOCTORS = """
         raise PermissionError(errno.EACCES, "Permission denied", f"/proc/{offered[0]}/fd/{offered[1]}")
 
     doctor()
+    doctor("--json")
     doctor(AXONMPI_RANKS_PER_NODE="2")
     doctor(AXONMPI_RANKS_PER_NODE="1")
     doctor(AXONMPI_COLLECTIVES="plain")
-    doctor([1], AXONMPI_COLLECTIVES="plain")
-    doctor([1], AXONMPI_COLLECTIVES="shared")
-    doctor([1], AXONMPI_RANKS_PER_NODE="x")
+    doctor(of=[1], AXONMPI_COLLECTIVES="plain")
+    doctor(of=[1], AXONMPI_COLLECTIVES="shared")
+    doctor(of=[1], AXONMPI_RANKS_PER_NODE="x")
     doctor(RANK="1", WORLD_SIZE="3")
     accept, shared_memory._accept = shared_memory._accept, refuse
     doctor()
@@ -98,7 +104,14 @@ def test_ranks_give_one_report_of_each_thing_that_may_be_wrong():
     result = launch(3, DOCTORS, env={"OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stderr
     reports = result.stdout.split("END\n")[:-1]
-    well, nodes, alone, plain, uneven, unknown, no_number, left_over, permission, limit = reports
+    well, as_data, nodes, alone, plain, uneven, unknown, no_number, left_over, permission, limit = reports
+    data = json.loads(as_data.rpartition("code 0")[0])
+    assert data["problem"] == ""
+    lines = {line["name"]: line for section in data["sections"].values() for line in section}
+    for name in ("affinity", "clocks", "nofile", "memlock", "stack", "nproc", "/dev/shm", "fabric", "all-reduce"):
+        assert lines[name]["state"] in ("ok", "warn")
+        assert f"  {lines[name]['state']:4}  {name:13} " in well
+    assert lines["clocks"]["text"].startswith("at most ")
     assert "ranks         3 on 1 node" in well
     for rank in range(3):
         assert well.count(f"local rank {rank} of 3, CPUs ") == 1
@@ -108,7 +121,8 @@ def test_ranks_give_one_report_of_each_thing_that_may_be_wrong():
     assert "path          plain: by MPI alone, as no two ranks are on one node" in alone
     assert "path          plain: by MPI alone, as AXONMPI_COLLECTIVES=plain wants it" in plain
     for report in (well, nodes, alone, plain):
-        assert report.endswith("All is well.\ncode 0 ")
+        assert "PROBLEM" not in report  # a busy machine may be worth a warning
+        assert report.endswith("\ncode 0 ")
     for report, problem in (
         (uneven, "AXONMPI_COLLECTIVES: expected the same on all ranks, got 'plain' on 1 of them only"),
         (unknown, "AXONMPI_COLLECTIVES: expected 'auto' or 'plain', got 'shared'"),
@@ -120,10 +134,69 @@ def test_ranks_give_one_report_of_each_thing_that_may_be_wrong():
     for report in (permission, limit):
         assert "path          plain: by MPI alone, slower: the ranks of a node cannot share memory" in report
         assert report.endswith("code 0 ")
+        assert "All works, with " in report
     assert "because of PermissionError: [Errno 13] Permission denied: '/proc/" in permission
-    assert "in one container" in permission
+    assert "do: ranks have to be processes of one user who see each other" in permission
     assert "because of OSError: [Errno 27] File too large" in limit
     assert "ulimit -f unlimited" in limit
+
+
+def test_what_is_not_well_says_what_to_do():
+    report = {
+        "memory": [Finding("/dev/shm", "4 MiB\nsmall", "warn", "enlarge it")],
+        "MPI": [Finding("library", "there is none", "fail", "install one"), Finding("other", "fine")],
+    }
+    assert as_text(report).splitlines() == [
+        "memory",
+        "  warn  /dev/shm      4 MiB",
+        "                      small",
+        "                      do: enlarge it",
+        "MPI",
+        "  fail  library       there is none",
+        "                      do: install one",
+        "  ok    other         fine",
+        "",
+        "PROBLEM: there is none",
+    ]
+    assert json.loads(as_json(report))["sections"]["memory"][0]["todo"] == "enlarge it"
+    del report["MPI"]
+    assert as_text(report).endswith("All works, with 1 warning.\n")
+    assert problem_of(report) == ""
+
+
+def test_ranks_on_one_core_beside_idle_ones_and_clocks_that_differ():
+    one, other = frozenset([0]), frozenset([0, 1])
+    assert ranks.affinity([(0, one, 4), (1, other, 2), (0, one, 4), (1, other, 2)]).text == (
+        "ranks 0, 2 share cores, and nothing runs on 3 other cores of their nodes"
+    )
+    assert ranks.affinity([(0, one, 1), (0, one, 1), (1, other, 2)]).state == "ok"  # more ranks than cores
+    found = ranks.clock_skew([0.0, 0.02, -3.0])
+    assert (found.state, found.text) == ("warn", "up to 3.02 s apart; not as rank 0's: rank 2")
+    assert ranks.clock_skew([0.0, 0.02]).text == "at most 20 ms apart"
+
+
+def test_limits_that_are_low_on_some_ranks(monkeypatch):
+    of = {limit.name: limit for limit in limits._LIMITS}
+    low = limits.judged(of["nofile"], [1024, 64, resource.RLIM_INFINITY])
+    assert (low.state, low.text.partition(":")[0]) == ("warn", "64 on rank 1")
+    assert limits.judged(of["stack"], [resource.RLIM_INFINITY]) == Finding("stack", "unlimited")
+    monkeypatch.setattr(limits, "_locked_memory", lambda ranks: 0)
+    assert limits.judged(of["memlock"], [8 << 20]) == Finding("memlock", "8 MiB")
+
+
+def test_files_of_jobs_that_have_ended(tmp_path):
+    for name in ("mpich_shm_1_0", "vader_segment.n1.0.2", "somebody's", "mpich_shm_2_0"):
+        (tmp_path / name).write_bytes(bytes(4096))
+    with open(tmp_path / "mpich_shm_2_0") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+        assert memory.left_by_jobs(tmp_path) == [("mpich_shm_1_0", 4096), ("vader_segment.n1.0.2", 4096)]
+    assert len(memory.left_by_jobs(tmp_path)) == 3
+    assert memory.left_by_jobs(tmp_path / "none") == []
+
+
+def test_an_all_reduce_that_is_slow():
+    assert network.judged_speed(1e-5, 1e-3, 1).text == "4 bytes 10 µs, 1 MiB 1.00 ms: 1.05 GB/s a rank"
+    for latency, seconds in ((2e-3, 1e-3), (1e-5, 1.0)):
+        assert network.judged_speed(latency, seconds, 2).state == "warn"
 
 
 class Gpus:
@@ -154,8 +227,8 @@ class Gpus:
         for rank in reversed(range(len(nodes))):
             self.count = counts[rank]
             comm = SimpleNamespace(gather=lambda own: told.insert(0, own) or list(told))
-            lines = doctor._gpus(SimpleNamespace(comm=comm, topology=Topology.of(nodes, rank)))
-        return "\n".join(f"{name}: {text}" for name, text in lines)
+            lines = doctor.gpus(SimpleNamespace(comm=comm, topology=Topology.of(nodes, rank)))
+        return "\n".join(f"{line.name}: {line.text}" for line in lines)
 
 
 @pytest.fixture
@@ -171,12 +244,12 @@ def test_gpus_of_two_nodes(gpus):
         "rank 0: local rank 0: GPU 0 of 2 visible, CUDA, uuid-0",
         "rank 1: local rank 1: GPU 1 of 2 visible, CUDA, uuid-1",
         "rank 2: local rank 0: GPU 0 of 1 visible, CUDA, uuid-0",
-        ": several ranks use one GPU:",
+        "sharing: several ranks use one GPU:",
         *report.splitlines()[6:-2],
         "peer access: between all 2 GPUs, on the node of rank 0",
         "peer access: not known, as each process sees one GPU, on the node of rank 2",
     ]
-    assert ": ranks 0, 2: use GPU uuid-0" in report
+    assert "ranks 0, 2: use GPU uuid-0" in report
 
 
 def test_gpus_that_are_missing_do_not_reach_each_other_or_cannot_be_used(gpus):
@@ -190,5 +263,5 @@ def test_gpus_that_are_missing_do_not_reach_each_other_or_cannot_be_used(gpus):
     assert "rank 3: no GPU\n" in report
     gpus.missing = NcclError("nccl4py cannot be imported\nInstall it, with NCCL: pip install 'axonmpi[nccl]'")
     report = gpus.report([0], [1])
-    assert "NCCL: nccl4py cannot be imported\n: Install it, with NCCL: pip install" in report
+    assert "NCCL: nccl4py cannot be imported\nInstall it, with NCCL: pip install" in report
     assert "rank 0: no GPU that can be used: nccl4py" in report

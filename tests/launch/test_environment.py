@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from axonmpi.launch.check import MpiLibrary, check_launch, check_protocol
+from axonmpi.launch.check import MpiLibrary, check_launch, check_protocol, check_room
 from axonmpi.launch.cpu import core_to_keep_to, share_of_cores, usable_cores
 from axonmpi.launch.settings import settings_for_mpi, user_threads
 from axonmpi.launch.variables import (
@@ -238,6 +238,16 @@ def test_mpich_without_pmix_is_refused_before_it_starts():
     assert check_protocol({**OPEN_MPI, **PMIX}, MPICH_LIBRARY, built + " --with-pmix=/usr") is None
     assert check_protocol({**OPEN_MPI, **PMIX}, OPEN_MPI_LIBRARY, "Open MPI v5.0.11") is None
     assert check_protocol(MPICH, MPICH_LIBRARY, built) is None
+
+
+def test_too_little_memory_in_common_is_refused_before_mpich_crashes(tmp_path):
+    assert check_room(MPICH_LIBRARY, tmp_path, 1) is None
+    message = check_room(MPICH_LIBRARY, tmp_path, 1 << 40)
+    assert message.startswith(f"{tmp_path} of this node has ")
+    assert "and MPICH would crash: its 1099511627776 ranks need at least" in message
+    assert f"mount -o remount,size=1g {tmp_path}" in message
+    assert check_room(OPEN_MPI_LIBRARY, tmp_path, 1 << 40) is None
+    assert check_room(MPICH_LIBRARY, tmp_path / "none", 1) is None
 
 
 def test_launchers_can_be_written_by_hand():

@@ -177,7 +177,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_exit_code_and_a_message(
 def test_unknown_commands_are_refused(capsys):
     for arguments, message in (
         (["tran"], "unknown command 'tran': did you mean train"),
-        (["fly"], "expected one of train, bench, chart, checkpoint, doctor"),
+        (["fly"], "expected one of train, bench, chart, checkpoint, doctor, why, top"),
         ([], "no command given"),
     ):
         assert cli.main(arguments) == 2

@@ -39,6 +39,7 @@ BACKENDS = (
     ("tuning",),
     ("reduction", "concat_view", "ranks"),
     ("call", "checks", "shared.counters"),
+    ("call_site",),
     ("base", "worker"),
     ("bucketing", "objects", "buffers"),
     ("handshake",),

@@ -29,6 +29,7 @@ from ...types import CompletedWork, ReduceOp, Seconds, Work
 from ...utils.arguments import seconds
 from ..base import Backend
 from ..call import Call, mismatch_error
+from ..call_site import call_site, text_with_site
 from ..concat_view import FlatParts
 from ..ranks import Parts
 from ..reduction import reduce_in_rank_order, reduce_wide_into
@@ -176,10 +177,10 @@ class MockBackend(Backend):
         """Meet the other ranks; return their items if all made the same call."""
         self._note(call.operation, call, call.root, call.nbytes if nbytes is None else nbytes)
         number, self._round = self._round, self._round + 1
-        given = self.rendezvous.swap(number, self.rank, (call, item), str(call), self._wait_limit)
-        if any(other.key != call.key for other, _ in given):
-            raise mismatch_error([str(other) for other, _ in given])
-        return [item for _, item in given]
+        given = self.rendezvous.swap(number, self.rank, (call, item, call_site()), str(call), self._wait_limit)
+        if any(other.key != call.key for other, *_ in given):
+            raise mismatch_error([text_with_site(other, site) for other, _, site in given])
+        return [item for _, item, _ in given]
 
     def _meet(self, call: Call) -> None:
         """Wait once more for the other ranks in a call that all have agreed on."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import secrets
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -49,11 +50,23 @@ __all__ = ["MpiBackend"]
 _live: weakref.WeakSet[MpiBackend] = weakref.WeakSet()
 
 
-def _close_workers() -> None:
-    """End all worker threads: a thread inside MPI while MPI is finalised ends in a segmentation fault."""
+def _close_all() -> None:
+    """End all use of MPI: a thread inside MPI while MPI is finalised ends in a segmentation fault.
+
+    Raises:
+        CommunicatorError: An operation is under way.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stopped = [backend.stop_worker(timeout=4.0) for backend in list(_live)]
+    for operation, thread in board.own_page().under_way():
+        raise CommunicatorError(
+            f"{operation} in thread {names.get(thread, thread)!r} was still under way when the program ended: "
+            "another rank has not met it; wait for every Work, and for threads that communicate"
+        )
+    if not all(stopped):
+        raise CommunicatorError("an asynchronous operation was still under way when the program ended")
     for backend in list(_live):
-        if not backend.stop_worker(timeout=4.0):
-            raise CommunicatorError("an asynchronous operation was still under way when the program ended")
+        backend.invalidate("the program has ended, and MPI with it")
 
 
 def _leave_to_parent() -> None:
@@ -63,7 +76,7 @@ def _leave_to_parent() -> None:
 
 @functools.cache
 def _register_with_exits() -> None:
-    exits.before_finalize(_close_workers)
+    exits.before_finalize(_close_all)
     os.register_at_fork(after_in_child=_leave_to_parent)
 
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ...errors import AxonmpiError, CollectiveTimeoutError, CommunicatorError, NcclError
-from ...launch.settings import compares_calls
+from ...launch.settings import debugs
 from ...launch.topology import Topology
 from ...types import Observer, ReduceOp, Work
 from ...utils.arguments import check_flags, integer
@@ -37,6 +37,7 @@ from ...utils.device import Device, current_gpu, device_at, gpu_count
 from ...utils.partition import split_range
 from ..base import Backend
 from ..call import Call, mismatch_error
+from ..call_site import text_with_site
 from ..concat_view import FlatParts
 from ..handshake import PAYLOAD_BYTES, describe, described
 from ..local import LocalBackend
@@ -136,7 +137,7 @@ class NcclBackend(Backend):
         self._main = Channel(communicator, self._device)
         self._collectives = StreamCollectives(nccl.core, self._main, self._device, rank, size)
         self._messages = Messages(nccl.core, self._device, self._main, self._launch)
-        self._compares = host is not None and compares_calls()
+        self._compares = host is not None and debugs()
         self._latest: Any = None  # the event behind the last operation that was told to the group's stream
 
     @classmethod
@@ -311,10 +312,9 @@ class NcclBackend(Backend):
         place = " and ".join(sorted({tensor.device.type for tensor in seen}))
         keys = self.host.all_gather(torch.tensor([[call.key, crc32(place.encode())]], device="cpu"))
         if bool((keys != keys[0]).any()):
-            told = all_gather_object(self.host, (str(call), place))
-            calls = [text for text, _ in told]
-            is_same = len(set(calls)) == 1
-            raise mismatch_error([f"{text} on {where}" for text, where in told] if is_same else calls)
+            told = all_gather_object(self.host, (call.key, text_with_site(call), place))
+            is_same = len({key for key, *_ in told}) == 1
+            raise mismatch_error([f"{text} on {where}" if is_same else text for _, text, where in told])
 
     def _tell(self, async_op: bool, call: Call, move: Callable[..., Any], *args: Any) -> Any:
         """Tell the GPU an operation whose arguments are checked; collective."""

@@ -1,0 +1,121 @@
+"""`axonmpi doctor`: the facts that a user needs when a launch goes wrong.
+
+    axonmpi doctor                     is everything installed, and which mpirun belongs to it?
+    mpirun -n 4 axonmpi doctor         does this launcher start one job of four ranks, where are they, do they share
+                                       memory, how quick is what they share, and which GPU has each of them?
+
+Rank 0 prints one report for all ranks. Where each process is a world of its own, the first one of each node prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+
+from ...errors import LaunchError
+from ...launch import start as runtime
+from ...launch.check import MpiLibrary
+from ...launch.start import Started
+from ...launch.variables import Launcher, detect_launchers
+from ...utils.text import counted
+from .. import parse_arguments
+from .findings import Finding, as_json, as_text, problem_of
+from .gpus import gpus
+from .limits import limits
+from .memory import leftovers, room
+from .network import fabric, path, speed, wrong_settings
+from .ranks import clocks, cores, places
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; collective over all ranks of the job.
+
+    Returns:
+        0 if ranks can be started and agree with their launcher, with or without warnings, else 1.
+    """
+    parser = argparse.ArgumentParser(
+        prog="axonmpi doctor",
+        description="Say what is installed, how this process was launched and whether that works.",
+        epilog="The exit code is 0 where no line says fail.",
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    options = parse_arguments(parser, argv)
+    report = _examine()
+    if runtime.speaks_of_launch():
+        sys.stdout.write(as_json(report) + "\n" if options.json else as_text(report))
+        sys.stdout.flush()
+    return int(bool(problem_of(report)))
+
+
+def _examine() -> dict[str, list[Finding]]:
+    """Look at everything; collective. What rank 0 returns is complete, and failures are on all ranks."""
+    launchers = detect_launchers()
+    started, failed = None, []
+    try:
+        started = runtime.start_world()
+    except LaunchError as error:
+        failed.append(Finding("problem", str(error), "fail", "start the ranks as it says"))
+    try:
+        mpi = _mpi(runtime.library_info())
+    except LaunchError as error:
+        text = f"only a single rank can run: {error}"
+        mpi = [Finding("library", text, "fail", "install or load an MPI library")]
+    report = {
+        "installed": _installed(),
+        "MPI": mpi,
+        "launch": [*_launch(launchers, started), *failed, *places(started), *cores(started), *clocks(started)],
+        "limits": limits(started),
+        "memory": [*room(started), *leftovers(started)],
+        "network": [*fabric(started)],
+        "GPUs": gpus(started),
+    }
+    if started is not None and started.comm is not None and started.topology.size > 1:
+        problem = wrong_settings(started.comm)
+        report["network"] += [problem] if problem else [path(started.comm), speed(started)]
+    return report
+
+
+def _installed() -> list[Finding]:
+    findings = [Finding("python", f"{platform.python_version()}  {sys.executable}")]
+    for name in ("axonmpi", "torch", "numpy", "mpi4py"):
+        try:
+            findings.append(Finding(name, metadata.version(name)))
+        except metadata.PackageNotFoundError:
+            findings.append(Finding(name, "not installed", "warn", f"pip install {name}"))
+    return findings
+
+
+def _mpi(library: MpiLibrary) -> list[Finding]:
+    from mpi4py import MPI
+
+    runs = MPI.Is_initialized() and not MPI.Is_finalized()
+    findings = [
+        Finding("library", f"{library.vendor} {library.version} from {library.path or 'an unknown place'}"),
+        Finding("its mpirun", library.mpirun or "not found beside the library"),
+        Finding("thread level", runtime.thread_level(MPI) if runs else "not known, MPI was not started"),
+    ]
+    on_path = shutil.which("mpirun")
+    if library.mpirun and on_path and os.path.realpath(on_path) != os.path.realpath(library.mpirun):
+        text = f"{on_path}: not the library's own mpirun, and it may belong to another MPI"
+        findings.append(Finding("on PATH", text, "warn", f"start ranks by {library.mpirun}"))
+    return findings
+
+
+def _launch(launchers: Iterable[Launcher], started: Started | None) -> list[Finding]:
+    findings = []
+    for launcher in launchers:
+        variables = " ".join(f"{name}={value}" for name, value in launcher.variables)
+        findings.append(Finding("seen", f"{launcher.name}: {variables}"))
+    if not findings:
+        findings.append(Finding("seen", "no launcher's variables"))
+    if started is not None:
+        at = started.topology
+        findings.append(Finding("ranks", f"{at.size} on {counted(at.num_nodes, 'node')}"))
+    return findings

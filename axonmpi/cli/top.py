@@ -1,0 +1,102 @@
+"""`axonmpi top`: where the ranks of a job are, live.
+
+rank  node  state   operation                      for    calls/s  phase
+   0  n1    lives   all_reduce(float32 [1000])     0.2 s      812
+   1  n1    stopped outside of collectives          12 s        0  forward
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+
+from ..launch.page import Phase
+from ..observe.board import Condition, RankPage
+from ..observe.diagnosis import diagnose, seconds_in
+from ..observe.jobs import find_job
+from ..observe.judgement import Standing, look_at
+from . import parse_arguments, refuse
+
+__all__ = ["main"]
+
+LONG_SECONDS = 5.0
+"""How long ranks may wait before it is said for whom."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Show the ranks of a job until it ends; local.
+
+    Returns:
+        0, or 2 if there is no such job.
+    """
+    parser = argparse.ArgumentParser(prog="axonmpi top", description="Show where the ranks of a job are, live.")
+    parser.add_argument("job", nargs="?", default="", metavar="JOB|PID", help="default: the job that runs here")
+    parser.add_argument("--interval", type=_positive_seconds, default=0.5, help="seconds between two looks")
+    parser.add_argument("--once", action="store_true", help="look once and end")
+    options = parse_arguments(parser, argv)
+    try:
+        pages = find_job(options.job)
+    except LookupError as error:
+        return refuse("axonmpi top", str(error))
+    console = Console()
+    if options.once:
+        console.print(screen(pages, look_at(pages), {}))
+        return 0
+    with Live(console=console, auto_refresh=False) as live:
+        rates: dict[int, float] = {}
+        before = look_at(pages)
+        while any(page.condition() is not Condition.GONE for page in pages):
+            live.update(screen(pages, before, rates), refresh=True)
+            begun = time.monotonic()
+            time.sleep(options.interval)
+            now = look_at(pages)
+            rates = _rates(before, now, time.monotonic() - begun)
+            before = now
+        live.update(screen(pages, before, rates), refresh=True)
+    return 0
+
+
+def _positive_seconds(text: str) -> float:
+    """Read an option's value, a time above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, got {text!r}")
+    return value
+
+
+def _rates(before: Mapping[int, Standing], now: Mapping[int, Standing], seconds: float) -> dict[int, float]:
+    """Return how many operations a second each rank has begun between two looks."""
+    return {rank: (standing.latest - before[rank].latest) / seconds for rank, standing in now.items()}
+
+
+def screen(pages: Sequence[RankPage], standings: Mapping[int, Standing], rates: Mapping[int, float]) -> Group:
+    """Return what is shown of one look; local.
+
+    Args:
+        pages: Of the ranks of the job.
+        standings: Where they are.
+        rates: Operations a second of each rank, where they are known.
+    """
+    table = Table(title=f"job {pages[0].job}: {pages[0].identity['program']}", title_justify="left", box=None)
+    for name in ("rank", "node", "process", "operation", "for", "calls/s", "phase"):
+        table.add_column(name, justify="right" if name in ("rank", "for", "calls/s") else "left")
+    found = diagnose(standings, pages[0].size)
+    seconds = {rank: seconds_in(standing) for rank, standing in standings.items()}
+    for rank, standing in standings.items():
+        is_slow = rank in found.behind and seconds[rank] > LONG_SECONDS
+        style = "red" if standing.condition is not Condition.LIVES else "yellow" if is_slow else ""
+        rate = f"{rates[rank]:,.0f}" if rank in rates else ""
+        place = "outside of collectives" if standing.operation is None else str(standing.operation)
+        phase = "" if standing.phase is Phase.OTHER else standing.phase.name.lower()
+        cells = (standing.page.host, standing.condition.value, place, f"{seconds[rank]:.1f} s", rate, phase)
+        table.add_row(str(rank), *cells, style=style)
+    is_long = any(seconds[rank] > LONG_SECONDS for rank in found.waits)
+    return Group(table, *(found.sentences if is_long else []))

@@ -1,0 +1,217 @@
+"""`axonmpi why`: of a job that runs or hangs, who waits for whom, and why; asked from another shell.
+
+    axonmpi why                   the job of this user that runs on this node
+    axonmpi why 3fa2c1d0          a job by its name
+    axonmpi why 41237             a job by the process of a rank, or of its mpirun
+
+It reads the pages of the ranks, twice, and asks the ranks for their stacks by a signal. It needs neither MPI nor an
+answer of the ranks. A node knows its own ranks; those of others where all nodes write to one folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..observe.board import Condition, RankPage
+from ..observe.diagnosis import Diagnosis, diagnose, seconds_in, site_in
+from ..observe.flight_recorder import dump
+from ..observe.jobs import find_job
+from ..observe.judgement import Standing, look_at
+from ..observe.nodes import read_others, tell_others
+from ..observe.stacks import stacks_of
+from ..utils.text import counted, name_ranks, ranks_by_text
+from . import BAD_USAGE, parse_arguments, refuse
+
+__all__ = ["main"]
+
+LOOK_SECONDS = 1.0
+"""Between two looks at the pages: what a rank does not do in that time, it may not do at all."""
+SPY_SECONDS = 10.0
+_PROGRAM = "axonmpi why"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is known of a job.
+
+    Attributes:
+        job: Its name.
+        program: Its command line.
+        diagnosis: Who waits for whom.
+        going_on: Ranks that have begun an operation between the two looks.
+        stacks: Of the ranks that have to be looked at.
+        asked: How the job was named.
+    """
+
+    job: str
+    program: str
+    diagnosis: Diagnosis
+    going_on: tuple[int, ...]
+    stacks: Mapping[int, str]
+    asked: str = ""
+
+    @property
+    def hangs(self) -> bool:
+        """Whether ranks wait for others, and none of those that are known has gone on."""
+        return bool(self.diagnosis.behind) and not self.going_on
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Say what a job waits for; local.
+
+    Returns:
+        0 if the job goes on or has ended, 1 if it hangs, 2 if there is no such job.
+    """
+    options = parse_arguments(_parser(), argv)
+    try:
+        pages = find_job(options.job)
+    except LookupError as error:
+        return refuse(_PROGRAM, str(error))
+    if options.dump is not None:
+        files = dump(pages, options.dump)
+        print(f"{counted(len(files), 'file')} in {options.dump}; analyse with: torchfrtrace {options.dump}")
+        return 0
+    report = replace(examine(pages, stacks=options.stacks, folder=options.run_folder), asked=options.job)
+    print(json.dumps(as_json(report), indent=1) if options.json else as_text(report))
+    return int(report.hangs)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=_PROGRAM,
+        description="Say who waits for whom in a job of this node, and why.",
+        epilog=f"Exit code: 0 if the job goes on or has ended, 1 if it hangs, {BAD_USAGE} if there is no such job.",
+    )
+    parser.add_argument("job", nargs="?", default="", metavar="JOB|PID", help="default: the job that runs here")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--no-stacks", dest="stacks", action="store_false", help="ask no rank for its stack")
+    parser.add_argument(
+        "--run-folder", type=Path, metavar="FOLDER", help="that nodes share: tell the others there, and read them"
+    )
+    parser.add_argument(
+        "--dump", type=Path, metavar="FOLDER", help="only write the latest operations there, for torchfrtrace"
+    )
+    return parser
+
+
+# ---- looking ----------------------------------------------------------------------------------------------------
+
+
+def examine(pages: Sequence[RankPage], *, stacks: bool = True, folder: Path | None = None) -> Report:
+    """Look at a job twice, and find out what its ranks wait for; local.
+
+    Args:
+        pages: Of its ranks on this node.
+        stacks: Whether to ask ranks for their stacks.
+        folder: Where the nodes tell each other, if anywhere.
+    """
+    before = {page.rank: page.latest for page in pages}
+    time.sleep(LOOK_SECONDS)
+    standings = look_at(pages)
+    going_on = {rank for rank, standing in standings.items() if standing.latest != before[rank]}
+    written = stacks_of(pages) if stacks else {}
+    sites = {page.rank: site_in(written.get(page.rank, ""), page.identity["main_thread"]) for page in pages}
+    if folder is not None:
+        tell_others(folder, standings, going_on)
+        others, also_going_on = read_others(folder, pages[0])
+        standings, going_on = {**others, **standings}, going_on | also_going_on
+    diagnosis = diagnose(standings, pages[0].size, sites)
+    shown = {page.rank: _stack(page, written) for page in pages if page.rank in diagnosis.behind and stacks}
+    return Report(pages[0].job, pages[0].identity["program"], diagnosis, tuple(sorted(going_on)), shown)
+
+
+def _stack(page: RankPage, written: Mapping[int, str]) -> str:
+    """Return a rank's stack, by py-spy where the rank does not answer and py-spy is there."""
+    text = written[page.rank]
+    spy = shutil.which("py-spy") if text.startswith("(no stack") else None
+    if spy is None:
+        return text.strip()
+    command = [spy, "dump", "--nonblocking", "--pid", str(page.pid)]
+    try:
+        spied = subprocess.run(command, capture_output=True, text=True, timeout=SPY_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return text
+    return spied.stdout.strip() or text
+
+
+# ---- telling ----------------------------------------------------------------------------------------------------
+
+
+def as_text(report: Report) -> str:
+    """Return the report for people."""
+    found = report.diagnosis
+    lines = [f"job {report.job}: {report.program}", f"{counted(found.size, 'rank')}, {_nodes(found)}", ""]
+    processes = {standing.page.pid: rank for rank, standing in found.standings.items()}
+    if report.asked.isdecimal() and int(report.asked) in processes:
+        lines.insert(2, f"process {report.asked} is rank {processes[int(report.asked)]}")
+    lines += [f"{name_ranks(ranks)}: {place}" for place, ranks in found.classes]
+    lines.append("")
+    if report.going_on:
+        lines.append(f"The job goes on: {name_ranks(report.going_on)} began operations within {LOOK_SECONDS:g} s.")
+    lines += [f"{sentence[0].upper()}{sentence[1:]}." for sentence in found.sentences]
+    if all(standing.condition is Condition.GONE for standing in found.standings.values()):
+        lines.append("The job has ended: this is where its ranks were.")
+    elif not report.going_on and not found.behind:
+        lines.append("No rank waits for another one that is known here.")
+    if found.unknown:
+        todo = "ask there, or let all nodes write to one folder with --run-folder"
+        lines.append(f"Not known here, as on other nodes: {name_ranks(found.unknown)}; {todo}.")
+    for stack, ranks in ranks_by_text(
+        {rank: _without_idents(text) for rank, text in report.stacks.items()}
+    ).items():
+        lines += ["", f"Stack of {name_ranks(ranks)}, innermost frame first:", stack]
+    return "\n".join(lines)
+
+
+def _without_idents(stack: str) -> str:
+    """Return a stack without the numbers of threads, so that those of several ranks are the same text."""
+    return re.sub(r"hread 0x[0-9a-f]+", "hread", stack)
+
+
+def _nodes(found: Diagnosis) -> str:
+    hosts: dict[str, list[int]] = {}
+    for rank, standing in found.standings.items():
+        hosts.setdefault(standing.page.host, []).append(rank)
+    return "; ".join(f"{name_ranks(ranks)} on {host}" for host, ranks in hosts.items())
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Return the report for programs."""
+    found = report.diagnosis
+    return {
+        "job": report.job,
+        "program": report.program,
+        "size": found.size,
+        "hangs": report.hangs,
+        "going_on": report.going_on,
+        "classes": [{"place": place, "ranks": ranks} for place, ranks in found.classes],
+        "waits": {rank: sorted(awaited) for rank, awaited in found.waits.items()},
+        "behind": found.behind,
+        "is_circle": found.is_circle,
+        "unknown": found.unknown,
+        "sentences": found.sentences,
+        "stacks": report.stacks,
+        "ranks": [_of_rank(standing) for standing in found.standings.values()],
+    }
+
+
+def _of_rank(standing: Standing) -> dict[str, Any]:
+    return {
+        "rank": standing.page.rank,
+        "node": standing.page.host,
+        "pid": standing.page.pid,
+        "process": standing.condition.value,
+        "phase": standing.phase.name.lower(),
+        "operation": None if standing.operation is None else str(standing.operation),
+        "seconds": round(seconds_in(standing), 3),
+        "operations": standing.latest,
+    }

@@ -1,0 +1,395 @@
+"""What goes wrong in a job: `programs.py FAULT ...`, on three ranks, of which rank 1 is the culprit.
+
+Each function is one fault, by the name that the table has for it. The other ranks go on with collectives until they
+are stopped. The moment of the fault is written to the file that FAULT_MARK names.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import itertools
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import axonmpi as ax
+
+CULPRIT = 1
+SPARE_BYTES = 64 << 20
+"""Memory that a rank may still ask for before it has none."""
+
+
+def mark() -> None:
+    """Write down that the fault happens now."""
+    Path(os.environ["FAULT_MARK"]).write_text(str(time.monotonic()))
+
+
+def go_on() -> NoReturn:
+    """Do what a healthy rank does, for ever."""
+    while True:
+        ax.all_reduce(torch.ones(1000))
+
+
+# ---- a rank raises ----------------------------------------------------------------------------------------------
+
+
+def fail(*_: object) -> NoReturn:
+    mark()
+    raise ValueError("the injected error")
+
+
+def raises(world: ax.World) -> None:
+    if world.rank == CULPRIT:
+        fail()
+    go_on()
+
+
+def raises_in_thread(world: ax.World) -> None:
+    if world.rank == CULPRIT:
+        threading.Thread(target=fail).start()
+    go_on()
+
+
+def raises_in_hook(world: ax.World) -> None:
+    model = ax.DDP(nn.Linear(4, 4))
+    if world.rank == CULPRIT:
+        model.module.weight.register_hook(fail)
+    while True:
+        model(torch.ones(2, 4)).sum().backward()
+
+
+class Broken(Dataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> object:
+        return fail()
+
+
+def raises_in_loader(world: ax.World) -> None:
+    if world.rank == CULPRIT:
+        list(DataLoader(Broken(), num_workers=1))
+    go_on()
+
+
+class Block(nn.Module):
+    """A layer that can be told to raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.broken = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return fail() if self.broken else torch.relu(self.layer(x))
+
+
+def pipeline_of(world: ax.World, stage: Block) -> ax.Pipeline:
+    stages: list[nn.Module] = [Block() for _ in range(world.size)]
+    stages[world.rank] = stage
+    return ax.Pipeline.from_modules(
+        stages, schedule=ax.PipelineSchedule.ONE_F_ONE_B, num_microbatches=4, loss_fn=nn.functional.mse_loss
+    )
+
+
+def raises_in_stage(world: ax.World) -> None:
+    stage = Block()
+    pipeline = pipeline_of(world, stage)
+    x = torch.ones(8, 8)
+    for step in range(10**6):
+        stage.broken = world.rank == CULPRIT and step == 3
+        pipeline.train_step(x, x)
+
+
+def fewer_steps(world: ax.World) -> None:
+    pipeline = pipeline_of(world, Block())
+    x = torch.ones(8, 8)
+    for _ in range(3 if world.rank == CULPRIT else 10**6):
+        pipeline.train_step(x, x)
+    mark()
+
+
+def fsdp_caught(world: ax.World) -> None:
+    """The culprit raises in the middle of a forward, catches it, and goes on with the next step."""
+    blocks = [Block() for _ in range(3)]
+    model = ax.FSDP(nn.Sequential(*blocks))
+    for step in range(10**6):
+        blocks[1].broken = world.rank == CULPRIT and step == 3
+        try:
+            loss = model(torch.ones(2, 8)).sum()
+        except ValueError:
+            continue
+        loss.backward()
+
+
+# ---- a rank ends ------------------------------------------------------------------------------------------------
+
+
+def ends(world: ax.World) -> None:
+    leave(world, lambda: None)
+
+
+def exits_0(world: ax.World) -> None:
+    leave(world, lambda: sys.exit(0))
+
+
+def exits_256(world: ax.World) -> None:
+    leave(world, lambda: sys.exit(256))
+
+
+def os_exit_0(world: ax.World) -> None:
+    leave(world, lambda: os._exit(0))
+
+
+def leave(world: ax.World, how) -> None:
+    if world.rank == CULPRIT:
+        mark()
+        how()
+    else:
+        go_on()
+
+
+def killed(world: ax.World) -> None:
+    signalled(world, signal.SIGKILL)
+
+
+def stopped(world: ax.World) -> None:
+    signalled(world, signal.SIGSTOP)
+
+
+def signalled(world: ax.World, number: signal.Signals) -> None:
+    leave(world, lambda: os.kill(os.getpid(), number))
+
+
+def crashes(world: ax.World) -> None:
+    leave(world, lambda: ctypes.string_at(0))
+
+
+def out_of_memory(world: ax.World) -> None:
+    if world.rank == CULPRIT:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + SPARE_BYTES, resource.RLIM_INFINITY))
+        mark()
+        torch.ones(4 * SPARE_BYTES)
+    go_on()
+
+
+def healthy(world: ax.World) -> None:
+    """Nothing goes wrong on the ranks: the runner does something to the launcher or to the nodes."""
+    for _ in range(10):
+        ax.all_reduce(torch.ones(1000))
+    if world.rank == CULPRIT:
+        mark()
+    go_on()
+
+
+def brief(world: ax.World) -> None:
+    """Nothing goes wrong on the ranks, and they end soon."""
+    for _ in range(10):
+        ax.all_reduce(torch.ones(1000))
+
+
+# ---- a rank does something else ---------------------------------------------------------------------------------
+
+
+def loops(world: ax.World) -> None:
+    """The culprit computes for ever between two collectives."""
+    if world.rank == CULPRIT:
+        mark()
+        loop()
+    go_on()
+
+
+def skipped(world: ax.World) -> None:
+    other_call(world, lambda: None)
+
+
+def other_call(world: ax.World, call) -> None:
+    """The culprit makes another call than the others, and then the same ones."""
+    ax.barrier()
+    if world.rank == CULPRIT:
+        mark()
+        call()
+    else:
+        ax.all_reduce(torch.ones(4))
+    ax.broadcast(torch.ones(4))
+
+
+def wrong_operation(world: ax.World) -> None:
+    other_call(world, lambda: ax.all_gather(torch.ones(4)))
+
+
+def wrong_dtype(world: ax.World) -> None:
+    other_call(world, lambda: ax.all_reduce(torch.ones(4, dtype=torch.float64)))
+
+
+def wrong_shape(world: ax.World) -> None:
+    other_call(world, lambda: ax.all_reduce(torch.ones(5)))
+
+
+def wrong_root(world: ax.World) -> None:
+    ax.barrier()
+    mark()
+    ax.broadcast_from(torch.ones(4), int(world.rank == CULPRIT))
+
+
+def wrong_order(world: ax.World) -> None:
+    """The culprit takes two groups in the other order: every rank waits."""
+    groups = [world.new_group(range(world.size)) for _ in range(2)]
+    mark()
+    for group in reversed(groups) if world.rank == CULPRIT else groups:
+        ax.all_reduce(torch.ones(4), group=group)
+
+
+def ring_of_sends(world: ax.World) -> None:
+    """Each rank sends before it receives, more than MPI keeps: every rank waits."""
+    block = torch.ones(16 << 20)
+    ax.barrier()
+    mark()
+    ax.send(block, (world.rank + 1) % world.size)
+    ax.recv(block, (world.rank - 1) % world.size)
+
+
+def not_a_number(world: ax.World) -> None:
+    """One value of the culprit's gradient is no number."""
+    model = ax.DDP(nn.Linear(4, 4))
+    for step in range(10):
+        x = torch.ones(2, 4)
+        if world.rank == CULPRIT and step == 3:
+            mark()
+            x[0, 0] = float("nan")
+        model(x).sum().backward()
+
+
+# ---- a random rank hangs in a random way ------------------------------------------------------------------------
+
+
+def wait_for_lock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def read_from_pipe() -> None:
+    os.read(os.pipe()[0], 1)
+
+
+def keep_interpreter() -> None:
+    """One call into C that never lets another thread of this rank run."""
+    sum(itertools.repeat(0))
+
+
+def wait_for_message() -> None:
+    """The other ranks send nothing, and wait for this one in a collective: a circle."""
+    ax.recv(torch.ones(3), (ax.get_world().rank + 1) % ax.get_world().size)
+
+
+def loop() -> None:
+    while True:
+        torch.ones(10).sum()
+
+
+HANGS = {
+    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "an endless loop": loop,
+    "a lock": wait_for_lock,
+    "a pipe": read_from_pipe,
+    "a call that keeps the interpreter": keep_interpreter,
+    "a message that nobody sends": wait_for_message,
+    "the end of the program": lambda: sys.exit(0),
+    "SIGSTOP from outside": lambda: None,
+}
+"""How a rank hangs; the last one by the runner, at any moment, also in the middle of a collective."""
+
+
+def hangs(world: ax.World) -> None:
+    """`hangs HOW RANK STEP SEED`: a rank hangs after so many random operations."""
+    how, culprit, steps, seed = sys.argv[2], *map(int, sys.argv[3:6])
+    draw = random.Random(seed)
+    pair = world.new_group([0, 1])
+    for _ in range(steps):
+        random_operation(draw, pair)
+    if world.rank == culprit:
+        Path(os.environ["FAULT_PID"]).write_text(str(os.getpid()))
+        mark()
+        HANGS[how]()
+    while True:
+        random_operation(draw, pair)
+
+
+def random_operation(draw: random.Random, pair: ax.ProcessGroup) -> None:
+    """Make a call that follows from the generator, which is the same on all ranks."""
+    numel = draw.choice([1, 1000, 10**6])
+    call = draw.choice(
+        [
+            lambda: ax.all_reduce(torch.ones(numel)),
+            lambda: ax.all_gather(torch.ones(numel)),
+            lambda: ax.broadcast(torch.ones(numel)),
+            lambda: ax.all_reduce(torch.ones(numel), async_op=True).wait(),
+            lambda: ax.all_reduce(torch.ones(numel), group=pair) if pair.contains(ax.get_world().rank) else None,
+            ax.barrier,
+        ]
+    )
+    call()
+
+
+# ---- operations that nobody waits for, or too late --------------------------------------------------------------
+
+
+def dropped_work(world: ax.World) -> None:
+    """Nobody waits for the culprit's operation, which the others never meet."""
+    ax.barrier()
+    mark()
+    if world.rank == CULPRIT:
+        ax.all_reduce(torch.ones(4), async_op=True)
+
+
+def closed_in_use(world: ax.World) -> None:
+    """The culprit closes a group in which its operation is under way."""
+    group = world.new_group(range(world.size))
+    if world.rank == CULPRIT:
+        mark()
+        ax.all_reduce(torch.ones(4), group=group, async_op=True)
+        group.close()
+    go_on()
+
+
+def after_the_end(world: ax.World) -> None:
+    """A function that Python calls after MPI has ended communicates: see `main`."""
+    mark()
+
+
+def late() -> None:
+    ax.all_reduce(torch.ones(4))
+
+
+def thread_at_the_end(world: ax.World) -> None:
+    """The culprit's program ends while a thread of it waits for a message."""
+    ax.barrier()
+    mark()
+    if world.rank == CULPRIT:
+        threading.Thread(target=ax.recv, args=(torch.ones(4), 0), daemon=True).start()
+
+
+def main() -> None:
+    if sys.argv[1] == "after_the_end":
+        atexit.register(late)
+    if os.environ.get("FAULT_AT_START"):
+        mark()
+    world = ax.init_process_group()
+    globals()[sys.argv[1]](world)
+
+
+if __name__ == "__main__":
+    main()
