@@ -99,7 +99,14 @@ FAULTS = (
     Fault("wrong_dtype", "another dtype", called(r"all_reduce\(float64")),
     Fault("wrong_shape", "another shape", called(r"all_reduce\(float32 \[5\]"), quick=True),
     Fault("wrong_root", "another root", called(r"broadcast\(.*root=1")),
-    Fault("ring_of_sends", "a ring of sends", (r"\brank 1\b.*send", "CollectiveTimeoutError"), code=None),
+    Fault(
+        "ring_of_sends", "a ring of sends", (r"\brank 1\b.*send", "CollectiveTimeoutError"), code=None,
+        places=(ONE_NODE,),
+    ),
+    Fault(
+        "ring_of_sends", "a ring of sends over nodes", (r"has waited \d+ s for .*send", "CollectiveTimeoutError"),
+        code=None, seconds=20.0, env={"AXONMPI_TIMEOUT": "5"}, places=(TWO_NODES,),
+    ),
     Fault(
         "not_a_number", "NaN in the gradient of a rank", (r"\brank 1\b.*nan",), code=0,
         env={"AXONMPI_DEBUG": "1"},
