@@ -706,6 +706,7 @@ class Backend(ABC):
             number: Which of the group's collectives is waited for.
             gives_up: Whether the wait has a time limit: the page does not say then that the rank waits.
         """
+        check_flags(gives_up=gives_up)
         told, observer = "send" if operation == "stage send" else "wait", self.observer
         if observer is not None:
             observer.enter(told, nbytes)

@@ -161,6 +161,7 @@ class Arguments:
             "symmetric_empty": ((4,), torch.float32),
             "sync_gradient": (t,),
             "sync_gradients": ([t],),
+            "waiting": ("wait",),
             "world_size": (),
             "autograd.all_to_all": (t,),
             "autograd.copy": (t,),
