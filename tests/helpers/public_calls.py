@@ -20,7 +20,7 @@ import axonmpi as ax
 from axonmpi.pipeline import make_schedule
 
 DOCS = Path(__file__).parents[2] / "docs"
-RESULTS = {"LaunchResult", "Summary"}
+RESULTS = {"Group", "LaunchResult", "Operation", "Standing", "Summary"}
 """Classes that the package makes itself, for users to read."""
 
 
