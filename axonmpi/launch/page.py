@@ -167,14 +167,14 @@ class Page:
         self.words[Header.IDENTITY_BYTES] = len(text)
 
     def join(
-        self, key: int, rank: int, size: int, first: int = 0, step: int = 0, *, gives_up: bool = False
+        self, rank: int, size: int, key: int, first: int = 0, step: int = 0, *, gives_up: bool = False
     ) -> GroupLog:
         """Begin to note what this rank does in a group; local.
 
         Args:
-            key: The same on all ranks of the group, and on those of no other group.
             rank: This rank's number in it.
             size: How many ranks it has.
+            key: The same on all ranks of the group, and on those of no other group; not 0.
             first: The world's number of its rank 0.
             step: The distance of the world's numbers of its ranks; 0 if they do not have one.
             gives_up: Whether its operations raise after some time.

@@ -34,7 +34,7 @@ def published(job: str = "job", rank: int = 0, size: int = 2) -> board.Page:
 
 
 def test_what_is_written_is_read(folder) -> None:
-    log = published(rank=1).join(77, 1, 4, first=1, step=2)
+    log = published(rank=1).join(1, 4, 77, first=1, step=2)
     told = describe("all_reduce", "float32", SHAPE, int(ax.ReduceOp.MAX), nbytes=10080)
     log.leave(log.enter(told))
     log.fail(log.enter(told))
@@ -58,7 +58,7 @@ def test_what_is_written_is_read(folder) -> None:
 
 
 def test_what_another_thread_does_later_is_not_where_the_rank_is(folder) -> None:
-    log = published().join(1, 0, 2)
+    log = published().join(0, 2, 1)
     note = log.enter(describe("all_reduce"))
     log.queue(note)
     [page] = pages_of("job")
@@ -70,7 +70,7 @@ def test_what_another_thread_does_later_is_not_where_the_rank_is(folder) -> None
 
 
 def test_an_operation_that_is_not_over_is_never_overwritten(folder) -> None:
-    log = published().join(1, 0, 2)
+    log = published().join(0, 2, 1)
     log.enter(describe("barrier"))
     for _ in range(3 * OPERATIONS):
         log.leave(log.enter(describe("all_reduce")))
@@ -87,7 +87,7 @@ def test_an_operation_that_is_not_over_is_never_overwritten(folder) -> None:
 
 def test_a_record_that_is_being_written_is_left_out(folder) -> None:
     page = published()
-    log = page.join(1, 0, 2)
+    log = page.join(0, 2, 1)
     for _ in range(2):
         log.leave(log.enter(describe("barrier")))
     last_word = (OPERATIONS_AT + 2 * OPERATION_BYTES) // 8 + OPERATION_BYTES // 8 - 1
@@ -98,8 +98,8 @@ def test_a_record_that_is_being_written_is_left_out(folder) -> None:
 def test_groups_that_are_closed_make_room(folder) -> None:
     page = published()
     for key in range(1, 1000):
-        page.join(key, 0, 2).close()
-    logs = [page.join(key, 0, 2) for key in range(1, 300)]  # more than a page has room for
+        page.join(0, 2, key).close()
+    logs = [page.join(0, 2, key) for key in range(1, 300)]  # more than a page has room for
     logs[-1].leave(logs[-1].enter(describe("barrier")))
     [read] = pages_of("job")
     assert len(read.groups) == 256
@@ -141,7 +141,7 @@ def test_a_folder_that_is_not_safe_is_not_used(folder, tmp_path, obstacle) -> No
         folder.touch()
     assert str(folder) in board.publish("job", asdict(Topology.of([0, 0], 0)))
     assert pages_of("job") == []
-    log = board.own_page().join(1, 0, 2)
+    log = board.own_page().join(0, 2, 1)
     log.leave(log.enter(describe("barrier")))  # in memory of its own
 
 

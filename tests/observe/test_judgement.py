@@ -28,9 +28,9 @@ class Ranks:
             assert board.publish("job", asdict(Topology.of([0, 0, 0], rank))) == ""
             page = board.own_page()
             self.pages.append(page)
-            self.logs.append({WORLD: page.join(WORLD, rank, 3, 0, 1), SPREAD: page.join(SPREAD, rank, 6, 0, 1)})
+            self.logs.append({WORLD: page.join(rank, 3, WORLD, 0, 1), SPREAD: page.join(rank, 6, SPREAD, 0, 1)})
             if rank < 2:
-                self.logs[-1][PAIR] = page.join(PAIR, rank, 2, 0, 1)
+                self.logs[-1][PAIR] = page.join(rank, 2, PAIR, 0, 1)
 
     def enter(self, rank: int, name: str, group: int = WORLD, **details) -> int:
         """Have a rank enter an operation."""
@@ -103,8 +103,8 @@ def test_a_wait_is_one_for_the_collective_that_it_is_for(ranks) -> None:
 
 
 def test_a_collective_of_a_group_with_a_time_out_raises_by_itself(ranks) -> None:
-    patient = ranks.pages[0].join(9, 0, 2, 0, 1, gives_up=True)
-    ranks.pages[1].join(9, 1, 2, 0, 1, gives_up=True)
+    patient = ranks.pages[0].join(0, 2, 9, 0, 1, gives_up=True)
+    ranks.pages[1].join(1, 2, 9, 0, 1, gives_up=True)
     patient.enter(describe("all_reduce"))
     ranks.enter(1, "barrier", PAIR)
     assert ranks.in_vain() == {}

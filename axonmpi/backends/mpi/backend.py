@@ -80,22 +80,21 @@ def _register_with_exits() -> None:
     os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def _new_key(comm: Any) -> int:
-    """Return a number that no other group has, the same on all ranks; collective."""
-    key = np.array([secrets.randbits(62)])
-    comm.Bcast(key)
-    return int(key[0])
+def _identity(mpi: Any, comm: Any) -> tuple[int, int, int]:
+    """Return what ranks of a group know it by; collective.
 
-
-def _members_in_world(mpi: Any, comm: Any) -> tuple[int, int]:
-    """Return the world's number of a communicator's rank 0, and the step to those of the others, 0 if it varies."""
-    own, world = comm.Get_group(), mpi.COMM_WORLD.Get_group()
-    ranks = np.array(own.Translate_ranks(None, world))
-    own.Free()
-    world.Free()
-    steps = np.diff(ranks)
-    is_even = len(steps) > 0 and bool((steps == steps[0]).all())
-    return int(ranks[0]), int(steps[0]) if is_even else 0
+    Returns:
+        A number that no other group has; the world's number of the group's rank 0; the step to those of the others,
+        0 if it varies.
+    """
+    rank, own = comm.Get_rank(), mpi.COMM_WORLD.Get_rank()
+    key = secrets.randbits(62) | 1 if rank == 0 else 0
+    told = np.array([key, own if rank == 0 else -1, own if rank == 1 else -1])
+    comm.Allreduce(mpi.IN_PLACE, told, mpi.MAX)
+    key, first, second = told.tolist()
+    varies = np.array([own != first + (second - first) * rank])
+    comm.Allreduce(mpi.IN_PLACE, varies, mpi.LOR)
+    return key, first, 0 if varies[0] else second - first
 
 
 @contextmanager
@@ -119,7 +118,6 @@ class MpiBackend(Backend):
             None means all ranks of the job, for which MPI is started if need be. Collective over it.
         timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
         parent: The backend that `comm` was split from: `comm` is taken over and freed when this one is closed.
-        color: The number of the part that it was split into.
 
     Attributes:
         mpi_comm: The mpi4py communicator that carries this group's collectives.
@@ -137,7 +135,6 @@ class MpiBackend(Backend):
         *,
         timeout: float | None = None,
         parent: MpiBackend | None = None,
-        color: int = 0,
     ) -> None:
         self._mpi = runtime.start_mpi()
         self.failures = (self._mpi.Exception,)
@@ -149,11 +146,8 @@ class MpiBackend(Backend):
         with _making_communicators(self._mpi):
             self.mpi_comm = comm.Dup() if parent is None else comm
             self.cores: CoreShare = core_share(self._mpi, self.mpi_comm) if parent is None else parent.cores
-            key = _new_key(self.mpi_comm) if parent is None else hash((parent.notes.key, parent.notes.count, color))
-            members = _members_in_world(self._mpi, self.mpi_comm)
-            self.notes = board.own_page().join(
-                abs(key) | 1, rank, self.size, *members, gives_up=timeout is not None
-            )
+            identity = _identity(self._mpi, self.mpi_comm)
+            self.notes = board.own_page().join(rank, self.size, *identity, gives_up=timeout is not None)
             self._patience = Patience(self._mpi, oversubscribed=self.cores.oversubscribed)
             self._messages = MessagePort(self._mpi, self.mpi_comm, FIRST_TAG_OF_USERS)
             self._pairs = MessagePort(self._mpi, self.mpi_comm, TAG_OF_PAIRS)
@@ -276,7 +270,7 @@ class MpiBackend(Backend):
         if comm.size == 1:
             comm.Free()
             return LocalBackend(timeout=self.timeout)
-        return MpiBackend(comm, timeout=self.timeout, parent=self, color=color)
+        return MpiBackend(comm, timeout=self.timeout, parent=self)
 
     # ---- point to point -----------------------------------------------------------------------------------
 
