@@ -74,7 +74,10 @@ FAULTS = (
     Fault("raises_in_loader", "a DataLoader worker raises", ERROR),
     Fault("raises_in_stage", "a pipeline stage raises", ERROR),
     Fault("fewer_steps", "a rank makes fewer pipeline steps", gone("end"), code=None),
-    Fault("fsdp_caught", "an FSDP forward raises on a rank, and is caught", (r"\brank 1\b",), code=None),
+    Fault(
+        "fsdp_caught", "an FSDP forward raises on a rank, and is caught",
+        (r"\brank 1: \w+\(", "CollectiveMismatchError"),
+    ),
     Fault("ends", "a rank comes to the end of its program", gone("end"), code=None),
     Fault("exits_0", "`sys.exit(0)` on a rank", gone("end"), code=None),
     Fault("exits_256", "`sys.exit(256)` on a rank", gone("end"), code=None),

@@ -79,7 +79,9 @@ def test_ranks_in_two_collectives_wait_for_each_other_and_others_for_them(ranks)
     ranks.enter(1, "barrier", PAIR)
     ranks.enter(2, "all_reduce")
     assert ranks.in_vain() == {0: {1}, 1: {0}, 2: {1}}
-    assert ranks.cause().startswith("ranks wait for each other: rank 0 waits for rank 1 in all_reduce()")
+    assert ranks.cause().startswith(
+        "ranks wait for each other, look at rank 1 first: rank 0 waits for rank 1 in all_reduce()"
+    )
 
 
 def test_ranks_of_other_nodes_may_do_anything(ranks) -> None:
