@@ -76,7 +76,9 @@ class Backend(ABC):
         place: The device of its memory, and of tensors that it sends for the library itself.
         failures: Exceptions of the transport, raised as `CommunicatorError`.
         timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
-            With a time-out, blocking collectives run on the worker thread, which costs some microseconds each.
+            With a time-out, blocking collectives run on the worker thread, which costs some microseconds each,
+            unless the backend keeps the time-out by itself.
+        keeps_timeout: Whether it does.
         observer: Told about each operation, if set.
         overlaps: Whether asynchronous operations progress beside computation without slowing it down.
     """
@@ -85,6 +87,7 @@ class Backend(ABC):
     device_types: tuple[str, ...] = ("cpu",)
     failures: tuple[type[Exception], ...] = ()
     overlaps: bool = True
+    keeps_timeout: bool = False
     grace: float = 0.0
 
     def __init__(self, rank: int, size: int, worker: TaskQueue, *, timeout: Seconds | None = None) -> None:
@@ -573,6 +576,13 @@ class Backend(ABC):
         work: Work = self._execute("irecv", tensor.nbytes, self._irecv, tensor, src, tag)
         return work
 
+    def irecv_any(self, tensor: Tensor, tag: int = 0) -> Work:
+        """Begin to receive from whichever rank sends first; `result()` of the Work is its rank. See `irecv`."""
+        check_tag(tag)
+        tensor = check_writable(tensor, self.name, self.device_types)
+        work: Work = self._execute("irecv", tensor.nbytes, self._irecv_any, tensor, tag)
+        return work
+
     # ---- life ---------------------------------------------------------------------------------------------
 
     @property
@@ -600,6 +610,14 @@ class Backend(ABC):
         self._closed = "it was closed by destroy_process_group() or close()"
         self._release()
 
+    def set_timeout(self, timeout: Seconds | None) -> None:
+        """Change the time-out of operations from now on; local, to be done on all ranks."""
+        self.timeout = seconds("timeout", timeout)
+
+    def give_up(self, reason: str) -> None:
+        """Make every later operation raise, also on ranks that wait for this one where they can be told; local."""
+        self.invalidate(reason)
+
     def invalidate(self, reason: str) -> None:
         """Make every later operation raise `CommunicatorError` with `reason`; local, releases nothing."""
         self._closed = reason
@@ -607,7 +625,11 @@ class Backend(ABC):
     # ---- running --------------------------------------------------------------------------------------------
 
     def _run(self, async_op: bool, call: Call, move: Callable[..., Any], *args: Any) -> Any:
-        if async_op is not False or self._worker.started != self._worker.ended or self.timeout is not None:
+        if (
+            async_op is not False
+            or self._worker.started != self._worker.ended
+            or (self.timeout is not None and not self.keeps_timeout)
+        ):
             return self._queue(async_op, call, move, args)
         if self.observer is not None or self._closed is not None:
             return self._execute(call.operation, call.nbytes, move, call, *args)
@@ -749,6 +771,9 @@ class Backend(ABC):
 
     @abstractmethod
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work: ...
+
+    def _irecv_any(self, tensor: Tensor, tag: int) -> Work:
+        raise CommunicatorError(f"the {self.name} backend receives from a named rank only")
 
     @abstractmethod
     def _release(self) -> None: ...

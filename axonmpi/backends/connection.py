@@ -139,6 +139,9 @@ class Connection(ABC):
     def all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
         """Put the parts of all ranks into the memory of each node; None: the own part is there; collective."""
 
+    def set_timeout(self, timeout: float | None) -> None:  # noqa: B027
+        """Change after how many seconds a rank gives up, where the connection keeps the time; local."""
+
     def mark_failed(self, reason: str) -> None:  # noqa: B027
         """Tell ranks that wait for this one that it does not come any more, where they can be reached; local."""
 

@@ -63,6 +63,10 @@ class SharedConnection(Connection):
         """Say whether a tensor lies in memory of `node_empty`; local."""
         return self._arena.is_common(tensor)
 
+    def set_timeout(self, timeout: float | None) -> None:
+        """Change after how many seconds a rank gives up waiting for those of its node; local."""
+        self._barrier.timeout = timeout
+
     def mark_failed(self, reason: str) -> None:
         """Tell ranks of this node that wait for this one that it does not come any more; local."""
         self._barrier.mark_failed(reason)

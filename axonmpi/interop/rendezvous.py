@@ -1,0 +1,69 @@
+"""Where the ranks of `torch.distributed` meet: MPI tells each its number, and where the store is.
+
+Groups over MPI need no store. Other things do that programs use beside it, so there is torch's own: on rank 0, at a
+port that the system chooses, whose address goes to all ranks by MPI.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from torch import distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from ..errors import LaunchError
+from ..launch.start import Started, start_world
+
+__all__ = ["check_place", "meet"]
+
+_LOOPBACK = "127.0.0.1"
+
+
+def meet(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    """Yield a store, this rank's number and the number of ranks, as `torch.distributed.rendezvous` does; collective.
+
+    Args:
+        url: "env://" or "mpi://", with the numbers that the program has given, if any: "?rank=0&world_size=2".
+        timeout: Of the store's operations.
+
+    Raises:
+        LaunchError: The processes were not started as one MPI job, or are other ones than the program says.
+    """
+    started = start_world()
+    given = {name: int(value) for name, value in parse_qsl(urlsplit(url).query) if name in ("rank", "world_size")}
+    check_place(started, given.get("rank", -1), given.get("world_size", -1))
+    yield _open_store(started, timeout), started.topology.rank, started.topology.size
+
+
+def check_place(started: Started, rank: int, size: int) -> None:
+    """Raise unless a program's numbers, -1 where it has none, are MPI's; local.
+
+    Raises:
+        LaunchError: They are not.
+    """
+    own = (started.topology.rank, started.topology.size)
+    if rank in (-1, own[0]) and size in (-1, own[1]):
+        return
+    given = [f"{name}={value}" for name, value in (("rank", rank), ("world_size", size)) if value != -1]
+    raise LaunchError(
+        f"init_process_group({', '.join(given)}): by MPI this is rank {own[0]} of {own[1]}. Leave both out, MPI "
+        f"knows them; or start as many ranks: mpirun -n {max(size, rank + 1)} python SCRIPT"
+    )
+
+
+def _open_store(started: Started, timeout: timedelta) -> dist.Store:
+    comm = started.comm
+    if comm is None or comm.size == 1:
+        return dist.HashStore()
+    server = None
+    if comm.rank == 0:
+        server = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    name, port = comm.bcast((socket.gethostname(), server.port) if server is not None else None)
+    if server is not None:
+        return server
+    host = _LOOPBACK if started.topology.node_rank == 0 else name
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout)
