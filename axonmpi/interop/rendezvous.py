@@ -6,7 +6,6 @@ port that the system chooses, whose address goes to all ranks by MPI.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -17,10 +16,9 @@ from torch.distributed.constants import default_pg_timeout
 
 from ..errors import LaunchError
 from ..launch.start import Started, start_world
+from .environment import host_of_first
 
 __all__ = ["check_place", "meet"]
-
-_LOOPBACK = "127.0.0.1"
 
 
 def meet(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
@@ -59,11 +57,7 @@ def _open_store(started: Started, timeout: timedelta) -> dist.Store:
     comm = started.comm
     if comm is None or comm.size == 1:
         return dist.HashStore()
-    server = None
-    if comm.rank == 0:
-        server = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-    name, port = comm.bcast((socket.gethostname(), server.port) if server is not None else None)
-    if server is not None:
-        return server
-    host = _LOOPBACK if started.topology.node_rank == 0 else name
-    return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    host = host_of_first(started)
+    server = dist.TCPStore(host, 0, wait_for_workers=False, is_master=True, timeout=timeout) if not comm.rank else None
+    port = comm.bcast(None if server is None else server.port)
+    return server or dist.TCPStore(host, port, is_master=False, timeout=timeout)
