@@ -18,6 +18,7 @@ from .reductions import Factor, scale, scaled
 
 __all__ = [
     "all_gather",
+    "all_gather_coalesced",
     "all_gather_single",
     "all_reduce",
     "all_reduce_coalesced",
@@ -68,6 +69,13 @@ def all_gather(backend: Backend, outputs: Sequence[Tensor], tensor: Tensor) -> N
     flat = backend.all_gather(tensor.reshape(-1))
     _check_numel("all_gather", sum(output.numel() for output in outputs), flat.numel())
     _copy_parts(outputs, flat)
+
+
+def all_gather_coalesced(backend: Backend, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> None:
+    """Copy the ranks' lists of tensors into one list for each rank."""
+    _check_count("all_gather_coalesced", outputs, backend.size)
+    for number, tensor in enumerate(tensors):
+        all_gather(backend, [of_rank[number] for of_rank in outputs], tensor)
 
 
 def all_gather_single(backend: Backend, output: Tensor, tensor: Tensor) -> None:

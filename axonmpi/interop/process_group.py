@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -180,20 +181,18 @@ class TorchProcessGroup(dist.ProcessGroup):
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = _GATHER
     ) -> TorchWork:
         """Copy each rank's tensor into one of a list; collective."""
-        return self.allgather_coalesced(output_tensors, input_tensors, opts)
+        outputs = _plain_list(output_tensors[0])
+        move = partial(moves.all_gather, self._backend, outputs, _plain(input_tensors[0]))
+        return self._run("all_gather", opts, output_tensors[0], move)
 
     @outside_compile
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = _GATHER
     ) -> TorchWork:
-        """Copy several tensors of each rank, each into one of a list; collective."""
-        pairs = list(zip(map(_plain_list, output_lists), _plain_list(input_list), strict=True))
-
-        def move() -> None:
-            for outputs, tensor in pairs:
-                moves.all_gather(self._backend, outputs, tensor)
-
-        return self._run("all_gather", opts, [each for outputs in output_lists for each in outputs], move)
+        """Copy several tensors of each rank into a list of that rank; collective."""
+        outputs = list(map(_plain_list, output_lists))
+        move = partial(moves.all_gather_coalesced, self._backend, outputs, _plain_list(input_list))
+        return self._run("all_gather_coalesced", opts, list(chain.from_iterable(outputs)), move)
 
     @outside_compile
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = _GATHER) -> TorchWork:

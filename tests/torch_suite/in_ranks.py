@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.testing._internal.common_utils import set_rng_seed
 
 from axonmpi.launch.start import start_world
 
@@ -33,6 +34,7 @@ def suite(size: int):
     """torch's class of tests, made for gloo."""
     folder = tempfile.mkdtemp()
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(size), TEMP_DIR=folder)
+    set_rng_seed()  # models are made when it is imported
     from torch.testing._internal.distributed import distributed_test
 
     class Suite(distributed_test.TestDistBackend, distributed_test.DistributedTest._DistTestBase):
@@ -41,7 +43,7 @@ def suite(size: int):
     return distributed_test, Suite
 
 
-def outcome_of(module, test, name: str, comm, backend: str) -> str:
+def outcome_of(test, name: str) -> str:
     """Run one test; "" if it has passed, "skip", or what went wrong on this rank."""
     from torch.testing._internal.common_distributed import TEST_SKIPS
 
@@ -76,7 +78,8 @@ def run_one(comm, module, tests, name: str, backend: str) -> list[str]:
     where = {"init_method": test.init_method, "rank": comm.rank, "world_size": comm.size} if backend == "gloo" else {}
     dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_SECONDS), **where)
     comm.Barrier()
-    own = outcome_of(module, test, name, comm, backend)
+    set_rng_seed()
+    own = outcome_of(test, name)
     outcomes = comm.allgather(own)
     if not any(outcome not in ("", "skip") for outcome in outcomes) and dist.is_initialized():
         dist.destroy_process_group()
