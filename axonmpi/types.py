@@ -15,8 +15,8 @@ class ReduceOp(enum.IntEnum):
     """How the tensors of all ranks become one.
 
     On `torch.bool`, SUM and MAX are the logical or, PRODUCT and MIN the logical and. Integers wrap around.
-    AVERAGE needs a floating-point or complex dtype, MIN and MAX an ordered one. BAND, BOR and BXOR are the bitwise and,
-    or and exclusive or, of integers and `torch.bool`.
+    AVERAGE needs a floating-point or complex dtype, MIN and MAX an ordered one. BAND, BOR and BXOR are the bitwise
+    and, or and exclusive or, of integers and `torch.bool`.
     """
 
     SUM = 0

@@ -213,6 +213,22 @@ class Backend(ABC):
         call = self._call("all_gather", tensor.dtype, shape, None, dim, layout)
         return self._run(async_op, call, self._all_gather, tensor, dim)
 
+    def all_gather_flat(self, output: Tensor, tensor: Tensor) -> None:
+        """Copy the elements of all ranks' tensors one after the other into a tensor of the caller's; collective.
+
+        Args:
+            output: [size * numel] contiguous, of the tensor's dtype.
+            tensor: Any shape, with as many elements on all ranks.
+
+        Raises:
+            ValueError: `output` has another size, or a rank's tensor.
+            CollectiveMismatchError: The ranks differ in dtype.
+        """
+        tensor = check_readable(tensor, self.name, self.device_types).reshape(-1)
+        output = check_flat(output, self.size * tensor.numel(), "output", self.name, self.device_types)
+        call = self._call("all_gather", tensor.dtype, (-1,), None, 0)
+        self._run(False, call, self._all_gather_flat, tensor, output)
+
     def reduce_scatter(
         self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, dim: int = 0, *, async_op: bool = False
     ) -> Any:
@@ -725,6 +741,9 @@ class Backend(ABC):
 
     @abstractmethod
     def _all_gather(self, call: Call, tensor: Tensor, dim: int) -> Tensor: ...
+
+    def _all_gather_flat(self, call: Call, tensor: Tensor, output: Tensor) -> None:
+        output.copy_(self._all_gather(call, tensor, 0))
 
     @abstractmethod
     def _reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor: ...

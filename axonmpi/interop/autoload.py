@@ -1,7 +1,7 @@
 """What torch runs at the end of every `import torch`: it makes the name "axonmpi" known to `torch.distributed`.
 
-This file is installed a second time beside the package, as `axonmpi_autoload`, and is what the entry point names: it
-must not import `axonmpi`, which takes a third of the time that torch takes, nor mpi4py, and it must never raise,
+This file is installed a second time beside the package, as `axonmpi_autoload`, and is what the entry point names.
+It does not import `axonmpi`, which takes a third of the time that torch takes, nor mpi4py, and it never raises,
 since that would break `import torch`. Everything else is imported when a program asks for the backend.
 """
 

@@ -1,7 +1,7 @@
 """The variables that torchrun sets, for programs that insist on them.
 
-`torch.distributed.init_process_group("axonmpi")` needs none of them. A program that reads `LOCAL_RANK`, or that makes
-a group of gloo beside this one, does.
+`torch.distributed.init_process_group("axonmpi")` needs none of them. A program that reads `LOCAL_RANK`, or that
+makes a group of gloo, does.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _LOOPBACK = "127.0.0.1"
 def launch_env() -> dict[str, str]:
     """Set the variables that torchrun sets, in this process, and return them; collective over all ranks of the job.
 
-    They are `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK` (the node's number), `MASTER_ADDR` and
-    `MASTER_PORT`, a port on rank 0's node that was free a moment ago.
+    They are `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK` (the node's number), `MASTER_ADDR`
+    and `MASTER_PORT`, a port on rank 0's node that was free a moment ago.
 
     Raises:
         LaunchError: The processes were not started as one MPI job.

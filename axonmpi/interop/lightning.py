@@ -4,15 +4,15 @@
 
     Trainer(accelerator="cpu", strategy=ddp_strategy(), devices=ranks_of_a_node, num_nodes=nodes)
 
-Any other strategy of Lightning's takes the same two: `MpiEnvironment()` as its `cluster_environment`, which says who
-and where each rank is, and "axonmpi" as its `process_group_backend`.
+Any other strategy of Lightning's takes the same two: `MpiEnvironment()` as its `cluster_environment`, which says
+who and where each rank is, and "axonmpi" as its `process_group_backend`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from ..launch.start import start_world
@@ -22,7 +22,7 @@ from .environment import launch_env
 __all__ = ["MpiEnvironment", "ddp_strategy"]
 
 
-class MpiEnvironment(ClusterEnvironment):  # type: ignore[misc]
+class MpiEnvironment(ClusterEnvironment):
     """What Lightning asks about the ranks, answered by MPI; made by all ranks of the job together.
 
     Raises:

@@ -1,7 +1,7 @@
 """torch's collectives in terms of a `Backend`'s: results go into tensors that the caller has.
 
-Each function is collective over the backend's ranks, blocks, and takes tensors without autograd history. Where ranks
-have lists of tensors, a backend's flat collective carries each rank's elements, and shapes are as the caller's.
+Each function is collective over the backend's ranks, blocks, and takes tensors without autograd history. Lists of
+tensors go as the elements of each rank by one flat collective, and keep the caller's shapes.
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ def all_gather_coalesced(backend: Backend, outputs: Sequence[Sequence[Tensor]], 
 def all_gather_single(backend: Backend, output: Tensor, tensor: Tensor) -> None:
     """Copy the ranks' tensors, of one shape, one after the other into the output."""
     _check_numel("all_gather_single", output.numel(), backend.size * tensor.numel())
-    output.copy_(backend.all_gather(tensor.reshape(-1)).view(output.shape))
+    if output.is_contiguous():
+        backend.all_gather_flat(output.view(-1), tensor)
+    else:
+        output.copy_(backend.all_gather(tensor.reshape(-1)).view(output.shape))
 
 
 def reduce_scatter(
@@ -162,7 +165,7 @@ def _cut(tensor: Tensor, sizes: list[int], ranks: int) -> Sequence[Tensor]:
     _check_count("all_to_all_single", sizes, ranks)
     if sum(sizes) != whole:
         raise ValueError(f"all_to_all_single: expected split sizes that add up to {whole}, got {sizes}")
-    return tensor.split(sizes)
+    return list(tensor.split(sizes))
 
 
 def _copy_parts(outputs: Sequence[Tensor], flat: Tensor) -> None:

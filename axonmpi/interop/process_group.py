@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
     AllreduceOptions,
     AllToAllOptions,
     BarrierOptions,
+    PrefixStore,
     ReduceScatterOptions,
+    Store,
 )
 from torch.futures import Future
 
@@ -43,10 +44,12 @@ from .work import TorchWork, complete_with, completed
 
 __all__ = ["TorchProcessGroup"]
 
+_ProcessGroup: Any = dist.ProcessGroup
+"""Its stubs describe forms of each method that no program of torch's calls."""
 _CPU = torch.device("cpu")
 _DONE = completed()
-_REDUCE, _SCATTER, _GATHER = AllreduceOptions(), ReduceScatterOptions(), AllgatherOptions()
-_ALL, _BARRIER = AllToAllOptions(), BarrierOptions()
+_REDUCE, _SCATTER, _BARRIER = AllreduceOptions(), ReduceScatterOptions(), BarrierOptions()
+_GATHER = _ALL = AllToAllOptions()
 _live: weakref.WeakSet[TorchProcessGroup] = weakref.WeakSet()
 
 
@@ -69,7 +72,7 @@ def _plain_list(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(map(_plain, tensors))
 
 
-class TorchProcessGroup(dist.ProcessGroup):
+class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     """A group of `torch.distributed` whose tensors on the CPU go by MPI and shared memory.
 
     Args:
@@ -79,7 +82,7 @@ class TorchProcessGroup(dist.ProcessGroup):
         timeout: How long operations may take.
     """
 
-    def __init__(self, backend: Backend, ranks: Sequence[int], store: dist.Store, timeout: timedelta) -> None:
+    def __init__(self, backend: Backend, ranks: Sequence[int], store: Store, timeout: timedelta) -> None:
         super().__init__(backend.rank, backend.size)
         self._backend = backend
         self._ranks = list(ranks)
@@ -300,7 +303,7 @@ class TorchProcessGroup(dist.ProcessGroup):
             return None
         timeout = timeout or self._timeout
         chosen = [self._ranks[rank] for rank in ranks]
-        store = dist.PrefixStore(f"{group_name}/", self._store)
+        store = PrefixStore(f"{group_name}/", self._store)
         backend = backend_of_some(chosen, list(ranks).index(self.rank()), timeout.total_seconds())
         group = TorchProcessGroup(backend, chosen, store, timeout)
         group.setGroupName(group_name or "")
@@ -346,7 +349,7 @@ class TorchProcessGroup(dist.ProcessGroup):
             raise RuntimeError(f"the {NAME} backend takes tensors on the CPU, there is none for {device}")
         return self
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         """Return torch's store of the group."""
         return self._store
 

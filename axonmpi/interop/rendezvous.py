@@ -11,8 +11,9 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from torch import distributed as dist
+from torch import distributed
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import Store
 
 from ..errors import LaunchError
 from ..launch.start import Started, start_world
@@ -20,12 +21,15 @@ from .environment import host_of_first
 
 __all__ = ["check_place", "meet"]
 
+dist: Any = distributed
+"""With the stores, which are public, yet not among the names that torch exports."""
 
-def meet(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    """Yield a store, this rank's number and the number of ranks, as `torch.distributed.rendezvous` does; collective.
+
+def meet(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    """Yield a store, this rank's number and the number of ranks, as torch's own handlers do; collective.
 
     Args:
-        url: "env://" or "mpi://", with the numbers that the program has given, if any: "?rank=0&world_size=2".
+        url: "env://" or "mpi://", with the program's own numbers, if any: "?rank=0&world_size=2".
         timeout: Of the store's operations.
 
     Raises:
@@ -53,11 +57,13 @@ def check_place(started: Started, rank: int, size: int) -> None:
     )
 
 
-def _open_store(started: Started, timeout: timedelta) -> dist.Store:
+def _open_store(started: Started, timeout: timedelta) -> Any:
     comm = started.comm
     if comm is None or comm.size == 1:
         return dist.HashStore()
     host = host_of_first(started)
-    server = dist.TCPStore(host, 0, wait_for_workers=False, is_master=True, timeout=timeout) if not comm.rank else None
+    server = (
+        dist.TCPStore(host, 0, wait_for_workers=False, is_master=True, timeout=timeout) if not comm.rank else None
+    )
     port = comm.bcast(None if server is None else server.port)
     return server or dist.TCPStore(host, port, is_master=False, timeout=timeout)

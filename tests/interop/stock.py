@@ -1,7 +1,7 @@
 """A program for torch.distributed as anybody would write it: it knows nothing of axonmpi but a backend's name.
 
-    mpirun -n 2 python stock.py axonmpi /tmp/over_mpi.pt     what each part computed, of rank 0
-    mpirun -n 2 python stock.py gloo /tmp/over_gloo.pt
+mpirun -n 2 python stock.py axonmpi /tmp/over_mpi.pt     what each part computed, of rank 0
+mpirun -n 2 python stock.py gloo /tmp/over_gloo.pt
 """
 
 import sys

@@ -3,8 +3,8 @@
     mpirun -n 2 python in_ranks.py axonmpi REPORT NAME ...
 
 The tests are written to be spawned. Here they are called in the ranks that mpirun has started, with a group made
-and destroyed around each. Tests say for which backends they are: ours stands where gloo stands. After a test in which
-a rank has failed the job ends, since nobody knows what the others wait for; the caller starts the next.
+and destroyed around each. Tests say for which backends they are: ours stands where gloo stands. After a test in
+which a rank has failed the job ends, since nobody knows what the others wait for; the caller starts the next.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GROUP_SECONDS = 15
 
 
 def suite(size: int):
-    """torch's class of tests, made for gloo."""
+    """The class of torch's tests, made for gloo."""
     folder = tempfile.mkdtemp()
     os.environ.update(BACKEND="gloo", WORLD_SIZE=str(size), TEMP_DIR=folder)
     set_rng_seed()  # models are made when it is imported
@@ -75,7 +75,9 @@ def run_one(comm, module, tests, name: str, backend: str) -> list[str]:
     prepare(comm, module)
     test = tests(name)
     test.rank, test.file_name = comm.rank, f"{os.environ['TEMP_DIR']}/group"
-    where = {"init_method": test.init_method, "rank": comm.rank, "world_size": comm.size} if backend == "gloo" else {}
+    where = (
+        {"init_method": test.init_method, "rank": comm.rank, "world_size": comm.size} if backend == "gloo" else {}
+    )
     dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_SECONDS), **where)
     comm.Barrier()
     set_rng_seed()
@@ -105,7 +107,12 @@ def main() -> None:
         faulthandler.cancel_dump_traceback_later()
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(outcomes) if text not in ("", "skip")]
         if comm.rank == 0:
-            note(report, name, "failed" if failed else "skipped" if "skip" in outcomes else "passed", "\n".join(failed))
+            note(
+                report,
+                name,
+                "failed" if failed else "skipped" if "skip" in outcomes else "passed",
+                "\n".join(failed),
+            )
         if failed:
             control.Barrier()
             os._exit(1)

@@ -197,6 +197,9 @@ class MpiBackend(Backend):
         result = self._connection.all_gather(call, tensor.movedim(dim, 0).contiguous())
         return result.movedim(0, dim).contiguous()
 
+    def _all_gather_flat(self, call: Call, tensor: Tensor, output: Tensor) -> None:
+        self._connection.all_gather(call, tensor, output)
+
     def _gather(self, call: Call, tensor: Tensor) -> list[Tensor] | None:
         sizes = self._connection.sizes(call, tensor.shape[0] if tensor.dim() else 0)
         own = tensor.contiguous()

@@ -65,7 +65,7 @@ def measure_ddp(world: World, blocks: int) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in build_model().parameters()),
         "machine": platform.machine(),
         "milliseconds": milliseconds,
-        "overhead": {name: value - milliseconds["local"] for name, value in milliseconds.items() if name != "local"},
+        "overhead": {name: time - milliseconds["local"] for name, time in milliseconds.items() if name != "local"},
     }
 
 
@@ -117,9 +117,7 @@ def measure_fsdp(world: World, blocks: int, samples_per_rank: int) -> dict[str, 
     memory = {name: _peak_memory(partial(make, name)) for name in wrappers}
     seconds = interleave({name: make(name) for name in wrappers}, blocks=blocks, calls=_FSDP_STEPS_PER_BLOCK)
     estimates = {
-        name: FullyShardedDataParallel(
-            build_model(), units=nn.Linear, sharding_strategy=strategy
-        ).memory_estimate()
+        name: FullyShardedDataParallel(build_model(), units=nn.Linear, sharding_strategy=strategy).memory_estimate()
         for name, strategy in {"ddp": ShardingStrategy.NO_SHARD, "fsdp": ShardingStrategy.FULL_SHARD}.items()
     }
     dist.destroy_process_group()

@@ -7,6 +7,7 @@ calls; DDP and FSDP2 are torch's own, on the perceptron of `bench ddp`, FSDP2 wi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def measure(world: World, blocks: int) -> dict[str, Any]:
 
 def _all_reduces(groups: dict[str, dist.ProcessGroup], numel: int) -> Calls:
     tensor = torch.zeros(numel)
-    calls: Calls = {name: lambda group=group: dist.all_reduce(tensor, group=group) for name, group in groups.items()}
+    calls: Calls = {name: partial(dist.all_reduce, tensor, group=group) for name, group in groups.items()}
     return {**calls, "ax.all_reduce": lambda: all_reduce(tensor)}
 
 
@@ -62,14 +63,20 @@ def table(results: list[dict[str, Any]]) -> str:
     """Format the figures of several numbers of ranks."""
     rows = [["", "ranks", "gloo", "axonmpi", "gloo / axonmpi", "beside"]]
     for result in results:
-        ranks, each = str(result["ranks"]), result["seconds"]
-        direct = {name: f"ax.all_reduce: {{:.{digits}f}}" for name, digits in (("4 bytes", 1), ("64 MiB", 1))}
-        for name, factor, unit in (("4 bytes", 1e6, "us"), ("64 MiB", 1e3, "ms"), ("fsdp2", 1e3, "ms a step")):
-            gloo, ours = each[name]["gloo"] * factor, each[name]["axonmpi"] * factor
-            beside = direct[name].format(each[name]["ax.all_reduce"] * factor) if name in direct else ""
-            rows.append([f"{name}, {unit}", ranks, f"{gloo:.1f}", f"{ours:.1f}", f"{gloo / ours:.1f}", beside])
-        local = each["ddp"]["local"]
-        gloo, ours = ((each["ddp"][name] - local) * 1e3 for name in ("gloo", "axonmpi"))
-        ratio = f"{gloo / ours:.1f}" if ours > 0 else "no overhead"
-        rows.append(["ddp, ms more a step", ranks, f"{gloo:.1f}", f"{ours:.1f}", ratio, f"a step: {local * 1e3:.1f}"])
+        each, ranks = result["seconds"], str(result["ranks"])
+        ddp, local = each["ddp"], each["ddp"]["local"]
+        more = {name: ddp[name] - local for name in ("gloo", "axonmpi")}
+        rows += [
+            _row("all_reduce of 4 bytes, us", ranks, each["4 bytes"], 1e6, "ax.all_reduce"),
+            _row("all_reduce of 64 MiB, ms", ranks, each["64 MiB"], 1e3, "ax.all_reduce"),
+            _row("DDP, ms more a step", ranks, {**more, "a step without": local}, 1e3, "a step without"),
+            _row("FSDP2, ms a step", ranks, each["fsdp2"], 1e3),
+        ]
     return "\n".join(["torch.distributed on gloo and on axonmpi, medians", *aligned(rows)])
+
+
+def _row(what: str, ranks: str, seconds: dict[str, float], factor: float, beside: str = "") -> list[str]:
+    gloo, ours = seconds["gloo"], seconds["axonmpi"]
+    ratio = f"{gloo / ours:.1f}" if ours > 0 else "no overhead"
+    more = f"{beside}: {seconds[beside] * factor:.1f}" if beside else ""
+    return [what, ranks, f"{gloo * factor:.1f}", f"{ours * factor:.1f}", ratio, more]
