@@ -24,7 +24,7 @@ ABOVE_THE_BACKENDS = (
 )
 """Folders whose tests are of code that is written once for all backends."""
 START_JOBS = (
-    *("cli", "docs", "harness", "launch", "nodes", "pretended", "slurm"),
+    *("cli", "docs", "harness", "interop", "launch", "nodes", "pretended", "slurm"),
     *("test_settings.py", "test_command.py", "test_fsdp_limits.py"),
 )
 """Folders and files whose tests start jobs, which may use all cores."""

@@ -35,7 +35,7 @@ from ..backends import Backend, Worker
 from ..errors import CommunicatorError
 from ..launch import exit as exits
 from ..types import Work
-from ..utils.torch_internals import outside_compile
+from ..utils.torch_internals import skip_in_compile
 from . import moves
 from .autoload import NAME
 from .connecting import backend_of_some
@@ -121,28 +121,28 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ---- reductions ---------------------------------------------------------------------------------------
 
-    @outside_compile
+    @skip_in_compile
     def allreduce(self, tensors: list[Tensor], opts: Any = _REDUCE) -> TorchWork:
         """Reduce one tensor over all ranks, in place; collective."""
         op, factor = reduction_of(opts.reduceOp)
         move = partial(moves.all_reduce, self._backend, _plain(tensors[0]), op, factor)
         return self._run("all_reduce", opts, tensors, move)
 
-    @outside_compile
+    @skip_in_compile
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _REDUCE) -> TorchWork:
         """Reduce several tensors over all ranks, in place, as few large ones; collective."""
         op, factor = reduction_of(opts.reduceOp)
         move = partial(moves.all_reduce_coalesced, self._backend, _plain_list(tensors), op, factor)
         return self._run("all_reduce_coalesced", opts, tensors, move)
 
-    @outside_compile
+    @skip_in_compile
     def reduce(self, tensors: list[Tensor], opts: Any) -> TorchWork:
         """Reduce one tensor over all ranks, in place on the root; collective."""
         op, factor = reduction_of(opts.reduceOp)
         move = partial(moves.reduce, self._backend, _plain(tensors[0]), opts.rootRank, op, factor)
         return self._run("reduce", opts, tensors, move)
 
-    @outside_compile
+    @skip_in_compile
     def reduce_scatter(
         self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = _SCATTER
     ) -> TorchWork:
@@ -152,12 +152,12 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
         move = partial(moves.reduce_scatter, self._backend, _plain(output_tensors[0]), inputs, op, factor)
         return self._run("reduce_scatter", opts, output_tensors, move)
 
-    @outside_compile
+    @skip_in_compile
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _SCATTER) -> TorchWork:
         """Reduce a tensor, and keep the own one of equal parts; collective."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    @outside_compile
+    @skip_in_compile
     def reduce_scatter_single_coalesced(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = _SCATTER
     ) -> TorchWork:
@@ -173,13 +173,13 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ---- copies -------------------------------------------------------------------------------------------
 
-    @outside_compile
+    @skip_in_compile
     def broadcast(self, tensors: list[Tensor], opts: Any) -> TorchWork:
         """Copy the root's tensor to all ranks, in place; collective."""
         move = partial(self._backend.broadcast, _plain(tensors[0]), opts.rootRank)
         return self._run("broadcast", opts, tensors, move)
 
-    @outside_compile
+    @skip_in_compile
     def allgather(
         self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = _GATHER
     ) -> TorchWork:
@@ -188,7 +188,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
         move = partial(moves.all_gather, self._backend, outputs, _plain(input_tensors[0]))
         return self._run("all_gather", opts, output_tensors[0], move)
 
-    @outside_compile
+    @skip_in_compile
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = _GATHER
     ) -> TorchWork:
@@ -197,12 +197,12 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
         move = partial(moves.all_gather_coalesced, self._backend, outputs, _plain_list(input_list))
         return self._run("all_gather_coalesced", opts, list(chain.from_iterable(outputs)), move)
 
-    @outside_compile
+    @skip_in_compile
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = _GATHER) -> TorchWork:
         """Copy the ranks' tensors one after the other into one; collective."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    @outside_compile
+    @skip_in_compile
     def all_gather_single_coalesced(
         self, output_lists: list[Tensor], input_list: list[Tensor], opts: Any = _GATHER
     ) -> TorchWork:
@@ -215,27 +215,27 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._run("all_gather_single", opts, output_lists, move)
 
-    @outside_compile
+    @skip_in_compile
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> TorchWork:
         """Copy each rank's tensor into one of the root's list; collective."""
         outputs = _plain_list(output_tensors[0]) if output_tensors else []
         move = partial(moves.gather, self._backend, outputs, _plain(input_tensors[0]), opts.rootRank)
         return self._run("gather", opts, outputs, move)
 
-    @outside_compile
+    @skip_in_compile
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> TorchWork:
         """Copy one of the root's list of tensors to each rank; collective."""
         inputs = _plain_list(input_tensors[0]) if input_tensors else []
         move = partial(moves.scatter, self._backend, _plain(output_tensors[0]), inputs, opts.rootRank)
         return self._run("scatter", opts, output_tensors, move)
 
-    @outside_compile
+    @skip_in_compile
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = _ALL) -> TorchWork:
         """Send one tensor to each rank, and receive one from each; collective."""
         move = partial(moves.all_to_all, self._backend, _plain_list(output_tensors), _plain_list(input_tensors))
         return self._run("all_to_all", opts, output_tensors, move)
 
-    @outside_compile
+    @skip_in_compile
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_split_sizes: list[int], input_split_sizes: list[int],
         opts: Any = _ALL,
@@ -245,7 +245,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
         move = partial(moves.all_to_all_single, self._backend, _plain(output), _plain(input), *sizes)
         return self._run("all_to_all_single", opts, [output], move)
 
-    @outside_compile
+    @skip_in_compile
     def barrier(self, opts: Any = _BARRIER) -> TorchWork:
         """Wait for all ranks; collective.
 
@@ -261,17 +261,17 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ---- messages -----------------------------------------------------------------------------------------
 
-    @outside_compile
+    @skip_in_compile
     def send(self, tensors: list[Tensor], dst_rank: int, tag: int = 0) -> TorchWork:
         """Begin to send a tensor; leave it alone until the handle is complete."""
         return self._message(self._backend.isend(_plain(tensors[0]), dst_rank, tag), tensors)
 
-    @outside_compile
+    @skip_in_compile
     def recv(self, tensors: list[Tensor], src_rank: int, tag: int = 0) -> TorchWork:
         """Begin to receive into a tensor, which is complete when the handle is."""
         return self._message(self._backend.irecv(_plain(tensors[0]), src_rank, tag), tensors)
 
-    @outside_compile
+    @skip_in_compile
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> TorchWork:
         """Begin to receive from whichever rank sends first."""
         return self._message(self._backend.irecv_any(_plain(tensors[0]), tag), tensors)

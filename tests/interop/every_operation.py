@@ -10,10 +10,20 @@ import warnings
 from datetime import timedelta
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
 UFUNCS = {
     dist.ReduceOp.SUM: np.add,
     dist.ReduceOp.PRODUCT: np.multiply,
@@ -86,7 +96,9 @@ def reductions(group, members: list[int]) -> None:
             finish(dist.reduce_scatter_single(result, given, op, group, is_async), is_async)
             part = reduced(members, dtype, op, whole).tensor_split(size)[rank]
             same(result, part, ("reduce_scatter_single", *what))
-            finish(dist.reduce_scatter(result.zero_(), list(given.tensor_split(size)), op, group, is_async), is_async)
+            finish(
+                dist.reduce_scatter(result.zero_(), list(given.tensor_split(size)), op, group, is_async), is_async
+            )
             same(result, part, ("reduce_scatter", *what))
     tensor = own(members[rank])
     dist.all_reduce(tensor, dist._make_nccl_premul_sum(0.5), group)
@@ -130,7 +142,11 @@ def copies(group, members: list[int]) -> None:
     sizes = [rank + to + 1 for to in range(size)]
     received = torch.empty(sum(sizes))
     dist.all_to_all_single(received, torch.full((sum(sizes),), float(rank)), sizes, sizes, group)
-    same(received, torch.cat([torch.full((count,), float(each)) for each, count in enumerate(sizes)]), "uneven splits")
+    same(
+        received,
+        torch.cat([torch.full((count,), float(each)) for each, count in enumerate(sizes)]),
+        "uneven splits",
+    )
     outputs = [torch.empty(count) for count in sizes]
     dist.all_to_all(outputs, [torch.full((count,), float(rank)) for count in sizes], group)
     same(torch.cat(outputs), received, "all_to_all")
@@ -226,12 +242,8 @@ def refusals() -> None:
         (lambda: dist.isend(torch.ones(1), 0, tag=1 << 20), "tag: expected"),
         (lambda: dist.all_reduce(torch.empty(1, device="meta")), "tensors on cpu"),
     ):
-        try:
+        with pytest.raises((ValueError, TypeError), match=message):
             call()
-        except (ValueError, TypeError) as error:
-            assert message in str(error), error
-        else:
-            raise AssertionError(f"nothing was raised: {message}")
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from axonmpi.testing import launch
 
 SUITES = Path(__file__).parents[1]
 QUIET = {"PYTHONWARNINGS": "ignore"}
+TESTS = ("test_all_gather_coalesced_complex", "test_DistributedDataParallelCPU")
 
 DATA = """
 import sys, torch
@@ -44,14 +45,14 @@ class Model(lightning.LightningModule):
         return torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
-class Split(torch.utils.data.Dataset):
-    def __len__(self): return 32
-    def __getitem__(self, i): return X[i], Y[i]
+rows = torch.utils.data.TensorDataset(X, Y)
 strategy = ddp_strategy()
+sampler = torch.utils.data.DistributedSampler(rows, 2, strategy.cluster_environment.global_rank(), shuffle=False)
 quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, **quiet)
+trainer = lightning.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1,
+                            use_distributed_sampler=False, **quiet)
 model = Model()
-trainer.fit(model, torch.utils.data.DataLoader(Split(), batch_size=4))
+trainer.fit(model, torch.utils.data.DataLoader(rows, batch_size=4, sampler=sampler))
 import torch.distributed as dist
 assert dist.get_backend() == "axonmpi" and trainer.world_size == 2
 expect(model.layer.weight)
@@ -96,8 +97,9 @@ def test_training_on_two_ranks_is_that_of_one_process_with_their_batches(program
     assert done.stdout.count("all is well") == 2
 
 
-@pytest.mark.parametrize("command", [["accelerate_suite/run", "test_ops"], ["torch_suite/run", "--every", "40"]])
+@pytest.mark.parametrize("command", [["accelerate_suite/run", "test_ops"], ["torch_suite/run", *TESTS]])
 def test_a_part_of_the_suites_of_others(command) -> None:
+    """The rest of them are commands of their own."""
     name, *options = command
     done = subprocess.run(
         [sys.executable, SUITES / name, *options], capture_output=True, text=True, timeout=300, check=False

@@ -56,7 +56,10 @@ dist.all_reduce(tensor)
     ("program", "cause"),
     [
         ("if rank == 1: raise KeyError('no such thing')\ndist.all_reduce(tensor)", "KeyError: 'no such thing'"),
-        ("dist.all_reduce(tensor) if rank else dist.broadcast(tensor, 0)", "rank 0: broadcast(float32 [2], root=0)"),
+        (
+            "dist.all_reduce(tensor) if rank else dist.broadcast(tensor, 0)",
+            "rank 0: broadcast(float32 [2], root=0)",
+        ),
         ("dist.all_reduce(torch.ones(2 + rank), async_op=True).wait()", "rank 1: all_reduce(float32 [3], SUM)"),
         ("if rank: time.sleep(60)\ndist.all_reduce(tensor)", "was not complete after 3 s: rank 1 did not come"),
         ("if rank: time.sleep(60)\ndist.recv(tensor, 1)", "irecv from rank 1 was not complete after 3 s"),
