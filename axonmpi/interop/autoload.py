@@ -36,9 +36,7 @@ def register() -> None:
 
 
 def _create_group(options: Any, backend_options: Any) -> Any:
-    from axonmpi.interop.torch_backend import create_group
-
-    return create_group(options, backend_options)
+    return import_module("axonmpi.interop.torch_backend").create_group(options, backend_options)
 
 
 def _serve_env() -> None:
@@ -48,9 +46,8 @@ def _serve_env() -> None:
     by_torch = handlers["env"]
 
     def by_mpi(url: str, **options: Any) -> Iterator[Any]:
-        from axonmpi.interop.rendezvous import meet
-
-        return meet(url, **options)
+        handler: Callable[..., Iterator[Any]] = import_module("axonmpi.interop.rendezvous").meet
+        return handler(url, **options)
 
     def by_either(url: str, **options: Any) -> Iterator[Any]:
         handler: Callable[..., Iterator[Any]] = by_mpi if _is_ours() and not _has_address() else by_torch

@@ -105,7 +105,7 @@ def skip_in_compile(function: Callable[_Arguments, _Result]) -> Callable[_Argume
     """
     skip = _eval_frame._FrameAction.SKIP
     strategy = _eval_frame._FrameExecStrategy(skip, skip)
-    _eval_frame.set_code_exec_strategy(function.__code__, strategy)  # type: ignore[attr-defined]
+    _eval_frame.set_code_exec_strategy(function.__code__, strategy)
     return function
 
 
