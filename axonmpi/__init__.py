@@ -78,6 +78,7 @@ from .fsdp import (
 )
 from .groups.mesh import DeviceMesh
 from .groups.world import ProcessGroup, World
+from .interop import autoload
 from .launch.exit import REQUEUE_EXIT_CODE
 from .pipeline import Pipeline, PipelineMemoryStats, PipelineSchedule, PipelineStage
 from .tensor import (
@@ -95,6 +96,8 @@ from .tensor import (
 from .types import GradSyncStrategy, Observer, ReduceOp, Work
 
 __version__ = "0.1.0"
+
+autoload.load()  # where torch has not done so by itself
 
 DDP = DistributedDataParallel
 FSDP = FullyShardedDataParallel

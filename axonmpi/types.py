@@ -15,7 +15,8 @@ class ReduceOp(enum.IntEnum):
     """How the tensors of all ranks become one.
 
     On `torch.bool`, SUM and MAX are the logical or, PRODUCT and MIN the logical and. Integers wrap around.
-    AVERAGE needs a floating-point or complex dtype, MIN and MAX an ordered one.
+    AVERAGE needs a floating-point or complex dtype, MIN and MAX an ordered one. BAND, BOR and BXOR are the bitwise
+    and, or and exclusive or, of integers and `torch.bool`.
     """
 
     SUM = 0
@@ -23,6 +24,9 @@ class ReduceOp(enum.IntEnum):
     MIN = 2
     MAX = 3
     AVERAGE = 4
+    BAND = 5
+    BOR = 6
+    BXOR = 7
 
 
 class GradSyncStrategy(enum.Enum):

@@ -28,7 +28,7 @@ ABOVE_THE_BACKENDS = (
 )
 """Folders whose tests are of code that is written once for all backends."""
 START_JOBS = (
-    *("cli", "docs", "faults", "harness", "launch", "nodes", "observe", "pretended", "slurm"),
+    *("cli", "docs", "faults", "harness", "interop", "launch", "nodes", "observe", "pretended", "slurm"),
     *("test_settings.py", "test_command.py", "test_fsdp_limits.py"),
 )
 """Folders and files whose tests start jobs, which may use all cores."""

@@ -16,6 +16,7 @@ from .ranks import check_different, check_parts, check_ranks, integer_array
 from .reduction import wide_dtype
 from .shared.counters import NodeCounters
 from .shared.segment import remedy
+from .worker import Worker
 
 __all__ = [
     "MAX_TAG",
@@ -29,6 +30,7 @@ __all__ = [
     "NcclUniqueId",
     "NodeCounters",
     "Sizes",
+    "Worker",
     "all_gather_number",
     "all_gather_object",
     "all_reduce_coalesced",

@@ -81,7 +81,9 @@ class Backend(ABC):
         place: The device of its memory, and of tensors that it sends for the library itself.
         failures: Exceptions of the transport, raised as `CommunicatorError`.
         timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
-            With a time-out, blocking collectives run on the worker thread, which costs some microseconds each.
+            With a time-out, blocking collectives run on the worker thread, which costs some microseconds each,
+            unless the backend keeps the time-out by itself.
+        keeps_timeout: Whether it does.
         observer: Told about each operation, if set.
         notes: What the rank's page says of its operations in this group; nothing of mock ranks and of ranks alone.
         overlaps: Whether asynchronous operations progress beside computation without slowing it down.
@@ -91,6 +93,7 @@ class Backend(ABC):
     device_types: tuple[str, ...] = ("cpu",)
     failures: tuple[type[Exception], ...] = ()
     overlaps: bool = True
+    keeps_timeout: bool = False
     grace: float = 0.0
 
     def __init__(self, rank: int, size: int, worker: TaskQueue, *, timeout: Seconds | None = None) -> None:
@@ -217,6 +220,22 @@ class Backend(ABC):
             layout = ((tensor.dtype, sizes),)
         call = self._call("all_gather", tensor.dtype, shape, None, dim, layout)
         return self._run(async_op, call, self._all_gather, tensor, dim)
+
+    def all_gather_flat(self, output: Tensor, tensor: Tensor) -> None:
+        """Copy the elements of all ranks' tensors one after the other into a tensor of the caller's; collective.
+
+        Args:
+            output: [size * numel] contiguous, of the tensor's dtype.
+            tensor: Any shape, with as many elements on all ranks.
+
+        Raises:
+            ValueError: `output` has another size, or a rank's tensor.
+            CollectiveMismatchError: The ranks differ in dtype.
+        """
+        tensor = check_readable(tensor, self.name, self.device_types).reshape(-1)
+        output = check_flat(output, self.size * tensor.numel(), "output", self.name, self.device_types)
+        call = self._call("all_gather", tensor.dtype, (-1,), None, 0)
+        self._run(False, call, self._all_gather_flat, tensor, output)
 
     def reduce_scatter(
         self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, dim: int = 0, *, async_op: bool = False
@@ -581,6 +600,13 @@ class Backend(ABC):
         work: Work = self._message("irecv", self._irecv, tensor, src, tag)
         return work
 
+    def irecv_any(self, tensor: Tensor, tag: int = 0) -> Work:
+        """Begin to receive from whichever rank sends first; `result()` of the Work is its rank. See `irecv`."""
+        check_tag(tag)
+        tensor = check_writable(tensor, self.name, self.device_types)
+        work: Work = self._message("irecv", lambda into, _, tag: self._irecv_any(into, tag), tensor, -1, tag)
+        return work
+
     # ---- life ---------------------------------------------------------------------------------------------
 
     @property
@@ -609,6 +635,14 @@ class Backend(ABC):
         self.notes.close()
         self._release()
 
+    def set_timeout(self, timeout: Seconds | None) -> None:
+        """Change the time-out of operations from now on; local, to be done on all ranks."""
+        self.timeout = seconds("timeout", timeout)
+
+    def give_up(self, reason: str) -> None:
+        """Make every later operation raise, also on ranks that wait for this one where they can be told; local."""
+        self.invalidate(reason)
+
     def invalidate(self, reason: str) -> None:
         """Make every later operation raise `CommunicatorError` with `reason`; local, releases nothing."""
         self._closed = reason
@@ -616,7 +650,11 @@ class Backend(ABC):
     # ---- running --------------------------------------------------------------------------------------------
 
     def _run(self, async_op: bool, call: Call, move: Callable[..., Any], *args: Any) -> Any:
-        if async_op is not False or self._worker.started != self._worker.ended or self.timeout is not None:
+        if (
+            async_op is not False
+            or self._worker.started != self._worker.ended
+            or (self.timeout is not None and not self.keeps_timeout)
+        ):
             return self._queue(async_op, call, move, args)
         if self.observer is not None or self._closed is not None:
             return self._execute(call, move, call, *args)
@@ -777,6 +815,9 @@ class Backend(ABC):
     @abstractmethod
     def _all_gather(self, call: Call, tensor: Tensor, dim: int) -> Tensor: ...
 
+    def _all_gather_flat(self, call: Call, tensor: Tensor, output: Tensor) -> None:
+        output.copy_(self._all_gather(call, tensor, 0))
+
     @abstractmethod
     def _reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor: ...
 
@@ -822,6 +863,9 @@ class Backend(ABC):
 
     @abstractmethod
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work: ...
+
+    def _irecv_any(self, tensor: Tensor, tag: int) -> Work:
+        raise CommunicatorError(f"the {self.name} backend receives from a named rank only")
 
     @abstractmethod
     def _release(self) -> None: ...

@@ -24,7 +24,7 @@ from .call import Call
 from .concat_view import FlatParts
 from .handshake import Words
 
-__all__ = ["Connection", "Limits"]
+__all__ = ["Connection", "Limits", "target_of"]
 
 
 class Limits(Protocol):
@@ -106,12 +106,16 @@ class Connection(ABC):
         """Copy the root's flat contiguous data to all ranks; collective."""
 
     @abstractmethod
-    def all_gather(self, call: Call, own: Tensor) -> Tensor:
+    def all_gather(self, call: Call, own: Tensor, output: Tensor | None = None) -> Tensor:
         """Return the blocks of all ranks, one after the other along dim 0; collective.
 
         Args:
             call: The call.
             own: This rank's block, contiguous; the ranks may differ in dim 0 only.
+            output: What is filled and returned, contiguous; None: a new tensor.
+
+        Raises:
+            ValueError: `output` has another size.
         """
 
     def symmetric_empty(self, nbytes: int) -> Tensor:
@@ -146,9 +150,25 @@ class Connection(ABC):
             RankFailedError: It has, and `what` waits in vain.
         """
 
+    def set_timeout(self, timeout: float | None) -> None:  # noqa: B027
+        """Change after how many seconds a rank gives up, where the connection keeps the time; local."""
+
     def mark_failed(self, reason: str) -> None:  # noqa: B027
         """Tell ranks that wait for this one that it does not come any more, where they can be reached; local."""
 
     @abstractmethod
     def free(self) -> None:
         """Release what the ranks share; collective."""
+
+
+def target_of(output: Tensor | None, rows: int, own: Tensor) -> Tensor:
+    """Return where blocks with so many rows in all are gathered: `output`, or a new tensor; local.
+
+    Raises:
+        ValueError: `output` has another number of rows.
+    """
+    if output is None:
+        return empty((rows, *own.shape[1:]), own.dtype)
+    if output.shape[0] != rows:
+        raise ValueError(f"output: expected {rows} rows, as the ranks have in all, got {output.shape[0]}")
+    return output

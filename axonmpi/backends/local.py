@@ -58,9 +58,10 @@ class _Receive(Work):
         """Say whether the message has come."""
         return self._complete
 
-    def result(self) -> None:
-        """Wait; a receive has no value of its own."""
+    def result(self) -> int:
+        """Wait, and return the rank that has sent: this one."""
         self.wait()
+        return 0
 
 
 class LocalBackend(Backend):
@@ -168,6 +169,9 @@ class LocalBackend(Backend):
         else:
             self._receives[tag].append(work)
         return work
+
+    def _irecv_any(self, tensor: Tensor, tag: int) -> Work:
+        return self._irecv(tensor, 0, tag)
 
     def _release(self) -> None:
         self._messages.clear()

@@ -4,7 +4,7 @@ Every backend reduces with the functions below, so that all of them give the sam
 the order of the ranks, one after the other, and 16-bit and 8-bit floating-point types accumulate in
 float32 (complex32 in complex64) and are rounded once, at the end.
 
-    out = (((part[0] ∘ part[1]) ∘ part[2]) ∘ …)        ∘ = + · min max; AVERAGE divides by the number of parts
+    out = (((part[0] ∘ part[1]) ∘ part[2]) ∘ …)        ∘ = + · min max & | ^; AVERAGE divides by the number of parts
 """
 
 from __future__ import annotations
@@ -63,6 +63,9 @@ _IN_NUMPY = {
     ReduceOp.PRODUCT: np.multiply,
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
 }
 _BINARY: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -70,6 +73,15 @@ _BINARY: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.PRODUCT: torch.mul,
     ReduceOp.MIN: torch.minimum,
     ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+_BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+_LOGICAL = {
+    **dict.fromkeys((ReduceOp.SUM, ReduceOp.MAX, ReduceOp.BOR), torch.logical_or),
+    **dict.fromkeys((ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.BAND), torch.logical_and),
+    ReduceOp.BXOR: torch.logical_xor,
 }
 
 
@@ -78,7 +90,7 @@ def check_reducible(dtype: torch.dtype, op: object) -> None:
 
     Raises:
         TypeError: `op` is no `ReduceOp`.
-        DtypeError: the dtype is unknown, unordered (MIN, MAX) or integral (AVERAGE).
+        DtypeError: the dtype is unknown, unordered (MIN, MAX), integral (AVERAGE) or not (BAND, BOR, BXOR).
     """
     if not isinstance(op, ReduceOp):
         op = member("op", ReduceOp, op)
@@ -89,6 +101,8 @@ def check_reducible(dtype: torch.dtype, op: object) -> None:
             f"ReduceOp.AVERAGE needs a floating-point or complex tensor, got {dtype}; "
             "convert it with .float() or use ReduceOp.SUM"
         )
+    if op in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
+        raise DtypeError(f"ReduceOp.{op.name} needs an integer or bool tensor, got {dtype}")
     if dtype.is_complex and op in (ReduceOp.MIN, ReduceOp.MAX):
         raise DtypeError(f"ReduceOp.{op.name} needs an ordered dtype, got {dtype}; reduce .abs() or .real")
 
@@ -120,8 +134,7 @@ class Reduction(NamedTuple):
 def choose_reduction(dtype: torch.dtype, op: ReduceOp, ranks: int) -> Reduction:
     """Return how tensors of as many ranks are reduced; local. For small ones finding that out takes as long."""
     if dtype is torch.bool:
-        logic = torch.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else torch.logical_and
-        return Reduction(partial(_fold, binary=logic), ranks == 2)
+        return Reduction(partial(_fold, binary=_LOGICAL[op]), ranks == 2)
     if dtype in _SIGNED_TWIN:
         return Reduction(partial(_reduce_unsigned, op=op, signed=_SIGNED_TWIN[dtype]), False)
     is_rounded_once = ranks == 2 and dtype in _ROUNDED_ONCE and op is not ReduceOp.AVERAGE
@@ -181,7 +194,7 @@ def reduce_rows_into(rows: Tensor, op: ReduceOp, out: Tensor, ranks: int | None 
 def _reduce_many(rows: Tensor, op: ReduceOp, out: Tensor) -> None:
     """Reduce rows one after the other in numpy, which has a single call for that."""
     if rows.dtype is torch.bool:
-        out.copy_(rows.any(0) if op in (ReduceOp.SUM, ReduceOp.MAX) else rows.all(0))
+        _fold(rows.unbind(0), out, _LOGICAL[op])
         return
     if rows.shape[1] == 1:  # numpy would add a single column in pairs
         rows = torch.cat([rows, torch.zeros_like(rows)], 1)
@@ -255,7 +268,7 @@ def _reduce_unsigned(parts: Sequence[Tensor], out: Tensor, op: ReduceOp, signed:
     """Torch has few kernels for these dtypes: wrap-around arithmetic is that of the signed twin."""
     twins = [part.view(signed) for part in parts]
     result = torch.empty_like(out).view(signed)
-    if op in (ReduceOp.SUM, ReduceOp.PRODUCT):
+    if op not in (ReduceOp.MIN, ReduceOp.MAX):
         _fold(twins, result, _BINARY[op])
     else:
         # Flipping the sign bit maps unsigned order onto signed order.

@@ -20,6 +20,7 @@ __all__ = [
     "launched_ranks",
     "number_in",
     "parent_rank",
+    "set_variables",
     "turn_into_child",
     "without_launcher_variables",
 ]
@@ -202,6 +203,11 @@ def _is_launchers(name: str) -> bool:
 def child_environment(rank: int) -> dict[str, str]:
     """Return the environment for a process that rank `rank` starts to work for it; local."""
     return {**without_launcher_variables(), PARENT_RANK: str(rank)}
+
+
+def set_variables(values: Mapping[str, str]) -> None:
+    """Set environment variables of this process; local."""
+    os.environ.update(values)
 
 
 def turn_into_child(rank: int) -> None:

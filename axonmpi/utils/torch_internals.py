@@ -7,6 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame as _eval_frame
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.autograd.graph import Node
@@ -24,6 +25,7 @@ __all__ = [
     "scale_all",
     "sequence_number",
     "set_version",
+    "skip_in_compile",
 ]
 
 _Arguments = ParamSpec("_Arguments")
@@ -94,6 +96,17 @@ def hooks_on(parameter: Any) -> tuple[list[Any], list[Any]]:
 def scale_all(tensors: Iterable[Tensor], factor: float) -> None:
     """Multiply tensors by a number, in place; local."""
     torch._foreach_mul_([*tensors], factor)
+
+
+def skip_in_compile(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Decorate a function that torch.compile shall not look into, nor into what it calls; costs nothing in calls.
+
+    Unlike `outside_compile` it is for code that compiled code reaches by a break of its graph alone.
+    """
+    skip = _eval_frame._FrameAction.SKIP
+    strategy = _eval_frame._FrameExecStrategy(skip, skip)
+    _eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
 
 
 def outside_compile(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:

@@ -40,15 +40,19 @@ _UFUNCS = {
     ReduceOp.PRODUCT: np.multiply,
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
 }
+_BITWISE = [ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
 
 
 def reductions(dtype: torch.dtype) -> list[ReduceOp]:
     """The reductions that a dtype allows."""
     if dtype.is_complex:
         return [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.AVERAGE]
-    averages = [ReduceOp.AVERAGE] if dtype.is_floating_point else []
-    return [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, *averages]
+    others = [ReduceOp.AVERAGE] if dtype.is_floating_point else _BITWISE
+    return [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, *others]
 
 
 @functools.lru_cache(maxsize=512)
@@ -115,7 +119,7 @@ def reduced(
     `rounds_each_step`: small floats are rounded at each step on the way, as NCCL does, and not once at the end.
     """
     parts = [to_numpy(values(dtype, shape, owner, seed)) for owner in owners]
-    if dtype is torch.bool:
+    if dtype is torch.bool and op not in _BITWISE:
         combine = np.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else np.logical_and
         return _exactly(functools.reduce(combine, parts))
     if not (dtype.is_floating_point or dtype.is_complex) or op in (ReduceOp.MIN, ReduceOp.MAX):

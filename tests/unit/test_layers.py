@@ -28,6 +28,7 @@ ORDER = (
     ("ddp", "fsdp", "tensor", "data"),
     ("pipeline",),
     ("checkpoint",),
+    ("interop",),
     ("testing",),
     ("train",),
     ("cli",),
@@ -207,7 +208,8 @@ def test_environment_variables_are_read_in_two_places() -> None:
                 uses.add(module)
             elif isinstance(node, ast.ImportFrom) and node.module in ("os", "posix"):
                 uses |= {module for alias in node.names if alias.name in ENVIRONMENT_NAMES}
-    assert uses == {"launch.variables", "launch.settings"}  # of launchers, and of users
+    # of launchers, of users, and what cannot import the first two
+    assert uses == {"launch.variables", "launch.settings", "interop.autoload"}
 
 
 PRIVATE_IN_TORCH = re.compile(r"torch\._|Variable\._|functional\._|from torch\S* import _")
@@ -216,6 +218,8 @@ PRIVATE_IN_TORCH = re.compile(r"torch\._|Variable\._|functional\._|from torch\S*
 def test_what_is_private_in_torch_is_used_in_one_file() -> None:
     uses = {module for module, path in SOURCES.items() if PRIVATE_IN_TORCH.search(path.read_text(encoding="utf-8"))}
     assert uses == {"utils.torch_internals"}
+    handlers = [module for module, path in SOURCES.items() if "_rendezvous_handlers" in path.read_text("utf-8")]
+    assert handlers == ["interop.autoload"]  # which torch runs without this package
 
 
 def test_what_is_asked_of_a_gpu_is_asked_in_one_file() -> None:

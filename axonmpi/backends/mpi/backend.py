@@ -25,11 +25,12 @@ from ...launch import board
 from ...launch import exit as exits
 from ...launch import start as runtime
 from ...launch.cpu import CoreShare, core_share
-from ...types import Work
+from ...types import Seconds, Work
 from ...utils.partition import split_range
 from ..base import Backend
 from ..buffers import as_bytes, empty, flat_elements, write_back
 from ..call import Call
+from ..checks import MAX_TAG
 from ..concat_view import FlatParts
 from ..connect import connect
 from ..handshake import PAYLOAD_BYTES, describe, described
@@ -160,16 +161,46 @@ class MpiBackend(Backend):
         self._node_ranks = self._connection.node_ranks
         self.path = self._connection.path
         self.grace = 1.0 if timeout is not None and self.path != "plain" else 0.0
+        self.keeps_timeout = self.path == "node"  # at its barriers, one of which each collective begins with
         # Ranks wait for a network asleep, so the thread that communicates takes little from the one that computes.
         self.overlaps = self.cores.spare or self.path == "nodes"
         _live.add(self)
         _register_with_exits()
+
+    @classmethod
+    def of_members(cls, ranks: Sequence[int], *, timeout: float | None = None) -> MpiBackend:
+        """Make a communicator of some ranks of the job; collective over these alone: no other rank calls.
+
+        Args:
+            ranks: Different numbers in MPI's world, this rank's among them, in order; the same on all of them.
+            timeout: As for every backend.
+        """
+        mpi = runtime.start_mpi()
+        with _making_communicators(mpi):
+            members = mpi.COMM_WORLD.Get_group().Incl(ranks)
+            # Ranks may make several groups at a time, in different orders: the tag tells these apart.
+            comm = mpi.COMM_WORLD.Create_group(members, hash(tuple(ranks)) % (MAX_TAG + 1))
+            members.Free()
+        backend = cls(comm, timeout=timeout)
+        comm.Free()
+        return backend
 
     def abort(self, code: int = 1) -> None:
         """End the whole job now, with exit code `code`; local."""
         if self.is_open:
             self._connection.mark_failed(f"rank {self.rank} has aborted the job")
         self._mpi.COMM_WORLD.Abort(code)
+
+    def set_timeout(self, timeout: Seconds | None) -> None:
+        """Change the time-out of operations from now on; local, to be done on all ranks."""
+        super().set_timeout(timeout)
+        self._connection.set_timeout(self.timeout)
+
+    def give_up(self, reason: str) -> None:
+        """Make every later operation raise, and tell the ranks of this node that wait for this one; local."""
+        if self.is_open:
+            self._connection.mark_failed(reason)
+        super().give_up(reason)
 
     def stop_worker(self, timeout: float) -> bool:
         """End the worker thread; False if it is still busy after `timeout` seconds; local."""
@@ -203,6 +234,9 @@ class MpiBackend(Backend):
             return self._connection.all_gather(call, tensor.contiguous())
         result = self._connection.all_gather(call, tensor.movedim(dim, 0).contiguous())
         return result.movedim(0, dim).contiguous()
+
+    def _all_gather_flat(self, call: Call, tensor: Tensor, output: Tensor) -> None:
+        self._connection.all_gather(call, tensor, output)
 
     def _gather(self, call: Call, tensor: Tensor) -> list[Tensor] | None:
         sizes = self._connection.sizes(call, tensor.shape[0] if tensor.dim() else 0)
@@ -294,6 +328,13 @@ class MpiBackend(Backend):
         )
         work.waiting = functools.partial(self.waiting, "wait for irecv", src, tag=tag)
         return work
+
+    def _irecv_any(self, tensor: Tensor, tag: int) -> Work:
+        if tensor.nbytes >= self.max_message_bytes:
+            raise ValueError(
+                f"irecv_any: expected fewer than {self.max_message_bytes} bytes, got {tensor.nbytes}; name the rank"
+            )
+        return self._irecv(tensor, self._mpi.ANY_SOURCE, tag)
 
     # ---- memory -------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ of another size is an error that says both sizes, never a message cut short.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,10 @@ from torch import Tensor
 from ...errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorError
 from ...types import Seconds, Work
 from ...utils.arguments import seconds
+from ...utils.waiting import Backoff, wait_until
 from ..buffers import buffer_of
 from ..network.agreement import TAG_OF_AGREEMENT
-from ..tuning import POLL_SECONDS
+from ..tuning import HANDSHAKE_YIELDS, POLL_SECONDS
 from ..worker import Waiting, unheard
 
 if TYPE_CHECKING:
@@ -105,7 +105,8 @@ class MessagePort:
                 raise _wrong_size(data, src, received)
             finish()
 
-        return RequestWork(self, requests, data, f"irecv from rank {src}", check)
+        sender = "any rank" if src == self.mpi.ANY_SOURCE else f"rank {src}"
+        return RequestWork(self, requests, data, f"irecv from {sender}", check)
 
     def _forget_ended(self) -> None:
         if self.abandoned:
@@ -144,6 +145,7 @@ class RequestWork(Work):
         self._complete = complete
         self._error: Exception | None = None
         self.waiting: Waiting = unheard
+        self._source = -1
 
     def wait(self, timeout: Seconds | None = None) -> None:
         """Block until the messages are through; see `Work.wait`."""
@@ -158,20 +160,18 @@ class RequestWork(Work):
             raise self._error
 
     def _poll(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while not self.done():
-            if time.monotonic() > deadline:
-                raise CollectiveTimeoutError(f"{self._what} was not complete after {timeout:g} s")
-            # Polling is what makes MPI progress; between polls the core belongs to others.
-            time.sleep(POLL_SECONDS)
+        # Polling is what makes MPI progress; between polls the core belongs to others.
+        if not wait_until(self.done, Backoff(HANDSHAKE_YIELDS, 0, POLL_SECONDS), timeout):
+            raise CollectiveTimeoutError(f"{self._what} was not complete after {timeout:g} s")
 
     def done(self) -> bool:
         """Say whether the messages are through or have failed, without blocking."""
         return self._ask(self._port.mpi.Request.Testall)
 
-    def result(self) -> None:
-        """Wait; messages have no value of their own."""
+    def result(self) -> int:
+        """Wait, and return the rank that has sent what was received; of what was sent it is undefined."""
         self.wait()
+        return self._source
 
     def _ask(self, are_through: Callable[[list[Any], list[Any]], bool]) -> bool:
         """Say whether the messages are through by what MPI answers, and keep how they have ended."""
@@ -181,6 +181,7 @@ class RequestWork(Work):
         try:
             if not are_through(self._requests, statuses):
                 return False
+            self._source = statuses[0].Get_source()
             if self._complete is not None:
                 self._complete(sum(status.Get_count(self._port.mpi.BYTE) for status in statuses))
         except self._port.mpi.Exception as error:

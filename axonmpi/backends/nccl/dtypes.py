@@ -7,8 +7,8 @@
     complex64, complex128                          bytes                  twice as many real numbers
     int16, uint16, complex32, other float8         bytes                  int32, complex64, float32, and back
 
-Products of complex numbers are made of what all ranks have, in rank order. Sums of 16-bit and 8-bit floats are
-rounded at each step on the way, other than on the CPU.
+Products of complex numbers and bitwise reductions are made of what all ranks have, in rank order. Sums of 16-bit
+and 8-bit floats are rounded at each step on the way, other than on the CPU.
 
 Source: ncclDataType_t and ncclRedOp_t, https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/types.html.
 """
@@ -60,7 +60,7 @@ _LOGICAL = {ReduceOp.SUM: "MAX", ReduceOp.MAX: "MAX", ReduceOp.PRODUCT: "MIN", R
 
 def is_native_reduction(dtype: torch.dtype, op: ReduceOp) -> bool:
     """Say whether NCCL can reduce tensors of a dtype, seen as `reducible_view` shows them; local."""
-    return not (dtype.is_complex and op is ReduceOp.PRODUCT)
+    return op in _OPS and not (dtype.is_complex and op is ReduceOp.PRODUCT)
 
 
 def reduced_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -26,7 +26,7 @@ from ...utils.partition import split_range
 from ..buffers import as_bytes, bytes_of, empty
 from ..call import Call
 from ..concat_view import FlatParts
-from ..connection import Connection
+from ..connection import Connection, target_of
 from ..handshake import PAYLOAD_BYTES, Words
 from ..reduction import reduce_rows_into
 from ..tuning import AGREEMENT_BYTES, MAX_PLANS
@@ -111,20 +111,20 @@ class BetweenNodes(Connection):
         self._meeting.agree(call)
         self._broadcast(call, flat, call.root)
 
-    def all_gather(self, call: Call, own: Tensor) -> Tensor:
-        """Return the blocks of all ranks, one after the other along dim 0; collective."""
+    def all_gather(self, call: Call, own: Tensor, output: Tensor | None = None) -> Tensor:
+        """Return the blocks of all ranks, one after the other along dim 0; collective. See `Connection`."""
         rows = own.shape[0]
         if own.nbytes and self._meeting.has_room(own.nbytes):
             gathered = self._meeting.gather(call, own)
             if gathered is not None:
-                return gathered
+                return gathered if output is None else target_of(output, len(gathered), own).copy_(gathered)
             is_same = False
         else:
             most, least, _ = self._meeting.agree(call, rows)
             is_same = most == least
         counts = None if is_same else self._meeting.numbers(rows)
         total = self.size * rows if counts is None else int(counts.sum())
-        result = empty((total, *own.shape[1:]), own.dtype)
+        result = target_of(output, total, own)
         if result.numel():
             row = result.nbytes // total
             blocks = Blocks.equal(self.size, row * rows) if counts is None else Blocks(row * counts)

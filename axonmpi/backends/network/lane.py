@@ -46,6 +46,9 @@ _NAMES = {
     ReduceOp.PRODUCT: {**_INTEGERS, **_FLOATS},
     ReduceOp.MIN: _INTEGERS,
     ReduceOp.MAX: _INTEGERS,
+    ReduceOp.BAND: _INTEGERS,
+    ReduceOp.BOR: _INTEGERS,
+    ReduceOp.BXOR: _INTEGERS,
 }
 
 
@@ -72,6 +75,7 @@ class Lane:
         self._ops = {
             ReduceOp.SUM: mpi.SUM, ReduceOp.AVERAGE: mpi.SUM, ReduceOp.PRODUCT: mpi.PROD,
             ReduceOp.MIN: mpi.MIN, ReduceOp.MAX: mpi.MAX,
+            ReduceOp.BAND: mpi.BAND, ReduceOp.BOR: mpi.BOR, ReduceOp.BXOR: mpi.BXOR,
         }  # fmt: skip
         self._scratch: dict[str, Tensor] = {}
 

@@ -69,6 +69,7 @@ class NodeBarrier:
         count: How many barriers this rank has passed; the same on all ranks between two barriers.
         spins: How often a rank looks before it yields: where each has a core, the others arrive soon.
         yields: How often a rank that waits yields before it naps.
+        timeout: The same as given.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class NodeBarrier:
         # Ranks in containers of their own may not see each other's processes.
         self._processes = [process if _is_alive(process) else None for process in processes]
         self._names = names
-        self._timeout = timeout
+        self.timeout = timeout
         words = segment.region_bytes // 8
         self._own = segment.own * words
         peers = [(segment.own + step) % len(processes) for step in range(1, len(processes))]
@@ -135,7 +136,7 @@ class NodeBarrier:
     def _check(self, word: int, peer: int, count: int, what: object, began: float, checked: float) -> float:
         """Raise if the time is up or the other rank is lost; returns when that was looked at last."""
         now = time.monotonic()
-        if self._timeout is not None and now - began > self._timeout:
+        if self.timeout is not None and now - began > self.timeout:
             self._give_up(what)
         if now - checked > BARRIER_CHECK_SECONDS or self._words[word + _MARK]:
             self._look_after(word, peer, count, what)
@@ -144,9 +145,9 @@ class NodeBarrier:
 
     def _give_up(self, what: object) -> None:
         late = [name for name, (word, _) in self._by_name() if self._words[word] <= self.count]
-        self.mark_failed(f"{what} was given up after {self._timeout:g} s", gave_up=True)
+        self.mark_failed(f"{what} was given up after {self.timeout:g} s", gave_up=True)
         raise CollectiveTimeoutError(
-            f"{what} was not complete after {self._timeout:g} s: "
+            f"{what} was not complete after {self.timeout:g} s: "
             f"{name_ranks(late)} did not come, or is still computing"
         )
 

@@ -19,7 +19,7 @@ from ...utils.partition import split_range
 from ..buffers import as_bytes, empty
 from ..call import Call
 from ..concat_view import FlatParts
-from ..connection import Connection
+from ..connection import Connection, target_of
 from ..handshake import PAYLOAD_BYTES, Words
 from ..reduction import reduce_in_rank_order, reduce_wide_into
 from ..tuning import MAX_PLANS, SLICE_BYTES
@@ -66,6 +66,10 @@ class SharedConnection(Connection):
     def check_node(self, what: str) -> None:
         """Raise if the process of another rank of this node has ended; local."""
         self._barrier.check_alive(what)
+
+    def set_timeout(self, timeout: float | None) -> None:
+        """Change after how many seconds a rank gives up waiting for those of its node; local."""
+        self._barrier.timeout = timeout
 
     def mark_failed(self, reason: str) -> None:
         """Tell ranks of this node that wait for this one that it does not come any more; local."""
@@ -218,14 +222,14 @@ class NodeConnection(SharedConnection):
 
         self._pipeline(call, -(-data.nbytes // size), (copy_in, copy_out), agreed=agreed)
 
-    def all_gather(self, call: Call, own: Tensor) -> Tensor:
-        """Return the blocks of all ranks, one after the other along dim 0; collective."""
+    def all_gather(self, call: Call, own: Tensor, output: Tensor | None = None) -> Tensor:
+        """Return the blocks of all ranks, one after the other along dim 0; collective. See `Connection`."""
         if own.nbytes <= PAYLOAD_BYTES:
             self._handshake.own_payload[: own.nbytes].copy_(as_bytes(own))
         else:
             self._publish_address(own)
         rows = self._handshake.agree(call, own.shape[0])
-        result = empty((sum(rows), *own.shape[1:]), own.dtype)
+        result = target_of(output, sum(rows), own)
         counts = [count * result[:1].nbytes for count in rows]
         if max(counts) <= PAYLOAD_BYTES:
             for payload, block in zip(self._handshake.payloads, as_bytes(result).split(counts), strict=True):
@@ -240,7 +244,8 @@ class NodeConnection(SharedConnection):
         bounds = bounds_of(sizes)
         low, high = bounds[self.rank]
         source = as_bytes(own).numpy() if own.numel() else target[:0]
-        target[low:high] = source
+        if result.data_ptr() + low != own.data_ptr():  # FSDP2 of torch has put it there
+            target[low:high] = source
         # A block that fits into the payload lies there in place of its address.
         address = self._common_address() if min(sizes) > PAYLOAD_BYTES else 0
         if address:

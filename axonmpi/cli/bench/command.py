@@ -19,7 +19,7 @@ from ...testing.launcher import LaunchResult, launch
 from ...testing.mpirun import find_mpirun
 from ...utils.device import gpu_count
 from .. import parse_arguments, positive
-from . import data_parallel, network, overhead, pipeline, tensor
+from . import data_parallel, network, overhead, pipeline, tensor, torch_backend
 from .checkpoint import measure as checkpoint
 from .checkpoint import table as checkpoint_table
 from .collectives import measure as collectives
@@ -293,7 +293,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         collectives_mpi.add,
     ),
     "ddp": Benchmark(
-        "step overhead of data parallelism, ours and torch's on gloo",
+        "step overhead of data parallelism, ours and torch's on gloo and on ours",
         lambda world, options: data_parallel.measure_ddp(world, options.blocks),
         data_parallel.ddp_table,
         (2, 4),
@@ -335,5 +335,12 @@ BENCHMARKS: dict[str, Benchmark] = {
         tensor.table,
         (2, 4),
         tensor.add_options,
+    ),
+    "torch": Benchmark(
+        "torch.distributed on axonmpi's backend and on gloo: all-reduces, torch's own DDP and FSDP2",
+        lambda world, options: torch_backend.measure(world, options.blocks),
+        torch_backend.table,
+        (2, 4),
+        blocks=7,
     ),
 }

@@ -1,10 +1,10 @@
-"""A step of data parallel training, with whole and with sharded parameters: ours, and torch's on gloo.
+"""A step of data parallel training, with whole and with sharded parameters: ours, and torch's on gloo and on ours.
 
 The model is a multilayer perceptron of 12.6 million parameters with a batch of 64 a rank.
 
-ddp     Three copies take turns at forward and backward: one without data parallelism (all ranks compute, nobody
-        communicates), one wrapped by axonmpi, one by `torch.nn.parallel.DistributedDataParallel` on gloo. Overhead
-        is a wrapped step's time less the local step's.
+ddp     Four copies take turns at forward and backward: one without data parallelism (all ranks compute, nobody
+        communicates), one wrapped by axonmpi, two by `torch.nn.parallel.DistributedDataParallel`, on gloo and on
+        axonmpi's backend of torch.distributed. Overhead is a wrapped step's time less the local step's.
 
 fsdp    Each layer is a unit, and the steps are AdamW's, too; `--batch` changes the batch. Time: all variants take
         turns in one job. Memory: each variant by itself, in the same job before that; the largest memory of the
@@ -29,9 +29,21 @@ from ...fsdp import FullyShardedDataParallel, ShardingStrategy
 from ...fsdp.memory import PeakMemory, process_memory
 from ...groups.world import World
 from ...utils.text import aligned
-from .timing import give_back, interleave, start_gloo
+from .timing import add_torch_group, give_back, interleave, start_gloo
 
-__all__ = ["BATCH", "ddp_table", "fsdp_table", "measure_ddp", "measure_fsdp"]
+__all__ = [
+    "BATCH",
+    "batch_of",
+    "build_model",
+    "ddp_table",
+    "default_group",
+    "fsdp_table",
+    "measure_ddp",
+    "measure_fsdp",
+    "step_of",
+    "torch_ddp",
+    "torch_fsdp",
+]
 
 BATCH = 64
 _WIDTHS = (1024, 2048, 2048, 2048, 1024)
@@ -45,15 +57,15 @@ Step = Callable[[], None]
 def measure_ddp(world: World, blocks: int) -> dict[str, Any]:
     """Measure `blocks` blocks on the ranks of `world`; collective; the figures are in milliseconds."""
     start_gloo(world)
-    seconds = _ddp_seconds(_batch(world, BATCH), blocks)
+    seconds = _ddp_seconds(batch_of(world, BATCH), blocks)
     dist.destroy_process_group()
     milliseconds = {name: value * 1e3 for name, value in seconds.items()}
     return {
         "ranks": world.size,
-        "parameters": sum(p.numel() for p in _build_model().parameters()),
+        "parameters": sum(p.numel() for p in build_model().parameters()),
         "machine": platform.machine(),
         "milliseconds": milliseconds,
-        "overhead": {name: milliseconds[name] - milliseconds["local"] for name in ("axonmpi", "torch on gloo")},
+        "overhead": {name: time - milliseconds["local"] for name, time in milliseconds.items() if name != "local"},
     }
 
 
@@ -62,11 +74,11 @@ def _ddp_seconds(batch: Tensor, blocks: int) -> dict[str, float]:
 
     Its C++ part would hold the last reference, and join a thread of gloo that needs the interpreter lock.
     """
-    stock = nn.parallel.DistributedDataParallel(_build_model(), gradient_as_bucket_view=True)
     steps = {
-        "local": _step(_build_model(), batch),
-        "axonmpi": _step(DistributedDataParallel(_build_model()), batch),
-        "torch on gloo": _step(stock, batch),
+        "local": step_of(build_model(), batch),
+        "axonmpi": step_of(DistributedDataParallel(build_model()), batch),
+        "torch on gloo": step_of(torch_ddp(default_group()), batch),
+        "torch on axonmpi": step_of(torch_ddp(add_torch_group()), batch),
     }
     return interleave(steps, blocks=blocks, calls=_DDP_STEPS_PER_BLOCK)
 
@@ -74,37 +86,38 @@ def _ddp_seconds(batch: Tensor, blocks: int) -> dict[str, float]:
 def ddp_table(results: list[dict[str, Any]]) -> str:
     """Format the figures of several numbers of ranks."""
     title = f"DDP, {results[0]['parameters'] / 1e6:.1f} M parameters, batch {BATCH} a rank; ms a step, medians"
-    rows = [["ranks", "local", "axonmpi", "gloo", "|", "overhead", "gloo", "gloo / ours"]]
+    rows = [["ranks", *results[0]["milliseconds"], "|", "overhead:", *results[0]["overhead"], "gloo / axonmpi"]]
     for result in results:
         ours, stock = result["overhead"]["axonmpi"], result["overhead"]["torch on gloo"]
         times = [f"{time:.1f}" for time in result["milliseconds"].values()]
+        more = [f"{time:.1f}" for time in result["overhead"].values()]
         ratio = f"{stock / ours:.1f}" if ours > 0 else "no overhead"
-        rows.append([str(result["ranks"]), *times, "|", f"{ours:.1f}", f"{stock:.1f}", ratio])
+        rows.append([str(result["ranks"]), *times, "|", "", *more, ratio])
     return "\n".join([title, *aligned(rows)])
 
 
 def measure_fsdp(world: World, blocks: int, samples_per_rank: int) -> dict[str, Any]:
     """Measure `blocks` blocks on the ranks of `world`; collective; times in milliseconds, memory in bytes."""
     start_gloo(world)
-    batch = _batch(world, samples_per_rank)
+    ours = add_torch_group()
+    batch = batch_of(world, samples_per_rank)
     wrappers: dict[str, Callable[[nn.Sequential], nn.Module]] = {
         "local": lambda model: model,
         "ddp": DistributedDataParallel,
         "fsdp": lambda model: FullyShardedDataParallel(model, units=nn.Linear),
         "fsdp bfloat16": lambda model: FullyShardedDataParallel(model, units=nn.Linear, mixed_precision=True),
-        "torch on gloo": lambda model: _torch_fsdp(model, world),
+        "torch on gloo": lambda model: torch_fsdp(model, default_group()),
+        "torch on axonmpi": lambda model: torch_fsdp(model, ours),
     }
 
     def make(name: str) -> Step:
-        model = wrappers[name](_build_model())
-        return _step(model, batch, torch.optim.AdamW(model.parameters(), lr=1e-4))
+        model = wrappers[name](build_model())
+        return step_of(model, batch, torch.optim.AdamW(model.parameters(), lr=1e-4))
 
     memory = {name: _peak_memory(partial(make, name)) for name in wrappers}
     seconds = interleave({name: make(name) for name in wrappers}, blocks=blocks, calls=_FSDP_STEPS_PER_BLOCK)
     estimates = {
-        name: FullyShardedDataParallel(
-            _build_model(), units=nn.Linear, sharding_strategy=strategy
-        ).memory_estimate()
+        name: FullyShardedDataParallel(build_model(), units=nn.Linear, sharding_strategy=strategy).memory_estimate()
         for name, strategy in {"ddp": ShardingStrategy.NO_SHARD, "fsdp": ShardingStrategy.FULL_SHARD}.items()
     }
     dist.destroy_process_group()
@@ -137,18 +150,22 @@ def fsdp_table(results: list[dict[str, Any]]) -> str:
 # ---- steps ------------------------------------------------------------------------------------------------------
 
 
-def _build_model() -> nn.Sequential:
+def build_model() -> nn.Sequential:
+    """Return the multilayer perceptron."""
     layers: list[nn.Module] = []
     for before, after in pairwise(_WIDTHS):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
 
-def _batch(world: World, samples: int) -> Tensor:
+def batch_of(world: World, samples: int) -> Tensor:
+    """Return this rank's inputs."""
     return torch.randn(samples, _WIDTHS[0], generator=torch.Generator().manual_seed(world.rank))
 
 
-def _step(model: nn.Module, batch: Tensor, optimizer: torch.optim.Optimizer | None = None) -> Step:
+def step_of(model: nn.Module, batch: Tensor, optimizer: torch.optim.Optimizer | None = None) -> Step:
+    """Return what does a step: forward, backward, and the optimizer's if there is one."""
+
     def step() -> None:
         model.zero_grad()
         model(batch).float().square().mean().backward()
@@ -158,12 +175,25 @@ def _step(model: nn.Module, batch: Tensor, optimizer: torch.optim.Optimizer | No
     return step
 
 
-def _torch_fsdp(model: nn.Sequential, world: World) -> nn.Module:
+def default_group() -> dist.ProcessGroup:
+    """Return torch's default group."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def torch_ddp(group: dist.ProcessGroup) -> nn.Module:
+    """Return a model under torch's DistributedDataParallel; collective over a group of all ranks."""
+    return nn.parallel.DistributedDataParallel(build_model(), process_group=group, gradient_as_bucket_view=True)
+
+
+def torch_fsdp(model: nn.Sequential, group: dist.ProcessGroup) -> nn.Module:
+    """Shard a model by torch's FSDP2, a unit for each layer; collective over a group of all ranks."""
     # These take a second to import, which the other benchmarks need not spend.
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (world.size,))
+    mesh = DeviceMesh.from_group(group, "cpu")
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)

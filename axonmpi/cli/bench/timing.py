@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from ...comm import all_gather_object, all_reduce_max, barrier, broadcast_object
 from ...groups.world import World
+from ...interop.autoload import NAME, register
 from ...launch.cpu import usable_cores
 from ...utils.device import Device, device_at
 
@@ -28,6 +29,7 @@ __all__ = [
     "WALL",
     "Agreement",
     "Clock",
+    "add_torch_group",
     "all_gather_flat",
     "calls_for",
     "count_cores",
@@ -177,6 +179,13 @@ def start_torch(world: World, backend: str) -> None:
     if store is None:
         store = make_store(host, port, is_master=False)
     dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size)
+
+
+def add_torch_group() -> dist.ProcessGroup:
+    """Return a second group of torch.distributed, of all ranks of the default one, over axonmpi; collective."""
+    register()
+    group: dist.ProcessGroup = dist.new_group(backend=NAME)
+    return group
 
 
 def count_cores(world: World) -> int:

@@ -1,0 +1,68 @@
+"""What torch runs at the end of every `import torch`: it makes the name "axonmpi" known to `torch.distributed`.
+
+This file is installed a second time beside the package, as `axonmpi_autoload`, and is what the entry point names.
+It does not import `axonmpi`, which takes a third of the time that torch takes, nor mpi4py, and it never raises,
+since that would break `import torch`. Everything else is imported when a program asks for the backend.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+__all__ = ["NAME", "load", "register"]
+
+NAME = "axonmpi"
+_BY_TORCH = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+
+
+def load() -> None:
+    """Register the backend, when torch is imported; local, never raises."""
+    with suppress(Exception):  # `import axonmpi` raises it again
+        register()
+
+
+def register() -> None:
+    """Register the backend, and what finds its ranks; local, does nothing the second time."""
+    import torch.distributed as dist
+
+    if dist.is_available() and not hasattr(dist.Backend, NAME.upper()):
+        _serve_env()
+        dist.Backend.register_backend(NAME, _create_group, extended_api=True, devices=["cpu"])
+
+
+def _create_group(options: Any, backend_options: Any) -> Any:
+    return import_module("axonmpi.interop.torch_backend").create_group(options, backend_options)
+
+
+def _serve_env() -> None:
+    """Serve "mpi://", and "env://" where the group is ours and the variables of "env://" are not all set."""
+    # torch has no public way to replace a handler.
+    handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    by_torch = handlers["env"]
+
+    def by_mpi(url: str, **options: Any) -> Iterator[Any]:
+        handler: Callable[..., Iterator[Any]] = import_module("axonmpi.interop.rendezvous").meet
+        return handler(url, **options)
+
+    def by_either(url: str, **options: Any) -> Iterator[Any]:
+        handler: Callable[..., Iterator[Any]] = by_mpi if _is_ours() and not _has_address() else by_torch
+        return handler(url, **options)
+
+    handlers.update(env=by_either, mpi=by_mpi)
+
+
+def _has_address() -> bool:
+    return all(os.environ.get(name) for name in _BY_TORCH)
+
+
+def _is_ours() -> bool:
+    """Say whether `init_process_group`, which does not tell its handlers, was asked for this backend."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "init_process_group":
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and NAME in str(frame.f_locals.get("backend")).lower()

@@ -1,0 +1,64 @@
+"""The variables that torchrun sets, for programs that insist on them.
+
+`torch.distributed.init_process_group("axonmpi")` needs none of them. A program that reads `LOCAL_RANK`, or that
+makes a group of gloo, does.
+"""
+
+from __future__ import annotations
+
+import socket
+
+from ..launch.start import Started, start_world
+from ..launch.topology import Topology
+from ..launch.variables import set_variables
+
+__all__ = ["host_of_first", "launch_env"]
+
+_LOOPBACK = "127.0.0.1"
+
+
+def launch_env() -> dict[str, str]:
+    """Set the variables that torchrun sets, in this process, and return them; collective over all ranks of the job.
+
+    They are `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `GROUP_RANK` (the node's number), `MASTER_ADDR`
+    and `MASTER_PORT`, a port on rank 0's node that was free a moment ago.
+
+    Raises:
+        LaunchError: The processes were not started as one MPI job.
+    """
+    started = start_world()
+    place = started.topology
+    port = _free_port() if place.rank == 0 else None
+    host = host_of_first(started)
+    if started.comm is not None:
+        port = started.comm.bcast(port)
+    found = {**_numbers(place), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    set_variables(found)
+    return found
+
+
+def _numbers(place: Topology) -> dict[str, str]:
+    numbers = {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.size,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_WORLD_SIZE": place.local_size,
+        "GROUP_RANK": place.node_rank,
+    }
+    return {name: str(number) for name, number in numbers.items()}
+
+
+def host_of_first(started: Started) -> str:
+    """Return the name by which this rank reaches rank 0's node; collective over all ranks of the job."""
+    name = _LOOPBACK
+    if started.topology.num_nodes > 1:
+        assert started.comm is not None
+        name = started.comm.bcast(socket.gethostname())
+    return _LOOPBACK if started.topology.node_rank == 0 else name
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port

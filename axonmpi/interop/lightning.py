@@ -1,0 +1,100 @@
+"""Lightning over MPI on the CPU.
+
+    from axonmpi.interop.lightning import MpiEnvironment, ddp_strategy
+
+    Trainer(accelerator="cpu", strategy=ddp_strategy(), devices=ranks_of_a_node, num_nodes=nodes)
+
+Any other strategy of Lightning's takes the same two: `MpiEnvironment()` as its `cluster_environment`, which says
+who and where each rank is, and "axonmpi" as its `process_group_backend`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+
+from ..launch.start import start_world
+from .autoload import NAME, register
+from .environment import launch_env
+
+__all__ = ["MpiEnvironment", "ddp_strategy"]
+
+
+class MpiEnvironment(ClusterEnvironment):
+    """What Lightning asks about the ranks, answered by MPI; made by all ranks of the job together.
+
+    Raises:
+        LaunchError: The processes were not started as one MPI job.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        register()
+        self._variables = launch_env()
+        self._place = start_world().topology
+
+    @staticmethod
+    def detect() -> bool:
+        """Say that Lightning is to take another one, unless it is given this one."""
+        return False
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Whether somebody else starts the processes: mpirun or srun."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Name of rank 0's node."""
+        return self._variables["MASTER_ADDR"]
+
+    @property
+    def main_port(self) -> int:
+        """A port there."""
+        return int(self._variables["MASTER_PORT"])
+
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self._place.size
+
+    def set_world_size(self, size: int) -> None:
+        """Nothing: MPI knows."""
+
+    def global_rank(self) -> int:
+        """Return this rank's number."""
+        return self._place.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Nothing: MPI knows."""
+
+    def local_rank(self) -> int:
+        """Return this rank's number on its node."""
+        return self._place.local_rank
+
+    def node_rank(self) -> int:
+        """Return this node's number."""
+        return self._place.node_rank
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Raise unless the trainer's `devices` and `num_nodes` are as many as MPI's.
+
+        Raises:
+            ValueError: They are not.
+        """
+        expected = (self._place.local_size, self._place.num_nodes)
+        if (num_devices, num_nodes) != expected:
+            raise ValueError(
+                f"Trainer: expected devices={expected[0]}, num_nodes={expected[1]}, as MPI has started them, "
+                f"got devices={num_devices}, num_nodes={num_nodes}"
+            )
+
+
+def ddp_strategy(**options: Any) -> DDPStrategy:
+    """Return Lightning's DistributedDataParallel over MPI; collective over all ranks of the job.
+
+    Args:
+        **options: Further ones of `lightning.pytorch.strategies.DDPStrategy`.
+    """
+    return DDPStrategy(cluster_environment=MpiEnvironment(), process_group_backend=NAME, **options)

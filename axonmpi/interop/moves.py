@@ -1,0 +1,184 @@
+"""torch's collectives in terms of a `Backend`'s: results go into tensors that the caller has.
+
+Each function is collective over the backend's ranks, blocks, and takes tensors without autograd history. Lists of
+tensors go as the elements of each rank by one flat collective, and keep the caller's shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..backends import Backend
+from ..backends import all_reduce_coalesced as coalesced
+from ..types import ReduceOp
+from .reductions import Factor, scale, scaled
+
+__all__ = [
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_single",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "scatter",
+]
+
+
+def all_reduce(backend: Backend, tensor: Tensor, op: ReduceOp, factor: Factor = None) -> None:
+    """Reduce a tensor, dense or sparse, over all ranks, in place."""
+    scale([tensor], factor)
+    if tensor.is_sparse:
+        _all_reduce_sparse(backend, tensor, op)
+    else:
+        backend.all_reduce(tensor, op)
+
+
+def all_reduce_coalesced(backend: Backend, tensors: Sequence[Tensor], op: ReduceOp, factor: Factor = None) -> None:
+    """Reduce several tensors over all ranks, in place, as few large ones."""
+    scale(tensors, factor)
+    coalesced(backend, tensors, op)
+
+
+def _all_reduce_sparse(backend: Backend, tensor: Tensor, op: ReduceOp) -> None:
+    if op is not ReduceOp.SUM:
+        raise ValueError(f"all_reduce: sparse tensors can be summed only, got {op.name}; use .to_dense()")
+    own = tensor.coalesce()
+    indices = backend.all_gather(own.indices(), 1)  # [sparse dims, non-zero elements of all ranks]
+    values = backend.all_gather(own.values())  # [non-zero elements of all ranks, dense dims ...]
+    tensor.copy_(torch.sparse_coo_tensor(indices, values, own.shape, check_invariants=False).coalesce())
+
+
+def reduce(backend: Backend, tensor: Tensor, root: int, op: ReduceOp, factor: Factor) -> None:
+    """Reduce a tensor over all ranks, in place on the root, untouched on the others."""
+    if backend.rank == root:
+        scale([tensor], factor)
+    backend.reduce(scaled(tensor, factor) if backend.rank != root else tensor, root, op)
+
+
+def all_gather(backend: Backend, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+    """Copy each rank's tensor into one of the outputs; ranks may differ in shape, not in dtype."""
+    _check_count("all_gather", outputs, backend.size)
+    flat = backend.all_gather(tensor.reshape(-1))
+    _check_numel("all_gather", sum(output.numel() for output in outputs), flat.numel())
+    _copy_parts(outputs, flat)
+
+
+def all_gather_coalesced(backend: Backend, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> None:
+    """Copy the ranks' lists of tensors into one list for each rank."""
+    _check_count("all_gather_coalesced", outputs, backend.size)
+    for number, tensor in enumerate(tensors):
+        all_gather(backend, [of_rank[number] for of_rank in outputs], tensor)
+
+
+def all_gather_single(backend: Backend, output: Tensor, tensor: Tensor) -> None:
+    """Copy the ranks' tensors, of one shape, one after the other into the output."""
+    _check_numel("all_gather_single", output.numel(), backend.size * tensor.numel())
+    if output.is_contiguous():
+        backend.all_gather_flat(output.view(-1), tensor)
+    else:
+        output.copy_(backend.all_gather(tensor.reshape(-1)).view(output.shape))
+
+
+def reduce_scatter(
+    backend: Backend, output: Tensor, tensors: Sequence[Tensor], op: ReduceOp, factor: Factor = None
+) -> None:
+    """Reduce one tensor for each rank over all ranks, and put the own one into the output."""
+    _check_count("reduce_scatter", tensors, backend.size)
+    _check_numel("reduce_scatter", output.numel(), tensors[backend.rank].numel())
+    sizes = [tensor.numel() for tensor in tensors]
+    target = output.view(-1) if output.is_contiguous() else output.new_empty(output.numel())
+    backend.reduce_scatter_into(target, [scaled(tensor, factor) for tensor in tensors], sizes, op)
+    if target.data_ptr() != output.data_ptr():
+        output.copy_(target.view(output.shape))
+
+
+def reduce_scatter_single(
+    backend: Backend, output: Tensor, tensor: Tensor, op: ReduceOp, factor: Factor = None
+) -> None:
+    """Reduce a tensor, cut evenly, over all ranks, and put the own part into the output."""
+    _check_numel("reduce_scatter_single", tensor.numel(), backend.size * output.numel())
+    reduce_scatter(backend, output, tensor.reshape(-1).tensor_split(backend.size), op, factor)
+
+
+def gather(backend: Backend, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
+    """Copy each rank's tensor into one of the root's outputs; ranks may differ in shape, not in dtype."""
+    if backend.rank == root:
+        _check_count("gather", outputs, backend.size)
+    parts = backend.gather(tensor.reshape(-1), root)
+    for output, part in zip(outputs, parts or (), strict=True):
+        _check_numel("gather", output.numel(), part.numel())
+        output.copy_(part.view(output.shape))
+
+
+def scatter(backend: Backend, output: Tensor, tensors: Sequence[Tensor], root: int) -> None:
+    """Copy one of the root's tensors, all of one shape, into each rank's output."""
+    flat = None
+    if backend.rank == root:
+        _check_count("scatter", tensors, backend.size)
+        for tensor in tensors:
+            _check_numel("scatter", output.numel(), tensor.numel())
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    part = backend.scatter(flat, root)
+    _check_numel("scatter", output.numel(), part.numel())
+    output.copy_(part.view(output.shape))
+
+
+def all_to_all(backend: Backend, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Send each rank one of the tensors, and copy what it sends here into one of the outputs."""
+    _check_count("all_to_all", outputs, backend.size)
+    _check_count("all_to_all", tensors, backend.size)
+    parts = backend.all_to_all([tensor.reshape(-1) for tensor in tensors])
+    for output, part in zip(outputs, parts, strict=True):
+        _check_numel("all_to_all", output.numel(), part.numel())
+        output.copy_(part.view(output.shape))
+
+
+def all_to_all_single(
+    backend: Backend, output: Tensor, tensor: Tensor, output_sizes: list[int], sizes: list[int]
+) -> None:
+    """Send each rank a part of a tensor, cut along dim 0, and put the received parts one after the other.
+
+    Args:
+        backend: The ranks.
+        output: Where they go.
+        tensor: What is sent.
+        output_sizes: Size along dim 0 of what comes from each rank; none: equal parts.
+        sizes: Size along dim 0 of what goes to each rank; none: equal parts.
+    """
+    all_to_all(backend, _cut(output, output_sizes, backend.size), _cut(tensor, sizes, backend.size))
+
+
+def _cut(tensor: Tensor, sizes: list[int], ranks: int) -> Sequence[Tensor]:
+    whole = tensor.shape[0] if tensor.dim() else 0
+    if not sizes:
+        if whole % ranks:
+            raise ValueError(f"all_to_all_single: expected {ranks} equal parts along dim 0, got a size of {whole}")
+        sizes = [whole // ranks] * ranks
+    _check_count("all_to_all_single", sizes, ranks)
+    if sum(sizes) != whole:
+        raise ValueError(f"all_to_all_single: expected split sizes that add up to {whole}, got {sizes}")
+    return list(tensor.split(sizes))
+
+
+def _copy_parts(outputs: Sequence[Tensor], flat: Tensor) -> None:
+    parts = flat.split([output.numel() for output in outputs])
+    for output, part in zip(outputs, parts, strict=True):
+        output.copy_(part.view(output.shape))
+
+
+def _check_count(operation: str, given: Sequence[object], ranks: int) -> None:
+    if len(given) != ranks:
+        raise ValueError(f"{operation}: expected a list of {ranks}, one for each rank, got {len(given)}")
+
+
+def _check_numel(operation: str, expected: int, numel: int) -> None:
+    if expected != numel:
+        raise ValueError(f"{operation}: the tensors' sizes do not fit: expected {expected} elements, got {numel}")

@@ -1,0 +1,380 @@
+"""torch's interface of a group of ranks, over a `Backend`: every method that torch calls on one.
+
+    dist.all_reduce(t) ── allreduce([t], options) ── _run ─┬─ now ────────── backend.all_reduce(t, op)
+    DDP, functional ops ─ the same, asynchronous ──────────┴─ its thread ──── the same, then the future
+
+torch's Python functions and its C++ call these methods with lists of tensors and an object of options. Blocking
+operations run on the caller's thread where none is under way, asynchronous ones on the group's own, in the order
+of the calls; nothing holds Python's lock while it waits for another rank. What is checked, compared and added, and
+how, is the backend's. The names are torch's, the older ones too, which torch 2.11 calls.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache, partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.distributed_c10d import (
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    PrefixStore,
+    ReduceScatterOptions,
+    Store,
+)
+from torch.futures import Future
+
+from ..backends import Backend, Worker
+from ..errors import CommunicatorError
+from ..launch import exit as exits
+from ..types import Work
+from ..utils.torch_internals import skip_in_compile
+from . import moves
+from .autoload import NAME
+from .connecting import backend_of_some
+from .reductions import reduction_of
+from .work import TorchWork, complete_with, completed
+
+__all__ = ["TorchProcessGroup"]
+
+_ProcessGroup: Any = dist.ProcessGroup
+"""Its stubs describe forms of each method that no program of torch's calls."""
+_CPU = torch.device("cpu")
+_DONE = completed()
+_REDUCE, _SCATTER, _BARRIER = AllreduceOptions(), ReduceScatterOptions(), BarrierOptions()
+_GATHER = _ALL = AllToAllOptions()
+_live: weakref.WeakSet[TorchProcessGroup] = weakref.WeakSet()
+
+
+def _end_threads() -> None:
+    for group in list(_live):
+        if not group.end_thread(4.0):
+            raise CommunicatorError("an asynchronous operation was still under way when the program ended")
+
+
+@cache
+def _register_with_exits() -> None:
+    exits.before_finalize(_end_threads)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _plain_list(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return list(map(_plain, tensors))
+
+
+class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
+    """A group of `torch.distributed` whose tensors on the CPU go by MPI and shared memory.
+
+    Args:
+        backend: Moves the data.
+        ranks: torch's global numbers of the members, in the group's order.
+        store: torch's store of the group.
+        timeout: How long operations may take.
+    """
+
+    def __init__(self, backend: Backend, ranks: Sequence[int], store: Store, timeout: timedelta) -> None:
+        super().__init__(backend.rank, backend.size)
+        self._backend = backend
+        self._ranks = list(ranks)
+        self._store = store
+        self._timeout = timeout
+        self._worker = Worker(f"axonmpi-torch-rank{backend.rank}")
+        self._sequence = 0
+        self._name = self._description = ""
+        _live.add(self)
+        _register_with_exits()
+
+    # ---- running ------------------------------------------------------------------------------------------
+
+    def _run(self, what: str, options: Any, tensors: Sequence[Tensor], move: Callable[[], object]) -> TorchWork:
+        """Run a collective, now or on the group's thread; `move` does it."""
+        self._sequence += 1
+        if not (options.asyncOp or self._worker.busy):
+            move()
+            return _DONE
+        work = self._start(what, tensors, move)
+        if not options.asyncOp:
+            work.wait()
+        return work
+
+    def _start(self, what: str, tensors: Sequence[Tensor], move: Callable[[], object]) -> TorchWork:
+        future: Future[Any] = Future()
+        inference = torch.is_inference_mode_enabled()
+
+        def task() -> None:
+            with torch.inference_mode(inference):  # a mode is a thread's own
+                error = complete_with(future, move, list(tensors))
+            if error is not None:
+                raise error
+
+        return TorchWork(self._worker.submit(what, task), tensors, future=future)
+
+    # ---- reductions ---------------------------------------------------------------------------------------
+
+    @skip_in_compile
+    def allreduce(self, tensors: list[Tensor], opts: Any = _REDUCE) -> TorchWork:
+        """Reduce one tensor over all ranks, in place; collective."""
+        op, factor = reduction_of(opts.reduceOp)
+        move = partial(moves.all_reduce, self._backend, _plain(tensors[0]), op, factor)
+        return self._run("all_reduce", opts, tensors, move)
+
+    @skip_in_compile
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _REDUCE) -> TorchWork:
+        """Reduce several tensors over all ranks, in place, as few large ones; collective."""
+        op, factor = reduction_of(opts.reduceOp)
+        move = partial(moves.all_reduce_coalesced, self._backend, _plain_list(tensors), op, factor)
+        return self._run("all_reduce_coalesced", opts, tensors, move)
+
+    @skip_in_compile
+    def reduce(self, tensors: list[Tensor], opts: Any) -> TorchWork:
+        """Reduce one tensor over all ranks, in place on the root; collective."""
+        op, factor = reduction_of(opts.reduceOp)
+        move = partial(moves.reduce, self._backend, _plain(tensors[0]), opts.rootRank, op, factor)
+        return self._run("reduce", opts, tensors, move)
+
+    @skip_in_compile
+    def reduce_scatter(
+        self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = _SCATTER
+    ) -> TorchWork:
+        """Reduce one tensor for each rank, and keep the own one; collective."""
+        op, factor = reduction_of(opts.reduceOp)
+        inputs = _plain_list(input_tensors[0])
+        move = partial(moves.reduce_scatter, self._backend, _plain(output_tensors[0]), inputs, op, factor)
+        return self._run("reduce_scatter", opts, output_tensors, move)
+
+    @skip_in_compile
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _SCATTER) -> TorchWork:
+        """Reduce a tensor, and keep the own one of equal parts; collective."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    @skip_in_compile
+    def reduce_scatter_single_coalesced(
+        self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = _SCATTER
+    ) -> TorchWork:
+        """Reduce several tensors, and keep the own part of each; collective."""
+        op, factor = reduction_of(opts.reduceOp)
+        pairs = list(zip(_plain_list(output_tensors), _plain_list(input_tensors), strict=True))
+
+        def move() -> None:
+            for output, input in pairs:
+                moves.reduce_scatter_single(self._backend, output, input, op, factor)
+
+        return self._run("reduce_scatter_single", opts, output_tensors, move)
+
+    # ---- copies -------------------------------------------------------------------------------------------
+
+    @skip_in_compile
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> TorchWork:
+        """Copy the root's tensor to all ranks, in place; collective."""
+        move = partial(self._backend.broadcast, _plain(tensors[0]), opts.rootRank)
+        return self._run("broadcast", opts, tensors, move)
+
+    @skip_in_compile
+    def allgather(
+        self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = _GATHER
+    ) -> TorchWork:
+        """Copy each rank's tensor into one of a list; collective."""
+        outputs = _plain_list(output_tensors[0])
+        move = partial(moves.all_gather, self._backend, outputs, _plain(input_tensors[0]))
+        return self._run("all_gather", opts, output_tensors[0], move)
+
+    @skip_in_compile
+    def allgather_coalesced(
+        self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = _GATHER
+    ) -> TorchWork:
+        """Copy several tensors of each rank into a list of that rank; collective."""
+        outputs = list(map(_plain_list, output_lists))
+        move = partial(moves.all_gather_coalesced, self._backend, outputs, _plain_list(input_list))
+        return self._run("all_gather_coalesced", opts, list(chain.from_iterable(outputs)), move)
+
+    @skip_in_compile
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = _GATHER) -> TorchWork:
+        """Copy the ranks' tensors one after the other into one; collective."""
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    @skip_in_compile
+    def all_gather_single_coalesced(
+        self, output_lists: list[Tensor], input_list: list[Tensor], opts: Any = _GATHER
+    ) -> TorchWork:
+        """Do that with several tensors of each rank; collective."""
+        pairs = list(zip(_plain_list(output_lists), _plain_list(input_list), strict=True))
+
+        def move() -> None:
+            for output, input in pairs:
+                moves.all_gather_single(self._backend, output, input)
+
+        return self._run("all_gather_single", opts, output_lists, move)
+
+    @skip_in_compile
+    def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> TorchWork:
+        """Copy each rank's tensor into one of the root's list; collective."""
+        outputs = _plain_list(output_tensors[0]) if output_tensors else []
+        move = partial(moves.gather, self._backend, outputs, _plain(input_tensors[0]), opts.rootRank)
+        return self._run("gather", opts, outputs, move)
+
+    @skip_in_compile
+    def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> TorchWork:
+        """Copy one of the root's list of tensors to each rank; collective."""
+        inputs = _plain_list(input_tensors[0]) if input_tensors else []
+        move = partial(moves.scatter, self._backend, _plain(output_tensors[0]), inputs, opts.rootRank)
+        return self._run("scatter", opts, output_tensors, move)
+
+    @skip_in_compile
+    def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = _ALL) -> TorchWork:
+        """Send one tensor to each rank, and receive one from each; collective."""
+        move = partial(moves.all_to_all, self._backend, _plain_list(output_tensors), _plain_list(input_tensors))
+        return self._run("all_to_all", opts, output_tensors, move)
+
+    @skip_in_compile
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_split_sizes: list[int], input_split_sizes: list[int],
+        opts: Any = _ALL,
+    ) -> TorchWork:  # fmt: skip
+        """Send each rank a part of a tensor, and receive one from each; collective."""
+        sizes = list(output_split_sizes), list(input_split_sizes)
+        move = partial(moves.all_to_all_single, self._backend, _plain(output), _plain(input), *sizes)
+        return self._run("all_to_all_single", opts, [output], move)
+
+    @skip_in_compile
+    def barrier(self, opts: Any = _BARRIER) -> TorchWork:
+        """Wait for all ranks; collective.
+
+        Raises:
+            CollectiveTimeoutError: With a time-out in the options, from the blocking form.
+        """
+        limit = opts.timeout.total_seconds()
+        if limit <= 0 or opts.asyncOp:
+            return self._run("barrier", opts, (), self._backend.barrier)
+        work = self._start("barrier", (), self._backend.barrier)
+        work.wait(opts.timeout)
+        return work
+
+    # ---- messages -----------------------------------------------------------------------------------------
+
+    @skip_in_compile
+    def send(self, tensors: list[Tensor], dst_rank: int, tag: int = 0) -> TorchWork:
+        """Begin to send a tensor; leave it alone until the handle is complete."""
+        return self._message(self._backend.isend(_plain(tensors[0]), dst_rank, tag), tensors)
+
+    @skip_in_compile
+    def recv(self, tensors: list[Tensor], src_rank: int, tag: int = 0) -> TorchWork:
+        """Begin to receive into a tensor, which is complete when the handle is."""
+        return self._message(self._backend.irecv(_plain(tensors[0]), src_rank, tag), tensors)
+
+    @skip_in_compile
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> TorchWork:
+        """Begin to receive from whichever rank sends first."""
+        return self._message(self._backend.irecv_any(_plain(tensors[0]), tag), tensors)
+
+    def _message(self, work: Work, tensors: Sequence[Tensor]) -> TorchWork:
+        return TorchWork(work, tensors, self._backend.timeout)
+
+    # ---- the names of torch 2.11 --------------------------------------------------------------------------
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # ---- groups -------------------------------------------------------------------------------------------
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> TorchProcessGroup | None:
+        """Make a group of some of this one's ranks; collective over these, None on others."""
+        if self.rank() not in ranks:
+            return None
+        timeout = timeout or self._timeout
+        chosen = [self._ranks[rank] for rank in ranks]
+        store = PrefixStore(f"{group_name}/", self._store)
+        backend = backend_of_some(chosen, list(ranks).index(self.rank()), timeout.total_seconds())
+        group = TorchProcessGroup(backend, chosen, store, timeout)
+        group.setGroupName(group_name or "")
+        group.setGroupDesc(group_desc or "")
+        return group
+
+    # ---- life ---------------------------------------------------------------------------------------------
+
+    def end_thread(self, timeout: float) -> bool:
+        """End the group's thread; False if it is still busy after `timeout` seconds; local."""
+        return self._worker.close(timeout)
+
+    def shutdown(self) -> None:
+        """Release the group, once what is under way has ended; collective in effect."""
+        if not self.end_thread(10.0):
+            raise CommunicatorError("this group still runs an operation that the other ranks have not met")
+        self._backend.close()
+
+    def abort(self) -> None:
+        """Make the group unusable, also for ranks of this node that wait for this one; local."""
+        self._backend.give_up("torch.distributed has aborted it")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long operations may take from now on; local."""
+        self._timeout = timeout
+        self._backend.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    # ---- what torch asks of a group -----------------------------------------------------------------------
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+    options = None
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    def _get_backend(self, device: torch.device) -> TorchProcessGroup:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"the {NAME} backend takes tensors on the CPU, there is none for {device}")
+        return self
+
+    def get_group_store(self) -> Store:
+        """Return torch's store of the group."""
+        return self._store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._sequence = 0
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Return the backend's name."""
+        return NAME
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return the name that torch gave."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Take the name that torch gives."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Return the description that the program gave."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Take the description that the program gives."""
+        self._description = description

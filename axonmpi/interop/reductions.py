@@ -1,0 +1,53 @@
+"""torch's reductions as this library's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch import distributed as dist
+
+from ..types import ReduceOp
+
+__all__ = ["Factor", "reduction_of", "scale", "scaled"]
+
+Factor = float | Tensor | None
+"""What PREMUL_SUM multiplies each rank's values by before they are added; None: nothing."""
+
+_OPS = {
+    dist.ReduceOp.SUM: ReduceOp.SUM,
+    dist.ReduceOp.AVG: ReduceOp.AVERAGE,
+    dist.ReduceOp.PRODUCT: ReduceOp.PRODUCT,
+    dist.ReduceOp.MIN: ReduceOp.MIN,
+    dist.ReduceOp.MAX: ReduceOp.MAX,
+    dist.ReduceOp.BAND: ReduceOp.BAND,
+    dist.ReduceOp.BOR: ReduceOp.BOR,
+    dist.ReduceOp.BXOR: ReduceOp.BXOR,
+    dist.ReduceOp.PREMUL_SUM: ReduceOp.SUM,
+}
+_BY_HASH = {hash(kind): op for kind, op in _OPS.items()}
+"""A reduction of torch's hashes as its kind does; looking one up by itself takes ten times as long."""
+_PREMUL_SUM = hash(dist.ReduceOp.PREMUL_SUM)
+
+
+def reduction_of(op: Any) -> tuple[ReduceOp, Factor]:
+    """Return the reduction, and the factor that values are multiplied by before; local.
+
+    Args:
+        op: A `torch.distributed.ReduceOp`.
+    """
+    kind = hash(op)
+    return _BY_HASH[kind], op.__getstate__()[1] if kind == _PREMUL_SUM else None
+
+
+def scaled(tensor: Tensor, factor: Factor) -> Tensor:
+    """Return a tensor times the factor, the tensor itself without one; local."""
+    return tensor if factor is None else (tensor * factor).to(tensor.dtype)
+
+
+def scale(tensors: Iterable[Tensor], factor: Factor) -> None:
+    """Multiply tensors by the factor, in place, if there is one; local."""
+    if factor is not None:
+        for tensor in tensors:
+            tensor.copy_(tensor * factor)

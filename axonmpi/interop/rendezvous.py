@@ -1,0 +1,69 @@
+"""Where the ranks of `torch.distributed` meet: MPI tells each its number, and where the store is.
+
+Groups over MPI need no store. Other things do that programs use beside it, so there is torch's own: on rank 0, at a
+port that the system chooses, whose address goes to all ranks by MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from torch import distributed
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import Store
+
+from ..errors import LaunchError
+from ..launch.start import Started, start_world
+from .environment import host_of_first
+
+__all__ = ["check_place", "meet"]
+
+dist: Any = distributed
+"""With the stores, which are public, yet not among the names that torch exports."""
+
+
+def meet(url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    """Yield a store, this rank's number and the number of ranks, as torch's own handlers do; collective.
+
+    Args:
+        url: "env://" or "mpi://", with the program's own numbers, if any: "?rank=0&world_size=2".
+        timeout: Of the store's operations.
+
+    Raises:
+        LaunchError: The processes were not started as one MPI job, or are other ones than the program says.
+    """
+    started = start_world()
+    given = {name: int(value) for name, value in parse_qsl(urlsplit(url).query) if name in ("rank", "world_size")}
+    check_place(started, given.get("rank", -1), given.get("world_size", -1))
+    yield _open_store(started, timeout), started.topology.rank, started.topology.size
+
+
+def check_place(started: Started, rank: int, size: int) -> None:
+    """Raise unless a program's numbers, -1 where it has none, are MPI's; local.
+
+    Raises:
+        LaunchError: They are not.
+    """
+    own = (started.topology.rank, started.topology.size)
+    if rank in (-1, own[0]) and size in (-1, own[1]):
+        return
+    given = [f"{name}={value}" for name, value in (("rank", rank), ("world_size", size)) if value != -1]
+    raise LaunchError(
+        f"init_process_group({', '.join(given)}): by MPI this is rank {own[0]} of {own[1]}. Leave both out, MPI "
+        f"knows them; or start as many ranks: mpirun -n {max(size, rank + 1)} python SCRIPT"
+    )
+
+
+def _open_store(started: Started, timeout: timedelta) -> Any:
+    comm = started.comm
+    if comm is None or comm.size == 1:
+        return dist.HashStore()
+    host = host_of_first(started)
+    server = (
+        dist.TCPStore(host, 0, wait_for_workers=False, is_master=True, timeout=timeout) if not comm.rank else None
+    )
+    port = comm.bcast(None if server is None else server.port)
+    return server or dist.TCPStore(host, port, is_master=False, timeout=timeout)

@@ -1,0 +1,121 @@
+"""torch's handles of operations under way: `torch.distributed.Work`, over this library's `Work`.
+
+An asynchronous collective runs on its group's thread, which completes the future at its end; a message goes by
+itself, and has a future only where somebody asks for one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch import distributed as dist
+from torch.futures import Future
+
+from ..types import CompletedWork, Work
+
+__all__ = ["TorchWork", "complete_with", "completed"]
+
+
+class TorchWork(dist.Work):
+    """An operation under way, or over.
+
+    Args:
+        work: The operation.
+        tensors: What it writes, or sends.
+        timeout: Seconds that `wait` waits if it is not told, None for ever.
+        future: What is completed at its end, by somebody else; None: nothing is.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        tensors: Sequence[Tensor] = (),
+        timeout: float | None = None,
+        future: Future[Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._work = work
+        self._tensors = list(tensors)
+        self._timeout = timeout
+        self._future = future
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the operation is complete; torch's "no time-out" is one of zero.
+
+        Raises:
+            CollectiveTimeoutError: Not complete in time.
+            Exception: Whatever the operation itself raised.
+        """
+        self._work.wait(timeout.total_seconds() if timeout else self._timeout)
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """Return a future whose value is the list of tensors."""
+        if self._future is None:
+            self._future = Future()
+            if self._work.done():
+                self._complete()
+            else:  # nobody looks after a message but who waits for it
+                threading.Thread(target=self._complete, name="axonmpi-future", daemon=True).start()
+        return self._future
+
+    def _complete(self) -> None:
+        assert self._future is not None
+        complete_with(self._future, lambda: self._work.wait(self._timeout), self._tensors)
+
+    def is_completed(self) -> bool:
+        """Say whether the operation is complete or has failed, without blocking."""
+        return self._work.done()
+
+    def is_success(self) -> bool:
+        """Say whether the operation is complete and has not failed, without blocking."""
+        return self._work.done() and self.exception() is None
+
+    def exception(self) -> Exception | None:
+        """Return what the operation raised, None if nothing or if it is still under way."""
+        if not self._work.done():
+            return None
+        try:
+            self._work.wait()
+        except Exception as error:
+            return error
+        return None
+
+    def result(self) -> list[Tensor]:
+        """Return what the operation writes; complete after `wait` only."""
+        return self._tensors
+
+    def synchronize(self) -> None:
+        """Wait: the CPU has no streams to order."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Wait: the CPU has no streams to order."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """Wait, then return the rank that has sent what was received."""
+        source: int = self._work.result()
+        return source
+
+    _source_rank = source_rank
+
+
+def complete_with(future: Future[Any], operation: Callable[[], object], value: object) -> Exception | None:
+    """Run an operation and complete a future with a value, or with what it raised, which is returned; local."""
+    try:
+        operation()
+    except Exception as error:
+        future.set_exception(error)
+        return error
+    future.set_result(value)
+    return None
+
+
+def completed(tensors: Sequence[Tensor] = ()) -> TorchWork:
+    """Return the handle of an operation that is over; local."""
+    return TorchWork(CompletedWork(), tensors)

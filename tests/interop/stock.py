@@ -1,0 +1,152 @@
+"""A program for torch.distributed as anybody would write it: it knows nothing of axonmpi but a backend's name.
+
+mpirun -n 2 python stock.py axonmpi /tmp/over_mpi.pt     what each part computed, of rank 0
+mpirun -n 2 python stock.py gloo /tmp/over_gloo.pt
+"""
+
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+
+
+def model(width: int = 32) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4))
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(8, 16, generator=made), torch.randn(8, 4, generator=made)
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int = 3) -> torch.Tensor:
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs, targets = batch(step, rank)
+        loss = nn.functional.mse_loss(module(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def ddp(rank: int, size: int) -> list[torch.Tensor]:
+    wrapped = DistributedDataParallel(model())
+    losses = train(wrapped, torch.optim.AdamW(wrapped.parameters(), 1e-2), rank)
+    return [losses, *(p.detach() for p in wrapped.parameters())]
+
+
+def fsdp2_and_dcp(rank: int, size: int) -> list[torch.Tensor]:
+    mesh = init_device_mesh("cpu", (size,))
+    sharded = model()
+    for layer in sharded:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    optimizer = torch.optim.AdamW(sharded.parameters(), 1e-2)
+    losses = train(sharded, optimizer, rank)
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    weights, moments = get_state_dict(sharded, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder[0])
+    before = [p.full_tensor().clone() for p in sharded.parameters()]
+    with torch.no_grad():
+        for parameter in sharded.parameters():
+            parameter.zero_()
+    weights, moments = get_state_dict(sharded, optimizer)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder[0])
+    set_state_dict(sharded, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    after = [p.full_tensor() for p in sharded.parameters()]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    return [losses, *after]
+
+
+def dtensor(rank: int, size: int) -> list[torch.Tensor]:
+    mesh = init_device_mesh("cpu", (size,))
+    whole = torch.arange(float(8 * size * 6)).view(8 * size, 6)
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    total = (sharded @ sharded.T.redistribute(mesh, [Replicate()])).redistribute(mesh, [Shard(1)])
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    divided = parallelize_module(nn.Sequential(*list(model())[:3]), mesh, plan)
+    output = divided(batch(0, 0)[0])
+    output.sum().backward()
+    grads = [p.grad.full_tensor() for p in divided.parameters() if isinstance(p.grad, DTensor)]
+    return [total.full_tensor(), output.detach(), *grads]
+
+
+def pipeline(rank: int, size: int) -> list[torch.Tensor]:
+    torch.manual_seed(2)
+    layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(size)]
+    stage = PipelineStage(layers[rank], rank, size, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
+    inputs = torch.randn(16, 16)
+    losses: list[torch.Tensor] = []
+    if rank == 0:
+        schedule.step(inputs)
+    if rank == size - 1:
+        schedule.step(target=inputs.flip(0), losses=losses)
+    if 0 < rank < size - 1:
+        schedule.step()
+    grads = torch.stack([p.grad.norm() for p in layers[rank].parameters()])
+    everyone = [torch.empty_like(grads) for _ in range(size)]
+    dist.all_gather(everyone, grads)
+    last = torch.stack(losses).detach() if losses else torch.empty(4)
+    dist.broadcast(last, size - 1)
+    return [*everyone, last]
+
+
+def functional(rank: int, size: int) -> list[torch.Tensor]:
+    group = dist.group.WORLD
+    own = torch.arange(float(4 * size)) + rank
+    return [
+        funcol.all_reduce(own, "sum", group),
+        funcol.all_gather_single(own, 0, group),
+        funcol.reduce_scatter_single(own, "sum", 0, group),
+        funcol.all_to_all_single(own, None, None, group),
+        funcol.broadcast(own, 0, group),
+    ]
+
+
+def compiled(rank: int, size: int) -> list[torch.Tensor]:
+    group = dist.group.WORLD
+
+    @torch.compile(fullgraph=True)
+    def step(own: torch.Tensor) -> torch.Tensor:
+        total = funcol.all_reduce(own * 2, "sum", group)
+        return funcol.all_gather_single(total + own, 0, group).sin()
+
+    wrapped = DistributedDataParallel(torch.compile(model()))
+    losses = train(wrapped, torch.optim.SGD(wrapped.parameters(), 1e-2), rank, steps=2)
+    return [step(torch.arange(8.0) + rank), losses]
+
+
+PARTS = (ddp, fsdp2_and_dcp, dtensor, pipeline, functional, compiled)
+
+
+def main() -> None:
+    backend, path, *names = sys.argv[1:]
+    dist.init_process_group(backend)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    results = {part.__name__: part(rank, size) for part in PARTS if not names or part.__name__ in names}
+    results = tree_map(lambda tensor: tensor * 1, results)  # where they are waited for
+    if rank == 0:
+        torch.save(results, path)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
