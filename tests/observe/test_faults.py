@@ -24,7 +24,7 @@ WAITS = re.escape("rank 0 waits in all_reduce(float32 [3], SUM)")
         (
             "circle",
             {},
-            r"wait for each other, look at ranks 0, 1 first: rank 0 waits for rank 1 in all_reduce\(.*; rank 1 waits for rank 0",
+            r"look at ranks 0, 1 first: rank 0 waits for rank 1 in all_reduce\(.*; rank 1 waits for rank 0",
         ),
         ("loops", {"AXONMPI_TIMEOUT": "6"}, r"rank 0 has waited 6 s for rank 1 in all_reduce"),
     ],
