@@ -211,6 +211,13 @@ def loops(world: ax.World) -> None:
     go_on()
 
 
+def slow(world: ax.World) -> None:
+    if world.rank == CULPRIT:
+        mark()
+        time.sleep(8)  # twice as long as a rank that is stopped is waited for
+    ax.all_reduce(torch.ones(1000))
+
+
 def skipped(world: ax.World) -> None:
     other_call(world, lambda: None)
 
