@@ -94,7 +94,7 @@ def test_ddp(figures, printed):
     times = figures["milliseconds"]
     for name, overhead in figures["overhead"].items():
         assert overhead == pytest.approx(times[name] - times["local"])
-    assert f"  {times['torch on gloo']:.1f}  |" in printed
+    assert f"  {times['torch on axonmpi']:.1f}  |" in printed
 
 
 def test_collectives(figures, printed):
