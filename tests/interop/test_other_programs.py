@@ -1,4 +1,4 @@
-"""Lightning, Accelerate, transformers' Trainer and torch.compile on two ranks: what they give elsewhere.
+"""Stock programs, Lightning and transformers' Trainer over MPI give what they give over gloo, or in one process.
 
 They need `pip install 'axonmpi[interop]'`.
 """
@@ -96,5 +96,8 @@ def test_training_on_two_ranks_is_that_of_one_process_with_their_batches(program
     assert done.stdout.count("all is well") == 2
 
 
-def test_compiled_models_give_what_they_give_over_gloo(tmp_path) -> None:
-    equals_gloo(2, ["compiled"], tmp_path)
+@pytest.mark.parametrize(
+    ("ranks", "parts"), [(2, ["compiled"]), (4, ["ddp", "fsdp2_and_dcp", "dtensor", "pipeline", "functional"])]
+)
+def test_a_stock_program_gives_what_it_gives_over_gloo(ranks, parts, tmp_path) -> None:
+    equals_gloo(ranks, parts, tmp_path)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.over_gloo import equals_gloo
 
 from axonmpi.interop import autoload
 from axonmpi.testing import launch
@@ -21,10 +20,6 @@ def test_every_operation_gives_what_numpy_gives(ranks) -> None:
     done = launch(ranks, HERE / "every_operation.py", timeout=120)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert done.stdout.count("all is well") == ranks
-
-
-def test_a_stock_program_gives_what_it_gives_over_gloo(tmp_path) -> None:
-    equals_gloo(4, ["ddp", "fsdp2_and_dcp", "dtensor", "pipeline", "functional"], tmp_path)
 
 
 START = """
@@ -41,15 +36,10 @@ dist.all_reduce(tensor)
     ("program", "cause"),
     [
         ("if rank == 1: raise KeyError('no such thing')\ndist.all_reduce(tensor)", "KeyError: 'no such thing'"),
-        (
-            "dist.all_reduce(tensor) if rank else dist.broadcast(tensor, 0)",
-            "rank 0: broadcast(float32 [2], root=0)",
-        ),
         ("dist.all_reduce(torch.ones(2 + rank), async_op=True).wait()", "rank 1: all_reduce(float32 [3], SUM)"),
         ("if rank: time.sleep(60)\ndist.all_reduce(tensor)", "was not complete after 3 s: rank 1 did not come"),
-        ("if rank: time.sleep(60)\ndist.recv(tensor, 1)", "irecv from rank 1 was not complete after 3 s"),
     ],
-    ids=["a rank raises", "mismatch", "mismatch in an asynchronous one", "time-out", "time-out of a message"],
+    ids=["a rank raises", "mismatch", "time-out"],
 )
 def test_a_job_that_cannot_go_on_ends_with_the_cause(program, cause) -> None:
     done = launch(2, START + program, timeout=50)
