@@ -1,4 +1,4 @@
-"""torch.distributed over MPI: every operation, stock programs beside gloo, and how jobs end that cannot go on."""
+"""torch.distributed over MPI: every operation, and how jobs end that cannot go on."""
 
 from __future__ import annotations
 
