@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,8 @@ QUICK = [
 ]
 """What the trainer is told besides what a page says, to be quicker about it."""
 RUN_FENCES = Path(__file__).with_name("run_fences.py")
+OF_OTHERS = re.compile(r"^(?:from|import) (accelerate|lightning)\b", re.MULTILINE)
+"""Packages of the extra `interop`: a program that needs them runs where they are."""
 
 
 def examples_of(page: Path) -> list[Fence]:
@@ -67,7 +70,8 @@ def programs_of(page: Path) -> list[tuple[int, int, str]]:
     files = {fence.file_name: fence.code for fence in fences_of(page)}
     for fence, ranks, words in commands_of(page):
         if words[0] == "python":
-            found.append((ranks, fence.line, files[words[1]]))
+            if all(map(find_spec, OF_OTHERS.findall(files[words[1]]))):
+                found.append((ranks, fence.line, files[words[1]]))
         elif words[:2] == ["axonmpi", "doctor"]:
             found.append((ranks, fence.line, "from axonmpi.cli import main\nassert main(['doctor']) == 0\n"))
     return found
