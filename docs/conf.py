@@ -13,6 +13,7 @@ default_role = "py:obj"  # `World.new_group` in a docstring becomes a link where
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 
+autodoc_mock_imports = ["lightning"]  # of an extra
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
