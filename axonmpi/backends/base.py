@@ -83,7 +83,7 @@ class Backend(ABC):
         timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
             With a time-out, blocking collectives run on the worker thread, which costs some microseconds each,
             unless the backend keeps the time-out by itself.
-        keeps_timeout: Whether it does.
+        kept_timeout: The time-out that operations keep by themselves, without the worker's thread.
         observer: Told about each operation, if set.
         notes: What the rank's page says of its operations in this group; nothing of mock ranks and of ranks alone.
         overlaps: Whether asynchronous operations progress beside computation without slowing it down.
@@ -93,7 +93,7 @@ class Backend(ABC):
     device_types: tuple[str, ...] = ("cpu",)
     failures: tuple[type[Exception], ...] = ()
     overlaps: bool = True
-    keeps_timeout: bool = False
+    kept_timeout: float | None = None
     grace: float = 0.0
 
     def __init__(self, rank: int, size: int, worker: TaskQueue, *, timeout: Seconds | None = None) -> None:
@@ -653,7 +653,7 @@ class Backend(ABC):
         if (
             async_op is not False
             or self._worker.started != self._worker.ended
-            or (self.timeout is not None and not self.keeps_timeout)
+            or self.timeout != self.kept_timeout
         ):
             return self._queue(async_op, call, move, args)
         if self.observer is not None or self._closed is not None:

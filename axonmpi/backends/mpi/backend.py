@@ -161,7 +161,8 @@ class MpiBackend(Backend):
         self._node_ranks = self._connection.node_ranks
         self.path = self._connection.path
         self.grace = 1.0 if timeout is not None and self.path != "plain" else 0.0
-        self.keeps_timeout = self.path == "node"  # at its barriers, one of which each collective begins with
+        if self.path == "node":  # at its barriers, one of which each collective begins with
+            self.kept_timeout = self.timeout
         # Ranks wait for a network asleep, so the thread that communicates takes little from the one that computes.
         self.overlaps = self.cores.spare or self.path == "nodes"
         _live.add(self)
@@ -195,6 +196,8 @@ class MpiBackend(Backend):
         """Change the time-out of operations from now on; local, to be done on all ranks."""
         super().set_timeout(timeout)
         self._connection.set_timeout(self.timeout)
+        if self.path == "node":
+            self.kept_timeout = self.timeout
 
     def give_up(self, reason: str) -> None:
         """Make every later operation raise, and tell the ranks of this node that wait for this one; local."""
