@@ -4,7 +4,7 @@ from .board import Condition, Group, Operation, RankPage, job_names, last_words,
 from .judgement import Standing, in_vain, look_at
 from .report import cause_of, table_of, text_of_stacks
 from .stacks import stacks_of
-from .watchdog import watch
+from .watchdog import watch, write_to
 
 __all__ = [
     "Condition",
@@ -23,4 +23,5 @@ __all__ = [
     "table_of",
     "text_of_stacks",
     "watch",
+    "write_to",
 ]

@@ -35,7 +35,7 @@ from .judgement import Standing, awaited_by, in_vain, look_at
 from .report import cause_of, table_of, text_of_stacks
 from .stacks import answer_when_asked, stacks_of
 
-__all__ = ["Watchdog", "watch"]
+__all__ = ["Watchdog", "watch", "write_to"]
 
 LOOK_SECONDS = 0.5
 SECONDS_AFTER_END = 3.0
@@ -49,6 +49,13 @@ _OTHERS_SECONDS = 8.0
 """How long a watchdog leaves it to another one to end the job."""
 
 _watchdog: Watchdog | None = None
+_stream = 2
+
+
+def write_to(stream: int) -> None:
+    """Have the watchdog write to this file descriptor: a runner of tests captures the standard error; local."""
+    global _stream
+    _stream = stream
 
 
 def watch(limit: float) -> None:
@@ -136,7 +143,7 @@ class Watchdog:
     def _end_without_launcher(self) -> None:
         if os.getppid() != self._own.identity["parent"]:
             with suppress(OSError):
-                os.write(2, f"[rank {self._rank}] the launcher has gone, and the job ends\n".encode())
+                os.write(_stream, f"[rank {self._rank}] the launcher has gone, and the job ends\n".encode())
             exits.end_process(1)
 
     def _looks(self, page: RankPage, passed: float) -> bool:
@@ -238,4 +245,4 @@ def _text_of_left(left: Collection[int], pages: Iterable[RankPage]) -> str:
 def _print(text: str) -> None:
     """Write all at once, so that lines of several ranks do not mix."""
     with suppress(OSError):
-        os.write(2, f"{text.rstrip()}\n".encode(errors="backslashreplace"))
+        os.write(_stream, f"{text.rstrip()}\n".encode(errors="backslashreplace"))

@@ -192,6 +192,21 @@ def test_a_test_that_hangs_ends_the_job_with_the_stacks_of_all_ranks(mpirun_pyte
     assert result.leftover == ()
 
 
+CROSSED = """
+@pytest.mark.ranks(2)
+def test_crossed(world):
+    pair = world.new_group(range(2))
+    (pair if world.rank else world.default_group).barrier()
+"""
+
+
+def test_ranks_that_wait_for_each_other_end_the_job_with_the_cause(mpirun_pytest):
+    result = mpirun_pytest(2, CROSSED)
+    assert result.returncode not in (0, None)
+    assert "CollectiveTimeoutError: ranks wait for each other" in result.stderr
+    assert "stack of rank 1:" in result.stderr
+
+
 STUCK = """
 @pytest.mark.ranks(2)
 def test_before(world):

@@ -18,6 +18,7 @@ import pytest
 
 from ...groups.world import ProcessGroup, World, current_world, set_process_world
 from ...launch.variables import launched_ranks
+from ...observe import write_to
 from ..rank_text import merge_texts
 from .collection import merge_collected
 from .examples import inner_test_of
@@ -51,6 +52,7 @@ class RealRanks:
             config.addinivalue_line("filterwarnings", line)
         self._unmarked = unmarked
         self._stream = stream
+        write_to(stream)
         self._session: RealSession | None = None
         self._collection_errors: list[str] = []
         self._too_large = 0
