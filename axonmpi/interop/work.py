@@ -98,8 +98,10 @@ class TorchWork(dist.Work):
         self.wait()
 
     def source_rank(self) -> int:
-        """Wait, then return the rank that has sent what was received."""
-        source: int = self._work.result()
+        """Wait, then return the rank that has sent what was received from any rank."""
+        source = self._work.result()
+        if not isinstance(source, int):
+            raise ValueError("source_rank: expected a receive from any rank, got another operation")
         return source
 
     _source_rank = source_rank

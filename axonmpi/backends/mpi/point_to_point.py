@@ -105,8 +105,9 @@ class MessagePort:
                 raise _wrong_size(data, src, received)
             finish()
 
-        sender = "any rank" if src == self.mpi.ANY_SOURCE else f"rank {src}"
-        return RequestWork(self, requests, data, f"irecv from {sender}", check)
+        from_any = src == self.mpi.ANY_SOURCE
+        sender = "any rank" if from_any else f"rank {src}"
+        return RequestWork(self, requests, data, f"irecv from {sender}", check, from_any=from_any)
 
     def _forget_ended(self) -> None:
         if self.abandoned:
@@ -137,15 +138,18 @@ class RequestWork(Work):
         data: Tensor,
         what: str,
         complete: Callable[[int], None] | None = None,
+        *,
+        from_any: bool = False,
     ) -> None:
         self._port = port
         self._requests = requests
         self._data: Tensor | None = data  # must live until MPI is through with it
         self._what = what
         self._complete = complete
+        self._from_any = from_any
         self._error: Exception | None = None
         self.waiting: Waiting = unheard
-        self._source = -1
+        self._source: int | None = None
 
     def wait(self, timeout: Seconds | None = None) -> None:
         """Block until the messages are through; see `Work.wait`."""
@@ -168,8 +172,8 @@ class RequestWork(Work):
         """Say whether the messages are through or have failed, without blocking."""
         return self._ask(self._port.mpi.Request.Testall)
 
-    def result(self) -> int:
-        """Wait, and return the rank that has sent what was received; of what was sent it is undefined."""
+    def result(self) -> int | None:
+        """Wait, and return the rank that has sent what came from any rank; None of other messages."""
         self.wait()
         return self._source
 
@@ -181,7 +185,8 @@ class RequestWork(Work):
         try:
             if not are_through(self._requests, statuses):
                 return False
-            self._source = statuses[0].Get_source()
+            if self._from_any:
+                self._source = statuses[0].Get_source()
             if self._complete is not None:
                 self._complete(sum(status.Get_count(self._port.mpi.BYTE) for status in statuses))
         except self._port.mpi.Exception as error:
