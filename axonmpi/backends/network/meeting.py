@@ -101,7 +101,7 @@ class Meeting:
             return
         scattered = self._scatters.get(call.key)
         if scattered is None:
-            edges = [*(blocks.edges // flat.itemsize).tolist()]
+            edges = (blocks.edges // flat.itemsize).tolist()
             scattered = self._scatters.add(call.key, Scattered(self.agreement, call, edges))
         scattered.total.copy_(flat)
         self._run(call, (call.key, -call.key, 0, 0, 0), scattered)
