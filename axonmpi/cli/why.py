@@ -4,7 +4,7 @@
     axonmpi why 3fa2c1d0          a job by its name
     axonmpi why 41237             a job by the process of a rank, or of its mpirun
 
-It reads the pages of the ranks, twice, and asks the ranks for their stacks by a signal. It needs neither MPI nor an
+It reads the pages of the ranks, twice, and asks the ranks for their stacks. It needs neither MPI nor an
 answer of the ranks. A node knows its own ranks; those of others where all nodes write to one folder.
 """
 

@@ -1,7 +1,9 @@
 """The Python stacks of ranks, whatever they do: blocked in MPI, in an endless loop, waiting for Python's lock.
 
-A rank that is asked by a signal writes the stacks of all its threads to a file beside its page. The handler is
-`faulthandler`'s, which needs neither Python's lock nor the interpreter.
+A rank is asked through a pipe beside its page, where its watchdog listens, and writes the stacks of all its threads
+to a file there. If its watchdog does not answer, something holds Python's lock: then a signal has `faulthandler`
+write them without the lock. That is not the first way, since threads may then end while their stacks are read,
+which ends the process.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import select
 import signal
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,34 +21,61 @@ from ..launch.page import Header
 from ..utils.waiting import Backoff, wait_until
 from .board import Condition, RankPage
 
-__all__ = ["answer_when_asked", "stacks_of"]
+__all__ = ["Questions", "stacks_of"]
 
 _SIGNAL = signal.SIGRTMAX - 5
 """A signal that neither Python, torch, MPI libraries nor launchers use."""
 _WATCHDOG = "observe/watchdog.py"
 """In the stacks of threads that say nothing about the program."""
+_QUESTION, _WAKING = b"?", b"!"
 ANSWER_SECONDS = 2.0
 _SETTLE_SECONDS = 0.05
 """How long a file that has grown must not grow any more."""
 
 
-def answer_when_asked() -> None:
-    """Have this rank write its stacks down when it is asked; local, does nothing where the signal is in use."""
-    page = own_page()
-    if page.path is None or signal.getsignal(_SIGNAL) != signal.SIG_DFL:
-        return
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    file = os.open(_file_of(page.path), flags, 0o600)  # stays open: the handler writes there
-    faulthandler.register(_SIGNAL, file=file, all_threads=True)
-    page.words[Header.STACKS_BY] = _SIGNAL
+class Questions:
+    """Where others ask this rank for its stacks, and the file that it writes them to.
+
+    Args:
+        page: The file of the rank's page.
+
+    Raises:
+        OSError: There is no room for them.
+    """
+
+    def __init__(self, page: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._answers = os.open(_answers_of(page), flags, 0o600)  # stays open: the handler writes there
+        os.mkfifo(_questions_of(page), 0o600)
+        # Open for writing as well, or it would be at its end whenever nobody asks.
+        self._pipe = os.open(_questions_of(page), os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if signal.getsignal(_SIGNAL) == signal.SIG_DFL:
+            faulthandler.register(_SIGNAL, file=self._answers, all_threads=True)
+            own_page().words[Header.STACKS_BY] = _SIGNAL
+
+    def wait(self, seconds: float) -> None:
+        """Wait for so long, or until a question has been answered; local."""
+        if select.select([self._pipe], [], [], seconds)[0] and _QUESTION in os.read(self._pipe, 4096):
+            self.answer()
+
+    def wake(self) -> None:
+        """End a wait of another thread; local."""
+        os.write(self._pipe, _WAKING)
+
+    def answer(self) -> None:
+        """Write the stacks down; local."""
+        faulthandler.dump_traceback(self._answers, all_threads=True)
 
 
-def stacks_of(pages: Iterable[RankPage], limit: float = ANSWER_SECONDS) -> dict[int, str]:
+def stacks_of(
+    pages: Iterable[RankPage], own: Questions | None = None, limit: float = ANSWER_SECONDS
+) -> dict[int, str]:
     """Ask ranks for the stacks of their threads, all at once; local.
 
     Args:
         pages: Of the ranks.
-        limit: Seconds that they have to answer.
+        own: Where this process is asked, if it is one of the ranks.
+        limit: Seconds that they have to answer, once by their watchdogs and once by the signal.
 
     Returns:
         By rank, as faulthandler writes them, innermost frame first; or in brackets why there are none.
@@ -53,16 +83,40 @@ def stacks_of(pages: Iterable[RankPage], limit: float = ANSWER_SECONDS) -> dict[
     asked, stacks = {}, {}
     for page in pages:
         condition = page.condition()
-        if not page.stacks_by or condition in (Condition.GONE, Condition.UNKNOWN, Condition.STOPPED):
+        if condition in (Condition.GONE, Condition.UNKNOWN, Condition.STOPPED):
             stacks[page.rank] = f"(no stack: the process {condition.value})"
+            continue
+        asked[page] = _size(page)
+        if own is not None and page.pid == os.getpid():
+            own.answer()
         else:
-            asked[page] = _size(page)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(page.pid, page.stacks_by)
-    wait_until(lambda: all(_size(page) > before for page, before in asked.items()), Backoff(0, 0.01), limit)
+            _ask(page)
+
+    def silent() -> list[RankPage]:
+        return [page for page, before in asked.items() if _size(page) == before]
+
+    if not wait_until(lambda: not silent(), Backoff(0, 0.01), limit):
+        for page in silent():
+            _ask_by_signal(page)
+        wait_until(lambda: not silent(), Backoff(0, 0.01), limit)
     for page, before in asked.items():
         stacks[page.rank] = _written(page, before) or "(no stack: no answer)"
     return dict(sorted(stacks.items()))
+
+
+def _ask(page: RankPage) -> None:
+    with contextlib.suppress(OSError):  # it does not listen
+        pipe = os.open(_questions_of(page.path), os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.write(pipe, _QUESTION)
+        finally:
+            os.close(pipe)
+
+
+def _ask_by_signal(page: RankPage) -> None:
+    if page.stacks_by:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(page.pid, page.stacks_by)
 
 
 def _written(page: RankPage, before: int) -> str:
@@ -75,7 +129,7 @@ def _written(page: RankPage, before: int) -> str:
 
     wait_until(settled, Backoff(0, _SETTLE_SECONDS), ANSWER_SECONDS)
     try:
-        with _file_of(page.path).open("rb") as file:
+        with _answers_of(page.path).open("rb") as file:
             file.seek(before)
             threads = file.read().decode(errors="replace").split("\n\n")
     except OSError:
@@ -85,10 +139,14 @@ def _written(page: RankPage, before: int) -> str:
 
 def _size(page: RankPage) -> int:
     try:
-        return _file_of(page.path).stat().st_size
+        return _answers_of(page.path).stat().st_size
     except OSError:
         return 0
 
 
-def _file_of(page: Path) -> Path:
+def _answers_of(page: Path) -> Path:
     return page.with_name(page.name + ".stacks")
+
+
+def _questions_of(page: Path) -> Path:
+    return page.with_name(page.name + ".ask")

@@ -33,7 +33,7 @@ from .board import Condition, RankPage, pages_of
 from .flight_recorder import dump
 from .judgement import Standing, awaited_by, in_vain, look_at
 from .report import cause_of, table_of, text_of_stacks
-from .stacks import answer_when_asked, stacks_of
+from .stacks import Questions, stacks_of
 
 __all__ = ["Watchdog", "watch", "write_to"]
 
@@ -65,11 +65,10 @@ def watch(limit: float) -> None:
         limit: Seconds that a rank may wait; 0: for ever. If the watchdog runs already, the new limit holds.
     """
     global _watchdog
-    if own_page().path is None:
+    if (path := own_page().path) is None:
         return
     if _watchdog is None:
-        answer_when_asked()
-        _watchdog = Watchdog(limit)
+        _watchdog = Watchdog(limit, Questions(path))
         if (folder := dump_folder()) is not None:
             exits.at_failure(partial(dump, _watchdog.pages, folder))
         exits.before_finalize(_watchdog.stop)
@@ -105,14 +104,16 @@ class Watchdog:
 
     Args:
         limit: Seconds that a rank may wait; 0: for ever.
+        questions: Where others ask this rank for its stacks.
 
     Attributes:
         limit: The same.
         pages: Of the ranks of this node.
     """
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float, questions: Questions) -> None:
         self.limit = limit
+        self._questions = questions
         self._own = own_page()
         self._rank: int = self._own.identity["rank"]
         self.pages = pages_of(self._own.identity["job"])
@@ -128,17 +129,25 @@ class Watchdog:
     def stop(self) -> None:
         """End the thread; local."""
         self._stop.set()
+        self._questions.wake()
         self._thread.join()
 
     def _watch(self) -> None:
         looked = time.monotonic()
-        while not self._stop.wait(LOOK_SECONDS):
+        while not self._wait(LOOK_SECONDS):
             before, looked = looked, time.monotonic()
             self._own.words[Header.LOOKED] += 1
             passed = min(looked - before, 2 * LOOK_SECONDS)  # it was not there for the rest
             self._end_without_launcher()
             if not any(self._looks(page, passed) for page in self.pages if page.rank < self._rank):
                 self._look(passed)
+
+    def _wait(self, seconds: float) -> bool:
+        """Answer questions for so long; say whether the watchdog is to end."""
+        until = time.monotonic() + seconds
+        while not self._stop.is_set() and (left := until - time.monotonic()) > 0:
+            self._questions.wait(left)
+        return self._stop.is_set()
 
     def _end_without_launcher(self) -> None:
         if os.getppid() != self._own.identity["parent"]:
@@ -198,7 +207,7 @@ class Watchdog:
         for other in waiting:
             self._seen[other].named = True
         if awaited:
-            stacks = stacks_of(standings[other].page for other in awaited)
+            stacks = stacks_of((standings[other].page for other in awaited), self._questions)
             _print(
                 f"axonmpi: {name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} for {name_ranks(awaited)} "
                 f"since {seconds:.0f} s, and the job is ended after {self.limit:.0f} s\n{table_of(standings)}\n"
@@ -209,9 +218,9 @@ class Watchdog:
 
     def _end(self, cause: str, standings: Mapping[int, Standing], error: str = "CollectiveTimeoutError") -> None:
         """Print why, where all ranks are and their stacks, and end the job, unless another watchdog does."""
-        if not self._is_first() and self._stop.wait(_OTHERS_SECONDS):
+        if not self._is_first() and self._wait(_OTHERS_SECONDS):
             return
-        stacks = stacks_of(standing.page for standing in standings.values())
+        stacks = stacks_of((standing.page for standing in standings.values()), self._questions)
         unknown = standings[self._rank].page.size - len(standings)
         elsewhere = f"\n  {counted(unknown, 'rank')} of other nodes: not known here" if unknown else ""
         _print(
