@@ -65,6 +65,7 @@ def figures(job: tuple[LaunchResult, Path], request: pytest.FixtureRequest) -> d
     return entry
 
 
+@pytest.mark.slow
 def test_overhead(figures, printed):
     times = figures["microseconds"]
     assert figures["added"] == pytest.approx(times["axonmpi"] - times["mpi4py"])

@@ -3,9 +3,12 @@
 import subprocess
 import sys
 
+import pytest
+
 from helpers.fences import REPOSITORY
 
 
+@pytest.mark.slow
 def test_sphinx_builds_the_site_without_warnings(tmp_path):
     site = tmp_path / "site"
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-b", "html", "-d", str(tmp_path / "trees")]

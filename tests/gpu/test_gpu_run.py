@@ -97,7 +97,7 @@ def test_checks_are_reported_with_what_they_came_to(runner) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize(("way", "ranks"), [("nccl+host", 1), ("file", 2)])
+@pytest.mark.parametrize(("way", "ranks"), [("nccl+host", 1), pytest.param("file", 2, marks=pytest.mark.slow)])
 def test_ranks_that_cannot_connect_say_why(runner, way: str, ranks: int) -> None:
     ((name, outcome, reason),) = outcomes_of(run.Part("there", way, 20, ranks=ranks), runner)
     assert (name, outcome) == ("there: start or end", "failed")

@@ -220,6 +220,7 @@ def test_stuck(world):
 """
 
 
+@pytest.mark.slow
 def test_a_failure_that_leaves_the_others_stuck_ends_the_job_and_is_printed(mpirun_pytest):
     result = mpirun_pytest(2, STUCK, ini="axonmpi_grace = 1")
     assert result.returncode not in (0, None)
@@ -267,6 +268,7 @@ def pytest_sessionfinish(session):
 """
 
 
+@pytest.mark.slow
 def test_x_ff_and_tests_for_the_first_rank_only(mpirun_pytest, tmp_path):
     """The cache is rank 0's, the exit code the first bad one; to remove the same old folder twice is no failure."""
     ini = "axonmpi_unmarked = first\nfilterwarnings = error\n"
@@ -295,6 +297,7 @@ def test_it(rank):
 """
 
 
+@pytest.mark.slow
 def test_different_collections_are_refused(mpirun_pytest):
     result = mpirun_pytest(2, MISMATCH)
     assert result.returncode == pytest.ExitCode.USAGE_ERROR, result.stdout + result.stderr
@@ -313,6 +316,7 @@ def test_never():
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_its_session_ends_it_for_all(mpirun_pytest):
     result = mpirun_pytest(2, ONE_LEAVES)
     assert result.returncode == 7, result.stdout + result.stderr

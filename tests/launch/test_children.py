@@ -80,6 +80,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_children_of_ranks():
     """Forked, spawned, from a fork server, also from one that is older than the rank; and what a fork inherits."""
     result = launch(3, SCRIPT, timeout=200, env={"OMP_NUM_THREADS": "1"})

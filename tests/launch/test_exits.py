@@ -34,6 +34,7 @@ def test_an_exception_ends_the_job_with_one_traceback_after_all_output(job):
     assert ended.out.count("line") == 5000
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_thread_ends_the_job(job):
     ended = job(
         2,
@@ -54,6 +55,7 @@ def test_an_exception_in_a_thread_ends_the_job(job):
     assert ended.err.count("Traceback") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("leave", "code", "said"),
     [("return 3", 3, []), ("raise SystemExit('no such file')", 1, ["no such file"])],
@@ -91,6 +93,7 @@ def test_an_exit_of_one_rank_is_the_jobs_and_waits_for_no_thread(job, leave, cod
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.slow
 def test_what_is_no_exit_of_a_rank_and_a_rank_that_ends_before_the_others(job):
     """SystemExit is itself where it is caught, a fork ends alone, and a rank that waits at its end says so."""
     ended = job(
@@ -155,6 +158,7 @@ def test_what_is_no_exit_of_a_rank_and_a_rank_that_ends_before_the_others(job):
     assert own == ["[rank 1] has come to the end of its program and waits for the other ranks"]
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_together_are_not_aborted(job):
     ended = job(2, "print('before'); ax.barrier(); sys.exit(1)")
     assert ended.code == 1
@@ -213,6 +217,7 @@ def test_a_rank_killed_in_an_all_reduce(job):
     assert re.search(rf"(signal|EXIT CODE:) {number}\b", ended.out + ended.err), ended.out + ended.err
 
 
+@pytest.mark.slow
 def test_an_interrupt_has_its_own_code_and_a_hook_that_was_there_before_prints_it(job):
     ended = job(
         2,

@@ -19,13 +19,17 @@ def nodes() -> Iterator[Nodes]:
         yield made
 
 
+@pytest.mark.slow
 def test_places_traffic_and_sharded_training(nodes: Nodes) -> None:
     assert nodes.run((2, 2), str(FOLDER / "job.py"), timeout=120).count("done") == 4
 
 
 @pytest.mark.parametrize(
     ("ranks", "placement", "places"),
-    [((1, 1, 1, 1), "block", [0, 1, 2, 3]), ((2, 2), "round robin", [0, 1, 0, 1])],
+    [
+        pytest.param((1, 1, 1, 1), "block", [0, 1, 2, 3], marks=pytest.mark.slow),
+        ((2, 2), "round robin", [0, 1, 0, 1]),
+    ],
 )
 def test_training_wherever_ranks_are(
     nodes: Nodes, ranks: tuple[int, ...], placement: Placement, places: list[int]
@@ -39,6 +43,7 @@ def test_mismatches_raise_on_all_ranks_and_touch_no_data(nodes: Nodes) -> None:
     assert "ranks on nodes [0, 1, 1]: 41 calls were right, 19 mismatches raised on all\n" in printed
 
 
+@pytest.mark.slow
 def test_the_conformance_suite_passes_on_nodes_of_different_size(nodes: Nodes) -> None:
     tests = str(FOLDER.parent / "conformance")
     printed = nodes.run((1, 2), "-m", "pytest", "-q", "-k", "bits or mismatch", tests, timeout=240)

@@ -71,6 +71,7 @@ def missing_by_torch(folder: Path, caplog: pytest.LogCaptureFixture) -> set[str]
     return {message for message in caplog.messages if message.startswith("missing ranks")}
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes(tmp_path, capsys, caplog):
     with hanging("loops", tmp_path) as job:
         code, said = job.why(capsys)
@@ -101,6 +102,7 @@ def test_a_rank_that_never_comes(tmp_path, capsys, caplog):
         assert missing_by_torch(tmp_path / "trace", caplog) == {"missing ranks: {1}"}
 
 
+@pytest.mark.slow
 def test_two_groups_in_another_order(tmp_path, capsys, caplog):
     with hanging("wrong_order", tmp_path) as job:
         code, said = job.why(capsys, "--json", "--no-stacks")  # before the watchdog ends the job

@@ -266,7 +266,6 @@ def losses(folder):
     return [line["loss"] for line in lines if "loss" in line]
 
 
-@pytest.mark.slow
 def test_the_command_without_a_launcher(tmp_path):
     command = [sys.executable, "-m", "axonmpi", "train", *SMALL, "--name", "first"]
     environment = {**without_launcher_variables(), "OMP_NUM_THREADS": "1"}
@@ -313,7 +312,6 @@ sys.exit(cli.main(["train", "--out", sys.argv[1], *flags]))
 """
 
 
-@pytest.mark.slow
 def test_what_one_rank_cannot_use_ends_the_job(tmp_path):
     result = ax.testing.launch(2, OTHER_FLAGS_ON_RANK_1, tmp_path, "--data", "/nowhere", timeout=240)
     assert (result.returncode, result.timed_out, result.leftover) == (2, False, ())
