@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 
 from axonmpi.backends.call import Call
 from axonmpi.backends.network.agreement import Agreement
-from axonmpi.backends.network.payloads import Copied, Gathered, Scattered, Summed
+from axonmpi.backends.network.payloads import Copied, Gathered, Summed
 from axonmpi.types import ReduceOp
 
 HEAD = (7, -7, 1, -1, 0)
@@ -66,27 +65,19 @@ def values(count: int, numel: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("count", range(2, 10))
-def test_sums_whole_and_in_blocks(count) -> None:
-    sizes = [(3 * peer + count) % 5 for peer in range(count)]
-    edges = [0, *np.cumsum(sizes).tolist()]
-    parts = values(count, edges[-1])
-    call = Call("reduce_scatter", torch.float64, (edges[-1],), ReduceOp.SUM, 0)
+def test_sums(count) -> None:
+    parts = values(count, 5)
+    call = Call("all_reduce", torch.float64, (5,), ReduceOp.SUM)
 
-    def task(agreement: Agreement) -> tuple[list[float], list[float]]:
-        own = torch.from_numpy(parts[agreement.index].astype(np.float64)) / 7
-        summed, scattered = Summed(agreement, call), Scattered(agreement, call, edges)
-        summed.total.copy_(own)
+    def task(agreement: Agreement) -> list[float]:
+        summed = Summed(agreement, call)
+        summed.total.copy_(torch.from_numpy(parts[agreement.index] / 7))
         assert agreement.run(HEAD, summed) == HEAD
-        whole = summed.total.tolist()
-        scattered.total.copy_(own)
-        agreement.run(HEAD, scattered)
-        return whole, scattered.own.tolist()
+        return summed.total.tolist()
 
     results = on_peers(count, task)
-    whole = results[0][0]
-    np.testing.assert_allclose(whole, parts.sum(0) / 7)
-    assert all(each == whole for each, _ in results)
-    assert [block for _, block in results] == [whole[low:high] for low, high in pairwise(edges)]
+    np.testing.assert_allclose(results[0], parts.sum(0) / 7)
+    assert all(each == results[0] for each in results)
 
 
 @pytest.mark.parametrize("count", range(2, 10))

@@ -66,7 +66,6 @@ class Agreement:
         hosts: How many of them take part in rounds: the largest power of two up to `count`.
         outgoing: [AGREEMENT_BYTES] memory for data that is sent.
         incoming: The same for data that comes.
-        workspace: The same for what a payload keeps from round to round.
     """
 
     def __init__(self, mpi: Any, comm: Any, peers: Integers, index: int, patience: Patience) -> None:
@@ -79,7 +78,6 @@ class Agreement:
         self._rounds = [(each, int(peers[index ^ each]), bool(index & each)) for each in distances]
         out, into = (np.zeros(_PAYLOAD_AT + AGREEMENT_BYTES, np.uint8) for _ in range(2))
         self.outgoing, self.incoming = out[_PAYLOAD_AT:], into[_PAYLOAD_AT:]
-        self.workspace = np.empty(AGREEMENT_BYTES, np.uint8)
         self._said, self._heard = (memory[: _HEADER.size].data for memory in (out, into))
         self._head, self._came = self._said.cast("q"), self._heard.cast("q")
         self._out: list[Any] = [out, 0, mpi.BYTE]

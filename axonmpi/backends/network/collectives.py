@@ -44,6 +44,7 @@ class BetweenNodes(Connection):
         super().__init__(rank, size, **shared)
         self._meeting = meeting
         self._blocks: BoundedCache[int, Blocks] = BoundedCache(MAX_PLANS)
+        self._own: BoundedCache[int, Tensor] = BoundedCache(MAX_PLANS)
 
     def agree(self, call: Call) -> None:
         """Return once all ranks have made this call; collective."""
@@ -78,29 +79,36 @@ class BetweenNodes(Connection):
 
     def reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
         """Reduce a tensor of any strides and return the own slice along `dim`; collective."""
+        start, stop = split_range(tensor.shape[dim], self.size, self.rank)
+        if call.numel and self._meeting.carries(call):
+            total = self._meeting.reduce(call, tensor)
+            own = self._own.get(call.key)
+            if own is None:
+                own = self._own.add(call.key, total.narrow(dim, start, stop - start))
+            return own.to(tensor.dtype, copy=True, memory_format=torch.contiguous_format)
         moved = (tensor.movedim(dim, 0) if dim else tensor).contiguous()
-        blocks = self._blocks.get(call.key)
-        if blocks is None:
-            row = moved.nbytes // (moved.shape[0] or 1)
-            blocks = self._keep(call, row * split_array(moved.shape[0], self.size))
-        start, stop = split_range(moved.shape[0], self.size, self.rank)
         result = empty((stop - start, *moved.shape[1:]), tensor.dtype)
-        self._reduce_blocks(call, moved.view(-1), blocks, result.view(-1))
+        self._meeting.agree(call)
+        if call.numel:
+            blocks = self._blocks.get(call.key)
+            if blocks is None:
+                row = moved.nbytes // moved.shape[0]
+                blocks = self._keep(call, row * split_array(moved.shape[0], self.size))
+            self._reduce_scatter(call, moved.view(-1), blocks, result.view(-1))
         return result.movedim(0, dim).contiguous() if dim else result
 
     def reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
         """Reduce the parts and put this rank's share of the result into `output`; collective."""
-        itemsize = parts.dtype.itemsize
-        blocks = self._blocks.get(call.key) or self._keep(call, itemsize * np.asarray(sizes, np.int64))
-        self._reduce_blocks(call, parts.line(), blocks, output)
-
-    def _reduce_blocks(self, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
-        if flat.numel() and self._meeting.carries(call):
-            self._meeting.reduce_scatter(call, flat, blocks, output)
+        if call.numel and self._meeting.carries(call):
+            first = sum(sizes[: self.rank])
+            total = self._meeting.reduce(call, parts.line().view(call.shape)).view(-1)
+            output.copy_(total[first : first + sizes[self.rank]])
             return
         self._meeting.agree(call)
-        if flat.numel():
-            self._reduce_scatter(call, flat, blocks, output)
+        if call.numel:
+            itemsize = parts.dtype.itemsize
+            blocks = self._blocks.get(call.key) or self._keep(call, itemsize * np.asarray(sizes, np.int64))
+            self._reduce_scatter(call, parts.line(), blocks, output)
 
     def broadcast(self, call: Call, flat: Tensor) -> None:
         """Copy the root's flat contiguous data to all ranks; collective."""

@@ -26,9 +26,9 @@ from ..shared.segment import PAGE, Segment
 from ..shared.staging import Bytes
 from ..tuning import AGREEMENT_BYTES, MAX_PLANS
 from .agreement import Agreement, Head, Payload
-from .nodes import Blocks, Integers, Nodes
+from .nodes import Integers, Nodes
 from .patience import Patience
-from .payloads import Copied, Gathered, Scattered, Summed
+from .payloads import Copied, Gathered, Summed
 
 __all__ = ["CELL_BYTES", "Meeting", "NodeMeeting"]
 
@@ -56,7 +56,6 @@ class Meeting:
         self.agreement = agreement
         self._cells = agreement.count
         self._sums: BoundedCache[int, Summed] = BoundedCache(MAX_PLANS)
-        self._scatters: BoundedCache[int, Scattered] = BoundedCache(MAX_PLANS)
         self._gathers: BoundedCache[tuple[int, int], tuple[Gathered, Tensor, Tensor]] = BoundedCache(_MAX_GATHERS)
 
     def carries(self, call: Call) -> bool:
@@ -88,30 +87,14 @@ class Meeting:
         return self._run(call, (call.key, -call.key, value, -value, 0), None)
 
     def reduce(self, call: Call, tensor: Tensor) -> Tensor:
-        """Reduce what `carries` allows, of any strides; collective. The result is valid until the next call."""
+        """Reduce what `carries` allows, of any strides; collective.
+
+        The result is valid until the next call; for the same call it always lies in the same memory.
+        """
         summed = self._summed(call)
         summed.total.copy_(tensor)
         self._add_up(call, summed)
         return summed.total
-
-    def reduce_scatter(self, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
-        """Reduce what `carries` allows, [numel] contiguous, and put the own block into `output`; collective."""
-        if self._ordered:
-            self._reduce_and_cut(call, flat, blocks, output)
-            return
-        scattered = self._scatters.get(call.key)
-        if scattered is None:
-            edges = (blocks.edges // flat.itemsize).tolist()
-            scattered = self._scatters.add(call.key, Scattered(self.agreement, call, edges))
-        scattered.total.copy_(flat)
-        self._run(call, (call.key, -call.key, 0, 0, 0), scattered)
-        if call.op is ReduceOp.AVERAGE:
-            scattered.own.div_(self._comm.size)
-        output.copy_(scattered.own)
-
-    def _reduce_and_cut(self, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
-        low, high = (edge // flat.itemsize for edge in blocks.bounds(self._comm.rank))
-        output.copy_(self.reduce(call, flat.view(call.shape)).view(-1)[low:high])
 
     def gather(self, call: Call, own: Tensor) -> Tensor | None:
         """Return the blocks of all ranks end to end, None where their sizes along dim 0 differ; collective."""
@@ -208,6 +191,7 @@ class NodeMeeting(Meeting):
         self._head = cells[0, _WORDS_AT + 24 : _WORDS_AT + 64].view(np.int64)
         self._result = cells[0, _RESULT_AT:CELL_BYTES]
         self._is_leader = nodes.place == 0
+        self._places: BoundedCache[int, tuple[Tensor, list[Tensor], Tensor]] = BoundedCache(MAX_PLANS)
         self.cells = cells[:, _DATA_AT:CELL_BYTES]
 
     def agree(self, call: Call, value: int = 0, address: int = 0) -> tuple[int, int, bool]:
@@ -220,21 +204,23 @@ class NodeMeeting(Meeting):
     def reduce(self, call: Call, tensor: Tensor) -> Tensor:
         """See `Meeting.reduce`."""
         summed = self._summed(call)
-        nbytes, total = summed.total.nbytes, summed.total
-        own = torch.from_numpy(self._data[self._nodes.place, : tensor.nbytes]).view(tensor.dtype)
-        own.view(tensor.shape).copy_(tensor)
+        own, parts, result = self._places.get(call.key) or self._places_of(call, tensor.dtype, summed)
+        own.copy_(tensor)
         self._come(call, 0, 0)
         if self._is_leader:
-            parts = [torch.from_numpy(row[: tensor.nbytes]).view(tensor.dtype) for row in self._data]
-            reduce_wide_into(parts, summed.op, total.view(-1))
+            reduce_wide_into(parts, summed.op, summed.total.view(-1))
             self._add_up(call, summed)
-            self._result[:nbytes] = self.agreement.outgoing[:nbytes]
+            result.copy_(summed.total)
         self._leave(call)
-        return torch.from_numpy(self._result[:nbytes]).view(total.dtype).view(tensor.shape)
+        return result
 
-    def reduce_scatter(self, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
-        """See `Meeting.reduce_scatter`."""
-        self._reduce_and_cut(call, flat, blocks, output)
+    def _places_of(self, call: Call, dtype: torch.dtype, summed: Summed) -> tuple[Tensor, list[Tensor], Tensor]:
+        """Return where this rank's part of a reduction lies, those of all for the leader, and the result."""
+        with torch.inference_mode(False):
+            rows = torch.from_numpy(self._data[:, : call.nbytes]).view(dtype)
+            result = torch.from_numpy(self._result[: summed.total.nbytes]).view(summed.total.dtype).view(call.shape)
+            own, parts = rows[self._nodes.place].view(call.shape), list(rows) if self._is_leader else []
+        return self._places.add(call.key, (own, parts, result))
 
     def gather(self, call: Call, own: Tensor) -> Tensor | None:
         """See `Meeting.gather`."""

@@ -1,18 +1,14 @@
-"""Data that travels with an agreement: a sum, a block of one, blocks that all get, or a copy of one peer's.
+"""Data that travels with an agreement: a sum, blocks that all get, or a copy of one peer's.
 
 Summed      each round adds what the two have: the same tree of sums on all peers
-Scattered   the same tree, but each round sends only what is for the other's side
 Gathered    each round swaps the blocks that the two have
 Copied      each round passes the data on to a peer that does not have it
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
-from torch import Tensor
 
 from ...types import ReduceOp
 from ..call import Call
@@ -20,7 +16,7 @@ from ..reduction import choose_reduction, wide_dtype
 from ..shared.staging import Bytes
 from .agreement import FIRST, LAST, Agreement
 
-__all__ = ["Copied", "Gathered", "Scattered", "Summed"]
+__all__ = ["Copied", "Gathered", "Summed"]
 
 
 class Summed:
@@ -58,74 +54,9 @@ class Summed:
             self._reduce(self._lower_first if is_lower else self._higher_last, self.total)
 
 
-class Scattered:
-    """A reduction of which each peer gets a block.
-
-    Args:
-        agreement: The exchange.
-        call: The reduction.
-        edges: [peers + 1] elements before each peer's block, and in all.
-
-    Attributes:
-        total: [numel] what this peer brings, in the dtype that sums are taken in; overwritten.
-        own: This peer's block of it, and then of the reduction.
-    """
-
-    def __init__(self, agreement: Agreement, call: Call, edges: Sequence[int]) -> None:
-        assert call.dtype is not None
-        assert call.op is not None
-        wide = wide_dtype(call.dtype)
-        self._reduce = choose_reduction(wide, _without_average(call.op), 2).run
-        index, hosts = agreement.index, agreement.hosts
-        with torch.inference_mode(False):
-            self.total = torch.from_numpy(agreement.workspace).view(wide)[: edges[-1]]
-            self.own = self._blocks(edges, index, 1)
-            sent, kept = {FIRST: [self.total]}, {FIRST: [self.total], LAST: [self.own]}
-            if index < hosts:
-                sent[LAST] = [self._blocks(edges, index + hosts, 1)]
-                for distance in (1 << number for number in range(hosts.bit_length() - 1)):
-                    for side, peer in ((sent, index ^ distance), (kept, index)):
-                        first = peer // distance * distance
-                        side[distance] = [self._blocks(edges, each, distance) for each in (first, first + hosts)]
-            out, into = (torch.from_numpy(memory).view(wide) for memory in (agreement.outgoing, agreement.incoming))
-            self._in = {step: _end_to_end(parts, into) for step, parts in kept.items()}
-            self._out = {
-                step: [(part.numpy(), there.numpy()) for part, there in _end_to_end(parts, out)]
-                for step, parts in sent.items()
-            }
-
-    def _blocks(self, edges: Sequence[int], first: int, count: int) -> Tensor:
-        """Return the blocks of so many peers, of those that there are."""
-        last = len(edges) - 1
-        return self.total[edges[min(first, last)] : edges[min(first + count, last)]]
-
-    def send(self, step: int) -> int:
-        """Send what is for the other's side."""
-        nbytes = 0
-        for part, there in self._out[step]:
-            there[...] = part
-            nbytes += part.nbytes
-        return nbytes
-
-    def take(self, step: int, *, is_lower: bool) -> None:
-        """Add the other's part of what is for this side, the lower index first."""
-        for part, other in self._in[step]:
-            if step == LAST:
-                part.copy_(other)
-            else:
-                self._reduce([other, part] if is_lower else [part, other], part)
-
-
 def _without_average(op: ReduceOp) -> ReduceOp:
     """Return what is done before an average is divided."""
     return ReduceOp.SUM if op is ReduceOp.AVERAGE else op
-
-
-def _end_to_end(parts: Sequence[Tensor], memory: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return each part that is not empty, and where it is in memory that has them all; local."""
-    some = [part for part in parts if part.numel()]
-    sizes = [part.numel() for part in some]
-    return list(zip(some, memory[: sum(sizes)].split(sizes), strict=True))
 
 
 class Gathered:
