@@ -140,6 +140,8 @@ class FSDPRuntime:
         _, start = self._stack.pop()
         event = None
         if not in_backward():
+            if not self._stack:
+                enter_phase(Phase.OTHER)
             self._events += 1
             event = self._events
         if torch.is_grad_enabled():
@@ -150,6 +152,7 @@ class FSDPRuntime:
 
     def _begin_pass(self) -> None:
         """Begin an outermost forward: take changes, and wait until all ranks have made theirs; collective."""
+        enter_phase(Phase.FORWARD)
         if self._open:  # an earlier backward ended in an exception
             self._open = False
             self.queue.discard()

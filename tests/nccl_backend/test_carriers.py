@@ -11,6 +11,7 @@ from helpers import nccl_double
 
 from axonmpi import CollectiveMismatchError, NcclBackend, World
 from axonmpi.backends.nccl import library
+from axonmpi.launch import board
 from axonmpi.testing import run_ranks
 
 META = torch.device("meta")
@@ -63,6 +64,18 @@ def test_tensors_go_by_where_they_are_and_barriers_by_the_cpus() -> None:
         assert nccl.told[:2] == ["reduce", "broadcast"]
         with pytest.raises(ValueError, match="expected tensors on one device, got them on cpu and meta"):
             backend.all_to_all([torch.ones(1), torch.ones(1, device=META)])
+
+    run_ranks(2, body)
+
+
+def test_the_page_of_a_rank_has_both() -> None:
+    def body(world: World) -> None:
+        host = world.default_group.backend
+        host.notes = board.own_page().join(world.rank, 2, 70 + world.rank)
+        backend, _ = backend_of(world)
+        for device in (META, "cpu"):
+            backend.all_reduce(torch.ones(3, device=device))
+        assert host.notes.count == 2
 
     run_ranks(2, body)
 

@@ -128,6 +128,8 @@ class NcclBackend(Backend):
     ) -> None:
         self.host = host
         super().__init__(rank, size, AtOnce(), timeout=timeout)
+        if host is not None:
+            self.notes = host.notes  # one group of the rank's page: what the GPU is told, and what goes over CPUs
         nccl = library.load()
         self.device = self.place = place
         self.device_types = (place.type,) if host is None else (place.type, *host.device_types)
