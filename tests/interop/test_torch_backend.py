@@ -38,8 +38,13 @@ dist.all_reduce(tensor)
         ("if rank == 1: raise KeyError('no such thing')\ndist.all_reduce(tensor)", "KeyError: 'no such thing'"),
         ("dist.all_reduce(torch.ones(2 + rank), async_op=True).wait()", "rank 1: all_reduce(float32 [3], SUM)"),
         ("if rank: time.sleep(60)\ndist.all_reduce(tensor)", "was not complete after 3 s: rank 1 did not come"),
+        (
+            "dist.group.WORLD.set_timeout(timedelta(seconds=1))\nif rank: time.sleep(60)\ndist.all_reduce(tensor)",
+            "was not complete after 1 s: rank 1 did not come",
+        ),
+        ("dist.group.WORLD.abort()\ndist.all_reduce(tensor)", "torch.distributed has aborted it"),
     ],
-    ids=["a rank raises", "mismatch", "time-out"],
+    ids=["a rank raises", "mismatch", "time-out", "another time-out", "abort"],
 )
 def test_a_job_that_cannot_go_on_ends_with_the_cause(program, cause) -> None:
     done = launch(2, START + program, timeout=50)
