@@ -234,9 +234,9 @@ def _as_bytes(place: Place) -> Any:
 
 def listen() -> socket.socket:
     """Return a socket that listens on all addresses of this node; a closed one if there can be none; local."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):  # there may be no IPv6
         return socket.create_server(("::", 0), family=socket.AF_INET6, backlog=64, dualstack_ipv6=True)
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError):
         return socket.create_server(("", 0), backlog=64)
     closed = socket.socket()
     closed.close()

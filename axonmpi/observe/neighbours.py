@@ -13,8 +13,6 @@ from .judgement import Standing
 
 __all__ = ["Neighbours"]
 
-NOTICE_SECONDS = 0.0
-"""A process that has gone is named after this; a launcher that ends the job needs less."""
 LOST_SECONDS = 1.0
 """How long a connection must have been lost before the job may be ended."""
 
@@ -32,29 +30,24 @@ class Neighbours:
         self._say = say
         self._links = list(links())
         self._lost: dict[Link, float] = {}
-        self._named: set[Link] = set()
 
     def open(self) -> list[Link]:
         """Return those that nothing has happened to."""
         return [link for link in self._links if link.state is LinkState.OPEN]
 
-    def pause(self, seconds: float) -> float:
-        """Return when to look again, at the latest after so long."""
-        return min(seconds, NOTICE_SECONDS) if self._lost.keys() - self._named else seconds
-
     def look(self, passed: float) -> None:
-        """See what has become of them, and name once what has gone; local.
+        """See what has become of them, and name at once what has gone: Open MPI may end this rank next; local.
 
         Args:
             passed: Seconds since the look before.
         """
         for link in self._links:
-            if link.look() not in (LinkState.OPEN, LinkState.LEFT):
-                self._lost[link] = self._lost[link] + passed if link in self._lost else 0.0
-                if link not in self._named and self._lost[link] >= NOTICE_SECONDS:
-                    self._named.add(link)
-                    if not link.said:  # else the other node has printed it
-                        self._say(f"axonmpi: {self._cause(link)}")
+            if link in self._lost:
+                self._lost[link] += passed
+            elif link.look() not in (LinkState.OPEN, LinkState.LEFT):
+                self._lost[link] = 0.0
+                if not link.said:  # else the other node has printed it
+                    self._say(f"axonmpi: {self._cause(link)}")
 
     def in_vain(self, standings: Mapping[int, Standing]) -> str:
         """Return why ranks that all wait do so in vain; empty if nothing says so; local, up to a second.
@@ -86,5 +79,5 @@ class Neighbours:
         if link.said:
             return f"node {place.host} ({place.ranks}) has ended the job ({link.said})"
         if link.state is LinkState.ENDED:
-            return f"rank {place.rank} on {place.host} has ended before the end of the program"
+            return f"rank {place.rank} on {place.host} has ended, or was ended, before the end of its program"
         return f"the link from node {self._host} to node {place.host} ({place.ranks}) is lost"

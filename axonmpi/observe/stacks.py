@@ -62,10 +62,10 @@ class Questions:
 
     def wait(self, seconds: float, also: Collection[HasFileno] = ()) -> bool:
         """Wait for so long, or until a question has been answered; say whether one of `also` can be read; local."""
-        ready = select.select([self._pipe, *also], [], [], seconds)[0]
+        ready = select.select([self._pipe, *(each.fileno() for each in also)], [], [], seconds)[0]
         if self._pipe in ready and _QUESTION in os.read(self._pipe, 4096):
             self.answer()
-        return any(each in ready for each in also)
+        return any(file != self._pipe for file in ready)
 
     def wake(self) -> None:
         """End a wait of another thread; local."""

@@ -137,7 +137,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         looked = time.monotonic()
-        while not self._wait(self._neighbours.pause(LOOK_SECONDS), self._neighbours.open()):
+        while not self._wait(LOOK_SECONDS, self._neighbours.open()):
             before, looked = looked, time.monotonic()
             self._own.words[Header.LOOKED] += 1
             passed = min(looked - before, 2 * LOOK_SECONDS)  # it was not there for the rest
