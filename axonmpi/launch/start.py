@@ -26,7 +26,7 @@ import torch
 from ..errors import LaunchError
 from ..utils.arguments import integer
 from ..utils.text import name_ranks
-from . import board, children, lifeline, segments
+from . import board, children, lifeline, node_links, segments
 from . import exit as exits
 from .check import MpiLibrary, check_launch, check_protocol, check_room
 from .cpu import core_to_keep_to, count_of_node, keep_to_core, share_of_cores, usable_cores
@@ -143,7 +143,7 @@ def start_world(init_method: str | None = None, num_threads: int | None = None) 
     exits.meet_on(comm)
     local = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
     topology = Topology.found(mpi, comm, local)
-    _publish_page(comm, local, topology)
+    _publish_page(mpi, comm, local, topology)
     masks = local.allgather(usable_cores())
     if (core := core_to_keep_to(local.rank, masks)) is not None:
         keep_to_core(core)
@@ -152,7 +152,7 @@ def start_world(init_method: str | None = None, num_threads: int | None = None) 
     return Started(comm, topology, library, threads, reason)
 
 
-def _publish_page(comm: Any, local: Any, topology: Topology) -> None:
+def _publish_page(mpi: Any, comm: Any, local: Any, topology: Topology) -> None:
     """Let other processes of this user see what this rank does; collective, does nothing when called again."""
     if comm.size == 1 or board.own_page().path is not None:
         return
@@ -164,6 +164,7 @@ def _publish_page(comm: Any, local: Any, topology: Topology) -> None:
         segments.remove_names()
     name = f"{job[0]:08x}"
     lifeline.hold(local, name)
+    node_links.connect(mpi, comm, local, topology)
     if not board.publish(name, asdict(topology)):
         exits.before_finalize(board.remove_own)
     local.Barrier()  # nobody counts the pages of this node's ranks before all of them are there

@@ -13,8 +13,9 @@ import faulthandler
 import os
 import select
 import signal
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Protocol
 
 from ..launch.board import own_page
 from ..launch.page import Header
@@ -31,6 +32,12 @@ _QUESTION, _WAKING = b"?", b"!"
 ANSWER_SECONDS = 2.0
 _SETTLE_SECONDS = 0.05
 """How long a file that has grown must not grow any more."""
+
+
+class HasFileno(Protocol):
+    """What can be waited for."""
+
+    def fileno(self) -> int: ...
 
 
 class Questions:
@@ -53,10 +60,12 @@ class Questions:
             faulthandler.register(_SIGNAL, file=self._answers, all_threads=True)
             own_page().words[Header.STACKS_BY] = _SIGNAL
 
-    def wait(self, seconds: float) -> None:
-        """Wait for so long, or until a question has been answered; local."""
-        if select.select([self._pipe], [], [], seconds)[0] and _QUESTION in os.read(self._pipe, 4096):
+    def wait(self, seconds: float, also: Collection[HasFileno] = ()) -> bool:
+        """Wait for so long, or until a question has been answered; say whether one of `also` can be read; local."""
+        ready = select.select([self._pipe, *(each.fileno() for each in also)], [], [], seconds)[0]
+        if self._pipe in ready and _QUESTION in os.read(self._pipe, 4096):
             self.answer()
+        return any(file != self._pipe for file in ready)
 
     def wake(self) -> None:
         """End a wait of another thread; local."""

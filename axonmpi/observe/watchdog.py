@@ -5,6 +5,7 @@ pages of the node's ranks, and ends the job
 
     after 3 s      if the process of a rank has ended, but its program had not come to its end
     after 4 s      if ranks wait for one that is stopped, or has come to its end, or for each other in a circle
+    after 3 s      if all wait, and a rank of another node, its node or the network to it has gone: `node_links.py`
     after 1 h      if a rank has waited for so long, whatever it waits for: `AXONMPI_TIMEOUT`
 
 Only time in which it has looked counts, and nothing is ended while a rank is in a debugger. A sixth of the last
@@ -32,8 +33,9 @@ from ..utils.text import counted, name_ranks
 from .board import Condition, RankPage, pages_of
 from .flight_recorder import dump
 from .judgement import Standing, awaited_by, in_vain, look_at
+from .neighbours import Neighbours
 from .report import cause_of, table_of, text_of_stacks
-from .stacks import Questions, stacks_of
+from .stacks import HasFileno, Questions, stacks_of
 
 __all__ = ["Watchdog", "watch", "write_to"]
 
@@ -119,6 +121,7 @@ class Watchdog:
         self.pages = pages_of(self._own.identity["job"])
         self._seen = {page.rank: _Seen() for page in self.pages}
         self._circle, self._left = _Since(), _Since()
+        self._neighbours = Neighbours(self._own.identity["host"], _print)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="axonmpi watchdog", daemon=True)
 
@@ -134,7 +137,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         looked = time.monotonic()
-        while not self._wait(LOOK_SECONDS):
+        while not self._wait(LOOK_SECONDS, self._neighbours.open()):
             before, looked = looked, time.monotonic()
             self._own.words[Header.LOOKED] += 1
             passed = min(looked - before, 2 * LOOK_SECONDS)  # it was not there for the rest
@@ -142,11 +145,12 @@ class Watchdog:
             if not any(self._looks(page, passed) for page in self.pages if page.rank < self._rank):
                 self._look(passed)
 
-    def _wait(self, seconds: float) -> bool:
-        """Answer questions for so long; say whether the watchdog is to end."""
+    def _wait(self, seconds: float, also: Collection[HasFileno] = ()) -> bool:
+        """Answer questions for so long, or until one of `also` can be read; say whether the watchdog is to end."""
         until = time.monotonic() + seconds
         while not self._stop.is_set() and (left := until - time.monotonic()) > 0:
-            self._questions.wait(left)
+            if self._questions.wait(left, also):
+                break
         return self._stop.is_set()
 
     def _end_without_launcher(self) -> None:
@@ -168,12 +172,15 @@ class Watchdog:
         if self._left.see(left, passed) >= SECONDS_AFTER_END and left:
             self._end(_text_of_left(left, self.pages), look_at(self.pages), "RankFailedError")
         still = {page.rank: self._seen[page.rank].operation.see(page.latest, passed) for page in self.pages}
+        self._neighbours.look(passed)
         if max(still.values()) < 2 * LOOK_SECONDS:
             self._circle = _Since()
             return
         standings = look_at(self.pages)
         if any(standing.condition is Condition.TRACED for standing in standings.values()):
             return
+        if min(still.values()) >= SECONDS_AFTER_END and (cause := self._neighbours.in_vain(standings)):
+            self._end(cause, standings, "RankFailedError")
         self._judge(standings, passed)
         self._count(standings, still)
 
@@ -218,6 +225,7 @@ class Watchdog:
 
     def _end(self, cause: str, standings: Mapping[int, Standing], error: str = "CollectiveTimeoutError") -> None:
         """Print why, where all ranks are and their stacks, and end the job, unless another watchdog does."""
+        self._neighbours.tell(cause)
         if not self._is_first() and self._wait(_OTHERS_SECONDS):
             return
         stacks = stacks_of((standing.page for standing in standings.values()), self._questions)

@@ -81,7 +81,7 @@ FAULTS = (
     Fault("ends", "a rank comes to the end of its program", gone("end"), code=None),
     Fault("exits_0", "`sys.exit(0)` on a rank", gone("end"), code=None),
     Fault("exits_256", "`sys.exit(256)` on a rank", gone("end"), code=None, quick=True),
-    Fault("os_exit_0", "`os._exit(0)` on a rank", dead(9, "exit"), code=None),
+    Fault("os_exit_0", "`os._exit(0)` on a rank", dead(9, "exit"), code=None, quick=True),
     Fault("killed", "SIGKILL of a rank", dead(9, "Killed"), code=None),
     Fault("healthy", "SIGKILL of the launcher", (), code=-9, act="kill the launcher", quick=True),
     Fault("stopped", "SIGSTOP of a rank", gone("stopped"), code=None, quick=True),
@@ -129,9 +129,9 @@ FAULTS = (
         (r"\[rank 1\] .*recv in thread .* was still under way when the program ended",),
     ),
     Fault(
-        "healthy", "the link between nodes is cut", (r"has waited \d+ s for", r"other nodes: not known"),
-        code=None, seconds=20.0, env={"AXONMPI_TIMEOUT": "5"}, places=(TWO_NODES,),
-        act="cut the link",
+        "healthy", "the link between nodes is cut",
+        (r"RankFailedError: the link from node n\d to node n\d .* is lost", r"other nodes: not known"),
+        code=None, places=(TWO_NODES,), act="cut the link",
     ),
     Fault("brief", "/dev/shm is full", (r"/dev/shm",), code="any", places=(ONE_NODE,), act="fill /dev/shm"),
     Fault(

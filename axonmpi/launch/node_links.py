@@ -1,0 +1,365 @@
+"""What tells a node that another node, or the network between them, has gone.
+
+The lowest rank of each node keeps a TCP connection to that of the next node, in a ring: two for each node, however
+many nodes there are. Nothing is sent while the job goes on. Both kernels ask each other every second whether the
+other is there, and answer whatever the processes do, so a busy or stopped rank is none that has gone. Then
+
+    a goodbye, and the end         the other rank has come to the end of its program
+    a line, and the end            it has ended the job, and the line says why
+    the end without a word         its process has gone
+    an error after 4 s             the other node has gone, or the network to it
+
+The ranks tell each other over MPI where they listen, and a secret. Where they do not reach each other in 2 s,
+because of a firewall, there is no connection, and a node that has gone is noticed as any rank that does not come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from dataclasses import asdict, dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..utils.text import name_ranks
+from . import exit as exits
+from .topology import Topology
+
+__all__ = ["Link", "LinkState", "Place", "connect", "links", "listen", "meet"]
+
+CONNECT_SECONDS = 2.0
+PROBE_SECONDS = 1
+LOST_SECONDS = 4
+"""After so long without an answer a connection is lost."""
+ANSWER_SECONDS = 1.0
+"""How long a node that seems to be lost has for an answer."""
+_PLACE_BYTES = 2048
+_MAX_ADDRESSES = 16
+_SECRET_BYTES = 16
+_YES = b"+"
+_SAID_BYTES = 1000
+"""How much of a line is sent."""
+_SIOCGIFADDR = 0x8915
+
+_links: list[Link] = []
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the lowest rank of a node is to be reached.
+
+    Attributes:
+        rank: Its number.
+        host: Name of its node.
+        ranks: The ranks of its node in words.
+        addresses: Of the node.
+        port: Where it listens.
+        secret: What a connection begins with, in hexadecimal.
+    """
+
+    rank: int
+    host: str
+    ranks: str
+    addresses: list[str]
+    port: int
+    secret: str
+
+
+class LinkState(Enum):
+    """What has become of a connection."""
+
+    OPEN = "open"
+    LEFT = "the other rank has come to its end"
+    ENDED = "the other process has gone"
+    LOST = "nothing answers"
+
+
+class Link:
+    """The connection to the lowest rank of another node.
+
+    Args:
+        connection: The socket.
+        place: Whom it leads to.
+
+    Attributes:
+        place: The same.
+        state: What has become of it, at the last look.
+        said: Why the other rank ends the job; empty where it has not said so.
+    """
+
+    def __init__(self, connection: socket.socket, place: Place) -> None:
+        self.place = place
+        self.state = LinkState.OPEN
+        self.said = ""
+        self._socket = connection
+        self._received = b""
+        connection.setblocking(False)
+        self._address = connection.getpeername()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            (socket.TCP_KEEPIDLE, PROBE_SECONDS),
+            (socket.TCP_KEEPINTVL, PROBE_SECONDS),
+            (socket.TCP_KEEPCNT, LOST_SECONDS // PROBE_SECONDS),
+            (socket.TCP_USER_TIMEOUT, 1000 * LOST_SECONDS),
+        ):
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def fileno(self) -> int:
+        """Return the descriptor, which can be read when `look` has something to see."""
+        return self._socket.fileno()
+
+    def look(self) -> LinkState:
+        """Return what has become of it; local, does not wait."""
+        while self.state is LinkState.OPEN:
+            try:
+                data = self._socket.recv(4096)
+            except BlockingIOError:
+                break
+            except ConnectionResetError:
+                data = b""
+            except OSError:
+                self.state = LinkState.LOST
+                break
+            self._received += data
+            lines = self._received.decode(errors="replace").split("\n")[:-1]
+            self.said = next(filter(None, lines), "")
+            if not data:
+                self.state = LinkState.LEFT if "" in lines else LinkState.ENDED
+        return self.state
+
+    def say(self, why: str) -> None:
+        """Tell the other rank why this one ends the job; local, does not wait."""
+        line = " ".join(why.split())[:_SAID_BYTES]
+        with contextlib.suppress(OSError):
+            self._socket.send(line.encode() + b"\n")
+
+    def close(self) -> None:
+        """Say goodbye: this rank has come to its end; local."""
+        self.say("")
+        self._socket.close()
+
+    def drop(self) -> None:
+        """Close it without a word: the rank is another process's; local."""
+        self._socket.close()
+
+    def answers(self) -> bool:
+        """Say whether the other node of a lost connection answers, so that it was lost for a moment; local."""
+        with socket.socket(self._socket.family) as probe:
+            probe.settimeout(ANSWER_SECONDS)
+            try:
+                probe.connect(self._address)
+            except ConnectionRefusedError:  # nobody listens there any more, says the node
+                return True
+            except OSError:
+                return False
+            return True
+
+
+def links() -> list[Link]:
+    """Return this rank's connections to other nodes; local."""
+    return _links
+
+
+def connect(mpi: Any, comm: Any, node: Any, topology: Topology) -> None:
+    """Connect the lowest rank of this node to those of the next nodes; collective, does nothing on one node.
+
+    Args:
+        mpi: The module `mpi4py.MPI`.
+        comm: All ranks.
+        node: Those of this node.
+        topology: Where this rank is.
+    """
+    if topology.num_nodes == 1:
+        return
+    ranks = node.gather(comm.rank)
+    firsts = comm.Split(mpi.UNDEFINED if node.rank else 0, comm.rank)
+    if node.rank:
+        return
+    with contextlib.closing(listen()) as listener:
+        secret = secrets.token_hex(_SECRET_BYTES)
+        port = 0 if listener.fileno() < 0 else listener.getsockname()[1]
+        own = Place(comm.rank, os.uname().nodename, name_ranks(ranks), _addresses(), port, secret)
+        before, after = _exchange(firsts, _as_bytes(own))
+        ring = (Place(**json.loads(bytes(each).rstrip(b"\0"))) for each in (before, after))
+        _links.extend(_agreed(firsts, listener, own, *ring))
+    firsts.Free()
+    os.register_at_fork(after_in_child=_leave_to_parent)
+    exits.at_failure(partial(_tell_end, f"rank {comm.rank} has failed"))
+    exits.before_finalize(_say_goodbye)
+
+
+def _agreed(firsts: Any, listener: socket.socket, own: Place, before: Place, after: Place) -> list[Link]:
+    """Return the connections that both ends have."""
+    calls, called = firsts.size > 2 or firsts.rank == 0, firsts.size > 2 or firsts.rank == 1
+    found = meet(listener, own.secret if called else "", after if calls else None)
+    has = [np.array([each is not None], np.uint8) for each in found]
+    has_before, has_after = _exchange(firsts, *has[::-1])
+    agreed = []
+    for connection, place, other in zip(found, (before, after), (has_before, has_after), strict=True):
+        if connection is not None and other[0]:
+            agreed.append(Link(connection, place))
+        elif connection is not None:
+            connection.close()
+    return agreed
+
+
+def _exchange(firsts: Any, to_after: Any, to_before: Any = None) -> tuple[Any, Any]:
+    """Send to both neighbours in the ring; returns what those before and after have sent."""
+    to_before = to_after if to_before is None else to_before
+    before, after = (firsts.rank - 1) % firsts.size, (firsts.rank + 1) % firsts.size
+    from_before, from_after = np.empty_like(to_after), np.empty_like(to_before)
+    firsts.Sendrecv(to_after, after, 0, from_before, before, 0)
+    firsts.Sendrecv(to_before, before, 1, from_after, after, 1)
+    return from_before, from_after
+
+
+def _as_bytes(place: Place) -> Any:
+    return np.frombuffer(json.dumps(asdict(place)).encode().ljust(_PLACE_BYTES, b"\0"), np.uint8)
+
+
+# ---- connecting -------------------------------------------------------------------------------------------------
+
+
+def listen() -> socket.socket:
+    """Return a socket that listens on all addresses of this node; a closed one if there can be none; local."""
+    with contextlib.suppress(OSError, ValueError):  # there may be no IPv6
+        return socket.create_server(("::", 0), family=socket.AF_INET6, backlog=64, dualstack_ipv6=True)
+    with contextlib.suppress(OSError):
+        return socket.create_server(("", 0), backlog=64)
+    closed = socket.socket()
+    closed.close()
+    return closed
+
+
+def meet(
+    listener: socket.socket, secret: str, after: Place | None, limit: float = CONNECT_SECONDS
+) -> tuple[socket.socket | None, socket.socket | None]:
+    """Wait for a call, and call another rank at all of its addresses at once; local.
+
+    Args:
+        listener: Where to wait.
+        secret: What the caller knows, in hexadecimal; empty if none is to be waited for.
+        after: Whom to call; None: nobody.
+        limit: Seconds.
+
+    Returns:
+        The connections to the caller and to the called; None where there is none.
+    """
+    meeting = _Meeting(secret, after)
+    if secret and listener.fileno() >= 0:
+        listener.setblocking(False)
+        meeting.ready.register(listener, selectors.EVENT_READ, meeting.accept)
+    if after is not None:
+        for address in after.addresses:
+            meeting.call(address, after.port)
+    until = time.monotonic() + limit
+    while not meeting.is_over() and (left := until - time.monotonic()) > 0:
+        for key, _ in meeting.ready.select(left):
+            key.data(key.fileobj)
+    meeting.end()
+    return meeting.caller, meeting.called
+
+
+class _Meeting:
+    """Calls under way, in both directions."""
+
+    def __init__(self, secret: str, after: Place | None) -> None:
+        self.caller: socket.socket | None = None
+        self.called: socket.socket | None = None
+        self.ready = selectors.DefaultSelector()
+        self._secret = bytes.fromhex(secret)
+        self._after = after
+        self._strangers: list[socket.socket] = []
+
+    def is_over(self) -> bool:
+        return (not self._secret or self.caller is not None) and (self._after is None or self.called is not None)
+
+    def end(self) -> None:
+        self.ready.close()
+        for each in self._strangers:
+            if each not in (self.caller, self.called):
+                each.close()
+
+    def call(self, address: str, port: int) -> None:
+        caller = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        caller.setblocking(False)
+        self._strangers.append(caller)
+        with contextlib.suppress(OSError):
+            caller.connect_ex((address, port))
+            self.ready.register(caller, selectors.EVENT_WRITE, self.introduce)
+
+    def introduce(self, caller: socket.socket) -> None:
+        assert self._after is not None
+        try:
+            caller.send(bytes.fromhex(self._after.secret))
+            self.ready.modify(caller, selectors.EVENT_READ, self.hear)
+        except OSError:
+            self.ready.unregister(caller)
+
+    def hear(self, caller: socket.socket) -> None:
+        self.ready.unregister(caller)
+        with contextlib.suppress(OSError):
+            if caller.recv(1) == _YES and self.called is None:
+                self.called = caller
+
+    def accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            stranger, _ = listener.accept()
+            stranger.setblocking(False)
+            self._strangers.append(stranger)
+            self.ready.register(stranger, selectors.EVENT_READ, self.examine)
+
+    def examine(self, stranger: socket.socket) -> None:
+        self.ready.unregister(stranger)
+        with contextlib.suppress(OSError):
+            if self.caller is None and hmac.compare_digest(stranger.recv(_SECRET_BYTES), self._secret):
+                stranger.send(_YES)
+                self.caller = stranger
+
+
+def _addresses() -> list[str]:
+    """Return the addresses of this node's interfaces, without the loopback's."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
+                found.append(socket.inet_ntoa(answer[20:24]))
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            address, _, _, scope, *_ = line.split()
+            if scope == "00":  # not of one network only
+                found.append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address)))
+    return [address for address in found if not address.startswith("127.")][:_MAX_ADDRESSES]
+
+
+# ---- the end ----------------------------------------------------------------------------------------------------
+
+
+def _tell_end(why: str) -> None:
+    for link in _links:
+        link.say(why)
+
+
+def _say_goodbye() -> None:
+    while _links:
+        _links.pop().close()
+
+
+def _leave_to_parent() -> None:
+    """Let go of the connections in a fork, or they would outlive the rank."""
+    while _links:
+        _links.pop().drop()

@@ -1,0 +1,83 @@
+"""What the connections to other nodes tell a watchdog: that a rank, its node or the network to it has gone.
+
+A lost connection alone does not end a job: the network of the connections may fail while that of MPI works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ..launch.node_links import Link, LinkState, links
+from ..utils.text import name_ranks
+from .judgement import Standing
+
+__all__ = ["Neighbours"]
+
+LOST_SECONDS = 1.0
+"""How long a connection must have been lost before the job may be ended."""
+
+
+class Neighbours:
+    """This rank's connections to other nodes.
+
+    Args:
+        host: Name of this node.
+        say: Prints a text.
+    """
+
+    def __init__(self, host: str, say: Callable[[str], None]) -> None:
+        self._host = host
+        self._say = say
+        self._links = list(links())
+        self._lost: dict[Link, float] = {}
+
+    def open(self) -> list[Link]:
+        """Return those that nothing has happened to."""
+        return [link for link in self._links if link.state is LinkState.OPEN]
+
+    def look(self, passed: float) -> None:
+        """See what has become of them, and name at once what has gone: Open MPI may end this rank next; local.
+
+        Args:
+            passed: Seconds since the look before.
+        """
+        for link in self._links:
+            if link in self._lost:
+                self._lost[link] += passed
+            elif link.look() not in (LinkState.OPEN, LinkState.LEFT):
+                self._lost[link] = 0.0
+                if not link.said:  # else the other node has printed it
+                    self._say(f"axonmpi: {self._cause(link)}")
+
+    def in_vain(self, standings: Mapping[int, Standing]) -> str:
+        """Return why ranks that all wait do so in vain; empty if nothing says so; local, up to a second.
+
+        Args:
+            standings: Of all ranks of this node.
+        """
+        gone = [link for link, seconds in self._lost.items() if seconds >= LOST_SECONDS]
+        waiting = {rank: standing for rank, standing in standings.items() if standing.waits}
+        if not gone or not waiting or not all(rank in waiting or each.is_lost for rank, each in standings.items()):
+            return ""
+        link = gone[0]
+        if link.state is LinkState.LOST and link.answers():
+            self._say(f"axonmpi: node {link.place.host} answers again, and the job goes on")
+            self._links.remove(link)
+            del self._lost[link]
+            return ""
+        first = waiting[min(waiting)]
+        where = "at the end of the program" if first.is_ending else f"in {first.operation}"
+        return f"{self._cause(link)} while {name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''} {where}"
+
+    def tell(self, cause: str) -> None:
+        """Tell the other nodes why this one ends the job; local."""
+        for link in self.open():
+            link.say(cause)
+
+    def _cause(self, link: Link) -> str:
+        place = link.place
+        if link.said:
+            return f"node {place.host} ({place.ranks}) has ended the job ({link.said})"
+        if link.state is LinkState.ENDED:
+            return f"rank {place.rank} on {place.host} has ended, or was ended, before the end of its program"
+        return f"the link from node {self._host} to node {place.host} ({place.ranks}) is lost"
