@@ -62,7 +62,10 @@ class Questions:
 
     def wait(self, seconds: float, also: Collection[HasFileno] = ()) -> bool:
         """Wait for so long, or until a question has been answered; say whether one of `also` can be read; local."""
-        ready = select.select([self._pipe, *(each.fileno() for each in also)], [], [], seconds)[0]
+        poll = select.poll()  # select takes no descriptor from 1,024 on
+        for file in (self._pipe, *(each.fileno() for each in also)):
+            poll.register(file, select.POLLIN)
+        ready = [file for file, _ in poll.poll(1000 * seconds)]
         if self._pipe in ready and _QUESTION in os.read(self._pipe, 4096):
             self.answer()
         return any(file != self._pipe for file in ready)
