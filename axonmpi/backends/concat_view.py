@@ -56,12 +56,20 @@ class FlatParts:
         """The tensors among them."""
         return [part for part in self._parts if isinstance(part, Tensor)]
 
+    def view(self, start: int, stop: int) -> Tensor | None:
+        """Return [stop - start] elements as they lie in memory, None where they are of several tensors or zeros."""
+        index = bisect_right(self._starts, start) - 1
+        part = self._parts[index] if stop <= self.numel and start < stop else 0
+        if isinstance(part, int) or stop > self._starts[index + 1]:
+            return None
+        if not part.is_contiguous() or part.is_neg() or part.is_conj():
+            return None
+        return part.view(-1)[start - self._starts[index] : stop - self._starts[index]]
+
     def line(self) -> Tensor:
         """Return [numel] all of them, to be read only: in the memory of the one tensor where that is all; local."""
-        only = self._parts[0] if len(self._parts) == 1 else 0
-        if isinstance(only, Tensor) and only.is_contiguous() and not only.is_neg() and not only.is_conj():
-            return only.view(-1)
-        return self.flat()
+        whole = self.view(0, self.numel)
+        return self.flat() if whole is None else whole
 
     def flat(self, dtype: torch.dtype | None = None, place: torch.device | None = None) -> Tensor:
         """Return [numel] all of them on a device, by default the CPU, copied and converted; local."""

@@ -34,7 +34,8 @@ __all__ = [
 
 def all_reduce(backend: Backend, tensor: Tensor, op: ReduceOp, factor: Factor = None) -> None:
     """Reduce a tensor, dense or sparse, over all ranks, in place."""
-    scale([tensor], factor)
+    if factor is not None:
+        scale([tensor], factor)
     if tensor.is_sparse:
         _all_reduce_sparse(backend, tensor, op)
     else:

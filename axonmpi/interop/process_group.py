@@ -96,13 +96,16 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ---- running ------------------------------------------------------------------------------------------
 
-    def _run(self, what: str, options: Any, tensors: Sequence[Tensor], move: Callable[[], object]) -> TorchWork:
-        """Run a collective, now or on the group's thread; `move` does it."""
+    def _run(
+        self, what: str, options: Any, tensors: Sequence[Tensor], move: Callable[..., object], *args: Any
+    ) -> TorchWork:
+        """Run a collective, now or on the group's thread; `move` does it with the arguments."""
         self._sequence += 1
-        if not (options.asyncOp or self._worker.busy):
-            move()
+        worker = self._worker
+        if worker.started == worker.ended and not options.asyncOp:
+            move(*args)
             return _DONE
-        work = self._start(what, tensors, move)
+        work = self._start(what, tensors, partial(move, *args))
         if not options.asyncOp:
             work.wait()
         return work
@@ -124,9 +127,13 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     @skip_in_compile
     def allreduce(self, tensors: list[Tensor], opts: Any = _REDUCE) -> TorchWork:
         """Reduce one tensor over all ranks, in place; collective."""
-        op, factor = reduction_of(opts.reduceOp)
-        move = partial(moves.all_reduce, self._backend, _plain(tensors[0]), op, factor)
-        return self._run("all_reduce", opts, tensors, move)
+        tensor = tensors[0]
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        # Not by a partial: of a small one that is a noticeable part.
+        return self._run(
+            "all_reduce", opts, tensors, moves.all_reduce, self._backend, tensor, *reduction_of(opts.reduceOp)
+        )
 
     @skip_in_compile
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _REDUCE) -> TorchWork:
@@ -346,7 +353,10 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _get_backend(self, device: torch.device) -> TorchProcessGroup:
         if torch.device(device).type != "cpu":
-            raise RuntimeError(f"the {NAME} backend takes tensors on the CPU, there is none for {device}")
+            raise RuntimeError(
+                f"the {NAME} backend takes tensors on the CPU, got a device {device}: move them with .cpu(), or "
+                'let axonmpi carry them itself, by axonmpi.init_process_group("nccl")'
+            )
         return self
 
     def get_group_store(self) -> Store:

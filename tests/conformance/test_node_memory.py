@@ -86,6 +86,17 @@ def test_reduce_scatter_into(world):
 
 
 @pytest.mark.ranks(2, 4)
+def test_a_rank_may_have_its_result_in_place_of_its_part(world):
+    each = 300_000  # several chunks
+    numbers = torch.arange(each * world.size, dtype=torch.float64) % 1000
+    mine = (numbers + world.rank).float()
+    parts = list(mine.split(each))
+    world.default_group.reduce_scatter_into(parts[world.rank], parts, [each] * world.size)
+    expected = (numbers * world.size + sum(range(world.size))).split(each)[world.rank]
+    assert torch.equal(parts[world.rank].double(), expected)
+
+
+@pytest.mark.ranks(2, 4)
 def test_sums_of_16_bit_tensors_can_stay_in_float32(world):
     group = world.default_group
     mine = torch.full((1000 * world.size,), 1.0 + 2**-7 * world.rank, dtype=torch.bfloat16)

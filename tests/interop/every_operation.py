@@ -240,9 +240,10 @@ def refusals() -> None:
         (lambda: dist.all_to_all_single(torch.empty(size + 1), torch.empty(size + 1)), "equal parts"),
         (lambda: dist.all_reduce(torch.ones(1, dtype=torch.int64), dist.ReduceOp.AVG), "AVERAGE needs"),
         (lambda: dist.isend(torch.ones(1), 0, tag=1 << 20), "tag: expected"),
-        (lambda: dist.all_reduce(torch.empty(1, device="meta")), "tensors on cpu"),
+        (lambda: dist.all_reduce(torch.empty(1, device="meta")), r"tensors on cpu, .* move it with .cpu\(\)"),
+        (lambda: dist.group.WORLD._get_backend(torch.device("cuda")), r"axonmpi.init_process_group\(.nccl.\)"),
     ):
-        with pytest.raises((ValueError, TypeError), match=message):
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
             call()
 
 

@@ -171,10 +171,12 @@ class NodeConnection(SharedConnection):
         step = round_down(self._memory.chunk_bytes() // self.size, max(ALIGNMENT, dtype.itemsize))
         count = step // dtype.itemsize
         bounds = bounds_of(sizes)
+        own = _apart(parts.view(*bounds[rank]), output)
+        slices = [(slice_, *bounds[slice_]) for slice_ in range(self.size) if slice_ != rank or own is None]
 
         def copy_in(chunk: int, index: int, before: int) -> None:
             target = staging.buffers[index][rank]
-            for slice_, (low, high) in enumerate(bounds):
+            for slice_, low, high in slices:
                 start, stop = low + chunk * count, min(low + (chunk + 1) * count, high)
                 if start < stop:
                     parts.read(start, stop, target[slice_ * step :])
@@ -183,7 +185,9 @@ class NodeConnection(SharedConnection):
             target = output[chunk * count : (chunk + 1) * count]
             if target.numel():
                 low = rank * step
-                views = staging.views(before, low, low + target.numel() * dtype.itemsize, dtype)
+                views = [*staging.views(before, low, low + target.numel() * dtype.itemsize, dtype)]
+                if own is not None:
+                    views[rank] = own[chunk * count : (chunk + 1) * count]
                 reduce_wide_into(views, op, target)
 
         self._pipeline(call, -(-max(sizes) // count), (copy_in, reduce), agreed=agreed)
@@ -310,6 +314,14 @@ class NodeConnection(SharedConnection):
             # If some ranks have a symmetric tensor, they have put nothing in: begin anew, with them.
             first = 1 if chunks and not self._handshake.words[:, 0].any() else 0
         run_stages(barrier, count, call, chunks, stages, first)
+
+
+def _apart(tensor: Tensor | None, output: Tensor) -> Tensor | None:
+    """Return a contiguous tensor unless it shares memory with a contiguous output; local."""
+    if tensor is None:
+        return None
+    first, second = tensor.data_ptr(), output.data_ptr()
+    return tensor if first + tensor.nbytes <= second or second + output.nbytes <= first else None
 
 
 def _reduce_in_pieces(parts: list[Tensor], op: ReduceOp, result: Tensor) -> None:

@@ -321,7 +321,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         (1, 2, 4),
     ),
     "pipeline": Benchmark(
-        "a step of a pipeline by each schedule: ours, torch's on gloo, and the ideal",
+        "a step of a pipeline by each schedule: ours, torch's on gloo and on ours, and the ideal",
         lambda world, options: pipeline.measure(
             world, options.blocks, pipeline.sizes_of(options), options.schedules
         ),
@@ -330,7 +330,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         pipeline.add_options,
     ),
     "tensor": Benchmark(
-        "a perceptron and an attention divided among the ranks: ours, torch's on gloo, and the ideal",
+        "a perceptron and an attention divided among the ranks: ours, torch's on gloo and on ours, and the ideal",
         lambda world, options: tensor.measure(world, options.blocks, tensor.sizes_of(options)),
         tensor.table,
         (2, 4),

@@ -29,14 +29,13 @@ from ...fsdp import FullyShardedDataParallel, ShardingStrategy
 from ...fsdp.memory import PeakMemory, process_memory
 from ...groups.world import World
 from ...utils.text import aligned
-from .timing import add_torch_group, give_back, interleave, start_gloo
+from .timing import give_back, interleave, start_gloo, stock_groups
 
 __all__ = [
     "BATCH",
     "batch_of",
     "build_model",
     "ddp_table",
-    "default_group",
     "fsdp_table",
     "measure_ddp",
     "measure_fsdp",
@@ -77,8 +76,7 @@ def _ddp_seconds(batch: Tensor, blocks: int) -> dict[str, float]:
     steps = {
         "local": step_of(build_model(), batch),
         "axonmpi": step_of(DistributedDataParallel(build_model()), batch),
-        "torch on gloo": step_of(torch_ddp(default_group()), batch),
-        "torch on axonmpi": step_of(torch_ddp(add_torch_group()), batch),
+        **{name: step_of(torch_ddp(group), batch) for name, group in stock_groups().items()},
     }
     return interleave(steps, blocks=blocks, calls=_DDP_STEPS_PER_BLOCK)
 
@@ -99,15 +97,13 @@ def ddp_table(results: list[dict[str, Any]]) -> str:
 def measure_fsdp(world: World, blocks: int, samples_per_rank: int) -> dict[str, Any]:
     """Measure `blocks` blocks on the ranks of `world`; collective; times in milliseconds, memory in bytes."""
     start_gloo(world)
-    ours = add_torch_group()
     batch = batch_of(world, samples_per_rank)
     wrappers: dict[str, Callable[[nn.Sequential], nn.Module]] = {
         "local": lambda model: model,
         "ddp": DistributedDataParallel,
         "fsdp": lambda model: FullyShardedDataParallel(model, units=nn.Linear),
         "fsdp bfloat16": lambda model: FullyShardedDataParallel(model, units=nn.Linear, mixed_precision=True),
-        "torch on gloo": lambda model: torch_fsdp(model, default_group()),
-        "torch on axonmpi": lambda model: torch_fsdp(model, ours),
+        **{name: partial(torch_fsdp, group=group) for name, group in stock_groups().items()},
     }
 
     def make(name: str) -> Step:
@@ -173,13 +169,6 @@ def step_of(model: nn.Module, batch: Tensor, optimizer: torch.optim.Optimizer | 
             optimizer.step()
 
     return step
-
-
-def default_group() -> dist.ProcessGroup:
-    """Return torch's default group."""
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 def torch_ddp(group: dist.ProcessGroup) -> nn.Module:

@@ -1,7 +1,8 @@
-"""A pipeline's training step by each schedule: ours, torch's on gloo, and the ideal.
+"""A pipeline's training step by each schedule: ours, torch's on gloo and on ours, and the ideal.
 
-Stages are rows of transformer blocks, equally many on each rank. For each schedule three variants take turns:
-ours, `torch.distributed.pipelining` on gloo, and the computation alone. For the last, all ranks compute what the
+Stages are rows of transformer blocks, equally many on each rank. For each schedule four variants take turns:
+ours, `torch.distributed.pipelining` on gloo and on axonmpi's backend of torch.distributed, and the computation
+alone. For the last, all ranks compute what the
 schedule has them compute, at once, in the same order and with the same modules, but send nothing and wait for no
 other rank. The times of their actions go into the simulator. The time that comes out is the ideal, in which ranks
 wait only where the schedule has a bubble.
@@ -24,12 +25,13 @@ from ...comm import all_reduce_max
 from ...groups.world import World
 from ...pipeline import Costs, PipelineSchedule, Schedule, make_schedule, simulate
 from .pipeline_steps import CHUNKS, HEAD_WIDTH, Computation, Sizes, Step, Task, our_step, torch_step
-from .timing import count_cores, interleave, start_gloo
+from .timing import count_cores, interleave, start_gloo, stock_groups
 
 __all__ = ["CASES", "Case", "add_options", "check_gradients", "measure", "sizes_of", "table"]
 
 STEPS_PER_BLOCK = 2
 _TOLERANCE = 1e-4
+_VARIANTS = ("compute", "axonmpi", "torch on gloo", "torch on axonmpi")
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,11 @@ def measure(world: World, blocks: int, sizes: Sizes, names: Sequence[str]) -> di
     }
     computations = {name: Computation(task, schedule) for name, schedule in schedules.items()}
     pipelines: dict[str, Step] = {}
+    groups = stock_groups()
     for name, case in cases.items():
         pipelines[f"axonmpi {name}"] = our_step(task, case.kind, case.chunks)
-        pipelines[f"torch {name}"] = torch_step(task, schedules[name], case.made_by)
+        for stock, group in groups.items():
+            pipelines[f"{stock} {name}"] = torch_step(task, schedules[name], case.made_by, group)
     check_gradients(task, pipelines)
     variants = {**pipelines, **{f"compute {name}": each.step for name, each in computations.items()}}
     seconds = interleave(variants, blocks=blocks, calls=STEPS_PER_BLOCK)
@@ -94,7 +98,7 @@ def measure(world: World, blocks: int, sizes: Sizes, names: Sequence[str]) -> di
         **asdict(sizes),
         "schedules": {
             name: {
-                **{who: milliseconds[f"{who} {name}"] for who in ("compute", "axonmpi", "torch")},
+                **{who: milliseconds[f"{who} {name}"] for who in _VARIANTS},
                 **_simulated(schedules[name], computations[name].costs()),
             }
             for name in cases
@@ -149,24 +153,25 @@ def table(results: list[dict[str, Any]]) -> str:
     batches = f"{first['microbatches']} micro-batches of {shape}"
     lines = [f"{first['layers']} transformer blocks a rank, {batches}; ms a step, medians"]
     for result in results:
-        stock = result["schedules"].get("1f1b", {}).get("torch", math.nan)
+        stock = result["schedules"].get("1f1b", {}).get("torch on gloo", math.nan)
         lines.append(
             f"\n{result['ranks']} ranks, {result['cores']} cores, threads of a rank: {result['threads']}, "
             f"{result['parameters'] / 1e6:.1f} M parameters"
         )
         lines.append(
-            f"{'schedule':<17} {'compute':>8} {'bubble':>7} {'ideal':>8} {'axonmpi':>8} {'torch':>8} | "
-            f"{'ours / ideal':>12} {'torch / ours':>12} {'torch 1f1b / ours':>17} | activations held"
+            f"{'schedule':<17} {'compute':>8} {'bubble':>7} {'ideal':>8} {'axonmpi':>8} "
+            f"{'torch on gloo':>14} {'torch on axonmpi':>17} | {'ours / ideal':>12} {'gloo / ours':>12} "
+            f"{'gloo 1f1b / ours':>17} | activations held"
         )
         lines += [_row(name, figures, stock) for name, figures in result["schedules"].items()]
     return "\n".join(lines)
 
 
 def _row(name: str, figures: dict[str, Any], stock: float) -> str:
-    ours = figures["axonmpi"]
+    ours, gloo = figures["axonmpi"], figures["torch on gloo"]
     return (
         f"{name:<17} {figures['compute']:8.1f} {figures['bubble']:7.1%} {figures['ideal']:8.1f} {ours:8.1f} "
-        f"{figures['torch']:8.1f} | {ours / figures['ideal']:12.2f} {figures['torch'] / ours:12.2f} "
+        f"{gloo:14.1f} {figures['torch on axonmpi']:17.1f} | {ours / figures['ideal']:12.2f} {gloo / ours:12.2f} "
         f"{stock / ours:17.2f} | {' '.join(map(str, figures['peak_activations']))}"
     )
 

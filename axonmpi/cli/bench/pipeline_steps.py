@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import mse_loss
@@ -132,20 +133,22 @@ def our_step(task: Task, kind: PipelineSchedule, chunks: int) -> Step:
     return step
 
 
-def torch_step(task: Task, schedule: Schedule, made_by: str) -> Step:
+def torch_step(task: Task, schedule: Schedule, made_by: str, group: dist.ProcessGroup) -> Step:
     """Return a step of `torch.distributed.pipelining`; collective, as is the step.
 
     Args:
         task: The model and the batch.
         schedule: Where the stages live.
         made_by: The name of the class of torch's schedule.
+        group: Carries the messages; all ranks, in order.
     """
     from torch.distributed import pipelining  # takes a second, which is none of the other benchmarks' business
 
     modules = task.stages(schedule.num_stages)
     own = schedule.stages_of(task.world.rank)
     device = torch.device("cpu")
-    stages = [pipelining.PipelineStage(modules[stage], stage, schedule.num_stages, device) for stage in own]
+    count = schedule.num_stages
+    stages = [pipelining.PipelineStage(modules[stage], stage, count, device, group=group) for stage in own]
     torch_schedule = getattr(pipelining, made_by)
     takes_many = "stages" in inspect.signature(torch_schedule).parameters
     runner = torch_schedule(stages if takes_many else stages[0], task.sizes.microbatches, loss_fn=mse_loss)

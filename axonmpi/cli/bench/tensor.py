@@ -1,9 +1,9 @@
-"""A transformer's two blocks divided among the ranks: ours, torch's on gloo, and the ideal.
+"""A transformer's two blocks divided among the ranks: ours, torch's on gloo and on ours, and the ideal.
 
-The blocks are a perceptron (width to 4 x width and back) and causal self-attention. For each number of tokens four
+The blocks are a perceptron (width to 4 x width and back) and causal self-attention. For each number of tokens five
 variants take turns, each a forward and a backward: the computation of a rank alone, with no
-messages; the two all-reduces alone, of the tokens' activations; ours; and torch's tensor parallelism on gloo.
-The ideal is the first two together.
+messages; the two all-reduces alone, of the tokens' activations; ours; and torch's tensor parallelism, on gloo and
+on axonmpi's backend of torch.distributed. The ideal is the first two together.
 
 Before anything is timed, the output and the gradients of ours and of torch's are compared with one process's.
 """
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,14 +25,18 @@ from torch.nn import functional as F
 from ...comm import all_reduce, all_reduce_max
 from ...groups.world import World
 from ...tensor import ColumnParallelLinear, ParallelMLP, RowParallelLinear, tensor_parallel_attention
-from .timing import count_cores, interleave, start_gloo
+from .timing import count_cores, interleave, start_gloo, stock_groups
 
 __all__ = ["BLOCKS", "Sizes", "add_options", "measure", "sizes_of", "table"]
 
 STEPS_PER_BLOCK = 3
 _TOLERANCE = 1e-4
 
+_VARIANTS = ("compute", "collectives", "axonmpi", "torch on gloo", "torch on axonmpi")
+
 Step = Callable[[], None]
+Groups = Mapping[str, dist.ProcessGroup]
+"""Groups of torch.distributed by the names of the variants on them."""
 
 
 @dataclass(frozen=True)
@@ -112,15 +117,16 @@ class Task:
         sizes: Of the blocks and of the batch.
         block: Which of `BLOCKS`.
         length: Tokens of a sequence.
+        groups: Of torch's variants, all ranks in each.
     """
 
-    def __init__(self, world: World, sizes: Sizes, block: str, length: int) -> None:
+    def __init__(self, world: World, sizes: Sizes, block: str, length: int, groups: Groups) -> None:
         self.world = world
         generator = torch.Generator().manual_seed(0)
         shape = sizes.sequences, length, sizes.width
         self.tokens = torch.randn(shape, generator=generator).requires_grad_()
         self.gradient = torch.randn(shape, generator=generator)
-        self.whole, self.ours, self.stock, build = BLOCKS[block](world, sizes)
+        self.whole, self.ours, self.stock, build = BLOCKS[block](groups, sizes)
         self.part = build(sizes, world.size)
         self._sent = torch.zeros(shape)
 
@@ -130,7 +136,7 @@ class Task:
             "compute": self.step(self.part),
             "collectives": self._collectives,
             "axonmpi": self.step(self.ours),
-            "torch": self.step(self.stock),
+            **{name: self.step(module) for name, module in self.stock.items()},
         }
 
     def step(self, module: nn.Module) -> Step:
@@ -148,19 +154,19 @@ class Task:
         all_reduce(self._sent)
 
 
-Forms = tuple[nn.Module, nn.Module, nn.Module, Callable[..., nn.Module]]
-"""A block on one process, ours, torch's, and a function that builds a rank's part of the computation."""
+Forms = tuple[nn.Module, nn.Module, dict[str, nn.Module], Callable[..., nn.Module]]
+"""A block on one process, ours, torch's on each group, and a function that builds a rank's part of the
+computation."""
 
 
-def _mlp_forms(world: World, sizes: Sizes) -> Forms:
+def _mlp_forms(groups: Groups, sizes: Sizes) -> Forms:
     ours = ParallelMLP(sizes.width, 4 * sizes.width)
-    whole, stock = Perceptron(sizes, 1), Perceptron(sizes, 1)
-    for plain in (whole, stock):
-        _copy([ours.up, ours.down], [plain.up, plain.down])
-    return whole, ours, _parallelized(world, stock, ["up"], "down"), Perceptron
+    whole = Perceptron(sizes, 1)
+    _copy([ours.up, ours.down], [whole.up, whole.down])
+    return whole, ours, _parallelized(groups, whole, ["up"], "down"), Perceptron
 
 
-def _attention_forms(world: World, sizes: Sizes) -> Forms:
+def _attention_forms(groups: Groups, sizes: Sizes) -> Forms:
     ours = tensor_parallel_attention(sizes.width, sizes.heads)
     assert ours.query_key_value is not None
     whole, stock = FusedAttention(sizes, 1), Attention(sizes, 1)
@@ -174,10 +180,10 @@ def _attention_forms(world: World, sizes: Sizes) -> Forms:
     )
     for layer, weight, bias in thirds:
         layer.load_state_dict({"weight": weight, "bias": bias})
-    return whole, ours, _parallelized(world, stock, ["query", "key", "value"], "output"), FusedAttention
+    return whole, ours, _parallelized(groups, stock, ["query", "key", "value"], "output"), FusedAttention
 
 
-BLOCKS: dict[str, Callable[[World, Sizes], Forms]] = {"mlp": _mlp_forms, "attention": _attention_forms}
+BLOCKS: dict[str, Callable[[Groups, Sizes], Forms]] = {"mlp": _mlp_forms, "attention": _attention_forms}
 
 
 def _copy(divided: Sequence[ColumnParallelLinear | RowParallelLinear], plain: Sequence[nn.Linear]) -> None:
@@ -185,13 +191,15 @@ def _copy(divided: Sequence[ColumnParallelLinear | RowParallelLinear], plain: Se
         target.load_state_dict({"weight": source.full_weight(), "bias": source.full_bias()})
 
 
-def _parallelized(world: World, module: nn.Module, first: Sequence[str], last: str) -> nn.Module:
+def _parallelized(groups: Groups, module: nn.Module, first: Sequence[str], last: str) -> dict[str, nn.Module]:
+    """Return a copy of a module divided by torch among the ranks of each group; collective."""
     # These take a second to import, which is none of the other benchmarks' business.
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     plan = {**{name: ColwiseParallel() for name in first}, last: RowwiseParallel()}
-    return parallelize_module(module, init_device_mesh("cpu", (world.size,)), plan)
+    meshes = {name: DeviceMesh.from_group(group, "cpu") for name, group in groups.items()}
+    return {name: parallelize_module(deepcopy(module), mesh, plan) for name, mesh in meshes.items()}
 
 
 # ---- measuring --------------------------------------------------------------------------------------------------
@@ -211,11 +219,12 @@ def measure(world: World, blocks: int, sizes: Sizes) -> dict[str, Any]:
     """
     _check_sizes(world, sizes)
     start_gloo(world)
+    groups = stock_groups()
     figures: dict[str, dict[str, dict[str, float]]] = {}
     for block in BLOCKS:
         figures[block] = {}
         for length in sizes.lengths:
-            task = Task(world, sizes, block, length)
+            task = Task(world, sizes, block, length, groups)
             check_results(task)
             seconds = interleave(task.variants(), blocks=blocks, calls=STEPS_PER_BLOCK)
             figures[block][str(sizes.sequences * length)] = {name: value * 1e3 for name, value in seconds.items()}
@@ -236,7 +245,7 @@ def check_results(task: Task) -> None:
         RuntimeError: The output, the tokens' gradient or a rank's gradients are not the same; on all ranks.
     """
     wanted = _results(task, task.whole)
-    for name, module in (("axonmpi", task.ours), ("torch", task.stock)):
+    for name, module in {"axonmpi": task.ours, **task.stock}.items():
         found = _results(task, module)
         worst = torch.tensor(max(_error(*pair) for pair in zip(found, wanted, strict=True)))
         all_reduce_max(worst)
@@ -288,7 +297,8 @@ def table(results: list[dict[str, Any]]) -> str:
         )
         lines.append(
             f"{'block':<10} {'tokens':>7} {'compute':>8} {'collectives':>12} {'axonmpi':>8} "
-            f"{'torch':>8} | {'ours / (compute + collectives)':>30} {'torch / ours':>12}"
+            f"{'torch on gloo':>14} {'torch on axonmpi':>17} | {'ours / (compute + collectives)':>30} "
+            f"{'gloo / ours':>12}"
         )
         for block, of_block in result["blocks"].items():
             lines += [_row(block, tokens, figures) for tokens, figures in of_block.items()]
@@ -296,10 +306,10 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def _row(block: str, tokens: str, figures: dict[str, float]) -> str:
-    compute, collectives, ours, stock = (figures[name] for name in ("compute", "collectives", "axonmpi", "torch"))
+    compute, collectives, ours, gloo, stock = (figures[name] for name in _VARIANTS)
     return (
-        f"{block:<10} {tokens:>7} {compute:8.2f} {collectives:12.2f} {ours:8.2f} {stock:8.2f} | "
-        f"{ours / (compute + collectives):30.2f} {stock / ours:12.2f}"
+        f"{block:<10} {tokens:>7} {compute:8.2f} {collectives:12.2f} {ours:8.2f} {gloo:14.2f} {stock:17.2f} | "
+        f"{ours / (compute + collectives):30.2f} {gloo / ours:12.2f}"
     )
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "reduce_scatter_flat",
     "start_gloo",
     "start_torch",
+    "stock_groups",
     "telling_clock",
 ]
 
@@ -186,6 +187,13 @@ def add_torch_group() -> dist.ProcessGroup:
     register()
     group: dist.ProcessGroup = dist.new_group(backend=NAME)
     return group
+
+
+def stock_groups() -> dict[str, dist.ProcessGroup]:
+    """Return the groups of torch's own variants, the default one on gloo and one over axonmpi; collective."""
+    default = dist.group.WORLD
+    assert default is not None
+    return {"torch on gloo": default, "torch on axonmpi": add_torch_group()}
 
 
 def count_cores(world: World) -> int:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from ...comm import all_reduce
 from ...groups.world import World
 from ...utils.text import aligned
-from .data_parallel import BATCH, batch_of, build_model, default_group, step_of, torch_ddp, torch_fsdp
-from .timing import add_torch_group, interleave, start_gloo
+from .data_parallel import BATCH, batch_of, build_model, step_of, torch_ddp, torch_fsdp
+from .timing import interleave, start_gloo, stock_groups
 
 __all__ = ["measure", "table"]
 
@@ -30,7 +30,7 @@ Calls = dict[str, Callable[[], object]]
 def measure(world: World, blocks: int) -> dict[str, Any]:
     """Measure `blocks` blocks on the ranks of `world`; collective; the figures are in seconds."""
     start_gloo(world)
-    groups = {"gloo": default_group(), "axonmpi": add_torch_group()}
+    groups = {name.removeprefix("torch on "): group for name, group in stock_groups().items()}
     figures = {
         "4 bytes": interleave(_all_reduces(groups, 1), blocks=blocks, calls=_SMALL_CALLS),
         "64 MiB": interleave(_all_reduces(groups, LARGE // 4), blocks=blocks, calls=_LARGE_CALLS),
