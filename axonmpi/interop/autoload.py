@@ -41,7 +41,8 @@ def _create_group(options: Any, backend_options: Any) -> Any:
 
 def _serve_env() -> None:
     """Serve "mpi://", and "env://" where the group is ours and the variables of "env://" are not all set."""
-    # torch has no public way to replace a handler.
+    # torch has no public way to replace a handler. This is not in torch_internals.py, for to import that one is to
+    # import all of `axonmpi`, at the end of every `import torch`.
     handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
     by_torch = handlers["env"]
 

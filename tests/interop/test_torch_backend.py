@@ -43,8 +43,12 @@ dist.all_reduce(tensor)
             "was not complete after 1 s: rank 1 did not come",
         ),
         ("dist.group.WORLD.abort()\ndist.all_reduce(tensor)", "torch.distributed has aborted it"),
+        (
+            "if rank: dist.group.WORLD.abort(), time.sleep(60)\ndist.all_reduce(tensor)",
+            "waited for it on this node",
+        ),
     ],
-    ids=["a rank raises", "mismatch", "time-out", "another time-out", "abort"],
+    ids=["a rank raises", "mismatch", "time-out", "another time-out", "abort", "abort by another rank"],
 )
 def test_a_job_that_cannot_go_on_ends_with_the_cause(program, cause) -> None:
     done = launch(2, START + program, timeout=50)

@@ -27,9 +27,9 @@ from axonmpi.launch.start import start_world
 SECONDS = 60
 """How long a test may take."""
 GROUP_SECONDS = 15
+"""The time-out of its groups."""
 TAKEN_FOR_GLOO = "test_accumulate_gradients_no_sync"
 """Tests that decide by the backend's name, while they run, whether to use the CPU or a GPU."""
-"""The time-out of its groups."""
 
 
 def suite(size: int):
@@ -106,7 +106,7 @@ def main() -> None:
             note(report, name, "began")
         faulthandler.dump_traceback_later(SECONDS, exit=True)
         outcomes = run_one(control, module, tests, name, backend)
-        faulthandler.cancel_dump_traceback_later()
+        faulthandler.dump_traceback_later(SECONDS, exit=True)  # what follows may hang too
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(outcomes) if text not in ("", "skip")]
         if comm.rank == 0:
             note(
