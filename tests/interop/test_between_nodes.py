@@ -17,6 +17,7 @@ def nodes() -> Iterator[Nodes]:
         yield both
 
 
+@pytest.mark.slow
 def test_a_stock_program_gives_what_it_gives_over_gloo(nodes, tmp_path) -> None:
     equals_gloo_on_nodes(nodes, (2, 1), ["ddp", "fsdp2_and_dcp", "functional"], tmp_path)
 

@@ -105,6 +105,7 @@ def test_a_rank_that_never_comes(tmp_path, capsys, caplog):
 @pytest.mark.slow
 def test_two_groups_in_another_order(tmp_path, capsys, caplog):
     with hanging("wrong_order", tmp_path) as job:
+        assert wait_until(lambda: all(page.current() for page in job.pages), Backoff(0, 0.05), START_SECONDS)
         code, said = job.why(capsys, "--json", "--no-stacks")  # before the watchdog ends the job
         data = json.loads(said)
         assert (code, data["behind"], data["is_circle"]) == (1, [1], True)
