@@ -12,6 +12,7 @@ import pytest
 
 from axonmpi.launch import board
 from axonmpi.observe import RankPage, pages_of, stacks_of
+from axonmpi.utils.waiting import Backoff, wait_until
 
 RANK = """
 import ctypes, sys, threading, time
@@ -77,4 +78,4 @@ def test_a_rank_whose_threads_end_all_the_time_can_be_asked(folder: Path) -> Non
 
 def test_a_rank_that_keeps_pythons_lock_answers_too(folder: Path) -> None:
     with rank_in("hold_the_lock", folder) as page:
-        assert "in hold_the_lock" in stacks_of([page], limit=0.2)[0]
+        assert wait_until(lambda: "in hold_the_lock" in stacks_of([page], limit=0.2)[0], Backoff(0, 0.05), 20)
