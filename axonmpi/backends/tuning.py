@@ -34,9 +34,11 @@ __all__ = [
     "REPLICATED_PAIR_BYTES",
     "SLICED_CHUNKS",
     "SLICED_FROM_BYTES",
+    "SLICED_FROM_BYTES_OPEN_MPI",
     "SLICE_BYTES",
     "SLOW_LINE_SECONDS",
     "STAGING_BYTES",
+    "WHOLE_BYTES",
     "WIDE_ELEMENTS",
 ]
 
@@ -64,11 +66,15 @@ MAX_MESSAGE_BYTES = 1 << 30
 """The most that goes into one MPI call, whose counts and offsets may be 32-bit integers."""
 AGREEMENT_BYTES = 64 << 10
 """The most that travels between nodes with the agreement on a call."""
+WHOLE_BYTES = 16 << 10
+"""The most that is reduced whole with it, where each rank keeps a slice."""
 NETWORK_CHUNK_BYTES = 4 << 20
 """How much of a rank's tensor goes between nodes at a time, where it has to be copied or reduced before."""
 SLICED_FROM_BYTES = 4 << 20
 """From here on slices are exchanged between more than two nodes with MPICH, whose own all-reduce of 25 MiB on four
 takes 1.6 times as long on a link of 1 Gbit/s, and as long where there is no limit."""
+SLICED_FROM_BYTES_OPEN_MPI = 1 << 20
+"""The same between any nodes with Open MPI, whose blocking all-reduce takes half of a core that computes."""
 SLICED_CHUNKS = 8
 """How many chunks are exchanged at a time where nothing is copied before: the network rests between them."""
 LEAST_SLICE_BYTES = 256

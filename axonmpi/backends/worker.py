@@ -33,9 +33,12 @@ def unheard(*, gives_up: bool) -> AbstractContextManager[None]:
 class WorkerWork(Work):
     """An operation queued on, or run by, a worker thread."""
 
-    def __init__(self, operation: str, task: Callable[[], Any], waiting: Waiting = unheard) -> None:
+    def __init__(
+        self, operation: str, task: Callable[[], Any], waiting: Waiting = unheard, waiters: set[int] | None = None
+    ) -> None:
         self.operation = operation
         self._waiting = waiting
+        self._waiters = set() if waiters is None else waiters
         self._task: Callable[[], Any] | None = task
         self._site = call_site()
         self._finished = threading.Lock()
@@ -73,7 +76,12 @@ class WorkerWork(Work):
 
     def _block(self, timeout: float | None) -> None:
         limit = -1 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)
-        if not self._finished.acquire(timeout=limit):
+        self._waiters.add(threading.get_ident())
+        try:
+            finished = self._finished.acquire(timeout=limit)
+        finally:
+            self._waiters.discard(threading.get_ident())
+        if not finished:
             raise CollectiveTimeoutError(
                 f"{self.operation} was not complete after {timeout:g} s: another rank has not called it, "
                 "or is still computing"
@@ -102,6 +110,7 @@ class Worker:
         self._name = name
         self._queue: queue.SimpleQueue[WorkerWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._waiters: set[int] = set()
         self.started = 0  # written by callers only
         self.ended = 0  # written by the thread only
 
@@ -121,7 +130,7 @@ class Worker:
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
-        work = WorkerWork(operation, task, waiting)
+        work = WorkerWork(operation, task, waiting, self._waiters)
         self.started += 1
         self._queue.put(work)
         return work
@@ -137,7 +146,7 @@ class Worker:
         return ended
 
     def _loop(self) -> None:
-        compute_beside()
+        compute_beside(self._waiters)
         while (work := self._queue.get()) is not None:
             work.run()
             self.ended += 1  # before the thread that waits goes on, so that its next operation finds an idle worker

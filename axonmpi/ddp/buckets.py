@@ -22,10 +22,13 @@ from ..types import ReduceOp, Work
 from ..utils.memory import flat_zeros
 from ..utils.partition import bucket_by_size
 
-__all__ = ["Bucket", "divided_into_buckets"]
+__all__ = ["BUCKETS_BETWEEN_NODES", "FIRST_BUCKET_BYTES", "Bucket", "divided_into_buckets"]
 
 FIRST_BUCKET_BYTES = 1 << 20
 """The first bucket is small, so that its reduction begins early in backward (Li et al. 2020, section 3.2.3)."""
+BUCKETS_BETWEEN_NODES = 8
+"""A small model has as many at least where they go over a network beside backward: of what is reduced last, little
+is hidden."""
 
 
 class Bucket:

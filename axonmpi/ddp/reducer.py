@@ -37,7 +37,7 @@ from ..utils.torch_internals import after_backward, in_backward, outside_compile
 from ..wrapping.autograd import hook_gradient
 from ..wrapping.backward import check_gradient, launch_in_order, watched_rank, weakly
 from ..wrapping.partial import mark_gradients
-from .buckets import Bucket, divided_into_buckets
+from .buckets import BUCKETS_BETWEEN_NODES, FIRST_BUCKET_BYTES, Bucket, divided_into_buckets
 
 __all__ = ["Reducer"]
 
@@ -348,7 +348,11 @@ class Reducer:
 
     def _lay_out(self, order: list[int]) -> None:
         """Make the buckets, unless they would be the same; collective."""
-        layout = divided_into_buckets(self._parameters, order, self._cap_bytes)
+        cap_bytes = self._cap_bytes
+        if cap_bytes is not None and self._overlaps and len(self.group.backend.node_ranks) < self.group.size:
+            whole = sum(parameter.nbytes for parameter in self._parameters)
+            cap_bytes = min(cap_bytes, max(FIRST_BUCKET_BYTES, whole // BUCKETS_BETWEEN_NODES))
+        layout = divided_into_buckets(self._parameters, order, cap_bytes)
         if [set(positions) for positions in layout] == [set(bucket.parameters) for bucket in self._buckets]:
             return
         members = [{position: self._parameters[position] for position in positions} for positions in layout]

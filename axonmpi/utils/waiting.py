@@ -23,7 +23,7 @@ NAP_BESIDE_SECONDS = 5e-4
 
 
 class _Thread(threading.local):
-    beside = False  # of the class, since looking for what a thread does not have takes ten times as long
+    waiters: set[int] | None = None  # of the class, since looking for what a thread lacks takes ten times as long
 
 
 _thread = _Thread()
@@ -88,10 +88,14 @@ def network_backoff() -> Backoff:
 
 
 def is_beside_computation() -> bool:
-    """Say whether the calling thread communicates while others of its rank compute; local."""
-    return _thread.beside
+    """Say whether the calling thread communicates while others of its rank compute, or may; local."""
+    return _thread.waiters is not None and not _thread.waiters
 
 
-def compute_beside() -> None:
-    """Take note that other threads of this rank compute while the calling one communicates; local."""
-    _thread.beside = True
+def compute_beside(waiters: set[int]) -> None:
+    """Take note that other threads of this rank compute while the calling one communicates; local.
+
+    Args:
+        waiters: Those of them that wait for the calling one, as long as they do: then none is held up by it.
+    """
+    _thread.waiters = waiters

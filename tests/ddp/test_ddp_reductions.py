@@ -33,7 +33,7 @@ from helpers.models import (
 )
 from torch import Tensor, nn
 
-from axonmpi import GradSyncStrategy, MockBackend, ReduceOp
+from axonmpi import DDP, GradSyncStrategy, MockBackend, ReduceOp
 
 # ---- when and what ----------------------------------------------------------------------------------------------
 
@@ -163,6 +163,18 @@ def test_how_gradients_are_divided_among_buckets(world):
     module = nn.ParameterList(nn.Parameter(torch.ones(100_000)) for _ in range(12))
     assert wrapped(world, module).bucket_sizes == [200_000, 1_000_000]
     assert wrapped(world, module, sync_strategy=SYNCHRONOUS).bucket_sizes == [1_200_000]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.real_ranks
+def test_a_small_model_has_more_buckets_between_nodes(world, monkeypatch):
+    """They are reduced beside backward there; the ranks believe that each is alone on its node."""
+    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", "1")
+    group = world.new_group([0, 1])
+    module = nn.ParameterList(nn.Parameter(torch.ones(1 << 18)) for _ in range(24))
+    assert DDP(module, group).bucket_sizes == [1 << 18, *[3 << 18] * 7, 2 << 18]
+    assert DDP(module, group, bucket_cap_mb=2).bucket_sizes == [1 << 18, *[2 << 18] * 11, 1 << 18]
+    assert DDP(module, group, sync_strategy=SYNCHRONOUS).bucket_sizes == [24 << 18]
 
 
 # ---- in which dtype ---------------------------------------------------------------------------------------------

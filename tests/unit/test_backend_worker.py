@@ -12,6 +12,7 @@ import pytest
 
 from axonmpi import CollectiveTimeoutError
 from axonmpi.backends.worker import Worker
+from axonmpi.utils.waiting import Backoff, is_beside_computation, wait_until
 
 
 @pytest.fixture
@@ -140,6 +141,20 @@ def test_waiting_is_observed_and_being_there_already_is_not(worker) -> None:
     worker.submit("task", int).wait()
     work.wait()
     assert events == [True, "ends"]
+
+
+def test_a_task_is_told_whether_its_rank_computes_or_waits_for_it(worker) -> None:
+    begun = threading.Event()
+
+    def task() -> bool:
+        before = is_beside_computation()
+        begun.set()
+        return before and wait_until(lambda: not is_beside_computation(), Backoff(), 10.0)
+
+    work = worker.submit("task", task)
+    assert begun.wait(10.0)
+    assert work.result()
+    assert not is_beside_computation()
 
 
 def test_a_worker_ends_after_what_is_under_way() -> None:

@@ -29,7 +29,7 @@ from ..concat_view import FlatParts
 from ..connection import Connection, target_of
 from ..handshake import PAYLOAD_BYTES, Words
 from ..reduction import reduce_rows_into
-from ..tuning import AGREEMENT_BYTES, MAX_PLANS
+from ..tuning import AGREEMENT_BYTES, MAX_PLANS, WHOLE_BYTES
 from .lane import Lane
 from .meeting import Meeting
 from .nodes import Blocks, Integers, split_array
@@ -80,7 +80,7 @@ class BetweenNodes(Connection):
     def reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
         """Reduce a tensor of any strides and return the own slice along `dim`; collective."""
         start, stop = split_range(tensor.shape[dim], self.size, self.rank)
-        if call.numel and self._meeting.carries(call):
+        if 0 < call.nbytes <= WHOLE_BYTES and self._meeting.carries(call):
             total = self._meeting.reduce(call, tensor)
             own = self._own.get(call.key)
             if own is None:
@@ -99,7 +99,7 @@ class BetweenNodes(Connection):
 
     def reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
         """Reduce the parts and put this rank's share of the result into `output`; collective."""
-        if call.numel and self._meeting.carries(call):
+        if 0 < call.nbytes <= WHOLE_BYTES and self._meeting.carries(call):
             first = sum(sizes[: self.rank])
             total = self._meeting.reduce(call, parts.line().view(call.shape)).view(-1)
             output.copy_(total[first : first + sizes[self.rank]])
@@ -203,7 +203,13 @@ class PlainConnection(BetweenNodes):
         if lane.reduces(call.op, flat):
             lane.reduce_scatter(flat, blocks, output, call.op)
             return
-        data, step = as_bytes(flat).numpy(), lane.step(self.size, dtype.itemsize)
+        step = lane.step(self.size, dtype.itemsize)
+        if blocks.are_equal and blocks.longest <= step:
+            rows = lane.buffer("received", flat.numel(), dtype)
+            lane.all_to_all(flat, rows)
+            reduce_rows_into(rows.view(self.size, -1), call.op, output)
+            return
+        data = as_bytes(flat).numpy()
         first_byte, last_byte = blocks.bounds(self.rank)
         own = last_byte - first_byte
         for low in range(0, blocks.longest, step):

@@ -1,14 +1,13 @@
 """Large data between nodes, by the MPI library's own collectives.
 
 A lane has one rank of each node. Its ranks call these functions only once all have agreed on the call, in an order
-and in pieces that follow from the call alone: mismatched MPI collectives would hang, crash or return garbage. Each
-library has one form, whether the call was asynchronous or not, since MPI does not match a blocking collective with
-a non-blocking one: Open MPI the blocking one, which is quicker there, all others the non-blocking one, so that a
-thread beside a computation can wait asleep.
+and in pieces that follow from the call alone: mismatched MPI collectives would hang, crash or return garbage. Those
+that take long are non-blocking, so that a thread beside a computation can wait asleep. Whether the call was
+asynchronous makes no difference: MPI does not match a blocking collective with a non-blocking one.
 
 Sums of what MPI adds as torch does are MPI's own. For the rest, 16-bit types, and MIN and MAX of floats, for which
-MPI loses NaN, and where MPICH sends more than it has to, slices are exchanged and reduced here, in the order of the
-nodes:
+MPI loses NaN, and of large data, where MPICH sends more than it has to and Open MPI's non-blocking reductions take
+twice as long, slices are exchanged and reduced here, in the order of the nodes:
 
     all-to-all of slices → local reduction → all-gather
 """
@@ -28,7 +27,14 @@ from ..buffers import as_bytes, buffer_of
 from ..connection import Limits
 from ..reduction import reduce_rows_into
 from ..shared.staging import Bytes
-from ..tuning import LEAST_SLICE_BYTES, NETWORK_CHUNK_BYTES, PIECE_BYTES, SLICED_CHUNKS, SLICED_FROM_BYTES
+from ..tuning import (
+    LEAST_SLICE_BYTES,
+    NETWORK_CHUNK_BYTES,
+    PIECE_BYTES,
+    SLICED_CHUNKS,
+    SLICED_FROM_BYTES,
+    SLICED_FROM_BYTES_OPEN_MPI,
+)
 from .nodes import Blocks, Integers
 from .patience import Patience
 
@@ -69,8 +75,8 @@ class Lane:
 
     def __init__(self, mpi: Any, comm: Any, limits: Limits, patience: Patience, *, ordered: bool) -> None:
         self._mpi, self._comm, self._limits = mpi, comm, limits
-        self._ordered, self._patience = ordered, patience
-        self._blocking = mpi.Get_library_version().startswith("Open MPI")
+        self._patience = patience
+        self._ordered, self._is_open_mpi = ordered, mpi.Get_library_version().startswith("Open MPI")
         self.size, self.index = comm.Get_size(), comm.Get_rank()
         self._ops = {
             ReduceOp.SUM: mpi.SUM, ReduceOp.AVERAGE: mpi.SUM, ReduceOp.PRODUCT: mpi.PROD,
@@ -82,20 +88,25 @@ class Lane:
     def all_reduce(self, flat: Tensor, op: ReduceOp, ranks: int) -> None:
         """Reduce [numel], in place, 16-bit values in float32; an average is that of so many ranks."""
         name = None if self._ordered else _NAMES[op].get(flat.dtype)
-        sends_more = not self._blocking and self.size > 2 and flat.nbytes >= SLICED_FROM_BYTES
-        if name is None or sends_more:
+        if name is None or self._is_large(flat.nbytes):
             self._reduce_slices(flat, op, ranks)
             return
         kind, most = getattr(self._mpi, name), self._limits.max_message_bytes // flat.itemsize
         for piece in (flat,) if flat.numel() <= most else flat.split(most):
             spec = [buffer_of(self._mpi, piece), piece.numel(), kind]
-            self._do("allreduce", self._mpi.IN_PLACE, spec, self._ops[op])
+            self._do("Allreduce" if self._is_open_mpi else "Iallreduce", self._mpi.IN_PLACE, spec, self._ops[op])
         if op is ReduceOp.AVERAGE:
             flat.div_(ranks)
 
+    def _is_large(self, nbytes: int) -> bool:
+        if self._is_open_mpi:
+            return nbytes >= SLICED_FROM_BYTES_OPEN_MPI
+        return self.size > 2 and nbytes >= SLICED_FROM_BYTES
+
     def reduces(self, op: ReduceOp, flat: Tensor) -> bool:
         """Say whether `reduce_scatter` takes a tensor; local."""
-        return not self._ordered and flat.dtype in _NAMES[op] and flat.nbytes <= self._limits.max_message_bytes
+        is_known = flat.dtype in _NAMES[op] and flat.nbytes <= self._limits.max_message_bytes
+        return is_known and not self._ordered and not self._is_open_mpi
 
     def reduce_scatter(self, flat: Tensor, blocks: Blocks, output: Tensor, op: ReduceOp) -> None:
         """Reduce [numel], the own one of so many blocks into `output`."""
@@ -103,10 +114,10 @@ class Lane:
         sent, received = (buffer_of(self._mpi, tensor) for tensor in (flat, output))
         if blocks.are_equal:
             count = output.numel()  # of a block, for MPI in both
-            self._do("reduce_scatter_block", [sent, count, kind], [received, count, kind], self._ops[op])
+            self._do("Ireduce_scatter_block", [sent, count, kind], [received, count, kind], self._ops[op])
         else:
             counts = (blocks.sizes // flat.itemsize).astype(np.int32)
-            self._do("reduce_scatter", [sent, kind], [received, kind], counts, self._ops[op])
+            self._do("Ireduce_scatter", [sent, kind], [received, kind], counts, self._ops[op])
         if op is ReduceOp.AVERAGE:
             output.div_(self.size)
 
@@ -129,20 +140,20 @@ class Lane:
     def all_to_all(self, data: Tensor, received: Tensor) -> None:
         """Send the i-th of equal slices of contiguous data to rank i, and receive one from each."""
         nbytes = data.nbytes // self.size
-        self._do("alltoall", self._spec(data, nbytes), self._spec(received, nbytes))
+        self._do("Ialltoall", self._spec(data, nbytes), self._spec(received, nbytes))
 
     def all_to_all_uneven(self, data: Tensor, counts: Integers, received: Tensor, count: int) -> None:
         """Send `counts[i]` bytes of contiguous data to rank i, and receive `count` from each."""
         sent = [buffer_of(self._mpi, data), counts.astype(np.int32), None, self._mpi.BYTE]
         counts_of_mine = np.full(self.size, count, np.int32)
-        self._do("alltoallv", sent, [buffer_of(self._mpi, received), counts_of_mine, None, self._mpi.BYTE])
+        self._do("Ialltoallv", sent, [buffer_of(self._mpi, received), counts_of_mine, None, self._mpi.BYTE])
 
     def all_gather(self, data: Tensor, own: Tensor | None = None) -> None:
         """Fill contiguous data, in which the i-th of equal slices is rank i's; None: the own one is there."""
         nbytes = data.nbytes // self.size
         if data.nbytes <= self._limits.max_message_bytes:
             sent = self._mpi.IN_PLACE if own is None else self._spec(own, nbytes)
-            self._do("allgather", sent, self._spec(data, nbytes))
+            self._do("Iallgather", sent, self._spec(data, nbytes))
         else:
             self._broadcast_each(as_bytes(data).split(nbytes), own)
 
@@ -151,7 +162,7 @@ class Lane:
         if data.nbytes <= self._limits.max_message_bytes:
             sent = self._mpi.IN_PLACE if own is None else self._spec(own, own.nbytes)
             received = [buffer_of(self._mpi, data), counts.astype(np.int32), None, self._mpi.BYTE]
-            self._do("allgatherv", sent, received)
+            self._do("Iallgatherv", sent, received)
         else:
             self._broadcast_each(as_bytes(data).split(counts.tolist()), own)
 
@@ -165,7 +176,7 @@ class Lane:
         """Copy a root's contiguous data to all."""
         most = self._limits.max_message_bytes
         for piece in (data,) if data.nbytes <= most else as_bytes(data).split(most):
-            self._do("bcast", self._spec(piece, piece.nbytes), root)
+            self._do("Ibcast", self._spec(piece, piece.nbytes), root)
 
     def step(self, rows: int, itemsize: int) -> int:
         """Return how many bytes of each of so many rows are copied and exchanged at a time."""
@@ -196,7 +207,6 @@ class Lane:
 
     def _do(self, name: str, *arguments: Any) -> None:
         """Call one of MPI's collectives and wait for it; collective."""
-        if self._blocking:
-            getattr(self._comm, name.capitalize())(*arguments)
-        else:
-            self._patience.wait(getattr(self._comm, "I" + name)(*arguments))
+        request = getattr(self._comm, name)(*arguments)
+        if request is not None:
+            self._patience.wait(request)

@@ -32,4 +32,7 @@ class Patience:
             return
         backoff = Backoff(YIELDS if beside else HANDSHAKE_YIELDS)
         while not self._request.Testall(requests):
+            if beside and not is_beside_computation():  # what was computed is done, and waits for this
+                self.wait(*requests)
+                return
             backoff.rest()
