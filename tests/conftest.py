@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.doubled_worlds import compares_calls, doubled, not_over_double
+from helpers.nodes import Nodes
 from hypothesis import settings
 
 from axonmpi.backends.mock.backend import MockBackend
@@ -127,6 +128,15 @@ def _cores_to_spare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(CoreShare, "spare", overlaps)
     if world := current_world():  # made before, for all tests with as many ranks
         monkeypatch.setattr(world.default_group.backend, "overlaps", overlaps)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    """Four namespaces that pass for nodes, of which a job takes the first ones."""
+    if (obstacle := Nodes.obstacle()) is not None:
+        pytest.skip(obstacle)
+    with Nodes(4) as made:
+        yield made
 
 
 @pytest.fixture(autouse=True, scope="module")

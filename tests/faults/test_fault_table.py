@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,6 @@ from injection import inject  # noqa: E402
 from table import FAULTS, Fault  # noqa: E402
 
 QUICK = [fault for fault in FAULTS if fault.quick]
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    if (obstacle := Nodes.obstacle()) is not None:
-        pytest.skip(obstacle)
-    with Nodes(2) as made:
-        yield made
 
 
 @pytest.mark.parametrize("fault", QUICK, ids=lambda fault: fault.what)

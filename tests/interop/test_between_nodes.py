@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from helpers.nodes import Nodes
 from helpers.over_gloo import equals_gloo_on_nodes
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    if (obstacle := Nodes.obstacle()) is not None:
-        pytest.skip(obstacle)
-    with Nodes(2) as both:
-        yield both
 
 
 @pytest.mark.slow

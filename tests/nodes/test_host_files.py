@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 from helpers.fences import REPOSITORY, Fence, fences_of
-from helpers.nodes import Nodes
 
 from axonmpi.testing.mpirun import find_mpirun
 
@@ -24,14 +22,6 @@ def is_for_this_mpi(fence: Fence) -> bool:
 
 FENCES = fences_of(REPOSITORY / "docs/cluster.md")
 SCRIPTS = [fence for fence in FENCES if fence.language == "sh" and is_for_this_mpi(fence)]
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    if (obstacle := Nodes.obstacle()) is not None:
-        pytest.skip(obstacle)
-    with Nodes(2) as both:
-        yield both
 
 
 @pytest.mark.parametrize("fence", SCRIPTS, ids=lambda fence: f"line {fence.line}")

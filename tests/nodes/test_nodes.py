@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers.nodes import Nodes, Placement
 
 FOLDER = Path(__file__).parent
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    if (obstacle := Nodes.obstacle()) is not None:
-        pytest.skip(obstacle)
-    with Nodes(4) as made:
-        yield made
 
 
 @pytest.mark.slow

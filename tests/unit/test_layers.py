@@ -41,6 +41,7 @@ BACKENDS = (
     ("reduction", "concat_view", "ranks"),
     ("call", "checks", "shared.counters"),
     ("call_site",),
+    ("runner",),
     ("base", "worker"),
     ("bucketing", "objects", "buffers"),
     ("handshake",),

@@ -1,0 +1,236 @@
+"""How operations run on the group's worker thread, what others hear of them, and how a group ends.
+
+The rank's page says what is under way and how it has ended, for those who ask from outside; an observer, if there
+is one, hears of each operation.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import AxonmpiError, CommunicatorError
+from ..launch.page import GroupLog, NoLog, describe
+from ..types import Observer, Seconds, Work
+from ..utils.arguments import check_flags, seconds
+from ..utils.cache import BoundedCache
+from .call import Call
+from .tuning import MAX_CALLS
+
+__all__ = ["Runner", "TaskQueue"]
+
+
+class TaskQueue(Protocol):
+    """What runs a group's asynchronous operations, one after the other.
+
+    Attributes:
+        started: How many operations were submitted.
+        ended: How many of them are over; none is queued or running if it is all.
+    """
+
+    started: int
+    ended: int
+
+    def submit(
+        self, operation: str, task: Callable[[], Any], waiting: Callable[..., AbstractContextManager[None]] = ...
+    ) -> Work:
+        """Queue an operation; the context manager that `waiting` makes is around each wait for it."""
+
+    def close(self, timeout: float) -> bool:
+        """End after the operations already queued; False if one is still running after `timeout` seconds."""
+
+
+class Runner(ABC):
+    """One rank of a group, as what runs operations and ends.
+
+    Attributes:
+        name: Short name of the kind of backend.
+        rank: This process's (or thread's) number among them, from 0.
+        size: How many ranks there are.
+        failures: Exceptions of the transport, raised as `CommunicatorError`.
+        timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
+            With a time-out, blocking collectives run on the worker thread, which costs some microseconds each,
+            unless the backend keeps the time-out by itself.
+        kept_timeout: The time-out that operations keep by themselves, without the worker's thread.
+        grace: Seconds after the time-out in which an operation on the worker may still raise by itself.
+        observer: Told about each operation, if set.
+        notes: What the rank's page says of its operations in this group; nothing of mock ranks and of ranks alone.
+    """
+
+    name: str = "backend"
+    failures: tuple[type[Exception], ...] = ()
+    kept_timeout: float | None = None
+    grace: float = 0.0
+
+    def __init__(self, rank: int, size: int, worker: TaskQueue, *, timeout: Seconds | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = seconds("timeout", timeout)
+        self.observer: Observer | None = None
+        self.notes: GroupLog | NoLog = NoLog()
+        self._closed: str | None = None
+        self._told: BoundedCache[Any, bytes] = BoundedCache(MAX_CALLS)
+        self._worker = worker
+
+    # ---- life ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether operations can be called: the group has not been closed, here or by a fork."""
+        return self._closed is None
+
+    @abstractmethod
+    def abort(self, code: int = 1) -> None:
+        """End the whole job now, with exit code `code`; local."""
+
+    def close(self) -> None:
+        """End the worker and release the communicator; collective in effect, may be called twice.
+
+        Raises:
+            CommunicatorError: An asynchronous operation is still under way after 10 s.
+        """
+        if self._closed is not None:
+            return
+        if not self._worker.close(timeout=10.0):
+            raise CommunicatorError(
+                "this group still runs an asynchronous operation that the other ranks have not met; "
+                "wait for every Work before closing"
+            )
+        self._closed = "it was closed by destroy_process_group() or close()"
+        self.notes.close()
+        self._release()
+
+    def set_timeout(self, timeout: Seconds | None) -> None:
+        """Change the time-out of operations from now on; local, to be done on all ranks."""
+        self.timeout = seconds("timeout", timeout)
+
+    def give_up(self, reason: str) -> None:
+        """Make every later operation raise, also on ranks that wait for this one where they can be told; local."""
+        self.invalidate(reason)
+
+    def invalidate(self, reason: str) -> None:
+        """Make every later operation raise `CommunicatorError` with `reason`; local, releases nothing."""
+        self._closed = reason
+
+    # ---- running --------------------------------------------------------------------------------------------
+
+    def _queue(self, async_op: bool, call: Call, move: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        check_flags(async_op=async_op)
+        self._check_open(call.operation)
+        inference = torch.is_inference_mode_enabled()
+        note = self.notes.enter(call.description)
+        number = self.notes.count
+        self.notes.queue(note)
+
+        def task() -> Any:
+            self.notes.start(note)
+            with torch.inference_mode(inference):  # a mode is a thread's own, and tensors made in it need it
+                return self._observed(note, call.operation, call.nbytes, move, call, *args)
+
+        work = self._worker.submit(str(call), task, partial(self.waiting, "wait", number=number))
+        if async_op:
+            return work
+        work.wait(None if self.timeout is None else self.timeout + self.grace)
+        return work.result()
+
+    def _execute(self, call: Call, move: Callable[..., Any], *args: Any) -> Any:
+        self._check_open(call.operation)
+        return self._observed(self.notes.enter(call.description), call.operation, call.nbytes, move, *args)
+
+    def _message(self, operation: str, move: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> Any:
+        """Send or receive, or begin to."""
+        self._check_open(operation)
+        kind = (operation, tensor.dtype, tensor.shape, peer, tag)
+        told = self._told.get(kind)
+        if told is None:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            told = describe(operation, dtype, tuple(tensor.shape), None, peer, tag, tensor.nbytes)
+            self._told.add(kind, told)
+        return self._observed(self.notes.enter(told, 0), operation, tensor.nbytes, move, tensor, peer, tag)
+
+    def _observed(self, note: int, operation: str, nbytes: int, move: Callable[..., Any], *args: Any) -> Any:
+        """Move data; the observer hears of it, and the rank's page says how it has ended."""
+        observer = self.observer
+        if observer is not None:
+            observer.enter(operation, nbytes)
+        try:
+            result = move(*args)
+        except BaseException as error:
+            self.notes.fail(note)
+            if isinstance(error, self.failures):
+                raise self._failure(operation, error) from error
+            raise
+        finally:
+            if observer is not None:
+                observer.leave(operation)
+        self.notes.leave(note)
+        return result
+
+    @contextmanager
+    def waiting(
+        self,
+        operation: str,
+        peer: int | None = None,
+        nbytes: int = 0,
+        *,
+        tag: int = -1,
+        number: int = 0,
+        gives_up: bool = False,
+    ) -> Iterator[None]:
+        """Tell the observer and the rank's page that the block waits, or hands data over; local.
+
+        Args:
+            operation: `"wait"`, for a collective; `"wait for isend"`, `"wait for irecv"`; `"stage send"` and
+                `"stage recv"`, which neither of these stands behind.
+            peer: The rank of this group that is waited for, where it is known.
+            nbytes: Size of what is handed over.
+            tag: Of the message.
+            number: Which of the group's collectives is waited for.
+            gives_up: Whether the wait has a time limit: the page does not say then that the rank waits.
+        """
+        check_flags(gives_up=gives_up)
+        told, observer = "send" if operation == "stage send" else "wait", self.observer
+        if observer is not None:
+            observer.enter(told, nbytes)
+        try:
+            notes = NoLog() if gives_up else self.notes
+            with notes.noted(describe(operation, peer=peer, tag=tag, nbytes=nbytes), number):
+                yield
+        finally:
+            if observer is not None:
+                observer.leave(told)
+
+    def _failure(self, operation: str, error: Exception) -> AxonmpiError:
+        return CommunicatorError(f"{operation} failed on rank {self.rank}: {error}")
+
+    def _check_open(self, operation: str) -> None:
+        if self._closed is not None:
+            raise CommunicatorError(f"{operation}: this group cannot be used: {self._closed}")
+
+    def give_way(self) -> None:
+        """Let other ranks run for a moment; local."""
+        os.sched_yield()
+
+    @abstractmethod
+    def check_peers(self, what: str, peer: int | None = None) -> None:
+        """Raise if a rank has failed, where nothing else ends the waiting for it; local.
+
+        Args:
+            what: What waits.
+            peer: The rank of this group that it waits for, where that is known.
+
+        Raises:
+            RankFailedError: A rank has failed.
+            CollectiveMismatchError: `peer` is a mock rank that has returned.
+        """
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Release the communicator, and what it holds; collective."""
