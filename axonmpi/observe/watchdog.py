@@ -20,6 +20,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -63,6 +64,8 @@ def write_to(stream: int) -> None:
 def watch(limit: float) -> None:
     """Begin to watch the ranks of this node, and to write stacks down when asked; local.
 
+    It warns where there is no room for what that needs.
+
     Args:
         limit: Seconds that a rank may wait; 0: for ever. If the watchdog runs already, the new limit holds.
     """
@@ -70,7 +73,13 @@ def watch(limit: float) -> None:
     if (path := own_page().path) is None:
         return
     if _watchdog is None:
-        _watchdog = Watchdog(limit, Questions(path))
+        try:
+            questions = Questions(path)
+        except OSError as error:
+            text = f"this rank is not watched, and what it waits for has no limit: {path}: {error.strerror}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            return
+        _watchdog = Watchdog(limit, questions)
         if (folder := dump_folder()) is not None:
             exits.at_failure(partial(dump, _watchdog.pages, folder))
         exits.before_finalize(_watchdog.stop)

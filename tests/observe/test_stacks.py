@@ -7,11 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from axonmpi.launch import board
-from axonmpi.observe import RankPage, pages_of, stacks_of
+from axonmpi.observe import RankPage, pages_of, stacks_of, watchdog
 from axonmpi.utils.waiting import Backoff, wait_until
 
 RANK = """
@@ -79,3 +80,11 @@ def test_a_rank_whose_threads_end_all_the_time_can_be_asked(folder: Path) -> Non
 def test_a_rank_that_keeps_pythons_lock_answers_too(folder: Path) -> None:
     with rank_in("hold_the_lock", folder) as page:
         assert wait_until(lambda: "in hold_the_lock" in stacks_of([page], limit=0.2)[0], Backoff(0, 0.05), 20)
+
+
+def test_a_rank_that_cannot_be_asked_goes_on_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere = tmp_path / "gone" / "page"
+    monkeypatch.setattr(watchdog, "own_page", lambda: SimpleNamespace(path=nowhere))
+    monkeypatch.setattr(watchdog, "_watchdog", None)
+    with pytest.warns(RuntimeWarning, match=f"not watched.*{nowhere}: No such file or directory"):
+        watchdog.watch(5.0)
