@@ -65,6 +65,11 @@ class Backend(Runner):
         self._calls: BoundedCache[Any, Call] = BoundedCache(MAX_CALLS)
 
     @property
+    def gathers_ahead(self) -> bool:
+        """Whether what is gathered before it is used, beside computation, is there sooner for that."""
+        return self.overlaps
+
+    @property
     def world_size(self) -> int:
         """The same as `size`."""
         return self.size

@@ -49,7 +49,7 @@ class ShardingGroups:
     @property
     def gathers_beside_computation(self) -> bool:
         """Whether what ranks gather comes over the network, with a core to spare meanwhile, or by a GPU."""
-        return self.memory.overlaps and not self.on_one_node
+        return self.memory.gathers_ahead and not self.on_one_node
 
     @property
     def both(self) -> list[ProcessGroup]:

@@ -192,6 +192,13 @@ class MpiBackend(Backend):
             self._connection.mark_failed(f"rank {self.rank} has aborted the job")
         self._mpi.COMM_WORLD.Abort(code)
 
+    @property
+    def gathers_ahead(self) -> bool:
+        """Whether what is gathered before it is used, beside computation, is there sooner for that."""
+        # With Open MPI steps of fully sharded training took an eighth longer for it.
+        is_late = self.path == "plain" and self._mpi.Get_library_version().startswith("Open MPI")
+        return self.overlaps and (self.cores.spare or not is_late)
+
     def set_timeout(self, timeout: Seconds | None) -> None:
         """Change the time-out of operations from now on; local, to be done on all ranks."""
         super().set_timeout(timeout)
