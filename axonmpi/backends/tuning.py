@@ -73,8 +73,9 @@ NETWORK_CHUNK_BYTES = 4 << 20
 SLICED_FROM_BYTES = 4 << 20
 """From here on slices are exchanged between more than two nodes with MPICH, whose own all-reduce of 25 MiB on four
 takes 1.6 times as long on a link of 1 Gbit/s, and as long where there is no limit."""
-SLICED_FROM_BYTES_OPEN_MPI = 1 << 20
-"""The same between any nodes with Open MPI, whose blocking all-reduce takes half of a core that computes."""
+SLICED_FROM_BYTES_OPEN_MPI = 512 << 10
+"""The same for each node with Open MPI, whose blocking all-reduce takes half of a core that computes. It sends all
+slices of an exchange at once: small ones of many nodes meet in the switch, and some are lost."""
 SLICED_CHUNKS = 8
 """How many chunks are exchanged at a time where nothing is copied before: the network rests between them."""
 LEAST_SLICE_BYTES = 256

@@ -100,7 +100,7 @@ class Lane:
 
     def _is_large(self, nbytes: int) -> bool:
         if self._is_open_mpi:
-            return nbytes >= SLICED_FROM_BYTES_OPEN_MPI
+            return nbytes >= self.size * SLICED_FROM_BYTES_OPEN_MPI
         return self.size > 2 and nbytes >= SLICED_FROM_BYTES
 
     def reduces(self, op: ReduceOp, flat: Tensor) -> bool:
