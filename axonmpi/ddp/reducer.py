@@ -349,7 +349,7 @@ class Reducer:
     def _lay_out(self, order: list[int]) -> None:
         """Make the buckets, unless they would be the same; collective."""
         cap_bytes = self._cap_bytes
-        if cap_bytes is not None and self._overlaps and len(self.group.backend.node_ranks) < self.group.size:
+        if cap_bytes is not None and self._overlaps and self.group.backend.over_network:
             whole = sum(parameter.nbytes for parameter in self._parameters)
             cap_bytes = min(cap_bytes, max(FIRST_BUCKET_BYTES, whole // BUCKETS_BETWEEN_NODES))
         layout = divided_into_buckets(self._parameters, order, cap_bytes)

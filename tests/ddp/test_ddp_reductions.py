@@ -31,6 +31,7 @@ from helpers.models import (
     strided_weight,
     wrapped,
 )
+from helpers.placements import REAL
 from torch import Tensor, nn
 
 from axonmpi import DDP, GradSyncStrategy, MockBackend, ReduceOp
@@ -165,6 +166,7 @@ def test_how_gradients_are_divided_among_buckets(world):
     assert wrapped(world, module, sync_strategy=SYNCHRONOUS).bucket_sizes == [1_200_000]
 
 
+@REAL
 @pytest.mark.ranks(2)
 @pytest.mark.real_ranks
 def test_a_small_model_has_more_buckets_between_nodes(world, monkeypatch):

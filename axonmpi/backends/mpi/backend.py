@@ -164,7 +164,8 @@ class MpiBackend(Backend):
         if self.path == "node":  # at its barriers, one of which each collective begins with
             self.kept_timeout = self.timeout
         # Ranks wait for a network asleep, so the thread that communicates takes little from the one that computes.
-        self.overlaps = self.cores.spare or self.path != "node"
+        self.over_network = self.path != "node"
+        self.overlaps = self.cores.spare or self.over_network
         _live.add(self)
         _register_with_exits()
 

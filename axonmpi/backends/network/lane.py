@@ -77,7 +77,8 @@ class Lane:
         self._mpi, self._comm, self._limits = mpi, comm, limits
         self._patience = patience
         self._ordered, self._is_open_mpi = ordered, mpi.Get_library_version().startswith("Open MPI")
-        self.size, self.index = comm.Get_size(), comm.Get_rank()
+        self.size: int = comm.Get_size()
+        self.index: int = comm.Get_rank()
         self._ops = {
             ReduceOp.SUM: mpi.SUM, ReduceOp.AVERAGE: mpi.SUM, ReduceOp.PRODUCT: mpi.PROD,
             ReduceOp.MIN: mpi.MIN, ReduceOp.MAX: mpi.MAX,
