@@ -63,14 +63,12 @@ def code_of(arguments):
         return end.code
 
 
-@pytest.mark.slow
 def test_a_usage_error_of_a_job_is_told_once():
     result = launch(2, "-m", "axonmpi", "train", "--stepz", "3", env={"OMP_NUM_THREADS": "1"})
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count(": --stepz") == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "env", "message"),
     [

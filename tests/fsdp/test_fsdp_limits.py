@@ -55,7 +55,6 @@ ax.destroy_process_group()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits what Linux counts as data")
 def test_a_model_larger_than_the_memory_trains_from_files(tmp_path: Path) -> None:
     """Each of 2 ranks has 96 MiB of parameters, gradients and state, and may have 16 that are not in files."""

@@ -89,7 +89,6 @@ expect(model.layer.weight)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("program", [LIGHTNING, TRAINER], ids=["Lightning", "transformers"])
 def test_training_on_two_ranks_is_that_of_one_process_with_their_batches(program, tmp_path) -> None:
     done = launch(2, DATA + program, tmp_path, timeout=120, env=QUIET, cwd=tmp_path)

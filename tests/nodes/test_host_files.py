@@ -24,7 +24,6 @@ FENCES = fences_of(REPOSITORY / "docs/cluster.md")
 SCRIPTS = [fence for fence in FENCES if fence.language == "sh" and is_for_this_mpi(fence)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fence", SCRIPTS, ids=lambda fence: f"line {fence.line}")
 def test_scripts_of_the_page_run_on_the_ranks_that_they_name(fence, nodes, tmp_path):
     for shown in FENCES:

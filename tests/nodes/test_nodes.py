@@ -15,7 +15,6 @@ def test_places_traffic_and_sharded_training(nodes: Nodes) -> None:
     assert nodes.run((2, 2), str(FOLDER / "job.py"), timeout=120).count("done") == 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "placement", "places"),
     [

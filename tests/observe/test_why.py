@@ -115,7 +115,6 @@ def test_two_groups_in_another_order(tmp_path, capsys, caplog):
         assert missing_by_torch(tmp_path / "trace", caplog) == {"missing ranks: {1}", "missing ranks: {0, 2}"}
 
 
-@pytest.mark.slow
 def test_a_job_that_fails_leaves_pages_and_dumps(tmp_path, capsys, caplog):
     """Dumps are written by the watchdog when it ends the job: torchfrtrace names the same rank."""
     dumps, token = tmp_path / "dumps", uuid.uuid4().hex
