@@ -1,6 +1,7 @@
 """How operations run on the group's worker thread, what others hear of them, and how a group ends.
 
-The rank's page says what is under way and how it has ended, for those who ask from outside; an observer, if there
+It stands below `base.py`, whose `Backend` says what operations there are, and runs them at once where it can. The
+rank's page says what is under way and how it has ended, for those who ask from outside; an observer, if there
 is one, hears of each operation.
 """
 
