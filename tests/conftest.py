@@ -25,21 +25,22 @@ settings.register_profile("no deadline", deadline=None)  # an example takes as l
 settings.load_profile("no deadline")
 
 ABOVE_THE_BACKENDS = (
-    *("bad_input", "data", "ddp", "fsdp", "gpu", "mesh", "original", "pipeline", "soak", "tensor", "train"),
+    *("collectives/", "ddp/", "fsdp/", "groups/", "jobs/gpu/", "jobs/soak/", "others/original/", "pipeline/"),
+    *("tensor/", "test_comm", "test_data", "test_habits", "test_public_calls", "test_wrong_types", "train/"),
+    "wrapping/",
 )
-"""Folders whose tests are of code that is written once for all backends."""
+"""Beginnings of the paths of tests of code that is written once for all backends."""
 START_JOBS = (
-    *("cli", "docs", "faults", "harness", "interop", "launch", "nodes", "observe", "pretended", "slurm"),
-    *("test_settings.py", "test_command.py", "test_fsdp_limits.py"),
+    *("backends/shared/test_settings", "cli/", "docs/", "fsdp/test_limits", "interop/", "jobs/", "launch/"),
+    *("observe/", "others/", "testing/", "train/test_command"),
 )
-"""Folders and files whose tests start jobs, which may use all cores."""
+"""Beginnings of the paths of tests that start jobs, which may use all cores."""
 ALL_CORES = usable_cores()
 
 
 def is_in(item: pytest.Item, places: tuple[str, ...]) -> bool:
-    """Say whether a test is in one of these folders or files."""
-    path = Path(item.path).relative_to(Path(__file__).parent)
-    return path.parts[0] in places or path.name in places
+    """Return True for a test below one of these beginnings of paths."""
+    return Path(item.path).relative_to(Path(__file__).parent).as_posix().startswith(places)
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:

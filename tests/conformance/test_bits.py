@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from helpers.collective_table import pairwise
 from helpers.numpy_reference import reductions, same_bits
+from helpers.settings import all_pairs
 from torch import Tensor
 
 import axonmpi as ax
@@ -79,7 +79,7 @@ def all_results(world: World, count: int, dtype: torch.dtype, op: ReduceOp) -> d
 
 @pytest.mark.ranks(2, 3, 4)
 def test_reductions_are_made_in_rank_order(world) -> None:
-    table = pairwise(count=SIZES, dtype=FLOATS, op=reductions(torch.float32))
+    table = all_pairs(count=SIZES, dtype=FLOATS, op=reductions(torch.float32))
     cases = [(row["count"], row["dtype"], row["op"]) for row in table]
     cases += [(LARGE, torch.float64, ReduceOp.SUM), (LARGE, torch.bfloat16, ReduceOp.AVERAGE)]
     nodes = sorted(set(ax.all_gather_object(world.default_group.backend.node_ranks)))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers.collective_checks import LAYOUTS, PAYLOAD_BYTES, CollectiveChecks, allows
-from helpers.collective_table import pairwise
 from helpers.numpy_reference import DTYPES, Shape, reductions
+from helpers.settings import all_pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +74,7 @@ class Step:
 
 TABLE = [
     Step(**row)
-    for row in pairwise(
+    for row in all_pairs(
         operation=OPERATIONS,
         group=range(len(LIMITS)),
         dtype=DTYPES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.collective_table import pairwise
+from helpers.settings import all_pairs
 
 import axonmpi as ax
 from axonmpi.errors import CollectiveMismatchError, DtypeError
@@ -34,7 +34,7 @@ def test_the_ranks_of_a_node_share_the_memory(world):
 @pytest.mark.ranks(1, 2, 4)
 def test_all_gather_into(world):
     group = world.default_group
-    for row in pairwise(kind=list(SIZES), dtype=DTYPES, in_place=(True, False), asynchronous=(True, False)):
+    for row in all_pairs(kind=list(SIZES), dtype=DTYPES, in_place=(True, False), asynchronous=(True, False)):
         sizes = SIZES[row["kind"]][: world.size]
         parts = [part_of(rank, size) for rank, size in enumerate(sizes)]
         common = group.node_empty([sum(sizes)], row["dtype"])
@@ -61,7 +61,7 @@ def test_nothing_is_overwritten_before_all_have_called(world):
 def test_reduce_scatter_into(world):
     group = world.default_group
     in_torch = {ax.ReduceOp.SUM: torch.sum, ax.ReduceOp.AVERAGE: torch.mean, ax.ReduceOp.MAX: torch.amax}
-    for row in pairwise(kind=list(SIZES), dtype=DTYPES, op=list(in_torch), asynchronous=(True, False)):
+    for row in all_pairs(kind=list(SIZES), dtype=DTYPES, op=list(in_torch), asynchronous=(True, False)):
         sizes, dtype = SIZES[row["kind"]][: world.size], row["dtype"]
         total = sum(sizes)
         whole = []  # [rank][total]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from helpers.models import AUTOMATIC, NO_SYNC, OVERLAPPED, SYNCHRONOUS, pairwise
+from helpers.models import AUTOMATIC, NO_SYNC, OVERLAPPED, SYNCHRONOUS
+from helpers.settings import each_pair
 
 import axonmpi as ax
 from axonmpi import CollectiveMismatchError, GradientSynchronizer, GradSyncStrategy
@@ -63,7 +64,7 @@ def prepared(count: int = 2, *arguments, **options) -> GradientSynchronizer:
 
 
 @pytest.mark.ranks(3)
-@pairwise(
+@each_pair(
     dtypes=list(DTYPES),
     bucket_size=[1, 5, 12, 20, 1000],
     strategy=[SYNCHRONOUS, OVERLAPPED],
@@ -107,7 +108,7 @@ def test_no_sync_leaves_gradients_as_they_are(world) -> None:
 
 
 @pytest.mark.ranks(2)
-@pairwise(strategy=list(GradSyncStrategy), added=[[0, 2, 5], [6], []])
+@each_pair(strategy=list(GradSyncStrategy), added=[[0, 2, 5], [6], []])
 def test_gradients_that_no_rank_added_are_left_out(world, strategy, added) -> None:
     per_rank = [gradients_of(rank, DTYPES["mixed"]) for rank in range(world.size)]
     synchronizer = prepared(len(SHAPES), strategy, bucket_size=9)

@@ -21,9 +21,9 @@ from axonmpi.train.trainer import Trainer
 
 LANGUAGES = {"python", "sh", "text", "toml", "yaml", "{eval-rst}"}  # the last one is a directive for Sphinx
 RUN_ELSEWHERE = {
-    "cluster.md": "tests/nodes/test_host_files.py",
+    "cluster.md": "tests/jobs/nodes/test_host_files.py",
     "slurm.md": "tests/slurm",
-    "testing.md": "tests/harness/test_real_sessions.py",
+    "testing.md": "tests/testing/plugin/test_real_plugin.py",
 }
 """Pages whose commands other tests run."""
 QUICK = [

@@ -1,1 +1,6 @@
-"""What several files of tests share: references, models, tables of settings."""
+"""What the tests share; nothing of it is a test."""
+
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+REPOSITORY = TESTS.parent

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from helpers import REPOSITORY
+
 PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
 FRESH_MACHINE = "<!-- fresh machine -->"
 

@@ -11,7 +11,7 @@ import copy
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import pytest
@@ -43,25 +43,6 @@ BATCH = 12
 Watching = TypeVar("Watching")
 
 _global_random_numbers = threading.RLock()
-
-
-def pairwise(**settings: Sequence[object]) -> pytest.MarkDecorator:
-    """Parametrise by so few rows of settings that any two values of two settings still meet in one of them."""
-    numbers = [range(len(values)) for values in settings.values()]
-    columns = [[(column, number) for number in some] for column, some in enumerate(numbers)]
-    missing = {pair for two in itertools.combinations(columns, 2) for pair in itertools.product(*two)}
-    rows = []
-    while missing:
-        row = dict(min(missing))
-        for column, some in enumerate(numbers):
-            meets = {
-                number: sum(tuple(sorted([(column, number), other])) in missing for other in row.items())
-                for number in some
-            }
-            row.setdefault(column, max(meets, key=meets.__getitem__))
-        missing -= set(itertools.combinations(sorted(row.items()), 2))
-        rows.append([values[row[column]] for column, values in enumerate(settings.values())])
-    return pytest.mark.parametrize(list(settings), rows)
 
 
 def built(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:

@@ -9,10 +9,9 @@ import contextlib
 import copy
 import functools
 import itertools
-import random
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,22 +25,6 @@ SAMPLES, WIDTH, LARGEST_NORM = 11, 8, 0.3
 _drawing = threading.RLock()
 
 Batch = tuple[Tensor, Tensor]
-
-
-def pairwise(**axes: Sequence[Any]) -> list[dict[str, Any]]:
-    """Choose settings, always the same, among which there is every pair of values of two axes."""
-    chance, chosen = random.Random(0), []
-    left = [
-        pair
-        for one, other in itertools.combinations(axes, 2)
-        for pair in itertools.product(((one, a) for a in axes[one]), ((other, b) for b in axes[other]))
-    ]
-    while left:
-        drawn = [{**{n: chance.choice(v) for n, v in axes.items()}, **dict(left[0])} for _ in range(30)]
-        best = max(drawn, key=lambda row: sum(pair[0] in row.items() and pair[1] in row.items() for pair in left))
-        left = [pair for pair in left if not best.items() >= set(pair)]
-        chosen.append(best)
-    return chosen
 
 
 def block(width: int = WIDTH, dropout: float = 0.0) -> nn.Module:

@@ -18,8 +18,9 @@ from torch import nn
 
 import axonmpi as ax
 from axonmpi.pipeline import make_schedule
+from helpers import REPOSITORY
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = REPOSITORY / "docs"
 RESULTS = {"Group", "LaunchResult", "Operation", "Standing", "Summary"}
 """Classes that the package makes itself, for users to read."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -46,22 +46,6 @@ def in_turn(argument: str, cases: Iterable[Any]) -> pytest.MarkDecorator:
 def each_id(case: Any) -> str:
     """Say which case it is."""
     return "-".join(map(each_id, case)) if isinstance(case, tuple) else getattr(case, "__name__", str(case))
-
-
-def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Choose rows of settings such that every two values of different factors are in one of them."""
-
-    def pairs(row: Sequence[int]) -> frozenset[Any]:
-        return frozenset(itertools.combinations(enumerate(row), 2))
-
-    every = [(row, pairs(row)) for row in itertools.product(*map(range, map(len, factors.values())))]
-    missing = frozenset().union(*(own for _, own in every))
-    rows = []
-    while missing:
-        best, own = max(every, key=lambda each: len(each[1] & missing))
-        missing -= own
-        rows.append({name: values[at] for (name, values), at in zip(factors.items(), best, strict=True)})
-    return rows
 
 
 # ---- models -----------------------------------------------------------------------------------------------------

@@ -6,10 +6,6 @@ tensors lie (`placements`), and with them the memory that is watched, which the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import combinations
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,28 +13,6 @@ from axonmpi import ProcessGroup, ReduceOp
 from helpers.collective_checks import CollectiveChecks, Watched
 from helpers.numpy_reference import Shape
 from helpers.placements import Places
-
-
-def pairwise(**values: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """Choose settings, as few as are soon found, in which any two values of different settings meet."""
-    names = list(values)
-    missing = {
-        ((one, i), (other, j))
-        for one, other in combinations(range(len(names)), 2)
-        for i in range(len(values[names[one]]))
-        for j in range(len(values[names[other]]))
-    }
-    while missing:
-        chosen = dict(min(missing))
-        for name in range(len(names)):
-            if name not in chosen:
-                new = [
-                    sum(tuple(sorted(((name, i), pair))) in missing for pair in chosen.items())
-                    for i in range(len(values[names[name]]))
-                ]
-                chosen[name] = new.index(max(new))
-        missing.difference_update(combinations(sorted(chosen.items()), 2))
-        yield {names[name]: values[names[name]][i] for name, i in chosen.items()}
 
 
 class SymmetricChecks(CollectiveChecks):

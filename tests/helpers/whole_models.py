@@ -6,10 +6,9 @@ on all ranks together.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pytest
 import torch
@@ -20,18 +19,6 @@ import axonmpi as ax
 
 _drawing = threading.RLock()
 _Made = TypeVar("_Made", bound=nn.Module)
-
-
-def pairwise(**choices: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return settings, chosen greedily, among which every pair of values of two different choices occurs."""
-    settings = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
-    pairs = [set(itertools.combinations(setting.items(), 2)) for setting in settings]
-    missing, found = set().union(*pairs), []
-    while missing:
-        number = max(range(len(settings)), key=lambda one: len(missing & pairs[one]))
-        missing -= pairs[number]
-        found.append(settings[number])
-    return found
 
 
 def refused(kind: type[Exception], *mistakes: tuple[Callable[[], object], str]) -> None:

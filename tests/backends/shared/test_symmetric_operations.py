@@ -1,0 +1,74 @@
+"""Every operation on symmetric tensors, wherever in shared memory they lie on each rank, against numpy."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers.numpy_reference import reductions
+from helpers.placements import PLACEMENTS, REAL, SMALL_PIECE_BYTES, Places, limits, places_in
+from helpers.settings import all_pairs
+from helpers.symmetric_checks import SymmetricChecks
+
+from axonmpi import ReduceOp
+from axonmpi.backends.reduction import DTYPES
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+@pytest.mark.ranks(2, 3)
+def test_every_operation_wherever_the_tensors_lie(world) -> None:
+    """In one group, one after the other and beside each other. A page is a piece, so little data is several."""
+    group, other = (world.new_group(range(world.size)) for _ in range(2))
+    if group.backend.name == "mpi":
+        group.backend.piece_bytes = SMALL_PIECE_BYTES
+    direct = limits(world.size).direct
+    most = 5 * direct
+    checks = {
+        (kind, way): SymmetricChecks(group, Places(group, kind, most, other), asynchronous=way)
+        for kind in PLACEMENTS
+        for way in (False, True)
+    }
+    settings = all_pairs(
+        dtype=DTYPES,
+        nbytes=(0, 1, 112, 113, direct, direct + 1, 3 * direct),
+        rows=(0, 1, 7),
+        kind=PLACEMENTS,
+        op=range(5),
+        asynchronous=(False, True),
+        which=range(world.size),
+    )
+    for setting in settings:
+        dtype, rows = setting["dtype"], setting["rows"]
+        count = -(-setting["nbytes"] // dtype.itemsize)
+        shape = (rows, count // rows) if rows else (count,)
+        ops = reductions(dtype)
+        each = checks[setting["kind"], setting["asynchronous"]]
+        each.every_symmetric_operation(dtype, shape, ops[setting["op"] % len(ops)], setting["which"])
+    for each in checks.values():
+        each.settle()
+    assert not [problem for each in checks.values() for problem in each.problems]
+    group.close()
+    other.close()
+
+
+@REAL
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("kind", ["view", "mixed", "foreign"])
+def test_blocks_of_any_sizes_and_pieces_as_large_as_they_are(world, kind) -> None:
+    edges = limits(world.size)
+    with places_in(world, kind, 3 * edges.chunk + 64, piece_bytes=SMALL_PIECE_BYTES) as places:
+        checks = SymmetricChecks(places.group, places)
+        # What fits into the first message (28 elements), what does not, nothing; in every combination.
+        for sizes in itertools.product((0, 3, 28, 29, 1500), repeat=2):
+            checks.all_gather(torch.float32, (1,), 0, sizes=sizes)
+        checks.all_gather(torch.float32, (1, 13), 0, sizes=(1, 400))
+        checks.all_gather(torch.float32, (13, 1), 1, sizes=(7, 8, 9))
+        places.group.backend.piece_bytes = edges.chunk
+        for limit in (edges.medium, edges.slices, 2 * edges.chunk):
+            for count in (limit // 4, limit // 4 + 1):
+                checks.all_reduce(torch.int32, (count,))
+        checks.every_symmetric_operation(torch.int32, (2 * edges.chunk // 4 + 1,), ReduceOp.MIN, 1)
+        checks.every_symmetric_operation(torch.bfloat16, (3, edges.chunk // 4 + 1), ReduceOp.SUM, 1)
+        checks.finish()

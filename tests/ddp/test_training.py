@@ -1,0 +1,212 @@
+"""DistributedDataParallel against one process on the joined batch: parameters after a few steps."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from helpers.models import (
+    DEFAULT,
+    NO_SYNC,
+    OVERLAPPED,
+    SMALL,
+    STEPS,
+    SYNCHRONOUS,
+    TINY,
+    ZOO,
+    BatchNormalised,
+    assert_close,
+    assert_same_on_all_ranks,
+    batch_norm_alone,
+    batch_of,
+    built,
+    check_averaged,
+    gradients_alone,
+    gradients_of,
+    joined_loss,
+    large,
+    mlp,
+    own_loss,
+    train,
+    trained_alone,
+    wrapped,
+)
+from helpers.settings import each_pair
+from torch import nn
+
+import axonmpi as ax
+from axonmpi import GradSyncStrategy
+from axonmpi.launch.topology import Topology
+
+
+def check(world: ax.World, model: ax.DistributedDataParallel, expected: dict[str, torch.Tensor]) -> None:
+    assert_close(model.state_dict(), expected)
+    assert_same_on_all_ranks(world, model.state_dict())
+
+
+@pytest.mark.ranks(2)
+@each_pair(
+    kind=list(ZOO),
+    strategy=list(GradSyncStrategy),
+    cap=[TINY, SMALL, DEFAULT],
+    as_view=[True, False],
+    overlaps=[True, False],
+    find_unused=[False, True],
+    reduce_dtype=[None, torch.float64],
+    accumulation=[1, 3],
+    set_to_none=[True, False],
+)
+def test_training_equals_one_process(
+    world, kind, strategy, cap, as_view, overlaps, find_unused, reduce_dtype, accumulation, set_to_none
+):
+    model = wrapped(
+        world,
+        built(ZOO[kind]),
+        overlaps=overlaps,
+        sync_strategy=strategy,
+        bucket_cap_mb=cap,
+        gradient_as_bucket_view=as_view,
+        find_unused_parameters=find_unused,
+        reduce_dtype=reduce_dtype,
+    )
+    train(model, world, accumulation=accumulation, set_to_none=set_to_none)
+    check(world, model, trained_alone(ZOO[kind], accumulation))
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize(
+    ("strategy", "make"),
+    [(SYNCHRONOUS, mlp), (NO_SYNC, mlp), pytest.param(OVERLAPPED, large, marks=pytest.mark.real_ranks)],
+)
+def test_each_number_of_ranks_equals_one_process(world, strategy, make):
+    model = wrapped(world, built(make), sync_strategy=strategy, bucket_cap_mb=SMALL)
+    train(model, world, accumulation=2)
+    check(world, model, trained_alone(make, 2))
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("broadcasts", [True, False])
+def test_batch_norm(world, broadcasts):
+    model = wrapped(world, built(BatchNormalised), broadcast_buffers=broadcasts)
+    train(model, world)
+    parameters, buffers = batch_norm_alone(world.size, broadcasts)
+    assert_close({name: value.detach() for name, value in model.module.named_parameters()}, parameters)
+    assert_close(dict(model.module.named_buffers()), buffers[world.rank])
+    assert int(model.module.norm.num_batches_tracked) == STEPS
+
+
+@pytest.mark.ranks(2)
+def test_evaluation_sends_nothing_and_keeps_buffers(world):
+    model = wrapped(world, built(BatchNormalised), broadcast_buffers=False)
+    inputs, _ = batch_of(model.module, world.rank)
+    model.module.norm.running_mean.fill_(world.rank)
+    if world.rank == 1:  # the other rank does not take part
+        with torch.no_grad():
+            model(inputs)
+        model.eval()
+        model(inputs)
+        with torch.inference_mode():
+            model(inputs)
+    assert world.rank == 0 or not torch.equal(model.module.norm.running_mean, torch.zeros(4))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("grad", [True, False])
+def test_evaluation_after_training_warns_where_buffers_are_not_rank_0s(world, grad, recwarn):
+    """Each rank ends with statistics of its own batch; after `sync_parameters()` all have rank 0's."""
+    warnings.simplefilter("always")  # not only the first one of a line
+    model = wrapped(world, built(BatchNormalised))
+    same, _ = batch_of(model, 100)
+
+    def evaluate() -> list[torch.Tensor]:
+        model.eval()
+        with torch.set_grad_enabled(grad):
+            output = model(same).detach()
+        model.train()
+        return ax.all_gather_object(output)
+
+    def warned() -> list[bool]:
+        """Mock ranks are threads, whose warnings are all in one list."""
+        mine = [str(entry.message) for entry in recwarn.list if "sync_parameters()" in str(entry.message)]
+        return ax.all_gather_object(bool(mine))
+
+    first = evaluate()
+    assert not any(warned())
+    train(model, world, steps=1)
+    second = evaluate()
+    assert any(warned())
+    ax.barrier()
+    recwarn.clear()
+    train(model, world, steps=1)
+    ax.barrier()
+    model.sync_parameters()
+    third = evaluate()
+    assert not any(warned())
+    for outputs, equal in ((first, True), (second, False), (third, True)):
+        assert all(torch.equal(output, outputs[0]) for output in outputs) == equal
+
+
+def one_stage_a_rank(module: nn.Module) -> ax.Pipeline:
+    return ax.Pipeline.from_modules([module] * ax.get_world_size())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapper", [ax.DDP, ax.FSDP, one_stage_a_rank])
+def test_a_batch_norm_of_all_ranks_is_refused(world, wrapper):
+    """It would be an ordinary one."""
+    module = nn.SyncBatchNorm.convert_sync_batchnorm(built(BatchNormalised))
+    with pytest.raises(ValueError, match=r"norm is a torch.nn.SyncBatchNorm, .*BatchNorm1d.*GroupNorm"):
+        wrapper(module)
+
+
+@pytest.mark.ranks(2)
+def test_buffers_of_every_kind_are_copied_from_rank_0(world):
+    module = nn.Linear(2, 2)
+    module.register_buffer("mask", torch.tensor([world.rank == 0, False]))
+    module.register_buffer("count", torch.tensor(world.rank))
+    module.register_buffer("passing", torch.full((2, 3), float(world.rank)), persistent=False)
+    module.register_buffer("empty", torch.zeros(0))
+    model = wrapped(world, module)
+    expected = [True, False], 0, 0.0
+    assert (module.mask.tolist(), int(module.count), float(module.passing.sum())) == expected
+    for buffer in (module.mask, module.count, module.passing):
+        buffer.fill_(1 if world.rank == 1 else 0)
+    with model.no_sync():
+        model(torch.zeros(1, 2))
+    assert float(module.passing.sum()) == 6 * world.rank
+    model(torch.zeros(1, 2))
+    assert (module.mask.tolist(), int(module.count), float(module.passing.sum())) == ([False, False], 0, 0.0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", [OVERLAPPED, NO_SYNC])
+def test_gradients_of_no_sync_are_averaged_by_hand_once(world, strategy):
+    model = wrapped(world, built(mlp), sync_strategy=strategy)
+    with model.no_sync():
+        own_loss(model, world).backward()
+        with model.no_sync():
+            pass
+        own_loss(model, world).backward()
+    assert_close(
+        gradients_of(model.module), gradients_alone(model.module, lambda alone: 2 * own_loss(alone, world))
+    )
+    model.sync_gradients()
+    check_averaged(world, model, lambda alone: 2 * joined_loss(alone))
+    averages = gradients_of(model.module)
+    gradient = model.module[0].weight.grad
+    gradient.mul_(world.rank + 1)
+    model.sync_gradients()  # changes made by hand are left alone
+    assert torch.equal(gradient, averages["0.weight"] * (world.rank + 1))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.real_ranks
+def test_a_part_of_the_ranks(world):
+    pairs = [world.new_group([0, 1]), world.new_group([2, 3])]
+    group = pairs[world.rank // 2]
+    model = wrapped(world, built(mlp), process_group=group)
+    assert model.process_group is group
+    pair = ax.World(group.backend, Topology.of([0, 0], group.rank))
+    train(model, pair)
+    check(world, model, trained_alone(mlp))

@@ -1,0 +1,60 @@
+"""Comparisons: tensors with a reference, ranks with each other, errors with what they have to say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import axonmpi as ax
+
+__all__ = ["assert_close", "assert_equal", "assert_same_on_all_ranks", "refused"]
+
+
+def assert_close(found: Any, expected: Any, tolerance: float = 1e-5, what: str = "") -> None:
+    """Compare tensors, and mappings or sequences of tensors, within an absolute and relative tolerance.
+
+    Names, their order, dtypes and shapes have to be equal; other values and None, too.
+    """
+    _compare(found, expected, what, tolerance)
+
+
+def assert_equal(found: Any, expected: Any, what: str = "") -> None:
+    """Compare as `assert_close`, to the last bit."""
+    _compare(found, expected, what, 0.0)
+
+
+def _compare(found: Any, expected: Any, what: str, tolerance: float) -> None:
+    if isinstance(expected, Tensor) and isinstance(found, Tensor):
+        torch.testing.assert_close(
+            found.detach(), expected.detach(), atol=tolerance, rtol=tolerance, msg=lambda text: f"{what}: {text}"
+        )
+    elif isinstance(expected, Mapping):
+        assert list(found) == list(expected), what
+        for name, value in expected.items():
+            _compare(found[name], value, f"{what} {name}", tolerance)
+    elif isinstance(expected, Sequence) and not isinstance(expected, str):
+        assert len(found) == len(expected), what
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            _compare(one, other, f"{what} {number}", tolerance)
+    else:
+        assert found == expected, what
+
+
+def assert_same_on_all_ranks(world: ax.World, values: Any) -> None:
+    """Compare tensors, and whatever holds them, with those of rank 0, to the last bit; collective."""
+    first, *others = ax.all_gather_object(values, world.default_group)
+    for rank, other in enumerate(others, 1):
+        assert_equal(other, first, f"rank {rank} differs from rank 0:")
+
+
+def refused(
+    kind: type[Exception] | tuple[type[Exception], ...], *mistakes: tuple[Callable[[], object], str]
+) -> None:
+    """Make mistakes, each of which raises an error whose text matches a pattern."""
+    for call, message in mistakes:
+        with pytest.raises(kind, match=message):
+            call()

@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""Faults in real jobs, on one node and on two: how soon each job ends, how, and what it says. As root on Linux.
+
+    tests/jobs/run faults                                   every fault, with the MPI library of this Python
+    tests/jobs/run faults --python A/bin/python B/bin/python    with the MPI library of each of these
+    tests/jobs/run faults --only stopped loops              some of them
+    tests/jobs/run faults --hangs 20 --seed 1               a random rank hangs in a random way, so many times
+
+Nodes are namespaces of this machine. Prints a table in Markdown; `--json FILE` keeps all that the jobs printed. The
+exit code is 0 where every job ended in time, with the exit code and the message that it has to have, no process
+and no file in /dev/shm left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from helpers.nodes import Nodes
+from jobs.faults.injection import Outcome, inject
+from jobs.faults.table import FAULTS, Fault, random_hangs
+
+from axonmpi.launch import start
+
+SHOWN = 150
+"""How much of a line the table shows."""
+MISSED = "culprit or cause is not named"
+
+
+def run_here(options: argparse.Namespace) -> list[dict[str, object]]:
+    """Inject the faults with the MPI library of this Python."""
+    mpi = start.library_info().vendor
+    outcomes = []
+    with Nodes(2) as nodes:
+        for fault in chosen(options):
+            for ranks in fault.places:
+                outcome = inject(fault, ranks, nodes, options.other)
+                tell(outcome, mpi)
+                outcomes.append({"mpi": mpi, **outcome.as_json()})
+    return outcomes
+
+
+def chosen(options: argparse.Namespace) -> list[Fault]:
+    """Return the faults that were asked for; two libraries can only be mixed where there are two."""
+    if options.hangs:
+        return list(random_hangs(options.hangs, options.seed))
+    faults = [fault for fault in FAULTS if options.only is None or {fault.name, fault.act} & set(options.only)]
+    return [fault for fault in faults if fault.act != "mix" or options.other]
+
+
+def tell(outcome: Outcome, mpi: str) -> None:
+    """Say on the standard error how a job ended."""
+    verdict = "; ".join(outcome.problems) or "as it has to"
+    place = "two nodes" if len(outcome.ranks) > 1 else "one node"
+    line = f"{mpi}, {place}: {outcome.fault}: {outcome.seconds:.1f} s, exit code {outcome.code}: {verdict}"
+    print(line, file=sys.stderr, flush=True)
+
+
+def run_each(options: argparse.Namespace, arguments: list[str]) -> list[dict[str, object]]:
+    """Run this command with each of several Pythons."""
+    outcomes: list[dict[str, object]] = []
+    for python in options.python:
+        others = [each.parent / "mpirun" for each in options.python if each != python]
+        with tempfile.NamedTemporaryFile("r") as figures:
+            more = ["--other", str(others[0])] if others else []
+            command = [str(python), __file__, *arguments, *more, "--json", figures.name]
+            subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+            outcomes += json.load(figures)
+    return outcomes
+
+
+def table(outcomes: list[dict]) -> str:
+    """Return the table of the docs: a row for each fault and place, seconds and exit code with each library."""
+    libraries = sorted({each["mpi"] for each in outcomes})
+    rows: dict[tuple[str, int], dict[str, dict]] = {}
+    for each in outcomes:
+        rows.setdefault((each["fault"], len(each["ranks"])), {})[each["mpi"]] = each
+    heads = ["fault", "nodes", *(f"{mpi}: seconds, exit code" for mpi in libraries), "what is seen"]
+    lines = [heads, ["---"] * len(heads)]
+    for (fault, nodes), found in rows.items():
+        cells = [cell(found[mpi]) if mpi in found else "" for mpi in libraries]
+        seen = next((each["seen"] for each in found.values() if each["seen"]), "")
+        without_folders = re.sub(r"\S*/(\w+\.py)", r"\1", seen).split(" ====")[0]
+        shown = without_folders[:SHOWN].replace("|", "\\|").replace("`", "'")
+        lines.append([fault, str(nodes), *cells, f"`{shown}`" if shown else ""])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def cell(outcome: dict) -> str:
+    problems = [MISSED if problem.startswith("not said") else problem for problem in outcome["problems"]]
+    bad = f" **{'; '.join(dict.fromkeys(problems))}**" if problems else ""
+    return f"{outcome['seconds']:.1f}, {outcome['code']}{bad}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="FAULT", help="names of table.py")
+    parser.add_argument("--hangs", type=int, default=0, metavar="N", help="so many random hangs instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the random hangs (default: 0)")
+    parser.add_argument("--kept", type=Path, nargs="+", metavar="FILE", help="only print the table of kept results")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to keep everything")
+    parser.add_argument("--python", type=Path, nargs="+", default=[], help="one for each MPI library")
+    parser.add_argument("--other", type=Path, metavar="MPIRUN", help="the launcher of another MPI library")
+    options = parser.parse_args()
+    only = ["--only", *options.only] if options.only else []
+    only += ["--hangs", str(options.hangs), "--seed", str(options.seed)] if options.hangs else []
+    if options.kept:
+        outcomes = [outcome for file in options.kept for outcome in json.loads(file.read_text())]
+    else:
+        outcomes = run_each(options, only) if options.python else run_here(options)
+    if options.json:
+        options.json.write_text(json.dumps(outcomes, indent=1))
+    print(table(outcomes))
+    good = sum(not each["problems"] for each in outcomes)
+    print(f"\n{good} of {len(outcomes)} jobs ended as they have to.")
+    return int(any(each["problems"] for each in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""run_ranks: results, failures and time-outs of functions on mock ranks."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+import axonmpi as ax
+from axonmpi.errors import CollectiveMismatchError, CollectiveTimeoutError
+from axonmpi.testing import run_ranks
+from axonmpi.testing.mock_ranks import _add_note
+
+
+def _message(error):
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+def test_results_are_in_rank_order_and_arguments_reach_every_rank():
+    assert run_ranks(3, lambda world, a, b: (world.rank, world.size, a + b), 4, 5) == [
+        (0, 3, 9),
+        (1, 3, 9),
+        (2, 3, 9),
+    ]
+
+
+def test_each_rank_has_its_world_as_default():
+    def body(world):
+        tensor = torch.tensor([ax.get_rank() + 1.0])
+        ax.all_reduce(tensor)
+        return tensor.item()
+
+    assert run_ranks(4, body) == [10.0] * 4
+    assert not ax.is_initialized()
+
+
+def test_a_failing_rank_releases_the_others_and_its_own_exception_is_raised():
+    original = KeyError("rank 2 only")
+
+    def body(world):
+        if world.rank == 2:
+            raise original
+        world.default_group.barrier()
+
+    with pytest.raises(KeyError) as caught:
+        run_ranks(3, body)
+    assert caught.value is original
+
+
+def test_the_lowest_rank_that_failed_by_itself_is_raised_and_all_are_named():
+    def body(world):
+        if world.rank in (1, 3):
+            raise ValueError(f"from {world.rank}")
+        world.default_group.barrier()
+
+    with pytest.raises(ValueError, match="from 1") as caught:
+        run_ranks(4, body)
+    assert "raised on ranks 1, 3 of 4" in _message(caught.value)
+
+
+def test_system_exit_of_a_rank_is_a_failure_like_any_other():
+    def body(world):
+        if world.rank == 1:
+            raise SystemExit(3)
+        world.default_group.barrier()
+
+    with pytest.raises(SystemExit) as caught:
+        run_ranks(2, body)
+    assert caught.value.code == 3
+
+
+def test_time_out_shows_where_each_rank_is_and_releases_them():
+    released = []
+
+    def wait_in_vain(world):
+        try:
+            world.default_group.barrier()
+        except ax.errors.RankFailedError as error:
+            released.append(world.rank)
+            raise error
+
+    def body(world):
+        if world.rank == 1:
+            world.default_group.recv(torch.zeros(1), 0)
+        wait_in_vain(world)
+
+    with pytest.raises(CollectiveTimeoutError, match="ranks 0, 1, 2 of 3") as caught:
+        run_ranks(3, body, timeout=0.3)
+    message = str(caught.value)
+    assert message.count("wait_in_vain") > 0
+    assert "stack of ranks 0, 2" in message  # both are at the same place, which is printed once
+    assert "axonmpi/testing/mock_ranks.py" not in message
+    assert sorted(released) == [0, 2]
+
+
+OPERATIONS_THAT_WAIT = {
+    "all_reduce(float32 [3], SUM)": lambda world: ax.all_reduce(torch.ones(3)),
+    "barrier()": lambda world: ax.barrier(async_op=True).wait(),
+    "recv(tag=7)": lambda world: ax.recv(torch.ones(3), 1, tag=7),
+    "recv(tag=8)": lambda world: ax.irecv(torch.ones(3), 1, tag=8).wait(),
+    "all_reduce(int64 [2], MAX)": lambda world: ax.DDP(torch.nn.Linear(2, 1)),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS_THAT_WAIT)
+def test_a_rank_that_waits_for_one_that_has_returned_is_told_at_once(operation):
+    def body(world):
+        if world.rank != 1:
+            OPERATIONS_THAT_WAIT[operation](world)
+
+    before = time.monotonic()
+    with pytest.raises(CollectiveMismatchError) as caught:
+        run_ranks(3, body)
+    assert time.monotonic() - before < 10
+    assert f"{operation} waits for rank 1, which has returned and calls nothing more" in str(caught.value)
+    assert "raised on ranks 0, 2 of 3 mock ranks" in _message(caught.value)
+
+
+@pytest.mark.parametrize(("steps", "waiting"), [(0, "recv(tag="), (1, "receiving from stage 2 at stage 1 ")])
+def test_stages_of_a_pipeline_that_wait_for_one_that_has_returned_are_told_at_once(steps, waiting):
+    def loss(output, target):
+        if pipeline.steps == steps:
+            raise ValueError("no loss")
+        return (output - target).square().mean()
+
+    def body(world):
+        nonlocal pipeline
+        modules = [torch.nn.Linear(2, 2) for _ in range(3)]
+        own = ax.Pipeline.from_modules(modules, world.default_group, num_microbatches=4, loss_fn=loss)
+        if world.rank == 2:
+            pipeline = own
+        for _ in range(steps):
+            own.train_step(torch.ones(4, 2), torch.ones(4, 2))
+        if world.rank == 2:
+            with pytest.raises(ValueError, match="no loss"):
+                own.train_step(torch.ones(4, 2), torch.ones(4, 2))
+        else:
+            own.train_step(torch.ones(4, 2), torch.ones(4, 2))
+
+    pipeline = None
+    before = time.monotonic()
+    with pytest.raises(CollectiveMismatchError, match="waits for rank 2, which has returned") as caught:
+        run_ranks(3, body)
+    assert time.monotonic() - before < 10
+    assert str(caught.value).startswith(waiting)
+    assert "raised on rank 1 of 3" in _message(caught.value)  # rank 0 waits for rank 1, which has failed
+
+
+def test_a_message_that_never_comes_is_done():
+    def body(world):
+        if world.rank == 0:
+            work = ax.irecv(torch.zeros(1), 1)
+            while not work.done():
+                time.sleep(0)
+            with pytest.raises(CollectiveMismatchError, match="waits for rank 1, which has returned"):
+                work.wait()
+
+    run_ranks(2, body)
+
+
+def test_what_a_rank_has_begun_before_it_returned_is_done():
+    def body(world):
+        group = world.new_group([1, 0])
+        if world.rank == 1:
+            ax.isend(torch.ones(1), 0)
+            ax.isend(torch.ones(1), 1, group)
+            return [ax.all_reduce(torch.ones(1), group=group, async_op=True) for _ in range(20)]
+        message = torch.zeros(1)
+        sums = [torch.ones(1) for _ in range(20)]
+        for each in sums:
+            ax.all_reduce(each, group=group)
+        ax.recv(message, 1)
+        ax.recv(message, 0, group)
+        with pytest.raises(CollectiveMismatchError, match=r"all_reduce.* waits for rank 1, which has returned"):
+            ax.all_reduce(message, group=group)
+        return torch.cat(sums).tolist()
+
+    assert run_ranks(2, body)[0] == [2.0] * 20
+
+
+def test_a_failure_before_the_time_out_is_what_is_raised():
+    stay = threading.Event()
+
+    def body(world):
+        if world.rank == 0:
+            stay.wait()
+        raise ValueError("rank 1")
+
+    with pytest.raises(ValueError, match="rank 1") as caught:
+        run_ranks(2, body, timeout=0.2)
+    stay.set()
+    assert "rank 0 of 2 mock ranks did not end" in _message(caught.value)
+
+
+def test_without_a_limit_it_waits_as_long_as_it_takes():
+    assert run_ranks(2, lambda world: world.default_group.barrier(), timeout=None) == [None, None]
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 1.5])
+def test_a_wrong_number_of_ranks_is_refused(count):
+    with pytest.raises(ValueError, match="positive number of ranks"):
+        run_ranks(count, lambda world: None)
+
+
+@pytest.mark.parametrize("timeout", [0, -1])
+def test_a_wrong_time_out_is_refused(timeout):
+    with pytest.raises(ValueError, match="timeout: expected a positive"):
+        run_ranks(1, lambda world: None, timeout=timeout)
+
+
+def test_before_python_3_11_a_note_is_the_tail_of_the_message(monkeypatch):
+    monkeypatch.setattr("sys.version_info", (3, 10, 0))
+    error = ValueError("what went wrong", 5)
+    _add_note(error, "on rank 1")
+    assert error.args == ("what went wrong\non rank 1", 5)
+    other = OSError(2)
+    _add_note(other, "on rank 1")
+    assert other.args == (2,)
