@@ -3,7 +3,7 @@
 import argparse
 import gc
 import os
-import zlib
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from helpers.doubled_worlds import compares_calls, doubled, not_over_double
 from helpers.nodes import Nodes
 from hypothesis import settings
 
+import axonmpi as ax
 from axonmpi.backends.mock.backend import MockBackend
 from axonmpi.groups.world import current_world
 from axonmpi.launch.cpu import CoreShare, usable_cores
@@ -46,10 +47,12 @@ def is_in(item: pytest.Item, places: tuple[str, ...]) -> bool:
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     parser.addoption(
         "--overlap",
-        choices=("half", "always", "never"),
-        default="half",
-        help="tests above the backends whose collectives go beside the computation, as with cores to spare",
+        choices=("two", "always", "never"),
+        default="two",
+        help="which tests above the backends have collectives beside the computation, as with cores to spare: "
+        "those on two mock ranks and on other numbers of real ranks, all, or none",
     )
+    parser.addoption("--seed", type=int, help="of all that tests draw at random; drawn itself if not given")
     parser.addoption(
         "--over-double",
         action="store_true",
@@ -82,6 +85,26 @@ def needs_real_ranks(item: pytest.Item, size: int) -> bool:
     return chosen and count > (size // 2 if size > 2 else 0)
 
 
+# ---- what they draw at random ---------------------------------------------------------------------------------
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Take the seed of rank 0 on all ranks."""
+    if launched_ranks() > 1:
+        session.config.option.seed = ax.broadcast_object(session.config.option.seed)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"what is drawn at random: --seed {config.option.seed}"
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """The seed of what the test draws, the same on all ranks; a failure shows it."""
+    print(f"repeat with --seed {request.config.option.seed}")
+    return int(request.config.option.seed)
+
+
 # ---- on which cores -------------------------------------------------------------------------------------------
 
 
@@ -95,8 +118,13 @@ def cores_of_mock_ranks() -> set[int]:
     return {sorted(ALL_CORES)[int(worker) % len(ALL_CORES)]} if worker else set(ALL_CORES)
 
 
-def pytest_configure() -> None:
-    """Let a process that has one core compute with one thread, and lines of several ranks stay whole."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw a seed; let a process with one core compute with one thread, and lines of several ranks stay whole."""
+    if config.option.seed is None:
+        config.option.seed = random.SystemRandom().randrange(10**6)
+    if getattr(config.option, "hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(config.option.seed)
     if len(cores_of_mock_ranks()) < len(ALL_CORES):
         torch.set_num_threads(len(cores_of_mock_ranks()))
     os.environ.pop("PYTHONUNBUFFERED", None)
@@ -114,17 +142,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _cores_to_spare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have collectives go beside the computation in half of the cases, whatever cores this machine has.
+    """Have collectives go beside the computation in some cases, whatever cores this machine has.
 
-    Cases for as many ranks as the session has take the other way than on mock ranks and in larger sessions.
+    The number of ranks decides, which the id shows: two mock ranks, and any other number of real ranks.
     """
     if not is_in(request.node, ABOVE_THE_BACKENDS):
         return
     overlap = request.config.getoption("--overlap")
     count = marked_rank_count(request.node)
     overlaps = overlap == "always"
-    if overlap == "half":
-        overlaps = (zlib.crc32(request.node.nodeid.encode()) + (count == launched_ranks())) % 2 == 1
+    if overlap == "two":
+        overlaps = (count == 2) == (launched_ranks() == 1)
     monkeypatch.setattr(MockBackend, "overlaps", overlaps)
     monkeypatch.setattr(CoreShare, "spare", overlaps)
     if world := current_world():  # made before, for all tests with as many ranks
