@@ -70,9 +70,9 @@ def refuse_examples_on_ranks(item: pytest.Item) -> None:
     is_property = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
     if is_property and (uses_ranks(item) or is_for_all_ranks(item)):
         raise pytest.UsageError(
-            f"{item.nodeid}: got a hypothesis test on ranks, each of which would draw examples of its own. Draw from "
-            "a generator with the same seed on all ranks, such as random.Random(seed), and take the seed from an "
-            "option, so that a failure can be repeated"
+            f"{item.nodeid}: got a hypothesis test on ranks, each of which would draw examples of its own. "
+            "Draw from a generator with the same seed on all ranks, such as random.Random(seed), and take the "
+            "seed from an option, so that a failure can be repeated"
         )
 
 
