@@ -221,7 +221,7 @@ class RealRanks:
         """Agree on the outcome of a phase of the test."""
         report = yield
         own = outcome_of(report) if self._takes_part else None
-        failure = own.text if own is not None and own.kind == FAILED else ""
+        failure = own.with_output() if own is not None and own.kind == FAILED else ""
         try:
             verdict = self.session.agree(f"{report.when} of {item.nodeid}", own, merge_outcomes, failure)
         except SessionStoppedError as stopped:
