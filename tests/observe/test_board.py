@@ -14,7 +14,7 @@ import axonmpi as ax
 from axonmpi.launch import board
 from axonmpi.launch.page import OPERATION_BYTES, OPERATIONS, OPERATIONS_AT, Phase, describe
 from axonmpi.launch.topology import Topology
-from axonmpi.observe import Condition, RankPage, job_names, pages_of
+from axonmpi.observe import Condition, RankPage, job_names, pages_of, stacks_of
 
 SHAPE = (3, 4, 5, 6, 7)
 
@@ -140,6 +140,7 @@ def test_pages_of_processes_that_are_gone_are_removed(folder) -> None:
     (folder / "gone-0.stacks").touch()
     published("lives")
     assert [page.condition() for page in pages_of("gone")] == [Condition.GONE] * 2
+    assert stacks_of(pages_of("gone")) == dict.fromkeys(range(2), "(no stack: the process has ended)")
     assert set(job_names()) == {"lives", "gone"}
     board.remove_stale()
     assert [path.name for path in folder.iterdir()] == ["lives-0"]

@@ -40,7 +40,7 @@ class MockRanks:
 
     def world(self, item: pytest.Item) -> Any:
         """Return the value of the fixture `world`: each rank's own."""
-        return Plan("world", get_world, {})
+        return Plan(get_world, {})
 
     def pytest_report_header(self) -> str:
         """Say on what the tests run."""
