@@ -16,6 +16,8 @@ from axonmpi.launch.page import OPERATION_BYTES, OPERATIONS, OPERATIONS_AT, Phas
 from axonmpi.launch.topology import Topology
 from axonmpi.observe import Condition, RankPage, job_names, pages_of, stacks_of
 
+# Python 3.12 and later: the child only runs Python
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 SHAPE = (3, 4, 5, 6, 7)
 
 

@@ -20,6 +20,10 @@ from axonmpi.observe import RankPage, pages_of, stacks, stacks_of, watch, watchd
 from axonmpi.utils.waiting import Backoff, wait_until
 
 
+# Python 3.12 and later: the child only runs Python
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
 def sleep() -> None:
     """Sleep beside threads that end all the time."""
     threading.Thread(target=end_threads, daemon=True).start()
