@@ -19,7 +19,6 @@ from axonmpi.launch.topology import Topology
 from axonmpi.observe import RankPage, pages_of, stacks, stacks_of, watch, watchdog
 from axonmpi.utils.waiting import Backoff, wait_until
 
-
 # Python 3.12 and later: the child only runs Python
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
