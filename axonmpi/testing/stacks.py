@@ -1,4 +1,4 @@
-"""The stacks of this process's threads, as text."""
+"""The stack of a thread of this process, as text."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
 
-__all__ = ["all_stacks", "stack_of"]
+__all__ = ["stack_of"]
 
 _RUNNERS = re.compile(r"(_pytest|pluggy|runpy|threading|axonmpi\.testing|axonmpi\.utils\.waiting)(\.|$)")
 """Modules whose frames say nothing about the code under test."""
@@ -25,13 +24,3 @@ def stack_of(thread: threading.Thread) -> str:
     shown = [step for step, name in zip(steps[first:], names[first:], strict=True) if not _RUNNERS.match(name)]
     summary = traceback.StackSummary.extract(iter(shown))
     return "".join(summary.format()) or "  (in the test runner)\n"
-
-
-def all_stacks(without: Iterable[threading.Thread] = ()) -> str:
-    """Return the stacks of all threads of this process but some, the main thread first; local."""
-    left_out = set(without)
-    main = threading.main_thread()
-    others = [thread for thread in threading.enumerate() if thread is not main]
-    return "".join(
-        f"thread {thread.name}:\n{stack_of(thread)}" for thread in (main, *others) if thread not in left_out
-    )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+from helpers.limits import limit
 
 from axonmpi.launch.node_links import Link, LinkState, Place, listen, meet
 from axonmpi.observe import neighbours
@@ -32,40 +34,30 @@ def place(listener: socket.socket, **other) -> Place:
 def ends():
     """Both ends of a connection."""
     with listen() as listener, ThreadPoolExecutor() as pool:
-        caller = pool.submit(meet, listener, SECRET, None)
-        called = meet(listener, "", place(listener))[1]
-        caller = caller.result()[0]
-        assert caller is not None
-        assert called is not None
+        answered = pool.submit(meet, listener, SECRET, None, limit(5))
+        called = meet(listener, "", place(listener), limit(5))[1]
+        caller = answered.result()[0]
         whole = place(listener)
     with caller, called:
-        yield Link(caller, whole), Link(called, whole), called
+        yield Link(caller, whole), Link(called, whole)
 
 
 def settled(link: Link) -> LinkState:
-    assert wait_until(lambda: link.look() is not LinkState.OPEN, Backoff(0, 0.001), 5.0)
+    assert wait_until(lambda: link.look() is not LinkState.OPEN, Backoff(0, 0.001), limit(5))
     return link.state
 
 
-def test_an_open_connection_says_nothing(ends) -> None:
-    assert {link.look() for link in ends[:2]} == {LinkState.OPEN}
-
-
-def test_a_goodbye_is_no_alarm(ends) -> None:
-    link, other, _ = ends
-    other.close()
-    assert settled(link) is LinkState.LEFT
-
-
-def test_the_end_without_a_goodbye(ends) -> None:
-    link, other, _ = ends
-    other.drop()
-    assert settled(link) is LinkState.ENDED
+@pytest.mark.parametrize(("end", "state"), [(Link.close, LinkState.LEFT), (Link.drop, LinkState.ENDED)])
+def test_an_end_with_a_goodbye_is_no_alarm_and_one_without_is(ends, end, state) -> None:
+    link, other = ends
+    assert {link.look(), other.look()} == {LinkState.OPEN}
+    end(other)
+    assert settled(link) is state
     assert link.said == ""
 
 
 def test_the_first_cause_is_kept(ends) -> None:
-    link, other, _ = ends
+    link, other = ends
     other.say("rank 2 is\nstopped")
     other.say("rank 1 has failed")
     other.drop()
@@ -73,25 +65,27 @@ def test_the_first_cause_is_kept(ends) -> None:
     assert link.said == "rank 2 is stopped"
 
 
-def test_a_stranger_is_not_let_in() -> None:
+def test_a_stranger_is_not_let_in_and_nobody_answers_where_nobody_is() -> None:
     with listen() as listener, ThreadPoolExecutor() as pool:
-        waiting = pool.submit(meet, listener, SECRET, None, 1.0)
-        assert meet(listener, "", place(listener, secret="00" * 16), 0.5) == (None, None)
+        waiting = pool.submit(meet, listener, SECRET, None, 0.5)
+        assert meet(listener, "", place(listener, secret="00" * 16), 0.2) == (None, None)
         assert waiting.result() == (None, None)
-
-
-def test_nobody_is_there() -> None:
-    with listen() as listener:
         nowhere = place(listener)
     assert meet(listener, "", nowhere, 0.2) == (None, None)
 
 
-class Waiting:
-    """A rank, as far as the verdict needs one."""
+@pytest.fixture
+def watched(ends, monkeypatch):
+    """A watchdog's view of a link, the link, and what is printed."""
+    printed: list[str] = []
+    monkeypatch.setattr(neighbours, "links", lambda: [ends[0]])
+    return neighbours.Neighbours("n1", printed.append), ends[0], printed
 
-    def __init__(self, waits: bool, lost: bool = False) -> None:
-        self.waits, self.is_lost, self.is_ending = waits, lost, False
-        self.operation = "all_reduce(float32 [4], SUM)" if waits else None
+
+def rank_that(waits: bool) -> SimpleNamespace:
+    """A rank, as far as the verdict needs one."""
+    operation = "all_reduce(float32 [4], SUM)" if waits else None
+    return SimpleNamespace(waits=waits, is_lost=False, is_ending=False, operation=operation)
 
 
 @pytest.mark.parametrize(
@@ -99,15 +93,12 @@ class Waiting:
     [([True, True], True), ([True, False], False), ([False, False], False)],
     ids=["all wait", "one computes", "nobody waits"],
 )
-def test_a_job_ends_only_where_all_ranks_wait(ends, monkeypatch, ranks, ends_job) -> None:
-    link, other, _ = ends
-    printed: list[str] = []
-    monkeypatch.setattr(neighbours, "links", lambda: [link])
-    seen = neighbours.Neighbours("n1", printed.append)
-    standings = {rank: Waiting(waits) for rank, waits in enumerate(ranks)}
+def test_a_job_ends_only_where_all_ranks_wait(ends, watched, ranks, ends_job) -> None:
+    seen, link, printed = watched
+    standings = {rank: rank_that(waits) for rank, waits in enumerate(ranks)}
     seen.look(0.5)
     assert seen.in_vain(standings) == ""
-    other.drop()
+    ends[1].drop()
     settled(link)
     link.state = LinkState.OPEN  # seen by the watchdog, not by this test
     for _ in range(4):
@@ -118,15 +109,12 @@ def test_a_job_ends_only_where_all_ranks_wait(ends, monkeypatch, ranks, ends_job
     assert seen.in_vain(standings) == expected
 
 
-def test_a_node_that_answers_again_is_no_alarm(ends, monkeypatch) -> None:
-    link, _, _ = ends
-    printed: list[str] = []
-    monkeypatch.setattr(neighbours, "links", lambda: [link])
-    seen = neighbours.Neighbours("n1", printed.append)
+def test_a_node_that_answers_again_is_no_alarm(watched) -> None:
+    seen, link, printed = watched
     link.state = LinkState.LOST
     for _ in range(4):
         seen.look(0.5)
-    assert seen.in_vain({0: Waiting(True)}) == ""
+    assert seen.in_vain({0: rank_that(True)}) == ""
     assert printed == [
         "axonmpi: the link from node n1 to node n2 (ranks 1, 2) is lost",
         "axonmpi: node n2 answers again, and the job goes on",

@@ -9,7 +9,6 @@ from axonmpi.launch.cpu import core_to_keep_to, share_of_cores, usable_cores
 from axonmpi.launch.settings import settings_for_mpi, user_threads
 from axonmpi.launch.variables import (
     PARENT_RANK,
-    Launcher,
     child_environment,
     detect_launchers,
     launched_ranks,
@@ -98,16 +97,14 @@ def test_the_process_environment_is_the_default(monkeypatch):
     for name in set(os.environ) - set(without_launcher_variables(os.environ)):
         monkeypatch.delenv(name)
     monkeypatch.setenv("WORLD_SIZE", "7")
-    assert launched_ranks() == 7
-    assert [one.size for one in detect_launchers()] == [7]
+    assert (launched_ranks(), [one.size for one in detect_launchers()]) == (7, [7])
     assert "WORLD_SIZE" not in without_launcher_variables()
 
 
 @pytest.mark.parametrize("env", [OPEN_MPI, MVAPICH, MPICH, INTEL, PMIX, {**PMI, **SLURM}, TORCHRUN])
 def test_nothing_is_recognised_once_launcher_variables_are_taken_away(env):
     kept = without_launcher_variables({**env, PARENT_RANK: "3"})
-    assert detect_launchers(kept) == []
-    assert parent_rank(kept) is None
+    assert (detect_launchers(kept), parent_rank(kept)) == ([], None)
     assert kept.keys() <= {"SLURM_NTASKS", "MASTER_ADDR", "MASTER_PORT"}
 
 
@@ -143,14 +140,11 @@ OPEN_MPI_LIBRARY = MpiLibrary("Open MPI", "5.0.11", "/opt/ompi/lib/libmpi.so.40"
 UNKNOWN_LIBRARY = MpiLibrary("Some MPI", "1.0", None, None)
 
 
-def check(env, rank, size, library):
-    return check_launch(detect_launchers(env), rank, size, library)
-
-
 SILENT = [
     *((env, 5, 8) for env in ({}, OPEN_MPI, MVAPICH, MPICH, INTEL, PMIX, TORCHRUN)),
     *((env, 5, 8) for env in ({**PMI, **SLURM}, {**PMIX, **SLURM}, {**MPICH, **RANK})),
     *((env, 0, 1) for env in ({}, {"WORLD_SIZE": "1", "RANK": "0"}, {"PMIX_RANK": "0"}, {"SLURM_NTASKS": "8"})),
+    ({"WORLD_SIZE": "8"}, 5, 8),
     (SLURM, 2, 8),  # it may number the ranks in another order
 ]
 
@@ -158,7 +152,7 @@ SILENT = [
 @pytest.mark.parametrize(("env", "rank", "size"), SILENT)
 def test_agreement_is_silent(env, rank, size):
     for library in (MPICH_LIBRARY, OPEN_MPI_LIBRARY, UNKNOWN_LIBRARY):
-        assert check(env, rank, size, library) is None
+        assert check_launch(detect_launchers(env), rank, size, library) is None
 
 
 BY_MPICH = "/opt/mpich/bin/mpirun -n 8 python"
@@ -201,14 +195,11 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("env", "library", "typed", "explained"), MISTAKES.values(), ids=MISTAKES)
 def test_single_ranks_are_refused_with_what_to_type(env, library, typed, explained):
-    message = check(env, 0, 1, library)
-    assert typed in message
-    assert explained in message
-    assert "by MPI it is rank 0 of 1" in message
-    assert f"{library.vendor} {library.version} from {library.path or 'an unknown place'}" in message
-    for launcher in detect_launchers(env)[:1]:
-        for name, value in launcher.variables:
-            assert f"{name}={value}" in message
+    message = check_launch(detect_launchers(env), 0, 1, library)
+    loaded = f"{library.vendor} {library.version} from {library.path or 'an unknown place'}"
+    variables = [f"{name}={value}" for name, value in detect_launchers(env)[0].variables]
+    for said in (typed, explained, "by MPI it is rank 0 of 1", loaded, *variables):
+        assert said in message
 
 
 @pytest.mark.parametrize(
@@ -222,38 +213,42 @@ def test_single_ranks_are_refused_with_what_to_type(env, library, typed, explain
     ],
 )
 def test_leftover_variables_are_refused_in_a_real_world(env, rank, size, said):
-    message = check(env, rank, size, MPICH_LIBRARY)
-    assert said in message
-    assert "type:   unset " in message
+    message = check_launch(detect_launchers(env), rank, size, MPICH_LIBRARY)
+    assert all(each in message for each in (said, "type:   unset "))
     assert "ranks are wanted" not in message
 
 
-def test_mpich_without_pmix_is_refused_before_it_starts():
-    built = "MPICH configure: --with-device=ch4:ofi --with-pm=hydra"
-    message = check_protocol({**OPEN_MPI, **PMIX}, MPICH_LIBRARY, built)
-    assert "that launcher speaks PMIx, which this MPICH was built without" in message
-    assert "/opt/mpich/bin/mpirun -n 8 python" in message
-    message = check_protocol({**PMIX, **SLURM}, MPICH_LIBRARY, built)
-    assert "srun --mpi=pmi2" in message
-    assert check_protocol({**OPEN_MPI, **PMIX}, MPICH_LIBRARY, built + " --with-pmix=/usr") is None
-    assert check_protocol({**OPEN_MPI, **PMIX}, OPEN_MPI_LIBRARY, "Open MPI v5.0.11") is None
-    assert check_protocol(MPICH, MPICH_LIBRARY, built) is None
+BUILT = "MPICH configure: --with-device=ch4:ofi --with-pm=hydra"
+UNLIKE = "that launcher speaks PMIx, which this MPICH was built without"
+
+
+@pytest.mark.parametrize(
+    ("env", "library", "description", "said"),
+    [
+        ({**OPEN_MPI, **PMIX}, MPICH_LIBRARY, BUILT, (UNLIKE, "/opt/mpich/bin/mpirun -n 8 python")),
+        ({**PMIX, **SLURM}, MPICH_LIBRARY, BUILT, (UNLIKE, "srun --mpi=pmi2")),
+        ({**OPEN_MPI, **PMIX}, MPICH_LIBRARY, BUILT + " --with-pmix=/usr", None),
+        ({**OPEN_MPI, **PMIX}, OPEN_MPI_LIBRARY, "Open MPI v5.0.11", None),
+        (MPICH, MPICH_LIBRARY, BUILT, None),
+    ],
+)
+def test_mpich_without_pmix_is_refused_before_it_starts(env, library, description, said):
+    message = check_protocol(env, library, description)
+    assert (message is None) == (said is None)
+    assert all(each in message for each in said or ())
 
 
 def test_too_little_memory_in_common_is_refused_before_mpich_crashes(tmp_path):
-    assert check_room(MPICH_LIBRARY, tmp_path, 1) is None
+    for library, folder, ranks in (
+        (MPICH_LIBRARY, tmp_path, 1),
+        (MPICH_LIBRARY, tmp_path / "none", 1),
+        (OPEN_MPI_LIBRARY, tmp_path, 1 << 40),
+    ):
+        assert check_room(library, folder, ranks) is None
     message = check_room(MPICH_LIBRARY, tmp_path, 1 << 40)
     assert message.startswith(f"{tmp_path} of this node has ")
     assert "and MPICH would crash: its 1099511627776 ranks need at least" in message
     assert f"mount -o remount,size=1g {tmp_path}" in message
-    assert check_room(OPEN_MPI_LIBRARY, tmp_path, 1 << 40) is None
-    assert check_room(MPICH_LIBRARY, tmp_path / "none", 1) is None
-
-
-def test_launchers_can_be_written_by_hand():
-    mine = Launcher("Mine", None, 3, None, None, (("MY_SIZE", "3"),))
-    assert check_launch([mine], 0, 3, MPICH_LIBRARY) is None
-    assert "MY_SIZE=3" in check_launch([mine], 0, 1, MPICH_LIBRARY)
 
 
 # ---- cores and threads ------------------------------------------------------------------------------------------
@@ -278,11 +273,10 @@ def test_a_ranks_share_of_the_cores(own, masks, threads):
 
 
 def test_usable_cores_are_those_of_the_affinity_mask():
-    assert usable_cores() == os.sched_getaffinity(0)
-    assert usable_cores(os.getppid())
     gone = os.spawnlp(os.P_NOWAIT, "true", "true")
     os.waitpid(gone, 0)
-    assert usable_cores(gone) == frozenset()
+    assert (usable_cores(), usable_cores(gone)) == (os.sched_getaffinity(0), frozenset())
+    assert usable_cores(os.getppid())
 
 
 @pytest.mark.parametrize(
@@ -298,14 +292,22 @@ def test_threads_that_the_user_has_set(env, said):
     assert user_threads(env) == said
 
 
-def test_settings_before_mpi_starts():
-    quiet = {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl_tcp_flags": "send"}
-    yielding = {**quiet, "OMPI_MCA_mpi_yield_when_idle": "1"}
-    assert settings_for_mpi({}, 2, "") == quiet
-    assert settings_for_mpi(OPEN_MPI, 4, "") == quiet
-    assert settings_for_mpi(OPEN_MPI, 3, "") == yielding
-    users = {**OPEN_MPI, "OMPI_MCA_mpi_yield_when_idle": "0", "OMPI_MCA_osc": "sm"}
-    assert settings_for_mpi(users, 1, "") == {"OMPI_MCA_btl_tcp_flags": "send"}
+QUIET = {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl_tcp_flags": "send"}
+YIELDING = {**QUIET, "OMPI_MCA_mpi_yield_when_idle": "1"}
+OF_THE_USER = {**OPEN_MPI, "OMPI_MCA_mpi_yield_when_idle": "0", "OMPI_MCA_osc": "sm"}
+
+
+@pytest.mark.parametrize(
+    ("env", "cores", "expected"),
+    [
+        ({}, 2, QUIET),
+        (OPEN_MPI, 4, QUIET),
+        (OPEN_MPI, 3, YIELDING),
+        (OF_THE_USER, 1, {"OMPI_MCA_btl_tcp_flags": "send"}),
+    ],
+)
+def test_settings_before_mpi_starts(env, cores, expected):
+    assert settings_for_mpi(env, cores, "") == expected
 
 
 @pytest.mark.parametrize(
@@ -328,10 +330,8 @@ def test_a_childs_environment_names_its_rank(monkeypatch):
     monkeypatch.setenv("PMI_RANK", "2")
     monkeypatch.setenv("PMI_SIZE", "4")
     child = child_environment(2)
-    assert parent_rank(child) == 2
-    assert detect_launchers(child) == []
-    assert os.environ["PMI_RANK"] == "2"
-    assert parent_rank() is None
+    assert (parent_rank(child), detect_launchers(child)) == (2, [])
+    assert (os.environ["PMI_RANK"], parent_rank()) == ("2", None)
 
 
 ALL = frozenset({0, 1})

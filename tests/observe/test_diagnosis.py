@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import pytest
+
+from axonmpi import comm
 from axonmpi.launch.page import Phase
 from axonmpi.observe.board import Condition, Group, Operation
 from axonmpi.observe.diagnosis import diagnose, site_in
@@ -63,14 +66,12 @@ def in_all_reduce(*ranks: int, call: int = 6) -> list[tuple[int, Standing]]:
 
 def test_a_rank_that_has_not_come():
     found = diagnose(dict([*in_all_reduce(0, 2, 3), at(1, phase=Phase.FORWARD)]), 4, {1: "a.py:3 in f"})
-    assert found.behind == (1,)
-    assert found.waits == {rank: {1} for rank in (0, 2, 3)}
+    assert (found.behind, found.waits) == ((1,), {rank: {1} for rank in (0, 2, 3)})
     assert found.classes == [
         ("all_reduce(), collective 6 of the group of ranks 0 to 3, number 1 of 2 such", (0, 2, 3)),
         ("outside of collectives, forward, at a.py:3 in f", (1,)),
     ]
-    (sentence,) = found.sentences
-    assert sentence == (
+    assert "; ".join(found.sentences) == (
         "ranks 0, 2, 3 wait for rank 1 in all_reduce(), collective 6 of the group of ranks 0 to 3, number 1 of 2 "
         "such, and rank 1 has been outside of collectives during its forward for 12 s at a.py:3 in f, after 5 "
         "collectives of that group"
@@ -94,29 +95,34 @@ def test_a_chain_leads_to_its_end():
     """Rank 0 waits for a message of rank 1, and that for one of rank 2."""
     chain = [at(0, "recv", peer=1), at(1, "recv", peer=2), at(2), *in_all_reduce(3)]
     found = diagnose(dict(chain), 4)
-    assert found.waits == {0: {1}, 1: {2}, 3: {0, 1, 2}}
-    assert found.behind == (2,)
+    assert (found.waits, found.behind) == ({0: {1}, 1: {2}, 3: {0, 1, 2}}, (2,))
     assert found.sentences[0].startswith("ranks 1, 3 wait for rank 2 in recv(src=2), and rank 2 has been outside")
 
 
 def test_circles():
-    ring = dict(at(rank, "send", peer=(rank + 1) % 3) for rank in range(3))
-    found = diagnose(ring, 3)
-    assert (found.is_circle, found.behind) == (True, (0, 1, 2))
-    found = diagnose(dict(at(rank, "barrier", 6, group=OTHER if rank == 1 else WORLD) for rank in range(3)), 3)
-    assert (found.is_circle, found.behind) == (True, (1,))
-    assert found.sentences == ["ranks wait for each other in a circle, so none goes on; look at rank 1 first"]
+    ring = diagnose(dict(at(rank, "send", peer=(rank + 1) % 3) for rank in range(3)), 3)
+    groups = diagnose(dict(at(rank, "barrier", 6, group=OTHER if rank == 1 else WORLD) for rank in range(3)), 3)
+    assert (ring.is_circle, ring.behind) == (True, (0, 1, 2))
+    assert (groups.is_circle, groups.behind) == (True, (1,))
+    assert groups.sentences == ["ranks wait for each other in a circle, so none goes on; look at rank 1 first"]
 
 
-def test_all_have_come_and_one_is_stopped_in_the_middle():
-    assert diagnose(dict(in_all_reduce(0, 1, 2)), 3).behind == ()
-    stopped = at(2, "all_reduce", 6, condition=Condition.STOPPED)
-    assert diagnose(dict([*in_all_reduce(0, 1), stopped]), 3).behind == (2,)
+STOPPED = at(2, "all_reduce", 6, condition=Condition.STOPPED)
 
 
-def test_ends_of_programs_and_ranks_of_other_nodes():
-    found = diagnose(dict([at(0, phase=Phase.ENDING), at(1)]), 3)
-    assert (found.behind, found.unknown, found.waits) == ((), (2,), {0: {1}})
+@pytest.mark.parametrize(
+    ("standings", "expected"),
+    [
+        (in_all_reduce(0, 1, 2), ((), {})),
+        ([*in_all_reduce(0, 1), STOPPED], ((2,), {0: {2}, 1: {2}})),
+        ([at(0, phase=Phase.ENDING), at(1)], ((), {0: {1}})),
+    ],
+    ids=["all have come", "one is stopped in the middle", "ends of programs and ranks of other nodes"],
+)
+def test_who_is_behind(standings, expected):
+    found = diagnose(dict(standings), 3)
+    assert (found.behind, found.waits) == expected
+    assert found.unknown == tuple(range(len(standings), 3))
 
 
 def test_the_users_line_of_a_stack():
@@ -129,8 +135,6 @@ Current thread 0x00007f1c01c59b80 (most recent call first):
   File "/home/me/torch/axonmpi/train.py", line 12 in step
   File "/home/me/main.py", line 3 in <module>
 """
-    from axonmpi import comm
-
     stacks = stacks.replace("{package}", comm.__file__.rpartition("/")[0])
     assert site_in(stacks, 0x7F1C01C59B80) == "train.py:12 in step"
     assert site_in(stacks, 0x7F1C01000000) == "other.py:1 in work"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import time
 from dataclasses import asdict
 
 import pytest
+from helpers.limits import limit
 
 from axonmpi.launch import board
 from axonmpi.launch.page import Phase, describe
 from axonmpi.launch.topology import Topology
 from axonmpi.observe import Condition, cause_of, in_vain, look_at, pages_of, table_of
+from axonmpi.utils.waiting import Backoff, wait_until
 
 WORLD, PAIR, SPREAD = 1, 2, 3
 """Keys of a group of all ranks, one of ranks 0 and 1, and one of which half is on another node."""
@@ -27,10 +27,9 @@ class Ranks:
         for rank in range(3):
             assert board.publish("job", asdict(Topology.of([0, 0, 0], rank))) == ""
             page = board.own_page()
+            groups = {WORLD: 3, SPREAD: 6} if rank == 2 else {WORLD: 3, SPREAD: 6, PAIR: 2}
             self.pages.append(page)
-            self.logs.append({WORLD: page.join(rank, 3, WORLD, 0, 1), SPREAD: page.join(rank, 6, SPREAD, 0, 1)})
-            if rank < 2:
-                self.logs[-1][PAIR] = page.join(rank, 2, PAIR, 0, 1)
+            self.logs.append({key: page.join(rank, size, key, 0, 1) for key, size in groups.items()})
 
     def enter(self, rank: int, name: str, group: int = WORLD, **details) -> int:
         """Have a rank enter an operation."""
@@ -60,34 +59,53 @@ def ranks(tmp_path, monkeypatch):
     return Ranks()
 
 
-def test_nobody_waits_in_vain_for_a_rank_that_computes(ranks) -> None:
-    ranks.enter(0, "all_reduce")
-    ranks.do(1, "barrier", PAIR)
-    ranks.enter(1, "all_reduce")
-    assert ranks.in_vain() == {}
-    assert "rank 2: " in table_of(look_at(pages_of("job")))
+MESSAGE = {"peer": 1, "tag": 5}
+SITUATIONS = {
+    "one that computes": (
+        [(Ranks.enter, 0, "all_reduce"), (Ranks.do, 1, "barrier", PAIR), (Ranks.enter, 1, "all_reduce")],
+        {},
+    ),
+    "a collective that all have called": ([(Ranks.enter, rank, "all_reduce") for rank in range(3)], {}),
+    "a collective with other nodes": ([(Ranks.enter, rank, "all_reduce", SPREAD) for rank in range(3)], {}),
+    "two collectives": (
+        [(Ranks.enter, 0, "all_reduce"), (Ranks.enter, 1, "barrier", PAIR), (Ranks.enter, 2, "all_reduce")],
+        {0: {1}, 1: {0}, 2: {1}},
+    ),
+    "a message that another receive has met": (
+        [
+            (Ranks.do, 1, "send", WORLD, {"peer": 0, "tag": 5}),
+            (Ranks.do, 0, "recv", WORLD, MESSAGE),
+            (Ranks.enter, 0, "recv", WORLD, MESSAGE),
+            (Ranks.enter, 1, "barrier"),
+        ],
+        {0: {1}, 1: {0}},
+    ),
+    "what pages do not say any more": (
+        [
+            *[(Ranks.do, 1, "all_reduce", PAIR)] * 2100,
+            (Ranks.enter, 0, "recv", WORLD, MESSAGE),
+            (Ranks.enter, 1, "barrier"),
+        ],
+        {},
+    ),
+}
 
 
-def test_nobody_waits_in_vain_in_a_collective_that_all_have_called(ranks) -> None:
-    for rank in range(3):
-        ranks.enter(rank, "all_reduce")
-    assert ranks.in_vain() == {}
+@pytest.mark.parametrize(("steps", "expected"), SITUATIONS.values(), ids=SITUATIONS)
+def test_who_waits_in_vain(ranks, steps, expected) -> None:
+    for does, rank, name, *group in steps:
+        does(ranks, rank, name, *group[:1], **dict(*group[1:]))
+    assert ranks.in_vain() == expected
 
 
-def test_ranks_in_two_collectives_wait_for_each_other_and_others_for_them(ranks) -> None:
+def test_the_cause_names_the_rank_to_look_at(ranks) -> None:
     ranks.enter(0, "all_reduce")
     ranks.enter(1, "barrier", PAIR)
+    assert "rank 2: " in table_of(look_at(pages_of("job")))
     ranks.enter(2, "all_reduce")
-    assert ranks.in_vain() == {0: {1}, 1: {0}, 2: {1}}
     assert ranks.cause().startswith(
         "ranks wait for each other, look at rank 1 first: rank 0 waits for rank 1 in all_reduce()"
     )
-
-
-def test_ranks_of_other_nodes_may_do_anything(ranks) -> None:
-    for rank in range(3):
-        ranks.enter(rank, "all_reduce", SPREAD)
-    assert ranks.in_vain() == {}
 
 
 def test_a_wait_is_one_for_the_collective_that_it_is_for(ranks) -> None:
@@ -123,22 +141,6 @@ def test_a_ring_of_messages_waits_in_vain_until_the_other_ends_are_there(ranks, 
     assert ranks.in_vain() == {}
 
 
-def test_a_message_that_is_there_meets_one_receive(ranks) -> None:
-    ranks.do(1, "send", peer=0, tag=5)
-    ranks.do(0, "recv", peer=1, tag=5)
-    ranks.enter(0, "recv", peer=1, tag=5)
-    ranks.enter(1, "barrier")
-    assert ranks.in_vain() == {0: {1}, 1: {0}}
-
-
-def test_what_pages_do_not_say_any_more_is_not_judged(ranks) -> None:
-    for _ in range(2100):
-        ranks.do(1, "all_reduce", PAIR)
-    ranks.enter(0, "recv", peer=1, tag=5)
-    ranks.enter(1, "barrier")
-    assert ranks.in_vain() == {}
-
-
 def test_a_rank_at_its_end_never_comes_but_waits_for_all(ranks) -> None:
     ranks.end(1)
     assert ranks.in_vain() == {}
@@ -155,23 +157,16 @@ def test_a_rank_at_its_end_never_comes_but_waits_for_all(ranks) -> None:
     [(signal.SIGSTOP, Condition.STOPPED, "is stopped"), (signal.SIGKILL, Condition.GONE, "has ended")],
 )
 def test_a_process_that_does_nothing_any_more(ranks, monkeypatch, sent, condition, said) -> None:
-    process = subprocess.Popen(["sleep", "60"])
-    try:
-        started = board.process(process.pid).started
-        _, _, last = pages_of("job")
-        monkeypatch.setattr(last, "pid", process.pid)
-        last.identity["started"] = started
-        pages = [*pages_of("job")[:2], last]
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        pages = pages_of("job")
+        monkeypatch.setattr(pages[2], "pid", process.pid)
+        pages[2].identity["started"] = board.process(process.pid).started
         ranks.enter(0, "all_reduce")
         assert in_vain(look_at(pages)) == {}
-        os.kill(process.pid, sent)
-        deadline = time.monotonic() + 10
-        while last.condition() is not condition:
-            assert time.monotonic() < deadline
+        process.send_signal(sent)
+        came = wait_until(lambda: pages[2].condition() is condition, Backoff(0, 0.001), limit(10))
         standings = look_at(pages)
-        assert in_vain(standings) == {0: {2}}
-        host = os.uname().nodename
-        assert cause_of(standings, {0: {2}}) == f"rank 2 on {host} {said} while rank 0 waits in all_reduce()"
-    finally:
         process.kill()
-        process.wait()
+    assert came
+    assert in_vain(standings) == {0: {2}}
+    assert cause_of(standings, {0: {2}}) == f"rank 2 on {pages[2].host} {said} while rank 0 waits in all_reduce()"

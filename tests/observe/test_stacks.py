@@ -2,84 +2,81 @@
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
-import sys
-from collections.abc import Iterator
+import ctypes
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.limits import limit
 
-from axonmpi.launch import board
-from axonmpi.observe import RankPage, pages_of, stacks_of, watchdog
-from axonmpi.utils.waiting import Backoff, wait_until
-
-RANK = """
-import ctypes, sys, threading, time
-from dataclasses import asdict
-from pathlib import Path
 from axonmpi.launch import board
 from axonmpi.launch.topology import Topology
-from axonmpi.observe import watch
+from axonmpi.observe import RankPage, pages_of, stacks, stacks_of, watch, watchdog
+from axonmpi.utils.waiting import Backoff, wait_until
 
-def hold_the_lock():
-    ctypes.PyDLL(None).sleep(60)
+# Python 3.12 and later: the child only runs Python
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
-def end_threads():
-    while True:
-        thread = threading.Thread(target=deep, args=(200,))
+
+def sleep() -> None:
+    """Sleep beside threads that end all the time."""
+    threading.Thread(target=end_threads, daemon=True).start()
+    time.sleep(1000)
+
+
+def end_threads(depth: int = 0) -> None:
+    """Start threads with deep stacks, one after the other."""
+    while depth == 0:
+        thread = threading.Thread(target=end_threads, args=(200,))
         thread.start()
         thread.join()
+    if depth > 1:
+        end_threads(depth - 1)
 
-def deep(depth):
-    return depth and deep(depth - 1)
 
-def sleep():
-    time.sleep(60)
+def hold_the_lock() -> None:
+    """Keep Python's lock in a deadlock, which no signal ends."""
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
-board.SHARED_MEMORY = Path(sys.argv[1])
-assert not board.publish("asked", asdict(Topology.of([0], 0)))
-watch(0)
-if sys.argv[2] == "sleep":
-    threading.Thread(target=end_threads, daemon=True).start()
-print("ready", flush=True)
-globals()[sys.argv[2]]()
-"""
+
+def run(function: Callable[[], None]) -> None:
+    """Be a rank with a page, in a function."""
+    assert not board.publish("asked", asdict(Topology.of([0], 0)))
+    watch(0)
+    function()
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
-    """Where pages are."""
+def rank(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RankPage]:
+    """The page of a process that is in the function of the parameter, and is there until the end."""
     monkeypatch.setattr(board, "SHARED_MEMORY", tmp_path)
-    return tmp_path
+    process = multiprocessing.get_context("fork").Process(target=run, args=(request.param,), daemon=True)
+    process.start()
+    assert wait_until(lambda: list(tmp_path.glob("*/*.ask")), Backoff(0, 0.01), limit(20))
+    yield pages_of("asked")[0]
+    assert process.is_alive()
+    process.kill()
+    process.join()
 
 
-@contextlib.contextmanager
-def rank_in(function: str, folder: Path) -> Iterator[RankPage]:
-    """Start a process with a page, which is in a function of its program."""
-    command = [sys.executable, "-c", RANK, str(folder), function]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        try:
-            [page] = pages_of("asked")
-            yield page
-            assert process.poll() is None
-        finally:
-            process.kill()
-
-
-def test_a_rank_whose_threads_end_all_the_time_can_be_asked(folder: Path) -> None:
+@pytest.mark.parametrize("rank", [sleep], indirect=True)
+def test_a_rank_whose_threads_end_all_the_time_can_be_asked(rank: RankPage, monkeypatch: pytest.MonkeyPatch):
     """Threads that end while their stacks are read without Python's lock would end the process."""
-    with rank_in("sleep", folder) as page:
-        for _ in range(100):
-            assert "in sleep" in stacks_of([page])[0]
+    monkeypatch.setattr(stacks, "_SETTLE_SECONDS", 0.005)
+    for _ in range(100):
+        assert wait_until(lambda: "in sleep" in stacks_of([rank], limit=limit(2))[0], Backoff(), limit(20))
 
 
-def test_a_rank_that_keeps_pythons_lock_answers_too(folder: Path) -> None:
-    with rank_in("hold_the_lock", folder) as page:
-        assert wait_until(lambda: "in hold_the_lock" in stacks_of([page], limit=0.2)[0], Backoff(0, 0.05), 20)
+@pytest.mark.parametrize("rank", [hold_the_lock], indirect=True)
+def test_a_rank_that_keeps_pythons_lock_answers_too(rank: RankPage) -> None:
+    assert wait_until(lambda: "in hold_the_lock" in stacks_of([rank], limit=0.2)[0], Backoff(), limit(20))
 
 
 def test_a_rank_that_cannot_be_asked_goes_on_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

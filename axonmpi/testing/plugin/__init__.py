@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ...launch.variables import launched_ranks
-from .examples import adapt_to_ranks
 from .marked import (
     RANK_COUNT,
     parametrize_by_ranks,
     positive_seconds,
+    refuse_examples_on_ranks,
     skip_what_cannot_run,
     timeout_of,
-    uses_ranks,
 )
 from .mock_plugin import MockRanks
 
@@ -110,8 +109,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skip_what_cannot_run(config, items, config.stash[_RANKS].real_size)
     for item in items:
         timeout_of(item)  # a wrong one is refused before anything runs
-        if uses_ranks(item):
-            adapt_to_ranks(item)
+        refuse_examples_on_ranks(item)
 
 
 @pytest.fixture(name=RANK_COUNT)

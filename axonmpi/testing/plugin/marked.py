@@ -15,6 +15,7 @@ __all__ = [
     "marked_rank_count",
     "parametrize_by_ranks",
     "positive_seconds",
+    "refuse_examples_on_ranks",
     "skip_what_cannot_run",
     "timeout_of",
     "uses_ranks",
@@ -62,6 +63,17 @@ def uses_ranks(item: pytest.Item) -> bool:
 def is_for_all_ranks(item: pytest.Item) -> bool:
     """Say whether the test has pytest-mpi's marker `mpi`."""
     return item.get_closest_marker("mpi") is not None
+
+
+def refuse_examples_on_ranks(item: pytest.Item) -> None:
+    """Raise for a hypothesis test on ranks: each rank would draw examples of its own."""
+    is_property = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+    if is_property and (uses_ranks(item) or is_for_all_ranks(item)):
+        raise pytest.UsageError(
+            f"{item.nodeid}: got a hypothesis test on ranks, each of which would draw examples of its own. "
+            "Draw from a generator with the same seed on all ranks, such as random.Random(seed), and take the "
+            "seed from an option, so that a failure can be repeated"
+        )
 
 
 def positive_seconds(config: pytest.Config, name: str) -> float:

@@ -78,15 +78,15 @@ class Meeting:
         if self.comm.Get_rank() == 0:
             verdict = self._lead(topic, own, merge)
         else:
-            self.send((topic, own), 0)
-            verdict = self.receive(0)
+            self._send((topic, own), 0)
+            verdict = self._receive(0)
         if isinstance(verdict, SessionStoppedError):
             raise verdict
         return verdict
 
     def _lead(self, topic: str, own: Any, merge: Callable[[dict[int, Any]], Any]) -> Any:
         """Collect the parts, merge them and tell the others."""
-        given = {0: (topic, own)} | {rank: self.receive(rank) for rank in self._others}
+        given = {0: (topic, own)} | {rank: self._receive(rank) for rank in self._others}
         verdict: Any = SessionStoppedError("rank 0 failed while it merged what the ranks said", _INTERNAL_ERROR)
         try:
             topics = {rank: said for rank, (said, _) in given.items()}
@@ -98,15 +98,13 @@ class Meeting:
                 verdict = SessionStoppedError(reason, next(filter(None, codes), _INTERNAL_ERROR))
         finally:
             for rank in self._others:
-                self.send(verdict, rank)
+                self._send(verdict, rank)
         return verdict
 
-    def send(self, thing: Any, dst: int) -> None:
-        """Send something picklable to another rank of the meeting."""
+    def _send(self, thing: Any, dst: int) -> None:
         wait_until(self.comm.isend(thing, dst).Test, _backoff())
 
-    def receive(self, src: int) -> Any:
-        """Return what rank `src` sent next."""
+    def _receive(self, src: int) -> Any:
         wait_until(lambda: self.comm.iprobe(src), _backoff())
         return self.comm.recv(source=src)
 

@@ -11,7 +11,6 @@ import inspect
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from ...errors import CommunicatorError
 from ...groups.world import World, current_world, get_world
 from ..mock_ranks import RankRun, start_ranks
 from ..rank_text import merge_texts
-from .examples import inner_test_of, replaced_inner_test
 from .marked import marked_rank_count, timeout_of, uses_ranks
 from .outcomes import MergedFailure, failure_of
 from .rank_fixtures import FixturesOfRank, Plan, plan_for
@@ -42,7 +40,7 @@ class MockRanks:
 
     def world(self, item: pytest.Item) -> Any:
         """Return the value of the fixture `world`: each rank's own."""
-        return Plan("world", get_world, {})
+        return Plan(get_world, {})
 
     def pytest_report_header(self) -> str:
         """Say on what the tests run."""
@@ -73,21 +71,10 @@ class MockRanks:
     @pytest.hookimpl(tryfirst=True)
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
         """Run the body of the test on its ranks."""
-        test = pyfuncitem.obj
-        inner = inner_test_of(test)
-        if not uses_ranks(pyfuncitem) or inspect.iscoroutinefunction(inner or test):
+        if not uses_ranks(pyfuncitem) or inspect.iscoroutinefunction(pyfuncitem.obj):
             return None
         arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-        if inner is None:
-            _run_on_ranks(pyfuncitem, self.rank_count(pyfuncitem), test, arguments)
-            return True
-
-        def body(*args: Any, **kwargs: Any) -> None:
-            __tracebackhide__ = True
-            _run_on_ranks(pyfuncitem, self.rank_count(pyfuncitem), partial(inner, *args), kwargs)
-
-        with replaced_inner_test(test, body):
-            test(**arguments)
+        _run_on_ranks(pyfuncitem, self.rank_count(pyfuncitem), pyfuncitem.obj, arguments)
         return True
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

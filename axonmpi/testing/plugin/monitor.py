@@ -1,39 +1,53 @@
 """A thread on each real rank that ends the job when a test does not end.
 
-A rank that is stuck in MPI cannot say so, and the others cannot go on without it. So each rank has a thread that
-knows until when the current step must be over and talks to the other ranks' threads on a communicator of its own:
+A rank that is stuck in MPI cannot say so. So each rank has a thread that knows until when the current step must be
+over. Once it is not, every rank of the node appends a report to one file beside the ranks' records:
 
-    rank 2: a limit is over ── REQUEST ──> all other ranks
-            prints, ends the job <── STATE ── their failures, output and stacks
+    rank 2: a limit is over ── creates the file <── all other ranks: failure, output
+    the rank that was first: prints the reports and the stacks of all ranks, ends the job
 
-Where limits of several ranks are over at the same time, the lowest of these ranks does it.
+Stacks come from the ranks' watchdogs. The ranks of other nodes have files, and limits, of their own.
 """
 
 from __future__ import annotations
 
-import faulthandler
+import json
 import os
+import secrets
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import NamedTuple
 
+import _pytest
+import pluggy
+import pytest
+
+from ...launch.board import folder_of_pages, own_page
+from ...launch.exit import end_job
+from ...observe import Condition, pages_of, stacks_of
+from ...utils import waiting
 from ...utils.pipes import wait_until_read
+from ...utils.waiting import Backoff, wait_until
 from ..rank_text import merge_texts
-from ..stacks import all_stacks
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from ..stacks import stack_of
 
 __all__ = ["Monitor"]
 
-_REQUEST, _STATE = 1, 2
 _POLL_SECONDS = 0.1
 _ANSWER_SECONDS = 10.0
+_OTHERS_SECONDS = 60.0
+"""How long a rank leaves it to the first one to end the job."""
 _DRAIN_SECONDS = 2.0
-_ABORT_SECONDS = 3.0
+_RUNNERS = (
+    *(f"{module.__path__[0]}/" for module in (_pytest, pluggy, pytest)),
+    *(f"{Path(__file__).parents[1]}/", f"{waiting.__file__}", f'{sys.argv[0]}"', "<frozen runpy>"),
+)
+"""Beginnings of files whose frames say nothing about the code under test."""
 
 
 @dataclass(frozen=True)
@@ -43,42 +57,34 @@ class _Limit:
     failure: str
 
 
-@dataclass(frozen=True)
-class _State:
-    """What a rank says about itself when the job is ended."""
+class _Report(NamedTuple):
+    """A rank's part of the text with which the job ends."""
 
-    failure: str = ""
-    output: str = ""
-    stacks: str = "  (no answer: it runs code that does not let other threads run)"
+    rank: int
+    reason: str
+    failure: str
+    output: str
 
 
 class Monitor:
     """Ends the job when a limit set on any rank is over.
 
     Args:
-        comm: Used by nobody else.
+        rank: Of this process.
         stream: File descriptor to print to; must not be captured.
-        abort: Ends the job.
         output: Returns what this rank printed in the current test.
         earlier: Returns the failures of the tests before, which are not printed yet.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        stream: int,
-        abort: Callable[[], None],
-        output: Callable[[], str],
-        earlier: Callable[[], str],
-    ) -> None:
-        self.comm = comm
-        self._rank: int = comm.Get_rank()
+    def __init__(self, rank: int, stream: int, output: Callable[[], str], earlier: Callable[[], str]) -> None:
+        self._rank = rank
         self._stream = stream
-        self._abort = abort
         self._output = output
         self._earlier = earlier
+        # Without /dev/shm there is no record and no job's name: then each rank is the first.
+        self._job = str(own_page().identity.get("job", secrets.token_hex(4)))
+        self._file = folder_of_pages() / f"{self._job}-node.reports"
         self._limits: list[_Limit] = []
-        self._sent: list[MPI.Request] = []  # a message's memory lives in its request
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="axonmpi test monitor", daemon=True)
         self._thread.start()
@@ -105,58 +111,57 @@ class Monitor:
         self._thread.join()
 
     def _watch(self) -> None:
-        other_ends_job = False
         while not self._stop.wait(_POLL_SECONDS):
-            other_ends_job |= self._answer() is not None
             now = time.monotonic()
-            over = next((limit for limit in tuple(self._limits) if now > limit.deadline), None)
-            if over is not None and not other_ends_job:
-                self._end_job(over.reason)
-                other_ends_job = True
-
-    def _take(self, tag: int) -> Any:
-        """Return the next message of a kind, or None."""
-        message = self.comm.improbe(tag=tag)
-        return None if message is None else message.recv()
-
-    def _answer(self) -> int | None:
-        """Tell a rank that asks what this rank does; return its number, or None where no rank asks."""
-        asking: int | None = self._take(_REQUEST)
-        if asking is not None:
-            self._sent.append(self.comm.isend((self._rank, self._state()), asking, _STATE))
-        return asking
-
-    def _state(self) -> _State:
-        failures = [limit.failure for limit in tuple(self._limits) if limit.failure]
-        return _State("\n".join(failures), self._output(), all_stacks(without=[self._thread]))
+            reason = next((limit.reason for limit in tuple(self._limits) if now > limit.deadline), "")
+            if reason or self._file.exists():
+                self._end_job(reason)
 
     def _end_job(self, reason: str) -> None:
-        """Collect the states of all ranks, print them and end the job; return if a lower rank does so."""
-        states = {rank: _State() for rank in range(self.comm.Get_size())} | {self._rank: self._state()}
-        missing = set(states) - {self._rank}
-        self._sent += [self.comm.isend(self._rank, rank, _REQUEST) for rank in missing]
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        while missing and time.monotonic() < deadline:
-            asking = self._answer()
-            if asking is not None and asking < self._rank:
-                return
-            if (answer := self._take(_STATE)) is None:
-                self._stop.wait(_POLL_SECONDS / 4)
-            else:
-                rank, states[rank] = answer
-                missing.discard(rank)
-        self._print_and_abort(reason, states)
+        """Report; then, as the first rank of the node, print all reports and stacks and end the job."""
+        failures = [limit.failure for limit in tuple(self._limits) if limit.failure]
+        own = _Report(self._rank, reason, "\n".join(failures), self._output())
+        with suppress(OSError), self._file.open("ab", buffering=0) as file:
+            file.write(f"{json.dumps(own)}\n".encode())
+        first = next(iter(self._reports()), own)
+        if first.rank != self._rank and self._stop.wait(_OTHERS_SECONDS):
+            return
+        pages = pages_of(self._job)
+        stacks = {rank: _of_the_test(text) for rank, text in stacks_of(pages, limit=_ANSWER_SECONDS).items()}
+        expected = {page.rank for page in pages if page.condition() is Condition.LIVES}
+        wait_until(lambda: expected <= {each.rank for each in self._reports()}, Backoff(0, 0.02), _ANSWER_SECONDS)
+        self._print(self._reports() or [own], stacks or {self._rank: stack_of(threading.main_thread())})
+        end_job(1)
 
-    def _print_and_abort(self, reason: str, states: dict[int, _State]) -> None:
-        parts = [self._earlier(), f"\naxonmpi: {reason}; the job is ended"]
-        for attribute, title in (("failure", "failure of "), ("output", "output of "), ("stacks", "stack of ")):
-            texts = {rank: getattr(state, attribute) for rank, state in states.items()}
-            parts.append(merge_texts({rank: text for rank, text in texts.items() if text}, title))
+    def _reports(self) -> list[_Report]:
+        """Return the reports of the ranks so far, the first one first."""
+        try:
+            *lines, _ = self._file.read_text().split("\n")  # the last line is empty, or being written
+        except OSError:
+            return []
+        return [_Report(*json.loads(line)) for line in lines]
+
+    def _print(self, reports: list[_Report], stacks: Mapping[int, str]) -> None:
+        reason = next((report.reason for report in reports if report.reason), "a limit is over")
+        parts = [
+            self._earlier(),
+            f"\naxonmpi: {reason}; the job is ended",
+            merge_texts({report.rank: report.failure for report in reports if report.failure}, "failure of "),
+            merge_texts({report.rank: report.output for report in reports if report.output}, "output of "),
+            merge_texts(stacks, "stack of "),
+        ]
         data = memoryview(("\n".join(filter(None, parts)) + "\n").encode(errors="replace"))
         while data:
             data = data[os.write(self._stream, data) :]
         wait_until_read([self._stream], _DRAIN_SECONDS)  # or the abort would cut it off
-        # An abort can hang while other threads are inside MPI.
-        faulthandler.dump_traceback_later(_ABORT_SECONDS, exit=True, file=self._stream)
-        self._abort()
-        os._exit(1)
+
+
+def _of_the_test(stacks: str) -> str:
+    """Leave out frames of the test runner, the thread that asks, and threads without other frames."""
+    left_out = tuple(f'  File "{beginning}' for beginning in _RUNNERS)
+    shown = []
+    for thread in stacks.split("\n\n"):
+        lines = [line for line in thread.split("\n") if not line.startswith(left_out)]
+        if __file__ not in thread and (len(lines) > 1 or lines[0].startswith("(no stack")):
+            shown += lines
+    return "\n".join(shown) or "(in the test runner)"

@@ -65,6 +65,10 @@ class RankOutcome:
     text: str = ""
     sections: tuple[tuple[str, str], ...] = ()
 
+    def with_output(self) -> str:
+        """Return the failure in full, with what was captured."""
+        return "\n".join([self.text, *(f"---- {title} ----\n{text}" for title, text in self.sections)])
+
 
 @dataclass(frozen=True)
 class Verdict:

@@ -21,22 +21,17 @@ import pytest
 __all__ = ["FixturesOfRank", "Plan", "plan_for"]
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """A fixture that each rank sets up.
 
     Attributes:
-        name: The fixture's name.
         function: The fixture's function, bound to the test's instance.
         arguments: The fixtures that it asks for, among them other plans.
     """
 
-    name: str
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
-
-    def __repr__(self) -> str:
-        return f"<{self.name} of each mock rank>"
 
 
 def plan_for(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Plan:
@@ -46,7 +41,7 @@ def plan_for(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest)
     if owner is not None and isinstance(request.instance, type(owner)):
         function = function.__func__.__get__(request.instance)
     arguments = {name: request.getfixturevalue(name) for name in fixturedef.argnames}
-    plan = Plan(fixturedef.argname, function, arguments)
+    plan = Plan(function, arguments)
     found: Any = fixturedef
     found.cached_result = (plan, found.cache_key(request), None)
     return plan

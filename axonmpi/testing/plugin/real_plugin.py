@@ -21,11 +21,9 @@ from ...launch.variables import launched_ranks
 from ...observe import write_to
 from ..rank_text import merge_texts
 from .collection import merge_collected
-from .examples import inner_test_of
 from .marked import is_for_all_ranks, marked_rank_count, timeout_of, uses_ranks
 from .meeting import SessionEnd, SessionStoppedError
 from .outcomes import FAILED, PASSED, apply_verdict, merge_outcomes, outcome_of
-from .rank_examples import follow_examples, lead_examples
 from .real_session import END_OF_SESSION, RealSession
 
 __all__ = ["RealRanks"]
@@ -218,25 +216,12 @@ class RealRanks:
         self._groups_before = () if self._world is None else self._world.groups
         return (yield)
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
-        """Run a property-based test on all of its ranks with the examples that rank 0 draws."""
-        count, inner = self.rank_count(pyfuncitem), inner_test_of(pyfuncitem.obj)
-        together = uses_ranks(pyfuncitem) or is_for_all_ranks(pyfuncitem)
-        if inner is None or count == 1 or not together:
-            return None
-        if self.rank == 0:
-            lead_examples(pyfuncitem, inner, self.session, count)
-        else:
-            follow_examples(pyfuncitem, inner, self.session)
-        return True
-
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Agree on the outcome of a phase of the test."""
         report = yield
         own = outcome_of(report) if self._takes_part else None
-        failure = own.text if own is not None and own.kind == FAILED else ""
+        failure = own.with_output() if own is not None and own.kind == FAILED else ""
         try:
             verdict = self.session.agree(f"{report.when} of {item.nodeid}", own, merge_outcomes, failure)
         except SessionStoppedError as stopped:

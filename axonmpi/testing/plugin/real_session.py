@@ -7,10 +7,11 @@ have left messages in them.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from ... import comm
 from ...backends import MpiBackend
 from ...errors import CommunicatorError, LaunchError
 from ...groups.world import World
-from ...launch.exit import end_together
+from ...launch.exit import end_job, end_together
 from .marked import positive_seconds
 from .meeting import Meeting, SessionStoppedError
 from .monitor import Monitor
@@ -39,7 +40,6 @@ class RealSession:
     Attributes:
         world: All ranks.
         limit: See `Monitor.limit`.
-        send: See `Meeting.send`.
         stopped: Whether the ranks agreed to end early, so that they are no longer in step.
     """
 
@@ -53,11 +53,9 @@ class RealSession:
         self.world = _start()
         backend = self.world.default_group.backend
         assert isinstance(backend, MpiBackend)
-        self._backend = backend
         self._meeting = Meeting(backend.mpi_comm.Dup())
-        self._monitor = Monitor(backend.mpi_comm.Dup(), stream, self._abort, self._captured, self._earlier_failures)
+        self._monitor = Monitor(self.world.rank, stream, self._captured, self._earlier_failures)
         self.limit = self._monitor.limit
-        self.send = self._meeting.send
 
     def subworld(self, count: int) -> World | None:
         """Return a world of the first `count` ranks, None on the others; collective."""
@@ -78,26 +76,16 @@ class RealSession:
             merge: Makes the verdict on rank 0.
             failure: How this rank has failed.
         """
-        with self._waiting(failure, topic):
+        reason = (
+            f"{topic}: rank {self.world.rank} failed, and other ranks did not come to the end "
+            f"within {self._grace:g} s"
+        )
+        with self.limit(self._grace if failure else math.inf, reason, failure):
             try:
                 return self._meeting.agree(topic, own, merge)
             except SessionStoppedError:
                 self.stopped = True
                 raise
-
-    def receive(self, rank: int, failure: str = "", topic: str = "") -> Any:
-        """Return what another rank sent with `send`; see `agree` about failures."""
-        with self._waiting(failure, topic):
-            return self._meeting.receive(rank)
-
-    def _waiting(self, failure: str, topic: str) -> AbstractContextManager[None]:
-        if not failure:
-            return nullcontext()
-        reason = (
-            f"{topic}: rank {self.world.rank} failed, and other ranks did not come to the end "
-            f"within {self._grace:g} s"
-        )
-        return self.limit(self._grace, reason, failure)
 
     def together_at(self, place: str) -> AbstractContextManager[None]:
         """Return a limit for how long a rank waits for the others to come to the same place of the session."""
@@ -109,8 +97,9 @@ class RealSession:
             try:
                 self.world.close()
             except CommunicatorError as error:  # what a failed test left under way will never end
+                self._flush()
                 os.write(self._stream, f"axonmpi: {error}; the job is ended\n".encode())
-                self._abort()
+                end_job(1)
             self._flush()  # whatever happens from now on, the report is out
             if not self.stopped:  # ranks that end at different times look like failed ones to a launcher
                 self._meeting.agree("end of MPI", None, lambda given: None)
@@ -118,16 +107,11 @@ class RealSession:
         self._monitor.stop()
         if not self.stopped:
             self._meeting.comm.Free()
-            self._monitor.comm.Free()
         os.close(self._stream)
 
     def _flush(self) -> None:
         if self._config.pluginmanager.has_plugin("terminalreporter"):
             self._config.get_terminal_writer().flush()
-
-    def _abort(self) -> None:
-        self._flush()
-        self._backend.abort(1)
 
     def _earlier_failures(self) -> str:
         """Return the failures that pytest would print at the end of the session."""

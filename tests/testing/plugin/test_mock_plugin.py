@@ -1,12 +1,12 @@
 """The plugin in sessions of plain pytest: tests on ranks run on mock ranks."""
 
+import textwrap
+
 import pytest
 
-IN_A_JOB = {"PMI_RANK": "0", "PMI_SIZE": "2"}
-HEAD = """
-    import pytest
-    import axonmpi as ax
-"""
+from axonmpi.testing import mock_ranks
+
+HEAD = "import pytest\nimport axonmpi as ax\n"
 
 
 @pytest.fixture
@@ -15,38 +15,31 @@ def run(pytester, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(source, *args, ini=""):
-        pytester.makepyfile(HEAD + source)
+        pytester.makepyfile(HEAD + textwrap.dedent(source))
         pytester.makeini("[pytest]\n" + ini)
-        return pytester.runpytest_inprocess(*args)
+        return pytester.runpytest_inprocess("-p", "no:hypothesispytest", *args)
 
     return run
 
 
-def test_a_marked_test_runs_once_for_each_count(run):
+def test_a_marked_test_runs_once_for_each_count_that_is_chosen(run):
     result = run(
         """
-    @pytest.mark.ranks(1, 3)
+    @pytest.mark.ranks(1, 2, 3)
     def test_size(world):
         assert ax.all_gather_object(world.rank) == list(range(world.size))
     """,
         "-v",
+        *("-k", "not 2ranks"),
     )
-    result.assert_outcomes(passed=2)
+    result.assert_outcomes(passed=2, deselected=1)
     result.stdout.fnmatch_lines(
         ["*mock ranks (threads)*", "*test_size?1rank? PASSED*", "*test_size?3ranks? PASSED*"]
     )
 
 
-def test_counts_can_be_chosen_with_k(run):
-    source = """
-    @pytest.mark.ranks(1, 2, 4)
-    def test_size(world):
-        pass
-    """
-    run(source, "-k", "2ranks").assert_outcomes(passed=1, deselected=2)
-
-
-def test_each_different_failure_appears_once_with_its_ranks(run):
+def test_failures(run):
+    """Each different one appears once with its ranks; that of the only rank looks as always."""
     result = run("""
     @pytest.mark.ranks(4)
     def test_it(world):
@@ -55,44 +48,38 @@ def test_each_different_failure_appears_once_with_its_ranks(run):
         if world.rank % 2:
             assert world.size == 99
         world.default_group.barrier()
+
+    @pytest.mark.ranks(1)
+    def test_alone(world):
+        assert [world.size] == [2]
+
+    @pytest.mark.ranks(2)
+    def test_exit(world):
+        if world.rank == 1:
+            raise SystemExit(3)
+        world.default_group.barrier()
+
+    @pytest.mark.ranks(2)
+    async def test_asynchronous(world):
+        assert False
     """)
-    result.assert_outcomes(failed=1)
+    result.assert_outcomes(failed=4)
     result.stdout.fnmatch_lines(
         [
             "rank 0: ValueError: zero",
             "ranks 1, 3: assert 4 == 99",
             "*raise ValueError(*",
             "*assert world.size == 99",
+            "E*assert ?1? == ?2?",
+            "E*At index 0 diff: 1 != 2",
+            "rank 1: SystemExit: 3",
+            "*async def functions are not natively supported*",
             "FAILED *test_it?4ranks? - rank 0: ValueError: zero; ranks 1, 3: assert 4 == 99",
         ]
     )
     assert str(result.stdout).count("E           assert 4 == 99") == 1
     assert "RankFailedError" not in str(result.stdout)
-
-
-def test_a_failure_on_the_only_rank_looks_as_always(run):
-    result = run("""
-    @pytest.mark.ranks(1)
-    def test_it(world):
-        assert [world.size] == [2]
-    """)
-    result.stdout.fnmatch_lines(["E*assert ?1? == ?2?", "E*At index 0 diff: 1 != 2"])
-    result.stdout.no_fnmatch_line("rank 0:*")
-
-
-def test_system_exit_is_a_failure_of_the_test(run):
-    result = run("""
-    @pytest.mark.ranks(2)
-    def test_it(world):
-        if world.rank == 1:
-            raise SystemExit(3)
-        world.default_group.barrier()
-
-    def test_next():
-        pass
-    """)
-    result.assert_outcomes(failed=1, passed=1)
-    result.stdout.fnmatch_lines(["rank 1: SystemExit: 3"])
+    result.stdout.no_fnmatch_line("rank 0: assert*")
 
 
 def test_a_test_that_hangs_fails_with_all_stacks_and_the_run_goes_on(run):
@@ -113,11 +100,13 @@ def test_a_test_that_hangs_fails_with_all_stacks_and_the_run_goes_on(run):
         pass
     """)
     result.assert_outcomes(failed=1, passed=1)
-    result.stdout.fnmatch_lines(["ranks 0, 1, 2 of 3 mock ranks did not end within 0.3 s", "*stack of ranks 0, 2*"])
-    result.stdout.fnmatch_lines(["*in wait_in_vain"])
+    result.stdout.fnmatch_lines(
+        ["ranks 0, 1, 2 of 3 mock ranks did not end within 0.3 s", "*stack of ranks 0, 2*", "*in wait_in_vain"]
+    )
 
 
-def test_a_failure_is_shown_with_the_time_out_that_it_led_to(run):
+def test_a_failure_is_shown_with_the_time_out_that_it_led_to(run, monkeypatch):
+    monkeypatch.setattr(mock_ranks, "_RELEASE_SECONDS", 0.0)  # nothing can release rank 0
     result = run(
         """
     import threading
@@ -135,36 +124,29 @@ def test_a_failure_is_shown_with_the_time_out_that_it_led_to(run):
         ini="axonmpi_timeout = 0.3",
     )
     result.assert_outcomes(failed=1, passed=1)
-    result.stdout.fnmatch_lines(["rank 0 of 2 mock ranks did not end within 0.3 s", "*failure of rank 1*"])
-    result.stdout.fnmatch_lines(["*ValueError: one"])
+    result.stdout.fnmatch_lines(
+        ["rank 0 of 2 mock ranks did not end within 0.3 s", "*failure of rank 1*", "*ValueError: one"]
+    )
 
 
-def test_skips(run):
+def test_skips_and_expected_failures(run):
     result = run(
         """
     @pytest.mark.ranks(2)
-    def test_on_some(world):
+    def test_skipped_on_some(world):
         if world.rank == 1:
             pytest.skip("not here")
 
     @pytest.mark.ranks(2)
-    def test_on_all(world):
+    def test_skipped_on_all(world):
         pytest.skip("nowhere")
 
     @pytest.mark.ranks(2)
-    def test_no_excuse(world):
+    def test_a_skip_is_no_excuse(world):
         if world.rank == 0:
             pytest.skip("not here")
         assert False
-    """,
-        "-rs",
-    )
-    result.assert_outcomes(passed=1, skipped=1, failed=1)
-    result.stdout.fnmatch_lines(["SKIPPED ?1? *nowhere"])
 
-
-def test_expected_failures(run):
-    result = run("""
     @pytest.mark.ranks(2)
     @pytest.mark.xfail(strict=True, raises=ValueError)
     def test_expected(world):
@@ -182,13 +164,15 @@ def test_expected_failures(run):
             pytest.xfail("known")
 
     @pytest.mark.ranks(2)
-    def test_no_excuse(world):
+    def test_an_expected_failure_is_no_excuse(world):
         if world.rank == 0:
             pytest.xfail("known")
         raise ValueError("not known")
-    """)
-    result.assert_outcomes(xfailed=2, failed=2)
-    result.stdout.fnmatch_lines(["rank 1: ValueError: not known"])
+    """,
+        "-rs",
+    )
+    result.assert_outcomes(passed=1, skipped=1, failed=3, xfailed=2)
+    result.stdout.fnmatch_lines(["rank 1: ValueError: not known", "SKIPPED ?1? *nowhere"])
 
 
 def test_fixtures_are_shared_unless_they_need_a_rank(run):
@@ -210,65 +194,31 @@ def test_fixtures_are_shared_unless_they_need_a_rank(run):
     result.assert_outcomes(passed=1)
 
 
-def test_property_based_tests_find_the_smallest_failing_example(run):
-    result = run("""
-    from hypothesis import given, settings, strategies as st
+@pytest.mark.parametrize(("marker", "argument"), [("ranks(2)", ""), ("mpi", ""), ("xfail", "world, ")])
+def test_examples_of_hypothesis_on_ranks_are_refused(run, marker, argument):
+    source = f"""
+    from hypothesis import given, strategies as st
 
-    @pytest.mark.ranks(2)
-    @settings(database=None)
-    @given(number=st.integers(0, 1000))
-    def test_it(world, number):
-        assert world.rank == 0 or number < 17
-    """)
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["rank 1: *", "*number=17,*"])
-
-
-def test_property_based_tests_have_no_deadline_but_their_own(run):
-    result = run("""
-    import time
-    from hypothesis import Phase, given, settings, strategies as st
-
-    once = {"database": None, "max_examples": 1, "phases": [Phase.generate]}
-
-    @pytest.mark.ranks(1)
-    @settings(**once)
-    @given(number=st.integers())
-    def test_slow(world, number):
-        time.sleep(0.25)
-
-    @pytest.mark.ranks(1)
-    @settings(**once, deadline=50)
-    @given(number=st.integers())
-    def test_too_slow(world, number):
-        time.sleep(0.25)
-    """)
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*DeadlineExceeded*"])
-
-
-def test_asynchronous_tests_are_refused_as_by_pytest_itself(run):
-    result = run("""
-    @pytest.mark.ranks(2)
-    async def test_it(world):
-        assert False
-    """)
-    result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*async def functions are not natively supported*"])
+    class Test:
+        @pytest.mark.{marker}
+        @given(number=st.integers())
+        def test_it(self, {argument}number):
+            pass
+    """
+    result = run(source)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*test_it*got a hypothesis test on ranks*Draw from a generator*"])
 
 
 def test_gpu_tests_are_skipped_where_there_is_none(run, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     source = """
     @pytest.mark.gpu
     def test_it():
         assert False
     """
-    result = run(source, "-rs")
-    result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["*needs a CUDA device"])
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    run(source).assert_outcomes(failed=1)
+    for gpus, expected in ((0, {"skipped": 1}), (1, {"failed": 1})):
+        monkeypatch.setattr("torch.cuda.device_count", lambda count=gpus: count)
+        run(source).assert_outcomes(**expected)
 
 
 MPI_MARKERS = """
@@ -312,46 +262,40 @@ def test_wrong_markers_are_refused(run, marker, said):
     assert said in str(result.stdout)
 
 
-@pytest.mark.parametrize("marker", ["rank_timeout()", "rank_timeout(0)", "rank_timeout('5')", "rank_timeout(1, 2)"])
-def test_wrong_time_outs_are_refused(run, marker):
-    result = run(f"""
-    @pytest.mark.ranks(2)
-    @pytest.mark.{marker}
-    def test_it(world):
-        pass
-    """)
-    assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines([f"*test_it*expected one positive number of seconds, got {marker}*"])
-
-
 @pytest.mark.parametrize(
-    "setting", ["axonmpi_timeout = 0", "axonmpi_timeout = soon", "axonmpi_grace = -1", "axonmpi_unmarked = some"]
+    ("marker", "setting"),
+    [
+        ("rank_timeout()", ""),
+        ("rank_timeout(0)", ""),
+        ("rank_timeout('5')", ""),
+        ("rank_timeout(1, 2)", ""),
+        ("ranks(1)", "axonmpi_timeout = 0"),
+        ("ranks(1)", "axonmpi_timeout = soon"),
+        ("ranks(1)", "axonmpi_grace = -1"),
+        ("ranks(1)", "axonmpi_unmarked = some"),
+    ],
 )
-def test_wrong_settings_are_refused(run, setting):
-    result = run("def test_it(): pass", ini=setting)
+def test_wrong_time_outs_and_settings_are_refused(run, marker, setting):
+    result = run(f"@pytest.mark.{marker}\ndef test_it(): pass", ini=setting)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     name, _, value = setting.partition(" = ")
-    result.stderr.fnmatch_lines([f"*{name}: expected *got '{value}'*"])
+    wrong = f"{name}: expected *got '{value}'" if setting else f"test_it*expected one positive*, got {marker}"
+    result.stderr.fnmatch_lines([f"*{wrong}*"])
 
 
-def test_n_auto_starts_no_workers_under_mpirun(request, monkeypatch):
+def test_under_mpirun_n_auto_starts_no_workers_and_a_number_is_refused(request, run, monkeypatch):
     if not request.config.pluginmanager.hasplugin("xdist"):
         pytest.skip("needs pytest-xdist")
     workers = request.config.hook.pytest_xdist_auto_num_workers
     monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "3")  # what xdist itself would take
     assert workers(config=request.config) == 3
-    for name, value in IN_A_JOB.items():
-        monkeypatch.setenv(name, value)
+    for name in ("PMI_RANK", "PMI_SIZE"):
+        monkeypatch.setenv(name, "2")
     assert workers(config=request.config) == 0
-
-
-def test_a_number_of_workers_is_refused_under_mpirun(run, monkeypatch):
-    for name, value in IN_A_JOB.items():
-        monkeypatch.setenv(name, value)
     result = run("def test_it(): pass", "-n", "2")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*xdist's -n and mpirun cannot be combined*-n auto starts none*"])
 
 
 def test_without_xdist_the_plugin_is_as_always(run):
-    run("\n    def test_it(): pass", "-p", "no:xdist").assert_outcomes(passed=1)
+    run("def test_it(): pass", "-p", "no:xdist").assert_outcomes(passed=1)

@@ -48,64 +48,57 @@ def _report(outcome, longrepr=None, sections=()):
     )
 
 
+OTHER = RankOutcome("failed", "bang", "a.py:2: bang", "the whole of bang")
+
+
 def test_each_different_failure_appears_once_with_its_ranks():
-    other = RankOutcome("failed", "bang", "a.py:2: bang", "the whole of bang")
     report = _report("passed")
-    apply_verdict(report, merge_outcomes({0: PASSED, 1: FAILED, 2: other, 3: FAILED}), 0)
+    apply_verdict(report, merge_outcomes({0: PASSED, 1: FAILED, 2: OTHER, 3: FAILED}), 0)
     assert report.outcome == "failed"
-    text = report.longreprtext
-    assert text.startswith("ranks 1, 3: boom\nrank 2: bang\n")
-    assert text.count("the whole of boom") == 1
-    assert text.count("the whole of bang") == 1
+    assert report.longreprtext.startswith("ranks 1, 3: boom\nrank 2: bang\n")
+    assert [report.longreprtext.count(f"the whole of {each}") for each in ("boom", "bang")] == [1, 1]
     assert report.longrepr.reprcrash.message == "ranks 1, 3: boom; rank 2: bang"
 
 
 def test_failures_that_differ_in_an_address_only_are_the_same():
-    first = RankOutcome("failed", "<A at 0x7f00>", "a.py:1: <A at 0x7f00>", "text")
-    second = RankOutcome("failed", "<A at 0x7faa>", "a.py:1: <A at 0x7faa>", "text")
+    texts = {rank: f"<A at 0x7f{rank}0>" for rank in range(2)}
     report = _report("passed")
-    apply_verdict(report, merge_outcomes({0: first, 1: second}), 2)
+    apply_verdict(
+        report,
+        merge_outcomes({rank: RankOutcome("failed", text, f"a.py:1: {text}") for rank, text in texts.items()}),
+        2,
+    )
     assert report.longreprtext.startswith("ranks 0, 1: <A at 0x7f00>")
 
 
-def test_every_rank_takes_the_verdict_over():
-    verdict = merge_outcomes({0: PASSED, 1: FAILED})
-    passed, failed = _report("passed"), _report("failed", "boom")
-    apply_verdict(passed, verdict, 0)
-    apply_verdict(failed, verdict, 1)
-    assert passed.outcome == failed.outcome == "failed"
-    all_pass = merge_outcomes({0: PASSED, 1: None})
-    absent = _report("failed", "whatever")
-    apply_verdict(absent, all_pass, 1)
-    assert absent.passed
-    assert absent.longrepr is None
+NOWHERE = RankOutcome("skipped", "Skipped: never")
+DIFFERENT = "rank 0: Skipped: no; rank 1: Skipped: never"
+VERDICTS = {
+    "passed here, failed elsewhere": (
+        PASSED,
+        [PASSED, FAILED],
+        ("failed", "rank 1: boom\nthe whole of boom", None),
+    ),
+    "failed here": (FAILED, [FAILED, PASSED], ("failed", "rank 0: boom\nboom", None)),
+    "failed where it is no part": (FAILED, [None, PASSED], ("passed", "", None)),
+    "the only rank": (FAILED, [FAILED, None], ("failed", "boom", None)),
+    "elsewhere the only rank": (PASSED, [None, FAILED], ("failed", "rank 1: boom\nthe whole of boom", None)),
+    "skipped": (SKIPPED, [SKIPPED, NOWHERE], ("skipped", ("test_a.py", 3, DIFFERENT), None)),
+    "better than expected": (XPASSED, [XPASSED, XFAILED], ("skipped", "", "known")),
+    "worse than expected": (XFAILED, [XFAILED, FAILED], ("failed", "rank 1: boom\nthe whole of boom", None)),
+    "strictly": (STRICT, [STRICT, STRICT], ("failed", "[XPASS(strict)] known", None)),
+}
 
 
-def test_a_test_of_one_rank_keeps_its_own_report():
-    report = _report("failed", "boom", sections=[("Captured stdout call", "hello")])
-    apply_verdict(report, merge_outcomes({0: FAILED, 1: None}), 0)
-    assert (report.outcome, report.longrepr) == ("failed", "boom")
-    assert report.sections == [("Captured stdout call", "hello")]
-    elsewhere = _report("passed")
-    apply_verdict(elsewhere, merge_outcomes({0: FAILED, 1: None}), 1)
-    assert elsewhere.failed
-
-
-def test_skips_and_expected_failures_keep_their_reasons():
-    report = _report("skipped", ("test_a.py", 3, "Skipped: no"))
-    apply_verdict(report, merge_outcomes({0: SKIPPED, 1: RankOutcome("skipped", "Skipped: never")}), 0)
-    assert report.longrepr == ("test_a.py", 3, "rank 0: Skipped: no; rank 1: Skipped: never")
-    report = _report("passed")
-    apply_verdict(report, merge_outcomes({0: XPASSED, 1: XFAILED}), 0)
-    assert (report.outcome, report.wasxfail) == ("skipped", "known")
-    report = _report("skipped")
-    report.wasxfail = "known"
-    apply_verdict(report, merge_outcomes({0: XFAILED, 1: FAILED}), 0)
-    assert report.failed
-    assert not hasattr(report, "wasxfail")
-    report = _report("passed")
-    apply_verdict(report, merge_outcomes({0: STRICT, 1: STRICT}), 0)
-    assert (report.outcome, report.longrepr) == ("failed", "[XPASS(strict)] known")
+@pytest.mark.parametrize(("own", "outcomes", "expected"), VERDICTS.values(), ids=VERDICTS)
+def test_every_rank_takes_the_verdict_over(own, outcomes, expected):
+    longrepr = {"failed": "boom", "skipped": ("test_a.py", 3, own.headline)}.get(own.kind)
+    report = _report({"xfailed": "skipped", "xpassed": "passed"}.get(own.kind, own.kind.split()[0]), longrepr)
+    if own.kind == "xfailed":
+        report.wasxfail = own.headline
+    apply_verdict(report, merge_outcomes(dict(enumerate(outcomes))), 0)
+    reason = report.longrepr if own is SKIPPED else report.longreprtext.strip()
+    assert (report.outcome, reason, getattr(report, "wasxfail", None)) == expected
 
 
 def test_captured_output_of_all_ranks_is_kept_the_same_once():
@@ -121,14 +114,9 @@ def test_captured_output_of_all_ranks_is_kept_the_same_once():
 
 
 def test_texts_of_ranks():
-    assert name_ranks([2]) == "rank 2"
-    assert name_ranks([3, 1]) == "ranks 1, 3"
+    assert (name_ranks([2]), name_ranks([3, 1])) == ("rank 2", "ranks 1, 3")
     assert group_by_text({2: "a", 0: "b", 1: "a"}) == [([0], "b"), ([1, 2], "a")]
     assert merge_texts({0: "a\n", 1: "a\n"}, "stack of ") == "---- stack of ranks 0, 1 ----\na"
-
-
-def test_equal_collections_agree():
-    assert merge_collected({0: ["a", "b"], 1: ["a", "b"]}) is None
 
 
 @pytest.mark.parametrize(
@@ -143,4 +131,5 @@ def test_equal_collections_agree():
 def test_different_collections_say_where_they_differ(other, said):
     stop = merge_collected({0: ["a", "b"], 1: other})
     assert stop.exit_code == 4
+    assert merge_collected({0: other, 1: other}) is None
     assert stop.reason.endswith(f"The first difference is\n  {said}")

@@ -1,0 +1,41 @@
+"""Files of the MPI library: which names are removed, and when."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+
+from axonmpi.launch import segments
+
+MAPPED = ("mpich_shm_1", "sm_segment.n1.7", "vader_segment.n1.7", "mine_mpich_shm_1", "with space mpich_shm_")
+
+
+def in_file(path: Path) -> mmap.mmap:
+    """Map a new file."""
+    path.write_bytes(b"\0" * mmap.PAGESIZE)
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), 0)
+
+
+CASES = {
+    "once mapped": (segments.remove_names, "/proc/self/maps", MAPPED[:1]),
+    "at abort": (segments.remove_at_abort, "/proc/self/maps", MAPPED[:3]),
+    "without /proc": (segments.remove_at_abort, "/nowhere", ()),
+}
+
+
+@pytest.mark.parametrize(("remove", "maps", "removed"), CASES.values(), ids=CASES)
+def test_files_of_the_library_that_this_process_has_mapped(tmp_path, monkeypatch, remove, maps, removed) -> None:
+    monkeypatch.setattr(segments, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(segments, "Path", lambda path: Path(path.replace("/proc/self/maps", maps)))
+    (tmp_path / "mpich_shm_of_another_job").touch()
+    elsewhere = tmp_path / "folder" / "mpich_shm_1"
+    elsewhere.parent.mkdir()
+    mappings = [in_file(path) for path in (elsewhere, *(tmp_path / name for name in MAPPED))]
+    remove()
+    remove()  # the names are gone already
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {*MAPPED, "mpich_shm_of_another_job", "folder"} - {*removed}
+    assert elsewhere.exists(), mappings
