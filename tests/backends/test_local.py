@@ -1,9 +1,8 @@
 """A group of one rank: every operation gives back what was put in, and messages go from the rank to itself."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from helpers.collective_checks import CollectiveChecks
 from helpers.numpy_reference import reductions
 
 import axonmpi as ax
@@ -15,34 +14,20 @@ X = torch.arange(6.0).view(2, 3)
 @pytest.mark.parametrize("async_op", [False, True])
 def test_every_collective_gives_back_what_was_put_in(async_op) -> None:
     backend = LocalBackend()
-
-    def done(returned):
-        return returned.result() if async_op else returned
-
+    checks = CollectiveChecks(ax.ProcessGroup(backend), asynchronous=async_op)
+    for operation in ("gather", "scatter"):
+        checks.run(operation, X.dtype, (2, 3), root=0)
+    checks.all_to_all([(X.dtype, (2, 3))])
     for op in reductions(X.dtype):
-        tensor = X.clone()
-        done(backend.all_reduce(tensor, op, async_op=async_op))
-        done(backend.reduce(tensor, 0, op, async_op=async_op))
-        assert torch.equal(tensor, X)
-        assert torch.equal(done(backend.reduce_scatter(X, op, async_op=async_op)), X)
-        output = torch.empty(6)
-        done(backend.reduce_scatter_into(output, [X[0], X[1]], [6], op, async_op=async_op))
-        assert torch.equal(output, X.view(-1))
-    tensor = X.clone()
-    done(backend.broadcast(tensor, async_op=async_op))
-    assert torch.equal(tensor, X)
-    for returned in (
-        done(backend.all_gather(X, 1, async_op=async_op)),
-        done(backend.gather(X, async_op=async_op))[0],
-        done(backend.scatter(X, async_op=async_op)),
-        done(backend.all_to_all([X], async_op=async_op))[0],
-    ):
-        assert torch.equal(returned, X)
-        assert returned.data_ptr() != X.data_ptr()
-    memory = backend.node_empty((6,), torch.float32)
-    done(backend.all_gather_into(memory, X.view(-1), [6], async_op=async_op))
-    assert torch.equal(memory, X.view(-1))
-    done(backend.barrier(async_op=async_op))
+        checks.every_symmetric_operation(X.dtype, (2, 3), op)
+    checks.barrier()
+    checks.finish()
+    for into in (backend.all_gather_into, backend.reduce_scatter_into):
+        memory = backend.node_empty((6,), torch.float32)
+        work = into(memory, X.view(-1) if into == backend.all_gather_into else [X[0], X[1]], [6], async_op=async_op)
+        if async_op:
+            work.wait()
+        assert torch.equal(memory, X.view(-1))
     assert backend.symmetric_empty((2, 3), torch.int8).shape == (2, 3)
     counters = backend.node_counters(1)
     counters.post(0, 3)

@@ -1,7 +1,5 @@
 """Ordered sets of ranks as arrays, sizes that are checked once, and how messages show many numbers."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Counters that the ranks of a node share: what is written before is seen after, and waiting ends."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,5 +1,6 @@
 """Where the tensors of a collective lie: in shared memory, beside it, or somewhere else on each rank.
 
+    ordinary       in ordinary memory, another one each time
     whole          a symmetric tensor as it was made
     view           inside a symmetric tensor, at the same place on all ranks
     scattered      inside one, at another place on each rank
@@ -7,10 +8,8 @@
     alone          inside one on the last rank only
     foreign        inside a symmetric tensor of another group of the same ranks
 
-All of them but `whole` lie among other values, which nobody may change.
+All of them but `ordinary` and `whole` lie among other values, which nobody may change.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +43,7 @@ class Places:
 
     Args:
         group: Whose shared memory it is.
-        kind: One of `PLACEMENTS`.
+        kind: One of `PLACEMENTS`, or `ordinary`.
         nbytes: The largest tensor.
         other: The group of kind `foreign`, of the same ranks.
     """
@@ -52,10 +51,10 @@ class Places:
     def __init__(self, group: ProcessGroup, kind: str, nbytes: int, other: ProcessGroup | None = None) -> None:
         self.group = group
         self.kind = kind
-        self._room = _round_up(nbytes + (group.size + 4) * _MARGIN)
+        self._room = -(-(nbytes + (group.size + 4) * _MARGIN) // 4096) * 4096
         self._turn = 0
         self._memory: Tensor | None = None
-        if kind != "whole":
+        if kind not in ("ordinary", "whole"):
             owner = other if kind == "foreign" else group
             assert owner is not None
             self._memory = owner.symmetric_empty((_TURNS * self._room,), torch.uint8)
@@ -64,6 +63,8 @@ class Places:
 
     def put(self, source: Tensor) -> Watched:
         """Copy a tensor to the next place; four at a time may be in use."""
+        if self.kind == "ordinary":
+            return Watched(source.clone(), [])
         if self._memory is None:
             return Watched(self.group.symmetric_empty(source.shape, source.dtype).copy_(source), [])
         room = self._memory[self._turn * self._room : (self._turn + 1) * self._room]
@@ -128,10 +129,6 @@ def shared_mappings() -> list[range]:
 def is_shared(tensor: Tensor) -> bool:
     """Whether a tensor lies in such memory."""
     return any(tensor.data_ptr() in span for span in shared_mappings())
-
-
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // 4096) * 4096
 
 
 def agree_on_bits(group: ProcessGroup, tensor: Tensor) -> bool:

@@ -1,15 +1,13 @@
 """Every operation on symmetric tensors, wherever in shared memory they lie on each rank, against numpy."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
+from helpers.collective_checks import CollectiveChecks
 from helpers.numpy_reference import reductions
 from helpers.placements import PLACEMENTS, REAL, SMALL_PIECE_BYTES, Places, limits, places_in
 from helpers.settings import all_pairs
-from helpers.symmetric_checks import SymmetricChecks
 
 from axonmpi import ReduceOp
 from axonmpi.backends.reduction import DTYPES
@@ -26,7 +24,7 @@ def test_every_operation_wherever_the_tensors_lie(world) -> None:
     direct = limits(world.size).direct
     most = 5 * direct
     checks = {
-        (kind, way): SymmetricChecks(group, Places(group, kind, most, other), asynchronous=way)
+        (kind, way): CollectiveChecks(group, asynchronous=way, label=kind, put=Places(group, kind, most, other).put)
         for kind in PLACEMENTS
         for way in (False, True)
     }
@@ -49,8 +47,6 @@ def test_every_operation_wherever_the_tensors_lie(world) -> None:
     for each in checks.values():
         each.settle()
     assert not [problem for each in checks.values() for problem in each.problems]
-    group.close()
-    other.close()
 
 
 @REAL
@@ -59,7 +55,7 @@ def test_every_operation_wherever_the_tensors_lie(world) -> None:
 def test_blocks_of_any_sizes_and_pieces_as_large_as_they_are(world, kind) -> None:
     edges = limits(world.size)
     with places_in(world, kind, 3 * edges.chunk + 64, piece_bytes=SMALL_PIECE_BYTES) as places:
-        checks = SymmetricChecks(places.group, places)
+        checks = CollectiveChecks(places.group, label=kind, put=places.put)
         # What fits into the first message (28 elements), what does not, nothing; in every combination.
         for sizes in itertools.product((0, 3, 28, 29, 1500), repeat=2):
             checks.all_gather(torch.float32, (1,), 0, sizes=sizes)
