@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,29 +93,20 @@ def places_in(world: World, kind: str, nbytes: int, *, piece_bytes: int | None =
         group.close()
 
 
-class Limits(NamedTuple):
-    """Sizes in bytes at which data takes another way.
+def limits(ranks: int) -> SimpleNamespace:
+    """Return the sizes in bytes at which data takes another way, for a group on one node.
 
-    Attributes:
+    Attributes of it:
         direct: Up to it each rank reduces all of the data.
         medium: The same for tensors that are not symmetric.
         slices: What is reduced in one piece a rank.
         chunk: What goes through scratch memory at a time.
     """
-
-    direct: int
-    medium: int
-    slices: int
-    chunk: int
-
-
-def limits(ranks: int) -> Limits:
-    """Return the limits for a group on one node."""
-    return Limits(
-        replicated_bytes(ranks, symmetric=True),
-        replicated_bytes(ranks, symmetric=False),
-        SLICE_BYTES * ranks,
-        CHUNK_BYTES,
+    return SimpleNamespace(
+        direct=replicated_bytes(ranks, symmetric=True),
+        medium=replicated_bytes(ranks, symmetric=False),
+        slices=SLICE_BYTES * ranks,
+        chunk=CHUNK_BYTES,
     )
 
 

@@ -87,6 +87,7 @@ def test_memory_is_used_again_when_every_rank_has_dropped_it(world) -> None:
     for number in range(60):
         tensor = allocated(group, (1 + number % 3) * 30_000, 1)
         group.all_reduce(tensor)  # no plan keeps it
+        assert bool(tensor.eq(world.size).all())
         places.add(tensor.data_ptr())
         del tensor
     assert len(places) < 10
@@ -223,11 +224,6 @@ def test_the_same_memory_seen_in_other_ways(world) -> None:
                 group.all_reduce(tensor)
                 assert torch.equal(tensor, own * size + sum(range(size)))
                 group.barrier()  # before anybody fills it anew
-    for turn in range(10):
-        tensor = group.symmetric_empty((side * side + turn % 3,), torch.float32).fill_(turn + world.rank)
-        group.all_reduce(tensor, ReduceOp.MAX)
-        assert bool((tensor == turn + size - 1).all())
-        del tensor
 
 
 @REAL
