@@ -27,7 +27,6 @@ def all_reduce(group, tensor, asynchronous: bool) -> None:
         work.wait()
 
 
-@pytest.mark.ranks(2, 4)
 def test_inference_mode(world) -> None:
     """What the group makes for itself in inference mode must be usable outside of it, and the reverse."""
     group = world.new_group(range(world.size))

@@ -47,7 +47,7 @@ def check_every_operation(group: ProcessGroup) -> None:
 
 
 @REAL
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 def test_the_way_can_be_chosen(world, monkeypatch) -> None:
     for setting, path in (("auto", "node"), ("plain", "plain")):
         monkeypatch.setenv("AXONMPI_COLLECTIVES", setting)
@@ -69,7 +69,7 @@ def test_the_way_can_be_chosen(world, monkeypatch) -> None:
 
 
 @REAL
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 def test_every_operation_with_many_buffers(world, near_caches, monkeypatch) -> None:
     """Where writing a line that another rank has read takes longer than any limit, each rank has many buffers."""
     before = sum(map(len, shared_mappings()))

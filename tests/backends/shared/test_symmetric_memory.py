@@ -16,7 +16,6 @@ from axonmpi.backends.shared import segment as shared_memory
 from axonmpi.backends.shared.arena import FreeList
 from axonmpi.backends.shared.segment import Segment
 
-ON_RANKS = pytest.mark.ranks(2, 4)
 MIB = 1 << 20
 PAGE = 4096
 
@@ -49,7 +48,7 @@ def held() -> int:
 
 
 @REAL
-@ON_RANKS
+@pytest.mark.ranks(2)
 def test_tensors_lie_apart_whatever_their_sizes(world) -> None:
     """A large one begins on a huge page; what does not fit gets further memory."""
     group = group_of(world)
@@ -66,7 +65,7 @@ def test_tensors_lie_apart_whatever_their_sizes(world) -> None:
 
 
 @REAL
-@ON_RANKS
+@pytest.mark.ranks(2, 4)
 def test_memory_is_used_again_when_every_rank_has_dropped_it(world) -> None:
     group = group_of(world)
     for holder in range(world.size):
@@ -95,7 +94,7 @@ def test_memory_is_used_again_when_every_rank_has_dropped_it(world) -> None:
 
 
 @REAL
-@ON_RANKS
+@pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:no memory could be shared:RuntimeWarning")
 @pytest.mark.parametrize("common", [False, True], ids=["each", "common"])
 def test_what_only_some_ranks_got_is_given_back(world, monkeypatch, common) -> None:
@@ -123,7 +122,7 @@ def test_what_only_some_ranks_got_is_given_back(world, monkeypatch, common) -> N
 
 
 @REAL
-@ON_RANKS
+@pytest.mark.ranks(2)
 def test_kernels_that_do_not_populate(world, monkeypatch) -> None:
     """Such a kernel refuses the advice as invalid, as this one does with a number that means nothing."""
     monkeypatch.setattr(shared_memory, "_POPULATE_WRITE", 10_000)
@@ -137,7 +136,7 @@ def test_kernels_that_do_not_populate(world, monkeypatch) -> None:
 
 
 @REAL
-@ON_RANKS
+@pytest.mark.ranks(2)
 def test_tensors_outlive_their_group_and_nothing_else_does(world) -> None:
     """Without waiting for garbage to be collected."""
     gc.collect()
@@ -197,7 +196,7 @@ def test_free_ranges_never_overlap_and_join(seed) -> None:
 
 
 @REAL
-@ON_RANKS
+@pytest.mark.ranks(2)
 def test_the_same_memory_seen_in_other_ways(world) -> None:
     """As other shapes, dtypes and strides, on all ranks or on one of them; and other tensors in its place."""
     group = group_of(world)
@@ -242,7 +241,7 @@ def test_symmetric_tensors_of_overlapping_groups(world) -> None:
 
 
 @REAL
-@ON_RANKS
+@pytest.mark.ranks(2, 4)
 def test_ordinary_tensors_again_and_again(world) -> None:
     """Also when the size of chunks changes in between, and more kinds and places than are remembered."""
     group = group_of(world)
@@ -261,7 +260,7 @@ def test_ordinary_tensors_again_and_again(world) -> None:
             assert world.rank or bool((tensor == total).all())
 
 
-@ON_RANKS
+@pytest.mark.ranks(2, 4)
 def test_a_tensor_is_looked_at_anew(world) -> None:
     """Whichever plan serves: no memory is read that is not the tensor's, and autograd sees that it has changed."""
     group = world.new_group(range(world.size))
