@@ -17,7 +17,8 @@ from axonmpi import World
 STEPS = 12
 """Of each run: what is remembered about calls after the first ones serves the others too."""
 RUNS = 4
-GROWTH_PER_STEP = 16 * 4096
+GROWTH_PER_STEP = 20 * 4096
+"""Bytes; a step is twenty collectives."""
 KINDS = ("ordinary", "view", "scattered")
 DTYPES = (torch.int8, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SIZES = (0, 1, 3, 14, 28, 29, 100, 1000, 5000, 20_000)
