@@ -126,14 +126,14 @@ def test_late_ranks_are_named_by_their_numbers_in_the_group(node) -> None:
 
 @pytest.mark.parametrize("failed", [1, 2])
 def test_a_rank_that_says_it_has_failed_releases_the_others(node, failed) -> None:
-    """Also rank 2, which had come already and fails while rank 1 is awaited."""
+    """Also rank 1, which had come already and fails while rank 2 is awaited."""
     made = node([0, 1, 2])
 
     def fail() -> None:
         made.barriers[failed].mark_failed("out of data")
         made.come(3 - failed)
 
-    made.come(2)
+    made.come(1)
     made.at_first_nap = fail
     refused(
         RankFailedError,
