@@ -1,9 +1,9 @@
 """A group of one rank: every operation gives back what was put in, and messages go from the rank to itself."""
 
-from __future__ import annotations
-
 import pytest
 import torch
+from helpers.collective_checks import CollectiveChecks
+from helpers.compare import refused
 from helpers.numpy_reference import reductions
 
 import axonmpi as ax
@@ -15,41 +15,26 @@ X = torch.arange(6.0).view(2, 3)
 @pytest.mark.parametrize("async_op", [False, True])
 def test_every_collective_gives_back_what_was_put_in(async_op) -> None:
     backend = LocalBackend()
-
-    def done(returned):
-        return returned.result() if async_op else returned
-
+    checks = CollectiveChecks(ax.ProcessGroup(backend), asynchronous=async_op)
+    for operation in ("gather", "scatter"):
+        checks.run(operation, X.dtype, (2, 3), root=0)
+    checks.all_to_all([(X.dtype, (2, 3))])
     for op in reductions(X.dtype):
-        tensor = X.clone()
-        done(backend.all_reduce(tensor, op, async_op=async_op))
-        done(backend.reduce(tensor, 0, op, async_op=async_op))
-        assert torch.equal(tensor, X)
-        assert torch.equal(done(backend.reduce_scatter(X, op, async_op=async_op)), X)
-        output = torch.empty(6)
-        done(backend.reduce_scatter_into(output, [X[0], X[1]], [6], op, async_op=async_op))
-        assert torch.equal(output, X.view(-1))
-    tensor = X.clone()
-    done(backend.broadcast(tensor, async_op=async_op))
-    assert torch.equal(tensor, X)
-    for returned in (
-        done(backend.all_gather(X, 1, async_op=async_op)),
-        done(backend.gather(X, async_op=async_op))[0],
-        done(backend.scatter(X, async_op=async_op)),
-        done(backend.all_to_all([X], async_op=async_op))[0],
-    ):
-        assert torch.equal(returned, X)
-        assert returned.data_ptr() != X.data_ptr()
-    memory = backend.node_empty((6,), torch.float32)
-    done(backend.all_gather_into(memory, X.view(-1), [6], async_op=async_op))
-    assert torch.equal(memory, X.view(-1))
-    done(backend.barrier(async_op=async_op))
+        checks.every_symmetric_operation(X.dtype, (2, 3), op)
+    checks.barrier()
+    checks.finish()
+    for into in (backend.all_gather_into, backend.reduce_scatter_into):
+        memory = backend.node_empty((6,), torch.float32)
+        work = into(memory, X.view(-1) if into == backend.all_gather_into else [X[0], X[1]], [6], async_op=async_op)
+        if async_op:
+            work.wait()
+        assert torch.equal(memory, X.view(-1))
     assert backend.symmetric_empty((2, 3), torch.int8).shape == (2, 3)
     counters = backend.node_counters(1)
     counters.post(0, 3)
     counters.wait(0, 3, "a test")
     backend.close()
-    with pytest.raises(ax.CommunicatorError, match="closed"):
-        backend.barrier()
+    refused(ax.CommunicatorError, (backend.barrier, "closed"))
 
 
 def test_messages_to_itself_arrive_in_order_of_their_tag() -> None:
@@ -57,8 +42,7 @@ def test_messages_to_itself_arrive_in_order_of_their_tag() -> None:
     first, second, other = torch.zeros(3), torch.zeros(3), torch.zeros(3)
     early = backend.irecv(first, 0)
     assert not early.done()
-    with pytest.raises(ax.CollectiveMismatchError, match="waits for this very rank"):
-        backend.recv(other, 0, tag=7)
+    refused(ax.CollectiveMismatchError, (lambda: backend.recv(other, 0, tag=7), "waits for this very rank"))
     backend.isend(X[1], 0, tag=7).wait()
     backend.recv(other, 0, tag=7)  # nothing is left of the receive that could not be
     assert torch.equal(other, X[1])
@@ -68,8 +52,7 @@ def test_messages_to_itself_arrive_in_order_of_their_tag() -> None:
     early.wait()
     assert torch.equal(torch.stack([first, second]), X)
     backend.isend(X, 0, tag=1).wait()
-    with pytest.raises(ax.CollectiveMismatchError, match="expected 12 bytes"):
-        backend.recv(other, 0, tag=1)
+    refused(ax.CollectiveMismatchError, (lambda: backend.recv(other, 0, tag=1), "expected 12 bytes"))
 
 
 def test_every_part_of_a_group_of_one_is_such_a_group() -> None:

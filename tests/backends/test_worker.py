@@ -1,30 +1,38 @@
 """The worker thread: order, values, errors, waiting, and how it ends."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading
 import weakref
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
+from helpers.compare import refused
 
 from axonmpi import CollectiveTimeoutError
 from axonmpi.backends.worker import Worker
 from axonmpi.utils.waiting import Backoff, is_beside_computation, wait_until
+
+HANG = 600.0
+"""Seconds that only a hang reaches."""
 
 
 @pytest.fixture
 def worker():
     made = Worker("under test")
     yield made
-    assert made.close(10.0)
+    assert made.close(HANG)
+
+
+@pytest.fixture
+def gate():
+    return threading.Event()
 
 
 def test_tasks_run_one_after_the_other_in_order(worker) -> None:
-    seen: list[int] = []
     running = threading.Lock()
+    seen: list[int] = []
 
     def task(number: int) -> int:
         assert running.acquire(blocking=False)
@@ -32,19 +40,18 @@ def test_tasks_run_one_after_the_other_in_order(worker) -> None:
         running.release()
         return number
 
-    works = [worker.submit("task", lambda number=number: task(number)) for number in range(50)]
+    works = [worker.submit("task", partial(task, number)) for number in range(50)]
     assert [work.result() for work in works] == list(range(50)) == seen
 
 
-def test_the_thread_starts_with_the_first_task() -> None:
-    before = threading.active_count()
+def test_the_thread_starts_with_the_first_task_and_ends_with_the_worker() -> None:
     worker = Worker("lazy")
-    assert threading.active_count() == before
-    assert worker.close(1.0)
-    worker = Worker("lazy")
-    assert worker.submit("task", threading.current_thread).result().name == "lazy"
-    assert worker.close(10.0)
-    assert threading.active_count() == before
+    assert "lazy" not in [thread.name for thread in threading.enumerate()]
+    thread = worker.submit("task", threading.current_thread).result()
+    assert thread.name == "lazy"
+    assert worker.close(HANG)
+    assert not thread.is_alive()
+    assert Worker("without a task").close(0.0)
 
 
 def fail() -> None:
@@ -55,19 +62,13 @@ def test_errors_are_raised_by_whoever_waits(worker) -> None:
     work = worker.submit("task", fail)
     assert worker.submit("task", lambda: "fine").result() == "fine"
     assert work.done()
-    for ask in (work.wait, work.result, work.wait):
-        with pytest.raises(KeyError, match="lost"):
-            ask()
+    refused(KeyError, *((ask, "lost") for ask in (work.wait, work.result, work.wait)))
 
 
-def test_waiting_has_a_limit_and_can_be_repeated(worker) -> None:
-    gate = threading.Event()
+def test_waiting_has_a_limit_and_can_be_repeated(worker, gate) -> None:
     work = worker.submit("all_reduce(float32 [3], SUM)", gate.wait)
-    for limit in (0.01, 0, -1.0):
-        with pytest.raises(
-            CollectiveTimeoutError, match=r"all_reduce\(float32 \[3\], SUM\) was not complete after"
-        ):
-            work.wait(limit)
+    words = r"all_reduce\(float32 \[3\], SUM\) was not complete after"
+    refused(CollectiveTimeoutError, *((partial(work.wait, limit), words) for limit in (0.01, 0, -1.0)))
     assert not work.done()
     gate.set()
     work.wait(1e12)
@@ -76,8 +77,7 @@ def test_waiting_has_a_limit_and_can_be_repeated(worker) -> None:
     work.wait(0)
 
 
-def test_busy_until_the_last_task_has_ended(worker) -> None:
-    gate = threading.Event()
+def test_busy_until_the_last_task_has_ended(worker, gate) -> None:
     assert not worker.busy
     works = [worker.submit("task", gate.wait) for _ in range(2)]
     assert worker.busy
@@ -87,24 +87,21 @@ def test_busy_until_the_last_task_has_ended(worker) -> None:
     assert not worker.busy
 
 
-def test_closing_runs_what_is_queued(worker) -> None:
-    gate = threading.Event()
+def test_closing_runs_what_is_queued(worker, gate) -> None:
     seen: list[int] = []
-    worker.submit("task", gate.wait)
-    works = [worker.submit("task", lambda number=number: seen.append(number)) for number in range(3)]
+    works = [worker.submit("task", gate.wait)]
+    works += [worker.submit("task", partial(seen.append, number)) for number in range(3)]
     assert not worker.close(0.01)
     gate.set()
-    assert worker.close(10.0)
+    assert worker.close(HANG)
     assert seen == [0, 1, 2]
     assert all(work.done() for work in works)
-    assert worker.close(1.0)
+    assert works[0].result() is True
+    assert worker.close(0.0)
 
 
 def test_what_a_task_holds_is_freed_when_it_has_ended(worker) -> None:
-    class Large:
-        pass
-
-    held = Large()
+    held = threading.Event()
     watched = weakref.ref(held)
     work = worker.submit("task", lambda held=held: None)
     del held
@@ -123,8 +120,8 @@ def test_an_error_that_nobody_waits_for_is_not_silent(worker, monkeypatch) -> No
     assert [str(error) for error in reported] == ["'lost'"]
 
 
-def test_waiting_is_observed_and_being_there_already_is_not(worker) -> None:
-    gate, events = threading.Event(), []
+def test_waiting_is_observed_and_being_there_already_is_not(worker, gate) -> None:
+    events: list[object] = []
 
     @contextmanager
     def waiting(gives_up):
@@ -143,25 +140,13 @@ def test_waiting_is_observed_and_being_there_already_is_not(worker) -> None:
     assert events == [True, "ends"]
 
 
-def test_a_task_is_told_whether_its_rank_computes_or_waits_for_it(worker) -> None:
-    begun = threading.Event()
-
+def test_a_task_is_told_whether_its_rank_computes_or_waits_for_it(worker, gate) -> None:
     def task() -> bool:
         before = is_beside_computation()
-        begun.set()
-        return before and wait_until(lambda: not is_beside_computation(), Backoff(), 10.0)
+        gate.set()
+        return before and wait_until(lambda: not is_beside_computation(), Backoff(), HANG)
 
     work = worker.submit("task", task)
-    assert begun.wait(10.0)
+    assert gate.wait(HANG)
     assert work.result()
     assert not is_beside_computation()
-
-
-def test_a_worker_ends_after_what_is_under_way() -> None:
-    gate = threading.Event()
-    worker = Worker("ending")
-    work = worker.submit("first", gate.wait)
-    assert not worker.close(0.05)
-    gate.set()
-    assert worker.close(10.0)
-    assert work.result() is True

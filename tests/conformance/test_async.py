@@ -1,12 +1,11 @@
 """Asynchronous operations: order, results and errors through `Work`, time limits and what comes after them."""
 
-from __future__ import annotations
-
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch
+from helpers.compare import refused
 
 import axonmpi as ax
 from axonmpi import CollectiveMismatchError, CollectiveTimeoutError, ReduceOp, World
@@ -15,7 +14,7 @@ pytestmark = pytest.mark.ranks(2)
 SHORT = 0.02
 
 
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(1, 2, 3)
 def test_operations_run_in_the_order_of_their_start(group) -> None:
     """Each step reads what the one before wrote, so another order gives another result."""
     tensor = torch.full((100,), float(group.rank))
@@ -47,19 +46,14 @@ def test_a_blocking_operation_comes_after_those_under_way(group) -> None:
 def test_a_result_is_kept_and_can_be_waited_for_by_any_thread(group) -> None:
     tensor = torch.ones(5)
     works = [group.all_reduce(tensor, async_op=True), group.all_gather(torch.ones(1), async_op=True)]
-    waiting = [threading.Thread(target=work.wait) for work in works * 2]
-    for thread in waiting:
-        thread.start()
-    for thread in waiting:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda work: work.wait(), works * 2))
     assert tensor.tolist() == [group.size] * 5
     for work in works:
-        work.wait(SHORT)
-        assert work.done()
+        work.wait(0)
         assert work.result() is work.result()
 
 
-@pytest.mark.ranks(2, 4)
 def test_wait_gives_up_and_the_operation_goes_on(world: World) -> None:
     first, second = world.new_group(range(world.size)), world.new_group(range(world.size))
     tensor = torch.ones(3)
@@ -72,7 +66,7 @@ def test_wait_gives_up_and_the_operation_goes_on(world: World) -> None:
         assert not work.done()
     # Each group has a queue of its own: one that is held up does not hold up another.
     other = torch.ones(2)
-    second.all_reduce(other, async_op=True).wait(timedelta(minutes=1))
+    second.all_reduce(other, async_op=True).wait(timedelta(days=1))
     assert other.tolist() == [world.size] * 2
     work = work or first.all_reduce(tensor, async_op=True)
     work.wait(float("inf"))
@@ -87,11 +81,13 @@ def test_a_time_limit_for_all_blocking_operations(world: World) -> None:
     tensor.fill_(1.0)
     if world.rank == 0:
         group.backend.timeout = SHORT
-        with pytest.raises(CollectiveTimeoutError, match=r"was not complete after 0\.02 s: another rank has not"):
-            group.all_reduce(tensor)
+        refused(
+            CollectiveTimeoutError,
+            (lambda: group.all_reduce(tensor), r"was not complete after 0\.02 s: another rank has not"),
+        )
         assert tensor.tolist() == [1, 1, 1]
     world.barrier()
-    group.backend.timeout = 30.0
+    group.backend.timeout = None
     if world.rank:
         group.all_reduce(tensor)
     # Rank 0's operation was left under way, and comes before its next one.
@@ -100,21 +96,18 @@ def test_a_time_limit_for_all_blocking_operations(world: World) -> None:
     assert group.all_gather(tensor[:1]).tolist() == [world.size] * world.size
 
 
-@pytest.mark.ranks(2, 4)
 def test_a_time_limit_for_messages(world: World) -> None:
     group = world.new_group(range(world.size))
     before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
     group.backend.timeout = SHORT
     received = torch.zeros(2)
-    with pytest.raises(CollectiveTimeoutError, match=f"recv.* rank {before}"):
-        group.recv(received[:1], before, tag=3)
+    refused(CollectiveTimeoutError, (lambda: group.recv(received[:1], before, tag=3), f"recv.* rank {before}"))
     work = group.irecv(received[1:], before, tag=4)
-    with pytest.raises(CollectiveTimeoutError, match=f"recv.* rank {before}"):
-        work.wait(timedelta(seconds=SHORT))
+    refused(CollectiveTimeoutError, (lambda: work.wait(timedelta(seconds=SHORT)), f"recv.* rank {before}"))
     assert not work.done()
     world.default_group.barrier()
     # The second receive stays posted; each message has its tag.
-    group.backend.timeout = 30.0
+    group.backend.timeout = None
     sends = [group.isend(torch.tensor([float(tag)]), after, tag) for tag in (3, 4)]
     work.wait()
     assert work.done()
@@ -131,9 +124,8 @@ def test_errors_come_through_work_on_every_rank(group) -> None:
     works = [group.all_reduce(each, async_op=True) for each in (before, tensor, before)]
     works[2].wait()
     assert works[1].done()
-    for ask in (works[1].wait, works[1].result, works[1].wait):
-        with pytest.raises(CollectiveMismatchError, match=r"rank 0: all_reduce\(float32 \[4\], SUM\)"):
-            ask()
+    words = r"rank 0: all_reduce\(float32 \[4\], SUM\)"
+    refused(CollectiveMismatchError, *((ask, words) for ask in (works[1].wait, works[1].result, works[1].wait)))
     assert tensor.tolist() == [1] * tensor.numel()
     assert before.tolist() == [group.size**2] * 2
 
@@ -145,5 +137,7 @@ def test_closing_waits_for_what_is_under_way(world: World) -> None:
     group.close()
     assert all(work.done() for work in works)
     assert all(tensor[-1].item() == world.size for tensor in tensors)
-    with pytest.raises(ax.CommunicatorError, match="barrier: this group cannot be used: it was closed"):
-        group.barrier(async_op=True)
+    refused(
+        ax.CommunicatorError,
+        (lambda: group.barrier(async_op=True), "barrier: this group cannot be used: it was closed"),
+    )

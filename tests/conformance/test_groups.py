@@ -1,7 +1,5 @@
 """Groups: the whole world, parts of it, one rank, other orders, overlapping ones used in turn."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.collective_checks import CollectiveChecks
+from helpers.compare import refused
 
 import axonmpi as ax
 from axonmpi import ProcessGroup, World
@@ -66,8 +65,7 @@ def test_a_copied_module_communicates_in_the_same_group(world: World) -> None:
     copied = copy.deepcopy(module)
     assert copied.process_group is module.process_group
     assert copied.weight is not module.weight
-    copied.process_group.all_reduce(total := torch.ones(1))
-    assert total.item() == world.size
+    assert_usable(copied.process_group)
 
 
 def test_operations_outside_a_group_name_it(world: World) -> None:
@@ -78,7 +76,7 @@ def test_operations_outside_a_group_name_it(world: World) -> None:
     assert group.rank == -1
     assert not group.contains(world.rank)
     tensor = torch.ones(2)
-    for operation in (
+    operations = (
         *(partial(getattr(group, name), tensor) for name in ("all_reduce", "broadcast", "all_gather", "gather")),
         *(partial(getattr(group, name), tensor) for name in ("reduce_scatter", "scatter", "broadcast_object")),
         *(partial(getattr(group, name), tensor, 0) for name in ("reduce", "send", "recv", "isend", "irecv")),
@@ -88,16 +86,16 @@ def test_operations_outside_a_group_name_it(world: World) -> None:
         lambda: group.backend,
         partial(ax.all_reduce_mean, tensor, group),
         partial(ax.sync_gradients, [tensor], group),
-    ):
-        with pytest.raises(ValueError, match=rf"rank {world.rank} is not in this group of ranks \[0\]; check"):
-            operation()
+    )
+    words = rf"rank {world.rank} is not in this group of ranks \[0\]; check"
+    refused(ValueError, *((operation, words) for operation in operations))
     assert tensor.tolist() == [1, 1]
 
 
 def test_a_closed_group_leaves_the_others_alone(world: World) -> None:
-    first, second = world.new_group(range(world.size)), world.new_group(range(world.size))
-    first.close()
-    first.close()
+    first, second = (world.new_group(range(world.size)) for _ in range(2))
+    for _ in range(2):
+        first.close()
     assert_usable(second)
     with pytest.raises(ax.CommunicatorError, match="all_reduce: this group cannot be used: it was closed"):
         first.all_reduce(torch.ones(2))
@@ -117,6 +115,13 @@ def test_each_operation_is_a_function_and_a_method(world: World) -> None:
     group = world.new_group(range(world.size))
     for given, call in ((None, as_function), (group, as_function), (group, as_method)):
         check_each_operation(world, given, call)
+
+
+def as_lists(value: Any) -> Any:
+    """Return tensors, and those in a list, as numbers."""
+    if isinstance(value, list):
+        return [as_lists(each) for each in value]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def check_each_operation(world: World, group: ProcessGroup | None, call: Callable[..., Any]) -> None:
@@ -140,30 +145,32 @@ def check_each_operation(world: World, group: ProcessGroup | None, call: Callabl
     assert tensor.tolist() == [root] * 2
     call("reduce", group, tensor, root, ax.ReduceOp.SUM)
     assert tensor.tolist() == [root * (size if rank == root else 1)] * 2
-    own = torch.tensor([[rank]])
-    assert call("all_gather", group, own).tolist() == [[other] for other in range(size)]
-    assert call("all_gather", group, own, dim=1).tolist() == [list(range(size))]
-    ranks = torch.arange(float(size))
-    assert call("reduce_scatter_sum", group, ranks).tolist() == [size * rank]
-    assert call("reduce_scatter_mean", group, ranks.view(1, size), dim=1).tolist() == [[rank]]
-    gathered = call("gather_tensor", group, own, root)
-    assert gathered == [torch.tensor([[other]]) for other in range(size)] if rank == root else gathered is None
-    assert call("scatter_tensor", group, ranks if rank == root else None, root).tolist() == [rank]
-    received = call("all_to_all", group, [torch.tensor(10 * rank + other) for other in range(size)])
-    assert torch.stack(received).tolist() == [10 * other + rank for other in range(size)]
+    own, ranks = torch.tensor([[rank]]), torch.arange(float(size))
+    tensors = [torch.tensor(10 * rank + other) for other in range(size)]
+    for name, arguments, options, expected in (
+        ("all_gather", [own], {}, [[other] for other in range(size)]),
+        ("all_gather", [own], {"dim": 1}, [list(range(size))]),
+        ("reduce_scatter_sum", [ranks], {}, [size * rank]),
+        ("reduce_scatter_mean", [ranks.view(1, size)], {"dim": 1}, [[rank]]),
+        ("gather_tensor", [own, root], {}, [[[other]] for other in range(size)] if rank == root else None),
+        ("scatter_tensor", [ranks if rank == root else None, root], {}, [rank]),
+        ("all_to_all", [tensors], {}, [10 * other + rank for other in range(size)]),
+        ("broadcast_object", [{"rank": rank}, root], {}, {"rank": root}),
+        ("all_gather_object", [rank], {}, list(range(size))),
+        ("barrier", [], {}, None),
+        ("rank", [], {}, ax.get_rank()),
+        ("world_size", [], {}, ax.get_world_size()),
+    ):
+        assert as_lists(call(name, group, *arguments, **options)) == expected, name
+    assert (ax.get_rank(), ax.get_world_size()) == (rank, size)
     gradients = [torch.full((2,), float(rank)), torch.tensor(float(rank), dtype=torch.float64)]
     call("sync_gradients", group, gradients)
     assert [gradient.tolist() for gradient in gradients] == [[average] * 2, average]
-    assert call("broadcast_object", group, {"rank": rank}, root) == {"rank": root}
-    assert call("all_gather_object", group, rank) == list(range(size))
     message = torch.zeros(1)
     work = call("isend", group, torch.tensor([float(rank)]), (rank + 1) % size, tag=5)
     call("irecv", group, message, (rank - 1) % size, tag=5).wait()
     work.wait()
     assert message.item() == (rank - 1) % size
-    call("barrier", group)
-    assert call("rank", group) == ax.get_rank() == rank
-    assert call("world_size", group) == ax.get_world_size() == size
 
 
 @pytest.mark.ranks(1)

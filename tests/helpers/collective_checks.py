@@ -2,15 +2,15 @@
 
     checks = CollectiveChecks(group, asynchronous=True)
     checks.all_reduce(torch.float32, (3, 5), ReduceOp.SUM, "transposed")
-    checks.all_gather(...)                       up to three operations are under way
+    checks.all_gather(...)                       up to two operations are under way
     checks.finish()                              AssertionError, naming each case that was wrong
 
 Problems are collected rather than raised, so that all ranks go through the same operations to the end.
 """
 
-from __future__ import annotations
-
+import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from axonmpi import ProcessGroup, ReduceOp
 from helpers.numpy_reference import Expected, Shape, reduced, same_bits, values
 
 LAYOUTS = ("contiguous", "transposed", "strided", "offset", "negated", "conjugated")
+WITH_SYMMETRIC = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
+"""Operations that have ways of their own for symmetric tensors."""
 PAYLOAD_BYTES = 112
 """What fits into the first message of a collective beside the description of the call."""
 _SHOWN = 10
@@ -93,34 +95,37 @@ class CollectiveChecks:
         asynchronous: Start operations and wait for them later.
         seed: Of the values.
         label: Named with each problem.
+        put: Copies a tensor to where it shall lie (see `placements.Places`), in place of the layouts; three of them
+            are in use at a time. The values are then the same in all cases of one dtype and shape.
     """
 
-    most_under_way = 3
-
     def __init__(
-        self, group: ProcessGroup, *, asynchronous: bool = False, seed: int = 0, label: object = ""
+        self,
+        group: ProcessGroup,
+        *,
+        asynchronous: bool = False,
+        seed: int = 0,
+        label: object = "",
+        put: Callable[[Tensor], Watched] | None = None,
     ) -> None:
         self.group = group
         self.problems: list[str] = []
         self._asynchronous = asynchronous
         self._label = str(label)
+        self._put = put
         self._seed = 1000 * seed
-        self._under_way: list[tuple[Any, Callable[[Any], None]]] = []
+        self._under_way: list[Callable[[], None]] = []
 
     # ---- reductions ---------------------------------------------------------------------------------------
 
     def all_reduce(
-        self,
-        dtype: torch.dtype,
-        shape: Shape,
-        op: ReduceOp = ReduceOp.SUM,
-        layout: str = "contiguous",
+        self, dtype: torch.dtype, shape: Shape, op: ReduceOp = ReduceOp.SUM, layout: str = "contiguous"
     ) -> None:
         case = self._case("all_reduce", dtype, shape, op, layout)
-        laid = self._lay(self._own(dtype, shape), layout)
-        expected = self._reduced(dtype, shape, op)
-        returned = self.group.all_reduce(laid.tensor, op, async_op=self._asynchronous)
-        self._later(returned, lambda value: self._written(case, laid, value, expected))
+        given = self._lay(self._own(dtype, shape), layout)
+        self._start(
+            case, partial(self.group.all_reduce, given.tensor, op), [given], self._reduced(dtype, shape, op)
+        )
 
     def reduce(
         self,
@@ -131,18 +136,9 @@ class CollectiveChecks:
         layout: str = "contiguous",
     ) -> None:
         case = self._case("reduce", dtype, shape, op, dst, layout)
-        laid = self._lay(self._own(dtype, shape), layout)
-        own = self._own(dtype, shape)
-        expected = self._reduced(dtype, shape, op)
-        returned = self.group.reduce(laid.tensor, dst, op, async_op=self._asynchronous)
-
-        def compare(value: Any) -> None:
-            if self.group.rank == dst:
-                self._written(case, laid, value, expected)
-            else:
-                self._unchanged(case, laid, own)
-
-        self._later(returned, compare)
+        given = self._lay(self._own(dtype, shape), layout)
+        written = self._reduced(dtype, shape, op) if self.group.rank == dst else None
+        self._start(case, partial(self.group.reduce, given.tensor, dst, op), [given], written)
 
     def reduce_scatter(
         self,
@@ -153,33 +149,17 @@ class CollectiveChecks:
         layout: str = "contiguous",
     ) -> None:
         case = self._case("reduce_scatter", dtype, shape, op, dim, layout)
-        laid = self._lay(self._own(dtype, shape), layout)
-        own = self._own(dtype, shape)
-        expected = self._reduced(dtype, shape, op).slice(self.group.size, dim, self.group.rank)
-        returned = self.group.reduce_scatter(laid.tensor, op, dim, async_op=self._asynchronous)
-
-        def compare(value: Tensor) -> None:
-            self._is_new(case, value, laid.tensor)
-            self._close(case, value, dtype, expected)
-            self._unchanged(case, laid, own)
-
-        self._later(returned, compare)
+        given = self._lay(self._own(dtype, shape), layout)
+        part = self._reduced(dtype, shape, op).slice(self.group.size, dim, self.group.rank)
+        self._start(case, partial(self.group.reduce_scatter, given.tensor, op, dim), [given], returned=part)
 
     # ---- copies -------------------------------------------------------------------------------------------
 
     def broadcast(self, dtype: torch.dtype, shape: Shape, src: int = 0, layout: str = "contiguous") -> None:
         case = self._case("broadcast", dtype, shape, src, layout)
-        laid = self._lay(self._own(dtype, shape), layout)
-        wanted = self._of(src, dtype, shape)
-        returned = self.group.broadcast(laid.tensor, src, async_op=self._asynchronous)
-
-        def compare(value: Any) -> None:
-            self._expect(case, value is None, f"returned {value!r}")
-            self._equal(case, laid.tensor, wanted)
-            self._expect(case, laid.is_intact(), "changed memory around the tensor")
-            self._expect(case, self.group.rank == src or laid.autograd_knows(), "unseen by autograd")
-
-        self._later(returned, compare)
+        given = self._lay(self._own(dtype, shape), layout)
+        written = None if self.group.rank == src else self._of(src, dtype, shape)
+        self._start(case, partial(self.group.broadcast, given.tensor, src), [given], written)
 
     def all_gather(
         self,
@@ -193,15 +173,9 @@ class CollectiveChecks:
         shapes = self._shapes(shape, dim, sizes)
         case = self._case("all_gather", dtype, shapes, dim, layout)
         parts = [self._of(rank, dtype, shape) for rank, shape in enumerate(shapes)]
-        wanted = torch.cat([part.reshape(1) if part.dim() == 0 else part for part in parts], dim)
-        laid = self._lay(parts[self.group.rank], layout)
-        returned = self.group.all_gather(laid.tensor, dim, async_op=self._asynchronous)
-
-        def compare(value: Tensor) -> None:
-            self._copied(case, value, wanted, laid.tensor)
-            self._unchanged(case, laid, parts[self.group.rank])
-
-        self._later(returned, compare)
+        joined = torch.cat([part.reshape(1) if part.dim() == 0 else part for part in parts], dim)
+        given = self._lay(parts[self.group.rank], layout)
+        self._start(case, partial(self.group.all_gather, given.tensor, dim), [given], returned=joined)
 
     def gather(
         self,
@@ -215,26 +189,18 @@ class CollectiveChecks:
         shapes = self._shapes(shape, 0, sizes)
         case = self._case("gather", dtype, shapes, dst, layout)
         parts = [self._of(rank, dtype, shape) for rank, shape in enumerate(shapes)]
-        own = Laid(parts[self.group.rank], layout).tensor
-        returned = self.group.gather(own, dst, async_op=self._asynchronous)
-
-        def compare(value: Any) -> None:
-            if self.group.rank != dst:
-                self._expect(case, value is None, f"returned {value!r} on a rank that is not dst")
-                return
-            self._expect(case, len(value) == self.group.size, f"returned {len(value)} tensors")
-            for got, wanted in zip(value, parts, strict=True):
-                self._copied(case, got, wanted, own)
-
-        self._later(returned, compare)
+        given = Laid(parts[self.group.rank], layout)
+        gathered = parts if self.group.rank == dst else None
+        self._start(case, partial(self.group.gather, given.tensor, dst), [given], returned=gathered)
 
     def scatter(self, dtype: torch.dtype, shape: Shape, src: int = 0, layout: str = "contiguous") -> None:
         case = self._case("scatter", dtype, shape, src, layout)
         whole = self._of(src, dtype, shape)
-        own = Laid(whole, layout).tensor if self.group.rank == src else None
-        wanted = whole.tensor_split(self.group.size)[self.group.rank]
-        returned = self.group.scatter(own, src, async_op=self._asynchronous)
-        self._later(returned, lambda value: self._copied(case, value, wanted, own))
+        given = [Laid(whole, layout)] if self.group.rank == src else []
+        part = whole.tensor_split(self.group.size)[self.group.rank]
+        self._start(
+            case, partial(self.group.scatter, given[0].tensor if given else None, src), given, returned=part
+        )
 
     def all_to_all(self, kinds: Sequence[tuple[torch.dtype, Shape]], layout: str = "contiguous") -> None:
         """Rank i sends `kinds[(i + j) % len(kinds)]` to rank j."""
@@ -245,24 +211,13 @@ class CollectiveChecks:
             dtype, shape = kinds[(source + target) % len(kinds)]
             return self._of(source * size + target, dtype, shape)
 
+        received = [part(source, rank) for source in range(size)]
         sent = [part(rank, target) for target in range(size)]
-        wanted = [part(source, rank) for source in range(size)]
-        laid = [
-            Laid(tensor, layout if allows(tensor.dtype, tensor.shape, layout) else "contiguous") for tensor in sent
-        ]
-        returned = self.group.all_to_all([item.tensor for item in laid], async_op=self._asynchronous)
-
-        def compare(value: list[Tensor]) -> None:
-            self._expect(case, len(value) == size, f"returned {len(value)} tensors")
-            for source, got in enumerate(value):
-                self._copied(case, got, wanted[source], laid[source].tensor)
-
-        self._later(returned, compare)
+        given = [Laid(each, layout if allows(each.dtype, each.shape, layout) else "contiguous") for each in sent]
+        self._start(case, partial(self.group.all_to_all, [each.tensor for each in given]), given, returned=received)
 
     def barrier(self) -> None:
-        case = self._case("barrier")
-        returned = self.group.barrier(async_op=self._asynchronous)
-        self._later(returned, lambda value: self._expect(case, value is None, f"returned {value!r}"))
+        self._start(self._case("barrier"), self.group.barrier, [])
 
     # ---- messages -----------------------------------------------------------------------------------------
 
@@ -272,37 +227,43 @@ class CollectiveChecks:
         rank, size = self.group.rank, self.group.size
         tag = 0 if self.group.backend.name == "nccl" else tag  # NCCL has no tags
         before, after = (rank - 1) % size, (rank + 1) % size
-        laid = Laid(torch.zeros(shape, device=self.group.backend.place).to(dtype), layout)
-        wanted = self._of(before, dtype, shape)
+        given = Laid(torch.zeros(shape, device=self.group.backend.place).to(dtype), layout)
         sending = self.group.isend(Laid(self._own(dtype, shape), layout).tensor, after, tag)
-        if self._asynchronous:
-            receiving = self.group.irecv(laid.tensor, before, tag)
-        else:
-            self.group.recv(laid.tensor, before, tag)
-            receiving = None
-
-        def compare(value: Any) -> None:
-            sending.wait()
-            self._equal(case, laid.tensor, wanted)
-            self._expect(case, laid.is_intact(), "changed memory around the tensor")
-            self._expect(case, laid.autograd_knows(), "unseen by autograd")
-
-        self._later(receiving, compare)
+        receive = self.group.irecv if self._asynchronous else self.group.recv
+        self._start(
+            case,
+            lambda async_op: receive(given.tensor, before, tag),
+            [given],
+            self._of(before, dtype, shape),
+            returned=...,
+        )
+        self._start(case, lambda async_op: sending if async_op else sending.wait(), [])
 
     # ---- all of them --------------------------------------------------------------------------------------
 
+    def run(self, operation: str, dtype: torch.dtype, shape: Shape, **settings: Any) -> None:
+        """Run an operation by its name; it takes those of the settings that it has."""
+        settings["src"] = settings["dst"] = settings.pop("root")
+        method = getattr(self, operation)
+        taken = inspect.signature(method).parameters
+        method(dtype, shape, **{name: value for name, value in settings.items() if name in taken})
+
     def every_operation(self, dtype: torch.dtype, shape: Shape, layout: str = "contiguous") -> None:
         """Run each operation once, with the last rank as root; `shape` has at least one dimension."""
-        root = self.group.size - 1
-        self.all_reduce(dtype, shape, layout=layout)
-        self.reduce(dtype, shape, dst=root, layout=layout)
-        self.broadcast(dtype, shape, root, layout)
-        self.all_gather(dtype, shape, len(shape) - 1, layout)
-        self.reduce_scatter(dtype, shape, dim=len(shape) - 1, layout=layout)
-        self.gather(dtype, shape, root, layout)
-        self.scatter(dtype, shape, root, layout)
+        for operation in (*WITH_SYMMETRIC, "gather", "scatter", "ring"):
+            self.run(operation, dtype, shape, root=self.group.size - 1, dim=len(shape) - 1, layout=layout)
         self.all_to_all([(dtype, shape)], layout)
-        self.ring(dtype, shape, layout)
+
+    def every_symmetric_operation(
+        self, dtype: torch.dtype, shape: Shape, op: ReduceOp = ReduceOp.SUM, which: int = 0
+    ) -> None:
+        """Run once each operation that has ways of its own for symmetric tensors.
+
+        `which` chooses the root and the dimension.
+        """
+        root, dim = which % self.group.size, which % max(1, len(shape))
+        for operation in WITH_SYMMETRIC[: 5 if shape else 4]:
+            self.run(operation, dtype, shape, op=op, root=root, dim=dim)
 
     def finish(self) -> None:
         """Wait for what is under way; raise if anything was wrong."""
@@ -313,17 +274,17 @@ class CollectiveChecks:
     def settle(self) -> None:
         """Wait for what is under way."""
         while self._under_way:
-            self._settle_oldest()
+            self._under_way.pop(0)()
 
     # ---- steps --------------------------------------------------------------------------------------------
 
     def _lay(self, source: Tensor, layout: str) -> Watched:
         """Put into memory what this rank gives to an operation that all ranks call with a tensor."""
-        return Laid(source, layout)
+        return Laid(source, layout) if self._put is None else self._put(source)
 
     def _case(self, operation: str, *options: object) -> str:
-        """Name the case; the values of the next one are different."""
-        self._seed += 1
+        """Name the case; the values of the next one may be different."""
+        self._seed += self._put is None
         return f"{operation}{options} {self._label}"
 
     def _of(self, rank: int, dtype: torch.dtype, shape: Shape) -> Tensor:
@@ -343,46 +304,57 @@ class CollectiveChecks:
             return [shape] * self.group.size
         return [(*shape[:dim], sizes[rank % len(sizes)], *shape[dim + 1 :]) for rank in range(self.group.size)]
 
-    def _later(self, returned: Any, compare: Callable[[Any], None]) -> None:
-        """Compare now, or when the operation is complete."""
-        if not self._asynchronous:
-            compare(returned)
-            return
-        self._under_way.append((returned, compare))
-        if len(self._under_way) > self.most_under_way:
-            self._settle_oldest()
+    def _start(
+        self,
+        case: str,
+        operation: Callable[..., Any],
+        given: Sequence[Watched],
+        written: Expected | Tensor | None = None,
+        returned: Any = None,
+    ) -> None:
+        """Run an operation and compare, now or when it is complete.
 
-    def _settle_oldest(self) -> None:
-        work, compare = self._under_way.pop(0)
-        compare(work.result())
+        Args:
+            case: Names it.
+            operation: Takes `async_op`.
+            given: The tensors that it is called with.
+            written: What it writes into them; None: nothing.
+            returned: What it returns; `...`: does not matter.
+        """
+        before = [each.tensor.clone() for each in given]
+        work = operation(async_op=self._asynchronous)
+
+        def compare() -> None:
+            self._compare_result(case, work.result() if self._asynchronous else work, returned, given)
+            for each, unchanged in zip(given, before, strict=True):
+                self._agree(case, each.tensor, unchanged if written is None else written)
+                self._expect(case, each.is_intact(), "changed memory around the tensor")
+                self._expect(case, written is None or each.autograd_knows(), "unseen by autograd")
+
+        self._under_way.append(compare)
+        if len(self._under_way) > (2 if self._asynchronous else 0):
+            self._under_way.pop(0)()
+
+    def _compare_result(self, case: str, got: Any, wanted: Any, given: Sequence[Watched]) -> None:
+        if isinstance(wanted, list):
+            self._expect(case, len(got) == len(wanted), f"returned {len(got)} tensors")
+            for one, other in zip(got, wanted, strict=False):
+                self._compare_result(case, one, other, given)
+        elif wanted is None or wanted is ...:
+            self._expect(case, got is None or wanted is ..., f"returned {got!r}")
+        else:
+            self._agree(case, got, wanted)
+            shared = any(got.numel() and got.data_ptr() == each.tensor.data_ptr() for each in given)
+            self._expect(case, not shared, "returned the memory of its input")
+            self._expect(case, got.is_contiguous(), "not contiguous")
+
+    def _agree(self, case: str, got: Tensor, wanted: Expected | Tensor) -> None:
+        if isinstance(wanted, Expected):
+            problem = wanted.difference(got)
+        else:
+            problem = None if same_bits(got, wanted) else f"got {got.dtype} {tuple(got.shape)} {got}, not {wanted}"
+        self._expect(case, problem is None, str(problem))
 
     def _expect(self, case: str, condition: bool, problem: str) -> None:
         if not condition:
             self.problems.append(f"{case}: {problem}")
-
-    def _written(self, case: str, laid: Watched, value: Any, expected: Expected) -> None:
-        self._expect(case, value is None, f"returned {value!r}")
-        self._close(case, laid.tensor, laid.tensor.dtype, expected)
-        self._expect(case, laid.is_intact(), "changed memory around the tensor")
-        self._expect(case, laid.autograd_knows(), "unseen by autograd")
-
-    def _unchanged(self, case: str, laid: Watched, own: Tensor) -> None:
-        self._expect(case, same_bits(laid.tensor, own), "changed what it was given")
-        self._expect(case, laid.is_intact(), "changed memory around the tensor")
-
-    def _copied(self, case: str, got: Tensor, wanted: Tensor, source: Tensor | None) -> None:
-        self._equal(case, got, wanted)
-        self._is_new(case, got, source)
-
-    def _close(self, case: str, got: Tensor, dtype: torch.dtype, expected: Expected) -> None:
-        difference = expected.difference(got) if got.dtype == dtype else f"dtype {got.dtype}"
-        self._expect(case, difference is None, str(difference))
-
-    def _equal(self, case: str, got: Tensor, wanted: Tensor) -> None:
-        if not same_bits(got, wanted):
-            self.problems.append(f"{case}: got {got.dtype} {tuple(got.shape)} {got}, expected {wanted}")
-
-    def _is_new(self, case: str, got: Tensor, source: Tensor | None) -> None:
-        shared = source is not None and got.numel() and got.data_ptr() == source.data_ptr()
-        self._expect(case, not shared, "returned the memory of its input")
-        self._expect(case, got.is_contiguous(), "not contiguous")

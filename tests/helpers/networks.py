@@ -1,7 +1,5 @@
 """Networks whose first values are the same on all mock ranks, whose threads share a generator of random numbers."""
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import torch

@@ -34,7 +34,7 @@ WIDE_SUM = {
 }
 """Dtypes whose reductions are made in a wider one and rounded once: 8 and 16 bits for each real number."""
 
-_UFUNCS = {
+UFUNCS = {
     ReduceOp.SUM: np.add,
     ReduceOp.AVERAGE: np.add,
     ReduceOp.PRODUCT: np.multiply,
@@ -83,13 +83,14 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
 class Expected:
     """A result and how far from it rounding may lead."""
 
+    dtype: torch.dtype
     value: np.ndarray
     tolerance: np.ndarray
 
     def difference(self, got: Tensor) -> str | None:
         """Say what is wrong with a result, if anything."""
-        if tuple(got.shape) != self.value.shape:
-            return f"shape {tuple(got.shape)}, expected {self.value.shape}"
+        if (got.dtype, tuple(got.shape)) != (self.dtype, self.value.shape):
+            return f"{got.dtype} {tuple(got.shape)}, expected {self.dtype} {self.value.shape}"
         away = np.asarray(to_numpy(got) != self.value)
         if self.tolerance.any():
             away = np.asarray(~(np.abs(to_numpy(got) - self.value) <= self.tolerance))
@@ -101,7 +102,7 @@ class Expected:
     def slice(self, parts: int, dim: int, index: int) -> Expected:
         """One of the parts that `torch.tensor_split` makes."""
         value, tolerance = (np.array_split(array, parts, dim)[index] for array in (self.value, self.tolerance))
-        return Expected(value, tolerance)
+        return Expected(self.dtype, value, tolerance)
 
 
 @functools.lru_cache(maxsize=512)
@@ -121,37 +122,34 @@ def reduced(
     parts = [to_numpy(values(dtype, shape, owner, seed)) for owner in owners]
     if dtype is torch.bool and op not in _BITWISE:
         combine = np.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else np.logical_and
-        return _exactly(functools.reduce(combine, parts))
+        return _exactly(dtype, functools.reduce(combine, parts))
     if not (dtype.is_floating_point or dtype.is_complex) or op in (ReduceOp.MIN, ReduceOp.MAX):
-        return _exactly(functools.reduce(_UFUNCS[op], parts))
+        return _exactly(dtype, functools.reduce(UFUNCS[op], parts))
     widest = {torch.float64: np.longdouble, torch.complex128: np.clongdouble}
     wide = [part.astype(widest.get(dtype, part.dtype)) for part in parts]
-    value = functools.reduce(_UFUNCS[op], wide)
-    magnitude = functools.reduce(_UFUNCS[op], [np.abs(part) for part in wide])
+    value = functools.reduce(UFUNCS[op], wide)
+    magnitude = functools.reduce(UFUNCS[op], [np.abs(part) for part in wide])
     if op is ReduceOp.AVERAGE:
         value, magnitude = value / len(parts), magnitude / len(parts)
-    tolerance = _rounding(dtype, len(parts), np.abs(value), magnitude)
-    if rounds_each_step and dtype in WIDE_SUM and len(parts) > 1:
-        tolerance = tolerance + len(parts) * _rounding_of_a_step(dtype, magnitude)
-    return Expected(np.asarray(value), np.asarray(tolerance))
+    tolerance = _rounding(dtype, len(parts), np.abs(value), magnitude, rounds_each_step)
+    return Expected(dtype, np.asarray(value), np.asarray(tolerance))
 
 
-def _exactly(value: np.ndarray) -> Expected:
-    return Expected(np.asarray(value), np.zeros((1,) * np.ndim(value)))
+def _exactly(dtype: torch.dtype, value: np.ndarray) -> Expected:
+    return Expected(dtype, np.asarray(value), np.zeros((1,) * np.ndim(value)))
 
 
-def _rounding(dtype: torch.dtype, count: int, size: np.ndarray, magnitude: np.ndarray) -> np.ndarray:
+def _rounding(
+    dtype: torch.dtype, count: int, size: np.ndarray, magnitude: np.ndarray, rounds_each_step: bool
+) -> np.ndarray:
     """How far rounding may lead: one unit in the last place for each step, or for the last step only."""
     info = torch.finfo(torch.float16 if dtype is torch.complex32 else dtype)
     steps = (2 * count + 1) * (2 if dtype.is_complex else 1)
-    if dtype in WIDE_SUM:
-        return info.eps * size + info.smallest_normal * info.eps + steps * 2.0**-23 * magnitude
-    return steps * info.eps * magnitude
-
-
-def _rounding_of_a_step(dtype: torch.dtype, magnitude: np.ndarray) -> np.ndarray:
-    info = torch.finfo(torch.float16 if dtype is torch.complex32 else dtype)
-    return info.eps * magnitude + info.smallest_normal * info.eps
+    if dtype not in WIDE_SUM:
+        return steps * info.eps * magnitude
+    tiny = info.smallest_normal * info.eps
+    at_each_step = count * (info.eps * magnitude + tiny) if rounds_each_step and count > 1 else 0.0
+    return info.eps * size + tiny + steps * 2.0**-23 * magnitude + at_each_step
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -1,7 +1,5 @@
 """Memory for large flat tensors."""
 
-from __future__ import annotations
-
 import torch
 
 from axonmpi.utils.memory import flat_zeros

@@ -1,11 +1,11 @@
 """Cutting by integers, against torch.tensor_split and against what the words promise."""
 
-from __future__ import annotations
-
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
+from helpers.compare import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,16 +31,22 @@ def test_pieces_are_those_of_tensor_split(total: int, parts: int) -> None:
 def test_split_is_exact_beyond_what_floats_and_int32_hold() -> None:
     total = 2**61 + 3
     sizes = split_sizes(total, 7)
-    assert sum(sizes) == total
-    assert max(sizes) - min(sizes) == 1
+    assert (sum(sizes), max(sizes) - min(sizes)) == (total, 1)
     assert split_bounds(total, 7)[-1] == (total - sizes[-1], total)
 
 
-@pytest.mark.parametrize("split", [split_sizes, split_bounds])
-@pytest.mark.parametrize(("total", "parts"), [(-1, 2), (4, 0), (4, -3)])
-def test_split_refuses_what_cannot_be_cut(split, total: int, parts: int) -> None:
-    with pytest.raises(ValueError, match=f"got total={total}, parts={parts}"):
-        split(total, parts)
+def test_what_cannot_be_cut_is_refused() -> None:
+    for total, parts in ((-1, 2), (4, 0), (4, -3)):
+        words = f"got total={total}, parts={parts}"
+        refused(
+            ValueError, (partial(split_sizes, total, parts), words), (partial(split_bounds, total, parts), words)
+        )
+    refused(
+        ValueError,
+        (lambda: bucket_by_size([1], 0), "at least 1, got 0"),
+        (lambda: bucket_by_size([1], -5), "at least 1, got -5"),
+        (lambda: bucket_by_size([1, -2], 5), "got -2 at position 1"),
+    )
 
 
 @EXAMPLES
@@ -66,14 +72,6 @@ def test_buckets_keep_the_order_and_are_as_full_as_can_be(sizes: list[int], capa
 )
 def test_buckets_of_five(sizes: list[int], expected: list[list[int]]) -> None:
     assert bucket_by_size(iter(sizes), 5) == expected
-
-
-def test_what_cannot_be_put_in_buckets_is_refused() -> None:
-    for capacity in (0, -5):
-        with pytest.raises(ValueError, match=f"at least 1, got {capacity}"):
-            bucket_by_size([1], capacity)
-    with pytest.raises(ValueError, match="got -2 at position 1"):
-        bucket_by_size([1, -2], 5)
 
 
 @EXAMPLES

@@ -1,14 +1,16 @@
 """The mock's own features: its log, ranks that fail, time limits, and being used by plain threads."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
+from helpers.compare import refused
 
 import axonmpi as ax
 from axonmpi import (
@@ -27,13 +29,8 @@ from axonmpi.testing import run_ranks
 # ---- the log ----------------------------------------------------------------------------------------------
 
 
-def alone() -> tuple[ProcessGroup, list[LoggedCall]]:
-    group = ProcessGroup.mock()
-    return group, group.backend.log
-
-
 def test_each_operation_is_one_entry() -> None:
-    group, log = alone()
+    log = (group := ProcessGroup.mock()).backend.log
     tensor = torch.ones(2, 3)
     group.all_reduce(tensor, ReduceOp.MAX)
     group.broadcast(tensor, 0)
@@ -62,7 +59,7 @@ def test_each_operation_is_one_entry() -> None:
 
 def test_gradients_are_reduced_by_dtype_and_in_buckets_of_25_mebibytes() -> None:
     """A single one is not copied into a bucket; no gradients are one empty reduction."""
-    group, log = alone()
+    log = (group := ProcessGroup.mock()).backend.log
     large = 20 * 2**20 // 4
     for sizes, shapes in (
         ([(number,) for number in range(1, 101)], [(5050,)]),
@@ -79,7 +76,7 @@ def test_gradients_are_reduced_by_dtype_and_in_buckets_of_25_mebibytes() -> None
 
 def test_a_log_keeps_the_latest_operations(monkeypatch) -> None:
     monkeypatch.setattr(mock, "MAX_LOGGED", 10)
-    group, log = alone()
+    log = (group := ProcessGroup.mock()).backend.log
     for number in range(1, 100):
         group.all_reduce(torch.ones(number))
         assert [entry.shape for entry in log] == [(n,) for n in range(number - len(log) + 1, number + 1)]
@@ -103,34 +100,26 @@ def test_entries_name_the_ranks_of_the_group() -> None:
 
 def test_a_rank_that_fails_releases_those_that_wait() -> None:
     backends = MockBackend.create_world(3)
-    caught: dict[int, BaseException] = {}
     waiting = threading.Barrier(3)
 
-    def rank(backend: MockBackend) -> None:
+    def wait(operation: Callable[[], None]) -> BaseException:
         waiting.wait()
-        try:
-            if backend.rank == 1:
-                backend.recv(torch.zeros(1), 2, tag=5)
-            else:
-                backend.all_reduce(torch.ones(2))
-        except RankFailedError as error:
-            caught[backend.rank] = error
+        with pytest.raises(RankFailedError, match=r"rank 2 failed while .*ValueError: no more memory") as caught:
+            operation()
+        return caught.value
 
-    threads = [threading.Thread(target=rank, args=(backend,)) for backend in backends[:2]]
-    for thread in threads:
-        thread.start()
-    waiting.wait()
     problem = ValueError("no more memory")
-    backends[2].fail(problem)
-    for thread in threads:
-        thread.join()
-    assert sorted(caught) == [0, 1]
-    for error in caught.values():
-        assert "rank 2 failed while" in str(error)
-        assert "ValueError: no more memory" in str(error)
-        assert error.__cause__ is problem
-    assert "all_reduce(float32 [2], SUM)" in str(caught[0])
-    assert "recv(tag=5)" in str(caught[1])
+    with ThreadPoolExecutor(2) as threads:
+        operations = (
+            partial(backends[0].all_reduce, torch.ones(2)),
+            partial(backends[1].recv, torch.zeros(1), 2, tag=5),
+        )
+        errors = threads.map(wait, operations)
+        waiting.wait()
+        backends[2].fail(problem)
+        for error, words in zip(errors, ("all_reduce(float32 [2], SUM)", "recv(tag=5)"), strict=True):
+            assert error.__cause__ is problem
+            assert words in str(error)
 
 
 def test_ranks_that_wait_later_are_released_too() -> None:
@@ -141,14 +130,13 @@ def test_ranks_that_wait_later_are_released_too() -> None:
     tensor = torch.zeros(1)
     backends[1].recv(tensor, 0)
     assert tensor.item() == 1
-    for operation in (
+    operations = (
         lambda: backends[1].barrier(),
         lambda: backends[1].recv(torch.zeros(1), 0),
         lambda: backends[1].barrier(async_op=True).wait(),
         lambda: backends[1].irecv(torch.zeros(1), 0).wait(),
-    ):
-        with pytest.raises(RankFailedError, match=r"rank 0 failed while .* KeyError: 'gone'"):
-            operation()
+    )
+    refused(RankFailedError, *((each, r"rank 0 failed while .* KeyError: 'gone'") for each in operations))
 
 
 def test_a_rank_that_was_released_meets_nobody_any_more() -> None:
@@ -165,40 +153,20 @@ def test_a_rank_that_was_released_meets_nobody_any_more() -> None:
         gathers[0].wait()
     gathers.append(gather(second))
     sums = [backend.all_reduce(tensor.clone(), async_op=True) for backend in (first, failed)]
-    for work in (*gathers[1:], *sums):
-        with pytest.raises(RankFailedError, match=r"rank 2 failed .*gone"):
-            work.wait()
+    refused(RankFailedError, *((work.wait, "rank 2 failed .*gone") for work in (*gathers[1:], *sums)))
 
 
-def test_a_failure_is_known_in_all_groups_and_by_the_number_in_the_world() -> None:
+def test_a_mistake_on_one_rank_releases_the_others_in_all_groups() -> None:
+    """And names the rank by its number in the world."""
+
     def body(world: World) -> str:
-        part = world.new_group([2, 1])
-        if world.rank == 1:
-            raise OSError("disk full")
-        if world.rank == 0:
-            return "outside"
-        part.barrier()
-        return "met"
+        part = world.new_group([1, 2])
+        tensor = torch.ones(2, device="meta" if world.rank == 1 else "cpu")
+        with pytest.raises(RankFailedError, match=r"rank 1 failed while all_reduce.* waited") as caught:
+            ax.all_reduce(tensor, group=part if world.rank else None)
+        return str(caught.value)
 
-    with pytest.raises(OSError, match="disk full"):
-        run_ranks(3, body)
-
-
-def test_a_mistake_on_one_rank_releases_the_others() -> None:
-    caught: dict[int, RankFailedError] = {}
-
-    def body(world: World) -> None:
-        tensor = torch.ones(2, device="meta") if world.rank == 1 else torch.ones(2)
-        try:
-            ax.all_reduce(tensor)
-        except RankFailedError as error:
-            caught[world.rank] = error
-            raise
-
-    with pytest.raises(ValueError, match="got one on meta"):
-        run_ranks(3, body)
-    assert sorted(caught) == [0, 2]
-    assert all("rank 1 failed while all_reduce(float32 [2], SUM) waited" in str(error) for error in caught.values())
+    refused(ValueError, (lambda: run_ranks(3, body), "got one on meta"))
 
 
 def test_the_first_failure_is_the_one_that_is_named() -> None:
@@ -206,24 +174,20 @@ def test_the_first_failure_is_the_one_that_is_named() -> None:
     backends[1].fail(KeyError("first"))
     backends[1].fail(KeyError("second"))
     backends[0].abort(3)
-    with pytest.raises(RankFailedError, match=r"rank 1 failed while .*first"):
-        backends[2].barrier()
+    refused(RankFailedError, (backends[2].barrier, r"rank 1 failed while .*first"))
 
 
 def test_ranks_that_have_left_are_named_by_their_numbers_in_the_world() -> None:
-    worlds = World.mock(4).peers
-    threads = [threading.Thread(target=world.new_group, args=([3, 1, 2],)) for world in worlds[:3]]
-    for thread in threads:
-        thread.start()
-    group = worlds[3].new_group([3, 1, 2])
-    for rank, thread in enumerate(threads):
-        thread.join()
-        worlds[rank].default_group.backend.leave()
-    with pytest.raises(CollectiveMismatchError, match=r"^barrier\(\) waits for ranks 1, 2, which have returned"):
-        group.barrier()
+    *worlds, last = World.mock(4).peers
+    with ThreadPoolExecutor(3) as threads:
+        made = threads.map(lambda world: world.new_group([3, 1, 2]), worlds)
+        group = last.new_group([3, 1, 2])
+        list(made)
+    for world in worlds:
+        world.default_group.backend.leave()
+    refused(CollectiveMismatchError, (group.barrier, r"^barrier\(\) waits for ranks 1, 2, which have returned"))
     worlds[1].fail(KeyError("gone"))  # says more than that rank 2 has returned
-    with pytest.raises(RankFailedError, match="rank 1 failed while"):
-        group.barrier()
+    refused(RankFailedError, (group.barrier, "rank 1 failed while"))
 
 
 # ---- time limits ------------------------------------------------------------------------------------------
@@ -231,24 +195,22 @@ def test_ranks_that_have_left_are_named_by_their_numbers_in_the_world() -> None:
 
 def test_a_rank_gives_up_after_the_time_limit_of_its_world() -> None:
     backends = MockBackend.create_world(3, timeout=0.05)
-    for operation, missing in (
+    refused(
+        CollectiveTimeoutError,
         (lambda: backends[1].all_reduce(torch.ones(2)), r"all_reduce\(float32 \[2\], SUM\) waited .* ranks 0, 2"),
         (lambda: backends[1].recv(torch.ones(2), 2, 7), r"recv\(tag=7\) waited 0\.05 s for rank 2"),
         (lambda: backends[1].barrier(async_op=True).wait(), r"barrier\(\) waited 0\.05 s for ranks 0, 2"),
-    ):
-        with pytest.raises(CollectiveTimeoutError, match=missing):
-            operation()
+    )
     backends[1].close()
 
 
 def test_the_limit_is_that_of_the_groups_too() -> None:
-    first, second = World.mock(2, timeout=0.05).peers
-    other = threading.Thread(target=second.new_group, args=([1, 0],))
-    other.start()
-    group = first.new_group([1, 0])
-    other.join()
-    with pytest.raises(CollectiveTimeoutError, match=r"waited 0\.05 s for rank 1"):
-        group.barrier()
+    first, second = World.mock(2).peers
+    with ThreadPoolExecutor(1) as other:
+        other.submit(second.new_group, [1, 0])
+        group = first.new_group([1, 0])
+    group.backend.rendezvous.world.timeout = 0.05
+    refused(CollectiveTimeoutError, (group.barrier, r"waited 0\.05 s for rank 1"))
 
 
 # ---- worlds -----------------------------------------------------------------------------------------------
@@ -279,14 +241,14 @@ def test_what_ranks_exchange_is_copied() -> None:
 
 
 def test_threads_end_with_their_group() -> None:
-    before = threading.active_count()
     world = World.mock(1)
-    part = world.new_group([0])
-    for group in (world.default_group, part):
+    before = set(threading.enumerate())
+    for group in (world.default_group, world.new_group([0])):
         group.all_reduce(torch.ones(1), async_op=True).wait()
-    assert threading.active_count() == before + 2
+    began = set(threading.enumerate()) - before
+    assert len(began) == 2
     world.close()
-    assert threading.active_count() == before
+    assert not any(thread.is_alive() for thread in began)
 
 
 def test_closed_groups_are_forgotten():
@@ -325,6 +287,6 @@ def test_a_message_waits_for_a_rank_that_is_slow_to_make_its_group() -> None:
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # so that ranks overtake each other at any place
     try:
-        assert run_ranks(2, exchange, timeout=20) == [list(range(1, 40, 2)), list(range(0, 40, 2))]
+        assert run_ranks(2, exchange) == [list(range(1, 40, 2)), list(range(0, 40, 2))]
     finally:
         sys.setswitchinterval(before)

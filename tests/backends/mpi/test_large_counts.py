@@ -1,6 +1,7 @@
 """More than 2^31 elements, for real: slow, and only where there is memory for it."""
 
-from __future__ import annotations
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +14,7 @@ NEEDED_BYTES = 12 << 30
 
 def available_bytes() -> int:
     """Memory that can be had without swapping."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        sizes = dict(line.split(":") for line in lines)
-    return int(sizes["MemAvailable"].split()[0]) * 1024
+    return int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
 
 
 @pytest.mark.slow
@@ -24,29 +23,31 @@ def available_bytes() -> int:
 def test_more_than_two_to_the_31_elements(group) -> None:
     if group.backend.name != "mpi":
         pytest.skip("counts are MPI's: needs an mpirun")
-    available = group.broadcast_object(available_bytes())
-    if available < NEEDED_BYTES:
-        pytest.skip(f"needs {NEEDED_BYTES >> 30} GiB of memory, there are {available >> 30}")
+    if group.broadcast_object(available_bytes()) < NEEDED_BYTES:
+        pytest.skip(f"needs {NEEDED_BYTES >> 30} GiB of memory")
     tensor = torch.zeros(COUNT, dtype=torch.int8)
     # Marks around every place where a 32-bit count could go wrong.
     places = [0, 1, 2**30 - 1, 2**30, 2**31 - 2, 2**31 - 1, 2**31, 2**31 + 1, COUNT - 1]
+
+    def marks() -> list[int]:
+        assert tensor.count_nonzero().item() == len(places)
+        return [tensor[place].item() for place in places]
+
+    expected = list(range(1, len(places) + 1))
     if group.rank == 0:
-        for mark, place in enumerate(places, start=1):
+        for mark, place in zip(expected, places, strict=True):
             tensor[place] = mark
     group.broadcast(tensor)
-    assert [tensor[place].item() for place in places] == list(range(1, len(places) + 1))
-    assert tensor.count_nonzero().item() == len(places)
+    assert marks() == expected
     if group.rank == 1:
         for place in places:
             tensor[place] += 10 if place % 2 else -20
     group.all_reduce(tensor, ReduceOp.MAX)
-    expected = [mark + (10 if place % 2 else 0) for mark, place in enumerate(places, start=1)]
-    assert [tensor[place].item() for place in places] == expected
-    assert tensor.count_nonzero().item() == len(places)
+    expected = [mark + (10 if place % 2 else 0) for mark, place in zip(expected, places, strict=True)]
+    assert marks() == expected
     # The same as one message, which goes in several pieces.
     if group.rank == 0:
         group.send(tensor, 1)
     else:
         group.recv(tensor.zero_(), 0)
-    assert [tensor[place].item() for place in places] == expected
-    assert tensor.count_nonzero().item() == len(places)
+    assert marks() == expected

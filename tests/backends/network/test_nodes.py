@@ -1,15 +1,9 @@
 """Where ranks and their blocks are between nodes, against plain loops over the ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
-import torch
-from helpers.numpy_reference import reductions
 
 from axonmpi.backends.network.nodes import Blocks, Nodes, split_array
-from axonmpi.backends.reduction import reduce_rows_into
-from axonmpi.types import ReduceOp
 from axonmpi.utils.partition import split_sizes
 
 PLACEMENTS = ([0, 0, 1, 1], [0, 1, 0, 1, 0], [0, 1, 2], [0, 1, 1, 1, 2, 2], [0] * 5 + [1] * 2 + [0, 2, 2])
@@ -58,34 +52,3 @@ def test_columns_of_blocks_are_those_of_each_rank(sizes) -> None:
         (3 * rank, 3 * rank + 3) for rank in range(len(sizes))
     ]
     assert split_array(sum(sizes), len(sizes)).tolist() == list(split_sizes(sum(sizes), len(sizes)))
-
-
-@pytest.mark.parametrize("op", list(ReduceOp))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.uint32, torch.bool], ids=str)
-@pytest.mark.parametrize("shape", [(3, 5), (100, 5), (100, 1)], ids=str)
-def test_many_rows_are_reduced_as_few(shape, dtype, op) -> None:
-    """In the order of the rows, where numpy alone would add a single column in pairs."""
-    if op not in reductions(dtype):
-        pytest.skip(f"{dtype} has no {op.name}")
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(shape, generator=generator) * 10.0 ** torch.randint(-3, 3, shape, generator=generator)
-    rows = (values > 0) if dtype is torch.bool else values.abs().to(dtype)
-    out = torch.empty(shape[1], dtype=dtype)
-    reduce_rows_into(rows, op, out)
-    wide = rows.float() if dtype is torch.bfloat16 else rows
-    functions = {
-        ReduceOp.PRODUCT: np.multiply,
-        ReduceOp.MIN: np.minimum,
-        ReduceOp.MAX: np.maximum,
-        ReduceOp.BAND: np.bitwise_and,
-        ReduceOp.BOR: np.bitwise_or,
-        ReduceOp.BXOR: np.bitwise_xor,
-    }
-    function = functions.get(op, np.add)
-    if dtype is torch.bool and op not in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR):
-        function = np.logical_or if op in (ReduceOp.SUM, ReduceOp.MAX) else np.logical_and
-    total = wide[0].numpy()
-    for row in wide[1:]:
-        total = function(total, row.numpy())
-    total = total / np.float32(len(rows)) if op is ReduceOp.AVERAGE else total
-    assert torch.equal(out, torch.from_numpy(total).to(dtype))

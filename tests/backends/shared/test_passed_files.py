@@ -1,7 +1,5 @@
 """The files that a large reduction passes are those that docs/architecture.md lists, in their order."""
 
-from __future__ import annotations
-
 import re
 import sys
 
@@ -23,10 +21,9 @@ def listed_files(heading: str) -> list[str]:
     files: list[str] = []
     for line in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE):
         first, *others = re.findall(r"`(.*?)`", line)
-        folder = first.rpartition("/")[0]
-        for name in (first, *others):
-            folder = folder if "/" not in name else name.rpartition("/")[0]
-            files.append(name if "/" in name or name == first else f"{folder}/{name}")
+        files.append(first)
+        for name in others:
+            files.append(name if "/" in name else f"{files[-1].rpartition('/')[0]}/{name}")
     return files
 
 
@@ -66,4 +63,3 @@ def test_a_large_reduction_passes_few_files(world, monkeypatch) -> None:
             passed, before_the_first_byte = passed_files(torch.ones(numel), group, first)
             assert passed == listed_files(heading)
             assert len(before_the_first_byte) <= MOST_BEFORE_THE_FIRST_BYTE
-    apart.close()

@@ -1,18 +1,14 @@
 """Symmetric memory of real ranks: whose it is, how long it lives, and what is remembered about tensors on it."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import math
 import os
-from pathlib import Path
+import random
 
 import pytest
 import torch
-from helpers.placements import REAL, agree_on_bits, is_shared, limits, shared_mappings
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers.placements import REAL, is_shared, limits, shared_mappings
 from torch import Tensor
 
 from axonmpi import ProcessGroup, ReduceOp, World
@@ -20,7 +16,6 @@ from axonmpi.backends.shared import segment as shared_memory
 from axonmpi.backends.shared.arena import FreeList
 from axonmpi.backends.shared.segment import Segment
 
-ON_RANKS = pytest.mark.ranks(2, 4)
 MIB = 1 << 20
 PAGE = 4096
 
@@ -44,22 +39,16 @@ def mapped() -> int:
 
 def held() -> int:
     """Bytes of memory in all files that ranks share and this one keeps open."""
-    files = [path for path in Path("/proc/self/fd").iterdir() if "memfd:axonmpi" in _target(path)]
+    with os.scandir("/proc/self/fd") as entries:
+        files = [entry.path for entry in entries if "memfd:axonmpi" in os.readlink(entry.path)]
     return sum(os.stat(path).st_blocks * 512 for path in files)
-
-
-def _target(link: Path) -> str:
-    try:
-        return os.readlink(link)
-    except OSError:  # it was the listing's own
-        return ""
 
 
 # ---- whose memory it is ---------------------------------------------------------------------------------------
 
 
 @REAL
-@ON_RANKS
+@pytest.mark.ranks(2)
 def test_tensors_lie_apart_whatever_their_sizes(world) -> None:
     """A large one begins on a huge page; what does not fit gets further memory."""
     group = group_of(world)
@@ -68,18 +57,15 @@ def test_tensors_lie_apart_whatever_their_sizes(world) -> None:
     group.barrier()
     assert (kept[3].data_ptr() - kept[0].data_ptr()) % (2 * MIB) == 0
     for number, tensor in enumerate(kept):
-        assert tensor.dtype is torch.uint8
         assert bool((tensor == 10 * world.rank + number).all())
-        assert tensor.data_ptr() % PAGE == 0
-
+        assert (tensor.dtype, tensor.data_ptr() % PAGE) == (torch.uint8, 0)
         group.all_reduce(tensor, ReduceOp.MAX)
         assert bool((tensor == 10 * (world.size - 1) + number).all())
     assert not is_shared(group.symmetric_empty((0, 4), torch.float32))
-    group.close()
 
 
 @REAL
-@ON_RANKS
+@pytest.mark.ranks(2, 4)
 def test_memory_is_used_again_when_every_rank_has_dropped_it(world) -> None:
     group = group_of(world)
     for holder in range(world.size):
@@ -100,15 +86,15 @@ def test_memory_is_used_again_when_every_rank_has_dropped_it(world) -> None:
     for number in range(60):
         tensor = allocated(group, (1 + number % 3) * 30_000, 1)
         group.all_reduce(tensor)  # no plan keeps it
+        assert bool(tensor.eq(world.size).all())
         places.add(tensor.data_ptr())
         del tensor
     assert len(places) < 10
     assert mapped() == before
-    group.close()
 
 
 @REAL
-@ON_RANKS
+@pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:no memory could be shared:RuntimeWarning")
 @pytest.mark.parametrize("common", [False, True], ids=["each", "common"])
 def test_what_only_some_ranks_got_is_given_back(world, monkeypatch, common) -> None:
@@ -133,11 +119,10 @@ def test_what_only_some_ranks_got_is_given_back(world, monkeypatch, common) -> N
     assert held() - before <= 4 * MIB * world.size  # huge pages, perhaps, on either side of the block
     assert bool(kept.eq(7).all())
     allocated(group, 8 * MIB, 1)
-    group.close()
 
 
 @REAL
-@ON_RANKS
+@pytest.mark.ranks(2)
 def test_kernels_that_do_not_populate(world, monkeypatch) -> None:
     """Such a kernel refuses the advice as invalid, as this one does with a number that means nothing."""
     monkeypatch.setattr(shared_memory, "_POPULATE_WRITE", 10_000)
@@ -145,14 +130,13 @@ def test_kernels_that_do_not_populate(world, monkeypatch) -> None:
     tensor = allocated(group, 3 * MIB, 1)
     group.all_reduce(tensor)
     assert bool((tensor == world.size).all())
-    group.close()
 
 
 # ---- how long it lives ----------------------------------------------------------------------------------------
 
 
 @REAL
-@ON_RANKS
+@pytest.mark.ranks(2)
 def test_tensors_outlive_their_group_and_nothing_else_does(world) -> None:
     """Without waiting for garbage to be collected."""
     gc.collect()
@@ -184,49 +168,40 @@ def test_tensors_outlive_their_group_and_nothing_else_does(world) -> None:
     assert after - before <= 3 * PAGE * world.size  # where the ranks met
 
 
-SIZE = 1 << 16
-requests = st.tuples(st.integers(1, SIZE // 4), st.sampled_from([1, 2, 64, 4096, 8192]), st.integers(0, 5))
-
-
-@settings(max_examples=40, derandomize=True, database=None)
-@given(steps=st.lists(requests, max_size=40))
-def test_free_ranges_never_overlap_and_join(steps) -> None:
+def test_free_ranges_never_overlap_and_join(seed) -> None:
     """In any order of taking and giving back, as found anew from what is in use."""
-    free, taken = FreeList(SIZE), {}
-
-    def gaps() -> list[tuple[int, int]]:
-        edges = [(0, 0), *sorted((start, start + size) for start, size in taken.items()), (SIZE, SIZE)]
-        return [(before[1], after[0]) for before, after in itertools.pairwise(edges)]
-
-    for size, alignment, which in steps:
-        start = free.take(size, alignment)
-        if start is None:
-            assert not any(-(-low // alignment) * alignment + size <= high for low, high in gaps())
-        else:
-            assert start % alignment == 0
-            assert any(low <= start <= start + size <= high for low, high in gaps())
-            taken[start] = size
-        if which < 3 and taken:
-            oldest = sorted(taken)[which % len(taken)]
-            free.give_back(oldest, taken.pop(oldest))
-        assert free.largest == max(high - low for low, high in gaps())
-    for start, size in taken.items():
-        free.give_back(start, size)
-    assert free.take(SIZE, 1) == 0
-    assert free.take(1, 1) is None
+    drawn, size = random.Random(seed), 1 << 16
+    for _ in range(40):
+        free, taken = FreeList(size), {}
+        for _ in range(40):
+            count, alignment = drawn.randint(1, size // 4), drawn.choice([1, 2, 64, 4096, 8192])
+            start = free.take(count, alignment)
+            edges = [(0, 0), *sorted((low, low + each) for low, each in taken.items()), (size, size)]
+            gaps = [(before[1], after[0]) for before, after in itertools.pairwise(edges)]
+            aligned = [-(-low // alignment) * alignment for low, high in gaps]
+            fitting = [begin for begin, (_, high) in zip(aligned, gaps, strict=True) if begin + count <= high]
+            assert start == min(fitting, default=None)
+            if start is not None:
+                taken[start] = count
+            if drawn.random() < 0.5 and taken:
+                oldest = drawn.choice(sorted(taken))
+                free.give_back(oldest, taken.pop(oldest))
+        for start, count in taken.items():
+            free.give_back(start, count)
+        assert free.largest == size
+        assert (free.take(size, 1), free.take(1, 1), free.largest) == (0, None, 0)
 
 
 # ---- what is remembered about tensors -------------------------------------------------------------------------
 
 
 @REAL
-@ON_RANKS
+@pytest.mark.ranks(2)
 def test_the_same_memory_seen_in_other_ways(world) -> None:
     """As other shapes, dtypes and strides, on all ranks or on one of them; and other tensors in its place."""
     group = group_of(world)
     size, side = world.size, math.isqrt(limits(world.size).direct // 4) + 8
-    whole = group.symmetric_empty((side, 2 * side), torch.float32)
-    flat = whole.view(-1)
+    flat = (whole := group.symmetric_empty((side, 2 * side), torch.float32)).view(-1)
     ways = (
         lambda: whole,
         lambda: flat,
@@ -241,20 +216,13 @@ def test_the_same_memory_seen_in_other_ways(world) -> None:
     for odd in (range(size), [size - 1], [0]):
         for make in ways:
             seen = make()
-            shape, dtype = seen.shape, seen.dtype
-            own = torch.arange(seen.numel()).view(shape).remainder(97).to(dtype)
-            tensor = seen if world.rank in odd else flat[: seen.numel()].view(dtype).view(shape)
+            own = torch.arange(seen.numel()).view_as(seen).remainder(97).to(seen.dtype)
+            tensor = seen if world.rank in odd else flat[: seen.numel()].view(seen.dtype).view(seen.shape)
             for _ in range(2):
                 tensor.copy_(own).add_(world.rank)
                 group.all_reduce(tensor)
                 assert torch.equal(tensor, own * size + sum(range(size)))
                 group.barrier()  # before anybody fills it anew
-    for turn in range(10):
-        tensor = group.symmetric_empty((side * side + turn % 3,), torch.float32).fill_(turn + world.rank)
-        group.all_reduce(tensor, ReduceOp.MAX)
-        assert bool((tensor == turn + size - 1).all())
-        del tensor
-    group.close()
 
 
 @REAL
@@ -273,36 +241,26 @@ def test_symmetric_tensors_of_overlapping_groups(world) -> None:
 
 
 @REAL
-@ON_RANKS
+@pytest.mark.ranks(2, 4)
 def test_ordinary_tensors_again_and_again(world) -> None:
-    """Many of them, and when the size of chunks changes in between; some lie where another one has lain."""
+    """Also when the size of chunks changes in between, and more kinds and places than are remembered."""
     group = group_of(world)
-    size, count = world.size, limits(world.size).medium // 2 + 5
-    tensors = [torch.empty(count, dtype=torch.int32) for _ in range(3)]
-    total = size * (size - 1) // 2
-    line = torch.arange(count, dtype=torch.int32)
+    total, line = sum(range(world.size)), torch.arange(limits(world.size).medium // 2 + 5, dtype=torch.int32)
     for piece_bytes in (1 << 20, 1 << 14, 3 << 15):
         group.backend.piece_bytes = piece_bytes
-        for repeat in range(3):
-            for number, tensor in enumerate(tensors):
-                tensor.copy_(line).add_(world.rank + number)
-                group.all_reduce(tensor)
-                assert torch.equal(tensor, line * size + total + number * size)
-                root = (repeat + number) % size
-                tensor.copy_(line).mul_(world.rank)
-                group.reduce(tensor, root)
-                assert torch.equal(tensor, line * (total if world.rank == root else world.rank))
-            tensors[repeat] = torch.empty(count, dtype=torch.int32)
-    for number in range(270):  # more kinds and places than are remembered
+        tensor = line + world.rank
+        for root in range(world.size):
+            group.all_reduce(tensor.copy_(line).add_(world.rank))
+            assert torch.equal(tensor, line * world.size + total)
+            group.reduce(tensor.copy_(line).mul_(world.rank), root)
+            assert torch.equal(tensor, line * (total if world.rank == root else world.rank))
+    for number in range(270):
         for reduce in (group.all_reduce, lambda tensor: group.reduce(tensor, 0)):
-            tensor = torch.full((1000 + number,), world.rank)
-            reduce(tensor)
+            reduce(tensor := torch.full((1000 + number,), world.rank))
             assert world.rank or bool((tensor == total).all())
-    assert agree_on_bits(group, tensors[0].fill_(1))
-    group.close()
 
 
-@ON_RANKS
+@pytest.mark.ranks(2, 4)
 def test_a_tensor_is_looked_at_anew(world) -> None:
     """Whichever plan serves: no memory is read that is not the tensor's, and autograd sees that it has changed."""
     group = world.new_group(range(world.size))
@@ -320,4 +278,3 @@ def test_a_tensor_is_looked_at_anew(world) -> None:
                 group.all_reduce(tensor)
             group.all_reduce(again := torch.ones(nbytes // 4))
             assert again.eq(world.size).all()
-    group.close()

@@ -1,15 +1,13 @@
 """Every operation on symmetric tensors, wherever in shared memory they lie on each rank, against numpy."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
 import torch
+from helpers.collective_checks import CollectiveChecks
 from helpers.numpy_reference import reductions
 from helpers.placements import PLACEMENTS, REAL, SMALL_PIECE_BYTES, Places, limits, places_in
 from helpers.settings import all_pairs
-from helpers.symmetric_checks import SymmetricChecks
 
 from axonmpi import ReduceOp
 from axonmpi.backends.reduction import DTYPES
@@ -24,13 +22,14 @@ def test_every_operation_wherever_the_tensors_lie(world) -> None:
     if group.backend.name == "mpi":
         group.backend.piece_bytes = SMALL_PIECE_BYTES
     direct = limits(world.size).direct
-    most = 5 * direct
     checks = {
-        (kind, way): SymmetricChecks(group, Places(group, kind, most, other), asynchronous=way)
+        (kind, way): CollectiveChecks(
+            group, asynchronous=way, label=kind, put=Places(group, kind, 5 * direct, other).put
+        )
         for kind in PLACEMENTS
         for way in (False, True)
     }
-    settings = all_pairs(
+    for setting in all_pairs(
         dtype=DTYPES,
         nbytes=(0, 1, 112, 113, direct, direct + 1, 3 * direct),
         rows=(0, 1, 7),
@@ -38,8 +37,7 @@ def test_every_operation_wherever_the_tensors_lie(world) -> None:
         op=range(5),
         asynchronous=(False, True),
         which=range(world.size),
-    )
-    for setting in settings:
+    ):
         dtype, rows = setting["dtype"], setting["rows"]
         count = -(-setting["nbytes"] // dtype.itemsize)
         shape = (rows, count // rows) if rows else (count,)
@@ -47,10 +45,7 @@ def test_every_operation_wherever_the_tensors_lie(world) -> None:
         each = checks[setting["kind"], setting["asynchronous"]]
         each.every_symmetric_operation(dtype, shape, ops[setting["op"] % len(ops)], setting["which"])
     for each in checks.values():
-        each.settle()
-    assert not [problem for each in checks.values() for problem in each.problems]
-    group.close()
-    other.close()
+        each.finish()
 
 
 @REAL
@@ -59,7 +54,7 @@ def test_every_operation_wherever_the_tensors_lie(world) -> None:
 def test_blocks_of_any_sizes_and_pieces_as_large_as_they_are(world, kind) -> None:
     edges = limits(world.size)
     with places_in(world, kind, 3 * edges.chunk + 64, piece_bytes=SMALL_PIECE_BYTES) as places:
-        checks = SymmetricChecks(places.group, places)
+        checks = CollectiveChecks(places.group, label=kind, put=places.put)
         # What fits into the first message (28 elements), what does not, nothing; in every combination.
         for sizes in itertools.product((0, 3, 28, 29, 1500), repeat=2):
             checks.all_gather(torch.float32, (1,), 0, sizes=sizes)
