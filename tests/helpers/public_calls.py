@@ -1,7 +1,5 @@
 """Every public callable of the package, with arguments for which a call of it is right."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil
