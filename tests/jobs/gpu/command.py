@@ -8,7 +8,7 @@ else is there decides what is checked, and what is not there is named with the c
 
     nccl4py          NCCL at one rank; without it the checks run on the GPU without communication
     NCCL 2.30        two and four ranks on one GPU (NCCL_MULTI_RANK_GPU_ENABLE=1)
-    mpi4py, mpirun   ranks by MPI; without it two and four ranks meet over a file, for what needs no CPUs
+    mpi4py, mpirun   ranks by MPI; without it two and four ranks check what needs no CPUs
     tyro             `axonmpi train --device cuda`; the trainer itself needs none
 
 Where wheels are missing and there is no network, bring them in a folder (say nccl4py, cuda-core, cuda-bindings,
@@ -27,6 +27,7 @@ when all is skipped. `--device cpu` makes the checks of one and two ranks on the
 """
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -109,7 +110,7 @@ def parts_for(machine: Machine, device: str) -> list[Part]:
             parts.append(Part(f"{ranks} ranks on a GPU", "mpi+nccl", 150, ranks=ranks, reason=sharing))
         else:
             why = sharing or f"needs MPI: {first_line(machine.get('mpirun_missing', ''))}"
-            parts.append(Part(f"{ranks} ranks on a GPU", "file", 90, NO_CPUS_NEEDED, ranks, sharing))
+            parts.append(Part(f"{ranks} ranks on a GPU", "nccl", 90, NO_CPUS_NEEDED, ranks, sharing))
             parts.append(Part(f"{ranks} ranks on a GPU, by MPI", "mpi+nccl", 150, ABOVE, ranks, why))
     return parts
 
@@ -167,9 +168,10 @@ class Runner:
             try:
                 problem = f"exit code {process.wait(limit)}"
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-                process.wait()
                 problem = "took too long, and was ended"
+            with contextlib.suppress(ProcessLookupError):  # there may be ranks left that it has started
+                os.killpg(process.pid, 9)
+            process.wait()
             output.seek(0)
             printed = output.read()
         if process.returncode == 0:
@@ -198,13 +200,13 @@ def run_part(part: Part, runner: Runner, machine: Machine, report: Report) -> No
     out = runner.folder / f"{part.name.replace(' ', '-').replace(',', '')}.jsonl"
     command = [*PART, part.way, "--out", str(out), "--only", *part.only]
     variables = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if part.ranks > 1 else {}
-    if part.way == "file":
-        command += ["--ranks", str(part.ranks), "--id", str(out.with_suffix(".id"))]
-    elif part.ranks > 1:
+    if part.way.startswith("mpi"):
         from axonmpi.testing.mpirun import mpirun_command
 
         launcher, more = mpirun_command(Path(machine["mpirun"]), part.ranks)
         command, variables = [*launcher, *command], variables | more
+    else:
+        command += ["--ranks", str(part.ranks)]
     problem, _ = runner.run(command, part.seconds, **variables)
     if problem == TIME_IS_UP:
         report.add(part.name, "skipped", problem)

@@ -53,8 +53,8 @@ def test_parts_for_what_a_machine_has() -> None:
     too_old = ("mpi+nccl", "several ranks on one GPU need NCCL 2.30 or newer, not 2.28.9")
     assert chosen(nccl=[2, 28, 9]) == {**alone, two: too_old, four: too_old}
     no_mpi = ("mpi+nccl", "needs MPI: mpi4py is not installed.")
-    by_file = {two: ("file", ""), f"{two}, by MPI": no_mpi, four: ("file", ""), f"{four}, by MPI": no_mpi}
-    assert chosen(mpirun=None, mpirun_missing="mpi4py is not installed.\nMore") == {**alone, **by_file}
+    by_nccl = {two: ("nccl", ""), f"{two}, by MPI": no_mpi, four: ("nccl", ""), f"{four}, by MPI": no_mpi}
+    assert chosen(mpirun=None, mpirun_missing="mpi4py is not installed.\nMore") == {**alone, **by_nccl}
     without_nccl = chosen(nccl=None, nccl_missing="nccl4py cannot be imported\nInstall it")
     assert without_nccl.pop("1 rank, without NCCL") == ("no nccl", "")
     assert {reason for _, reason in without_nccl.values()} == {"nccl4py cannot be imported"}
@@ -74,8 +74,9 @@ def test_checks_are_reported_with_what_they_came_to(runner: Runner) -> None:
     assert outcomes_of(part, runner) == [("here: ordering/waiting", "passed", "")]
 
 
+@pytest.mark.slow
 @WITHOUT_GPU
-@pytest.mark.parametrize(("way", "ranks"), [("nccl+host", 1), pytest.param("file", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("way", "ranks"), [("nccl+host", 1), ("nccl", 2)])
 def test_ranks_that_cannot_connect_say_why(runner: Runner, way: str, ranks: int) -> None:
     ((name, outcome, reason),) = outcomes_of(Part("there", way, limit(20), ranks=ranks), runner)
     assert (name, outcome) == ("there: start or end", "failed")
@@ -90,6 +91,11 @@ def test_a_process_that_ends_early_names_the_check(tmp_path: Path) -> None:
     outcomes = [(check["name"], check["outcome"]) for check in report.checks]
     assert outcomes == [("part: first", "passed"), ("part: second", "failed")]
     assert report.figures == {"part": {"speed": 2}}
+
+
+def test_a_command_that_fails_says_why(runner: Runner) -> None:
+    problem, printed = runner.run(["sh", "-c", "echo first; echo last; exit 3"], limit(10))
+    assert (problem, printed) == ("exit code 3: last\nfirst\nlast\n", "first\nlast\n")
 
 
 def test_what_takes_too_long_is_ended_with_all_it_started(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,14 @@
 """One process of `tests/jobs/run gpu`: makes a world in one of several ways, and makes checks in it, one by one.
 
     python -m jobs.gpu.on_gpu.part --describe
-    python -m jobs.gpu.on_gpu.part WAY --out FILE [--only PREFIX ...] [--ranks N --id FILE]
+    python -m jobs.gpu.on_gpu.part WAY --out FILE [--only PREFIX ...] [--ranks N]
 
 What each check came to is a line of JSON in the file, written when the check ends, so that a process that dies
 leaves behind what it knew. WAY says how ranks are connected:
 
-    nccl          one rank, without a backend for its CPU
+    nccl          ranks without a backend for their CPUs; this process starts the others
     nccl+host     one rank with its CPU
     no nccl       one rank, on a GPU without NCCL
-    file          several ranks that this process starts; rank 0 writes the id into a file
     mpi+nccl      ranks of an mpirun with GPUs
     mpi, cpu      ranks of an mpirun, or one, without GPUs
 """
@@ -31,12 +30,10 @@ import torch
 import axonmpi as ax
 from axonmpi.backends import LocalBackend
 from axonmpi.launch.topology import Topology
-from axonmpi.utils.waiting import network_backoff, wait_until
 
 from . import Check, Figures, NotHereError, conformance, cost, ordering, parallelisms, training
 
 CHECKS = [*conformance.CHECKS, *ordering.CHECKS, *parallelisms.CHECKS, *training.CHECKS, *cost.CHECKS]
-_ID_SECONDS = 60.0
 _PACKAGES = ("axonmpi", "nccl4py", "cuda-core", "cuda-bindings", "mpi4py", "tyro")
 _BACKENDS = {"mpi+nccl": "nccl", "mpi": "mpi", "cpu": "mock"}
 _TRACE_LINES = 12
@@ -55,22 +52,8 @@ def make_world(options: argparse.Namespace) -> ax.World:
     elif options.way == "nccl+host":
         backend = ax.NcclBackend.over(LocalBackend(), 0)
     else:
-        unique_id = unique_id_in(options.id, options.rank) if options.id else ax.NcclBackend.generate_unique_id()
-        backend = ax.NcclBackend.init_from_unique_id(unique_id, options.rank, options.ranks, 0)
+        backend = ax.NcclBackend.init_from_unique_id(bytes.fromhex(options.id), options.rank, options.ranks, 0)
     return ax.World(backend, Topology.of([0] * options.ranks, options.rank))
-
-
-def unique_id_in(file: Path, rank: int) -> bytes:
-    """Write an id into a file on rank 0, and read it on the others."""
-    if rank == 0:
-        content = bytes(ax.NcclBackend.generate_unique_id())
-        being_written = file.with_suffix(".tmp")
-        being_written.write_bytes(content)
-        being_written.rename(file)
-        return content
-    if not wait_until(file.exists, network_backoff(), _ID_SECONDS):
-        raise TimeoutError(f"rank {rank}: rank 0 has written no id into {file} within {_ID_SECONDS:g} s")
-    return file.read_bytes()
 
 
 # ---- checks -----------------------------------------------------------------------------------------------------
@@ -100,14 +83,16 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[""])
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--id", type=Path)
+    parser.add_argument("--id", help="of the communicator, in hexadecimal; made on rank 0 if not given")
     options = parser.parse_args()
     if options.describe:
         print(json.dumps(described()))
         return 0
-    others = range(options.rank + 1, options.ranks if options.rank == 0 else 0)
-    command = [sys.executable, "-m", "jobs.gpu.on_gpu.part", *sys.argv[1:], "--rank"]
-    started = [subprocess.Popen([*command, str(rank)]) for rank in others]
+    started = []
+    if options.way == "nccl" and not options.id:
+        options.id = bytes(ax.NcclBackend.generate_unique_id()).hex()
+        command = [sys.executable, "-m", "jobs.gpu.on_gpu.part", *sys.argv[1:], "--id", options.id, "--rank"]
+        started = [subprocess.Popen([*command, str(rank)]) for rank in range(1, options.ranks)]
     world = make_world(options)
     chosen = [check for check in CHECKS if check.name.startswith(tuple(options.only))]
     with open(options.out if world.is_main else os.devnull, "a", buffering=1) as out, world.activate():
