@@ -45,6 +45,7 @@ def test_blocking_messages_pass_around(group) -> None:
 
 
 @pytest.mark.ranks(2, 4)
+@pytest.mark.not_over_double("a message goes before the collectives called after it")
 def test_messages_meet_neither_those_of_other_groups_nor_collectives(world) -> None:
     """The same tag between the same ranks in two groups, received in the other order, after collectives."""
     groups = [world.new_group(range(world.size)) for _ in range(2)]
@@ -62,6 +63,7 @@ def test_messages_meet_neither_those_of_other_groups_nor_collectives(world) -> N
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.not_over_double("NCCL does not know the sizes of messages")
 def test_a_message_of_another_size_is_an_error_and_does_not_spoil_the_next(world) -> None:
     """Also where it goes in several pieces, and both sizes are multiples of the largest."""
     for piece in (7, 64, None):
@@ -81,6 +83,7 @@ def test_a_message_of_another_size_is_an_error_and_does_not_spoil_the_next(world
             work.wait()
 
 
+@pytest.mark.not_over_double("NCCL does not know the sizes of messages")
 def test_a_message_of_another_size_for_a_posted_receive(group) -> None:
     """Small ones: Open MPI 5.0.11 writes all of a large one into a posted buffer that is too small for it."""
     before, after = neighbours(group)
@@ -95,6 +98,7 @@ def test_a_message_of_another_size_for_a_posted_receive(group) -> None:
         assert_messages_pass(group)
 
 
+@pytest.mark.not_over_double("NCCL has no tags")
 def test_done_becomes_true_without_waiting(group) -> None:
     before, after = neighbours(group)
     received = torch.zeros(2, 2).t()
@@ -109,6 +113,7 @@ def test_done_becomes_true_without_waiting(group) -> None:
     assert sending.result() is None
 
 
+@pytest.mark.not_over_double("NCCL has no tags")
 def test_the_memory_of_a_message_lives_as_long_as_it_is_needed(group) -> None:
     """Nobody keeps the Work, nor the tensor that is sent or received into."""
     before, after = neighbours(group)
@@ -139,6 +144,7 @@ plans = st.lists(
 @given(
     plan=plans, order=st.randoms(use_true_random=False).map(lambda random: random.random()), posted=st.booleans()
 )
+@pytest.mark.not_over_double("NCCL has no tags")
 def test_any_plan_of_messages(group, plan: list[tuple[int, int, int]], order: float, posted: bool) -> None:
     """Receives are made in any order of sources and tags; each channel keeps its own order. Also to oneself."""
     size, rank = group.size, group.rank

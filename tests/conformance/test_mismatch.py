@@ -12,7 +12,7 @@ from helpers.collective_checks import CollectiveChecks
 import axonmpi as ax
 from axonmpi import CollectiveMismatchError, ProcessGroup, ReduceOp
 
-pytestmark = pytest.mark.ranks(2, 4)
+pytestmark = [pytest.mark.ranks(2, 4), pytest.mark.compares_calls]
 
 Call = Callable[[ProcessGroup], object]
 

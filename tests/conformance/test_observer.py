@@ -44,6 +44,7 @@ def around(operation: str, nbytes: int) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.ranks(1, 2, 4)
+@pytest.mark.not_over_double("sizes that receivers ask for are observed, too")
 def test_blocking_operations_and_messages(world) -> None:
     group, recorder = observed(world)
     tensor = torch.ones(4)
@@ -70,6 +71,7 @@ def test_blocking_operations_and_messages(world) -> None:
 
 
 @pytest.mark.ranks(2, 4)
+@pytest.mark.not_over_double("no other thread runs asynchronous operations")
 def test_asynchronous_operations_and_waiting(world) -> None:
     """The operation is observed on the thread that runs it, waiting on the thread that waits, while it lasts."""
     group, recorder = observed(world)
@@ -93,6 +95,7 @@ def test_asynchronous_operations_and_waiting(world) -> None:
     assert recorder.take() == []
 
 
+@pytest.mark.not_over_double("comparing the calls, which fails, is observed")
 def test_an_operation_that_fails_is_left(world) -> None:
     group, recorder = observed(world)
     with pytest.raises(ax.CollectiveMismatchError):
