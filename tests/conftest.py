@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.doubled_worlds import compares_calls, doubled, not_over_double
+from helpers.doubled_worlds import doubled
 from helpers.nodes import Nodes
 from hypothesis import settings
 
@@ -26,6 +26,7 @@ settings.register_profile("no deadline", deadline=None)  # an example takes as l
 settings.load_profile("no deadline")
 
 ABOVE_THE_BACKENDS = (
+    *("backends/nccl/test_carriers", "backends/nccl/test_double", "backends/nccl/test_stream_order"),
     *("collectives/", "ddp/", "fsdp/", "groups/", "jobs/gpu/", "jobs/soak/", "others/original/", "pipeline/"),
     *("tensor/", "test_comm", "test_data", "test_habits", "test_public_calls", "test_wrong_types", "train/"),
     "wrapping/",
@@ -180,13 +181,14 @@ def _short_collections() -> None:
 
 @pytest.fixture(autouse=True)
 def _over_double(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """With `--over-double`, give mock ranks pretended GPUs."""
-    if not request.config.getoption("--over-double"):
+    """With `--over-double`, or its marker, give mock ranks pretended GPUs."""
+    marker = request.node.get_closest_marker
+    if not request.config.getoption("--over-double") and marker("over_double") is None:
         yield
         return
-    if reason := not_over_double(request.node):
-        pytest.skip(reason)
-    if compares_calls(request.node):
+    if (refusal := marker("not_over_double")) is not None:
+        pytest.skip(*refusal.args)
+    if marker("compares_calls") is not None:
         monkeypatch.setenv("AXONMPI_DEBUG", "1")
-    with doubled():
+    with doubled(request.getfixturevalue("seed")):
         yield

@@ -1,11 +1,11 @@
 """What people write out of habit: names in place of enums, time spans, other libraries' calls."""
 
-from __future__ import annotations
-
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
+from helpers.compare import refused
 from torch import nn
 
 import axonmpi as ax
@@ -43,25 +43,26 @@ def test_names_serve_for_enums(world) -> None:
 
 @pytest.mark.ranks(2)
 def test_other_names_are_answered_with_those_there_are(world) -> None:
-    refusals = {
-        "sync_strategy: .*SYNCHRONOUS, OVERLAPPED, NO_SYNC, got 'none'": lambda: ax.DDP(
-            nn.Linear(2, 2), sync_strategy="none"
+    t = torch.ones(2)
+    refused(
+        (TypeError, ValueError),
+        (
+            lambda: ax.DDP(nn.Linear(2, 2), sync_strategy="none"),
+            "sync_strategy: .*SYNCHRONOUS, OVERLAPPED, NO_SYNC, got 'none'",
         ),
-        "strategy: .*SYNCHRONOUS, OVERLAPPED, NO_SYNC, got 'none'": lambda: ax.GradientSynchronizer("none"),
-        r"sharding_strategy: .*FULL_SHARD \('full'\), SHARD_GRAD_OP \('grad'\).* got 'zero3'": lambda: ax.FSDP(
-            nn.Linear(2, 2), sharding_strategy="zero3"
+        (lambda: ax.GradientSynchronizer("none"), "strategy: .*SYNCHRONOUS, OVERLAPPED, NO_SYNC, got 'none'"),
+        (
+            lambda: ax.FSDP(nn.Linear(2, 2), sharding_strategy="zero3"),
+            r"sharding_strategy: .*FULL_SHARD \('full'\), SHARD_GRAD_OP \('grad'\).* got 'zero3'",
         ),
-        "cpu_offload: .*NONE, PARAMS, FULL, got 'all'": lambda: ax.FSDP(nn.Linear(2, 2), cpu_offload="all"),
-        r"schedule: .*GPIPE, ONE_F_ONE_B \('1f1b'\).* got 'pipedream'": lambda: ax.Pipeline.from_modules(
-            [nn.Linear(2, 2) for _ in range(world.size)], schedule="pipedream"
+        (lambda: ax.FSDP(nn.Linear(2, 2), cpu_offload="all"), "cpu_offload: .*NONE, PARAMS, FULL, got 'all'"),
+        (
+            lambda: ax.Pipeline.from_modules([nn.Linear(2, 2)] * world.size, schedule="pipedream"),
+            r"schedule: .*GPIPE, ONE_F_ONE_B \('1f1b'\).* got 'pipedream'",
         ),
-        "op: .*SUM, PRODUCT, MIN, MAX, AVERAGE, .*, got 'total'": lambda: ax.all_reduce(torch.ones(2), "total"),
-    }
-    for words, call in refusals.items():
-        with pytest.raises(ValueError, match=words):
-            call()
-    with pytest.raises(TypeError, match=r"op: .*SUM, PRODUCT, MIN, MAX, AVERAGE, BAND, BOR, BXOR, got 0"):
-        ax.all_reduce(torch.ones(2), 0)
+        (lambda: ax.all_reduce(t, "total"), "op: .*SUM, PRODUCT, MIN, MAX, AVERAGE, .*, got 'total'"),
+        (lambda: ax.all_reduce(t, 0), "op: .*SUM, PRODUCT, MIN, MAX, AVERAGE, BAND, BOR, BXOR, got 0"),
+    )
     ax.barrier()
 
 
@@ -71,16 +72,17 @@ def test_other_names_are_answered_with_those_there_are(world) -> None:
 def test_spans_of_time_serve_for_seconds() -> None:
     """Those of `Work.wait` are tested with asynchronous operations."""
     ax.World.init("mock", timeout=timedelta(minutes=2)).close()
-    worlds = ax.World.mock(2, timeout=timedelta(milliseconds=30)).peers
-    with pytest.raises(CollectiveTimeoutError, match=r"0\.03 s"):
-        worlds[0].default_group.barrier()
+    first = ax.World.mock(2, timeout=timedelta(milliseconds=30))
+    refused(CollectiveTimeoutError, (first.default_group.barrier, r"0\.03 s"))
+
+    def receive(world: ax.World) -> None:
+        ax.recv(torch.ones(1), 1 - world.rank)
+
     with pytest.raises(CollectiveTimeoutError, match=r"within 0\.2 s"):
-        ax.testing.run_ranks(
-            2, lambda world: ax.recv(torch.ones(1), 1 - world.rank), timeout=timedelta(seconds=0.2)
-        )
-    for wrong in (timedelta(0), timedelta(seconds=-1), "1s", True):
-        with pytest.raises(ValueError, match="timeout: expected a positive number of seconds, a timedelta or"):
-            ax.World.init("mock", timeout=wrong)
+        ax.testing.run_ranks(2, receive, timeout=timedelta(seconds=0.2))
+    message = "timeout: expected a positive number of seconds, a timedelta or"
+    wrong = (timedelta(0), timedelta(seconds=-1), "1s", True)
+    refused(ValueError, *((partial(ax.World.init, "mock", timeout=timeout), message) for timeout in wrong))
 
 
 # ---- calls of other libraries ----
@@ -90,35 +92,33 @@ def test_spans_of_time_serve_for_seconds() -> None:
 @pytest.mark.ranks(2, 4)
 def test_messages_send_people_on(world) -> None:
     t, group = torch.ones(2, 2), world.default_group
-    refusals = {
-        r"group: .* got int; broadcast_from\(t, src\)": lambda: ax.broadcast(t, 0),
-        "op: .* name the group, as group=": lambda: ax.all_reduce(t, group),
-        r"group: .* got int; .*the dimension is named, as dim=": lambda: ax.all_gather(t, 1),
-        r"group: .* got ReduceOp; .* as dim=": lambda: ax.reduce_scatter_sum(t, ax.ReduceOp.SUM),
-        "group: .* got int; the tag is named, as tag=": lambda: ax.isend(t, 0, 7),
-        "group: .* got World; its group of all ranks is its default_group": lambda: ax.barrier(world),
-        "group: .* got Tensor; the result is returned": lambda: ax.all_gather([t, t], t),
-        "expected a torch.Tensor, got list; .* results are returned": lambda: ax.all_gather([t, t]),
-        "dst: .* name the group, as group=": lambda: ax.gather_tensor(t, group),
-        "async_op: expected True or False.*": lambda: group.all_reduce(t, ax.ReduceOp.SUM, group),
-        "dim: .* name the group, as group=": lambda: group.all_gather(t, group),
-    }
-    for words, call in refusals.items():
-        with pytest.raises(TypeError, match=words):
-            call()
-    for flag in (0, 1, None, "yes"):
-        with pytest.raises(TypeError, match="async_op: expected True or False"):
-            ax.all_reduce(t, async_op=flag)
     ax.all_reduce(t)  # a plan for it is kept, which has to ask for the flag as well
-    with pytest.raises(TypeError, match="async_op: expected True or False"):
-        ax.all_reduce(t, async_op=0)
+    refused(
+        TypeError,
+        (lambda: ax.broadcast(t, 0), r"group: .* got int; broadcast_from\(t, src\)"),
+        (lambda: ax.all_reduce(t, group), "op: .* name the group, as group="),
+        (lambda: ax.all_gather(t, 1), r"group: .* got int; .*the dimension is named, as dim="),
+        (lambda: ax.reduce_scatter_sum(t, ax.ReduceOp.SUM), r"group: .* got ReduceOp; .* as dim="),
+        (lambda: ax.isend(t, 0, 7), "group: .* got int; the tag is named, as tag="),
+        (lambda: ax.barrier(world), "group: .* got World; its group of all ranks is its default_group"),
+        (lambda: ax.all_gather([t, t], t), "group: .* got Tensor; the result is returned"),
+        (lambda: ax.all_gather([t, t]), "expected a torch.Tensor, got list; .* results are returned"),
+        (lambda: ax.gather_tensor(t, group), "dst: .* name the group, as group="),
+        (lambda: group.all_reduce(t, ax.ReduceOp.SUM, group), "async_op: expected True or False.*"),
+        (lambda: group.all_gather(t, group), "dim: .* name the group, as group="),
+        *(
+            (partial(ax.all_reduce, each, async_op=flag), "async_op: expected True or False")
+            for flag in (0, 1, None, "yes")
+            for each in (t, torch.ones(5))
+        ),
+    )
     ax.barrier()
 
 
 def test_backends_that_are_missing() -> None:
+    expected = "backend: expected one of .*'nccl'.*"
     for name, words in (("cuda", "got 'cuda'$"), ("gloo", "sent by 'mpi'"), ("ucc", "got 'ucc'$")):
-        with pytest.raises(ValueError, match=f"backend: expected one of .*'nccl'.*{words}"):
-            ax.World.init(name)
+        refused(ValueError, (partial(ax.World.init, name), expected + words))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -126,25 +126,21 @@ def test_backends_that_are_missing() -> None:
 def test_nccl_without_a_gpu_says_what_to_do(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     alone = Started(None, Topology.of([0], 0), None, 1, "one rank without MPI")
     monkeypatch.setattr(world_module.runtime, "start_world", lambda *_, **__: alone)
-    with pytest.raises(
-        ax.NcclError, match=r"(?s)no GPU: .*\nInstall a torch with CUDA, ask for GPUs .*'mpi'.* CPU"
-    ):
-        ax.World.init(name)
+    message = r"(?s)no GPU: .*\nInstall a torch with CUDA, ask for GPUs .*'mpi'.* CPU"
+    refused(ax.NcclError, (partial(ax.World.init, name), message))
 
 
 @pytest.mark.ranks(2)
 def test_wrong_dimensions(world) -> None:
     """As torch an IndexError; as every mistake in a call a ValueError."""
-    t = torch.ones(2, 2)
-    for call in (
-        lambda: ax.all_gather(t, dim=2),
-        lambda: ax.reduce_scatter_sum(t, dim=-3),
-        lambda: ax.autograd.scatter(t, dim=5),
-        lambda: ax.autograd.all_to_all(t, split_dim=0, concat_dim=2),
-        lambda: ax.tensor.join_sequence(t, dim=2),
-    ):
-        with pytest.raises(DimensionError, match="dim: expected -2 to 1 for a tensor of 2 dimensions, got"):
-            call()
-    assert issubclass(DimensionError, ValueError)
-    assert issubclass(DimensionError, IndexError)
+    t, message = torch.ones(2, 2), "dim: expected -2 to 1 for a tensor of 2 dimensions, got"
+    refused(
+        DimensionError,
+        (lambda: ax.all_gather(t, dim=2), message),
+        (lambda: ax.reduce_scatter_sum(t, dim=-3), message),
+        (lambda: ax.autograd.scatter(t, dim=5), message),
+        (lambda: ax.autograd.all_to_all(t, split_dim=0, concat_dim=2), message),
+        (lambda: ax.tensor.join_sequence(t, dim=2), message),
+    )
+    assert {ValueError, IndexError} <= set(DimensionError.__mro__)
     ax.barrier()

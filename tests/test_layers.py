@@ -1,17 +1,16 @@
 """The packages' order, read from their imports: a file imports from packages before its own, or from its own."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from helpers.limits import limit
 
 import axonmpi
 
@@ -66,61 +65,47 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-SOURCES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+SOURCES = {module_name(path): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
+PACKAGES = {module_name(path) for path in ROOT.rglob("__init__.py")}
+TREES = {module: ast.parse(source) for module, source in SOURCES.items()}
 
 
-@dataclass(frozen=True)
-class Import:
-    """One imported module of any package: its full name, and where and how it is imported."""
-
-    target: str
-    line: int
-    at_start: bool
-    """Whether it runs when the file is imported, rather than in a function."""
-    for_types: bool
-    """Whether it is for type checkers only."""
-
-
-def imports_of(source: str, module: str, is_package: bool = False) -> Iterator[Import]:
-    """All imports of a file."""
-    package = ["axonmpi", *filter(None, module.split("."))]
-    yield from _imports(ast.parse(source), package if is_package else package[:-1], at_start=True, for_types=False)
+def nodes_of(node: ast.AST, at_start: bool = False) -> Iterator[ast.AST]:
+    """Yield the code of a file, or only what runs when the file is imported, and not in functions."""
+    for child in ast.iter_child_nodes(node):
+        is_for_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        if not at_start or not (
+            is_for_types or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        ):
+            yield child
+            yield from nodes_of(child, at_start)
 
 
-def _imports(node: ast.AST, package: list[str], at_start: bool, for_types: bool) -> Iterator[Import]:
-    if isinstance(node, ast.Import):
-        for alias in node.names:
-            yield Import(alias.name, node.lineno, at_start, for_types)
-    elif isinstance(node, ast.ImportFrom):
-        base = package[: len(package) - node.level + 1] if node.level else []
-        name = ".".join([*base, *([node.module] if node.module else [])])
-        for alias in node.names:
-            inner = f"{name}.{alias.name}"
-            yield Import(inner if own_name(inner) in SOURCES else name, node.lineno, at_start, for_types)
-    elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-        for child in node.body:
-            yield from _imports(child, package, at_start, True)
-        for child in node.orelse:
-            yield from _imports(child, package, at_start, for_types)
-    else:
-        at_start = at_start and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for child in ast.iter_child_nodes(node):
-            yield from _imports(child, package, at_start, for_types)
+def imports_of(nodes: Iterable[ast.AST], module: str) -> list[str]:
+    """Return the full names of the modules of any package that code of a module imports."""
+    parents = ["axonmpi", *filter(None, module.split("."))]
+    found = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            up = len(parents) - node.level + (module in PACKAGES)
+            name = ".".join([*(parents[:up] if node.level else []), *filter(None, [node.module])])
+            inner = [f"{name}.{alias.name}" for alias in node.names]
+            found += [each if own_name(each) in SOURCES else name for each in inner]
+    return found
 
 
 def own_name(target: str) -> str | None:
     """A module of this package without `axonmpi.`; None for others."""
-    return "" if target == "axonmpi" else target.removeprefix("axonmpi.") if target.startswith("axonmpi.") else None
+    return f"{target}.".removeprefix("axonmpi.").removesuffix(".") if f"{target}.".startswith("axonmpi.") else None
 
 
-FOUND = {
-    module: list(imports_of(path.read_text(encoding="utf-8"), module, path.name == "__init__.py"))
-    for module, path in SOURCES.items()
-}
 OWN = {
-    module: [(target, found) for found in each if (target := own_name(found.target)) is not None]
-    for module, each in FOUND.items()
+    module: {own for target in imports_of(nodes_of(tree), module) if (own := own_name(target)) is not None}
+    for module, tree in TREES.items()
 }
+"""The files of this package that each of them imports."""
 
 
 def entry_of(module: str, order: tuple[tuple[str, ...], ...]) -> tuple[int, str] | None:
@@ -142,47 +127,31 @@ def may_import(module: str, target: str, order: tuple[tuple[str, ...], ...]) -> 
 
 def below(package: str, module: str) -> str | None:
     """A module's name below a package; None for others."""
-    return (
-        ""
-        if module == package
-        else module.removeprefix(f"{package}.")
-        if module.startswith(f"{package}.")
-        else None
-    )
+    if package and module != package and not module.startswith(f"{package}."):
+        return None
+    return module.removeprefix(package).removeprefix(".")
 
 
-def wrong_imports(package: str | None, order: tuple[tuple[str, ...], ...]) -> list[str]:
-    """Imports against an order, of all files or of those below a package among themselves."""
-    wrong = []
-    for module, imports in OWN.items():
-        for target, found in imports:
-            names = (module, target) if package is None else (below(package, module), below(package, target))
-            if None not in names and not may_import(*names, order):
-                wrong.append(f"{module}:{found.line} imports {target}")
-    return wrong
+def wrong_imports(package: str, order: tuple[tuple[str, ...], ...]) -> list[tuple[str, str]]:
+    """Imports against an order, of the files below a package among themselves."""
+    pairs = [(module, target) for module, targets in OWN.items() for target in targets]
+    inner = [(below(package, module), below(package, target)) for module, target in pairs]
+    return [names for names in inner if None not in names and not may_import(*names, order)]
 
 
-def test_packages_import_only_those_before_them() -> None:
+def test_packages_and_backends_import_only_those_before_them() -> None:
     assert [module for module in SOURCES if entry_of(module, ORDER) is None] == []
-    assert wrong_imports(None, ORDER) == []
-
-
-def test_backends_import_only_those_before_them() -> None:
+    assert wrong_imports("", ORDER) == []
     assert wrong_imports("backends", BACKENDS) == []
 
 
 def test_others_import_backends_from_the_package_alone() -> None:
-    wrong = [
-        f"{module}:{found.line} imports {target}"
-        for module, imports in OWN.items()
-        for target, found in imports
-        if below("backends", module) is None and below("backends", target)
-    ]
-    assert wrong == []
+    others = {module: targets for module, targets in OWN.items() if below("backends", module) is None}
+    assert [(module, target) for module in others for target in others[module] if below("backends", target)] == []
 
 
 def test_no_imports_in_a_circle_not_even_for_types() -> None:
-    graph = {module: {target for target, _ in imports if target != module} for module, imports in OWN.items()}
+    graph = {module: targets - {module} for module, targets in OWN.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -190,47 +159,47 @@ def test_no_imports_in_a_circle_not_even_for_types() -> None:
 
 
 def test_mpi_is_imported_in_functions_only_and_neither_it_nor_torch_distributed_by_utils() -> None:
-    for module, imports in FOUND.items():
-        for found in imports:
-            top = found.target.partition(".")[0]
-            assert top != "mpi4py" or found.for_types or not found.at_start, f"{module}:{found.line}"
-            if entry_of(module, ORDER) == (0, "utils"):
-                assert not found.target.startswith(("mpi4py", "torch.distributed")), f"{module}:{found.line}"
+    for module, tree in TREES.items():
+        at_start = imports_of(nodes_of(tree, at_start=True), module)
+        assert not [target for target in at_start if target.startswith("mpi4py")], module
+        if entry_of(module, ORDER) == (0, "utils"):
+            found = imports_of(nodes_of(tree), module)
+            assert not [target for target in found if target.startswith(("mpi4py", "torch.distributed"))], module
 
 
 ENVIRONMENT_NAMES = ("environ", "environb", "getenv", "getenvb", "putenv", "unsetenv")
 
 
-def test_environment_variables_are_read_in_two_places() -> None:
-    uses = set()
-    for module, path in SOURCES.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT_NAMES:
-                uses.add(module)
-            elif isinstance(node, ast.ImportFrom) and node.module in ("os", "posix"):
-                uses |= {module for alias in node.names if alias.name in ENVIRONMENT_NAMES}
+def test_environment_variables_are_read_in_three_files() -> None:
     # of launchers, of users, and what cannot import the first two
-    assert uses == {"launch.variables", "launch.settings", "interop.autoload"}
+    assert modules_with(_is_of_the_environment) == {"launch.variables", "launch.settings", "interop.autoload"}
+
+
+def modules_with(is_one: Callable[[ast.AST], bool]) -> set[str]:
+    """Return the files that have such a piece of code."""
+    return {module for module, tree in TREES.items() if any(map(is_one, nodes_of(tree)))}
+
+
+def _is_of_the_environment(node: ast.AST) -> bool:
+    """Return True for a use of environment variables."""
+    if isinstance(node, ast.ImportFrom):
+        return node.module in ("os", "posix") and any(alias.name in ENVIRONMENT_NAMES for alias in node.names)
+    return isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT_NAMES
 
 
 PRIVATE_IN_TORCH = re.compile(r"torch\._|Variable\._|functional\._|from torch\S* import _")
 
 
 def test_what_is_private_in_torch_is_used_in_one_file() -> None:
-    uses = {module for module, path in SOURCES.items() if PRIVATE_IN_TORCH.search(path.read_text(encoding="utf-8"))}
-    assert uses == {"utils.torch_internals"}
-    handlers = [module for module, path in SOURCES.items() if "_rendezvous_handlers" in path.read_text("utf-8")]
-    assert handlers == ["interop.autoload"]  # which torch runs without this package
+    assert {module for module, text in SOURCES.items() if PRIVATE_IN_TORCH.search(text)} == {
+        "utils.torch_internals"
+    }
+    # which torch runs without this package
+    assert [module for module, text in SOURCES.items() if "_rendezvous_handlers" in text] == ["interop.autoload"]
 
 
 def test_what_is_asked_of_a_gpu_is_asked_in_one_file() -> None:
-    uses = {
-        module
-        for module, path in SOURCES.items()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if _is_of_cuda(node)
-    }
-    assert uses == {"utils.device"}
+    assert modules_with(_is_of_cuda) == {"utils.device"}
 
 
 def _is_of_cuda(node: ast.AST) -> bool:
@@ -247,20 +216,15 @@ def _is_of_cuda(node: ast.AST) -> bool:
 
 
 def test_files_are_short_or_say_why_not() -> None:
-    too_long = []
-    for module, path in SOURCES.items():
-        text = path.read_text(encoding="utf-8")
-        opening = ast.get_docstring(ast.parse(text)) or ""
-        assert opening or not text.strip(), f"{module} does not begin with a paragraph"
-        if len(text.splitlines()) > LONGEST and WHY_LONG not in opening:
-            too_long.append(f"{module}: {len(text.splitlines())} lines")
-    assert too_long == []
+    openings = {module: ast.get_docstring(tree) or "" for module, tree in TREES.items()}
+    assert [module for module, opening in openings.items() if SOURCES[module].strip() and not opening] == []
+    long = {module for module, source in SOURCES.items() if len(source.splitlines()) > LONGEST}
+    assert {module for module in long if WHY_LONG not in openings[module]} == set()
 
 
 def test_folders_have_few_files() -> None:
-    folders = {path.parent for path in SOURCES.values()} - {ROOT}
-    counts = {str(folder.relative_to(ROOT)): len(list(folder.glob("*.py"))) for folder in folders}
-    assert {name: count for name, count in counts.items() if count > MOST_FILES + 1} == {}  # with __init__
+    counts = Counter(path.parent for path in ROOT.rglob("*/*.py"))
+    assert {folder: count for folder, count in counts.items() if count > MOST_FILES + 1} == {}  # with __init__
 
 
 STARTS_NOTHING = """
@@ -283,9 +247,8 @@ assert not missing, missing
 
 
 def test_importing_starts_nothing() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", STARTS_NOTHING], capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-W", "error", "-c", STARTS_NOTHING]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit(60))
     assert done.returncode == 0, done.stderr
 
 
@@ -326,11 +289,9 @@ def start():
 class Loaded:
     import mpi4py
 """
-    found = list(imports_of(source, "backends.shared.arena"))
-    assert [entry.target for entry in found] == [
-        *("typing", "axonmpi.backends.shared.segment", "axonmpi.backends.shared.barrier", "axonmpi.errors"),
-        *("axonmpi.groups.world", "axonmpi.comm", "mpi4py", "mpi4py", "mpi4py"),
-    ]
-    assert [entry.for_types for entry in found[-3:]] == [True, False, False]
-    assert [entry.at_start for entry in found[-3:]] == [True, False, True]
-    assert [entry.target for entry in imports_of("from .wrapper import X", "ddp", True)] == ["axonmpi.ddp.wrapper"]
+    tree, module = ast.parse(source), "backends.shared.arena"
+    own = ["backends.shared.segment", "backends.shared.barrier", "errors", "groups.world", "comm"]
+    expected = ["typing", *(f"axonmpi.{each}" for each in own), *["mpi4py"] * 3]
+    assert sorted(imports_of(nodes_of(tree), module)) == sorted(expected)
+    assert sorted(imports_of(nodes_of(tree, at_start=True), module)) == sorted(expected[:-2])
+    assert imports_of(ast.parse("from .wrapper import X").body, "ddp") == ["axonmpi.ddp.wrapper"]

@@ -1,8 +1,7 @@
 """Flags and groups of every public call: what is none is refused by name, and nothing is sent."""
 
-from __future__ import annotations
-
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,11 +27,11 @@ def belongs_to(call: PublicCall, world: ax.World) -> bool:
 
 @pytest.mark.real_ranks
 @pytest.mark.ranks(2, 4)
-def test_flags(world) -> None:
+def test_flags(world: ax.World, tmp_path: Path) -> None:
     names = {call.name for call in WITH_FLAGS}
     assert {"DDP", "FSDP", "all_reduce", "ColumnParallelLinear", "DistributedSampler", "tensor.enter"} <= names
     assert len(names) > 70  # so that one without arguments in the table fails below
-    arguments = Arguments(world)
+    arguments = Arguments(world, tmp_path)
     for call in filter(lambda call: belongs_to(call, world), WITH_FLAGS):
         for flag in call.flags:
             wrong = [1, "True", np.True_, torch.tensor(True)]
@@ -44,16 +43,16 @@ def test_flags(world) -> None:
     arguments.finish()
 
 
-def test_a_group_has_two_names_and_one_place(world) -> None:
+def test_a_group_has_two_names_and_one_place(world: ax.World, tmp_path: Path) -> None:
     assert {"Pipeline.from_modules", "testing.parallel_assert"} <= {call.name for call in WITH_GROUP}
-    arguments = Arguments(world)
+    arguments = Arguments(world, tmp_path)
     for call in WITH_GROUP:
         for name in ("group", "process_group"):
             if call.name not in BLOCKING:
                 arguments.call(call, **{name: arguments.group})
         with pytest.raises(TypeError, match=f"{call.group}: expected it once, got it also as"):
             arguments.call(call, group=arguments.group, process_group=arguments.group)
-        for thing in (world, "world", 0, True, torch.ones(2)):
+        for thing in (world, "world", 0, True, torch.ones(2), world.default_group.backend):
             with pytest.raises(TypeError, match=r"group: expected an axonmpi.ProcessGroup or None, got"):
                 arguments.call(call, **{call.group: thing})
         for parameter in call.parameters:

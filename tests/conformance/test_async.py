@@ -96,6 +96,7 @@ def test_a_time_limit_for_all_blocking_operations(world: World) -> None:
     assert group.all_gather(tensor[:1]).tolist() == [world.size] * world.size
 
 
+@pytest.mark.not_over_double("NCCL has no tags")
 def test_a_time_limit_for_messages(world: World) -> None:
     group = world.new_group(range(world.size))
     before, after = (group.rank - 1) % group.size, (group.rank + 1) % group.size
@@ -117,6 +118,7 @@ def test_a_time_limit_for_messages(world: World) -> None:
 
 
 @pytest.mark.ranks(2, 4)
+@pytest.mark.not_over_double("calls that differ raise at once")
 def test_errors_come_through_work_on_every_rank(group) -> None:
     """A mismatch, here in the shape, and its error again each time that somebody asks."""
     tensor = torch.ones(3 if group.rank else 4)

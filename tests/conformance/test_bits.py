@@ -19,7 +19,10 @@ from torch import Tensor
 import axonmpi as ax
 from axonmpi import ReduceOp
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.not_over_double("NCCL has an order of its own, rounds at each step, and MIN and MAX drop NaN"),
+]
 KINDS = ("ordinary", *PLACEMENTS)
 SIZES = (1, 5, 28, 29, 1000)
 """Elements; among them what fits into the first message, and just not."""

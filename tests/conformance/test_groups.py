@@ -15,7 +15,7 @@ import axonmpi as ax
 from axonmpi import ProcessGroup, World
 from axonmpi.backends import all_gather_number, gather_if_different, parts_by_node
 
-pytestmark = pytest.mark.ranks(2, 3)
+pytestmark = [pytest.mark.ranks(2, 3), pytest.mark.compares_calls]
 
 
 def assert_usable(group: ProcessGroup) -> None:
@@ -111,6 +111,7 @@ def as_method(name: str, group: ProcessGroup, *arguments: Any, **options: Any) -
 
 
 @pytest.mark.ranks(1, 2, 3)
+@pytest.mark.not_over_double("NCCL has no tags")
 def test_each_operation_is_a_function_and_a_method(world: World) -> None:
     group = world.new_group(range(world.size))
     for given, call in ((None, as_function), (group, as_function), (group, as_method)):

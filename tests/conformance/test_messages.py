@@ -42,6 +42,7 @@ def test_blocking_messages_pass_around(group) -> None:
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.not_over_double("a message goes before the collectives called after it")
 def test_messages_meet_neither_those_of_other_groups_nor_collectives(world) -> None:
     """The same tag between the same ranks in two groups, received in the other order, after collectives."""
     groups = [world.new_group(range(world.size)) for _ in range(2)]
@@ -59,6 +60,7 @@ def test_messages_meet_neither_those_of_other_groups_nor_collectives(world) -> N
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.not_over_double("NCCL does not know the sizes of messages")
 def test_a_message_of_another_size_is_an_error_and_does_not_spoil_the_next(world) -> None:
     """Also where it goes in several pieces, and both sizes are multiples of the largest."""
     for piece in (7, 64, None):
@@ -92,6 +94,7 @@ def test_a_message_of_another_size_for_a_posted_receive(group) -> None:
         assert_messages_pass(group)
 
 
+@pytest.mark.not_over_double("NCCL has no tags")
 def test_done_becomes_true_without_waiting(group) -> None:
     before, after = neighbours(group)
     received = torch.zeros(2, 2).t()
@@ -124,6 +127,7 @@ def test_the_memory_of_a_message_lives_as_long_as_it_is_needed(group) -> None:
 
 
 @pytest.mark.ranks(2, 3)
+@pytest.mark.not_over_double("NCCL has no tags")
 def test_any_plan_of_messages(group, seed) -> None:
     """Receives are made in any order of sources and tags; each channel keeps its own order. Also to oneself."""
     size, rank = group.size, group.rank

@@ -11,7 +11,7 @@ from helpers.collective_checks import CollectiveChecks
 import axonmpi as ax
 from axonmpi import CollectiveMismatchError, ProcessGroup, ReduceOp
 
-pytestmark = pytest.mark.ranks(2, 4)
+pytestmark = [pytest.mark.ranks(2, 4), pytest.mark.compares_calls]
 INT, WIDE = torch.int32, torch.float64
 LARGE = 600_001
 """Elements: more than all ranks reduce by themselves."""

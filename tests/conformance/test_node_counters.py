@@ -10,6 +10,8 @@ import axonmpi as ax
 from axonmpi.errors import CollectiveTimeoutError, RankFailedError
 from axonmpi.testing import run_ranks
 
+pytestmark = pytest.mark.not_over_double("is about memory that the CPUs of a node share")
+
 ROUNDS = 100
 
 

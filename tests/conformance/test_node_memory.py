@@ -145,6 +145,7 @@ def test_wrong_arguments_are_named(world):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.compares_calls
 def test_calls_that_differ_are_an_error_on_every_rank(world):
     group = world.default_group
     common = group.node_empty([4], torch.float32)

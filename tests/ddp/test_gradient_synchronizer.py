@@ -172,6 +172,7 @@ def reductions(world: ax.World, strategy: GradSyncStrategy, shapes, bucket_size:
         (OVERLAPPED, [], 7, [torch.float32], []),
     ],
 )
+@pytest.mark.not_over_double("looks at the mock's log of operations")
 def test_one_reduction_for_each_bucket(strategy, sizes, bucket_size, dtypes, expected) -> None:
     shapes = [(size,) for size in sizes]
     per_rank = ax.testing.run_ranks(2, reductions, strategy, shapes, bucket_size, dtypes)

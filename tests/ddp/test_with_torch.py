@@ -172,6 +172,7 @@ def test_checkpointing(world, reentrant, shared, way, find_unused):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.not_over_double("its mistake is one of order as well")
 def test_shared_parameters_under_reentrant_checkpointing_cannot_be_sent_early(world):
     model = wrapped(world, built(lambda: Checkpointed(True, True)), overlaps=True, bucket_cap_mb=TINY)
     model.module.blocks[1].requires_grad_(False)

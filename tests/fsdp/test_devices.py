@@ -38,6 +38,7 @@ def test_parameters_on_several_devices_are_refused(world, monkeypatch):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.not_over_double("pretends memory elsewhere itself")
 def test_buckets_lie_where_the_gradients_do(world, monkeypatch):
     memory = SimpleNamespace(place=ELSEWHERE, overlaps=False)  # as of threads that have tensors on a GPU
     monkeypatch.setattr(world.default_group.backend, "on", lambda _place: memory)

@@ -84,6 +84,7 @@ def assert_near(
         (ShardingStrategy.NO_SHARD, 4),
     ],
 )
+@pytest.mark.not_over_double("is about memory that the CPUs of a node share")
 def test_memory_that_is_measured_and_computed_equals_what_is_counted_by_hand(world, monkeypatch, strategy, local):
     monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", str(local))
     with new_group(world) as group:
@@ -104,6 +105,7 @@ def test_memory_that_is_measured_and_computed_equals_what_is_counted_by_hand(wor
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(("local", "states"), [(1, 0), (4, 1), (16, 2)])
+@pytest.mark.not_over_double("is about memory that the CPUs of a node share")
 def test_estimates_of_other_worlds(world, local, states):
     model = ax.FSDP(built(blocks))
     for strategy in STRATEGIES:
@@ -114,6 +116,7 @@ def test_estimates_of_other_worlds(world, local, states):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.not_over_double("is about memory that the CPUs of a node share")
 def test_mixed_precision_adds_what_is_computed_with(world):
     model = ax.FSDP(built(blocks), mixed_precision=True)
     shard, computed = 4 * TOTAL / 4, 2 * (2 * BLOCK + HEAD) / 4
@@ -224,6 +227,7 @@ adagrad_of = optimizer_of("Adagrad", lr=0.1, initial_accumulator_value=0.5)
         *((CPUOffload.FULL, make) for make in (adamw_of, foreach_of, adagrad_of)),
     ],
 )
+@pytest.mark.not_over_double("what is offloaded from a GPU lies in pinned memory, and not in files")
 def test_what_lies_in_files(world, wrap, shared_tmp_path, case):
     offload, optimizer_of = case
     folder = shared_tmp_path / "made" / "here"
@@ -252,6 +256,7 @@ def collect(group: ax.ProcessGroup) -> None:
 @pytest.mark.parametrize(
     "setting", [pytest.param("one_node", marks=pytest.mark.real_ranks), "replicas"], indirect=True
 )
+@pytest.mark.not_over_double("what is offloaded from a GPU lies in pinned memory, and not in files")
 def test_a_folder_that_was_made_for_files_goes_with_the_model(world, wrap, shared_tmp_path):
     for folder in (shared_tmp_path / "made" / "here", shared_tmp_path):
         model = wrap(built(Blocks), cpu_offload=CPUOffload.FULL, offload_folder=folder)
@@ -285,6 +290,7 @@ def test_a_model_that_is_dropped_is_freed(world, wrap, context):
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells")
 @pytest.mark.ranks(2)
 @pytest.mark.real_ranks
+@pytest.mark.not_over_double("the double keeps books of memory")
 def test_memory_is_freed_with_the_model(world):
     """12 models of 8 MiB, one after the other; of some before, the allocators of all threads keep something."""
 
@@ -318,6 +324,7 @@ def test_a_folder_that_another_rank_removes_meanwhile_is_made_anew(tmp_path, mon
 
 @pytest.mark.skipif(not Path("/dev/shm").is_mount(), reason="no folder is known to be memory")
 @pytest.mark.ranks(2)
+@pytest.mark.not_over_double("what is offloaded from a GPU lies in pinned memory, and not in files")
 def test_files_without_a_folder_of_their_own_are_on_a_disk(world, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")  # as TMPDIR=/dev/shm
     model = ax.FSDP(built(Blocks), cpu_offload=CPUOffload.FULL)

@@ -16,17 +16,15 @@ Rules: CUDA C++ programming guide, "Streams" and "Events"; torch's docs of `torc
 `Tensor.record_stream`.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +40,7 @@ OWN_REFERENCES = 1
 """What torch's count of a storage's users is above the tensors that use it."""
 _thread = threading.local()
 _numbers = itertools.count(1)
-_gpus: weakref.WeakKeyDictionary[Any, list[Gpu]] = weakref.WeakKeyDictionary()
+_gpus: weakref.WeakKeyDictionary[Any, list["Gpu"]] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
@@ -52,7 +50,7 @@ def unseen() -> Iterator[None]:
         yield
 
 
-def current_gpu() -> Gpu | None:
+def current_gpu() -> "Gpu | None":
     """Return the pretended GPU that this thread uses; local."""
     return getattr(_thread, "gpu", None)
 
@@ -62,14 +60,27 @@ def pretended_device(place: torch.device) -> Device:
     return current_gpu() or Device(place)
 
 
-class Entry(Protocol):
+class Entry:
     """What a stream was told."""
+
+    _runs = False
 
     def run(self) -> bool:
         """Do it as far as can be, with the machine's lock held; say whether it is done."""
+        if self._runs:  # the streams wait for each other
+            return False
+        self._runs = True
+        try:
+            return self.advance()
+        finally:
+            self._runs = False
+
+    def advance(self) -> bool:
+        raise NotImplementedError
 
     def missing(self) -> set[int]:
         """Return ranks that have not told their GPUs yet what it waits for."""
+        return set()
 
 
 class Stream:
@@ -87,7 +98,7 @@ class Stream:
         known: Of other streams, by number, the clock up to which their work is done before what comes next here.
     """
 
-    def __init__(self, gpu: Gpu, number: int) -> None:
+    def __init__(self, gpu: "Gpu", number: int) -> None:
         self.gpu = gpu
         self.number = number
         self.queue: deque[Entry] = deque()
@@ -117,9 +128,13 @@ class Stream:
 
     def learn(self, clocks: dict[int, int]) -> None:
         """Let what comes next here begin after some clocks of streams; local."""
-        for number, clock in clocks.items():
-            if self.known.get(number, 0) < clock:
-                self.known[number] = clock
+        learn(self.known, clocks)
+
+
+def learn(known: dict[int, int], clocks: dict[int, int]) -> None:
+    """Take over the clocks that are later; local."""
+    for number, clock in clocks.items():
+        known[number] = max(clock, known.get(number, 0))
 
 
 class Event:
@@ -132,53 +147,48 @@ class Event:
         stream.clock += 1
 
 
-class WaitEntry:
+class WaitEntry(Entry):
     """Wait for an event of another stream."""
 
     def __init__(self, event: Event) -> None:
         self.event = event
-        self._running = False
 
     def __repr__(self) -> str:
         return f"wait for {self.event.stream} up to {self.event.position}"
 
-    def run(self) -> bool:
-        if self._running:  # the streams wait for each other
-            return False
-        self._running = True
-        try:
-            return self.event.stream.reach(self.event.position)
-        finally:
-            self._running = False
+    def advance(self) -> bool:
+        return self.event.stream.reach(self.event.position)
 
     def missing(self) -> set[int]:
         queue = self.event.stream.queue
         return queue[0].missing() if queue and self.event.stream.done < self.event.position else set()
 
 
-class ComputeEntry:
-    """An operation of torch."""
+class ComputeEntry(Entry):
+    """An operation of torch, which is done once.
 
-    def __init__(self, gpu: Gpu, what: str, compute: Callable[[], None], held: Sequence[Tensor]) -> None:
+    Args:
+        gpu: Of the stream.
+        what: The operation's name.
+        compute: Does it.
+        held: Tensors that it uses, to be released afterwards.
+    """
+
+    def __init__(self, gpu: "Gpu", what: str, compute: Callable[[], None], held: list[Tensor]) -> None:
         self._gpu = gpu
         self._what = what
-        self._compute: Callable[[], None] | None = compute
+        self._compute = compute
         self._held = held
 
     def __repr__(self) -> str:
         return self._what
 
-    def run(self) -> bool:
-        if self._compute is not None:
-            with unseen():
-                self._compute()
-            self._compute = None
-            self._gpu.release(self._held)
-            self._held = ()
+    def advance(self) -> bool:
+        with unseen():
+            self._compute()
+        self._gpu.release(self._held)
+        self._held.clear()
         return True
-
-    def missing(self) -> set[int]:
-        return set()
 
 
 class Use:
@@ -238,7 +248,6 @@ class Gpu(Device):
         self.default = Stream(self, 0)
         self.streams: dict[int, Stream] = {0: self.default}
         self._memories: dict[int, Memory] = {}
-        self._sweep_at = 1000
         self._watched: dict[int, Tensor] = {}
         _gpus.setdefault(host.rendezvous.world, []).append(self)
 
@@ -264,8 +273,7 @@ class Gpu(Device):
 
     @contextmanager
     def within(self, stream: Stream) -> Iterator[None]:
-        before = getattr(_thread, "stream", None)
-        _thread.stream = stream
+        before, _thread.stream = getattr(_thread, "stream", None), stream
         try:
             with self.watching():
                 yield
@@ -304,17 +312,14 @@ class Gpu(Device):
     def synchronize(self) -> None:
         if self.host.rendezvous.world.failed:  # the job ends
             return
-        streams = list(self.streams.values())
-        self.random.shuffle(streams)
-        for stream in streams:
+        for stream in self.random.sample(list(self.streams.values()), len(self.streams)):
             self.block(Event(stream))
 
     def _tell_cpu(self, event: Event) -> None:
         """Order all that the CPU tells from now on behind an event."""
         for stream in self.streams.values():
             stream.learn(event.clocks)
-        for number, clock in event.clocks.items():
-            self.known_to_cpu[number] = max(clock, self.known_to_cpu.get(number, 0))
+        learn(self.known_to_cpu, event.clocks)
 
     # ---- running ------------------------------------------------------------------------------------------
 
@@ -350,6 +355,18 @@ class Gpu(Device):
         return f"{self} has to do:\n  " + ("\n  ".join(lines) or "nothing")
 
     @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make it this thread's GPU, and fail at the end if memory was used without order; local."""
+        before, _thread.gpu = current_gpu(), self
+        try:
+            with self.watching():
+                yield
+        finally:
+            _thread.gpu = before
+        self.look_for_freed()
+        assert not self.faults, "\n".join(self.faults)
+
+    @contextmanager
     def watching(self) -> Iterator[None]:
         """See what this thread has torch compute; local."""
         if getattr(_thread, "watches", False):
@@ -370,9 +387,6 @@ class Gpu(Device):
         storage = tensor.untyped_storage()
         memory = self._memories.get(storage._cdata)
         if memory is None:
-            if len(self._memories) > self._sweep_at:
-                self._memories = {key: each for key, each in self._memories.items() if not each.weak.expired()}
-                self._sweep_at = 2 * len(self._memories) + 1000
             memory = self._memories[storage._cdata] = Memory(StorageWeakRef(storage), home)
         return memory
 
@@ -395,8 +409,8 @@ class Gpu(Device):
         if number != memory.home and number not in memory.kept and memory.weak.cdata not in self._watched:
             self._watched[memory.weak.cdata] = self.hold(tensor)
         if fault is not None:
-            verb, before = "writes" if writes else "reads", "wrote" if fault.writes else "reads"
-            self._note(f"{what} on {stream} {verb} memory that {self.streams[fault.number]} {before}, unordered")
+            used = "writes" if writes else "reads"
+            self._note(f"{what} on {stream} {used} memory that {self.streams[fault.number]} has used, unordered")
         return fault is not None
 
     def _note(self, fault: str) -> None:
@@ -442,11 +456,11 @@ class Gpu(Device):
         """Do an operation of torch that this thread calls, now or when its stream comes to it."""
         if self._watched:
             self.look_for_freed()
-        is_view, places, names = effects(func)
+        is_view, written_to = effects(func)
         if is_view:
             return func(*args, **kwargs)
         stream = self.current_stream()
-        read, written = tensors_of(args, kwargs, places, names)
+        read, written = tensors_of(args, kwargs, written_to)
         what = func.__name__
         faulty = [tensor for tensor in read if self.touch(tensor, stream, what, writes=False)]
         faulty += [tensor for tensor in written if self.touch(tensor, stream, what, writes=True)]
@@ -503,7 +517,7 @@ class Gpu(Device):
             value = written[0] if returns else None
         else:  # of the right form, to be filled later
             value = func(*args, **kwargs)
-            made = self._note_made(stream, func, value, tensors_of(args, kwargs, (), ())[0])
+            made = self._note_made(stream, func, value, tensors_of(args, kwargs)[0])
             if is_empty(func) or not made:
                 return value
             results = hold(flat_tensors(value))
@@ -542,11 +556,11 @@ class _Watch(TorchDispatchMode):
 
 
 @cache
-def effects(func: Any) -> tuple[bool, tuple[int, ...], tuple[str, ...]]:
+def effects(func: Any) -> tuple[bool, set[int | str]]:
     """Return whether an operation only makes a view, and which of its arguments it writes to; local."""
-    arguments = list(enumerate(func._schema.arguments))
+    arguments = enumerate(func._schema.arguments)
     written = [(place, each.name) for place, each in arguments if each.alias_info and each.alias_info.is_write]
-    return func.is_view, tuple(place for place, _ in written), tuple(name for _, name in written)
+    return func.is_view, {key for keys in written for key in keys}
 
 
 @cache
@@ -556,18 +570,13 @@ def is_empty(func: Any) -> bool:
 
 
 def tensors_of(
-    args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[int], names: Sequence[str]
+    args: tuple[Any, ...], kwargs: dict[str, Any], written_to: Collection[int | str] = ()
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the tensors that are only read and those that are written to; local."""
     read: list[Tensor] = []
     written: list[Tensor] = []
-    for place, value in enumerate(args):
-        if isinstance(value, Tensor):
-            (written if place in places else read).append(value)
-        elif isinstance(value, list | tuple):
-            (written if place in places else read).extend(flat_tensors(value))
-    for name, value in kwargs.items():
-        (written if name in names else read).extend(flat_tensors(value))
+    for key, value in [*enumerate(args), *kwargs.items()]:
+        (written if key in written_to else read).extend(flat_tensors(value))
     return read, written
 
 

@@ -5,26 +5,25 @@ done. It refuses what nccl4py and NCCL refuse. Beside each rule is where it come
 `nccl/core`, of NCCL (github NVIDIA/nccl) below `src`, of its user guide below `docs/userguide/source`.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import os
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from helpers.device_double import Gpu, Stream, current_gpu, spoil, unseen
+from axonmpi.backends.nccl.library import Library
+from helpers.device_double import Entry, Gpu, Stream, current_gpu, spoil, unseen
 
-__all__ = ["Communicator", "NCCLError", "NcclInvalid", "NcclRedOp", "UniqueId", "connected", "group"]
+__all__ = ["LIBRARY", "Communicator", "NCCLError", "NcclInvalid", "NcclRedOp", "UniqueId", "connected", "group"]
 
 
 class Result(enum.IntEnum):
@@ -73,18 +72,12 @@ KNOWN_TO_NCCL = {  # interop/torch.py, _to_nccl_dtype: "does not support complex
 }
 
 
-class UniqueId:
+class UniqueId(bytes):
     """utils.py, UniqueId: 128 bytes."""
 
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-
-    def __bytes__(self) -> bytes:
-        return self._content
-
-    @staticmethod
-    def from_bytes(content: bytes) -> UniqueId:
-        return UniqueId(bytes(content))
+    @classmethod
+    def from_bytes(cls, content: bytes) -> "UniqueId":
+        return cls(content)
 
 
 def get_unique_id() -> UniqueId:
@@ -93,11 +86,6 @@ def get_unique_id() -> UniqueId:
 
 def get_error_string(result: int) -> str:
     return _TEXTS[Result(result)]
-
-
-def get_version() -> Any:
-    version = SimpleNamespace(major=2, minor=30, micro=0)
-    return SimpleNamespace(libnccl=SimpleNamespace(version=version, cuda_variant=None, path=None))
 
 
 # ---- operations -------------------------------------------------------------------------------------------------
@@ -119,14 +107,14 @@ class Operation:
         is_faulty: Whether its memory was used without order.
     """
 
-    clique: Clique
+    clique: "Clique"
     key: tuple[Any, ...]
     role: Any
     others: dict[Any, int]
     what: tuple[Any, ...]
     sent: Tensor | None
     received: Tensor | None
-    work: Callable[[Any, list[Tensor | None]], Tensor | None]
+    work: Callable[[Any, list[Any]], Tensor | None]
     gpu: Gpu
     is_faulty: bool = False
     is_done: bool = False
@@ -154,33 +142,27 @@ class Operation:
         return self.sent
 
 
-class Launch:
+class Launch(Entry):
     """Operations that a stream was told in one group: none of them waits for another (usage/groups.rst)."""
 
-    def __init__(self, stream: Stream, operations: list[Operation]) -> None:
+    def __init__(self, stream: Stream) -> None:
         self.stream = stream
-        self.operations = operations
+        self.operations: list[Operation] = []
         self.position = 0
-        self._running = self._begun = False
+        self._begun = False
 
     def __repr__(self) -> str:
         return " and ".join(f"{' '.join(map(str, each.what))} {each.key}" for each in self.operations)
 
-    def run(self) -> bool:
-        if self._running:
-            return False
-        self._running = True
-        try:
-            if not self._begun:
-                self._begun = True
-                for operation in self.operations:
-                    operation.clique.lay_ready(operation)
-            for operation in self.stream.gpu.random.sample(self.operations, len(self.operations)):
-                if not operation.is_done:
-                    operation.clique.bring_others(operation, self)
-            return all(operation.is_done for operation in self.operations)
-        finally:
-            self._running = False
+    def advance(self) -> bool:
+        if not self._begun:
+            self._begun = True
+            for operation in self.operations:
+                operation.clique.lay_ready(operation)
+        for operation in self.stream.gpu.random.sample(self.operations, len(self.operations)):
+            if not operation.is_done:
+                operation.clique.bring_others(operation, self)
+        return all(operation.is_done for operation in self.operations)
 
     def missing(self) -> set[int]:
         return {rank for each in self.operations if not each.is_done for rank in each.clique.missing(each)}
@@ -197,9 +179,10 @@ class Clique:
         self.gpus = list(gpus)
         self.state = Result.SUCCESS
         self.last_error = ""
-        self._told: dict[tuple[Any, ...], dict[Any, Launch]] = defaultdict(dict)
+        self.told: dict[tuple[Any, ...], dict[Any, Launch]] = defaultdict(dict)
         self._ready: dict[tuple[Any, ...], dict[Any, Operation]] = defaultdict(dict)
-        self.split_parts: dict[tuple[int, str], dict[int, Any]] = defaultdict(dict)
+        self.splits: dict[int, dict[int, Any]] = defaultdict(dict)
+        self.parts: dict[tuple[int, Any], Clique] = {}
 
     def fail(self, state: Result, why: str) -> None:
         """End all that is under way, with spoilt results. The lock is held."""
@@ -209,9 +192,6 @@ class Clique:
             for operation in parts.values():
                 operation.finish(None)
         self._ready.clear()
-
-    def tell(self, operation: Operation, launch: Launch) -> None:
-        self._told[operation.key][operation.role] = launch
 
     def lay_ready(self, operation: Operation) -> None:
         """Take a rank's part; do the operation if it was the last. The lock is held."""
@@ -235,19 +215,29 @@ class Clique:
             results = [part.work(part.role, given) for part in order]
             for part, result in zip(order, results, strict=True):
                 part.finish(result)
-        del self._ready[operation.key], self._told[operation.key]
+        del self._ready[operation.key], self.told[operation.key]
 
     def bring_others(self, operation: Operation, launch: Launch) -> None:
         """Let the streams of the other ranks come to their parts, as far as can be. The lock is held."""
-        others = [each for each in self._told.get(operation.key, {}).values() if each is not launch]
+        others = [each for each in self.told.get(operation.key, {}).values() if each is not launch]
         operation.gpu.random.shuffle(others)
         for other in others:
             other.stream.reach(other.position)
 
     def missing(self, operation: Operation) -> set[int]:
         """Return ranks of the world that have not told their part."""
-        told = self._told.get(operation.key, {})
+        told = self.told.get(operation.key, {})
         return {self.gpus[rank].rank for role, rank in operation.others.items() if role not in told}
+
+
+STEPS = {
+    NcclRedOp.SUM: (np.add, torch.add),
+    NcclRedOp.AVG: (np.add, torch.add),
+    NcclRedOp.PROD: (np.multiply, torch.mul),
+    NcclRedOp.MIN: (np.minimum, torch.fmin),
+    NcclRedOp.MAX: (np.maximum, torch.fmax),
+}
+"""Of integers by numpy, which has all unsigned ones, and of floats by torch."""
 
 
 def reduced(parts: Sequence[Tensor], op: NcclRedOp) -> Tensor:
@@ -257,22 +247,16 @@ def reduced(parts: Sequence[Tensor], op: NcclRedOp) -> Tensor:
     floats is the one that is a number (src/device/reduce_kernel.h, FuncMinMax).
     """
     dtype = parts[0].dtype
-    if dtype is torch.bool:
-        parts = [part.view(torch.uint8) for part in parts]
-    if not parts[0].dtype.is_floating_point:
-        in_numpy = {NcclRedOp.SUM: np.add, NcclRedOp.PROD: np.multiply, NcclRedOp.MIN: np.minimum}
-        combine = {**in_numpy, NcclRedOp.MAX: np.maximum, NcclRedOp.AVG: np.add}[op]
-        total = functools.reduce(combine, [part.numpy() for part in parts])
-        result = torch.from_numpy(np.asarray(total // len(parts) if op is NcclRedOp.AVG else total))
-        return result.view(dtype)
-    in_torch = {NcclRedOp.SUM: torch.add, NcclRedOp.PROD: torch.mul, NcclRedOp.MIN: torch.fmin}
-    step = {**in_torch, NcclRedOp.MAX: torch.fmax, NcclRedOp.AVG: torch.add}[op]
+    in_numpy, in_torch = STEPS[op]
+    if not dtype.is_floating_point:
+        plain = torch.uint8 if dtype is torch.bool else dtype
+        total = functools.reduce(in_numpy, [part.view(plain).numpy() for part in parts])
+        return torch.from_numpy(np.asarray(total // len(parts) if op is NcclRedOp.AVG else total)).view(dtype)
     wide = torch.float32 if dtype.itemsize == 1 else dtype  # torch does not compute in float8
     if op is NcclRedOp.AVG:
-        share = torch.full((), 1 / len(parts), dtype=dtype if dtype.itemsize > 1 else torch.float32, device="cpu")
-        share = share.to(dtype).double()
+        share = torch.full((), 1 / len(parts), dtype=wide, device="cpu").to(dtype).double()
         parts = [(part.double() * share).to(dtype) for part in parts]
-    return functools.reduce(lambda one, other: step(one.to(wide), other.to(wide)).to(dtype), parts)
+    return functools.reduce(lambda one, other: in_torch(one.to(wide), other.to(wide)).to(dtype), parts)
 
 
 # ---- groups -----------------------------------------------------------------------------------------------------
@@ -290,16 +274,19 @@ class _Group(threading.local):
 _group = _Group()
 
 
-def group_start() -> None:
+@contextmanager
+def group() -> Iterator[None]:
+    """group.py, group: ends whatever happens."""
     _group.depth += 1
+    try:
+        yield
+    finally:
+        _group.depth -= 1
+        if not _group.depth:
+            _end_group()
 
 
-def group_end() -> None:
-    if not _group.depth:  # src/group.cc, ncclGroupEndInternal
-        raise NCCLError(Result.INVALID_USAGE, "ncclGroupEnd: not in a group call")
-    _group.depth -= 1
-    if _group.depth:
-        return
+def _end_group() -> None:
     told, _group.told = _group.told, []
     error, _group.error = _group.error, None
     if error is not None:  # src/group.cc, ncclGroupErrCheck: nothing of a group in which a call has failed
@@ -309,27 +296,17 @@ def group_end() -> None:
     _launch(told)
 
 
-@contextmanager
-def group() -> Iterator[None]:
-    """group.py, group: ends whatever happens."""
-    group_start()
-    try:
-        yield
-    finally:
-        group_end()
-
-
 def _launch(told: list[tuple[Stream, Operation]]) -> None:
     launches: dict[tuple[int, int], Launch] = {}
     for stream, operation in told:
-        launch = launches.setdefault((id(operation.clique), stream.number), Launch(stream, []))
+        launch = launches.setdefault((id(operation.clique), stream.number), Launch(stream))
         launch.operations.append(operation)
     for launch in launches.values():
         stream = launch.stream
         with stream.gpu.changed:
             launch.position = stream.tell(launch)
             for operation in launch.operations:
-                operation.clique.tell(operation, launch)
+                operation.clique.told[operation.key][operation.role] = launch
             stream.gpu.changed.notify_all()
         if stream is stream.gpu.default:
             stream.gpu.force(stream, launch.position, f"{stream} of rank {stream.gpu.rank}")
@@ -338,13 +315,18 @@ def _launch(told: list[tuple[Stream, Operation]]) -> None:
 # ---- communicators ----------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Meeting:
-    ranks: dict[int, Gpu] = field(default_factory=dict)
-    clique: Clique | None = None
+_meetings: dict[bytes, dict[int, Gpu]] = defaultdict(dict)
+_cliques: dict[bytes, Clique] = {}
 
 
-_meetings: dict[bytes, _Meeting] = defaultdict(_Meeting)
+def _meet(
+    parts: dict[int, Any], rank: int, own: Any, size: int, gpu: Gpu, call: str, missing: Callable[[], list[int]]
+) -> None:
+    """Give a rank's own part and wait for those of all. The lock is held."""
+    parts[rank] = own
+    gpu.changed.notify_all()
+    rendezvous = gpu.host.rendezvous
+    rendezvous.world.wait_until(lambda: len(parts) >= size, call, missing, rendezvous, None)
 
 
 class Communicator:
@@ -357,34 +339,25 @@ class Communicator:
         self._under_way: list[Operation] = []
 
     @classmethod
-    def init(cls, nranks: int, rank: int, unique_id: UniqueId) -> Communicator:
+    def init(cls, nranks: int, rank: int, unique_id: UniqueId) -> "Communicator":
         """Meet the ranks that have one id; collective."""
         gpu = current_gpu()
         if not isinstance(unique_id, UniqueId):  # communicator.py, initialize
             raise NcclInvalid("unique_id must be a UniqueId or a sequence of UniqueIds")
         if gpu is None or not 0 <= rank < nranks:  # src/init.cc, ncclCommInitRankDev
             raise NCCLError(Result.INVALID_ARGUMENT, f"rank {rank} of {nranks}, on {gpu}")
-        meeting = _meetings[bytes(unique_id)]
+        parts = _meetings[unique_id]
+
+        def missing() -> list[int]:
+            here = {each.rank for each in parts.values()}
+            return [each for each in range(len(gpu.host.rendezvous.ranks)) if each not in here]
+
         with gpu.changed:
-            if rank in meeting.ranks or gpu in meeting.ranks.values():  # src/init.cc, "Duplicate GPU detected"
+            if rank in parts or gpu in parts.values():  # src/init.cc, "Duplicate GPU detected"
                 raise NCCLError(Result.INVALID_USAGE, f"rank {rank} and {gpu} cannot both be there twice")
-            meeting.ranks[rank] = gpu
-            gpu.changed.notify_all()
-            rendezvous = gpu.host.rendezvous
-
-            def missing() -> list[int]:
-                here = {each.rank for each in meeting.ranks.values()}
-                return [each for each in range(len(rendezvous.ranks)) if each not in here]
-
-            everybody = lambda: len(meeting.ranks) >= nranks  # noqa: E731
-            rendezvous.world.wait_until(everybody, "ncclCommInitRank", missing, rendezvous, None)
-            if meeting.clique is None:
-                meeting.clique = Clique([meeting.ranks[each] for each in range(nranks)])
-        return cls(meeting.clique, rank)
-
-    @classmethod
-    def init_all(cls, devices: Sequence[int]) -> list[Communicator]:
-        raise NotImplementedError("one process with several GPUs: use `connected`")
+            _meet(parts, rank, gpu, nranks, gpu, "ncclCommInitRank", missing)
+            clique = _cliques.setdefault(unique_id, Clique([parts[each] for each in range(nranks)]))
+        return cls(clique, rank)
 
     # ---- state --------------------------------------------------------------------------------------------
 
@@ -392,25 +365,20 @@ class Communicator:
     def is_valid(self) -> bool:
         return self._clique is not None
 
-    @property
-    def nranks(self) -> int:
-        return len(self._valid("nranks").gpus)
-
-    @property
-    def rank(self) -> int:
-        self._valid("rank")
-        return self._rank
-
-    def _valid(self, operation: str) -> Clique:
+    def _valid(self) -> Clique:
         if self._clique is None:  # communicator.py, _check_valid: also after destroy and abort
-            raise NcclInvalid(f"Cannot {operation}: Communicator not initialized")
+            raise NcclInvalid("Communicator not initialized")
         return self._clique
 
+    @property
+    def _size(self) -> int:
+        return len(self._valid().gpus)
+
     def get_async_error(self) -> Result:
-        return self._valid("get async error").state
+        return self._valid().state
 
     def get_last_error(self) -> str:
-        return self._valid("get last error").last_error
+        return self._valid().last_error
 
     def destroy(self) -> None:
         """End it, after what is under way: api/comms.rst, ncclCommDestroy, which finalizes it first."""
@@ -418,7 +386,7 @@ class Communicator:
             return
         for operation in self._unfinished():
             if not operation.gpu.host.rendezvous.world.failed:  # else the job ends
-                launch = self._clique._told[operation.key][operation.role]
+                launch = self._clique.told[operation.key][operation.role]
                 operation.gpu.force(launch.stream, launch.position, "ncclCommDestroy")
         self._clique = None
 
@@ -430,32 +398,28 @@ class Communicator:
                 clique.fail(Result.REMOTE_ERROR, f"rank {self._rank} has aborted")
                 clique.gpus[0].changed.notify_all()
 
-    def split(self, color: int | None = None, key: int = 0) -> Communicator:
+    def split(self, color: int | None = None, key: int = 0) -> "Communicator":
         """Divide the ranks by colour, ordered by key and then by rank; collective."""
-        clique = self._valid("split")
+        clique = self._valid()
         if unfinished := self._unfinished():
             # api/comms.rst, ncclCommSplit: "there should not be any outstanding NCCL operations", lest it deadlocks
             raise NCCLError(Result.INVALID_USAGE, f"split while {unfinished[0].what} is under way")
         gpu = clique.gpus[self._rank]
         self._counts["split",] += 1
-        parts = clique.split_parts[self._counts["split",], "split"]
+        number = self._counts["split",]
+        parts = clique.splits[number]
+
+        def missing() -> list[int]:
+            return [each.rank for rank, each in enumerate(clique.gpus) if rank not in parts]
+
         with gpu.changed:
-            parts[self._rank] = (color, key)
-            gpu.changed.notify_all()
-            rendezvous = gpu.host.rendezvous
-
-            def missing() -> list[int]:
-                return [each.rank for rank, each in enumerate(clique.gpus) if rank not in parts]
-
-            everybody = lambda: len(parts) == len(clique.gpus)  # noqa: E731
-            rendezvous.world.wait_until(everybody, "ncclCommSplit", missing, rendezvous, None)
+            _meet(parts, self._rank, (color, key), self._size, gpu, "ncclCommSplit", missing)
             if color is None:
                 return Communicator()
-            members = sorted((each[1], rank) for rank, each in parts.items() if each[0] == color)
-            made = clique.split_parts[self._counts["split",], "made"]
-            if color not in made:
-                made[color] = Clique([clique.gpus[rank] for _, rank in members])
-            return Communicator(made[color], [rank for _, rank in members].index(self._rank))
+            members = sorted((key, rank) for rank, (its_color, key) in parts.items() if its_color == color)
+            ranks = [rank for _, rank in members]
+            made = clique.parts.setdefault((number, color), Clique([clique.gpus[rank] for rank in ranks]))
+            return Communicator(made, ranks.index(self._rank))
 
     def _unfinished(self) -> list[Operation]:
         self._under_way = [operation for operation in self._under_way if not operation.is_done]
@@ -464,79 +428,66 @@ class Communicator:
     # ---- collectives --------------------------------------------------------------------------------------
 
     def allreduce(self, sendbuf: Tensor, recvbuf: Tensor, op: NcclRedOp, *, stream: int | None = None) -> None:
-        self._valid("allreduce")
         self.reduce(sendbuf, recvbuf, op, stream=stream)
 
     def reduce(
         self, sendbuf: Tensor, recvbuf: Any, op: NcclRedOp, root: int | None = None, *, stream: int | None = None
     ) -> None:
-        size = len(self._valid("reduce").gpus)
         sent = self._buffer(sendbuf, "sendbuf")
         received = self._buffer(recvbuf, "recvbuf") if root in (None, self._rank) else None
         if received is not None:  # communicator.py, reduce
-            self._same_dtype(sent, received)
-            self._enough(received, sent.numel())
+            self._fits(sent, received, sent.numel())
         self._check_rank("root", 0 if root is None else root)
 
-        def work(rank: int, parts: list[Tensor | None]) -> Tensor | None:
+        def work(rank: int, parts: list[Tensor]) -> Tensor | None:
             return reduced([each.view(-1) for each in parts], op) if root in (None, rank) else None
 
         name = "AllReduce" if root is None else "Reduce"
-        what = (name, KNOWN_TO_NCCL[sent.dtype], sent.numel(), NcclRedOp(op).name, root, size)
-        self._collective(what, sent, received, work, stream)
+        self._collective((name, NcclRedOp(op).name, root), sent.numel(), sent, received, work, stream)
 
     def broadcast(self, sendbuf: Any, recvbuf: Tensor, root: int, *, stream: int | None = None) -> None:
-        size = len(self._valid("broadcast").gpus)
         sent = self._buffer(sendbuf, "sendbuf") if root == self._rank else None
         received = self._buffer(recvbuf, "recvbuf")
         if sent is not None:  # communicator.py, broadcast
-            self._same_dtype(sent, received)
+            self._fits(sent, received, sent.numel())
             if sent.numel() != received.numel():
                 need, got = sent.numel(), received.numel()
                 raise NcclInvalid(f"Buffer count mismatch: recvbuf must have exactly {need} elements, got {got}")
         self._check_rank("root", root)
-        what = ("Broadcast", KNOWN_TO_NCCL[received.dtype], received.numel(), root, size)
-        self._collective(what, sent, received, lambda rank, parts: _flat(parts[root]).clone(), stream)
+
+        def work(rank: int, parts: list[Any]) -> Tensor:
+            return parts[root].view(-1).clone()
+
+        self._collective(("Broadcast", root), received.numel(), sent, received, work, stream)
 
     def allgather(self, sendbuf: Tensor, recvbuf: Tensor, *, stream: int | None = None) -> None:
-        size = len(self._valid("allgather").gpus)
         sent, received = self._buffer(sendbuf, "sendbuf"), self._buffer(recvbuf, "recvbuf")
-        self._same_dtype(sent, received)  # communicator.py, gather
-        self._enough(received, size * sent.numel())
-        what = ("AllGather", KNOWN_TO_NCCL[sent.dtype], sent.numel(), size)
-        self._collective(
-            what, sent, received, lambda rank, parts: torch.cat([_flat(each) for each in parts]), stream
-        )
+        self._fits(sent, received, self._size * sent.numel())  # communicator.py, gather
+
+        def work(rank: int, parts: list[Tensor]) -> Tensor:
+            return torch.cat([each.view(-1) for each in parts])
+
+        self._collective(("AllGather",), sent.numel(), sent, received, work, stream)
 
     def reduce_scatter(self, sendbuf: Tensor, recvbuf: Tensor, op: NcclRedOp, *, stream: int | None = None) -> None:
-        size = len(self._valid("reduce_scatter").gpus)
         sent, received = self._buffer(sendbuf, "sendbuf"), self._buffer(recvbuf, "recvbuf")
-        count = self._share(sent, received, size)  # communicator.py, reduce_scatter
-        self._enough(received, count)
+        count = sent.numel() // self._size
+        if not count:
+            least, got = self._size, sent.numel()
+            raise NcclInvalid(
+                f"Buffer count mismatch: sendbuf must have at least {least} elements (nranks), got {got}"
+            )
+        self._fits(sent, received, count)  # communicator.py, reduce_scatter
 
-        def work(rank: int, parts: list[Tensor | None]) -> Tensor:
-            return reduced([_flat(each)[rank * count : (rank + 1) * count] for each in parts], op)
+        def work(rank: int, parts: list[Tensor]) -> Tensor:
+            return reduced([each.view(-1)[rank * count : (rank + 1) * count] for each in parts], op)
 
-        what = ("ReduceScatter", KNOWN_TO_NCCL[sent.dtype], count, NcclRedOp(op).name, size)
-        self._collective(what, sent, received, work, stream)
-
-    def alltoall(self, sendbuf: Tensor, recvbuf: Tensor, *, stream: int | None = None) -> None:
-        size = len(self._valid("alltoall").gpus)
-        sent, received = self._buffer(sendbuf, "sendbuf"), self._buffer(recvbuf, "recvbuf")
-        count = self._share(sent, received, size)  # communicator.py, alltoall
-        self._enough(received, sent.numel())
-
-        def work(rank: int, parts: list[Tensor | None]) -> Tensor:
-            return torch.cat([_flat(each)[rank * count : (rank + 1) * count] for each in parts])
-
-        self._collective(("AlltoAll", KNOWN_TO_NCCL[sent.dtype], count, size), sent, received, work, stream)
+        self._collective(("ReduceScatter", NcclRedOp(op).name), count, sent, received, work, stream)
 
     def send(self, sendbuf: Tensor, peer: int, *, stream: int | None = None) -> None:
-        self._valid("send")
         self._message(self._buffer(sendbuf, "sendbuf"), None, self._rank, peer, peer, stream)
 
     def recv(self, recvbuf: Tensor, peer: int, *, stream: int | None = None) -> None:
-        self._valid("recv")
         self._message(None, self._buffer(recvbuf, "recvbuf"), peer, self._rank, peer, stream)
 
     # ---- rules --------------------------------------------------------------------------------------------
@@ -546,7 +497,7 @@ class Communicator:
             raise NcclInvalid(f"tensor must be a PyTorch tensor, got {type(tensor).__name__}")
         if tensor.dtype not in KNOWN_TO_NCCL:
             raise NcclInvalid(f"Unsupported torch dtype {tensor.dtype} has no NCCL equivalent.")
-        place = self._valid("use").gpus[self._rank].place
+        place = self._valid().gpus[self._rank].place
         if tensor.device != place:  # communicator.py, _validate_buffer_device
             raise NcclInvalid(f"{name} is on device {tensor.device}, but communicator is on device {place}.")
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
@@ -554,27 +505,16 @@ class Communicator:
             raise NcclInvalid(f"{name} is not in contiguous memory")
         return tensor.detach()
 
-    def _same_dtype(self, sent: Tensor, received: Tensor) -> None:
+    def _fits(self, sent: Tensor, received: Tensor, count: int) -> None:
         if KNOWN_TO_NCCL[sent.dtype] != KNOWN_TO_NCCL[received.dtype]:
             raise NcclInvalid(f"Dtype mismatch: sendbuf has dtype {sent.dtype}, recvbuf has dtype {received.dtype}")
-
-    def _enough(self, received: Tensor, count: int) -> None:
         if received.numel() < count:
-            raise NcclInvalid(
-                f"Buffer count mismatch: recvbuf must have at least {count} elements, got {received.numel()}"
-            )
-
-    def _share(self, sent: Tensor, received: Tensor, size: int) -> int:
-        self._same_dtype(sent, received)
-        if sent.numel() < size:
-            raise NcclInvalid(
-                f"Buffer count mismatch: sendbuf must have at least {size} elements (nranks), got {sent.numel()}"
-            )
-        return sent.numel() // size
+            got = received.numel()
+            raise NcclInvalid(f"Buffer count mismatch: recvbuf must have at least {count} elements, got {got}")
 
     def _check_rank(self, name: str, rank: int) -> None:
-        if not 0 <= rank < self.nranks:  # src/misc/argcheck.cc, ArgsCheck
-            self._refuse(f"invalid {name} {rank} ({name} should be in the 0..{self.nranks} range)")
+        if not 0 <= rank < self._size:  # src/misc/argcheck.cc, ArgsCheck
+            self._refuse(f"invalid {name} {rank} ({name} should be in the 0..{self._size} range)")
 
     def _refuse(self, why: str) -> None:
         error = NCCLError(Result.INVALID_ARGUMENT, why)
@@ -585,13 +525,23 @@ class Communicator:
     # ---- telling ------------------------------------------------------------------------------------------
 
     def _collective(
-        self, what: tuple[Any, ...], sent: Tensor | None, received: Tensor | None, work: Any, stream: int | None
+        self,
+        what: tuple[Any, ...],
+        count: int,
+        sent: Tensor | None,
+        received: Tensor | None,
+        work: Callable[[Any, list[Any]], Tensor | None],
+        stream: int | None,
     ) -> None:
-        if not (received if sent is None else sent).numel():  # src/enqueue.cc, taskAppend: nothing is launched
+        tensor = received if sent is None else sent
+        if not tensor.numel():  # src/enqueue.cc, taskAppend: nothing is launched
             return
         self._counts["collective",] += 1
         key = ("collective", self._counts["collective",])
-        self._tell(key, self._rank, {rank: rank for rank in range(self.nranks)}, what, sent, received, work, stream)
+        ranks = {rank: rank for rank in range(self._size)}
+        self._tell(
+            key, self._rank, ranks, (*what, KNOWN_TO_NCCL[tensor.dtype], count), sent, received, work, stream
+        )
 
     def _message(
         self, sent: Tensor | None, received: Tensor | None, src: int, dst: int, peer: int, stream: int | None
@@ -604,8 +554,8 @@ class Communicator:
         # api/p2p.rst, ncclSend: the receiver has to have "the same datatype and the same count"
         what = ("message", KNOWN_TO_NCCL[tensor.dtype], tensor.numel())
 
-        def work(role: str, parts: list[Tensor | None]) -> Tensor | None:
-            return _flat(parts[0]).clone() if role == "recv" else None
+        def work(role: str, parts: list[Any]) -> Tensor | None:
+            return parts[0].view(-1).clone() if role == "recv" else None
 
         self._tell(key, role, {"send": src, "recv": dst}, what, sent, received, work, stream)
 
@@ -620,7 +570,7 @@ class Communicator:
         work: Any,
         stream: int | None,
     ) -> None:
-        clique = self._valid("use")
+        clique = self._valid()
         gpu = clique.gpus[self._rank]
         queue = gpu.streams.get(stream or 0)
         if queue is None:  # CUDA: cudaErrorInvalidResourceHandle
@@ -637,12 +587,11 @@ class Communicator:
             _launch([(queue, operation)])
 
 
-def _flat(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.view(-1)
-
-
 def connected(gpus: Sequence[Gpu]) -> list[Communicator]:
     """Make the communicator of all these GPUs, one part each, as `init` on each of them does; local."""
     clique = Clique(gpus)
     return [Communicator(clique, rank) for rank in range(len(gpus))]
+
+
+LIBRARY = Library(sys.modules[__name__], (NCCLError, NcclInvalid))
+"""What `axonmpi.backends.nccl.library.load` returns over the double."""

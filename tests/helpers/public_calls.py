@@ -1,12 +1,9 @@
 """Every public callable of the package, with arguments for which a call of it is right."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil
 import re
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -102,7 +99,7 @@ def _of_ones(module: nn.Module) -> nn.Module:
 class Arguments:
     """Right arguments on one rank, by the name of a call, or by what comes last in it."""
 
-    def __init__(self, world: ax.World) -> None:
+    def __init__(self, world: ax.World, folder: Path) -> None:
         self.group = group = world.new_group(range(world.size))
         self.under_way: list[ax.Work] = []
         own, ranks = group.rank, group.size
@@ -119,7 +116,7 @@ class Arguments:
             synchronizer.prepare(0)
             return ()
 
-        folder = Path(group.broadcast_object(tempfile.mkdtemp()))
+        folder = group.broadcast_object(folder)
         ax.save_checkpoint(folder / "saved", _of_ones(nn.Linear(4, 4)), group=group)
         self.owners = {
             "CheckpointFolder": ax.CheckpointFolder(folder / "run", group=group),

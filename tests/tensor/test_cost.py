@@ -19,6 +19,8 @@ from axonmpi.pipeline.runtime.split_backward import input_gradients
 from axonmpi.tensor.regions import enter
 from axonmpi.testing import run_ranks
 
+pytestmark = pytest.mark.not_over_double("looks at the mock's log of operations")
+
 Counts = dict[str, int]
 
 

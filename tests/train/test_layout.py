@@ -74,6 +74,7 @@ def shown(config, ranks):
     return run_ranks(ranks, lambda world: Trainer(config, world).opening.splitlines())[0][2:7]
 
 
+@pytest.mark.not_over_double("is about memory that the CPUs of a node share")
 def test_the_table_says_which_rank_has_what(tiny):
     config = tiny.replace(layers=3, width=32, heads=2, pp=2, tp=2, fsdp="full", sequence_parallel=True)
     mesh, header, first, second, note = shown(config, 8)

@@ -8,6 +8,8 @@ import torch
 
 from axonmpi import ReduceOp
 
+pytestmark = pytest.mark.not_over_double("is about counts of MPI")
+
 COUNT = 2**31 + 4321
 NEEDED_BYTES = 12 << 30
 

@@ -1,6 +1,4 @@
-"""Where NCCL is found, and what is said where it is not."""
-
-from __future__ import annotations
+"""Where NCCL is found, and the errors where it is not."""
 
 import importlib.util
 import os
@@ -8,71 +6,73 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+from helpers.limits import limit
 from helpers.placements import WITH_NCCL
 
 import axonmpi
-from axonmpi import NcclBackend, NcclUniqueId
+from axonmpi import NcclBackend, NcclError, NcclUniqueId
+from axonmpi.backends.nccl import library
 
-SHOW = "import axonmpi as ax; print(ax.NcclBackend.nccl_version(), ax.NcclBackend.generate_unique_id())"
-HIDDEN = """
-import sys
-class Hidden:
-    def find_spec(self, name, path=None, target=None):
-        if name in {names}: raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Hidden())
+FIND = """
+import ctypes, os, sys
+from axonmpi.backends.nccl.library import load
+if os.fork() == 0:
+    ctypes.CDLL(sys.argv[1])
+    print("loaded already:", load().core.get_version().libnccl.path, flush=True)
+    os._exit(0)
+os.wait()
+print("on the path:", load().core.get_version().libnccl.path)
+ctypes.CDLL(sys.argv[1])
+load.cache_clear()
+load()
 """
-
-
-def run(code: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *options, "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **variables})
-
-
-def packaged_library() -> Path:
-    (folder,) = importlib.util.find_spec("nvidia.nccl").submodule_search_locations
-    return Path(folder) / "lib" / "libnccl.so.2"
+"""Two processes that import once look for NCCL: one has loaded a copy of it before, the other does so later."""
 
 
 @WITH_NCCL
 def test_version_and_id_without_a_gpu() -> None:
     assert NcclBackend.nccl_version() >= (2, 27, 0)
-    assert NcclBackend.generate_unique_id() != NcclBackend.generate_unique_id()
+    unique_id = NcclBackend.generate_unique_id()
+    assert NcclUniqueId.from_bytes(bytes(unique_id)) == unique_id != NcclBackend.generate_unique_id()
 
 
-def test_without_nccl4py_the_error_says_what_to_install() -> None:
-    done = run(HIDDEN.format(names=("nccl",)) + SHOW)
-    assert "NcclError: nccl4py, through which NCCL is called, cannot be imported" in done.stderr
-    assert "pip install 'axonmpi[nccl]'" in done.stderr
+@pytest.mark.parametrize(
+    ("nccl", "message"),
+    [
+        (None, r"(?s)nccl4py, .*, cannot be imported.*pip install 'axonmpi\[nccl\]'"),
+        (SimpleNamespace(libnccl=None), r"libnccl\.so\.2 is in no package, not on LD_LIBRARY_PATH"),
+    ],
+)
+def test_a_missing_package_is_an_error_that_says_what_to_install(monkeypatch, nccl, message: str) -> None:
+    binding = nccl and Mock(**{"core.get_version.return_value": nccl})
+    for name in ("nccl", "nccl.bindings", "nccl.bindings.nccl"):
+        monkeypatch.setitem(sys.modules, name, binding)
+    with pytest.raises(NcclError, match=message):
+        library.load.__wrapped__()
 
 
 @WITH_NCCL
-def test_a_library_on_the_path_alone_is_found_and_none_is_an_error(tmp_path) -> None:
+def test_a_library_that_is_loaded_or_on_the_path_is_found_and_two_are_refused(tmp_path: Path) -> None:
     """Python sees all that is installed but the packages of NVIDIA's libraries."""
-    (tmp_path / "other").mkdir()
-    shutil.copy(packaged_library(), tmp_path / "other")
-    (tmp_path / "installed").mkdir()
-    for entry in packaged_library().parents[3].iterdir():
+    (folder,) = importlib.util.find_spec("nvidia.nccl").submodule_search_locations
+    packaged = Path(folder, "lib", "libnccl.so.2")
+    for name in ("loaded", "on_path", "installed"):
+        (tmp_path / name).mkdir()
+    loaded, on_path = (Path(shutil.copy(packaged, tmp_path / name)) for name in ("loaded", "on_path"))
+    for entry in packaged.parents[3].iterdir():
         if entry.name != "nvidia":
             (tmp_path / "installed" / entry.name).symlink_to(entry)
-    path = os.pathsep.join([str(Path(axonmpi.__file__).parents[1]), str(tmp_path / "installed")])
-    found = run(SHOW, "-S", PYTHONPATH=path, LD_LIBRARY_PATH=str(tmp_path / "other"))
-    assert found.returncode == 0, found.stderr
-    missing = run(SHOW, "-S", PYTHONPATH=path)
-    assert "NcclError: libnccl.so.2 is in no package, not on LD_LIBRARY_PATH" in missing.stderr
-
-
-@WITH_NCCL
-def test_the_library_that_is_loaded_already_is_used_and_two_are_refused(tmp_path) -> None:
-    other = shutil.copy(packaged_library(), tmp_path)
-    load = f"import ctypes; ctypes.CDLL({str(other)!r})\n"
-    where = "from axonmpi.backends.nccl.library import load; print(load().core.get_version().libnccl.path)"
-    assert run(load + where).stdout.strip() == str(other)
-    second = f"\nctypes.CDLL({str(packaged_library())!r})\n"
-    refused = run(load + second + SHOW)
-    assert "NcclError: this process has loaded two libraries of NCCL" in refused.stderr
-    assert str(other) in refused.stderr
+    search = [str(Path(axonmpi.__file__).parents[1]), str(tmp_path / "installed")]
+    places = {"PYTHONPATH": os.pathsep.join(search), "LD_LIBRARY_PATH": str(on_path.parent)}
+    command = [sys.executable, "-S", "-c", FIND, str(loaded)]
+    ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **places}, timeout=limit(60))
+    assert ended.stdout.splitlines() == [f"loaded already: {loaded}", f"on the path: {on_path}"], ended.stderr
+    assert "NcclError: this process has loaded two libraries of NCCL" in ended.stderr
+    assert f"{loaded} and {on_path}" in ended.stderr
 
 
 def test_ids_are_128_bytes() -> None:

@@ -8,25 +8,23 @@ else is there decides what is checked, and what is not there is named with the c
 
     nccl4py          NCCL at one rank; without it the checks run on the GPU without communication
     NCCL 2.30        two and four ranks on one GPU (NCCL_MULTI_RANK_GPU_ENABLE=1)
-    mpi4py, mpirun   ranks by MPI; without it two and four ranks meet over a file, for what needs no CPUs
+    mpi4py, mpirun   ranks by MPI; without it two and four ranks check what needs no CPUs
     tyro             `axonmpi train --device cuda`; the trainer itself needs none
-    pytest           the same checks as tests, `pytest -m gpu tests/gpu`, where time is left
 
-Where wheels are missing and there is no network, put them into a folder and name it: AXONMPI_WHEELS=FOLDER. They
-are unpacked into a temporary folder for this run, without their needs, so all that is missing has to be there, say
-nccl4py, cuda-core, cuda-bindings, cuda-pathfinder, mpi4py and mpich, each in one version that is for this Python. A
-wheel of nvidia-nccl-cu13 there is used in place of torch's own libnccl:
+Where wheels are missing and there is no network, bring them in a folder (say nccl4py, cuda-core, cuda-bindings,
+cuda-pathfinder, mpi4py and mpich, each in one version that is for this Python), and run the command with these. A
+wheel of nvidia-nccl-cu13 among them has to be preloaded, or torch loads its own libnccl first:
 
     pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
         --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 -d FOLDER nccl4py cuda-core mpich
+    python3 -m venv --system-site-packages env && env/bin/pip install --no-index --no-deps FOLDER/*.whl
+    LD_PRELOAD=$(find env -name libnccl.so.2) env/bin/python tests/jobs/run gpu
 
 The file that is written (by default gpu-run.json in the current folder) has the machine, each check with its
 outcome, reason and seconds, and figures: what the CPU spends on an all-reduce, the trainer's speed, and
 `axonmpi bench collectives --device cuda`. The exit code is 0 unless a check has failed: also where there is no GPU,
 when all is skipped. `--device cpu` makes the checks of one and two ranks on the CPU, to try them.
 """
-
-from __future__ import annotations
 
 import argparse
 import contextlib
@@ -39,10 +37,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parents[2]
+TESTS = Path(__file__).resolve().parents[2]
+PART = [sys.executable, "-m", "jobs.gpu.on_gpu.part"]
 SHARING_SINCE = (2, 30)
 """The first NCCL in which several ranks may use one GPU."""
 NO_CPUS_NEEDED = ("conformance", "ordering")
@@ -55,8 +53,7 @@ SHOWN = 2000
 Machine = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Checks that are made by the same processes.
 
     Attributes:
@@ -89,9 +86,6 @@ class Report:
         shown = f": {reason.splitlines()[0]}" if reason else ""
         print(f"{outcome:8} {seconds:6.1f} s  {name}{shown}", flush=True)
 
-    def count(self, outcome: str) -> int:
-        return sum(check["outcome"] == outcome for check in self.checks)
-
 
 # ---- what there is to do ----------------------------------------------------------------------------------------
 
@@ -116,133 +110,83 @@ def parts_for(machine: Machine, device: str) -> list[Part]:
             parts.append(Part(f"{ranks} ranks on a GPU", "mpi+nccl", 150, ranks=ranks, reason=sharing))
         else:
             why = sharing or f"needs MPI: {first_line(machine.get('mpirun_missing', ''))}"
-            parts.append(Part(f"{ranks} ranks on a GPU", "file", 90, NO_CPUS_NEEDED, ranks, sharing))
+            parts.append(Part(f"{ranks} ranks on a GPU", "nccl", 90, NO_CPUS_NEEDED, ranks, sharing))
             parts.append(Part(f"{ranks} ranks on a GPU, by MPI", "mpi+nccl", 150, ABOVE, ranks, why))
     return parts
 
 
-ABOVE = ("data parallel", "fully sharded", "gradient norm", "tensor parallel", "pipeline", "trainer")
+ABOVE = ("data parallel", "fully sharded", "gradient norm", "pipeline", "trainer")
 
 
 def cannot_share(machine: Machine) -> str:
-    """Say why several ranks cannot use one GPU; empty if they can."""
-    version = tuple(int(number) for number in machine["nccl"].split(".")[:2])
-    if version >= SHARING_SINCE:
+    """Return why several ranks cannot use one GPU; empty if they can."""
+    version, needed = (".".join(map(str, numbers)) for numbers in (machine["nccl"], SHARING_SINCE))
+    if tuple(machine["nccl"]) >= SHARING_SINCE:
         return ""
-    return f"several ranks on one GPU need NCCL {'.'.join(map(str, SHARING_SINCE))} or newer, not {machine['nccl']}"
-
-
-def last_line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[-1]
+    return f"several ranks on one GPU need NCCL {needed} or newer, not {version}"
 
 
 def first_line(text: str) -> str:
-    return text.splitlines()[0] if text else ""
+    return text.partition("\n")[0]
+
+
+def last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
 
 
 # ---- running ----------------------------------------------------------------------------------------------------
 
 
 class Runner:
-    """Starts processes until the time is up.
+    """Runs commands until the time is up.
 
     Args:
         seconds: The time for all of them.
-        folder: For what they write.
-        site: Folder of unpacked wheels, if any.
+        folder: Their current folder, for what they write.
     """
 
-    def __init__(self, seconds: float, folder: Path, site: Path | None) -> None:
+    def __init__(self, seconds: float, folder: Path) -> None:
         self._end = time.monotonic() + seconds
         self.folder = folder
-        self.environment = environment_with(site)
 
-    @property
-    def left(self) -> float:
-        """Seconds that are left."""
-        return self._end - time.monotonic()
-
-    def run(self, commands: Sequence[Sequence[str]], seconds: float, **variables: str) -> tuple[str, str]:
-        """Run processes side by side; return why they failed, empty if not, and what they printed."""
-        limit = min(seconds, self.left)
+    def run(self, command: Sequence[str], seconds: float, **variables: str) -> tuple[str, str]:
+        """Run a command; return why it failed, empty if not, and what it printed."""
+        limit = min(seconds, self._end - time.monotonic())
         if limit < LEAST_SECONDS:
             return TIME_IS_UP, ""
-        files = [self.folder / f"output-{time.monotonic_ns()}-{number}" for number in range(len(commands))]
-        end = time.monotonic() + limit
-        processes = []
-        for command, file in zip(commands, files, strict=True):
-            with file.open("w") as stream:
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdout=stream,
-                        stderr=subprocess.STDOUT,
-                        env={**self.environment, **variables},
-                        cwd=self.folder,
-                        start_new_session=True,
-                    )
-                )
-        problems = [self._wait(process, end) for process in processes]
-        printed = ["".join(file.read_text(errors="replace")) for file in files]
-        failed = [
-            f"{problem}: {last_line(text)}\n{text[-SHOWN:]}"
-            for problem, text in zip(problems, printed, strict=True)
-            if problem
-        ]
-        return (failed or [""])[0], "".join(printed)
-
-    def _wait(self, process: subprocess.Popen[bytes], end: float) -> str:
-        try:
-            code = process.wait(max(0.1, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            end_session(process)
-            return "took too long, and was ended"
-        return f"exit code {code}" if code else ""
-
-
-def end_session(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, 9)
-    process.wait()
-
-
-def environment_with(site: Path | None) -> dict[str, str]:
-    """Return the variables of the processes: where axonmpi, the checks and unpacked wheels are."""
-    before = os.environ.get("PYTHONPATH", "")
-    packages = sorted(map(str, site.rglob("*-packages"))) if site else []
-    folders = [*packages, str(REPOSITORY), str(REPOSITORY / "tests"), str(HERE), before]
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders)), "PYTHONUNBUFFERED": "1"}
-    if site:
-        for name, own in (("PATH", "bin"), ("LD_LIBRARY_PATH", "lib")):  # Debian's Python installs below "local"
-            places = [str(site / own), str(site / "local" / own), os.environ.get(name, "")]
-            variables[name] = os.pathsep.join(filter(None, places))
-        for library in sorted(site.rglob("libnccl.so.2"))[:1]:  # or torch would load its own first
-            variables["LD_PRELOAD"] = os.pathsep.join(
-                filter(None, [str(library), os.environ.get("LD_PRELOAD", "")])
+        search = [str(TESTS.parent), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        found = {"PYTHONPATH": os.pathsep.join(search), "PYTHONUNBUFFERED": "1"}
+        with tempfile.TemporaryFile("w+", errors="replace") as output:
+            streams = {"stdout": output, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, **found, **variables},
+                cwd=self.folder,
+                start_new_session=True,
+                **streams,
             )
-    return variables
+            try:
+                problem = f"exit code {process.wait(limit)}"
+            except subprocess.TimeoutExpired:
+                problem = "took too long, and was ended"
+            with contextlib.suppress(ProcessLookupError):  # there may be ranks left that it has started
+                os.killpg(process.pid, 9)
+            process.wait()
+            output.seek(0)
+            printed = output.read()
+        if process.returncode == 0:
+            return "", printed
+        return f"{problem}: {last_line(printed)}\n{printed[-SHOWN:]}", printed
 
 
-def unpack(wheels: str, folder: Path) -> Path | None:
-    """Install the wheels of a folder into a temporary one; return that."""
-    files = sorted(map(str, Path(wheels).glob("*.whl"))) if wheels else []
-    if not files:
-        return None
-    site = folder / "site"
-    # not --target, which leaves out what a wheel has for lib: libmpi
-    options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--ignore-installed", "--prefix", str(site)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, *files], check=True)
-    return site
-
-
-def describe(runner: Runner) -> tuple[Machine, str]:
-    """Ask a process what this machine has; return why it could not say, too."""
-    problem, printed = runner.run([[sys.executable, "-m", "on_gpu.part", "--describe"]], 120)
+def describe(runner: Runner, report: Report) -> Machine:
+    """Return what a process finds on this machine; put into the report why it cannot say."""
+    problem, printed = runner.run([*PART, "--describe"], 120)
     lines = [line for line in printed.splitlines() if line.startswith("{")]
-    if problem or not lines:
-        return {"gpus": [], "gpus_missing": "axonmpi cannot be imported"}, problem or printed[-SHOWN:]
-    return json.loads(lines[-1]), ""
+    if not problem and lines:
+        return json.loads(lines[-1])
+    report.add("import axonmpi", "failed", problem or printed[-SHOWN:])
+    return {"gpus": [], "gpus_missing": "axonmpi cannot be imported", "packages": {}}
 
 
 # ---- parts ------------------------------------------------------------------------------------------------------
@@ -254,99 +198,67 @@ def run_part(part: Part, runner: Runner, machine: Machine, report: Report) -> No
         report.add(part.name, "skipped", part.reason)
         return
     out = runner.folder / f"{part.name.replace(' ', '-').replace(',', '')}.jsonl"
-    own = [sys.executable, "-m", "on_gpu.part", part.way, "--out", str(out), "--only", *part.only]
+    command = [*PART, part.way, "--out", str(out), "--only", *part.only]
     variables = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if part.ranks > 1 else {}
-    if part.way == "file":
-        options = ["--ranks", str(part.ranks), "--id", str(out.with_suffix(".id"))]
-        commands = [[*own, *options, "--rank", str(rank)] for rank in range(part.ranks)]
-    elif part.ranks > 1:
-        launcher, more = mpirun_of(machine["mpirun"], part.ranks)
-        variables |= more
-        commands = [[*launcher, *own]]
+    if part.way.startswith("mpi"):
+        from axonmpi.testing.mpirun import mpirun_command
+
+        launcher, more = mpirun_command(Path(machine["mpirun"]), part.ranks)
+        command, variables = [*launcher, *command], variables | more
     else:
-        commands = [own]
-    problem, _ = runner.run(commands, part.seconds, **variables)
+        command += ["--ranks", str(part.ranks)]
+    problem, _ = runner.run(command, part.seconds, **variables)
     if problem == TIME_IS_UP:
         report.add(part.name, "skipped", problem)
     else:
         take_over(part, out, problem, report)
 
 
-def mpirun_of(path: str, ranks: int) -> tuple[list[str], dict[str, str]]:
-    """Return the command that starts ranks, and its variables."""
-    from axonmpi.testing.mpirun import mpirun_command
-
-    return mpirun_command(Path(path), ranks)
-
-
 def take_over(part: Part, out: Path, problem: str, report: Report) -> None:
     """Put into the report what a part's processes have written, and what they were at when they ended."""
-    begun, ended = "", False
-    for line in out.read_text().splitlines() if out.exists() else []:
-        entry = json.loads(line)
-        begun = entry.get("begun", "") if "name" not in entry else ""
-        ended = ended or "ended" in entry
+    entries = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    for entry in entries:
         if "name" in entry:
             report.add(f"{part.name}: {entry['name']}", entry["outcome"], entry["reason"], entry["seconds"])
-            if entry["figures"]:
-                report.figures.setdefault(part.name, {}).update(entry["figures"])
-    if not ended or problem:
-        report.add(f"{part.name}: {begun or 'start or end'}", "failed", problem or "the processes ended early")
-
-
-def outcome_of(problem: str) -> str:
-    """Say what a command has come to."""
-    return "skipped" if problem == TIME_IS_UP else "failed" if problem else "passed"
+            report.figures.setdefault(part.name, {}).update(entry["figures"])
+    last = entries[-1] if entries else {}
+    if problem or "ended" not in last:
+        name = f"{part.name}: {last.get('begun', 'start or end')}"
+        report.add(name, "failed", problem or "the processes ended early")
 
 
 def run_command(
-    name: str, arguments: Sequence[str], seconds: float, reason: str, runner: Runner, report: Report
-) -> bool:
-    """Run this Python with some arguments, if there is no reason against it; return whether it has succeeded."""
+    name: str, options: Sequence[str], written: str, reason: str, runner: Runner, report: Report
+) -> None:
+    """Run a command of axonmpi on the GPU, if there is no reason against it; put what it writes into the report."""
     if reason:
         report.add(name, "skipped", reason)
-        return False
+        return
     began = time.monotonic()
-    problem, printed = runner.run([[sys.executable, *arguments]], seconds)
-    report.add(name, outcome_of(problem), problem, round(time.monotonic() - began, 1))
+    command = [sys.executable, "-m", "axonmpi", *name.split(), "--device", "cuda", *options]
+    problem, printed = runner.run(command, 120)
+    outcome = "skipped" if problem == TIME_IS_UP else "failed" if problem else "passed"
+    report.add(name, outcome, problem, round(time.monotonic() - began, 1))
     if not problem:
         print(printed)
-    return not problem
+        report.figures[name] = json.loads((runner.folder / written).read_text())
 
 
-def run_benchmark(runner: Runner, report: Report, reason: str) -> None:
-    """Run `axonmpi bench collectives` on the GPU."""
-    file = runner.folder / "bench.json"
-    operations = ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"]
-    options = ["--device", "cuda", "--ranks", "1", "--blocks", "7", "--dtypes", "float32", "--json", str(file)]
-    command = ["-m", "axonmpi", "bench", "collectives", *options, "--operations", *operations]
-    if run_command("axonmpi bench collectives --device cuda", command, 120, reason, runner, report):
-        report.figures["collectives"] = json.loads(file.read_text())
+BENCH = ("--ranks", "1", "--blocks", "7", "--dtypes", "float32", "--json", "bench.json", "--operations")
+OPERATIONS = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
+TRAIN = ("--dtype", "bfloat16", "--steps", "200", "--no-plot", "--progress", "plain", "--out", "trained")
 
 
-def run_trainer(runner: Runner, report: Report, reason: str) -> None:
-    """Run `axonmpi train` on the GPU, in bfloat16."""
-    reason = reason or ("" if has_module("tyro", runner) else "tyro is not installed")
-    folder = runner.folder / "trained"
-    options = ["--device", "cuda", "--dtype", "bfloat16", "--steps", "200", "--no-plot", "--progress", "plain"]
-    command = ["-m", "axonmpi", "train", *options, "--out", str(folder)]
-    if run_command("axonmpi train --device cuda --dtype bfloat16", command, 120, reason, runner, report):
-        report.figures["axonmpi train"] = json.loads((folder / "summary.json").read_text())
-
-
-def run_pytest(runner: Runner, machine: Machine, report: Report, reason: str) -> None:
-    """Make the same checks as tests."""
-    missing = [name for name in ("pytest", "hypothesis") if not has_module(name, runner)]
-    reason = reason or (f"{' and '.join(missing)} not installed" if missing else "")
-    plugins = [] if machine["packages"].get("axonmpi") else ["-p", "axonmpi.testing.plugin"]
-    serial = ["-p", "no:xdist", "-p", "no:cacheprovider"]
-    command = ["-m", "pytest", "-q", *plugins, *serial, "-m", "gpu", str(HERE)]
-    run_command("pytest -m gpu tests/gpu", command, 240, reason, runner, report)
-
-
-def has_module(name: str, runner: Runner) -> bool:
-    """Say whether processes can import a module."""
-    return not runner.run([[sys.executable, "-c", f"import {name}"]], 60)[0]
+def check_all(device: str, runner: Runner, report: Report) -> None:
+    """Ask what this machine has, and make all checks that it allows."""
+    machine = report.machine = describe(runner, report)
+    print(json.dumps(machine, indent=2))
+    for part in parts_for(machine, device):
+        run_part(part, runner, machine, report)
+    reason = first_line(machine.get("nccl_missing", "")) if machine["gpus"] else "no GPU"
+    no_tyro = "" if machine["packages"].get("tyro") else "tyro is not installed"
+    run_command("bench collectives", [*BENCH, *OPERATIONS], "bench.json", reason, runner, report)
+    run_command("train", TRAIN, "trained/summary.json", reason or no_tyro, runner, report)
 
 
 def main() -> int:
@@ -358,23 +270,11 @@ def main() -> int:
     sys.stdout.reconfigure(errors="replace")
     began = time.monotonic()
     report = Report()
-    sys.path.insert(0, str(REPOSITORY))
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        site = unpack(os.environ.get("AXONMPI_WHEELS", ""), folder)
-        runner = Runner(options.seconds, folder, site)
-        report.machine, problem = describe(runner)
-        if problem:
-            report.add("import axonmpi", "failed", problem)
-        print(json.dumps(report.machine, indent=2))
-        for part in parts_for(report.machine, options.device):
-            run_part(part, runner, report.machine, report)
-        missing = first_line(report.machine.get("nccl_missing") or "")
-        reason = missing if report.machine["gpus"] else "no GPU"
-        run_benchmark(runner, report, reason)
-        run_trainer(runner, report, reason)
-        run_pytest(runner, report.machine, report, reason)
-    outcomes = {outcome: report.count(outcome) for outcome in ("passed", "failed", "skipped")}
+        check_all(options.device, Runner(options.seconds, Path(name)), report)
+    outcomes = dict.fromkeys(("passed", "failed", "skipped"), 0)
+    for check in report.checks:
+        outcomes[check["outcome"]] += 1
     summary = {**outcomes, "seconds": round(time.monotonic() - began, 1)}
     everything = {"summary": summary, "machine": report.machine, "checks": report.checks, "figures": report.figures}
     options.out.write_text(json.dumps(everything, indent=2) + "\n")
@@ -385,4 +285,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(TESTS.parent))
     sys.exit(main())

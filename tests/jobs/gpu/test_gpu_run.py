@@ -1,50 +1,39 @@
 """`tests/jobs/run gpu` where there is no GPU, and what it makes of processes that fail."""
 
-from __future__ import annotations
-
-import importlib.util
 import json
+import os
 import subprocess
 import sys
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.limits import limit
+from jobs.gpu.command import TESTS, Part, Report, Runner, parts_for, run_part, take_over
 
 from axonmpi.utils.waiting import network_backoff, wait_until
 
-RUN = Path(__file__).with_name("command.py")
-ALL_THERE = {"gpus": ["A GPU"], "nccl": "2.30.1", "mpirun": "/usr/bin/mpirun", "packages": {}}
-
-
-def loaded():
-    """Import the command, whose file is no name of a module."""
-    loader = SourceFileLoader("gpu_run", str(RUN))
-    spec = importlib.util.spec_from_loader("gpu_run", loader)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_run"] = module
-    loader.exec_module(module)
-    return module
-
-
-run = loaded()
+ALL_THERE = {"gpus": ["A GPU"], "nccl": [2, 30, 1], "mpirun": "/usr/bin/mpirun", "packages": {}}
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 @pytest.fixture
-def runner(tmp_path):
-    return run.Runner(60, tmp_path, None)
+def runner(tmp_path: Path) -> Runner:
+    return Runner(limit(60), tmp_path)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_all_is_skipped_with_a_reason(tmp_path) -> None:
-    command = [sys.executable, RUN, "--out", tmp_path / "all.json"]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+@WITHOUT_GPU
+def test_without_a_gpu_all_is_skipped_with_a_reason(tmp_path: Path) -> None:
+    """Also where little more than torch and numpy is installed."""
+    for name in ("hypothesis", "mpi4py", "pytest", "tyro"):
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is hidden')")
+    command = [sys.executable, TESTS / "jobs" / "run", "gpu", "--out", "all.json", "--seconds", str(limit(60))]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "There is no GPU here: nothing of NCCL or CUDA was checked." in ended.stdout
     found = json.loads((tmp_path / "all.json").read_text())
     assert found["summary"]["skipped"] == len(found["checks"]) > 5
-    assert {check["outcome"] for check in found["checks"]} == {"skipped"}
     assert all("no GPU" in check["reason"] for check in found["checks"])
     assert found["machine"]["torch"] == torch.__version__
 
@@ -52,87 +41,77 @@ def test_without_a_gpu_all_is_skipped_with_a_reason(tmp_path) -> None:
 # ---- what is chosen ---------------------------------------------------------------------------------------------
 
 
-def chosen(**changes: object) -> dict[str, str]:
-    """Return the parts for a machine, each with the reason why it is skipped."""
-    return {part.name: part.reason for part in run.parts_for({**ALL_THERE, **changes}, "cuda")}
+def chosen(**changes: object) -> dict[str, tuple[str, str]]:
+    """Return the parts for a machine: how the ranks are connected, and why a part is skipped."""
+    return {part.name: (part.way, part.reason) for part in parts_for({**ALL_THERE, **changes}, "cuda")}
 
 
-def test_a_whole_machine_is_asked_for_everything() -> None:
-    assert list(chosen().values()) == [""] * 5
-    assert {part.way for part in run.parts_for(ALL_THERE, "cuda")} == {"nccl", "nccl+host", "mpi+nccl"}
-
-
-def test_an_older_nccl_leaves_one_rank_a_gpu() -> None:
-    reasons = chosen(nccl="2.28.9")
-    assert [bool(reason) for reason in reasons.values()] == [False] * 3 + [True] * 2
-    assert reasons["4 ranks on a GPU"] == "several ranks on one GPU need NCCL 2.30 or newer, not 2.28.9"
-
-
-def test_without_mpi_ranks_meet_over_a_file() -> None:
-    missing = {"mpirun": None, "mpirun_missing": "mpi4py is not installed.\nMore"}
-    ways = {part.name: part.way for part in run.parts_for({**ALL_THERE, **missing}, "cuda")}
-    assert ways["2 ranks on a GPU"] == "file"
-    assert chosen(**missing)["2 ranks on a GPU"] == ""
-    assert chosen(**missing)["2 ranks on a GPU, by MPI"] == "needs MPI: mpi4py is not installed."
-
-
-def test_without_nccl_one_gpu_computes_without_communication() -> None:
-    reasons = chosen(nccl=None, nccl_missing="nccl4py cannot be imported\nInstall it")
-    assert reasons.pop("1 rank, without NCCL") == ""
-    assert set(reasons.values()) == {"nccl4py cannot be imported"}
+def test_parts_for_what_a_machine_has() -> None:
+    alone = {"1 rank": ("nccl", ""), "1 rank, cost": ("nccl+host", ""), "1 rank, with its CPU": ("nccl+host", "")}
+    two, four = "2 ranks on a GPU", "4 ranks on a GPU"
+    assert chosen() == {**alone, two: ("mpi+nccl", ""), four: ("mpi+nccl", "")}
+    too_old = ("mpi+nccl", "several ranks on one GPU need NCCL 2.30 or newer, not 2.28.9")
+    assert chosen(nccl=[2, 28, 9]) == {**alone, two: too_old, four: too_old}
+    no_mpi = ("mpi+nccl", "needs MPI: mpi4py is not installed.")
+    by_nccl = {two: ("nccl", ""), f"{two}, by MPI": no_mpi, four: ("nccl", ""), f"{four}, by MPI": no_mpi}
+    assert chosen(mpirun=None, mpirun_missing="mpi4py is not installed.\nMore") == {**alone, **by_nccl}
+    without_nccl = chosen(nccl=None, nccl_missing="nccl4py cannot be imported\nInstall it")
+    assert without_nccl.pop("1 rank, without NCCL") == ("no nccl", "")
+    assert {reason for _, reason in without_nccl.values()} == {"nccl4py cannot be imported"}
 
 
 # ---- what processes come to -------------------------------------------------------------------------------------
 
 
-def outcomes_of(part, runner) -> list[tuple[str, str, str]]:
-    report = run.Report()
-    run.run_part(part, runner, ALL_THERE, report)
+def outcomes_of(part: Part, runner: Runner) -> list[tuple[str, str, str]]:
+    report = Report()
+    run_part(part, runner, ALL_THERE, report)
     return [(check["name"], check["outcome"], check["reason"]) for check in report.checks]
 
 
-def test_checks_are_reported_with_what_they_came_to(runner) -> None:
-    ((name, outcome, _),) = outcomes_of(run.Part("here", "cpu", 60, ["ordering/waiting"]), runner)
-    assert (name, outcome) == ("here: ordering/waiting", "passed")
+def test_checks_are_reported_with_what_they_came_to(runner: Runner) -> None:
+    part = Part("here", "cpu", limit(20), ["ordering/waiting"])
+    assert outcomes_of(part, runner) == [("here: ordering/waiting", "passed", "")]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize(("way", "ranks"), [("nccl+host", 1), pytest.param("file", 2, marks=pytest.mark.slow)])
-def test_ranks_that_cannot_connect_say_why(runner, way: str, ranks: int) -> None:
-    ((name, outcome, reason),) = outcomes_of(run.Part("there", way, 20, ranks=ranks), runner)
+@pytest.mark.slow
+@WITHOUT_GPU
+@pytest.mark.parametrize(("way", "ranks"), [("nccl+host", 1), ("nccl", 2)])
+def test_ranks_that_cannot_connect_say_why(runner: Runner, way: str, ranks: int) -> None:
+    ((name, outcome, reason),) = outcomes_of(Part("there", way, limit(20), ranks=ranks), runner)
     assert (name, outcome) == ("there: start or end", "failed")
     assert "NcclError" in reason
 
 
-def test_a_process_that_ends_early_names_the_check(runner, tmp_path) -> None:
-    out = tmp_path / "out.jsonl"
+def test_a_process_that_ends_early_names_the_check(tmp_path: Path) -> None:
+    out, report = tmp_path / "out.jsonl", Report()
     passed = {"name": "first", "outcome": "passed", "reason": "", "seconds": 1.0, "figures": {"speed": 2}}
     out.write_text("\n".join(map(json.dumps, [{"begun": "first"}, passed, {"begun": "second"}])))
-    report = run.Report()
-    run.take_over(run.Part("part", "nccl", 1.0), out, "exit code -11\nsegmentation fault", report)
-    assert [(check["name"], check["outcome"]) for check in report.checks] == [
-        ("part: first", "passed"),
-        ("part: second", "failed"),
-    ]
+    take_over(Part("part", "nccl", 1.0), out, "exit code -11\nsegmentation fault", report)
+    outcomes = [(check["name"], check["outcome"]) for check in report.checks]
+    assert outcomes == [("part: first", "passed"), ("part: second", "failed")]
     assert report.figures == {"part": {"speed": 2}}
 
 
-def test_what_takes_too_long_is_ended_with_all_it_started(runner, monkeypatch) -> None:
-    monkeypatch.setattr(run, "LEAST_SECONDS", 1.0)
-    program = "import subprocess; c = subprocess.Popen(['sleep', '600']); print(c.pid, flush=True); c.wait()"
-    problem, printed = runner.run([[sys.executable, "-c", program]], 4.0)
+def test_a_command_that_fails_says_why(runner: Runner) -> None:
+    problem, printed = runner.run(["sh", "-c", "echo first; echo last; exit 3"], limit(10))
+    assert (problem, printed) == ("exit code 3: last\nfirst\nlast\n", "first\nlast\n")
+
+
+def test_what_takes_too_long_is_ended_with_all_it_started(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.gpu.command.LEAST_SECONDS", 0.5)
+    problem, printed = runner.run(["sh", "-c", "sleep 600 & echo $!; wait"], 1.0)
     assert problem.startswith("took too long")
-    assert wait_until(lambda: is_ended(int(printed)), network_backoff(), 10)
+    assert wait_until(lambda: is_ended(int(printed)), network_backoff(), limit(10))
 
 
 def is_ended(process: int) -> bool:
-    """Say whether a process is gone, or dead and not yet buried."""
+    """Return True for a process that is gone, or dead and not yet buried."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
 
 
-def test_when_the_time_is_up_nothing_is_started(runner) -> None:
-    late = run.Runner(1, runner.folder, None)
-    assert outcomes_of(run.Part("late", "cpu", 60), late) == [("late", "skipped", "the time was up")]
+def test_when_the_time_is_up_nothing_is_started(tmp_path: Path) -> None:
+    assert outcomes_of(Part("late", "cpu", 60), Runner(1, tmp_path)) == [("late", "skipped", "the time was up")]

@@ -118,6 +118,7 @@ def test_logits_of_16_bits_are_taken_in_float32(world, dtype: torch.dtype) -> No
     torch.testing.assert_close(own.grad.float(), part(whole.grad, world, -1), rtol=2e-2, atol=1e-4)
 
 
+@pytest.mark.not_over_double("looks at the mock's log of operations")
 def test_one_message_and_one_tensor_of_the_size_of_the_logits() -> None:
     def body(world: ax.World) -> tuple[list[tuple[str, int]], list[int], dict[str, int]]:
         own = randn(6, 50, seed=world.rank).requires_grad_()

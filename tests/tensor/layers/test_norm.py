@@ -104,6 +104,7 @@ def test_the_module_is_otherwise_what_it_was(world, make):
         assert norm(randn(1, 2, WIDTH), plus=3.0)[1] == 3.0
 
 
+@pytest.mark.not_over_double("looks at the mock's log of operations")
 def test_what_is_sent():
     def body(world, make, trained: bool = True, inference: bool = False) -> dict[str, int]:
         norm, sent = sequence_parallel_norm(make().requires_grad_(trained)), Sent(world)

@@ -1,7 +1,5 @@
 """Every operation, dtype, layout and reduction, against numpy."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -11,7 +9,7 @@ from helpers.numpy_reference import DTYPES, Shape, reductions, same_bits, values
 import axonmpi as ax
 from axonmpi import ReduceOp
 
-from .check import Check, Figures
+from . import Check, Figures
 
 UNEVEN = (5, 0, 11, 3)
 SHAPE = (13, 37)

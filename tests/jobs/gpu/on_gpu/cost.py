@@ -1,10 +1,6 @@
 """What the CPU spends on an `ax.all_reduce`, beside torch.distributed's on NCCL, at one rank."""
 
-from __future__ import annotations
-
-import tempfile
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,7 +9,7 @@ import axonmpi as ax
 from axonmpi.cli.bench.timing import interleave, telling_clock
 from axonmpi.utils.device import device_at
 
-from .check import Check, Figures, NotHereError
+from . import Check, Figures, NotHereError
 
 MOST_ABOVE = 10.0
 """Microseconds that a call may take longer than torch's."""
@@ -28,18 +24,17 @@ def check_all_reduce(numel: int, world: ax.World, figures: Figures) -> None:
     if backend == "nccl" and not dist.is_nccl_available():
         raise NotHereError("this torch has no NCCL to compare with")
     tensors = [torch.zeros(numel, device=world.device) for _ in range(4)]
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group(backend, init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1)
-        try:
-            calls = {
-                "axonmpi": partial(ax.all_reduce, tensors[0]),
-                "torch": partial(dist.all_reduce, tensors[1]),
-                "axonmpi, asynchronous": lambda: ax.all_reduce(tensors[2], async_op=True).wait(),
-                "torch, asynchronous": lambda: dist.all_reduce(tensors[3], async_op=True).wait(),
-            }
-            seconds = interleave(calls, blocks=BLOCKS, calls=CALLS, clock=telling_clock(device))
-        finally:
-            dist.destroy_process_group()
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    calls = {
+        "axonmpi": partial(ax.all_reduce, tensors[0]),
+        "torch": partial(dist.all_reduce, tensors[1]),
+        "axonmpi, asynchronous": lambda: ax.all_reduce(tensors[2], async_op=True).wait(),
+        "torch, asynchronous": lambda: dist.all_reduce(tensors[3], async_op=True).wait(),
+    }
+    try:
+        seconds = interleave(calls, blocks=BLOCKS, calls=CALLS, clock=telling_clock(device))
+    finally:
+        dist.destroy_process_group()
     microseconds = {name: value * 1e6 for name, value in seconds.items()}
     figures[f"all_reduce of {4 * numel} bytes, microseconds of the CPU"] = microseconds
     above = microseconds["axonmpi"] - microseconds["torch"]

@@ -5,8 +5,6 @@ once by what would spoil it: a write into its input, or memory that is freed and
 nothing is reduced, so operations that copy into other memory show what operations in place cannot.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +18,7 @@ from axonmpi import Work
 from axonmpi.backends import Backend
 from axonmpi.utils.device import device_at
 
-from .check import Check, Figures
+from . import Check, Figures
 
 NUMEL = 1 << 16
 LATE, ROUNDS = 1 << 24, 24
@@ -38,36 +36,30 @@ def keep_busy(place: torch.device) -> None:
 def start(operation: str, backend: Backend, tensor: Tensor) -> tuple[list[Work], Callable[[], Any]]:
     """Start an operation; return its Works, and what returns the tensor that then holds the result."""
     size, rank = backend.size, backend.rank
-    if operation == "all_gather":
-        work = backend.all_gather(tensor, sizes=[NUMEL] * size, async_op=True)
-        return [work], work.result
-    if operation == "reduce_scatter":
-        work = backend.reduce_scatter(tensor, async_op=True)
-        return [work], work.result
+    if operation == "messages":
+        received = torch.empty_like(tensor)
+        works = [backend.isend(tensor, (rank + 1) % size), backend.irecv(received, (rank - 1) % size)]
+        return works, received.clone
     if operation == "all_to_all":
         cut = (tensor.dtype, tuple(tensor.shape), 0)
         work = backend.all_to_all(tensor.tensor_split(size), async_op=True, cut_from=cut)
         return [work], lambda: torch.cat(work.result())
-    if operation == "messages":
-        received = torch.empty_like(tensor)
-        works = [backend.isend(tensor, (rank + 1) % size), backend.irecv(received, (rank - 1) % size)]
-        return works, lambda: received
-    if operation == "all_reduce":
-        return [backend.all_reduce(tensor, async_op=True)], lambda: tensor
-    return [backend.broadcast(tensor, 0, async_op=True)], lambda: tensor
+    options = {"sizes": [NUMEL] * size} if operation == "all_gather" else {}
+    work = getattr(backend, operation)(tensor, async_op=True, **options)
+    return [work], tensor.clone if operation in IN_PLACE else work.result
 
 
 def expected(operation: str, rank: int, size: int) -> Tensor:
     """Return the result where rank r puts in `content(r)`."""
-    each = [content(rank) for rank in range(size)]
+    each = torch.stack([content(rank) for rank in range(size)])
     return {
-        "all_gather": lambda: torch.cat(each),
-        "reduce_scatter": lambda: torch.stack(each).sum(0).tensor_split(size)[rank],
-        "all_to_all": lambda: torch.cat([part.tensor_split(size)[rank] for part in each]),
-        "messages": lambda: each[(rank - 1) % size],
-        "all_reduce": lambda: torch.stack(each).sum(0),
-        "broadcast": lambda: each[0],
-    }[operation]()
+        "all_gather": each.flatten(),
+        "reduce_scatter": each.sum(0).tensor_split(size)[rank],
+        "all_to_all": each.tensor_split(size, dim=1)[rank].flatten(),
+        "messages": each[rank - 1],
+        "all_reduce": each.sum(0),
+        "broadcast": each[0],
+    }[operation]
 
 
 def content(rank: int) -> Tensor:

@@ -1,7 +1,5 @@
 """The trainer: its losses are those of plain torch on the CPU."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from functools import partial
@@ -14,7 +12,7 @@ import axonmpi as ax
 from axonmpi.train import Config
 from axonmpi.train.trainer import Trainer
 
-from .check import Check, Figures
+from . import Check, Figures
 
 SMALL = Config().replace(
     layers=4,

@@ -1,48 +1,40 @@
-"""Breaks the order of streams in the library, a place at a time; a test over the double has to fail each time.
+"""Mutants of the order of streams: each leaves out one wait, and a test over the double of NCCL has to notice.
 
-    python tests/helpers/nccl_mutants.py              all of them, about two minutes
-    python tests/helpers/nccl_mutants.py 1 4          some
+    python tests/jobs/mutants/nccl.py              all of them, about two minutes
+    python tests/jobs/mutants/nccl.py 1 4          the first and the fourth
 
-A copy of the library is changed, never the library itself.
+The change is made in a copy of the library.
 """
-
-from __future__ import annotations
 
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from helpers import REPOSITORY
-
-__all__ = ["MUTANTS", "Mutant", "found_by"]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-@dataclass(frozen=True)
-class Mutant:
+class Mutant(NamedTuple):
     """A change of one place.
 
     Attributes:
-        what: What is missing then.
-        file: Where, below `axonmpi`.
-        old: The text there, once.
-        new: What it becomes.
-        tests: Which are run.
+        what: The rule that is broken.
+        file: Path below `axonmpi`.
+        old: The text there, found once.
+        new: The text that replaces it.
     """
 
     what: str
     file: str
     old: str
     new: str = ""
-    tests: tuple[str, ...] = ("tests/backends/nccl/test_stream_order.py",)
 
 
 BACKEND, WORK, MESSAGES = "backends/nccl/backend.py", "backends/nccl/work.py", "backends/nccl/messages.py"
 COLLECTIVES, OFFLOAD = "backends/nccl/collectives.py", "fsdp/offload.py"
-OFFLOADING = ("tests/fsdp/test_devices.py",)
 MUTANTS = (
     Mutant(
         "the group's stream does not wait for the caller's",
@@ -104,69 +96,53 @@ MUTANTS = (
         "parameters are copied to the GPU before what was told has let go of their memory",
         OFFLOAD,
         "        device.wait(self._up, device.record(device.current_stream()))\n",
-        tests=OFFLOADING,
     ),
     Mutant(
         "gradients are copied from the GPU before they are computed",
         OFFLOAD,
         "        device.wait(self._down, device.record(device.current_stream()))\n",
-        tests=OFFLOADING,
     ),
     Mutant(
         "parameters are used before they are copied to the GPU",
         OFFLOAD,
         "        self._device.wait(self._device.current_stream(), self._event)\n",
-        tests=OFFLOADING,
     ),
     Mutant(
         "gradients are not kept while they are copied",
         OFFLOAD,
         "        device.keep(source, self._down)\n",
-        tests=OFFLOADING,
     ),
 )
 
 
-def found_by(mutant: Mutant) -> list[str]:
+def failing(mutant: Mutant) -> list[str]:
     """Return the tests that fail with a mutant."""
+    tests = "fsdp/test_devices.py" if mutant.file == OFFLOAD else "backends/nccl/test_stream_order.py"
     with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "axonmpi"
+        library = Path(folder, "axonmpi")
         shutil.copytree(REPOSITORY / "axonmpi", library, ignore=shutil.ignore_patterns("__pycache__"))
-        changed = library / mutant.file
-        text = changed.read_text()
-        if text.count(mutant.old) != 1:
-            raise ValueError(f"{mutant.file}: expected once, found {text.count(mutant.old)} times:\n{mutant.old}")
-        changed.write_text(text.replace(mutant.old, mutant.new))
-        tests = [str(REPOSITORY / each) for each in mutant.tests]
-        options = ["-q", "-n0", "--tb=no", "-p", "no:cacheprovider", "-c", str(REPOSITORY / "setup.cfg")]
-        ended = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *tests],
-            env={**os.environ, "PYTHONPATH": folder},
-            cwd=folder,  # comes before all other places that Python looks for modules in
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-    if ended.returncode not in (0, 1):
-        raise RuntimeError(ended.stdout + ended.stderr)
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("FAILED ")]
-    return [line.split()[1].rpartition("::")[2] for line in lines]
+        text = (library / mutant.file).read_text()
+        (library / mutant.file).write_text(text.replace(mutant.old, mutant.new))
+        options = ["-qn0", "--tb=no", "-pno:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", *options, REPOSITORY / "tests" / tests]
+        environment = {**os.environ, "PYTHONPATH": folder}
+        # The current folder is the first place where Python looks for modules.
+        ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert ended.returncode in (0, 1), ended.stdout + ended.stderr
+    return [line.split()[1] for line in ended.stdout.splitlines() if line.startswith("FAILED ")]
 
 
-def main(chosen: list[str]) -> int:
-    """Run the mutants with these numbers, from 1, or all; return how many nothing has found."""
-    tests = tuple(sorted({each for mutant in MUTANTS for each in mutant.tests}))
-    if failing := found_by(Mutant("nothing", WORK, "class NcclWork(", "class NcclWork(", tests)):
-        raise SystemExit(f"tests fail without a mutant: {', '.join(failing)}")
-    missed = 0
+def main() -> None:
+    for file in (WORK, OFFLOAD):
+        assert not failing(Mutant("nothing is broken", file, old="")), "the tests fail without a mutant"
+    missed = []
     for number, mutant in enumerate(MUTANTS, 1):
-        if not chosen or str(number) in chosen:
-            tests = found_by(mutant)
-            missed += not tests
-            print(f"{number:2}. {mutant.what}: {', '.join(tests) or 'FOUND BY NOTHING'}", flush=True)
-    return missed
+        if str(number) in sys.argv[1:] or not sys.argv[1:]:
+            found = failing(mutant)
+            print(f"{number:2}. {mutant.what}: {', '.join(found) or 'NOT NOTICED'}", flush=True)
+            missed += [] if found else [number]
+    sys.exit(f"not noticed: {missed}" if missed else 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()
