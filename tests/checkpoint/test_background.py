@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.whole_models import built
+from helpers.models import built
 from safetensors.torch import load_file
 from torch import nn
 

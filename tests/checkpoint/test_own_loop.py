@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers.whole_models import built
+from helpers.models import built
 from torch import nn
 from torch.utils.data import DataLoader
 

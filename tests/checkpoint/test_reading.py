@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.cut_tensors import job_for, parts_of, whole_tensors
+from helpers.checkpoint_parts import job_for, parts_of, whole_tensors
 from safetensors.torch import load_file, save_file
 
 import axonmpi as ax

@@ -11,7 +11,10 @@ from torch import Tensor
 
 import axonmpi as ax
 
-__all__ = ["assert_close", "assert_equal", "assert_same_on_all_ranks", "refused"]
+__all__ = ["assert_close", "assert_equal", "assert_precise", "assert_same_on_all_ranks", "refused"]
+
+ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 4e-2}
+"""How far results of the order of 1 may be apart."""
 
 
 def assert_close(found: Any, expected: Any, tolerance: float = 1e-5, what: str = "") -> None:
@@ -27,10 +30,16 @@ def assert_equal(found: Any, expected: Any, what: str = "") -> None:
     _compare(found, expected, what, 0.0)
 
 
-def _compare(found: Any, expected: Any, what: str, tolerance: float) -> None:
+def assert_precise(found: Any, expected: Any, what: str = "") -> None:
+    """Compare as `assert_close`, within a tolerance for rounding in each tensor's dtype."""
+    _compare(found, expected, what, None)
+
+
+def _compare(found: Any, expected: Any, what: str, tolerance: float | None) -> None:
     if isinstance(expected, Tensor) and isinstance(found, Tensor):
+        limit = ROUNDING[expected.dtype] if tolerance is None else tolerance
         torch.testing.assert_close(
-            found.detach(), expected.detach(), atol=tolerance, rtol=tolerance, msg=lambda text: f"{what}: {text}"
+            found.detach(), expected.detach(), atol=limit, rtol=limit, msg=lambda text: f"{what}: {text}"
         )
     elif isinstance(expected, Mapping):
         assert list(found) == list(expected), what

@@ -18,8 +18,7 @@ from torch.nn import functional as F
 import axonmpi as ax
 from axonmpi.pipeline import split_module
 from axonmpi.tensor import tensor_parallelize
-from helpers.models import part_of
-from helpers.whole_models import built
+from helpers.models import built, part_of
 
 LAYOUTS = (
     *("ddp", "fsdp", "fsdp_grad", "hybrid", "offload", "tp", "pp"),

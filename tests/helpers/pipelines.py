@@ -1,4 +1,4 @@
-"""Models in stages, their data, and training in one process with plain torch, which pipelines are compared with.
+"""Models in stages, training them in one process with plain torch and in pipelines, and schedules to go through.
 
 torch's random numbers belong to the process and mock ranks are its threads, so whatever draws them holds a lock.
 """
@@ -10,21 +10,26 @@ import copy
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import axonmpi as ax
-from axonmpi.pipeline import microbatch_seed
+from axonmpi.pipeline import Action, ActionKind, PipelineSchedule, Schedule, make_schedule, microbatch_seed
+from axonmpi.pipeline.schedule.actions import ComputeLists
+from axonmpi.pipeline.schedule.transfers import with_transfers
+from helpers.compare import assert_close
 
 SAMPLES, WIDTH, LARGEST_NORM = 11, 8, 0.3
+TOLERANCE = 1e-8
+"""Models and data have the dtype float64, in which differences of rounding stay below this one."""
 _drawing = threading.RLock()
 
-Batch = tuple[Tensor, Tensor]
+Batch = Sequence[Tensor]
+"""Inputs and targets."""
 
 
 def block(width: int = WIDTH, dropout: float = 0.0) -> nn.Module:
@@ -35,11 +40,11 @@ def block(width: int = WIDTH, dropout: float = 0.0) -> nn.Module:
 def _built(make: Callable[[], nn.Module], count: int) -> list[nn.Module]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(count)
-        return [make() for _ in range(count)]
+        return [make().double() for _ in range(count)]
 
 
 def built(make: Callable[[], nn.Module], count: int) -> list[nn.Module]:
-    """Build modules with the same initial values everywhere."""
+    """Build modules of dtype float64 with the same initial values everywhere."""
     with _drawing:
         return copy.deepcopy(_built(make, count))
 
@@ -47,13 +52,13 @@ def built(make: Callable[[], nn.Module], count: int) -> list[nn.Module]:
 def batches(steps: int, samples: int = SAMPLES) -> list[Batch]:
     """Make batches, the same everywhere."""
     drawn = torch.Generator().manual_seed(5)
-    return [tuple(torch.randn(samples, WIDTH, generator=drawn) for _ in range(2)) for _ in range(steps)]
+    return list(torch.randn(steps, 2, samples, WIDTH, generator=drawn, dtype=torch.float64).unbind())
 
 
 class Step(NamedTuple):
     """What one process finds in a step; gradients by the numbers of stages and names in them, also of ties."""
 
-    losses: list[float]
+    losses: list[Tensor]
     gradients: dict[str, Tensor | None]
     norm: Tensor
     output: Tensor
@@ -77,10 +82,7 @@ def trained(
     for step in steps:
         optimizer.zero_grad()
         losses = [_gradients(model, batch, loss_fn, parts, seed, next(number)) for batch in step]
-        gradients = {
-            name: None if parameter.grad is None else parameter.grad.clone()
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-        }
+        gradients = copy.deepcopy(gradients_of(model))
         with torch.no_grad():
             output = model.eval()(step[0][0])
             held_out_loss = loss_fn(output, step[0][1])
@@ -91,52 +93,52 @@ def trained(
     return model, found
 
 
-def _gradients(model: nn.Module, batch: Batch, loss_fn, parts: int, seed: int | None, number: int) -> float:
-    total, count = 0.0, 1 if seed is None else min(parts, len(batch[0]))
+def _gradients(model: nn.Module, batch: Batch, loss_fn, parts: int, seed: int | None, number: int) -> Tensor:
+    losses, count = [], 1 if seed is None else min(parts, len(batch[0]))
     with _drawing, torch.random.fork_rng(devices=[]):
         for part, (some, wanted) in enumerate(zip(*(tensor.tensor_split(count) for tensor in batch), strict=True)):
             if seed is not None:
                 torch.manual_seed(microbatch_seed(seed, number, part))
-            loss = loss_fn(model(some), wanted) * (len(some) / len(batch[0]))
-            loss.backward()
-            total += loss.item()
-    return total
+            losses.append(loss_fn(model(some), wanted) * (len(some) / len(batch[0])))
+            losses[-1].backward()
+    return sum(losses).detach()
 
 
-def assert_trains_like(pipeline: ax.Pipeline, model: nn.Sequential, found: Sequence[Step], steps, what="") -> None:
+def assert_trains_like(
+    pipeline: ax.Pipeline, model: nn.Sequential, found: Sequence[Step], steps, what="", tolerance: float = TOLERANCE
+) -> None:
     """Train in a pipeline, with an evaluation in between; compare with what one process has found."""
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.3)
     for step, expected in zip(steps, found, strict=True):
         optimizer.zero_grad()
-        for number, ((inputs, targets), wanted) in enumerate(zip(step, expected.losses, strict=True), 1):
+        for number, (batch, wanted) in enumerate(zip(step, expected.losses, strict=True), 1):
             with contextlib.nullcontext() if number == len(step) else pipeline.no_sync():
-                loss = pipeline.train_step(inputs, targets)
-            assert (loss is not None) == pipeline.has_last_stage
-            assert loss is None or loss.item() == pytest.approx(wanted, abs=1e-5), what
+                loss = pipeline.train_step(*batch)
+            assert_close(loss, wanted if pipeline.has_last_stage else None, tolerance, f"{what} loss")
         pipeline.eval()
-        output, loss = pipeline(step[0][0]), pipeline.eval_step(*step[0])
+        evaluated = [pipeline(step[0][0]), pipeline.eval_step(*step[0])]
         pipeline.train()
-        assert (output is not None) == (loss is not None) == pipeline.has_last_stage
-        if loss is not None:
-            torch.testing.assert_close([output, loss], [expected.output, expected.held_out_loss])
-        assert_gradients(pipeline, expected.gradients, what)
-        torch.testing.assert_close(pipeline.clip_grad_norm(LARGEST_NORM), expected.norm, atol=1e-6, rtol=1e-5)
+        wanted = [expected.output, expected.held_out_loss] if pipeline.has_last_stage else [None, None]
+        assert_close(evaluated, wanted, tolerance, f"{what} evaluation")
+        assert_gradients(pipeline, expected.gradients, what, tolerance)
+        assert_close(pipeline.clip_grad_norm(LARGEST_NORM), expected.norm, max(tolerance, 1e-6), f"{what} norm")
         optimizer.step()
     for number, module in pipeline.stages.items():
-        torch.testing.assert_close(module.state_dict(), model[int(number)].state_dict(), atol=1e-5, rtol=0)
+        assert_close(module.state_dict(), model[int(number)].state_dict(), tolerance, f"{what} stage {number}")
     ax.barrier()  # what is drawn next may be drawn for another pipeline
 
 
-def assert_gradients(pipeline: ax.Pipeline, expected: dict[str, Tensor | None], what: object = "") -> None:
+def assert_gradients(
+    pipeline: ax.Pipeline, expected: dict[str, Tensor | None], what: object = "", tolerance: float = TOLERANCE
+) -> None:
     """Compare the gradients of this rank's stages with those of one process, which has the model in a row."""
     own = {name: parameter.grad for name, parameter in pipeline.stages.named_parameters()}
-    wanted = {name: expected[name] for name in own}
-    assert {n for n, g in own.items() if g is None} == {n for n, g in wanted.items() if g is None}, what
-    for name, gradient in own.items():
-        if gradient is not None:
-            torch.testing.assert_close(
-                gradient, wanted[name], msg=lambda text, name=name: f"{what}: {name}: {text}"
-            )
+    assert_close(own, {name: expected[name] for name in own}, tolerance, f"{what} gradient")
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    """Return the gradients by all names of their parameters."""
+    return {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def assert_step_like_one_process(
@@ -148,6 +150,33 @@ def assert_step_like_one_process(
     expected.backward()
     pipeline.zero_grad()
     loss = pipeline.train_step(*batch)
-    if loss is not None:
-        torch.testing.assert_close(loss, expected.detach())
-    assert_gradients(pipeline, {name: p.grad for name, p in model.named_parameters(remove_duplicate=False)})
+    assert_close(loss, expected if pipeline.has_last_stage else None, TOLERANCE, "loss")
+    assert_gradients(pipeline, gradients_of(model))
+
+
+# ---- schedules --------------------------------------------------------------------------------------------------
+
+GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE = PipelineSchedule
+CHUNKS = {GPIPE: (1, 2, 3), ONE_F_ONE_B: (1,), INTERLEAVED: (2, 3), ZERO_BUBBLE: (1, 2)}
+
+
+def every_schedule(ranks: Iterable[int], micro_batches: Iterable[int]) -> Iterator[tuple[Schedule, int]]:
+    """Each kind of schedule for all of these numbers, and its stages on each rank."""
+    layouts = [(kind, number) for kind, chunks in CHUNKS.items() for number in chunks]
+    for (kind, number), size, count in itertools.product(layouts, ranks, micro_batches):
+        yield make_schedule(kind, size, count, number), number
+
+
+def schedule_of(lists: ComputeLists, placement: tuple[int, ...], num_microbatches: int, edges=()) -> Schedule:
+    """A schedule of lists without transfers."""
+    return with_transfers(Schedule("made by hand", placement, num_microbatches, lists, edges))
+
+
+def computed(schedule: Schedule, rank: int) -> list[Action]:
+    """What a rank computes, in order."""
+    return [action for action in schedule.actions[rank] if action.kind.is_compute]
+
+
+def last_of_backward(schedule: Schedule) -> ActionKind:
+    """The action that ends a backward."""
+    return ActionKind.BACKWARD_WEIGHT if schedule.splits_backward else ActionKind.BACKWARD

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
-from helpers.pipelines import assert_step_like_one_process, assert_trains_like, batches, block, built, trained
+from helpers.compare import assert_close, assert_equal
+from helpers.pipelines import (
+    TOLERANCE,
+    assert_step_like_one_process,
+    assert_trains_like,
+    batches,
+    block,
+    built,
+    trained,
+)
 from helpers.settings import all_pairs
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -29,9 +37,8 @@ class First(nn.Linear):
 
     def forward(self, x: Tensor) -> Pair:
         hidden = super().forward(x)
-        mask = x[:, 0] > 0
-        rest = {"mask": mask, "parts": [hidden[:, :3].t(), (10 * x[:, 1]).int()], "scale": 0.5, "empty": x[:, :0]}
-        return Pair(hidden.double(), rest)
+        parts = [hidden[:, :3].t().float(), (10 * x[:, 1]).int()]
+        return Pair(hidden, {"mask": x[:, 0] > 0, "parts": parts, "scale": 0.5, "empty": x[:, :0]})
 
 
 class Between(nn.Linear):
@@ -40,18 +47,17 @@ class Between(nn.Linear):
     def forward(self, given: Pair) -> Pair:
         assert (given.rest["empty"].shape[1], given.rest["mask"].dtype) == (0, torch.bool)
         part, count = given.rest["parts"]
-        hidden = super().forward(given.hidden) * given.rest["scale"]
-        return Pair(hidden, {**given.rest, "parts": [part * 2, count + 1]})
+        rest = {**given.rest, "parts": [part * 2, count + 1]}
+        return Pair(super().forward(given.hidden) * given.rest["scale"], rest)
 
 
 class Last(nn.Linear):
     def forward(self, given: Pair) -> Tensor:
         part, count = given.rest["parts"]
         assert not count.requires_grad
-        joined = torch.cat([given.hidden.float(), part.t()], 1)
-        return torch.where(
-            given.rest["mask"][:, None], super().forward(joined), joined[:, :8] + (count > 4)[:, None]
-        )
+        joined = torch.cat([given.hidden, part.t().double()], 1)
+        otherwise = joined[:, :8] + (count > 4)[:, None]
+        return torch.where(given.rest["mask"][:, None], super().forward(joined), otherwise)
 
 
 class Down(nn.Linear):
@@ -88,7 +94,7 @@ class Checkpointed(nn.Sequential):
 
 
 def nested(count: int) -> list[nn.Module]:
-    between = built(lambda: Between(8, 8, dtype=torch.float64), count - 2)
+    between = built(lambda: Between(8, 8), count - 2)
     return [*built(lambda: First(8, 8), 1), *between, *built(lambda: Last(11, 8), 1)]
 
 
@@ -108,8 +114,7 @@ def tied(count: int) -> list[nn.Module]:
 def frozen(count: int) -> list[nn.Module]:
     """Before the first no gradient is needed; one in between lets gradients through."""
     stages = built(block, count)
-    for stage in (stages[0], stages[2]):
-        stage.requires_grad_(False)
+    nn.ModuleList([stages[0], stages[2]]).requires_grad_(False)
     return stages
 
 
@@ -117,36 +122,30 @@ def drawing(count: int) -> list[nn.Module]:
     return [Checkpointed(*stage) for stage in built(lambda: block(dropout=0.4), count)]
 
 
-def tokens(samples: int = 11) -> tuple[Tensor, Tensor]:
-    drawn = torch.Generator().manual_seed(2)
-    return tuple(torch.randint(12, (samples,), generator=drawn) for _ in range(2))
+def tokens(samples: int = 11) -> tuple[Tensor, ...]:
+    return torch.randint(12, (2, samples), generator=torch.Generator().manual_seed(2)).unbind()
 
 
-MODELS: dict[Callable[[int], list[nn.Module]], dict] = {
-    nested: {},
-    u_net: {},
-    tied: {},
-    frozen: {},
-    drawing: {"seed": 9},
-}
-CASES = all_pairs(make=tuple(MODELS), schedule=tuple(PipelineSchedule), ranks=(2, 4), parts=(3, 4), node=("", "1"))
+MODELS = (nested, u_net, tied, frozen, drawing)
+CASES = all_pairs(make=MODELS, schedule=tuple(PipelineSchedule), ranks=(2, 3), parts=(3, 4), node=("", "1"))
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, 3)
 def test_what_stages_hand_to_each_other(world, monkeypatch) -> None:
-    for case in CASES:
-        if case["ranks"] != world.size:
-            continue
+    for case in [case for case in CASES if case["ranks"] == world.size]:
         monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", case["node"])
-        make, count, settings = case["make"], 2 * world.size, dict(MODELS[case["make"]])
-        loss_fn = F.cross_entropy if make is tied else F.mse_loss
-        steps = [[tokens() if make is tied else batch] for batch in batches(3)]
-        model, found = trained(make(count), steps, loss_fn=loss_fn, parts=case["parts"], **settings)
-        if make is u_net:
-            settings["skips"] = {"a": (0, count - 1), "b": (1, count - 2)}
-        settings |= {"schedule": case["schedule"], "num_microbatches": case["parts"], "loss_fn": loss_fn}
+        make, count = case["make"], 2 * world.size
+        settings = {
+            "loss_fn": F.cross_entropy if make is tied else F.mse_loss,
+            "seed": 9 if make is drawing else None,
+        }
+        steps = [[tokens() if make is tied else batch] for batch in batches(2)]
+        model, found = trained(make(count), steps, parts=case["parts"], **settings)
+        settings |= {"schedule": case["schedule"], "num_microbatches": case["parts"]}
+        settings |= {"skips": {"a": (0, count - 1), "b": (1, count - 2)}} if make is u_net else {}
         pipeline = Pipeline.from_modules(make(count), world.new_group(range(world.size)), **settings)
-        assert_trains_like(pipeline, model, found, steps, case)
+        tolerance = 1e-5 if make is nested else TOLERANCE  # which hands on a tensor of dtype float32
+        assert_trains_like(pipeline, model, found, steps, str(case), tolerance)
 
 
 @pytest.mark.ranks(2)
@@ -160,16 +159,15 @@ def test_inputs_and_outputs_may_be_nested_and_outputs_stay_as_they_are(world) ->
     pipeline = Pipeline.from_modules([Sum(), nn.Identity()], num_microbatches=6)
     a, b = torch.arange(12.0).view(6, 2), torch.ones(6, 2)
     outputs = [pipeline({"a": a + number, "b": (b, "text")}) for number in range(5)]
-    if pipeline.has_last_stage:
-        for number, output in enumerate(outputs):  # the first by messages, the others through mailboxes
-            assert torch.equal(output["sum"], a + number + 1)
-            assert torch.equal(output["same"], a + number)
+    expected = [{"sum": a + number + 1, "same": a + number} for number in range(5)]
+    # the first by messages, the others through mailboxes
+    assert_equal(outputs, expected if pipeline.has_last_stage else [None] * 5)
 
 
 @pytest.mark.ranks(2)
 def test_ties_that_are_named_begin_with_the_first_ones_values(world) -> None:
     """Each rank has made its own stage only; gradients are added to sums that are there."""
-    own = nn.Embedding(12, 8) if world.rank == 0 else Head(nn.Parameter(torch.randn(12, 8)))
+    own = (nn.Embedding(12, 8) if world.rank == 0 else Head(nn.Parameter(torch.randn(12, 8)))).double()
     stages = [ax.PipelineStage(own if rank == world.rank else None, rank, rank) for rank in range(2)]
     pipeline = Pipeline(stages, loss_fn=F.cross_entropy, ties=[[(0, "weight"), (1, "weight")]])
     (weight,) = pipeline.parameters()
@@ -177,9 +175,9 @@ def test_ties_that_are_named_begin_with_the_first_ones_values(world) -> None:
     assert torch.equal(gathered[:12], gathered[12:])
     embedding = nn.Embedding(12, 8, _weight=weight.detach().clone())
     assert_step_like_one_process(pipeline, [embedding, Head(embedding.weight)], tokens(), F.cross_entropy)
-    torch.testing.assert_close(pipeline.clip_grad_norm(1e9), embedding.weight.grad.norm())
+    assert_close(pipeline.clip_grad_norm(1e9), embedding.weight.grad.norm().float())
     pipeline.train_step(*tokens())
-    torch.testing.assert_close(weight.grad, 2 * embedding.weight.grad)
+    assert_close(weight.grad, 2 * embedding.weight.grad)
     with pytest.raises(ValueError, match="zero_grad"), pipeline.no_sync():
         pipeline.train_step(*tokens())
 
@@ -188,9 +186,9 @@ def test_ties_that_are_named_begin_with_the_first_ones_values(world) -> None:
 def test_what_is_trained_may_change_between_steps(world) -> None:
     pipeline = Pipeline.from_modules(built(block, 2), num_microbatches=2, loss_fn=F.mse_loss)
     model = nn.Sequential(*built(block, 2))
+    firsts = nn.ModuleList([model[0], *(stage for number, stage in pipeline.stages.items() if number == "0")])
     for step, batch in enumerate(batches(4)):
-        for first in (model[0], *(module for number, module in pipeline.stages.items() if number == "0")):
-            first.requires_grad_(step % 2 == 0)
+        firsts.requires_grad_(step % 2 == 0)
         model.zero_grad()
         assert_step_like_one_process(pipeline, model, batch)
 
@@ -238,16 +236,10 @@ def check_replicas(world, pp: int, _, strategy, schedule: PipelineSchedule, chun
     columns = [world.new_group(range(place, world.size, pp)) for place in range(pp)]
     (replica, place), inputs_and_targets = divmod(world.rank, pp), tokens(8)
     modules: list[nn.Module | None] = language_model(count)
-    for stage, (rank, module) in enumerate(
-        zip(make_schedule(schedule, pp, 1, chunks).placement, modules, strict=True)
-    ):
-        if rank != place:
-            modules[stage] = None
-        elif strategy is None:
-            modules[stage] = ax.DDP(module, columns[place])
-        else:
-            units = {0: ["embedding"], count - 1: ["head"]}.get(stage)
-            modules[stage] = ax.FSDP(module, columns[place], sharding_strategy=strategy, units=units)
+    for stage, rank in enumerate(make_schedule(schedule, pp, 1, chunks).placement):
+        options = {"units": {0: ["embedding"], count - 1: ["head"]}.get(stage), "sharding_strategy": strategy}
+        wrapper, options = (ax.DDP, {}) if strategy is None else (ax.FSDP, options)
+        modules[stage] = wrapper(modules[stage], columns[place], **options) if rank == place else None
     model = nn.Sequential(*language_model(count))
     model[-1].head.weight = model[0].embedding.weight
     tie = [(count - 1, "head.weight"), (0, "embedding.weight")]
@@ -262,23 +254,22 @@ def check_replicas(world, pp: int, _, strategy, schedule: PipelineSchedule, chun
         with pipeline.no_sync():
             pipeline.train_step(*halves[0])
         pipeline.train_step(*halves[1])
-        expected = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        expected = nn.utils.clip_grad_norm_(model.parameters(), 1.0).float()
         copies = replicas if strategy in (None, HYBRID) else 1
         norm = pipeline.clip_grad_norm(float("inf"), group=world.default_group, copies=copies)
-        torch.testing.assert_close([norm, pipeline.clip_grad_norm(1.0)], [expected, expected], rtol=1e-4, atol=0)
+        assert_close([norm, pipeline.clip_grad_norm(1.0)], [expected, expected], 1e-6)
         for optimizer in optimizers:
             optimizer.step()
     for number, module in pipeline.stages.items():
         state = module.state_dict() if strategy is None else module.full_state_dict(rank0_only=False)
-        torch.testing.assert_close(state, model[int(number)].state_dict(), atol=1e-5, rtol=0)
+        assert_close(state, model[int(number)].state_dict(), TOLERANCE)
 
 
 @pytest.mark.ranks(4)
 def test_parts_that_do_not_belong_together_are_refused_on_every_rank(world) -> None:
     pipelines = [world.new_group([0, 1]), world.new_group([2, 3])]
     columns = [world.new_group([0, 2]), world.new_group([1, 3])]
-    own = world.rank % 2
-    modules: list[nn.Module | None] = [None, None]
+    modules, own = [None, None], world.rank % 2
     modules[own] = ax.FSDP(language_model(2)[own], columns[own])  # the matrix comes first here, and second there
     tie = [(0, "embedding.weight"), (1, "head.weight")]
     with pytest.raises(ValueError, match=r"'embedding.weight' of stage 0 and 'head.weight' of stage 1 are divided"):
@@ -307,13 +298,14 @@ def test_a_module_can_have_its_backward_whole(world) -> None:
 @pytest.mark.ranks(2)
 def test_short_floats_and_autocast(world) -> None:
     inputs, targets = batches(1)[0]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output.float(), target.float())
+
     for dtype, autocast in ((torch.bfloat16, False), (torch.float16, False), (torch.float32, True)):
         stages = [module.to(dtype) for module in built(block, 2)]
-        pipeline = Pipeline.from_modules(
-            stages, num_microbatches=2, loss_fn=lambda output, target: F.mse_loss(output.float(), target)
-        )
+        pipeline = Pipeline.from_modules(stages, num_microbatches=2, loss_fn=loss_fn)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = pipeline.train_step(inputs.to(dtype), targets)
-            expected = F.mse_loss(nn.Sequential(*stages)(inputs.to(dtype)).float(), targets)
-        if loss is not None:
-            torch.testing.assert_close(loss, expected.detach(), rtol=1e-2, atol=0)
+            expected = loss_fn(nn.Sequential(*stages)(inputs.to(dtype)), targets)
+        assert_close(loss, expected if pipeline.has_last_stage else None, 1e-2)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.divided_models import Sent, assert_close, part, randn, whole_linear
+from helpers.compare import assert_precise
+from helpers.transformer_parts import Sent, part, randn, whole_linear
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -97,11 +98,6 @@ def test_a_block_sums_once_forward_and_once_backward(make: Callable[[bool], nn.M
     ]
 
 
-def embedding(sequence_parallel: bool) -> nn.Module:
-    whole = nn.Embedding(7, 4)
-    return ax.VocabParallelEmbedding.from_embedding(whole, sequence_parallel=sequence_parallel)
-
-
 def test_other_layers() -> None:
     column = functools.partial(ax.ColumnParallelLinear.from_linear, whole_linear(8, 16), gather_output=True)
     row = functools.partial(ax.RowParallelLinear.from_linear, whole_linear(8, 6), input_is_parallel=False)
@@ -111,9 +107,10 @@ def test_other_layers() -> None:
     def use(model: nn.Module, x: Tensor) -> Tensor:
         return model(torch.zeros(2, 4, dtype=torch.int64))
 
-    assert in_forward_and_backward(lambda: embedding(False), use=use) == [{"all_reduce": 1}, {}]
-    expected = [{"reduce_scatter": 1}, {"all_gather": 1}]
-    assert in_forward_and_backward(lambda: embedding(True), use=use) == expected
+    embedding = functools.partial(ax.VocabParallelEmbedding.from_embedding, nn.Embedding(7, 4))
+    sequence = functools.partial(embedding, sequence_parallel=True)
+    assert in_forward_and_backward(embedding, use=use) == [{"all_reduce": 1}, {}]
+    assert in_forward_and_backward(sequence, use=use) == [{"reduce_scatter": 1}, {"all_gather": 1}]
 
 
 def test_without_gradients_and_with_a_part_of_them() -> None:
@@ -132,38 +129,36 @@ def test_without_gradients_and_with_a_part_of_them() -> None:
     assert found == [{}, {"all_reduce": 1}]
 
 
-def test_an_entered_input_is_summed_once_with_what_is_computed_of_it() -> None:
-    def use(model: nn.Module, x: Tensor) -> Tensor:
-        group = model.row.process_group
-        x = enter(x, group)
-        return model.row(model.columns[0](x) * model.columns[1](x) + model.columns[2](x.sin()))
+def entered_for_several(model: nn.Module, x: Tensor) -> Tensor:
+    """An entered input is summed once with what is computed of it."""
+    x = enter(x, model.row.process_group)
+    return model.row(model.columns[0](x) * model.columns[1](x) + model.columns[2](x.sin()))
 
+
+def cast(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model.float()(x.float()).float()
+
+
+def checkpointed(model: nn.Module, x: Tensor) -> Tensor:
+    """Forward is computed again, up to the last thing that was kept."""
+    return checkpoint(model, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("use", [entered_for_several, cast, checkpointed])
+def test_no_more_is_sent(use: Callable[[nn.Module, Tensor], Tensor]) -> None:
     assert in_forward_and_backward(lambda: Block(3), use=use) == [{"all_reduce": 1}, {"all_reduce": 1}]
-
-
-def test_autocast_and_checkpoints_send_no_more_often() -> None:
-    def cast(model: nn.Module, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(x.float()).float()
-
-    def checkpointed(model: nn.Module, x: Tensor) -> Tensor:
-        """Forward is computed again, up to the last thing that was kept."""
-        return checkpoint(model, x, use_reentrant=False)
-
-    expected = [{"all_reduce": 1}, {"all_reduce": 1}]
-    assert in_forward_and_backward(lambda: Block(3).float(), use=cast) == expected
-    assert in_forward_and_backward(lambda: Block(3), use=checkpointed) == expected
 
 
 def test_first_values() -> None:
     """Nobody draws random numbers while rank 0 does; then its generator's state, and a part of each parameter."""
 
     def body(world: ax.World) -> list[str]:
-        sent = list(world.default_group.backend.log)
+        before = len(world.default_group.backend.log)
         ax.ColumnParallelLinear(4, 4)
         ax.RowParallelLinear(4, 4, device="meta")
         ax.RowParallelLinear.from_linear(whole_linear(4, 4))
-        return [entry.operation for entry in list(world.default_group.backend.log)[len(sent) :]]
+        return [entry.operation for entry in list(world.default_group.backend.log)[before:]]
 
     assert run_ranks(2, body) == [["barrier", "broadcast", "scatter", "scatter"]] * 2
 
@@ -213,7 +208,42 @@ def note_operations(backend: Any, events: list[str]) -> None:
         setattr(backend, name, noted)
 
 
-def events_in_backward(columns: int, *, sequence_parallel: bool = False, overlaps: bool = True) -> list[str]:
+THREE_SIBLINGS = [event for index in (2, 1, 0) for event in ("product", "product", f"weight {index}")]
+EVENTS = {
+    "the sum goes on while the weight is computed": (
+        (1, False, True),
+        ["product", "start all_reduce", "product", "wait for all_reduce", "weight 0"],
+    ),
+    "layers that share their input sum when all of them are done": (
+        (3, False, True),
+        [*THREE_SIBLINGS, "all_reduce"],
+    ),
+    "with sequence parallelism gathering goes on too": (
+        (1, True, True),
+        [
+            *("start all_gather", "product", "start reduce_scatter"),
+            *("wait for all_gather", "product", "wait for reduce_scatter", "weight 0"),
+        ],
+    ),
+    "siblings with sequence parallelism": (
+        (2, True, True),
+        [
+            *("start all_gather", "product", "wait for all_gather", "product", "weight 1"),
+            *("product", "product", "weight 0", "reduce_scatter"),
+        ],
+    ),
+    "without cores to spare": ((1, False, False), ["product", "all_reduce", "product", "weight 0"]),
+    "without cores to spare, sequence": (
+        (1, True, False),
+        ["all_gather", "product", "reduce_scatter", "product", "weight 0"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("setting", "expected"), EVENTS.values(), ids=EVENTS)
+def test_events_in_backward(setting: tuple[int, bool, bool], expected: list[str]) -> None:
+    columns, sequence_parallel, overlaps = setting
+
     def body(world: ax.World) -> list[str]:
         events: list[str] = []
         backend = world.default_group.backend
@@ -221,43 +251,13 @@ def events_in_backward(columns: int, *, sequence_parallel: bool = False, overlap
         model = Block(columns, sequence_parallel=sequence_parallel)
         for index, column in enumerate(model.columns):
             column.weight.register_hook(lambda gradient, index=index: events.append(f"weight {index}"))
-        x = randn(2, 4, 8).requires_grad_()
-        hidden = torch.cat(model.project(x), -1)
+        hidden = torch.cat(model.project(randn(2, 4, 8).requires_grad_()), -1)
         note_operations(backend, events)
         with Products(events):
             hidden.sum().backward()
         return events
 
-    first, second = run_ranks(2, body)
-    assert first == second
-    return first
-
-
-def test_the_sum_goes_on_while_the_weight_is_computed() -> None:
-    assert events_in_backward(1) == ["product", "start all_reduce", "product", "wait for all_reduce", "weight 0"]
-
-
-def test_layers_that_share_their_input_sum_when_all_of_them_are_done() -> None:
-    products = [event for index in (2, 1, 0) for event in ("product", "product", f"weight {index}")]
-    assert events_in_backward(3) == [*products, "all_reduce"]
-
-
-def test_with_sequence_parallelism_gathering_goes_on_too() -> None:
-    assert events_in_backward(1, sequence_parallel=True) == [
-        *("start all_gather", "product", "start reduce_scatter"),
-        *("wait for all_gather", "product", "wait for reduce_scatter", "weight 0"),
-    ]
-    assert events_in_backward(2, sequence_parallel=True) == [
-        *("start all_gather", "product", "wait for all_gather", "product", "weight 1"),
-        *("product", "product", "weight 0", "reduce_scatter"),
-    ]
-
-
-def test_where_nothing_is_gained_operations_are_blocking() -> None:
-    plain = events_in_backward(1, overlaps=False)
-    assert plain == ["product", "all_reduce", "product", "weight 0"]
-    sequence = events_in_backward(1, sequence_parallel=True, overlaps=False)
-    assert sequence == ["all_gather", "product", "reduce_scatter", "product", "weight 0"]
+    assert run_ranks(2, body) == [expected] * 2
 
 
 # ---- backward in two halves --------------------------------------------------------------------------------------
@@ -268,24 +268,21 @@ def test_backward_in_halves(sequence_parallel: bool) -> None:
     """As pipelines without bubbles do it: the input's gradient first, weights' later, and nothing is sent twice."""
 
     def body(world: ax.World) -> list[Counts]:
-        models = [Block(3, sequence_parallel=sequence_parallel) for _ in range(2)]
-        x = part(randn(2, 8, 8), world, 1) if sequence_parallel else randn(2, 8, 8)
-        inputs = [x.clone().requires_grad_() for _ in models]
-        for model, leaf in zip(models, inputs, strict=True):
-            output = model(leaf.exp())
-            sent = Sent(world)
-            if model is models[0]:
-                output.backward(output.detach().sin())
-                continue
-            edge = torch.autograd.graph.get_gradient_edge(output)
-            weights = input_gradients([edge], [output.detach().sin()], [leaf])
-            counts = [sent.take()]
-            assert [column.weight.grad for column in model.columns] == [None] * 3
-            assert_close(leaf.grad, inputs[0].grad)
-            weights.compute()
-            counts.append(sent.take())
-        for (name, found), expected in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
-            assert_close(found.grad, expected.grad, name)
+        at_once, model = (Block(3, sequence_parallel=sequence_parallel) for _ in range(2))
+        dim = 1 if sequence_parallel else None
+        expected, leaf = (part(randn(2, 8, 8), world, dim).requires_grad_() for _ in range(2))
+        output = at_once(expected.exp())
+        output.backward(output.detach().sin())
+        output = model(leaf.exp())
+        sent = Sent(world)
+        edge = torch.autograd.graph.get_gradient_edge(output)
+        weights = input_gradients([edge], [output.detach().sin()], [leaf])
+        counts = [sent.take()]
+        assert [column.weight.grad for column in model.columns] == [None] * 3
+        assert_precise(leaf.grad, expected.grad)
+        weights.compute()
+        counts.append(sent.take())
+        assert_precise([p.grad for p in model.parameters()], [p.grad for p in at_once.parameters()])
         return counts
 
     expected = [{"all_reduce": 1}, {}]

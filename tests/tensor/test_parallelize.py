@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
 import pytest
 import torch
-from helpers.whole_models import built, randn, refused, seeded
+from helpers.compare import assert_close, assert_equal, refused
+from helpers.models import built, gradients_of
+from helpers.transformer_parts import floats, randn, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,6 +22,7 @@ from axonmpi.tensor import (
     copies,
     full_state_dict,
     load_full_state_dict,
+    local_state_dict,
     parallel_cross_entropy,
     tensor_parallelize,
 )
@@ -32,26 +36,20 @@ class Attention(nn.Module):
     def __init__(self, pairs: int, dropout: float) -> None:
         super().__init__()
         self.num_heads, self.num_pairs, self.dropout = HEADS, pairs, dropout
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH) if pairs == HEADS else None
-        self.query = nn.Linear(WIDTH, WIDTH) if pairs != HEADS else None
-        self.keys = nn.Linear(WIDTH, pairs * WIDTH // HEADS) if pairs != HEADS else None
-        self.values = nn.Linear(WIDTH, pairs * WIDTH // HEADS, bias=False) if pairs != HEADS else None
+        if pairs == HEADS:
+            self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        else:
+            self.query, self.keys = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, pairs * WIDTH // HEADS)
+            self.values = nn.Linear(WIDTH, pairs * WIDTH // HEADS, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        query, keys, values = self.project(x)
-        query = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        keys, values = (t.unflatten(-1, (self.num_pairs, -1)).transpose(1, 2) for t in (keys, values))
-        dropout = self.dropout if self.training else 0.0
-        seen = F.scaled_dot_product_attention(
-            query, keys, values, dropout_p=dropout, is_causal=True, enable_gqa=True
-        )
-        return self.out(seen.transpose(1, 2).flatten(2))
-
-    def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        if self.qkv is not None:
-            return self.qkv(x).chunk(3, -1)
-        return self.query(x), self.keys(x), self.values(x)
+        split = hasattr(self, "query")
+        projected = [self.query(x), self.keys(x), self.values(x)] if split else self.qkv(x).chunk(3, -1)
+        counts = self.num_heads, self.num_pairs, self.num_pairs
+        heads = [t.unflatten(-1, (count, -1)).transpose(1, 2) for t, count in zip(projected, counts, strict=True)]
+        options = {"dropout_p": self.dropout if self.training else 0.0, "is_causal": True, "enable_gqa": True}
+        return self.out(F.scaled_dot_product_attention(*heads, **options).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -111,19 +109,19 @@ def words(batch: int = 2, length: int = LENGTH) -> Tensor:
     return torch.randint(0, WORDS, (batch, length), generator=seeded(5))
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
-
-
-def step(model: nn.Module) -> Tensor:
-    """Compute one forward and backward; return the logits."""
-    logits = model(words())
-    F.cross_entropy(logits.flatten(0, 1), words().flatten()).backward()
-    return logits
+def assert_like_whole(model: nn.Module, whole: nn.Module, x: Tensor) -> None:
+    """Compare values, outputs and gradients of a divided model with those of the whole one."""
+    assert_equal(full_state_dict(model), whole.state_dict())
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
+    outputs = [one(x) for one in (model, whole)]
+    assert_close(*outputs)
+    for output in outputs:
+        output.square().mean().backward()
+    assert_close(full_state_dict(model, gradients_of(model)), gradients_of(whole))
 
 
 @pytest.mark.ranks(2, 4)
@@ -133,15 +131,11 @@ def test_a_model_of_ones_own(world, pairs):
     make = functools.partial(Words, pairs)
     whole, options = built(make), {"sequence_parallel": (pairs < HEADS) == (world.size == 2)}
     model = tensor_parallelize(built(make), plan(pairs), **options)
-    assert_close(step(model), step(whole))
-    assert_close(full_state_dict(model, gradients(model)), gradients(whole))
-    assert model.logits.weight is model.embedding.weight
-    assert len(list(model.parameters())) == len(list(whole.parameters()))
+    assert_like_whole(model, whole, words())
     numbers = copies(model)
-    shared = max(1, world.size // pairs)
     assert numbers["embedding.weight"] == numbers["blocks.1.up.bias"] == 1
     assert numbers["positions"] == numbers["blocks.0.norm1.weight"] == numbers["norm.bias"] == world.size
-    assert pairs == HEADS or numbers["blocks.0.attention.keys.bias"] == shared
+    assert pairs == HEADS or numbers["blocks.0.attention.keys.bias"] == max(1, world.size // pairs)
     expected = nn.utils.get_total_norm([parameter.grad for parameter in whole.parameters()])
     assert_close(ax.clip_grad_norm(model, 1e9, group=world.default_group, copies=numbers), expected)
 
@@ -153,19 +147,6 @@ def simple() -> nn.Module:
 SIMPLE = {"0": "vocab", "1": "column", "3": "row", "4": "vocab"}
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(("sequence_parallel", "dim"), [(False, 1), (True, 0), (True, 1)])
-def test_a_plan_of_layers_alone(world, sequence_parallel, dim):
-    """With sequence parallelism embeddings and logits divide the sequence and put it together."""
-    whole, model = built(simple), built(simple)
-    assert tensor_parallelize(model, SIMPLE, sequence_parallel=sequence_parallel, sequence_dim=dim) is model
-    inputs = words(4)
-    assert_close(model(inputs), whole(inputs))
-    model(inputs).square().mean().backward()
-    whole(inputs).square().mean().backward()
-    assert_close(full_state_dict(model, gradients(model)), gradients(whole))
-
-
 def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
 
@@ -175,12 +156,11 @@ def test_logits_that_stay_divided(world):
     whole, model = built(simple), tensor_parallelize(built(simple), {**SIMPLE, "4": "vocab:parallel"})
     logits = model(words())
     assert logits.shape[-1] == -(-WORDS // world.size)
-    loss = parallel_cross_entropy(logits, words(), vocabulary=WORDS)
-    expected = F.cross_entropy(whole(words()).flatten(0, 1), words().flatten())
-    assert_close(loss, expected)
-    loss.backward()
-    expected.backward()
-    assert_close(full_state_dict(model, gradients(model)), gradients(whole))
+    losses = parallel_cross_entropy(logits, words(), vocabulary=WORDS), loss_of(whole(words()), words())
+    assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    assert_close(full_state_dict(model, gradients_of(model)), gradients_of(whole))
 
 
 class Gathered(nn.Module):
@@ -197,20 +177,6 @@ class Gathered(nn.Module):
         return self.last((self.again(x) + self.first(x)).cumsum(-1)).cumsum(-1) * self.scale
 
 
-@pytest.mark.ranks(2)
-def test_gathered_outputs_unequal_parts_and_layers_with_two_names(world):
-    whole, model = built(Gathered), built(Gathered)
-    own = {"again": Column(parts=(8, 4), gather_output=True), "last": "column:gather"}
-    tensor_parallelize(model, own)
-    assert model.again is model.first
-    x = randn(3, 4)
-    assert_close(model(x), whole(x))
-    model(x).square().mean().backward()
-    whole(x).square().mean().backward()
-    assert_close(full_state_dict(model), dict(whole.state_dict()), 0)
-    assert_close(full_state_dict(model, gradients(model)), gradients(whole))
-
-
 class Gauge(nn.Module):
     """A norm of each head, computed with a number of heads, and an output of several things."""
 
@@ -225,18 +191,29 @@ class Gauge(nn.Module):
         return self.down(self.norm(self.up(x).unflatten(-1, (self.heads, self.width))).flatten(-2))
 
 
+def gauge() -> nn.Module:
+    return nn.Sequential(Gauge())
+
+
+STYLES = {"0": ["divide:heads", Assign("width", 2)], "*.up": "column:heads=4", "*.norm": "sum", "*.down": "row"}
+GATHERED = {"again": Column(parts=(8, 4), gather_output=True), "last": "column:gather"}
+PLANS = {
+    "layers alone": (simple, SIMPLE, {}, words(4)),
+    "sequence first": (simple, SIMPLE, {"sequence_parallel": True, "sequence_dim": 0}, words(4)),
+    "sequence second": (simple, SIMPLE, {"sequence_parallel": True, "sequence_dim": 1}, words(4)),
+    "gathered, of unequal parts, with two names": (Gathered, GATHERED, {}, floats(3, 4)),
+    "attributes, and norms of divided heads": (gauge, STYLES, {}, floats(3, 4)),
+}
+
+
 @pytest.mark.ranks(2)
-def test_attributes_and_norms_of_what_is_divided(world):
-    holder, whole = nn.ModuleDict({"gauge": built(Gauge)}), built(Gauge)
-    styles = ["divide:heads", Assign("width", 2)]
-    tensor_parallelize(holder, {"gauge": styles, "*.up": "column:heads=4", "*.norm": "sum", "*.down": "row"})
-    model = holder["gauge"]
-    assert (model.heads, model.width) == (4 // world.size, 2)
-    x = randn(3, 4)
-    assert_close(model(x), whole(x))
-    model(x).square().sum().backward()
-    whole(x).square().sum().backward()
-    assert_close(full_state_dict(model, gradients(model)), gradients(whole))
+@pytest.mark.parametrize("name", PLANS)
+def test_plans(world, name):
+    """With sequence parallelism embeddings and logits divide the sequence and put it together."""
+    make, own, options, x = PLANS[name]
+    model = built(make)
+    assert tensor_parallelize(model, own, **options) is model
+    assert_like_whole(model, built(make), x)
 
 
 @pytest.mark.ranks(2)
@@ -245,15 +222,15 @@ def test_what_layers_were_stays(world):
     model = built(Words).bfloat16().eval()
     model.blocks.requires_grad_(False)
     tensor_parallelize(model, plan())
-    layers = [part for part in model.modules() if next(part.parameters(recurse=False), None) is not None]
+    training = [part.training for part in model.modules() if any(True for _ in part.parameters(recurse=False))]
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert not any(part.training for part in layers)
+    assert not any(training)
     assert [n for n, p in model.named_parameters() if p.requires_grad] == [
         *("positions", "embedding.weight", "norm.weight", "norm.bias")
     ]
-    step(model.train())
+    loss_of(model.train()(words()), words()).backward()
     assert model.blocks[0].up.weight.grad is None
-    assert_close(full_state_dict(model)["embedding.weight"], built(Words).bfloat16().embedding.weight, 0)
+    assert_equal(full_state_dict(model)["embedding.weight"], built(Words).bfloat16().embedding.weight)
 
 
 @pytest.mark.ranks(2)
@@ -263,17 +240,18 @@ def test_a_model_without_values_gets_them_from_a_state_dict(world):
     tensor_parallelize(model, plan(), sequence_parallel=True)
     assert all(parameter.is_meta for parameter in model.parameters())
     whole = built(Words)
-    with pytest.raises(ValueError, match=r"the model is on the meta device: call its to_empty"):
-        load_full_state_dict(model, whole.state_dict())
+    load = functools.partial(load_full_state_dict, model, whole.state_dict())
+    refused(ValueError, (load, "the model is on the meta device: call its to_empty"))
     model.to_empty(device="cpu")
     model.logits.weight = model.embedding.weight  # torch does not keep ties here
-    load_full_state_dict(model, whole.state_dict())
+    load()
     assert_close(model(words()), whole(words()))
 
 
 # ---- beside data parallelism ------------------------------------------------------------------------------------
 
 
+@pytest.mark.real_ranks
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("wrapper", "sequence_parallel"), [(ax.DDP, True), (ax.FSDP, False)])
 def test_inside_data_parallelism(world, wrapper, sequence_parallel, monkeypatch):
@@ -290,31 +268,31 @@ def test_inside_data_parallelism(world, wrapper, sequence_parallel, monkeypatch)
         batch = torch.randint(0, WORDS, (8, LENGTH), generator=seeded(seed))
         for optimizer in optimizers:
             optimizer.zero_grad()
-        F.cross_entropy(whole(batch).flatten(0, 1), batch.flatten()).backward()
+        loss_of(whole(batch), batch).backward()
         first, second = batch.chunk(2)[of_data.rank].chunk(2)
         with model.no_sync():
-            (F.cross_entropy(model(first).flatten(0, 1), first.flatten()) / 2).backward()
-        (F.cross_entropy(model(second).flatten(0, 1), second.flatten()) / 2).backward()
+            (loss_of(model(first), first) / 2).backward()
+        (loss_of(model(second), second) / 2).backward()
         for optimizer in optimizers:
             optimizer.step()
-    parts = model.full_state_dict() if wrapper is ax.FSDP else None
-    assert_close(full_state_dict(model, parts), dict(whole.state_dict()), 1e-4)
+    if wrapper is ax.DDP:
+        assert_close(full_state_dict(model), whole.state_dict(), 1e-4)
+        return
+    assert_close(full_state_dict(model, model.full_state_dict()), whole.state_dict(), 1e-4)
+    only_one = full_state_dict(model, model.full_state_dict(rank0_only=True), rank0_only=True)
+    assert_close(only_one, whole.state_dict() if world.rank == 0 else {}, 1e-4)
+    model.load_full_state_dict(local_state_dict(model, built(make).state_dict()))
+    assert_equal(full_state_dict(model, model.full_state_dict()), built(make).state_dict())
 
 
 # ---- dropout of attention weights -------------------------------------------------------------------------------
 
 
-def plain_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, masks: Tensor) -> Tensor:
-    """Compute position by position what a head sees of those that are allowed."""
-    length, result = key.shape[2], torch.zeros(*query.shape[:3], value.shape[-1], dtype=query.dtype)
-    for batch, head, position in torch.cartesian_prod(*(torch.arange(size) for size in query.shape[:3])).tolist():
-        pair = head // (query.shape[1] // key.shape[1])
-        seen = range(length) if allowed is None else allowed[batch, 0, position].nonzero().flatten().tolist()
-        if len(seen):
-            scores = torch.stack([query[batch, head, position] @ key[batch, pair, other] for other in seen])
-            weights = (scores / query.shape[-1] ** 0.5).softmax(0) * masks[batch, head, position, list(seen)]
-            result[batch, head, position] = weights @ value[batch, pair, list(seen)]
-    return result
+def plain_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, masks: Tensor) -> Tensor:
+    """Compute the formula; a position that may see nothing gets zeros."""
+    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
+    scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(~allowed, -torch.inf)
+    return (scores.softmax(-1).nan_to_num() * masks) @ value
 
 
 class Attending(nn.Module):
@@ -326,19 +304,18 @@ class Attending(nn.Module):
 
 def test_attention_with_dropout_is_that_of_the_formula():
     """With every kind of mask, also where a position may see nothing, and with grouped heads."""
-    query = randn(2, HEADS, 5, 3, seed=1, dtype=torch.float64).requires_grad_()
-    key, value = (randn(2, 2, 5, 3, seed=seed, dtype=torch.float64) for seed in (2, 3))
+    query = randn(2, HEADS, 5, 3, seed=1).requires_grad_()
+    key, value = (randn(2, 2, 5, 3, seed=seed) for seed in (2, 3))
     allowed = torch.rand(2, 1, 5, 5, generator=seeded(4)) < 0.5
     allowed[1, :, 2] = False
-    least = torch.finfo(torch.float64).min
-    partly = allowed | (torch.arange(5) == 0)
-    generator = seeded(1)
+    least, partly, generator = torch.finfo(torch.float64).min, allowed | (torch.arange(5) == 0), seeded(1)
+    everything = torch.ones(2, 1, 5, 5, dtype=torch.bool)
     model = nn.ModuleDict({"a": Attending(), "layer": built(perceptron)})
     styles = {"a": f"head_dropout:{HEADS}", "layer.0": "column"}
     attention = tensor_parallelize(model, styles, ax.ProcessGroup.mock(), generator=generator)["a"]
     for options, seen in (
-        ({}, None),
-        ({"is_causal": True}, torch.ones(2, 1, 5, 5, dtype=torch.bool).tril()),
+        ({}, everything),
+        ({"is_causal": True}, everything.tril()),
         ({"attn_mask": allowed}, allowed),
         ({"attn_mask": torch.zeros(2, 1, 5, 5, dtype=torch.float64).masked_fill(~partly, least)}, partly),
     ):
@@ -348,17 +325,14 @@ def test_attention_with_dropout_is_that_of_the_formula():
         found = attention(query, key, value, enable_gqa=True, **options)
         assert_close(found, plain_attention(query, key, value, seen, masks))
         found.sum().backward()
-        assert query.grad is not None
         assert query.grad.isfinite().all()
 
 
 def test_dropout_is_taken_over_only_while_the_module_runs():
     """Not after it, nor after it has raised; other tensors, and no dropout at all, go the usual way."""
-    model = nn.ModuleDict({"a": Attending(), "layer": built(perceptron)})
-    generator = seeded(1)
-    tensor_parallelize(
-        model, {"a": "head_dropout:4", "layer.0": "column"}, ax.ProcessGroup.mock(), generator=generator
-    )
+    model, generator = nn.ModuleDict({"a": Attending(), "layer": built(perceptron)}), seeded(1)
+    styles = {"a": "head_dropout:4", "layer.0": "column"}
+    tensor_parallelize(model, styles, ax.ProcessGroup.mock(), generator=generator)
     before = generator.get_state()
     for _ in range(2):
         with pytest.raises(IndexError):
@@ -463,8 +437,8 @@ def test_mistakes_in_a_plan_change_nothing(world):
     model = built(wrong)
     before, parts = dict(model.named_parameters()), list(model.modules())
     for mistaken, message in MISTAKES.values():
-        with pytest.raises(ValueError, match=message):
-            tensor_parallelize(model, {"lists.layer": "column", **mistaken})
+        call = functools.partial(tensor_parallelize, model, {"lists.layer": "column", **mistaken})
+        refused(ValueError, (call, message))
     assert list(model.modules()) == parts
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
@@ -494,31 +468,32 @@ def test_a_mistake_of_one_rank_is_told_on_all(world):
 @pytest.mark.ranks(2)
 def test_ranks_that_do_not_agree(world):
     first, own = world.rank == 0, {"0": "column", "2": "row"}
-
-    def refused(message: str, model: nn.Module, plan: Any = own, **options: Any) -> None:
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        with pytest.raises(ValueError, match=message):
-            tensor_parallelize(model, plan, **options)
-        assert_close(dict(model.state_dict()), before, 0)
-
-    refused(r"'plan: 0' .*Column.*\n.*no further|'plan: 2'", built(perceptron), own if first else {"0": "column"})
+    longer = built(perceptron if first else lambda: nn.Sequential(*perceptron(), nn.Linear(4, 4)))
+    other_values, model = built(perceptron, seed=world.rank), built(perceptron)
+    before = copy.deepcopy([one.state_dict() for one in (model, longer, other_values)])
+    divide = functools.partial(tensor_parallelize, model)
     refused(
-        r"rank 0: .*gather_output=False.*\n.*rank 1: .*gather_output=True",
-        built(perceptron),
-        own if first else {**own, "0": "column:gather"},
+        ValueError,
+        (lambda: divide(own if first else {"0": "column"}), r"'plan: 0' .*Column.*\n.*no further|'plan: 2'"),
+        (
+            lambda: divide(own if first else {**own, "0": "column:gather"}),
+            r"rank 0: .*gather_output=False.*\n.*rank 1: .*gather_output=True",
+        ),
+        (
+            lambda: divide(own, sequence_parallel=not first),
+            r"sequence_parallel.* False\n.*sequence_parallel.* True",
+        ),
+        (
+            lambda: tensor_parallelize(longer, own),
+            r"rank 0: no further .*\n.*rank 1: parameter '3.weight' float32 \[4, 4\]",
+        ),
+        (lambda: divide(own, generator=seeded(world.rank)), r"generator.* state"),
+        (
+            lambda: tensor_parallelize(other_values, own),
+            r"values are not the same .*\n  rank 0: parameter '0.weight' .*\n  rank 1: .*\nBuild .* the same seed",
+        ),
     )
-    refused(
-        r"sequence_parallel.* False\n.*sequence_parallel.* True", built(perceptron), sequence_parallel=not first
-    )
-    refused(
-        r"rank 0: no further .*\n.*rank 1: parameter '3.weight' float32 \[4, 4\]",
-        built(perceptron if first else lambda: nn.Sequential(*perceptron(), nn.Linear(4, 4))),
-    )
-    refused(r"generator.* state", built(perceptron), generator=seeded(world.rank))
-    refused(
-        r"values are not the same .*\n  rank 0: parameter '0.weight' .*\n  rank 1: .*\nBuild .* the same seed",
-        built(perceptron, seed=world.rank),
-    )
+    assert_equal([one.state_dict() for one in (model, longer, other_values)], before)
 
 
 @pytest.mark.ranks(2)
@@ -540,19 +515,15 @@ def test_parts_of_a_sequence_reach_only_what_the_plan_knows(world):
     """Gradients of other parameters would be those of a part of the sequence, without anybody noticing."""
     without = {pattern: style for pattern, style in plan().items() if pattern != "*.norm?"}
     tensor_parallelize(built(Words), without)
-    with pytest.raises(
-        ValueError, match=r"blocks.0.norm1 has parameters \(weight, bias\) behind the 'split' at blocks.0"
-    ):
-        tensor_parallelize(built(Words), without, sequence_parallel=True)
+    message = r"blocks.0.norm1 has parameters \(weight, bias\) behind the 'split' at blocks.0"
+    refused(ValueError, (lambda: tensor_parallelize(built(Words), without, sequence_parallel=True), message))
     frozen = built(Words)
-    for block in frozen.blocks:
-        block.norm1.requires_grad_(False)
-        block.norm2.requires_grad_(False)
+    nn.ModuleList([norm for block in frozen.blocks for norm in (block.norm1, block.norm2)]).requires_grad_(False)
     tensor_parallelize(frozen, without, sequence_parallel=True)
     nothing = nn.ModuleDict({"a": Attending(), "layer": built(perceptron)})
     tensor_parallelize(nothing, {"a": "split", "layer.0": "column"}, sequence_parallel=True)
-    with pytest.raises(ValueError, match="Attending: expected a floating-point tensor as input, got none; 'split'"):
-        nothing["a"](torch.ones(2, 2, dtype=torch.int64))
+    message = "Attending: expected a floating-point tensor as input, got none; 'split'"
+    refused(ValueError, (lambda: nothing["a"](torch.ones(2, 2, dtype=torch.int64)), message))
 
 
 class Answering(nn.Module):
@@ -564,25 +535,21 @@ class Answering(nn.Module):
 def test_what_is_put_together_is_a_tensor_or_the_first_of_several(world):
     model = nn.ModuleDict({"a": Answering(), "layer": built(perceptron)})
     tensor_parallelize(model, {"a": ["split", "join"], "layer.0": "column"}, sequence_parallel=True)
-    x = randn(2, 4, 3)
-    whole, rest = model["a"](x, ("more",))
-    assert_close(whole, x)
-    assert rest == "more"
+    x, message = randn(2, 4, 3), "Answering: expected a tensor as output, .*got {}; 'join' has to be"
+    assert_close(model["a"](x, ("more",)), (x, "more"))
     assert_close(model["a"](x=x, answer=x.chunk(2, 1)[world.rank]), x)
-    for answer, kind in (({"x": x}, "dict"), (None, "NoneType")):
-        with pytest.raises(
-            TypeError, match=f"Answering: expected a tensor as output, .*got {kind}; 'join' has to be"
-        ):
-            model["a"](x, answer)
+    refused(
+        TypeError,
+        (lambda: model["a"](x, {"x": x}), message.format("dict")),
+        (lambda: model["a"](x, None), message.format("NoneType")),
+    )
 
 
 @pytest.mark.ranks(3)
 def test_a_group_of_other_ranks(world):
     group = world.new_group([2, 0])
-    if not group.contains(world.rank):
-        with pytest.raises(ValueError, match="rank 1 is not in this group"):
-            tensor_parallelize(built(perceptron), {"0": "column", "2": "row"}, group)
-        return
-    model, whole = tensor_parallelize(built(perceptron), {"0": "column", "2": "row"}, group), built(perceptron)
-    assert_close(model(randn(3, 4)), whole(randn(3, 4)))
-    assert_close(full_state_dict(model), dict(whole.state_dict()), 0)
+    divide = functools.partial(tensor_parallelize, built(perceptron), {"0": "column", "2": "row"}, group)
+    if world.rank == 1:
+        refused(ValueError, (divide, "rank 1 is not in this group"))
+    else:
+        assert_like_whole(divide(), built(perceptron), floats(3, 4))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+from helpers.compare import refused
 from torch import nn
 
 from axonmpi.tensor.plan import (
@@ -71,24 +74,14 @@ NO_STYLES = {
 
 
 def test_what_is_no_style_is_an_error():
-    for text, message in NO_STYLES.items():
-        with pytest.raises(ValueError, match=message):
-            read_style(text)
-    with pytest.raises(TypeError, match="expected a style or its short form such as 'column', got 3"):
-        read_style(3)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(4, 8)
-        self.down = nn.Linear(8, 4)
+    refused(ValueError, *((partial(read_style, text), message) for text, message in NO_STYLES.items()))
+    refused(TypeError, (partial(read_style, 3), "expected a style or its short form such as 'column', got 3"))
 
 
 def model() -> nn.Module:
-    made = nn.ModuleDict({"embed": nn.Embedding(4, 4), "blocks": nn.ModuleList([Block(), Block()])})
-    made["again"] = made["blocks"][1].up  # a module with two names
-    return made
+    blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(4, 8), "down": nn.Linear(8, 4)}) for _ in range(2))
+    # a module with two names
+    return nn.ModuleDict({"embed": nn.Embedding(4, 4), "blocks": blocks, "again": blocks[1]["up"]})
 
 
 def test_patterns_name_modules_in_the_order_of_the_model():
@@ -119,14 +112,13 @@ def test_all_mistakes_of_a_plan_are_told_at_once():
 
 
 def test_what_is_no_plan_is_an_error():
-    for plan in ([("embed", "vocab")], 3, nn.Linear(2, 2)):
-        with pytest.raises(TypeError, match="plan: expected a mapping of name patterns to styles, got"):
-            find_modules(plan, model())
-    for plan, message in (
-        ({3: "row"}, "name patterns as keys, got 3"),
-        ({"embed": [3]}, r"plan\['embed'\]: .*got 3"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            find_modules(plan, model())
-    with pytest.raises(ValueError, match="the model has none"):
-        find_modules({"x": "row"}, nn.Linear(2, 2))
+    no_mapping = "plan: expected a mapping of name patterns to styles, got"
+    refused(
+        TypeError,
+        (partial(find_modules, [("embed", "vocab")], model()), no_mapping),
+        (partial(find_modules, 3, model()), no_mapping),
+        (partial(find_modules, nn.Linear(2, 2), model()), no_mapping),
+        (partial(find_modules, {3: "row"}, model()), "name patterns as keys, got 3"),
+        (partial(find_modules, {"embed": [3]}, model()), r"plan\['embed'\]: .*got 3"),
+    )
+    refused(ValueError, (partial(find_modules, {"x": "row"}, nn.Linear(2, 2)), "the model has none"))

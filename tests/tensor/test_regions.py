@@ -9,18 +9,16 @@ Values are the same on all ranks, or each rank's own, and an inner product count
 from __future__ import annotations
 
 import math
+import random
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from helpers.divided_models import assert_close, part, randn, whole_linear
-from helpers.whole_models import refused
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers.compare import assert_precise, refused
+from helpers.transformer_parts import part, randn, whole_linear
 from torch import Tensor
 
 import axonmpi as ax
@@ -28,8 +26,7 @@ from axonmpi.tensor import enter, join_sequence, leave, split_sequence
 from axonmpi.testing import run_ranks
 
 
-@dataclass(frozen=True)
-class Operator:
+class Operator(NamedTuple):
     """A function of a tensor, a group and a dimension, and what it means."""
 
     apply: Callable[[Tensor, ax.ProcessGroup, int], Tensor]
@@ -37,10 +34,6 @@ class Operator:
     """Its result on a rank, from all ranks' inputs and the dimension."""
     same_input: bool
     same_output: bool
-
-
-def pieces(whole: np.ndarray, count: int, dim: int) -> list[np.ndarray]:
-    return np.split(whole, count, dim)
 
 
 OPERATORS = {
@@ -54,36 +47,13 @@ OPERATORS = {
     ),
     "leave_sequence": Operator(
         lambda x, g, d: leave(x, g, sequence_parallel=True, sequence_dim=d),
-        lambda xs, r, d: pieces(np.sum(xs, 0), len(xs), d)[r],
+        lambda xs, r, d: np.split(np.sum(xs, 0), len(xs), d)[r],
         False,
         False,
     ),
-    "split_sequence": Operator(split_sequence, lambda xs, r, d: pieces(xs[r], len(xs), d)[r], True, False),
+    "split_sequence": Operator(split_sequence, lambda xs, r, d: np.split(xs[r], len(xs), d)[r], True, False),
     "join_sequence": Operator(join_sequence, lambda xs, r, d: np.concatenate(xs, d), False, True),
 }
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is drawn: sizes, of which each is a multiple of the number of ranks along the sequence."""
-
-    shape: tuple[int, ...]
-    dim: int
-    seed: int
-
-    def input(self, operator: Operator, rank: int, size: int) -> Tensor:
-        shape = list(self.shape)
-        shape[self.dim] *= size
-        return randn(*shape, seed=self.seed * 10 + (0 if operator.same_input else rank + 1))
-
-    def like(self, output: Tensor, operator: Operator, rank: int) -> Tensor:
-        return randn(*output.shape, seed=self.seed * 10 + 5 + (0 if operator.same_output else rank + 1))
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    shape = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
-    return Case(tuple(shape), draw(st.integers(-len(shape), len(shape) - 1)), draw(st.integers(0, 1000)))
 
 
 def inner(a: Tensor, b: Tensor, same: bool) -> float:
@@ -96,27 +66,32 @@ def inner(a: Tensor, b: Tensor, same: bool) -> float:
 
 
 @pytest.mark.ranks(1, 3)
-@settings(max_examples=5)
-@given(case=cases())
-def test_values_transposes_and_their_transposes(world, case: Case) -> None:
-    for name, operator in OPERATORS.items():
-        group = world.default_group
-        x = case.input(operator, world.rank, world.size).requires_grad_()
-        output = operator.apply(x, group, case.dim)
-        inputs = [case.input(operator, rank, world.size).numpy() for rank in range(world.size)]
-        expected = operator.value(inputs, world.rank, case.dim)
-        np.testing.assert_allclose(output.detach().numpy(), expected, rtol=0, atol=1e-13, err_msg=name)
-        assert torch.equal(x, torch.from_numpy(inputs[world.rank])), name
+def test_values_transposes_and_their_transposes(world, seed) -> None:
+    chance = random.Random(seed)
+    for operator in OPERATORS:
+        for _ in range(5):
+            check_operator(world, operator, [chance.randint(0, 3) for _ in range(chance.randint(1, 3))], chance)
 
-        y = case.like(output, operator, world.rank).requires_grad_()
-        (transposed,) = torch.autograd.grad(output, x, y, retain_graph=True)
-        left, right = inner(output, y, operator.same_output), inner(x, transposed, operator.same_input)
-        assert (name, left) == (name, pytest.approx(right, rel=1e-12, abs=1e-12))
-        (again,) = torch.autograd.grad(output, x, y, create_graph=True)
-        assert_close(again, transposed, name)
-        z = case.input(operator, world.rank, world.size) + 1
-        (twice,) = torch.autograd.grad(again, y, z)
-        assert_close(twice, operator.apply(z, group, case.dim), name)
+
+def check_operator(world, name: str, shape: list[int], chance: random.Random) -> None:
+    """Sizes along the sequence are multiples of the number of ranks."""
+    operator, group = OPERATORS[name], world.default_group
+    dim, seed = chance.randrange(-len(shape), len(shape)), chance.randrange(1000)
+    shape[dim] *= world.size
+    inputs = [randn(*shape, seed=10 * seed + rank * (not operator.same_input)) for rank in range(world.size)]
+    x = inputs[world.rank].clone().requires_grad_()
+    output = operator.apply(x, group, dim)
+    expected = operator.value([tensor.numpy() for tensor in inputs], world.rank, dim)
+    assert_precise([output, x], [torch.from_numpy(expected), inputs[world.rank]], f"{name} {shape} {dim}")
+
+    y = randn(*output.shape, seed=10 * seed + 5 + world.rank * (not operator.same_output)).requires_grad_()
+    (transposed,) = torch.autograd.grad(output, x, y, retain_graph=True)
+    left, right = inner(output, y, operator.same_output), inner(x, transposed, operator.same_input)
+    assert (name, left) == (name, pytest.approx(right, rel=1e-12, abs=1e-12))
+    (again,) = torch.autograd.grad(output, x, y, create_graph=True)
+    z = x.detach() + 1
+    (twice,) = torch.autograd.grad(again, y, z)
+    assert_precise([again, twice], [transposed, operator.apply(z, group, dim)], name)
 
 
 @pytest.mark.ranks(2)
@@ -126,13 +101,10 @@ def test_a_bias_is_added_once_and_its_gradient_is_complete_on_all_ranks(world) -
         parts = [randn(4, 8, 3, seed=rank) for rank in range(world.size)]
         bias = randn(3, seed=9).requires_grad_()
         weights = randn(4, 8, 3, seed=10)
-        own_weights = weights if dim is None else part(weights, world, dim)
         result = leave(parts[world.rank].requires_grad_(), world.default_group, bias=bias, **options)
-        whole = sum(parts).detach() + bias.detach()
-        assert_close(result, whole if dim is None else part(whole, world, dim))
-        (result * own_weights).sum().backward()
-        assert_close(bias.grad, weights.sum((0, 1)))
-        assert_close(parts[world.rank].grad, weights)
+        (result * part(weights, world, dim)).sum().backward()
+        found = [result, bias.grad, parts[world.rank].grad]
+        assert_precise(found, [part(sum(parts) + bias, world, dim), weights.sum((0, 1)), weights])
 
 
 @pytest.mark.ranks(2)
@@ -142,14 +114,13 @@ def test_leaving_in_place_uses_the_memory_unless_others_see_it(world) -> None:
     address = part_of_sum.data_ptr()
     result = leave(part_of_sum, world.default_group, in_place=True)
     assert result.data_ptr() == address
-    assert_close(result, sum(2 * randn(3, 4, seed=rank) for rank in range(world.size)))
     (gradient,) = torch.autograd.grad(result, x, randn(3, 4, seed=7))
-    assert_close(gradient, 2 * randn(3, 4, seed=7))
-    for options in ({}, {"in_place": True}):
-        base = x * 1
-        view = base.t() if options else base
-        leave(view, world.default_group, **options)
-        assert torch.equal(base, x)
+    total = sum(2 * randn(3, 4, seed=rank) for rank in range(world.size))
+    assert_precise([result, gradient], [total, 2 * randn(3, 4, seed=7)])
+    bases = [x * 1, x * 1]
+    leave(bases[0], world.default_group)
+    leave(bases[1].t(), world.default_group, in_place=True)
+    assert_precise(bases, [x, x])
 
 
 # ---- what is kept ------------------------------------------------------------------------------------------------
@@ -178,7 +149,7 @@ def test_backward_gathers_a_sequence_again_and_does_not_keep_it(world) -> None:
     assert {tuple(tensor.shape) for tensor in kept} == {(2, 8, 64), (1, 64)}
     output.sum().backward()
     whole = torch.cat([randn(2, 8, 64)] * 2, 1)
-    assert_close(layer.weight.grad, whole.sum((0, 1))[None])
+    assert_precise(layer.weight.grad, whole.sum((0, 1))[None])
 
 
 def test_what_is_gathered_again_is_dropped_after_the_last_weight() -> None:

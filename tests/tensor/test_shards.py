@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
+from helpers.compare import refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,14 +70,11 @@ def test_padded(ranks, size, dim):
 @given(heads=st.sampled_from([1, 2, 4, 8]), ranks=st.sampled_from([1, 2, 4, 8]), width=st.integers(1, 3))
 def test_heads(heads, ranks, width):
     full = numbered(heads * width, 1)
-    each = np.split(full.numpy(), heads, 1)
-    if heads >= ranks:
-        expected = np.split(full.numpy(), ranks, 1)
-    else:
-        expected = list(np.repeat(np.stack(each), ranks // heads, 0))
+    copies = max(1, ranks // heads)
+    expected = np.split(full.numpy(), ranks // copies, 1)
     shard = Shard.heads(1, heads, width, ranks)
-    assert_parts(shard, expected, full)
-    assert shard.copies == max(1, ranks // heads)
+    assert_parts(shard, list(np.repeat(np.stack(expected), copies, 0)), full)
+    assert shard.copies == copies
 
 
 def test_along_another_dimension():
@@ -118,6 +115,4 @@ ERRORS = [
 
 
 def test_errors():
-    for make, message in ERRORS:
-        with pytest.raises(ValueError, match=message):
-            make()
+    refused(ValueError, *ERRORS)

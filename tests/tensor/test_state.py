@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from helpers.whole_models import built, refused
+from helpers.compare import assert_close, assert_equal, refused
+from helpers.models import built, gradients_of
 from torch import Tensor, nn
 
 import axonmpi as ax
@@ -62,36 +61,22 @@ def divided(seed: int = 0) -> nn.Module:
     return tensor_parallelize(built(Model, seed), PLAN)
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def assert_close(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert list(found) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value, name
-
-
 @pytest.mark.ranks(1, 2)
 def test_the_whole_state_and_this_ranks_part(world):
     whole, model = built(Model), divided()
     whole.note = model.note = "old"
-    assert_same(full_state_dict(model), whole.state_dict())
-    assert_same(full_state_dict(model, rank0_only=True), whole.state_dict() if world.rank == 0 else {})
-    assert_same(local_state_dict(model, whole.state_dict()), model.state_dict())
+    assert_equal(full_state_dict(model), whole.state_dict())
+    assert_equal(full_state_dict(model, rank0_only=True), whole.state_dict() if world.rank == 0 else {})
+    assert_equal(local_state_dict(model, whole.state_dict()), model.state_dict())
     assert [list(model.up.weight.shape), list(model.down.weight.shape)] == [
         [8 // world.size, 4],
         [4, 8 // world.size],
     ]
     other = built(Model, 1)
     other.load_state_dict(full_state_dict(model))
-    assert_same(other.state_dict(), whole.state_dict())
+    assert_equal(other.state_dict(), whole.state_dict())
     model.load_state_dict(local_state_dict(model, built(Model, 2).state_dict()))
-    assert_same(full_state_dict(model), built(Model, 2).state_dict())
+    assert_equal(full_state_dict(model), built(Model, 2).state_dict())
 
 
 @pytest.mark.ranks(2)
@@ -114,7 +99,7 @@ def test_loading_a_whole_state_from_rank_0(world):
     source.double()
     model = divided()
     load_full_state_dict(model, source.state_dict() if world.rank == 0 else None)
-    assert_same(full_state_dict(model), source.float().state_dict())
+    assert_equal(full_state_dict(model), source.float().state_dict())
     assert model.note == "other"
     assert model.up.weight.dtype is torch.float32
 
@@ -124,13 +109,12 @@ def test_a_part_of_a_state_and_names_that_are_not_known(world):
     whole, model = built(Model, 1), divided()
     state = {name: value for name, value in whole.state_dict().items() if not name.startswith("up")}
     state["head.weight"] = torch.ones(2)
-    with pytest.raises(ValueError, match=r"^rank 0: .*missing: up.weight, up.bias; unexpected: head.weight$"):
-        load_full_state_dict(model, state)
-    assert_same(full_state_dict(model), built(Model).state_dict())
+    message = r"^rank 0: .*missing: up.weight, up.bias; unexpected: head.weight$"
+    refused(ValueError, (lambda: load_full_state_dict(model, state), message))
+    assert_equal(full_state_dict(model), built(Model).state_dict())
     load_full_state_dict(model, state, strict=False)
-    expected = built(Model).state_dict()
     del state["head.weight"]
-    assert_same(full_state_dict(model), expected | state)
+    assert_equal(full_state_dict(model), built(Model).state_dict() | state)
 
 
 @pytest.mark.ranks(2)
@@ -151,28 +135,26 @@ def test_what_is_not_whole_is_not_loaded(world):
             r"embedding.weight: expected size 5 along dim 0, got shape \[6, 4\]; up.weight",
         ),
     )
-    assert_same(full_state_dict(model), built(Model).state_dict())
+    assert_equal(full_state_dict(model), built(Model).state_dict())
 
 
 @pytest.mark.ranks(2)
 def test_gradients_and_what_an_optimizer_keeps(world):
     words = torch.tensor([0, 1, 2, 3, 4, 1])
     whole, model = built(Model), divided()
-    optimizers = [torch.optim.AdamW(one.parameters()) for one in (whole, model)]
-    model.second.bias.requires_grad_(False)
-    whole.second.bias.requires_grad_(False)
-    for one, optimizer in zip((whole, model), optimizers, strict=True):
+    averages = []
+    for one in (whole, model):
+        one.second.bias.requires_grad_(False)
         one(words).square().sum().backward()
+        optimizer = torch.optim.AdamW(one.parameters())
         optimizer.step()
-    found = full_state_dict(model, gradients(model))
+        trained = {name: p for name, p in one.named_parameters() if p.requires_grad}
+        averages.append({name: optimizer.state[p]["exp_avg"] for name, p in trained.items()})
+    found = full_state_dict(model, gradients_of(model))
     assert found["second.bias"] is None
-    assert_close(found, gradients(whole))
-    averages = [
-        {name: optimizer.state[p]["exp_avg"] for name, p in one.named_parameters() if p.requires_grad}
-        for one, optimizer in zip((whole, model), optimizers, strict=True)
-    ]
+    assert_close(found, gradients_of(whole))
     assert_close(full_state_dict(model, averages[1]), averages[0])
-    assert_same(local_state_dict(model, full_state_dict(model, averages[1])), averages[1])
+    assert_equal(local_state_dict(model, full_state_dict(model, averages[1])), averages[1])
 
 
 @pytest.mark.ranks(2)
@@ -201,12 +183,12 @@ def test_states_that_do_not_fit_together(world):
 def test_names_of_wrapped_models(world):
     """Wrappers that do not show in names are looked through; a submodule that is called `module` is none."""
     model = divided()
-    assert_same(full_state_dict(ax.DDP(model, process_group=ax.ProcessGroup.mock())), built(Model).state_dict())
+    assert_equal(full_state_dict(ax.DDP(model, process_group=ax.ProcessGroup.mock())), built(Model).state_dict())
     nested = tensor_parallelize(
         nn.ModuleDict({"module": built(Model)}), {f"module.{n}": s for n, s in PLAN.items()}
     )
     whole = nn.ModuleDict({"module": built(Model)})
-    assert_same(full_state_dict(nested), whole.state_dict())
+    assert_equal(full_state_dict(nested), whole.state_dict())
     assert list(copies(nested)) == [name for name, _ in whole.named_parameters()]
     made = nn.Sequential(ax.ColumnParallelLinear(4, 8), nn.Tanh(), ax.RowParallelLinear(8, 4))
     assert copies(made) == {"0.weight": 1, "0.bias": 1, "2.weight": 1, "2.bias": 2}

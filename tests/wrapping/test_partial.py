@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import io
 import math
+from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.whole_models import built, randn
+from helpers.compare import assert_close, assert_equal, refused
+from helpers.models import built
+from helpers.transformer_parts import floats
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -40,50 +44,46 @@ def sharded(strategy: ax.ShardingStrategy = ax.ShardingStrategy.FULL_SHARD, **op
 
 def data() -> Tensor:
     """The same on all ranks, so that averages over ranks change nothing."""
-    return randn(4, 6)
+    return floats(4, 6)
 
 
 def backward(model: nn.Module) -> None:
     (100 * model(data()).square().mean()).backward()
 
 
-def sharded_and_divided(world: ax.World, strategy: ax.ShardingStrategy = ax.ShardingStrategy.FULL_SHARD) -> ax.FSDP:
-    """FSDP along one axis around layers that are divided along the other."""
+def around_divided(world: ax.World, wrapper: Any = ax.FSDP, **options: Any) -> nn.Module:
+    """Wrap layers along one axis that are divided along the other."""
     mesh = ax.DeviceMesh({"dp": world.size // 2, "tp": 2})
-    return ax.FSDP(divided(mesh.group("tp")), mesh.group("dp"), sharding_strategy=strategy)
-
-
-def replicated_and_divided(world: ax.World) -> ax.DDP:
-    mesh = ax.DeviceMesh({"dp": world.size // 2, "tp": 2})
-    return ax.DDP(divided(mesh.group("tp")), mesh.group("dp"))
+    return wrapper(divided(mesh.group("tp")), mesh.group("dp"), **options)
 
 
 MODELS = {
     "tensor": lambda world: divided(),
     "fsdp": lambda world: sharded(),
     "fsdp parameters": lambda world: sharded(shard_by="parameters"),
-    "fsdp around tensor": sharded_and_divided,
-    "none around tensor": lambda world: sharded_and_divided(world, ax.ShardingStrategy.NO_SHARD),
-    "ddp around tensor": replicated_and_divided,
+    "fsdp around tensor": around_divided,
+    "none around tensor": partial(around_divided, sharding_strategy=ax.ShardingStrategy.NO_SHARD),
+    "ddp around tensor": partial(around_divided, wrapper=ax.DDP),
 }
 models = pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 
 
-def raised_by(function: Any, *args: Any) -> str:
-    try:
+def refused_where(has: bool, world: ax.World, message: str, function: Any, *args: Any) -> None:
+    """Check that each rank that has a part of something is refused; at least one has."""
+    with pytest.raises((TypeError, ValueError), match=message) if has else nullcontext():
         function(*args)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return ""
-
-
-def everywhere_but_empty(world: ax.World, message: str, has: bool, expected: str) -> None:
-    """Each rank that has a gradient raises; at least one has."""
-    assert (expected in message) is has, message
     assert any(world.default_group.all_gather_object(has))
 
 
+CLIP = r"axonmpi.clip_grad_norm\(model, max_norm\)"
+
+
 # ---- norms ------------------------------------------------------------------------------------------------------
+
+
+def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
 
 NORMS = {
     "clip_grad_norm_": lambda parameters: nn.utils.clip_grad_norm_(parameters, 1.0),
@@ -91,8 +91,8 @@ NORMS = {
     "get_total_norm": lambda parameters: nn.utils.get_total_norm(
         [p.grad for p in parameters if p.grad is not None]
     ),
-    "one by one": lambda parameters: [p.grad.detach().norm() for p in parameters if p.grad is not None],
-    "of copies": lambda parameters: [torch.norm(p.grad.data.float()) for p in parameters if p.grad is not None],
+    "one by one": lambda parameters: [gradient.detach().norm() for gradient in gradients(parameters)],
+    "of copies": lambda parameters: [torch.norm(gradient.data.float()) for gradient in gradients(parameters)],
 }
 
 
@@ -101,13 +101,10 @@ NORMS = {
 def test_torchs_norms_of_parts_are_refused(world, make):
     model = make(world)
     backward(model)
-    has = any(p.grad is not None for p in model.parameters())
     before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     for norm in NORMS.values():
-        message = raised_by(norm, list(model.parameters()))
-        everywhere_but_empty(world, message, has, "axonmpi.clip_grad_norm(model, max_norm)")
-    for parameter, gradient in zip(model.parameters(), before, strict=True):
-        assert gradient is None or torch.equal(parameter.grad, gradient)
+        refused_where(any(g is not None for g in before), world, CLIP, norm, list(model.parameters()))
+    assert_equal([p.grad for p in model.parameters()], before)
 
 
 def sharded_and_replicated(world: ax.World) -> ax.FSDP:
@@ -138,9 +135,8 @@ def test_the_norm_knows_what_is_divided(world):
         backward(whole)
         backward(model)
         expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.1, norm_type)
-        torch.testing.assert_close(clip(model, 0.1, norm_type), expected)
-        after = ax.clip_grad_norm(model, math.inf, norm_type)
-        torch.testing.assert_close(after, torch.tensor(0.1), rtol=1e-4, atol=0)
+        norms = clip(model, 0.1, norm_type), ax.clip_grad_norm(model, math.inf, norm_type)
+        assert_close(norms, (expected, torch.tensor(0.1)))
 
 
 @pytest.mark.ranks(2, 4)
@@ -152,10 +148,9 @@ def test_the_norm_of_a_pipeline(world):
     stages = [built(Whole, seed) if world.size == 2 else divided(mesh.group("tp"), seed) for seed in range(2)]
     pipe = ax.Pipeline.from_modules(stages, mesh.group("pp"), num_microbatches=2, loss_fn=F.mse_loss)
     pipe.train_step(data(), torch.zeros(4, 6))
-    with pytest.raises(ValueError, match=r"pipeline.clip_grad_norm\(max_norm\)"):
-        nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
-    expected = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
-    torch.testing.assert_close(pipe.clip_grad_norm(0.1), expected)
+    clip = nn.utils.clip_grad_norm_
+    refused(ValueError, (lambda: clip(pipe.parameters(), 1.0), r"pipeline.clip_grad_norm\(max_norm\)"))
+    assert_close(pipe.clip_grad_norm(0.1), clip(whole.parameters(), 0.1))
 
 
 @pytest.mark.ranks(2)
@@ -177,15 +172,13 @@ def test_gradients_are_tensors_in_all_other_ways(world, name):
                     parameter.grad = copy.deepcopy(parameter.grad)
             nn.utils.clip_grad_value_(one.parameters(), 0.7)
             optimizer.step()
-        state = [value for s in optimizer.state.values() for value in s.values() if isinstance(value, Tensor)]
-        assert {type(value) for value in state} == {Tensor}
+        assert tensor_types(optimizer) == {Tensor}
     found = model.full_state_dict() if name == "fsdp" else full_state_dict(model)
-    torch.testing.assert_close(dict(found), dict(whole.state_dict()), rtol=1e-4, atol=1e-5)
-    gradients = world.default_group.all_gather_object([p.grad for p in model.parameters() if p.grad is not None])
-    assert {type(gradient) for own in gradients for gradient in own} == {Tensor}
-    part = next((p.grad for p in model.parameters() if p.grad is not None and p.grad.numel() > 1), None)
-    if part is not None:
-        assert part.as_subclass(Tensor).norm() > 0
+    assert_close(found, whole.state_dict(), 1e-4)
+    own = gradients(model.parameters())
+    everywhere = world.default_group.all_gather_object(own)
+    assert {type(gradient) for of_rank in everywhere for gradient in of_rank} == {Tensor}
+    assert all(part.as_subclass(Tensor).norm() > 0 for part in own if part.numel() > 1)
 
 
 # ---- loss scaling -----------------------------------------------------------------------------------------------
@@ -202,23 +195,26 @@ def test_torchs_scaler_is_refused_and_ours_skips_on_all_ranks(world, name):
     def scaled(scaler: Any) -> None:
         optimizer.zero_grad()
         scaler.scale(model(data()).square().mean()).backward()
-        for parameter in model.parameters() if world.rank == 0 else ():
-            if parameter.grad is not None and parameter.grad.numel():
-                parameter.grad.view(-1)[0] = math.inf
-                break
+        own = [p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()]
+        if world.rank == 0:
+            own[0].view(-1)[0] = math.inf
         scaler.step(optimizer)
         scaler.update()
 
-    has = any(p.numel() for p in model.parameters())
-    message = raised_by(scaled, torch.amp.GradScaler("cpu", init_scale=4.0))
-    everywhere_but_empty(world, message, has, "axonmpi.ShardedGradScaler")
+    has, torchs = any(p.numel() for p in model.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
+    refused_where(has, world, "axonmpi.ShardedGradScaler", scaled, torchs)
     scaler = ax.ShardedGradScaler(init_scale=4.0)
     scaled(scaler)
     assert scaler.get_scale() == 2.0
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert_equal(list(model.parameters()), before)
 
 
 # ---- files ------------------------------------------------------------------------------------------------------
+
+
+def tensor_types(optimizer: torch.optim.Optimizer) -> set[type]:
+    """Return the types of the tensors in an optimizer's state."""
+    return {type(value) for s in optimizer.state.values() for value in s.values() if isinstance(value, Tensor)}
 
 
 def saved(value: Any) -> None:
@@ -242,13 +238,11 @@ FILES = {
 @models
 def test_files_of_one_ranks_parts_are_refused(world, shared_tmp_path, make):
     model = make(world)
-    inner = model.module if hasattr(model, "module") else model
-    folder = shared_tmp_path / str(world.rank)
+    inner, folder = getattr(model, "module", model), shared_tmp_path / str(world.rank)
     folder.mkdir()
+    message = r"a rank's part of a parameter.*fsdp.full_state_dict\(\)"
     for state in (model.state_dict(), inner.state_dict(), {**model.state_dict()}):
-        for write in FILES.values():
-            with pytest.raises(TypeError, match=r"a rank's part of a parameter.*fsdp.full_state_dict\(\)"):
-                write(folder, state)
+        refused(TypeError, *((partial(write, folder, state), message) for write in FILES.values()))
 
 
 @pytest.mark.ranks(2)
@@ -260,11 +254,8 @@ def test_files_of_one_ranks_optimizer_state_and_norms_after_a_step_are_refused(w
     backward(model)
     optimizer.step()
     has = any(p.grad is not None for p in model.parameters())
-    everywhere_but_empty(
-        world, raised_by(saved, optimizer.state_dict()), has, "full_optimizer_state_dict(optimizer)"
-    )
-    after_step = raised_by(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
-    everywhere_but_empty(world, after_step, has, "axonmpi.clip_grad_norm(model, max_norm)")
+    refused_where(has, world, r"full_optimizer_state_dict\(optimizer\)", saved, optimizer.state_dict())
+    refused_where(has, world, CLIP, nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
 
 
 @pytest.mark.ranks(2)
@@ -286,17 +277,14 @@ def test_states_of_parts_go_back_to_where_they_are_from(world, make):
     ordinary = {name: value.as_subclass(Tensor) for name, value in kept[0].items()}
     file = io.BytesIO()
     torch.save(ordinary, file)
-    file.seek(0)
-    model.load_state_dict(torch.load(file))
+    model.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
     ax.barrier()
     for one, optimizer in ((model, again), (expected, optimizers[1])):
         optimizer.zero_grad()
         backward(one)
         optimizer.step()
-    for found, wanted in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(found.detach(), wanted.detach())
-    state = [value for s in again.state.values() for value in s.values() if isinstance(value, Tensor)]
-    assert {type(value) for value in state} <= {Tensor}
+    assert_close(list(model.parameters()), list(expected.parameters()))
+    assert tensor_types(again) <= {Tensor}
 
 
 @pytest.mark.ranks(2)
@@ -305,7 +293,7 @@ def test_assigned_parameters_are_ordinary(world):
     other.load_state_dict(model.state_dict(), assign=True)
     assert {type(parameter) for parameter in other.parameters()} == {nn.Parameter}
     backward(other)
-    assert raised_by(nn.utils.clip_grad_norm_, other.parameters(), 1.0)
+    refused(ValueError, (lambda: nn.utils.clip_grad_norm_(other.parameters(), 1.0), CLIP))
 
 
 @pytest.mark.ranks(1, 2)
@@ -324,13 +312,12 @@ def test_what_is_whole_may_be_saved(world):
 
 @pytest.mark.ranks(4)
 def test_the_full_state_of_a_shard_is_a_part_of_the_divided_model(world):
-    model = sharded_and_divided(world)
+    model = around_divided(world)
     state = model.full_state_dict()
-    with pytest.raises(TypeError, match=r"axonmpi.tensor.full_state_dict\(model\)"):
-        saved(state)
+    refused(TypeError, (partial(saved, state), r"axonmpi.tensor.full_state_dict\(model\)"))
     whole = full_state_dict(model, state)
     saved(whole)
-    torch.testing.assert_close(dict(whole), dict(built(Whole).state_dict()))
+    assert_close(whole, built(Whole).state_dict())
 
 
 NEED_WHOLE_PARAMETERS = (
@@ -345,8 +332,7 @@ def test_optimizers_of_whole_parameters_are_refused(world):
     model = divided()
     backward(model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
+    message = "needs whole parameters, and layers of this model are divided"
     for make in NEED_WHOLE_PARAMETERS:
-        with pytest.raises(ValueError, match="needs whole parameters, and layers of this model are divided"):
-            make(model.parameters()).step(lambda: model(data()).sum())
-    for parameter, value in zip(model.parameters(), before, strict=True):
-        assert torch.equal(parameter, value)
+        refused(ValueError, (lambda: make(model.parameters()).step(lambda: model(data()).sum()), message))  # noqa: B023
+    assert_equal(list(model.parameters()), before)

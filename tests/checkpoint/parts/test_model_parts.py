@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.assembled import assembled, fill
+from helpers.checkpoint_parts import assembled, fill
 from helpers.layouts import LAYOUTS, laid_out, whole_model
-from helpers.models import ZOO
+from helpers.models import ZOO, built
 from helpers.sharded import TiedBlocks, new_group
-from helpers.transformers_models import gpt2, llama
-from helpers.whole_models import built
+from helpers.transformer_parts import gpt2, llama
 from torch import Tensor, nn
 
 import axonmpi as ax

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.assembled import assembled, fill
+from helpers.checkpoint_parts import assembled, fill
 from helpers.layouts import LAYOUTS, laid_out, optimizer_for, train_alone, whole_model
 from helpers.models import assert_close, built
 from helpers.sharded import Blocks, optimizer_of, own_data, train, trained_alone, usual_step

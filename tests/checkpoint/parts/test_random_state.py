@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from helpers.assembled import fill
+from helpers.checkpoint_parts import fill
 from torch import Tensor
 
 import axonmpi as ax

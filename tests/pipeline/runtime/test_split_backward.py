@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -40,11 +40,9 @@ class Kind(nn.Module):
         super().__init__()
         self.compute = compute
         for name, part in parts.items():
-            setattr(
-                self, name, part if isinstance(part, (nn.Module, nn.Parameter)) else nn.Parameter(torch.randn(part))
-            )
+            setattr(self, name, nn.Parameter(torch.randn(part)) if isinstance(part, tuple) else part)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor) -> Any:
         return self.compute(self, x)
 
 
@@ -132,12 +130,10 @@ KINDS = {
 }
 
 
-def halves(module: nn.Module, inputs: list[Tensor], gradients: list[Tensor]) -> None:
+def halves(outputs: Iterable[Tensor], inputs: list[Tensor], gradients: list[Tensor]) -> None:
     """Compute in two halves what `torch.autograd.backward` computes at once."""
-    outputs = [output for output in module(*inputs) if output.requires_grad]
-    weights = input_gradients([get_gradient_edge(output) for output in outputs], gradients, inputs)
-    del outputs
-    weights.compute()
+    edges = [get_gradient_edge(output) for output in outputs if output.requires_grad]
+    input_gradients(edges, gradients, inputs).compute()
 
 
 def drawn_like(outputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -157,7 +153,7 @@ def test_both_halves_make_the_whole(kind) -> None:
     expected = [p.grad for p in module.parameters()]
     module.zero_grad()
     for _ in range(2):
-        halves(module, [parts], gradients)
+        halves(module(parts), [parts], gradients)
     torch.testing.assert_close([p.grad for p in module.parameters()], expected, check_stride=True)
     torch.testing.assert_close(parts.grad, whole.grad)
 
@@ -202,11 +198,8 @@ def test_checkpointed_parts_are_computed_again_once() -> None:
             return super().forward(x)
 
     module = nn.Sequential(Counting(4, 4), nn.GELU(), Counting(4, 4), nn.Conv1d(2, 2, 1))
-    halves(
-        lambda x: [checkpoint(module, x, use_reentrant=False)],
-        [torch.randn(2, 4, requires_grad=True)],
-        [torch.ones(2, 4)],
-    )
+    x = torch.randn(2, 4, requires_grad=True)
+    halves([checkpoint(module, x, use_reentrant=False)], [x], [torch.ones(2, 4)])
     assert len(computed) == 4
     assert None not in [parameter.grad for parameter in module.parameters()]
 
@@ -218,9 +211,9 @@ def test_what_was_packed_is_unpacked_once() -> None:
         packed.append(tensor)
         return tensor.detach().clone()
 
-    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.randn(2, 4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: unpacked.append(tensor) or tensor):
-        halves(lambda x: [module(x)], [torch.randn(2, 4, requires_grad=True)], [torch.ones(2, 4)])
+        halves([module(x)], [x], [torch.ones(2, 4)])
     assert len(unpacked) == len(packed)
     assert None not in [parameter.grad for parameter in module.parameters()]
 
@@ -237,27 +230,18 @@ def test_hooks_of_weights_see_and_change_what_they_do_in_one_backward() -> None:
             backward(nn.Sequential(first, nn.Tanh(), last), torch.randn(3, 4, requires_grad=True))
         return {**seen, "left": [first.weight.grad, last.weight.grad]}
 
-    apart = run(lambda module, x: halves(lambda x: [module(x)], [x], [torch.ones(3, 4)]))
+    apart = run(lambda module, x: halves([module(x)], [x], [torch.ones(3, 4)]))
     torch.testing.assert_close(apart, run(lambda module, x: module(x).sum().backward()))
     assert [len(found) for found in apart.values()] == [2, 2, 2]
-
-
-class Right(nn.Module):
-    """Multiplies by a weight that is not transposed."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 4, dtype=dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_gradients_that_are_there_already(dtype) -> None:
     """None, a plain one, one with a history: added to as autograd does."""
     torch.manual_seed(0)
-    layers = [nn.Linear(4, 6, dtype=dtype), Right(dtype), nn.Linear(4, 3, dtype=dtype)]
+    # the second one multiplies by a weight that is not transposed
+    right = Kind(lambda m, x: x @ m.weight, weight=nn.Parameter(torch.randn(6, 4, dtype=dtype)))
+    layers = [nn.Linear(4, 6, dtype=dtype), right, nn.Linear(4, 3, dtype=dtype)]
     x, dy = torch.randn(5, 4, dtype=dtype), torch.randn(5, 3, dtype=dtype)
     before = [None, torch.randn(6, 4, dtype=dtype), torch.randn(3, 4, dtype=dtype, requires_grad=True).sin()]
 
@@ -268,14 +252,13 @@ def test_gradients_that_are_there_already(dtype) -> None:
         backward(x.clone().requires_grad_())
         return [layer.weight.grad for layer in layers], kept
 
-    found, kept = run(lambda x: halves(lambda x: [nn.Sequential(*layers)(x)], [x], [dy]))
+    found, kept = run(lambda x: halves([nn.Sequential(*layers)(x)], [x], [dy]))
     expected, kept_whole = run(lambda x: nn.Sequential(*layers)(x).backward(dy))
     assert torch.equal(found[0], expected[0])
     rounding = 8 * torch.finfo(dtype).eps  # the sum is rounded once here, and twice there
     torch.testing.assert_close(found, expected, atol=rounding, rtol=rounding)
     for now, then, whole, whole_then in zip(found, kept, expected, kept_whole, strict=True):
-        assert (now is then) == (whole is whole_then)
-        assert now.stride() == whole.stride()
+        assert (now is then, now.stride()) == (whole is whole_then, whole.stride())
         assert type(now.grad_fn) is type(whole.grad_fn)
 
 
@@ -290,11 +273,8 @@ def test_random_graphs(data) -> None:
     shapes = data.draw(st.lists(st.sampled_from([(3,), (1, 3)]), min_size=1, max_size=4))
     parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     matrices = [nn.Parameter(torch.randn(3, 3) / 3) for _ in range(data.draw(st.integers(1, 4)))]
-    steps = data.draw(
-        st.lists(
-            st.tuples(st.sampled_from("+*twn@lab"), st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=12
-        )
-    )
+    step = st.tuples(st.sampled_from("+*twn@lab"), st.integers(0, 99), st.integers(0, 99))
+    steps = data.draw(st.lists(step, min_size=1, max_size=12))
     chosen = data.draw(st.lists(st.integers(0, 99), min_size=1, max_size=3))
 
     def compute(inputs: list[Tensor]) -> list[Tensor]:
@@ -316,16 +296,12 @@ def test_random_graphs(data) -> None:
             values.append(made[kind]())
         return [values[len(inputs) :][number % len(steps)] for number in chosen]
 
-    values = [torch.randn(1, 3) for _ in range(2)]
-    whole = [value.clone().requires_grad_() for value in values]
-    outputs = compute(whole)
+    values, weights = [torch.randn(1, 3, requires_grad=True) for _ in range(2)], parameters + matrices
+    outputs = compute(values)
     gradients = drawn_like(tuple(outputs))
     torch.autograd.backward(outputs, gradients)
-    expected = [parameter.grad for parameter in parameters + matrices]
-    for parameter in parameters + matrices:
-        parameter.grad = None
-    parts = [value.clone().requires_grad_() for value in values]
-    weights = input_gradients([get_gradient_edge(output) for output in compute(parts)], gradients, parts)
-    weights.compute()
-    torch.testing.assert_close([parameter.grad for parameter in parameters + matrices], expected)
-    torch.testing.assert_close([part.grad for part in parts], [value.grad for value in whole])
+    expected = [leaf.grad for leaf in weights + values]
+    for leaf in weights + values:
+        leaf.grad = None
+    halves(compute(values), values, gradients)
+    torch.testing.assert_close([leaf.grad for leaf in weights + values], expected)

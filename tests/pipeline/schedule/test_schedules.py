@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from helpers.schedule_cases import (
+from helpers.compare import refused
+from helpers.pipelines import (
     GPIPE,
     INTERLEAVED,
     ONE_F_ONE_B,
@@ -39,7 +42,12 @@ from axonmpi.pipeline.schedule.transfers import with_transfers
 from axonmpi.pipeline.schedule.validator import validate
 
 GENERATORS = ("gpipe", "one_f_one_b", "interleaved_one_f_one_b", "zero_bubble", "zero_bubble_v")
-FORWARD = ActionKind.FORWARD
+USED_BY = {
+    ActionKind.FORWARD: ActionKind.RECV_FORWARD,
+    ActionKind.BACKWARD: ActionKind.RECV_BACKWARD,
+    ActionKind.BACKWARD_INPUT: ActionKind.RECV_BACKWARD,
+}
+"""The kind of receive whose tensor a computation needs."""
 ONE_COLUMN_EACH = Costs(forward=1, backward=1, backward_input=1, backward_weight=1)
 NAMES = r"(\w+)\((\d+), (\d+)(?:, chunks=(\d+))?\)"
 
@@ -53,12 +61,11 @@ def test_the_picture_in_the_docstring(name):
     call, *numbers = re.search(rf"^ +{NAMES}$", text, re.MULTILINE).groups()
     ranks, micro_batches, chunks = (int(number or 1) for number in numbers)
     picture = [line.strip() for line in text.splitlines() if re.match(r" +rank \d", line)]
-    lists = getattr(schedules, call)(ranks, micro_batches, *([chunks] if numbers[2] else []))
+    lists = getattr(schedules, name)(ranks, micro_batches, *([chunks] if numbers[2] else []))
     v_shaped = name == "zero_bubble_v"
     placement = schedules.v_placement(ranks) if v_shaped else schedules.loop_placement(ranks, chunks)
 
-    assert call == name
-    assert len(picture) == ranks
+    assert (call, len(picture)) == (name, ranks)
     for rank, line in enumerate(picture):
         drawn = [cell if "." in cell else f"{cell[0]}{rank}.{cell[1:]}" for cell in line.split()[2:]]
         assert drawn == [str(action) for action in lists[rank]]
@@ -74,11 +81,9 @@ def test_the_short_form_of_actions():
     assert parse_action("RF4.3<2") == send.counterpart()
     assert parse_action("SB4.3>2") == parse_action("RB2.3<4").counterpart()
     assert parse_action("RB2.3<4") == parse_action("SB4.3>2").counterpart()
-    for text in ("", "X1.2", "F1", "F1.2 ", "F1.2>3", "SF1.2", "SF1.2<3", "RB1.2>3", "F01.2", "f1.2"):
-        with pytest.raises(ValueError, match="expected an action such as"):
-            parse_action(text)
-    with pytest.raises(ValueError, match=r"expected a transfer with a peer, got F0\.0"):
-        parse_action("F0.0").counterpart()
+    no_actions = ("", "X1.2", "F1", "F1.2 ", "F1.2>3", "SF1.2", "SF1.2<3", "RB1.2>3", "F01.2", "f1.2")
+    refused(ValueError, *((partial(parse_action, text), "expected an action such as") for text in no_actions))
+    refused(ValueError, (parse_action("F0.0").counterpart, r"expected a transfer with a peer, got F0\.0"))
 
 
 # ---- what all schedules have in common --------------------------------------------------------------------------
@@ -86,10 +91,10 @@ def test_the_short_form_of_actions():
 
 def test_gradients_are_added_up_in_the_order_of_micro_batches():
     for schedule, _ in every_schedule(range(1, 5), (1, 4, 7)):
-        for stage, rank in enumerate(schedule.placement):
-            for kind in (ActionKind.FORWARD, last_of_backward(schedule)):
-                done = [a.micro_batch for a in computed(schedule, rank) if (a.kind, a.stage) == (kind, stage)]
-                assert done == list(range(schedule.num_microbatches)), schedule.name
+        kinds = (ActionKind.FORWARD, last_of_backward(schedule))
+        for (stage, rank), kind in itertools.product(enumerate(schedule.placement), kinds):
+            found = [a.micro_batch for a in computed(schedule, rank) if (a.kind, a.stage) == (kind, stage)]
+            assert found == list(range(schedule.num_microbatches)), schedule.name
 
 
 def test_names_of_schedules():
@@ -106,33 +111,25 @@ def test_what_a_schedule_knows():
     assert (schedule.num_stages, schedule.num_ranks, schedule.num_microbatches) == (6, 3, 5)
     assert [schedule.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
     assert schedule.edges == ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5))
-    assert schedule.splits_backward
-    assert not make_schedule(GPIPE, 3, 5).splits_backward
+    assert (schedule.splits_backward, make_schedule(GPIPE, 3, 5).splits_backward) == (True, False)
     assert Schedule("by hand", (0, 1, 2), 1, ((), (), ())).edges == ((0, 1), (1, 2))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((GPIPE, 0, 1), "num_ranks: expected at least 1, got 0"),
-        ((ONE_F_ONE_B, 1, 0), "num_microbatches: expected at least 1, got 0"),
-        ((ZERO_BUBBLE, 1, 1, 0), "chunks: expected at least 1, got 0"),
-        ((ZERO_BUBBLE, 2, 1, 3), "expected 1 or 2 stages on each rank for the zero-bubble schedule, got 3"),
-        ((GPIPE, 2, 1, 1, [(0, 2)]), r"edges: expected different pairs of stages from 0 to 1, .* got \(0, 2\)"),
-        ((GPIPE, 2, 1, 1, [(1, 0)]), r"the lower one first, got \(1, 0\)"),
-        (("gpipes", 2, 1), "kind: expected an axonmpi.PipelineSchedule, GPIPE, .*, got 'gpipes'"),
-    ],
-)
-def test_numbers_that_make_no_schedule(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        make_schedule(*arguments)
-
-
-def test_generators_refuse_nothing_to_do():
-    for name in GENERATORS:
-        for numbers in ((0, 3), (3, 0), (-1, -1)):
-            with pytest.raises(ValueError, match=r"num_\w+: expected at least 1, got"):
-                getattr(schedules, name)(*numbers)
+def test_numbers_that_make_no_schedule():
+    make, pairs = make_schedule, r"edges: expected different pairs of stages from 0 to 1, .* got \(0, 2\)"
+    refused(
+        ValueError,
+        (partial(make, GPIPE, 0, 1), "num_ranks: expected at least 1, got 0"),
+        (partial(make, ONE_F_ONE_B, 1, 0), "num_microbatches: expected at least 1, got 0"),
+        (partial(make, ZERO_BUBBLE, 1, 1, 0), "chunks: expected at least 1, got 0"),
+        (partial(make, ZERO_BUBBLE, 2, 1, 3), "1 or 2 stages on each rank for the zero-bubble schedule, got 3"),
+        (partial(make, GPIPE, 2, 1, 1, [(0, 2)]), pairs),
+        (partial(make, GPIPE, 2, 1, 1, [(1, 0)]), r"the lower one first, got \(1, 0\)"),
+        (partial(make, "gpipes", 2, 1), "kind: expected an axonmpi.PipelineSchedule, GPIPE, .*, got 'gpipes'"),
+    )
+    for generator in (getattr(schedules, name) for name in GENERATORS):
+        calls = [partial(generator, 0, 3), partial(generator, 3, 0), partial(generator, -1, -1)]
+        refused(ValueError, *((call, r"num_\w+: expected at least 1, got") for call in calls))
 
 
 def test_schedules_need_no_torch():
@@ -154,27 +151,23 @@ def test_sends_follow_what_they_send_and_few_receives_are_open():
     for schedule, chunks in every_schedule((2, 3, 5), (1, 4, 9)):
         if chunks == 1 or schedule.splits_backward:
             assert most_open_receives(schedule) <= 2
-        for actions in schedule.actions:
-            for before, action in pairwise(actions):
-                if action.kind.is_send and not before.kind.is_send:
-                    assert before.makes == action.carries
+        for before, action in itertools.chain.from_iterable(map(pairwise, schedule.actions)):
+            if action.kind.is_send and not before.kind.is_send:
+                assert before.makes == action.carries
 
 
 def most_open_receives(schedule: Schedule) -> int:
     """The most receives that are posted and not used yet, of one edge in one direction."""
     most = 0
     for actions in schedule.actions:
-        unused: Counter = Counter()
+        unused = Counter()
         for action in actions:
             if action.kind.is_receive:
-                key = action.kind, action.stage, action.peer
-                unused[key] += 1
-                most = max(most, unused[key])
-            elif action.kind is not ActionKind.BACKWARD_WEIGHT:
-                forward = action.kind is ActionKind.FORWARD
-                kind = ActionKind.RECV_FORWARD if forward else ActionKind.RECV_BACKWARD
-                for key in list(unused):
-                    unused[key] -= key[:2] == (kind, action.stage) and action.kind.is_compute
+                unused[action.kind, action.stage, action.peer] += 1
+                most = max(most, *unused.values())
+            elif kind := USED_BY.get(action.kind):
+                for key in [key for key in unused if key[:2] == (kind, action.stage)]:
+                    unused[key] -= 1
         assert not +unused
     return most
 
@@ -182,18 +175,17 @@ def most_open_receives(schedule: Schedule) -> int:
 def messages_between(schedule: Schedule, *, sends: bool) -> dict[tuple[int, int], list[Action]]:
     """The receives of the messages from each rank to each other, in the order of sends or of receives."""
     found: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    for actions in schedule.actions:
-        for action in actions:
-            if action.kind.is_send if sends else action.kind.is_receive:
-                source, target = (schedule.placement[stage] for stage in action.line)
-                found[source, target].append(action.counterpart() if sends else action)
+    for action in itertools.chain.from_iterable(schedule.actions):
+        if action.kind.is_send if sends else action.kind.is_receive:
+            source, target = (schedule.placement[stage] for stage in action.line)
+            found[source, target].append(action.counterpart() if sends else action)
     return found
 
 
 def test_a_rank_receives_from_another_one_in_the_order_in_which_that_one_sends():
     """Messages between GPUs have no tags."""
     checked = 0
-    for schedule, _ in every_schedule((2, 3, 4, 6), (1, 2, 5, 9)):
+    for schedule, _ in every_schedule((2, 3, 5), (1, 5, 8)):
         stages = range(schedule.num_stages)
         skipping = make_again(schedule, [(first, last) for first in stages for last in stages[first + 2 :: 3]])
         for one in (schedule, skipping):
@@ -201,7 +193,7 @@ def test_a_rank_receives_from_another_one_in_the_order_in_which_that_one_sends()
             assert messages_between(one, sends=False) == sent
             assert all(sent.values())
             checked += len(sent)
-    assert checked > 1000
+    assert checked > 500
 
 
 def make_again(schedule: Schedule, skips: list[tuple[int, int]]) -> Schedule:
@@ -234,12 +226,9 @@ def receives_just_in_time(actions: Sequence[Action]) -> tuple[Action, ...]:
     posted = [action for action in actions if action.kind.is_receive]
     made: list[Action] = []
     for action in actions:
-        if action.kind.is_compute and action.kind is not ActionKind.BACKWARD_WEIGHT:
-            kind = ActionKind.RECV_FORWARD if action.kind is FORWARD else ActionKind.RECV_BACKWARD
-            key = kind, action.stage, action.micro_batch
-            made += [receive for receive in posted if (receive.kind, receive.stage, receive.micro_batch) == key]
-        if not action.kind.is_receive:
-            made.append(action)
+        key = USED_BY.get(action.kind), action.stage, action.micro_batch
+        made += [receive for receive in posted if (receive.kind, receive.stage, receive.micro_batch) == key]
+        made += [] if action.kind.is_receive else [action]
     return tuple(made)
 
 
@@ -258,8 +247,8 @@ def test_skip_connections_have_messages_of_their_own():
 
 def test_actions_that_can_never_begin_have_no_place_for_messages():
     lists = [[parse_action("B0.0"), parse_action("F0.0")], [parse_action("F1.0"), parse_action("B1.0")]]
-    with pytest.raises(ValueError, match=r"wait for ever: rank 0 at step 0, B0\.0, rank 1 at step 0, F1\.0"):
-        with_transfers(Schedule("turned", (0, 1), 1, lists))
+    message = r"wait for ever: rank 0 at step 0, B0\.0, rank 1 at step 0, F1\.0"
+    refused(ValueError, (partial(with_transfers, Schedule("turned", (0, 1), 1, lists)), message))
 
 
 # ---- torch's tables ---------------------------------------------------------------------------------------------
@@ -276,21 +265,18 @@ def test_actions_that_can_never_begin_have_no_place_for_messages():
     ],
 )
 def test_the_order_is_that_of_torch(name, generator, chunks):
-    for ranks in (1, 2, 3, 5):
-        for micro_batches in (ranks, 3 * ranks):
-            given = [chunks] if generator is schedules.interleaved_one_f_one_b else []
-            expected = torch_lists(name, ranks, micro_batches, chunks)
-            assert generator(ranks, micro_batches, *given) == expected, (ranks, micro_batches)
+    given = [chunks] if generator is schedules.interleaved_one_f_one_b else []
+    for ranks, rounds in itertools.product((1, 2, 3, 5), (1, 3)):
+        assert generator(ranks, rounds * ranks, *given) == torch_lists(name, ranks, rounds * ranks, chunks)
 
 
 def test_1f1b_is_that_of_torch():
     """Torch's table of it counts the last rank's forwards from 1, so these are compared by kind."""
-    for ranks in range(1, 6):
-        for micro_batches in (ranks, ranks + 1, 3 * ranks):
-            ours = schedules.one_f_one_b(ranks, micro_batches)
-            theirs = torch_lists("Schedule1F1B", ranks, micro_batches, 1)
-            assert [[a.kind for a in own] for own in ours] == [[a.kind for a in own] for own in theirs]
-            assert ours[:-1] == theirs[:-1]
+    for ranks, more in itertools.product(range(1, 6), (0, 1, 7)):
+        ours = schedules.one_f_one_b(ranks, ranks + more)
+        theirs = torch_lists("Schedule1F1B", ranks, ranks + more, 1)
+        assert [[a.kind for a in own] for own in ours] == [[a.kind for a in own] for own in theirs]
+        assert ours[:-1] == theirs[:-1]
 
 
 @pytest.mark.parametrize(
@@ -302,18 +288,12 @@ def test_1f1b_is_that_of_torch():
     ],
 )
 def test_no_more_time_and_memory_than_torch_where_the_order_differs(name, kind):
-    compared = 0
-    for ranks, micro_batches in ((2, 3), (2, 8), (3, 5), (3, 6), (4, 6), (4, 8), (4, 10), (5, 12)):
-        try:
-            lists = torch_lists(name, ranks, micro_batches, 2)
-        except ValueError:
-            continue
+    for ranks, micro_batches in ((2, 8), (3, 5), (3, 6), (4, 6), (4, 8), (5, 5)):
+        lists = torch_lists(name, ranks, micro_batches, 2)
         theirs = simulate(schedule_of(lists, schedules.loop_placement(ranks, 2), micro_batches))
         ours = simulate(make_schedule(kind, ranks, micro_batches, 2))
         assert (ours.makespan, ours.bubble) <= (theirs.makespan, theirs.bubble + 1e-9), (ranks, micro_batches)
         assert max(ours.peak_activations) <= max(theirs.peak_activations), (ranks, micro_batches)
-        compared += 1
-    assert compared > 3
 
 
 def test_torch_finds_our_schedules_valid_and_makes_the_same_messages():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise, product, starmap
 
 import pytest
-from helpers.schedule_cases import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, every_schedule, schedule_of
+from helpers.compare import refused
+from helpers.pipelines import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, every_schedule, schedule_of
 
 from axonmpi.pipeline import (
     Action,
@@ -32,8 +35,7 @@ def test_gpipe_and_1f1b():
     for ranks, micro_batches in SIZES:
         gpipe, one = (simulate(make_schedule(kind, ranks, micro_batches)) for kind in (GPIPE, ONE_F_ONE_B))
         bubble = (ranks - 1) / (micro_batches + ranks - 1)
-        assert gpipe.bubble == pytest.approx(bubble)
-        assert one.bubble == pytest.approx(bubble)
+        assert (gpipe.bubble, one.bubble) == pytest.approx((bubble, bubble))
         assert gpipe.makespan == one.makespan == 3 * (micro_batches + ranks - 1)
         assert gpipe.peak_activations == (micro_batches,) * ranks
         assert one.peak_activations == tuple(min(micro_batches, ranks - rank) for rank in range(ranks))
@@ -42,16 +44,14 @@ def test_gpipe_and_1f1b():
 
 
 def test_interleaved_waits_less_by_the_number_of_chunks():
-    for ranks, micro_batches in SIZES:
-        for chunks in (2, 3):
-            timeline = simulate(make_schedule(INTERLEAVED, ranks, micro_batches, chunks))
-            bubble = (ranks - 1) / (chunks * micro_batches + ranks - 1)
-            if micro_batches >= ranks:
-                assert timeline.bubble == pytest.approx(bubble)
-            if micro_batches % ranks == 0 and ranks > 1:
-                most = min(chunks * ranks + ranks - 1, chunks * micro_batches)
-                assert timeline.peak_activations[0] == max(timeline.peak_activations) == most
-            assert max(timeline.peak_activations) <= chunks * micro_batches
+    for (ranks, micro_batches), chunks in product(SIZES, (2, 3)):
+        timeline = simulate(make_schedule(INTERLEAVED, ranks, micro_batches, chunks))
+        if micro_batches >= ranks:
+            assert timeline.bubble == pytest.approx((ranks - 1) / (chunks * micro_batches + ranks - 1))
+        if micro_batches % ranks == 0 and ranks > 1:
+            most = min(chunks * ranks + ranks - 1, chunks * micro_batches)
+            assert timeline.peak_activations[0] == max(timeline.peak_activations) == most
+        assert max(timeline.peak_activations) <= chunks * micro_batches
 
 
 def test_zero_bubble_waits_a_third_and_holds_as_much_as_1f1b():
@@ -77,8 +77,8 @@ def test_the_v_waits_only_for_its_first_and_after_its_last_action():
 
 
 def test_statistics_of_memory_refuse_nothing():
-    with pytest.raises(ValueError, match="num_microbatches: expected at least 1, got 0"):
-        PipelineMemoryStats.gpipe_peak_activations(2, 0)
+    peak = partial(PipelineMemoryStats.gpipe_peak_activations, 2, 0)
+    refused(ValueError, (peak, "num_microbatches: expected at least 1, got 0"))
 
 
 # ---- times ------------------------------------------------------------------------------------------------------
@@ -103,8 +103,7 @@ def test_times_by_hand():
 
 def test_transfers_within_a_rank_take_no_time():
     timeline = simulate(make_schedule(GPIPE, 1, 2, 3), Costs(transfer=100.0))
-    assert timeline.makespan == 2 * 3 * 3
-    assert timeline.bubble == 0
+    assert (timeline.makespan, timeline.bubble) == (2 * 3 * 3, 0)
 
 
 def test_rendezvous_makes_a_sender_wait_for_a_late_receiver():
@@ -128,18 +127,18 @@ def test_no_rank_is_quicker_under_rendezvous():
 def test_a_schedule_that_never_ends():
     schedule = schedule_of(one_f_one_b(2, 1), (0, 1), 1)
     without = tuple(tuple(a for a in actions if str(a) != "SB1.0>0") for actions in schedule.actions)
-    with pytest.raises(ScheduleError, match=r"(?s)rank 0, step 3, stage 0, micro-batch 0: deadlock.*\[B0\.0\]"):
-        simulate(type(schedule)("cut", (0, 1), 1, without))
+    message = r"(?s)rank 0, step 3, stage 0, micro-batch 0: deadlock.*\[B0\.0\]"
+    refused(ScheduleError, (partial(simulate, replace(schedule, actions=without)), message))
 
 
 def test_costs_are_checked():
-    for name in ("forward", "backward", "backward_input", "backward_weight", "transfer"):
-        with pytest.raises(ValueError, match=f"{name}: expected times of at least 0, got -1"):
-            Costs(**{name: -1.0})
-    with pytest.raises(ValueError, match="forward: expected times of at least 0"):
-        Costs(forward=[1.0, float("nan")])
-    with pytest.raises(ValueError, match=r"expected a time for each stage, got 1 times, but there is F1\.0"):
-        simulate(make_schedule(GPIPE, 2, 1), Costs(forward=[1.0]))
+    names, too_few = ("forward", "backward", "backward_input", "backward_weight", "transfer"), Costs(forward=[1.0])
+    refused(
+        ValueError,
+        *((partial(Costs, **{name: -1.0}), f"{name}: expected times of at least 0, got -1") for name in names),
+        (partial(Costs, forward=[1.0, float("nan")]), "forward: expected times of at least 0"),
+        (partial(simulate, make_schedule(GPIPE, 2, 1), too_few), r"each stage, got 1 times, but there is F1\.0"),
+    )
 
 
 def test_costs_that_were_measured():
@@ -147,10 +146,9 @@ def test_costs_that_were_measured():
     costs = Costs(forward=[1, 2, 3, 4], backward_input=[5, 6, 7, 8], backward_weight=[2, 2, 1, 1])
     timeline = simulate(schedule, costs)
     measured = measured_costs(timeline)
-    for kind in (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT):
-        for stage in range(4):
-            action = Action(kind, stage, 0)
-            assert measured.of(action) == pytest.approx(costs.of(action))
+    kinds = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+    for action in starmap(Action, product(kinds, range(4), [0])):
+        assert measured.of(action) == pytest.approx(costs.of(action))
     assert simulate(schedule, measured).makespan == pytest.approx(timeline.makespan)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from helpers import REPOSITORY
-from helpers.schedule_cases import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, every_schedule, schedule_of
+from helpers.compare import refused
+from helpers.pipelines import GPIPE, INTERLEAVED, ONE_F_ONE_B, ZERO_BUBBLE, every_schedule, schedule_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,13 +41,12 @@ def by_hand(*ranks: str, placement=(0, 1), micro_batches: int = 1, edges=()) -> 
 
 
 def test_every_schedule_is_valid():
-    for schedule, _ in every_schedule((1, 2, 3, 4, 6), (1, 2, 3, 5, 8, 13)):
+    for schedule, _ in every_schedule((1, 2, 3, 6), (1, 2, 3, 5, 8)):
         validate(schedule)
-    for kind in (GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE):
-        for chunks in (1, 2):
-            last = 4 * chunks - 1
-            for edges in ([(0, last)], [(0, 2), (1, 3)], [(0, last), (0, 2), (1, last)]):
-                validate(make_schedule(kind, 4, 6, chunks, edges))
+    for kind, chunks in itertools.product((GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE), (1, 2)):
+        last = 4 * chunks - 1
+        for edges in ([(0, last)], [(0, 2), (1, 3)], [(0, last), (0, 2), (1, last)]):
+            validate(make_schedule(kind, 4, 6, chunks, edges))
 
 
 def test_by_hand():
@@ -58,11 +60,10 @@ def placements(draw):
     """Some stages on some ranks, each rank with one at least, edges, and how to choose an order."""
     num_ranks = draw(st.integers(1, 4))
     owners = draw(st.permutations([*range(num_ranks), *draw(st.lists(st.integers(0, num_ranks - 1), max_size=4))]))
-    stages, micro_batches = len(owners), draw(st.integers(1, 3))
-    pairs = [(a, b) for a in range(stages) for b in range(a + 1, stages)]
+    pairs = list(itertools.combinations(range(len(owners)), 2))
     skips = draw(st.lists(st.sampled_from(pairs), max_size=3)) if pairs else []
-    edges = tuple(sorted({*skips, *((s, s + 1) for s in range(stages - 1))}))
-    return tuple(owners), micro_batches, edges, draw(st.booleans()), draw(st.integers(0, 2**32))
+    edges = tuple(sorted({*skips, *itertools.pairwise(range(len(owners)))}))
+    return tuple(owners), draw(st.integers(1, 3)), edges, draw(st.booleans()), draw(st.integers(0, 2**32))
 
 
 @settings(max_examples=60)
@@ -131,10 +132,12 @@ def test_what_is_wrong_is_named(ranks, message):
 
 def test_transfers_without_a_need():
     peerless = Schedule("by hand", (0,), 1, ((Action(ActionKind.SEND_FORWARD, 0, 0),),))
-    with pytest.raises(ScheduleError, match="expected a peer for a transfer"):
-        validate(peerless)
-    with pytest.raises(ScheduleError, match="stages 0 and 1 live on one rank and need no message"):
-        validate(by_hand("F0.0 SF0.0>1", placement=(0, 0)))
+    on_one_rank = by_hand("F0.0 SF0.0>1", placement=(0, 0))
+    refused(
+        ScheduleError,
+        (partial(validate, peerless), "expected a peer for a transfer"),
+        (partial(validate, on_one_rank), "stages 0 and 1 live on one rank and need no message"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,8 +182,8 @@ def test_the_error_in_the_docstring_and_on_the_page():
 
 
 def test_what_is_missing_is_shown_after_the_end():
-    with pytest.raises(ScheduleError, match=r"(?m)^rank 0 +F0\.0 +\[no B0\.0\]$"):
-        validate(by_hand("F0.0", placement=(0,)))
+    stops = by_hand("F0.0", placement=(0,))
+    refused(ScheduleError, (partial(validate, stops), r"(?m)^rank 0 +F0\.0 +\[no B0\.0\]$"))
 
 
 def test_a_deadlock_where_sends_wait():
@@ -197,10 +200,8 @@ def test_a_deadlock_where_sends_wait():
     )
     with pytest.raises(ScheduleError, match=message) as caught:
         validate(late)
-    assert "[SF0.0>1]" in str(caught.value)
-    assert "[SF2.0>3]" in str(caught.value)
-    with pytest.raises(ScheduleError, match="deadlock"):
-        simulate(late, rendezvous=True)
+    assert {"[SF0.0>1]", "[SF2.0>3]"} <= set(str(caught.value).split())
+    refused(ScheduleError, (partial(simulate, late, rendezvous=True), "deadlock"))
 
 
 def test_a_deadlock_without_rendezvous():
@@ -209,10 +210,8 @@ def test_a_deadlock_without_rendezvous():
         "RF1.0<0 RB1.0<2 F1.0 SF1.0>2 B1.0 SB1.0>0",
         placement=(0, 1, 0),
     )
-    with pytest.raises(
-        ScheduleError, match=r"sends never wait \(eager\).*rank 0 at step 3, F2\.0, rank 1 at step 2, F1\.0"
-    ):
-        validate(stuck)
+    message = r"sends never wait \(eager\).*rank 0 at step 3, F2\.0, rank 1 at step 2, F1\.0"
+    refused(ScheduleError, (partial(validate, stuck), message))
 
 
 # ---- mutations --------------------------------------------------------------------------------------------------
@@ -225,8 +224,7 @@ def test_mutations_are_rejected():
         for schedule in chance.sample(valid, 20):
             lists = [list(actions) for actions in schedule.actions]
             mutate(lists, schedule, chance)
-            with pytest.raises(ScheduleError):
-                validate(replace(schedule, actions=tuple(map(tuple, lists))))
+            refused(ScheduleError, (partial(validate, replace(schedule, actions=tuple(map(tuple, lists)))), "rank"))
 
 
 def dropped(lists, schedule, chance) -> None:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from helpers import whole_models as whole
+from helpers.compare import assert_close, assert_equal, refused
+from helpers.models import built
 from helpers.settings import all_pairs
-from helpers.whole_models import assert_close, built, compare, part, randn, rows_of_heads, seeded, together
+from helpers.transformer_parts import (
+    MLP,
+    Attention,
+    GatedMLP,
+    assert_like_whole,
+    floats,
+    part,
+    rows_of_heads,
+    seeded,
+    together,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -31,10 +44,8 @@ def own_part(world, heads: int = HEADS, pairs: int = HEADS, width: int = WIDTH):
 
     def own(name: str, tensor: Tensor) -> Tensor:
         layer = name.partition(".")[0]
-        if name == "output.bias":
-            return tensor
         rows = rows_of_heads(parts.get(layer, [heads]), width, world.rank, world.size)
-        return tensor[:, rows] if layer == "output" else tensor[rows]
+        return tensor if name == "output.bias" else tensor[:, rows] if layer == "output" else tensor[rows]
 
     return own
 
@@ -52,17 +63,17 @@ def test_everything_equals_the_whole_attention(world):
 
 
 def check_attention(world, seed, *, ranks, pairs, dropout, batch, divided, **options):
-    x, masks = randn(batch, 8, HIDDEN), None
-    alone = built(lambda: whole.Attention(HIDDEN, HEADS, pairs, WIDTH, **options), seed)
+    x, masks, dim = floats(batch, 8, HIDDEN), None, 1 if divided else None
+    alone = built(lambda: Attention(HIDDEN, HEADS, pairs, WIDTH, **options), seed)
     options |= {"num_kv_heads": pairs, "head_dim": WIDTH, "sequence_parallel": divided, "dropout": dropout}
     block = together(lambda: tensor_parallel_attention(HIDDEN, HEADS, **options), seed)
     if dropout:
         of_all = ax.ShardedDropout(dropout, ax.ProcessGroup.mock(), 1, HEADS, generator=seeded(5))
         masks = of_all(torch.ones(batch, HEADS, 8, 8))
         block.dropout.generator = seeded(5)
-    compare(world, block, alone, own_part(world, pairs=pairs), x=x, divided=divided, masks=masks)
-    own, expected = (part(t, world) if divided else t for t in (x, alone(x)))
-    assert_close(block.eval()(own), expected)
+    cut = own_part(world, pairs=pairs)
+    assert_like_whole(world, block, alone, cut, x, of_input=dim, of_output=dim, masks=masks)
+    assert_close(block.eval()(part(x, world, dim)), part(alone(x), world, dim))
 
 
 def chance(world) -> float:
@@ -74,7 +85,7 @@ def chance(world) -> float:
 @pytest.mark.ranks(1, 2, 4)
 def test_dropout_from_the_default_generator_under_checkpointing(world):
     p = chance(world)
-    x, weights = randn(2, 8, HIDDEN), randn(2, 8, HIDDEN, seed=2)
+    x, weights = floats(2, 8, HIDDEN), floats(2, 8, HIDDEN, seed=2)
     alone = built(lambda: tensor_parallel_attention(HIDDEN, HEADS, ProcessGroup.mock(), dropout=p))
     block = together(lambda: tensor_parallel_attention(HIDDEN, HEADS, dropout=p))
     results = []
@@ -94,9 +105,7 @@ def test_dropout_from_the_default_generator_under_checkpointing(world):
         gradient = module.output.weight.grad
         gradient = gradient if module is alone else ax.all_gather(gradient, dim=1)
         results.append([output, leaf.grad, gradient, *after])
-    for other in results[1:]:
-        for found, expected in zip(other, results[0], strict=True):
-            assert_close(found, expected)
+    assert_close(results[1:], results[:1] * 3)
 
 
 class Block(nn.Module):
@@ -121,50 +130,14 @@ def divided_block(group, *, sequence_parallel: bool = False, dropout: float = 0.
     return Block(norms, attention, ParallelGatedMLP(HIDDEN, 16, group, sequence_parallel=sequence_parallel))
 
 
-def whole_block() -> Block:
-    norms = [nn.RMSNorm(HIDDEN), nn.LayerNorm(HIDDEN)]
-    attention = whole.Attention(HIDDEN, HEADS, 1, WIDTH, rotary=True)
-    return Block(norms, attention, whole.GatedMLP(HIDDEN, 16))
-
-
 def own_part_of_block(group, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return this rank's part of the whole block's state."""
-    cut = own_part(group, pairs=1)
-    gate_up, down = (rows_of_heads([16] * parts, 1, group.rank, group.size) for parts in (2, 1))
-    own = {
-        name: cut(name.partition(".")[2], value) for name, value in state.items() if name.startswith("attention")
-    }
-    own |= {"mlp.gate_up.weight": state["mlp.gate_up.weight"][gate_up]}
-    own |= {"mlp.down.weight": state["mlp.down.weight"][:, down]}
-    return {name: own.get(name, value) for name, value in state.items()}
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("wrapper", [ax.DDP, pytest.param(ax.FSDP, marks=pytest.mark.real_ranks)])
-def test_replicas_of_a_divided_layer_train_as_one_process_does(world, wrapper):
-    divided = wrapper is ax.FSDP
-    options = {"units": (nn.LayerNorm, nn.RMSNorm)} if divided else {}
-    mesh = ax.DeviceMesh({"dp": 2, "tp": 2})
-    alone = built(whole_block)
-    block = together(lambda: divided_block(mesh.group("tp"), sequence_parallel=divided))
-    block.load_state_dict(own_part_of_block(mesh.group("tp"), alone.state_dict()))
-    wrapped = wrapper(block, mesh.group("dp"), **options)
-    x, targets = randn(4, 8, HIDDEN), randn(4, 8, HIDDEN, seed=2)
-    optimizers = [torch.optim.SGD(module.parameters(), lr=1e-2, momentum=0.9) for module in (wrapped, alone)]
-    for _ in range(2):
-        own = [t.chunk(2)[mesh.rank("dp")] for t in (x, targets)]
-        own = [t.chunk(2, 1)[mesh.rank("tp")] for t in own] if divided else own
-        for optimizer, loss in zip(
-            optimizers,
-            (((wrapped(own[0]) - own[1]) ** 2).sum() / 192, ((alone(x) - targets) ** 2).mean()),
-            strict=True,
-        ):
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    state = wrapped.full_state_dict() if wrapper is ax.FSDP else wrapped.state_dict()
-    for name, value in own_part_of_block(mesh.group("tp"), alone.state_dict()).items():
-        assert_close(state[name], value, name)
+    cuts = {"attention": own_part(group, pairs=1), "mlp": own_part_of_mlp(group, 2)}
+    own = {}
+    for name, value in state.items():
+        layer, _, inner = name.partition(".")
+        own[name] = cuts[layer](inner, value) if layer in cuts else value
+    return own
 
 
 @pytest.mark.real_ranks
@@ -177,25 +150,25 @@ def test_divided_layers_as_stages_of_a_pipeline(world):
     blocks = together(lambda: nn.ModuleList(divided_block(mesh.group("tp"), **options) for _ in range(2)))
     for block, one in zip(blocks, alone, strict=True):
         block.load_state_dict(own_part_of_block(mesh.group("tp"), one.state_dict()))
-    x, targets = randn(4, 8, HIDDEN), randn(4, 8, HIDDEN, seed=2)
-    own = [t.chunk(2, 1)[mesh.rank("tp")] for t in (x, targets)]
+    x, targets = floats(4, 8, HIDDEN), floats(4, 8, HIDDEN, seed=2)
+    own = [part(t, mesh.group("tp")) for t in (x, targets)]
     options = {"schedule": PipelineSchedule.ZERO_BUBBLE, "num_microbatches": 2, "loss_fn": F.mse_loss, "seed": seed}
     ax.Pipeline.from_modules(list(blocks), mesh.group("pp"), **options).train_step(*own)
     with torch.random.fork_rng(devices=[]):
         for micro_batch, rows in enumerate((slice(0, 2), slice(2, 4))):
             torch.manual_seed(microbatch_seed(seed, 0, micro_batch))
             (F.mse_loss(alone(x[rows]), targets[rows]) / 2).backward()
-    block, one = blocks[mesh.rank("pp")], alone[mesh.rank("pp")]
+    one = alone[mesh.rank("pp")]
     expected = own_part_of_block(mesh.group("tp"), {name: q.grad for name, q in one.named_parameters()})
-    for name, parameter in block.named_parameters():
-        # a loss is the mean over a part of the sequence
-        assert_close(parameter.grad / 2, expected[name], name)
+    # a loss is the mean over a part of the sequence
+    found = {name: q.grad / 2 for name, q in blocks[mesh.rank("pp")].named_parameters()}
+    assert_close(found, expected)
 
 
 @pytest.mark.ranks(2)
 def test_inference_first_and_other_dtypes(world):
     block = together(lambda: tensor_parallel_attention(HIDDEN, 2, rotary=True))
-    x = randn(2, 8, HIDDEN)
+    x = floats(2, 8, HIDDEN)
     with torch.inference_mode():
         longer = block(x)
     output = block(x[:, :5])
@@ -203,58 +176,36 @@ def test_inference_first_and_other_dtypes(world):
     output.sum().backward()  # with the table of positions made above
     with torch.autocast("cpu", torch.bfloat16):
         low = block(x)
-    assert low.dtype == torch.bfloat16
-    torch.testing.assert_close(low.float(), longer, rtol=0.05, atol=0.05)
+    assert_close(low, longer.bfloat16(), 0.05)
     for dropout in (0.0, 0.5):
         options = {"num_kv_heads": 1, "dropout": dropout, "dtype": torch.bfloat16}
         half = together(lambda: tensor_parallel_attention(HIDDEN, 2, **options))  # noqa: B023
         half.dropout.generator = seeded(1)
         output = half(x.bfloat16())
-        assert output.dtype == torch.bfloat16
         output.sum().backward()
-        assert half.key_value.weight.grad.dtype == torch.bfloat16
-    meta = tensor_parallel_attention(HIDDEN, 2, device="meta")
-    assert meta.query_key_value.weight.shape == (3 * HIDDEN // 2, HIDDEN)
-    assert meta.query_key_value.weight.is_meta
-
-
-@pytest.mark.ranks(4)
-def test_ranks_that_share_a_head_begin_alike_and_stay_so(world):
-    block = together(lambda: tensor_parallel_attention(HIDDEN, HEADS, num_kv_heads=2, head_dim=WIDTH))
-    assert block.key_value.shards["weight"].copies == 2
-    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad()
-        (block(randn(2, 8, HIDDEN, seed=step)) ** 2).sum().backward()
-        optimizer.step()
-        values = ax.all_gather(torch.cat([p.detach().flatten() for p in block.key_value.parameters()])[None])
-        assert torch.equal(values[0], values[1])
-        assert torch.equal(values[2], values[3])
-        assert not torch.equal(values[0], values[2])
+        assert {output.dtype, half.key_value.weight.grad.dtype} == {torch.bfloat16}
+    meta = tensor_parallel_attention(HIDDEN, 2, device="meta").query_key_value.weight
+    assert (meta.shape, meta.is_meta) == ((3 * HIDDEN // 2, HIDDEN), True)
 
 
 @pytest.mark.ranks(4)
 def test_mistakes_in_attention(world):
-    for arguments, options, message in [
-        ((12, 6), {}, "num_heads: expected a multiple of the 4 ranks of the group, got 6"),
-        ((12, 0), {}, "num_heads: expected a multiple of the 4 ranks of the group, got 0"),
-        ((12, 12), {"num_kv_heads": 5}, "num_kv_heads: expected a divisor of num_heads = 12, got 5"),
-        ((12, 12), {"num_kv_heads": 6}, "num_kv_heads: expected a multiple or a divisor of the 4 ranks .* got 6"),
-        (
-            (10, 4),
-            {},
-            "hidden: expected a multiple of num_heads = 4, got 10; use another size, or say with head_dim=",
-        ),
-        ((12, 4), {"rotary": True}, "head_dim: expected an even number, as rotary positions need pairs, got 3"),
-        ((12, 4), {"head_dim": 0}, "head_dim: expected at least 1, got 0"),
-        ((12, 4), {"dropout": -1}, "p: expected the chance"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            tensor_parallel_attention(*arguments, **options)
-    block = together(lambda: tensor_parallel_attention(HIDDEN, HEADS))
-    for shape in [(2, HIDDEN), (2, 4, HIDDEN + 1)]:
-        with pytest.raises(ValueError, match=rf"\[batch, sequence, 12\], got shape .* on rank {world.rank}"):
-            block(torch.ones(shape))
+    make = tensor_parallel_attention
+    block = together(lambda: make(HIDDEN, HEADS))
+    shape = rf"\[batch, sequence, 12\], got shape .* on rank {world.rank}"
+    refused(
+        ValueError,
+        (partial(make, 12, 6), "num_heads: expected a multiple of the 4 ranks of the group, got 6"),
+        (partial(make, 12, 0), "num_heads: expected a multiple of the 4 ranks of the group, got 0"),
+        (partial(make, 12, 12, num_kv_heads=5), "num_kv_heads: expected a divisor of num_heads = 12, got 5"),
+        (partial(make, 12, 12, num_kv_heads=6), "a multiple or a divisor of the 4 ranks .* got 6"),
+        (partial(make, 10, 4), "a multiple of num_heads = 4, got 10; use another size, or say with head_dim="),
+        (partial(make, 12, 4, rotary=True), "an even number, as rotary positions need pairs, got 3"),
+        (partial(make, 12, 4, head_dim=0), "head_dim: expected at least 1, got 0"),
+        (partial(make, 12, 4, dropout=-1), "p: expected the chance"),
+        (partial(block, torch.ones(2, HIDDEN)), shape),
+        (partial(block, torch.ones(2, 4, HIDDEN + 1)), shape),
+    )
     assert "hidden=12, heads=4, kv_heads=4, causal=True" in repr(block)
 
 
@@ -263,75 +214,73 @@ def test_mistakes_in_attention(world):
 
 def own_part_of_mlp(world, halves: int):
     """Return a function from a parameter's name and the whole of it to this rank's part."""
+    rows, columns = (rows_of_heads([BETWEEN] * parts, 1, world.rank, world.size) for parts in (halves, 1))
 
     def own(name: str, tensor: Tensor) -> Tensor:
-        if name == "down.bias":
-            return tensor
-        if name == "down.weight":
-            return tensor[:, rows_of_heads([BETWEEN], 1, world.rank, world.size)]
-        return tensor[rows_of_heads([BETWEEN] * halves, 1, world.rank, world.size)]
+        return tensor if name == "down.bias" else tensor[:, columns] if name == "down.weight" else tensor[rows]
 
     return own
 
 
+def whole_mlp(activation=F.gelu, bias: bool = True) -> MLP:
+    return MLP(nn.Linear(HIDDEN, BETWEEN, bias), nn.Linear(BETWEEN, HIDDEN, bias), activation)
+
+
+def gated_mlp(**options) -> GatedMLP:
+    return GatedMLP(HIDDEN, BETWEEN, **options)
+
+
 KINDS = [
-    (ParallelMLP, whole.MLP, {}, {}),
-    (ParallelMLP, whole.MLP, {"activation": "relu", "bias": False}, {"activation": F.relu, "bias": False}),
-    (ParallelMLP, whole.MLP, {"activation": torch.tanh}, {"activation": torch.tanh}),
-    (ParallelMLP, whole.MLP, {"activation": "gelu_tanh"}, {"activation": lambda x: F.gelu(x, approximate="tanh")}),
-    (ParallelGatedMLP, whole.GatedMLP, {}, {}),
-    (ParallelGatedMLP, whole.GatedMLP, {"activation": "gelu", "bias": True}, {"activation": F.gelu, "bias": True}),
+    (ParallelMLP, whole_mlp, {}, {}),
+    (ParallelMLP, whole_mlp, {"activation": "relu", "bias": False}, {"activation": F.relu, "bias": False}),
+    (ParallelMLP, whole_mlp, {"activation": torch.tanh}, {"activation": torch.tanh}),
+    (ParallelMLP, whole_mlp, {"activation": "gelu_tanh"}, {"activation": partial(F.gelu, approximate="tanh")}),
+    (ParallelGatedMLP, gated_mlp, {}, {}),
+    (ParallelGatedMLP, gated_mlp, {"activation": "gelu", "bias": True}, {"activation": F.gelu, "bias": True}),
 ]
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("divided", [False, True])
-def test_everything_equals_the_whole_perceptron(world, divided):
+@pytest.mark.parametrize("dim", [None, 1], ids=["replicated", "sequence"])
+def test_everything_equals_the_whole_perceptron(world, dim):
     for seed, (kind, of_torch, options, torch_options) in enumerate(KINDS):
-        alone = built(lambda: of_torch(HIDDEN, BETWEEN, **torch_options), seed)  # noqa: B023
-        block = together(lambda: kind(HIDDEN, BETWEEN, sequence_parallel=divided, **options), seed)  # noqa: B023
-        halves = 2 if kind is ParallelGatedMLP else 1
-        compare(world, block, alone, own_part_of_mlp(world, halves), x=randn(2, 8, HIDDEN), divided=divided)
+        alone = built(partial(of_torch, **torch_options), seed)
+        block = together(partial(kind, HIDDEN, BETWEEN, sequence_parallel=dim is not None, **options), seed)
+        cut = own_part_of_mlp(world, 2 if kind is ParallelGatedMLP else 1)
+        assert_like_whole(world, block, alone, cut, floats(2, 8, HIDDEN), of_input=dim, of_output=dim)
         for name, layer in alone.named_children():
-            assert torch.equal(block.get_submodule(name).full_weight(), layer.weight)
-            bias = block.get_submodule(name).full_bias()
-            assert bias is layer.bias is None or torch.equal(bias, layer.bias)
+            inner = block.get_submodule(name)
+            assert_equal([inner.full_weight(), inner.full_bias()], [layer.weight, layer.bias])
 
 
 @pytest.mark.ranks(2)
 def test_dropout_of_a_perceptron_is_the_same_at_any_width_and_with_parts_of_the_sequence(world):
-    x, p = randn(2, 8, HIDDEN), 0.4
-    alone = built(lambda: whole.MLP(HIDDEN, BETWEEN))
+    x, p, alone = floats(2, 8, HIDDEN), 0.4, built(whole_mlp)
     mask = ax.ShardedDropout(p, ax.ProcessGroup.mock(), 1, generator=seeded(5))(torch.ones(2, 8, HIDDEN))
-    for divided in (False, True):
-        block = together(lambda: ParallelMLP(HIDDEN, BETWEEN, dropout=p, sequence_parallel=divided))  # noqa: B023
+    for dim in (None, 1):
+        block = together(partial(ParallelMLP, HIDDEN, BETWEEN, dropout=p, sequence_parallel=dim is not None))
         block.dropout.generator = seeded(5)
-        own = part(x, world) if divided else x
-        expected = alone(x) * mask
-        assert_close(block(own), part(expected, world) if divided else expected)
-        assert_close(block.eval()(own), part(alone(x), world) if divided else alone(x))
+        own = part(x, world, dim)
+        assert_close([block(own), block.eval()(own)], [part(y, world, dim) for y in (alone(x) * mask, alone(x))])
 
 
 @pytest.mark.ranks(2)
 def test_mistakes_in_perceptrons(world):
     for kind in (ParallelMLP, ParallelGatedMLP):
-        with pytest.raises(
-            ValueError, match="intermediate: expected a multiple of the 2 ranks of the group, got 15"
-        ):
-            kind(HIDDEN, 15)
-        with pytest.raises(ValueError, match=r"activation: expected one of 'gelu', .* or a function, got 'swish'"):
-            kind(HIDDEN, BETWEEN, activation="swish")
-        with pytest.raises(ValueError, match=r"activation: expected one without parameters, got PReLU"):
-            kind(HIDDEN, BETWEEN, activation=nn.PReLU())
-    with pytest.raises(ValueError, match="p: expected the chance"):
-        ParallelMLP(HIDDEN, BETWEEN, dropout=2.0)
+        own, no_parameters = partial(kind, HIDDEN), "activation: expected one without parameters, got PReLU"
+        refused(
+            ValueError,
+            (partial(own, 15), "intermediate: expected a multiple of the 2 ranks of the group, got 15"),
+            (partial(own, BETWEEN, activation="swish"), "expected one of 'gelu', .* or a function, got 'swish'"),
+            (partial(own, BETWEEN, activation=nn.PReLU()), no_parameters),
+        )
+    refused(ValueError, (partial(ParallelMLP, HIDDEN, BETWEEN, dropout=2.0), "p: expected the chance"))
 
 
 @pytest.mark.ranks(2)
 def test_devices_and_dtypes(world):
-    block = ParallelMLP(HIDDEN, BETWEEN, device="meta", dtype=torch.bfloat16)
-    assert all(parameter.is_meta and parameter.dtype == torch.bfloat16 for parameter in block.parameters())
+    options = {"device": "meta", "dtype": torch.bfloat16}
+    block, gated = (kind(HIDDEN, BETWEEN, **options) for kind in (ParallelMLP, ParallelGatedMLP))
+    assert {(p.is_meta, p.dtype) for p in (*block.parameters(), *gated.parameters())} == {(True, torch.bfloat16)}
     assert block.up.weight.shape == (BETWEEN // 2, HIDDEN)
-    gated = ParallelGatedMLP(HIDDEN, BETWEEN, device="meta", dtype=torch.float64)
     assert gated.gate_up.weight.shape == (BETWEEN, HIDDEN)
-    assert gated.down.weight.dtype == torch.float64

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from helpers.compare import assert_close, assert_equal, assert_precise, assert_same_on_all_ranks, refused
+from helpers.transformer_parts import part, seeded
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -17,13 +20,9 @@ import axonmpi as ax
 from axonmpi import ProcessGroup, ShardedDropout
 
 
-def own(seed: int = 3) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def whole_mask(shape: tuple[int, ...], dim: int, p: float = 0.3, blocks: int = 192, seed: int = 3) -> Tensor:
     """What one rank with the whole tensor multiplies with."""
-    return ShardedDropout(p, ProcessGroup.mock(), dim, blocks, generator=own(seed))(torch.ones(shape))
+    return ShardedDropout(p, ProcessGroup.mock(), dim, blocks, generator=seeded(seed))(torch.ones(shape))
 
 
 def in_turn(world, act: Callable[[], Any]) -> Any:
@@ -40,21 +39,18 @@ def in_turn(world, act: Callable[[], Any]) -> Any:
 def test_parts_together_are_the_whole_at_any_width(world):
     for shape, dim, blocks in [((3, 8, 5), 1, 192), ((3, 12, 5), -2, 4), ((4, 68), 1, 192), ((8, 2, 3), 0, 8)]:
         whole = whole_mask(shape, dim, blocks=blocks)
-        drawn = own()
-        ones = torch.ones(shape).chunk(world.size, dim)[world.rank]
-        part = ShardedDropout(0.3, None, dim, blocks, generator=drawn)(ones)
-        assert torch.equal(part, whole.chunk(world.size, dim)[world.rank])
-        replicated = ShardedDropout(0.3, None, dim, blocks, replicated=True, generator=own())
-        assert torch.equal(replicated(torch.ones(shape)), whole)
-        states = ax.all_gather(drawn.get_state()[None])
-        assert torch.equal(states, drawn.get_state().expand_as(states))  # all have drawn alike
+        drawn, ones = seeded(3), torch.ones(shape)
+        sharded = ShardedDropout(0.3, None, dim, blocks, generator=drawn)
+        replicated = ShardedDropout(0.3, None, dim, blocks, replicated=True, generator=seeded(3))
+        assert_equal([sharded(part(ones, world, dim)), replicated(ones)], [part(whole, world, dim), whole])
+        assert_same_on_all_ranks(world, drawn.get_state())  # all have drawn alike
 
 
 @pytest.mark.ranks(3)
 def test_any_other_width_has_masks_of_its_own_that_differ(world):
     for length in (5, 64):
-        part = ShardedDropout(0.5, None, 0, blocks=4, generator=own())(torch.ones(length, 40))
-        parts = ax.all_gather(part).chunk(3)
+        own = ShardedDropout(0.5, None, 0, blocks=4, generator=seeded(3))(torch.ones(length, 40))
+        parts = ax.all_gather(own).chunk(3)
         assert not any(torch.equal(parts[a], parts[b]) for a, b in [(0, 1), (0, 2), (1, 2)])
         kept = sum(map(torch.count_nonzero, parts)) / (3 * 40 * length)
         assert abs(kept - 0.5) < 5 * 0.5 / math.sqrt(3 * 40 * length)
@@ -71,13 +67,12 @@ def test_any_other_width_has_masks_of_its_own_that_differ(world):
 def test_values_and_gradients_are_those_of_dropout(shape, width, blocks, p, data):
     dim = data.draw(st.integers(-len(shape), len(shape) - 1))
     shape[dim] *= width
-    x = torch.randn(shape, generator=own(1), dtype=torch.float64).requires_grad_()
-    dropout = ShardedDropout(p, ProcessGroup.mock(), dim, blocks, generator=own())
+    x = torch.randn(shape, generator=seeded(1), dtype=torch.float64).requires_grad_()
+    dropout = ShardedDropout(p, ProcessGroup.mock(), dim, blocks, generator=seeded(3))
     y = dropout(x)
-    kept = y != 0
-    torch.testing.assert_close(y, torch.where(kept, x / (1 - p), 0.0))
     y.sum().backward()
-    torch.testing.assert_close(x.grad, torch.where(kept, 1 / (1 - p), 0.0).double())
+    factors = (y != 0).double() / (1 - p)
+    assert_precise([y, x.grad], [x * factors, factors])
     assert dropout.eval()(x) is x
 
 
@@ -94,7 +89,7 @@ def test_masks_are_random_in_every_direction():
 
 
 def test_draws_differ_and_depend_on_one_number_each():
-    first, second = own(), own()
+    first, second = seeded(3), seeded(3)
     dropout = ShardedDropout(0.5, ProcessGroup.mock(), generator=first)
     x = torch.ones(4, 64, 3)
     a, b = dropout(x), dropout(x)
@@ -110,15 +105,14 @@ def test_extremes_and_dtypes():
     assert ShardedDropout(0.0, group)(x) is x
     assert ShardedDropout(0.9, group).eval()(x) is x
     assert torch.equal(torch.get_rng_state(), state)  # nothing was drawn
-    assert not ShardedDropout(1.0, group, generator=own())(x).any()
-    assert ShardedDropout(0.5, group, generator=own())(x[:, :0]).shape == (2, 0)
+    assert not ShardedDropout(1.0, group, generator=seeded(3))(x).any()
+    assert ShardedDropout(0.5, group, generator=seeded(3))(x[:, :0]).shape == (2, 0)
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        y = ShardedDropout(0.25, group, generator=own())(torch.ones(3, 64, 2, dtype=dtype))
-        assert y.dtype == dtype
-        assert torch.equal(y != 0, whole_mask((3, 64, 2), 1, 0.25) != 0)  # the mask is the same in all dtypes
-    meta = ShardedDropout(0.5, group, generator=own())(torch.ones(2, 4, device="meta"))
-    assert meta.is_meta
-    assert meta.shape == (2, 4)
+        y = ShardedDropout(0.25, group, generator=seeded(3))(torch.ones(3, 64, 2, dtype=dtype))
+        # the mask is the same in all dtypes
+        assert_equal((y.dtype, y != 0), (dtype, whole_mask((3, 64, 2), 1, 0.25) != 0))
+    meta = ShardedDropout(0.5, group, generator=seeded(3))(torch.ones(2, 4, device="meta"))
+    assert (meta.is_meta, meta.shape) == (True, (2, 4))
     assert repr(ShardedDropout(0.1, group)) == "ShardedDropout(p=0.1, dim=1, sharded)"
 
 
@@ -129,14 +123,11 @@ def test_the_default_generator_and_replicated_dropout_beside_it(world):
 
     def act() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         torch.manual_seed(5)
-        before = replicated(x)
-        part = sharded(x.chunk(world.size, 1)[world.rank])
-        return before, part, replicated(x), torch.get_rng_state()
+        return replicated(x), sharded(part(x, world)), replicated(x), torch.get_rng_state()
 
-    before, part, after, state = in_turn(world, act)
-    for same in (before, after, state):
-        assert torch.equal(ax.broadcast_object(same), same)
-    whole = ax.all_gather(part, dim=1)
+    before, own, after, state = in_turn(world, act)
+    assert_same_on_all_ranks(world, (before, after, state))
+    whole = ax.all_gather(own, dim=1)
     assert 0 < torch.count_nonzero(whole) < whole.numel()
 
     def act_alone() -> Tensor:
@@ -151,7 +142,7 @@ def test_the_default_generator_and_replicated_dropout_beside_it(world):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_brings_the_same_mask_back(world, reentrant):
     sharded, replicated = ShardedDropout(0.5, None, 1), nn.Dropout(0.3)
-    x = torch.rand(2, 16, 6, generator=own(world.rank)) + 1
+    x = torch.rand(2, 16, 6, generator=seeded(world.rank)) + 1
 
     def act() -> tuple[Tensor, Tensor]:
         torch.manual_seed(7)
@@ -163,17 +154,16 @@ def test_checkpointing_brings_the_same_mask_back(world, reentrant):
 
     y, gradient = in_turn(world, act)
     # y = sum of (scale x)^2 has the gradient 2 scale^2 x, so that x . gradient = 2 y only with the forward's masks
-    torch.testing.assert_close((x * gradient).sum(-1), 2 * y)
+    assert_close((x * gradient).sum(-1), 2 * y)
     assert torch.count_nonzero(gradient) < gradient.numel()
 
 
 def test_mistakes():
-    for options, message in (
-        ({"p": 1.5}, "p: expected the chance of an element to become zero, from 0 to 1, got 1.5"),
-        ({"p": -0.1}, "p: expected"),
-        ({"blocks": 0}, "blocks: expected at least 1, got 0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ShardedDropout(process_group=ProcessGroup.mock(), **options)
-    with pytest.raises(IndexError):
-        ShardedDropout(0.5, ProcessGroup.mock(), dim=3)(torch.ones(2, 2))
+    make = partial(ShardedDropout, process_group=ProcessGroup.mock())
+    refused(
+        ValueError,
+        (partial(make, p=1.5), "p: expected the chance of an element to become zero, from 0 to 1, got 1.5"),
+        (partial(make, p=-0.1), "p: expected"),
+        (partial(make, blocks=0), "blocks: expected at least 1, got 0"),
+    )
+    refused(IndexError, (partial(make(0.5, dim=3), torch.ones(2, 2)), "Dimension out of range"))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.divided_models import assert_close, filled, part, randn
+from helpers.compare import assert_equal, assert_precise, refused
+from helpers.models import built
 from helpers.settings import all_pairs
-from helpers.whole_models import refused
+from helpers.transformer_parts import part, randn, seeded
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,9 +15,7 @@ import axonmpi as ax
 
 
 def whole_embedding(rows: int, width: int, padding_idx: int | None = None, dtype=torch.float64) -> nn.Embedding:
-    embedding = filled(nn.Embedding(rows, width, padding_idx, device="meta", dtype=dtype))
-    assert isinstance(embedding, nn.Embedding)
-    return embedding
+    return built(lambda: nn.Embedding(rows, width, padding_idx, dtype=dtype))
 
 
 def rows_of(gradient: Tensor, world: ax.World) -> Tensor:
@@ -47,20 +46,19 @@ def test_values_and_gradients(world) -> None:
 def check_embedding(world, seed, rows, shape, ids, dtype, padding, sequence_dim) -> None:
     """A length of 4 is a sequence, which may be divided."""
     dims = range(-1 - len(shape), len(shape))
-    sequence_parallel = sequence_dim in dims and (*shape, 0)[sequence_dim] == 4
+    dim = sequence_dim if sequence_dim in dims and (*shape, 0)[sequence_dim] == 4 else None
     embedding = whole_embedding(rows, 3, padding, dtype)
-    words = torch.randint(rows, shape, dtype=ids, generator=torch.Generator().manual_seed(seed))
+    words = torch.randint(rows, shape, dtype=ids, generator=seeded(seed))
     expected = embedding(words)
     weights = randn(*expected.shape, dtype=dtype)
     (expected * weights).sum().backward()
 
-    options = {"sequence_parallel": True, "sequence_dim": sequence_dim} if sequence_parallel else {}
-    layer = from_embedding(embedding, **options)
+    layer = from_embedding(embedding, **({} if dim is None else {"sequence_parallel": True, "sequence_dim": dim}))
     output = layer(words)
-    assert_close(output, part(expected, world, sequence_dim) if options else expected)
-    (output * (part(weights, world, sequence_dim) if options else weights)).sum().backward()
-    assert_close(layer.weight.grad, rows_of(embedding.weight.grad, world))
-    assert torch.equal(layer.full_weight(), embedding.weight)
+    (output * part(weights, world, dim)).sum().backward()
+    wanted = [part(expected, world, dim), rows_of(embedding.weight.grad, world)]
+    assert_precise([output, layer.weight.grad], wanted)
+    assert_equal(layer.full_weight(), embedding.weight)
 
 
 @pytest.mark.ranks(2)
@@ -71,9 +69,9 @@ def test_ways_of_using(world) -> None:
     for module in (embedding, layer):
         (module(ids) * module(ids.t())).sum().backward()
         checkpoint(module, ids, use_reentrant=False).sin().sum().backward()
-    assert_close(layer.weight.grad, rows_of(embedding.weight.grad, world))
+    assert_precise(layer.weight.grad, rows_of(embedding.weight.grad, world))
     with torch.inference_mode():
-        assert_close(layer.eval()(ids), embedding(ids))
+        assert_precise(layer.eval()(ids), embedding(ids))
     layer.requires_grad_(False)
     assert not layer(ids).requires_grad
 
@@ -85,15 +83,13 @@ def test_an_output_layer_may_have_the_same_weight(world) -> None:
     layer = from_embedding(embedding)
     output = ax.ColumnParallelLinear(4, 7, bias=False, shard=layer.shards["weight"], dtype=torch.float64)
     output.weight = layer.weight
-    ids = torch.tensor([[1, 6, 2], [3, 1, 0]])
-    targets = torch.tensor([[6, 2, 2], [1, 0, 5]])
+    ids, targets = torch.tensor([[1, 6, 2], [3, 1, 0]]), torch.tensor([[6, 2, 2], [1, 0, 5]])
     loss = ax.parallel_cross_entropy(output(layer(ids)), targets, vocabulary=7)
     loss.backward()
     logits = embedding(ids) @ embedding.weight.t()
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     expected.backward()
-    assert_close(loss, expected)
-    assert_close(layer.weight.grad, rows_of(embedding.weight.grad, world))
+    assert_precise([loss, layer.weight.grad], [expected, rows_of(embedding.weight.grad, world)])
 
 
 @pytest.mark.ranks(2)
