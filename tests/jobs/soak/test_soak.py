@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from jobs.soak import soak
+from jobs.soak import command as soak
 from torch import nn
 from torch.nn import functional as F
 
