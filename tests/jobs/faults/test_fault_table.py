@@ -15,6 +15,7 @@ QUICK = [fault for fault in FAULTS if fault.quick]
 
 @pytest.mark.parametrize("fault", QUICK, ids=lambda fault: fault.what)
 def test_a_fault_ends_the_job(fault: Fault, nodes: Nodes) -> None:
-    """A stopped rank is found by the watchdog, an ended one by its neighbours, a dead launcher by all ranks."""
-    outcome = inject(replace(fault, seconds=limit(fault.seconds)), fault.places[-1], nodes)
+    """An ended rank is found by its neighbours, a dead launcher by all ranks, an endless loop by the time limit."""
+    env = {name: str(limit(2)) for name in fault.env}  # AXONMPI_TIMEOUT, which the start must not exceed
+    outcome = inject(replace(fault, seconds=limit(fault.seconds), env=env), fault.places[-1], nodes)
     assert outcome.problems == (), outcome.output

@@ -66,6 +66,7 @@ def run(context, target):
     return child.exitcode
 
 if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["torch", "axonmpi"])
     older = multiprocessing.get_context("forkserver") if is_first_launched() else None
     assert older is None or run(older, print) == 0  # its server runs, and knows of no rank
     all_cores = os.sched_getaffinity(0)

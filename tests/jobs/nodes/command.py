@@ -153,13 +153,14 @@ def medians(rounds: list[dict[str, float]]) -> list[str]:
 
 
 def tests(options: argparse.Namespace) -> int:
-    """Run the conformance tests, and those of nodes, on ranks in several places; the first failure ends this."""
+    """Run tests of conformance, nodes and torch.distributed on ranks in several places, until one fails."""
     files = [str(HERE / "on_nodes.py"), str(HERE.parents[1] / "conformance")]
     with Nodes(max(len(ranks) for ranks, _ in PLACES)) as nodes:
         for ranks, placement in PLACES:
             print(f"==== {placement}: {', '.join(map(str, ranks))} ranks on the nodes", flush=True)
             command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *options.given, *files]
-            print(nodes.run(ranks, *command, timeout=options.timeout, placement=placement), end="", flush=True)
+            for each in (command, [str(HERE.parents[1] / "interop/every_operation.py")]):
+                print(nodes.run(ranks, *each, timeout=options.timeout, placement=placement), end="", flush=True)
     return 0
 
 
