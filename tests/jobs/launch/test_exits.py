@@ -34,7 +34,7 @@ world = World()
 mpi = types.SimpleNamespace(
     COMM_WORLD=world, Is_finalized=lambda: False, Finalize=lambda: print("finalised"), Exception=RuntimeError
 )
-exits.FAILED_MEETING_SECONDS = exits.CAUSE_SECONDS = exits.CLOSING_SECONDS = 0.05
+exits.FAILED_MEETING_SECONDS = exits.CAUSE_SECONDS = 0.05
 exits.install(mpi, finalize=True)
 exits.meet_on(world)
 """
@@ -168,20 +168,21 @@ threading.Event().wait()
 
 
 @pytest.mark.parametrize(
-    ("closing", "said", "done"),
+    ("closing", "seconds", "said", "done"),
     [
-        ("raise OSError('worker is stuck')", "OSError: worker is stuck", "aborted\n"),
-        ("threading.Event().wait()", "Timeout", ""),
+        ("raise OSError('worker is stuck')", 60, "OSError: worker is stuck", "aborted\n"),
+        ("threading.Event().wait()", 0.05, "Timeout", ""),
     ],
     ids=["raises", "blocks"],
 )
-def test_a_worker_that_cannot_be_stopped_ends_the_job(alone, closing, said, done):
+def test_a_worker_that_cannot_be_stopped_ends_the_job(alone, closing, seconds, said, done):
     ended = alone(
         STAND_IN
         + f"""
 def close():
     {closing}
 
+exits.CLOSING_SECONDS = {seconds}
 exits.before_finalize(close)
 world.both_end = True
 """

@@ -160,11 +160,12 @@ def test_a_launcher_that_the_library_cannot_start_under_is_refused(monkeypatch):
         runtime.start_world()
 
 
-def test_torchrun_is_recognised(alone):
+def test_torchrun_is_recognised(alone, tmp_path):
     ended = alone(
-        """
+        f"""
         import runpy, sys
-        sys.argv = ["torchrun", "--standalone", "--nproc-per-node=2", "--no-python", "env", "-0"]
+        options = ["--standalone", "--nproc-per-node=2", "--no-python", "--log-dir={tmp_path}"]
+        sys.argv = ["torchrun", *options, "env", "-0"]
         runpy.run_module("torch.distributed.run", run_name="__main__")
         """
     )

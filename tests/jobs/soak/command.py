@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
@@ -60,6 +61,15 @@ def collect() -> None:
         gc.collect()
 
 
+def descriptors() -> int:
+    """Count open files but for those of /proc, which the watchdog opens for a moment at any time."""
+    files = []
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # it has been closed meanwhile
+            files.append(os.readlink(file))
+    return sum(not file.startswith("/proc/") for file in files)
+
+
 def usage() -> Usage:
     """Look at this process; local."""
     with _looking:
@@ -69,7 +79,7 @@ def usage() -> Usage:
         return Usage(
             int(status["VmRSS"].split()[0]),
             len((process / "maps").read_text().splitlines()),
-            len(os.listdir(process / "fd")),
+            descriptors(),
             threading.active_count(),
         )
 
