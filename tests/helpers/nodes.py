@@ -4,31 +4,38 @@
     n2 ── eth0 ══ v2 ┤ a bridge, in a namespace of its own
     n3 ── eth0 ══ v3 ┘
 
-A cable is a pair of virtual interfaces, limited at both ends where a bandwidth is asked for.
+A cable is a pair of virtual interfaces, limited at both ends where a bandwidth is asked for. Names and addresses
+are known within these namespaces only: sessions on a machine do not see each other's nodes. A node ends, with all
+that runs on it, when the session does.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from axonmpi.testing.mpirun import find_mpirun
+from axonmpi.utils.waiting import Backoff, wait_until
+from helpers import node_holder
+from helpers.limits import limit
 
 __all__ = ["Nodes", "Placement"]
 
 Placement = Literal["block", "round robin"]
 
-LINK_SECONDS = 20.0
+LINK_SECONDS = COMMAND_SECONDS = 20.0
 _NAMESPACES = ("--net", "--uts", "--mount", "--ipc")
-_SETUP = "hostname {name} && mount -t tmpfs tmpfs /dev/shm && mount --bind {hosts} /etc/hosts && ip link set lo up"
+_SETUP = """
+hostname {name} && mount -t tmpfs tmpfs /dev/shm && mount --bind {hosts} /etc/hosts && ip link set lo up &&
+exec {holder}
+"""
 _AGENT = """#!/bin/sh
 # Stands for ssh: HOST COMMAND...
 while [ "${{1#-}}" != "$1" ]; do shift; done
@@ -60,7 +67,10 @@ class Nodes:
         """Say why there can be no such nodes here, if so."""
         try:
             tried = subprocess.run(
-                ["unshare", *_NAMESPACES, "ip", "link"], capture_output=True, text=True, timeout=20
+                ["unshare", *_NAMESPACES, "ip", "link"],
+                capture_output=True,
+                text=True,
+                timeout=limit(COMMAND_SECONDS),
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"network namespaces cannot be made: {error}"
@@ -74,9 +84,8 @@ class Nodes:
         hosts.write_text("\n".join(lines) + "\n")
         count = len(self._addresses)
         for name in (*(f"n{number}" for number in range(1, count + 1)), "switch"):
-            setup = _SETUP.format(name=name, hosts=hosts)
-            # The namespaces last as long as a process in them, and that one until its input ends.
-            command = ["unshare", *_NAMESPACES, "sh", "-c", f"{setup} && echo ready && exec cat"]
+            holder = shlex.join([sys.executable, "-S", node_holder.__file__])
+            command = ["unshare", *_NAMESPACES, "sh", "-c", _SETUP.format(name=name, hosts=hosts, holder=holder)]
             self._holders.append(
                 subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             )
@@ -105,9 +114,11 @@ class Nodes:
 
     def _wait_for_link(self, node: int) -> None:
         """Wait until the node's end of the cable works, which it does not as soon as both are set up."""
-        deadline = time.monotonic() + LINK_SECONDS
-        while "state UP" not in (state := self._inside(node, "ip", "-o", "link", "show", "eth0")):
-            assert time.monotonic() < deadline, f"the cable does not work: {state}"
+
+        def is_up() -> bool:
+            return "state UP" in self._inside(node, "ip", "-o", "link", "show", "eth0")
+
+        assert wait_until(is_up, Backoff(0, 0.01), limit(LINK_SECONDS)), "the cable does not work"
 
     def _write_agent(self) -> None:
         cases = " ".join(
@@ -128,7 +139,7 @@ class Nodes:
         for holder in self._holders:
             assert holder.stdin is not None
             holder.stdin.close()
-            holder.wait(10)
+            holder.wait(limit(COMMAND_SECONDS))
             assert holder.stdout is not None
             holder.stdout.close()
         self._folder.cleanup()
@@ -159,20 +170,16 @@ class Nodes:
         self._inside(node, "find", "/dev/shm", "-mindepth", "1", "-delete")
 
     def _inside(self, node: int, *command: str) -> str:
-        done = subprocess.run([*self.enter(node), *command], capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            [*self.enter(node), *command], capture_output=True, text=True, timeout=limit(COMMAND_SECONDS)
+        )
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
         return done.stdout
 
     def processes(self, node: int) -> set[int]:
         """Return the numbers of the processes that run on a node, but for the one that holds it."""
         holder = self._holders[node].pid
-        network = os.readlink(f"/proc/{holder}/ns/net")
-        found = set()
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                if entry.name.isdecimal() and os.readlink(entry / "ns/net") == network:
-                    found.add(int(entry.name))
-        return found - {holder}
+        return node_holder.processes_in(os.readlink(f"/proc/{holder}/ns/net")) - {holder}
 
     def run(
         self,
@@ -187,12 +194,12 @@ class Nodes:
         Args:
             ranks: How many of each node, none on those that are not named.
             arguments: Of Python.
-            timeout: In seconds.
+            timeout: In seconds on a quiet machine.
             placement: Whether ranks are numbered node by node, or dealt to the nodes in turn.
             env: Further variables.
 
         Raises:
-            AssertionError: The job failed or took longer than `timeout` seconds; all of it was ended.
+            AssertionError: The job failed or took longer than its time-out; all of it was ended.
         """
         command, variables = self.job(ranks, *arguments, placement=placement, env=env)
         return self._wait_for(command, timeout, variables)
@@ -217,8 +224,13 @@ class Nodes:
         agent = str(Path(self._folder.name) / "ssh")
         launcher = str(find_mpirun(mpirun))
         kind = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=False).stdout
-        extra = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", **(env or {})}
-        extra.setdefault("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+        extra = {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            "TMPDIR": self._folder.name,  # launchers keep files there by the name of the node
+            **(env or {}),
+        }
         order = _nodes_of_ranks(ranks, placement)
         if "HYDRA" in kind.upper():
             hosts = ",".join(f"n{node}:{number or 1}" for node, number in enumerate(ranks, 1))
@@ -237,10 +249,15 @@ class Nodes:
         """Run a shell script on the first node, from where `ssh` leads to all; returns what it printed.
 
         Raises:
-            AssertionError: It failed or took longer than `timeout` seconds; all of it was ended.
+            AssertionError: It failed or took longer than its time-out; all of it was ended.
         """
         programs = os.pathsep.join([self._folder.name, str(Path(sys.executable).parent), os.environ["PATH"]])
-        return self._wait_for(["bash", "-euc", script], timeout, {**(env or {}), "PATH": programs}, folder)
+        return self._wait_for(
+            ["bash", "-euc", script],
+            timeout,
+            {"TMPDIR": self._folder.name, **(env or {}), "PATH": programs},
+            folder,
+        )
 
     def _wait_for(
         self, command: Sequence[str], timeout: float, env: dict[str, str], folder: Path | None = None
@@ -250,21 +267,15 @@ class Nodes:
             stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         try:
-            output, _ = job.communicate(timeout=timeout)
+            output, _ = job.communicate(timeout=limit(timeout))
         except subprocess.TimeoutExpired:
             os.killpg(job.pid, signal.SIGKILL)
-            self._end_processes()
+            for node in range(len(self._addresses)):  # ranks are children of daemons that outlive a killed mpirun
+                node_holder.kill(self.processes(node))
             output, _ = job.communicate()
-            raise AssertionError(f"the job was not complete after {timeout:g} s:\n{output}") from None
+            raise AssertionError(f"the job was not complete after {limit(timeout):g} s:\n{output}") from None
         assert job.returncode == 0, f"exit code {job.returncode}:\n{output}"
         return output
-
-    def _end_processes(self) -> None:
-        """End what runs on the nodes: ranks are children of daemons that outlive a killed mpirun."""
-        for node in range(len(self._addresses)):
-            for process in self.processes(node):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
 
 
 def _nodes_of_ranks(ranks: Sequence[int], placement: Placement) -> list[int]:

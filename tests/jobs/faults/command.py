@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Faults in real jobs, on one node and on two: how soon each job ends, how, and what it says. As root on Linux.
 
-    tests/jobs/run faults                                   every fault, with the MPI library of this Python
-    tests/jobs/run faults --python A/bin/python B/bin/python    with the MPI library of each of these
-    tests/jobs/run faults --only stopped loops              some of them
-    tests/jobs/run faults --hangs 20 --seed 1               a random rank hangs in a random way, so many times
+    tests/jobs/run faults                             every fault, with the MPI library of this Python
+    tests/jobs/run faults --only stopped loops        some of them
+    tests/jobs/run faults --hangs 20 --seed 1         a random rank hangs in a random way, so many times
+    tests/jobs/run faults --kept a.json b.json        one table of what was kept, such as with two libraries
 
 Nodes are namespaces of this machine. Prints a table in Markdown; `--json FILE` keeps all that the jobs printed. The
 exit code is 0 where every job ended in time, with the exit code and the message that it has to have, no process
@@ -16,14 +16,14 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
 import sys
-import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 from helpers.nodes import Nodes
 from jobs.faults.injection import Outcome, inject
 from jobs.faults.table import FAULTS, Fault, random_hangs
+from jobs.job import command_parser, parse_with_seed
 
 from axonmpi.launch import start
 
@@ -41,7 +41,7 @@ def run_here(options: argparse.Namespace) -> list[dict[str, object]]:
             for ranks in fault.places:
                 outcome = inject(fault, ranks, nodes, options.other)
                 tell(outcome, mpi)
-                outcomes.append({"mpi": mpi, **outcome.as_json()})
+                outcomes.append({"mpi": mpi, **asdict(outcome)})
     return outcomes
 
 
@@ -59,19 +59,6 @@ def tell(outcome: Outcome, mpi: str) -> None:
     place = "two nodes" if len(outcome.ranks) > 1 else "one node"
     line = f"{mpi}, {place}: {outcome.fault}: {outcome.seconds:.1f} s, exit code {outcome.code}: {verdict}"
     print(line, file=sys.stderr, flush=True)
-
-
-def run_each(options: argparse.Namespace, arguments: list[str]) -> list[dict[str, object]]:
-    """Run this command with each of several Pythons."""
-    outcomes: list[dict[str, object]] = []
-    for python in options.python:
-        others = [each.parent / "mpirun" for each in options.python if each != python]
-        with tempfile.NamedTemporaryFile("r") as figures:
-            more = ["--other", str(others[0])] if others else []
-            command = [str(python), __file__, *arguments, *more, "--json", figures.name]
-            subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
-            outcomes += json.load(figures)
-    return outcomes
 
 
 def table(outcomes: list[dict]) -> str:
@@ -98,21 +85,17 @@ def cell(outcome: dict) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--only", nargs="+", metavar="FAULT", help="names of table.py")
     parser.add_argument("--hangs", type=int, default=0, metavar="N", help="so many random hangs instead")
-    parser.add_argument("--seed", type=int, default=0, help="of the random hangs (default: 0)")
     parser.add_argument("--kept", type=Path, nargs="+", metavar="FILE", help="only print the table of kept results")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to keep everything")
-    parser.add_argument("--python", type=Path, nargs="+", default=[], help="one for each MPI library")
     parser.add_argument("--other", type=Path, metavar="MPIRUN", help="the launcher of another MPI library")
-    options = parser.parse_args()
-    only = ["--only", *options.only] if options.only else []
-    only += ["--hangs", str(options.hangs), "--seed", str(options.seed)] if options.hangs else []
+    options = parse_with_seed(parser)
     if options.kept:
         outcomes = [outcome for file in options.kept for outcome in json.loads(file.read_text())]
     else:
-        outcomes = run_each(options, only) if options.python else run_here(options)
+        outcomes = run_here(options)
     if options.json:
         options.json.write_text(json.dumps(outcomes, indent=1))
     print(table(outcomes))

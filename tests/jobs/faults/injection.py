@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-import uuid
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
+from helpers.limits import limit
 from helpers.nodes import Nodes
 from jobs.faults.table import Fault
-
-from axonmpi.launch.variables import without_launcher_variables
-from axonmpi.utils.waiting import Backoff, wait_until
+from jobs.job import Job, send, wait_for
 
 __all__ = ["Outcome", "inject"]
 
 PROGRAMS = Path(__file__).with_name("programs.py")
-START_SECONDS = 90.0
-"""How long a job may take to come to its fault."""
+START_SECONDS = 30.0
+"""How long a job may take to come to its fault, on a quiet machine."""
 FULL = "1m"
 """The size of a /dev/shm that MPI libraries fill."""
 
@@ -53,61 +47,6 @@ class Outcome:
     problems: tuple[str, ...]
     output: str
 
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
-
-
-class Job:
-    """A job with a marker in the environment of all its processes, and a file for its output."""
-
-    def __init__(self, command: list[str], env: dict[str, str], folder: Path) -> None:
-        self.mark = folder / "mark"
-        self._output = folder / "output"
-        self._marker = f"AXONMPI_LAUNCH_ID={uuid.uuid4().hex}".encode()
-        name, _, value = self._marker.decode().partition("=")
-        variables = {**without_launcher_variables(), **env, name: value, "TMPDIR": str(folder)}
-        self.begun = time.monotonic()
-        with self._output.open("wb") as output:
-            self.launcher = subprocess.Popen(
-                command,
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def output(self) -> str:
-        return self._output.read_text(errors="replace")
-
-    def wait_for_fault(self) -> float | None:
-        """Return when the fault happened, None if the job has ended before."""
-        wait_until(lambda: self._marked() or not self.is_running(), Backoff(0, 0.01, 0.05), START_SECONDS)
-        return float(self.mark.read_text()) if self._marked() else None
-
-    def _marked(self) -> bool:
-        return self.mark.exists() and bool(self.mark.read_text())
-
-    def is_running(self) -> bool:
-        return self.launcher.poll() is None or bool(self.processes())
-
-    def processes(self) -> list[int]:
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended meanwhile
-                if self._marker in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
-        return found
-
-    def end(self) -> None:
-        """Kill what is left, and wait until it is gone, with all that it held."""
-        for number in self.processes():
-            with suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
-        self.launcher.wait(10)
-        assert wait_until(lambda: not self.processes(), Backoff(0, 0.01, 0.05), 10.0)
-
 
 def inject(fault: Fault, ranks: tuple[int, ...], nodes: Nodes, other: Path | None = None) -> Outcome:
     """Run a job with a fault, and judge it.
@@ -124,11 +63,12 @@ def inject(fault: Fault, ranks: tuple[int, ...], nodes: Nodes, other: Path | Non
             nodes.clear_shared_memory(node)
         if fault.act == "fill /dev/shm":
             nodes.resize_shared_memory(0, FULL)
-        job = Job(*_command(fault, ranks, nodes, folder, other), folder)
+        command, env = _command(fault, ranks, nodes, folder, other)
+        begun = time.monotonic()
         try:
-            return _watched(fault, ranks, nodes, job)
+            with Job(command, {**env, "TMPDIR": name}) as job:
+                return _watched(fault, ranks, nodes, job, folder, begun)
         finally:
-            job.end()
             nodes.resize_shared_memory(0, "50%")
             nodes.cut(1, healed=True)
 
@@ -141,30 +81,34 @@ def _command(
         env["FAULT_AT_START"] = "1"
     if fault.act == "no launcher":
         return [*nodes.enter(0), sys.executable, str(PROGRAMS), fault.name], env
-    command, variables = nodes.job(
-        ranks, str(PROGRAMS), fault.name, *fault.arguments, env=env, mpirun=other if fault.act == "mix" else None
-    )
+    mpirun = other if fault.act == "mix" else None
+    command, variables = nodes.job(ranks, str(PROGRAMS), fault.name, *fault.arguments, env=env, mpirun=mpirun)
     return [*nodes.enter(0), *command], variables
 
 
-def _watched(fault: Fault, ranks: tuple[int, ...], nodes: Nodes, job: Job) -> Outcome:
+def _watched(fault: Fault, ranks: tuple[int, ...], nodes: Nodes, job: Job, folder: Path, begun: float) -> Outcome:
     """Wait for the fault and then for the end of the job; collect what is wrong with it."""
     problems = []
-    at = job.wait_for_fault()
-    if at is None:
+    mark = folder / "mark"
+
+    def marked() -> bool:
+        return mark.exists() and bool(mark.read_text())
+
+    wait_for(lambda: marked() or not job.is_running, limit(START_SECONDS))
+    if marked():
+        begun = float(mark.read_text())
+        _act(fault, job, nodes, folder)
+    else:
         problems.append("the job has not come to its fault")
-        at = job.begun
-    elif fault.act:
-        _ACTS.get(fault.act, _nothing)(job, nodes)
-    over = wait_until(lambda: not job.is_running(), Backoff(0, 0.01, 0.05), fault.seconds - time.monotonic() + at)
-    seconds = time.monotonic() - at
-    if not over:
-        who = "processes are left" if job.launcher.poll() is not None else "the job goes on"
-        problems.append(f"{who} after {fault.seconds:g} s")
+    over = wait_for(lambda: not job.is_running, fault.seconds - time.monotonic() + begun)
+    seconds = time.monotonic() - begun
     code = job.launcher.poll()
-    if over and fault.code != "any" and (code == 0 if fault.code is None else code != fault.code):
+    if not over:
+        who = "the job goes on" if code is None else "processes are left"
+        problems.append(f"{who} after {fault.seconds:g} s")
+    elif fault.code != "any" and (code == 0 if fault.code is None else code != fault.code):
         problems.append(f"exit code {code}")
-    job.end()
+    job.kill()
     output = job.output
     found = [re.search(f".*(?:{pattern}).*", output) for pattern in fault.says]
     problems += [f"not said: {fault.says[i]}" for i, match in enumerate(found) if match is None]
@@ -176,30 +120,17 @@ def _watched(fault: Fault, ranks: tuple[int, ...], nodes: Nodes, job: Job) -> Ou
 
 
 def _may_stay(name: str, code: int | None) -> bool:
-    """Say whether a file in /dev/shm may outlive a job: the pages of one that failed, until the next starts."""
+    """Return True for a file in /dev/shm that may outlive a job: a page of one that failed, until the next one."""
     return name.startswith("axonmpi-") and ("/" not in name or code != 0)
 
 
-def _nothing(job: Job, nodes: Nodes) -> None:
-    """Everything has been done before."""
-
-
-def _kill_launcher(job: Job, nodes: Nodes) -> None:
-    job.launcher.kill()
-
-
-def _cut(job: Job, nodes: Nodes) -> None:
-    nodes.cut(1)
-
-
-def _stop_rank(job: Job, nodes: Nodes) -> None:
-    """Stop the rank at any moment of the next tenth of a second."""
-    time.sleep(random.random() / 10)
-    os.kill(int(job.mark.with_name("pid").read_text()), signal.SIGSTOP)
-
-
-_ACTS: dict[str, Callable[[Job, Nodes], None]] = {
-    "kill the launcher": _kill_launcher,
-    "cut the link": _cut,
-    "stop a rank": _stop_rank,
-}
+def _act(fault: Fault, job: Job, nodes: Nodes, folder: Path) -> None:
+    """Do what is done from outside, if anything."""
+    if fault.act == "kill the launcher":
+        job.launcher.kill()
+    elif fault.act == "cut the link":
+        nodes.cut(1)
+    elif fault.act == "stop a rank":  # at any moment of the next tenth of a second
+        *_, seed = fault.arguments
+        time.sleep(random.Random(seed).random() / 10)
+        send(signal.SIGSTOP, [int((folder / "pid").read_text())])

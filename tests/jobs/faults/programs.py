@@ -1,7 +1,8 @@
 """What goes wrong in a job: `programs.py FAULT ...`, on three ranks, of which rank 1 is the culprit.
 
-Each function is one fault, by the name that the table has for it. The other ranks go on with collectives until they
-are stopped. The moment of the fault is written to the file that FAULT_MARK names.
+A fault is a function of this file, or an entry of ENDS or OTHER_CALLS, by the name that the table has for it. The
+other ranks go on with collectives until they are stopped. The time of the fault is written to the file that
+FAULT_MARK names.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import axonmpi as ax
 
@@ -49,18 +51,6 @@ def fail(*_: object) -> NoReturn:
     raise ValueError("the injected error")
 
 
-def raises(world: ax.World) -> None:
-    if world.rank == CULPRIT:
-        fail()
-    go_on()
-
-
-def raises_in_thread(world: ax.World) -> None:
-    if world.rank == CULPRIT:
-        threading.Thread(target=fail).start()
-    go_on()
-
-
 def raises_in_hook(world: ax.World) -> None:
     model = ax.DDP(nn.Linear(4, 4))
     if world.rank == CULPRIT:
@@ -69,17 +59,8 @@ def raises_in_hook(world: ax.World) -> None:
         model(torch.ones(2, 4)).sum().backward()
 
 
-class Broken(Dataset):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> object:
-        return fail()
-
-
-def raises_in_loader(world: ax.World) -> None:
-    if world.rank == CULPRIT:
-        list(DataLoader(Broken(), num_workers=1))
+def fail_in_thread() -> None:
+    threading.Thread(target=fail).start()
     go_on()
 
 
@@ -133,82 +114,24 @@ def fsdp_caught(world: ax.World) -> None:
         loss.backward()
 
 
-# ---- a rank ends ------------------------------------------------------------------------------------------------
-
-
-def ends(world: ax.World) -> None:
-    leave(world, lambda: None)
-
-
-def exits_0(world: ax.World) -> None:
-    leave(world, lambda: sys.exit(0))
-
-
-def exits_256(world: ax.World) -> None:
-    leave(world, lambda: sys.exit(256))
-
-
-def os_exit_0(world: ax.World) -> None:
-    leave(world, lambda: os._exit(0))
-
-
-def leave(world: ax.World, how) -> None:
-    if world.rank == CULPRIT:
-        mark()
-        how()
-    else:
-        go_on()
-
-
-def killed(world: ax.World) -> None:
-    signalled(world, signal.SIGKILL)
-
-
-def stopped(world: ax.World) -> None:
-    signalled(world, signal.SIGSTOP)
-
-
-def signalled(world: ax.World, number: signal.Signals) -> None:
-    leave(world, lambda: os.kill(os.getpid(), number))
-
-
-def crashes(world: ax.World) -> None:
-    leave(world, lambda: ctypes.string_at(0))
-
-
-def out_of_memory(world: ax.World) -> None:
-    if world.rank == CULPRIT:
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + SPARE_BYTES, resource.RLIM_INFINITY))
-        mark()
-        torch.ones(4 * SPARE_BYTES)
-    go_on()
+# ---- nothing goes wrong on the ranks ----------------------------------------------------------------------------
 
 
 def healthy(world: ax.World) -> None:
-    """Nothing goes wrong on the ranks: the runner does something to the launcher or to the nodes."""
-    for _ in range(10):
-        ax.all_reduce(torch.ones(1000))
+    """The runner does something to the launcher or to the nodes."""
+    brief(world)
     if world.rank == CULPRIT:
         mark()
     go_on()
 
 
 def brief(world: ax.World) -> None:
-    """Nothing goes wrong on the ranks, and they end soon."""
+    """The ranks end soon."""
     for _ in range(10):
         ax.all_reduce(torch.ones(1000))
 
 
 # ---- a rank does something else ---------------------------------------------------------------------------------
-
-
-def loops(world: ax.World) -> None:
-    """The culprit computes for ever between two collectives."""
-    if world.rank == CULPRIT:
-        mark()
-        loop()
-    go_on()
 
 
 def slow(world: ax.World) -> None:
@@ -218,12 +141,16 @@ def slow(world: ax.World) -> None:
     ax.all_reduce(torch.ones(1000))
 
 
-def skipped(world: ax.World) -> None:
-    other_call(world, lambda: None)
+OTHER_CALLS = {
+    "skipped": lambda: None,
+    "wrong_operation": lambda: ax.all_gather(torch.ones(4)),
+    "wrong_dtype": lambda: ax.all_reduce(torch.ones(4, dtype=torch.float64)),
+    "wrong_shape": lambda: ax.all_reduce(torch.ones(5)),
+}
+"""What the culprit calls instead of an all-reduce of 4 values."""
 
 
-def other_call(world: ax.World, call) -> None:
-    """The culprit makes another call than the others, and then the same ones."""
+def other_call(call: Callable[[], object], world: ax.World) -> None:
     ax.barrier()
     if world.rank == CULPRIT:
         mark()
@@ -231,18 +158,6 @@ def other_call(world: ax.World, call) -> None:
     else:
         ax.all_reduce(torch.ones(4))
     ax.broadcast(torch.ones(4))
-
-
-def wrong_operation(world: ax.World) -> None:
-    other_call(world, lambda: ax.all_gather(torch.ones(4)))
-
-
-def wrong_dtype(world: ax.World) -> None:
-    other_call(world, lambda: ax.all_reduce(torch.ones(4, dtype=torch.float64)))
-
-
-def wrong_shape(world: ax.World) -> None:
-    other_call(world, lambda: ax.all_reduce(torch.ones(5)))
 
 
 def wrong_root(world: ax.World) -> None:
@@ -279,6 +194,48 @@ def not_a_number(world: ax.World) -> None:
         model(x).sum().backward()
 
 
+# ---- the culprit does something else while the others go on -----------------------------------------------------
+
+
+def loop() -> None:
+    while True:
+        torch.ones(10).sum()
+
+
+def exhaust_memory() -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + SPARE_BYTES, resource.RLIM_INFINITY))
+    torch.ones(4 * SPARE_BYTES)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+ENDS = {
+    "raises": fail,
+    "raises_in_thread": fail_in_thread,
+    "raises_in_loader": lambda: list(DataLoader([0], num_workers=1, collate_fn=fail)),
+    "ends": lambda: None,
+    "exits_0": lambda: sys.exit(0),
+    "exits_256": lambda: sys.exit(256),
+    "os_exit_0": lambda: os._exit(0),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": stop,
+    "crashes": lambda: ctypes.string_at(0),
+    "out_of_memory": exhaust_memory,
+    "loops": loop,
+}
+
+
+def end(how: Callable[[], object], world: ax.World) -> None:
+    if world.rank == CULPRIT:
+        mark()
+        how()
+    else:
+        go_on()
+
+
 # ---- a random rank hangs in a random way ------------------------------------------------------------------------
 
 
@@ -302,13 +259,8 @@ def wait_for_message() -> None:
     ax.recv(torch.ones(3), (ax.get_world().rank + 1) % ax.get_world().size)
 
 
-def loop() -> None:
-    while True:
-        torch.ones(10).sum()
-
-
 HANGS = {
-    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "SIGSTOP": stop,
     "an endless loop": loop,
     "a lock": wait_for_lock,
     "a pipe": read_from_pipe,
@@ -395,7 +347,13 @@ def main() -> None:
     if os.environ.get("FAULT_AT_START"):
         mark()
     world = ax.init_process_group()
-    globals()[sys.argv[1]](world)
+    name = sys.argv[1]
+    if name in ENDS:
+        end(ENDS[name], world)
+    elif name in OTHER_CALLS:
+        other_call(OTHER_CALLS[name], world)
+    else:
+        globals()[name](world)
 
 
 if __name__ == "__main__":

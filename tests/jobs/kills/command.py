@@ -1,16 +1,12 @@
 #!/usr/bin/env python3
-"""Saving against odds: jobs that are killed at any instant, and disks that are full at any point.
-
-    tests/jobs/run kills kills [NUMBER] [RANKS]     100 jobs of 2 ranks unless said otherwise
-    tests/jobs/run kills full [NUMBER] [RANKS]      60 points on 2 ranks; as root, on a tmpfs
+"""Saving against odds: jobs that are killed at any instant, or with --full-disk a disk that is full at any point.
 
 After each, the newest checkpoint is whole, by the safetensors package and zlib, and nothing else is left once the
-next job has started. 0 is the exit code if that holds.
+next job has started. The exit code is 0 if that holds. --full-disk needs root: it mounts a tmpfs.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
@@ -20,51 +16,23 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from jobs.kills.whole import check_whole
+from helpers.limits import limit
+from jobs.job import command_parser, parse_with_seed, send, start_ranks, wait_for
+from jobs.kills.saving import check_whole
 
-from axonmpi.testing.mpirun import find_mpirun, mpirun_command
-
-HERE = Path(__file__).parent
+SAVING = Path(__file__).with_name("saving.py")
 LONGEST_SECONDS = 0.6
 """Of a life: about five saves."""
 
 
-def start(job: str, ranks: int, *arguments: object) -> subprocess.Popen[str]:
-    command, variables = mpirun_command(find_mpirun(), ranks)
-    return subprocess.Popen(
-        [*command, sys.executable, str(HERE / job), *map(str, arguments)],
-        env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def kills(number: int, ranks: int) -> int:
+def kills(number: int, ranks: int, seed: int) -> None:
     """Kill all ranks of a job at a random instant of saving, again and again."""
-    chance = random.Random(0)
+    chance = random.Random(seed)
     found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "checkpoints"
         for count in range(number):
-            job = start("killed_job.py", ranks, root)
-            assert job.stdout is not None
-            pids: list[int] = []
-            said: list[str] = []
-            while len(pids) < ranks:
-                line = job.stdout.readline()
-                said.append(line)
-                if not line or line.startswith("wrong"):
-                    print("".join(said), f"job {count} ended by itself, or found something wrong")
-                    job.terminate()
-                    job.communicate()
-                    return 1
-                if line.startswith("saving "):
-                    pids.append(int(line.split()[1]))
-            time.sleep(chance.uniform(0, LONGEST_SECONDS))  # the instant
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-            job.communicate()
+            kill_while_saving(root, ranks, chance)
             there = list(root.iterdir()) if root.exists() else []
             left = sorted(path.name.rpartition(".")[2] for path in there if "." in path.name)
             found["while writing" if "partial" in left else "between"] += 1
@@ -73,26 +41,40 @@ def kills(number: int, ranks: int) -> int:
                 check_whole(newest)
             print(f"{count + 1}: newest {newest.name if newest else None}, left over {left}", flush=True)
     print(f"{number} kills of {ranks} ranks: {dict(found)}; the newest checkpoint was whole after each")
-    return 0
 
 
-def full(number: int, ranks: int) -> int:
+def kill_while_saving(root: Path, ranks: int, chance: random.Random) -> None:
+    with start_ranks(ranks, SAVING, root) as job:
+
+        def all_save() -> bool:
+            return job.output.count("saving ") == ranks
+
+        wait_for(lambda: all_save() or not job.is_running, limit(60))
+        assert all_save(), job.output
+        time.sleep(chance.uniform(0, LONGEST_SECONDS))  # the instant
+        send(signal.SIGKILL, job.ranks())
+        job.wait(limit(20))
+
+
+def full_disk(number: int, ranks: int, seed: int) -> None:
     """Let one job save on a small disk that is full at random points."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", folder], check=True)
         try:
-            job = start("full_disk_job.py", ranks, folder, number)
-            output, _ = job.communicate(timeout=600)
-            print(output, end="")
-            return job.returncode
+            with start_ranks(ranks, SAVING, folder, number, seed) as job:
+                code = job.wait(limit(600))
+                print(job.output, end="")
         finally:
             subprocess.run(["umount", folder], check=True)
+    if code:
+        sys.exit(code)
 
 
 if __name__ == "__main__":
-    kinds = {"kills": (kills, 100), "full": (full, 60)}
-    if len(sys.argv) < 2 or sys.argv[1] not in kinds:
-        sys.exit(__doc__)
-    call, usual = kinds[sys.argv[1]]
-    numbers = [int(text) for text in sys.argv[2:]]
-    sys.exit(call(*numbers, *(usual, 2)[len(numbers) :]))
+    parser = command_parser(__doc__)
+    parser.add_argument("--number", type=int, help="of kills (default: 100), or of saves on a full disk (60)")
+    parser.add_argument("--ranks", type=int, default=2, help="default: 2")
+    parser.add_argument("--full-disk", action="store_true", help="a full disk in place of kills")
+    options = parse_with_seed(parser)
+    call, usual = (full_disk, 60) if options.full_disk else (kills, 100)
+    call(options.number or usual, options.ranks, options.seed)

@@ -1,13 +1,15 @@
 """What the tests of launches share: whole jobs under mpirun, and single processes."""
 
+import json
 import os
-import re
+import select
+import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
+from helpers.limits import limit
 
 from axonmpi.launch.variables import without_launcher_variables
 from axonmpi.testing import launch
@@ -18,38 +20,41 @@ import torch
 import axonmpi as ax
 
 world = ax.init_process_group()
-
-def fail_now():
-    print(f"failing at {time.monotonic()}", flush=True)
 """
-SECONDS_TO_END = 5.0
+SERVER = """
+import json, os, sys, threading
+import axonmpi, axonmpi.testing
+
+modules = [name for name in ("pytest", "mpi4py.MPI") if name in sys.modules]
+print(json.dumps([modules, threading.active_count(), sys.excepthook is sys.__excepthook__]), flush=True)
+for line in sys.stdin:
+    code, variables, files = json.loads(line)
+    if not (child := os.fork()):
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+os.environ.update(variables)
+for number, file in enumerate([os.devnull, *files]):
+    os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
+exec(compile(code, "the program", "exec"), {"__name__": "__main__"})
+"""
 
 
 class Ended:
-    """How a job ended.
+    """How a job, or a single process, ended.
 
     Attributes:
-        code: Exit code of `mpirun`.
-        out: What the ranks printed.
-        err: What the ranks and `mpirun` printed to stderr.
-        seconds: From `fail_now()` to the end of `mpirun`, None where no rank called it.
+        code: Its exit code, of a job that of `mpirun`.
+        out: What was printed.
+        err: What was printed to stderr.
     """
 
-    def __init__(self, result, end):
-        assert not result.timed_out, result.stdout + result.stderr
-        assert result.leftover == ()
-        self.code = result.returncode
-        self.out = result.stdout
-        self.err = result.stderr
-        failed = re.search(r"failing at ([\d.]+)", result.stdout)
-        self.seconds = end - float(failed[1]) if failed else None
-
-    def assert_ended_soon(self):
-        assert self.seconds is not None, self.out + self.err
-        assert 0 <= self.seconds < SECONDS_TO_END
+    def __init__(self, code, out, err):
+        self.code, self.out, self.err = code, out, err
 
     def lines_of(self, rank):
-        """What that rank itself reported on stderr, without the prefix."""
+        """Return what that rank itself reported on stderr, without the prefix."""
         prefix = f"[rank {rank}] "
         return [line.removeprefix(prefix) for line in self.err.splitlines() if line.startswith(prefix)]
 
@@ -60,27 +65,61 @@ def job():
 
     def run(n, code, *, before="", **env):
         script = textwrap.dedent(before) + PRELUDE + textwrap.dedent(code)
-        result = launch(n, script, timeout=120, env={"OMP_NUM_THREADS": "1", **env})
-        return Ended(result, time.monotonic())
+        result = launch(n, script, timeout=limit(60), env={"OMP_NUM_THREADS": "1", **env})
+        assert not result.timed_out, result.stdout + result.stderr
+        assert result.leftover == ()
+        return Ended(result.returncode, result.stdout, result.stderr)
 
     return run
 
 
-@pytest.fixture
-def alone():
-    """Return a function that runs code in one process without a launcher, with some variables set."""
+class Server:
+    """A process without launcher that has imported axonmpi, and forks one for each program.
 
-    def run(code, **env):
+    Attributes:
+        imported: What the import has left: modules, the number of threads, and whether the hook is Python's own.
+    """
+
+    def __init__(self):
         variables = without_launcher_variables(os.environ)
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
             variables.pop(name, None)
-        return subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code)],
-            env={**variables, **env},
-            capture_output=True,
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SERVER],
+            env=variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             text=True,
-            timeout=120,
-            check=False,
+            bufsize=1,
+            start_new_session=True,
         )
+        self.imported = self._answer()
 
-    return run
+    def _answer(self):
+        ready, _, _ = select.select([self._process.stdout], [], [], limit(60))
+        if not ready:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return json.loads(self._process.stdout.readline())
+
+    def run(self, code, folder, variables):
+        files = [str(folder / name) for name in ("out", "err")]
+        print(json.dumps([textwrap.dedent(code), variables, files]), file=self._process.stdin)
+        code = self._answer()
+        return Ended(code, *((folder / name).read_text() for name in ("out", "err")))
+
+    def close(self):
+        with self._process:
+            self._process.stdin.close()
+
+
+@pytest.fixture(scope="session")
+def server():
+    started = Server()
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def alone(server, tmp_path):
+    """Return a function that runs code in a process without a launcher, with some variables set."""
+    return lambda code, **env: server.run(code, tmp_path, env)

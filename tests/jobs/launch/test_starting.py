@@ -48,9 +48,9 @@ def test_a_single_rank_keeps_pythons_own_ways(alone):
         SLURM_NTASKS="4",
         SLURM_PROCID="1",
     )
-    assert ended.returncode == 3, ended.stderr
-    assert ended.stdout == "finalised True\n"
-    assert ended.stderr == ""
+    assert ended.code == 3, ended.err
+    assert ended.out == "finalised True\n"
+    assert ended.err == ""
 
 
 def test_a_single_rank_needs_no_mpi_and_nor_do_its_children(alone):
@@ -74,9 +74,9 @@ def test_a_single_rank_needs_no_mpi_and_nor_do_its_children(alone):
         runtime.start_mpi()
         """
     )
-    assert ended.stdout == "1 1 None 7\n", ended.stderr
-    assert ended.returncode == 1
-    message = ended.stderr[ended.stderr.rindex("axonmpi.errors.") :]
+    assert ended.out == "1 1 None 7\n", ended.err
+    assert ended.code == 1
+    message = ended.err[ended.err.rindex("axonmpi.errors.") :]
     assert "mpi4py is not installed" in message
     assert "pip install 'axonmpi[mpich]'" in message
 
@@ -107,8 +107,8 @@ def test_an_mpi_that_cannot_be_used_is_refused(alone):
                 print(error)
         """
     )
-    assert ended.returncode == 0, ended.stderr
-    one_thread, finalized = ended.stdout.splitlines()
+    assert ended.code == 0, ended.err
+    one_thread, finalized = ended.out.splitlines()
     assert "asynchronous operations need MPI_THREAD_MULTIPLE" in one_thread
     assert "MPI has been finalised in this process" in finalized
 
@@ -124,8 +124,9 @@ DISAGREEMENTS = {
 def test_processes_that_do_not_know_of_each_other_are_refused(alone):
     ended = alone(
         f"""
-        import os
+        import os, warnings
         import axonmpi as ax
+        warnings.simplefilter("error", RuntimeWarning)
         for variables in {list(DISAGREEMENTS)}:
             own = dict(each.split("=") for each in variables.split())
             os.environ.update(own)
@@ -135,12 +136,11 @@ def test_processes_that_do_not_know_of_each_other_are_refused(alone):
                 print(error, "END")
             for name in own:
                 del os.environ[name]
-        """,
-        PYTHONWARNINGS="error::RuntimeWarning",
+        """
     )
-    assert ended.returncode == 0, ended.stderr
+    assert ended.code == 0, ended.err
     library = runtime.library_info()
-    messages = ended.stdout.split("END\n")[:-1]
+    messages = ended.out.split("END\n")[:-1]
     for message, (variables, typed) in zip(messages, DISAGREEMENTS.items(), strict=True):
         assert message.startswith("the launcher and MPI disagree")
         assert "of 4, by MPI it is rank 0 of 1" in message
@@ -160,16 +160,17 @@ def test_a_launcher_that_the_library_cannot_start_under_is_refused(monkeypatch):
         runtime.start_world()
 
 
-def test_torchrun_is_recognised(alone):
+def test_torchrun_is_recognised(alone, tmp_path):
     ended = alone(
-        """
+        f"""
         import runpy, sys
-        sys.argv = ["torchrun", "--standalone", "--nproc-per-node=2", "--no-python", "env", "-0"]
+        options = ["--standalone", "--nproc-per-node=2", "--no-python", "--log-dir={tmp_path}"]
+        sys.argv = ["torchrun", *options, "env", "-0"]
         runpy.run_module("torch.distributed.run", run_name="__main__")
         """
     )
-    assert ended.returncode == 0, ended.stderr
-    given = dict(each.split("=", 1) for each in ended.stdout.split("\0") if "=" in each)
+    assert ended.code == 0, ended.err
+    given = dict(each.split("=", 1) for each in ended.out.split("\0") if "=" in each)
     (launcher,) = detect_launchers(given)
     assert (launcher.name, launcher.size, launcher.local_size) == ("torchrun", 2, 2)
     message = check_launch([launcher], 0, 1, runtime.library_info())
@@ -228,7 +229,8 @@ def test_ranks_know_their_place_share_the_cores_and_hear_of_a_disagreement_on_on
     assert ended.out.splitlines() == [said] * 2
 
 
-def test_imports_and_sessions_on_mock_ranks_start_no_mpi(alone, tmp_path):
+def test_imports_and_sessions_on_mock_ranks_start_no_mpi(server, alone, tmp_path):
+    assert server.imported == [[], 1, True]
     (tmp_path / "pytest.ini").touch()
     (tmp_path / "test_it.py").write_text("""
 import pytest
@@ -239,13 +241,8 @@ def test_it(world):
 """)
     ended = alone(
         f"""
-        import sys, threading
-        import axonmpi, axonmpi.testing
-        print([name in sys.modules for name in ("pytest", "mpi4py.MPI")])
-        print(threading.active_count(), sys.excepthook is sys.__excepthook__)
-        import pytest
+        import pytest, sys
         print(int(pytest.main(["-q", "-p", "no:cacheprovider", {str(tmp_path)!r}])), "mpi4py.MPI" in sys.modules)
         """
     )
-    lines = ended.stdout.splitlines()
-    assert [*lines[:2], lines[-1]] == ["[False, False]", "1 True", "0 False"], ended.stdout + ended.stderr
+    assert ended.out.splitlines()[-1] == "0 False", ended.out + ended.err

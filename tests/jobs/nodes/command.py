@@ -3,11 +3,11 @@
 
     tests/jobs/run nodes network [--rows ROW ...] [--blocks N]       `axonmpi bench network`, beside its limits
     tests/jobs/run nodes steps [--beside FOLDER] [--rounds N]        steps of data parallelism at 1 Gbit/s
-    tests/jobs/run nodes mismatches [--calls N]                      random calls, a third of which do not match
+    tests/jobs/run nodes tests [--seed N] [OPTION OF PYTEST ...]     conformance, and random calls that do not match
     tests/jobs/run nodes job --rate 1gbit --ranks 2,2 SCRIPT ...     a script of one's own
 
 Rows of `network` are nodes, or nodes x ranks of each, and a bandwidth: 2, 8, 2x2, 4@1gbit. The exit code is 0 where
-its limits hold, and where all calls of `mismatches` are as they should be.
+its limits hold, and where all tests pass.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from itertools import groupby
 from pathlib import Path
 
 from helpers.nodes import Nodes, Placement
+from jobs.job import command_parser
 
 from axonmpi.cli.bench.collectives.cases import format_size
 from axonmpi.utils.text import aligned
@@ -40,8 +41,8 @@ PLACES: tuple[tuple[tuple[int, ...], Placement], ...] = (
     ((1, 1, 1), "block"),
     ((2, 2), "round robin"),
     ((2, 1, 1), "round robin"),
-    ((2, 1, 2), "block"),
 )
+"""Ranks of each node, for `tests`."""
 
 
 # ---- network ----------------------------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ def steps(options: argparse.Namespace) -> int:
         with Nodes(count, "1gbit", own_cores=True) as nodes:
             for _ in range(options.rounds):
                 for name, tree in trees.items():
-                    command = [str(HERE / "network.py"), "--json", "--blocks", str(options.blocks)]
+                    command = [str(HERE / "steps.py"), str(options.blocks)]
                     printed = nodes.run(
                         [1] * count, *command, timeout=options.timeout, env={"PYTHONPATH": str(tree)}
                     )
@@ -148,16 +149,18 @@ def medians(rounds: list[dict[str, float]]) -> list[str]:
     ]
 
 
-# ---- mismatches -------------------------------------------------------------------------------------------------
+# ---- tests ------------------------------------------------------------------------------------------------------
 
 
-def mismatches(options: argparse.Namespace) -> int:
-    """Make random calls on ranks in several places; a job that fails or hangs ends this with what it printed."""
-    arguments = ["--calls", str(options.calls), "--seed", str(options.seed)]
+def tests(options: argparse.Namespace) -> int:
+    """Run tests of conformance, nodes and torch.distributed on ranks in several places, until one fails."""
+    files = [str(HERE / "on_nodes.py"), str(HERE.parents[1] / "conformance")]
     with Nodes(max(len(ranks) for ranks, _ in PLACES)) as nodes:
         for ranks, placement in PLACES:
-            command = [str(HERE / "mismatches.py"), *arguments]
-            print(nodes.run(ranks, *command, timeout=options.timeout, placement=placement), end="", flush=True)
+            print(f"==== {placement}: {', '.join(map(str, ranks))} ranks on the nodes", flush=True)
+            command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *options.given, *files]
+            for each in (command, [str(HERE.parents[1] / "interop/every_operation.py")]):
+                print(nodes.run(ranks, *each, timeout=options.timeout, placement=placement), end="", flush=True)
     return 0
 
 
@@ -179,26 +182,25 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     kinds = parser.add_subparsers(required=True, metavar="KIND")
-    made = {call: kinds.add_parser(call.__name__, help=call.__doc__) for call in (network, steps, mismatches, job)}
+    made = {call: kinds.add_parser(call.__name__, help=call.__doc__) for call in (network, steps, tests, job)}
     for call, kind in made.items():
         kind.set_defaults(call=call)
         kind.add_argument("--timeout", type=float, default=1800.0, help="seconds that one job may take")
     made[network].add_argument("--rows", nargs="+", default=ROWS, help=f"default: {' '.join(ROWS)}")
-    made[network].usage = "run network [--rows ROW ...] [--timeout S] [options of `axonmpi bench network`]"
+    made[network].usage = "run nodes network [--rows ROW ...] [--timeout S] [options of `axonmpi bench network`]"
     made[steps].add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout of axonmpi")
     made[steps].add_argument("--nodes", type=int, nargs="+", default=(2, 4), help="default: 2 4")
     made[steps].add_argument("--rounds", type=int, default=3, help="turns of each tree (default: 3)")
     made[steps].add_argument("--blocks", type=int, default=11, help="steps of a turn (default: 11)")
-    made[mismatches].add_argument("--calls", type=int, default=3000, help="in each place (default: 3000)")
-    made[mismatches].add_argument("--seed", type=int, default=0)
+    made[tests].usage = "run nodes tests [--timeout S] [--seed N] [options of pytest]"
     made[job].add_argument("--rate", help="bandwidth of each node in each direction, such as 1gbit")
     made[job].add_argument("--ranks", type=numbers, default=(2, 2), help="ranks on each node (default: 2,2)")
     made[job].add_argument("--round-robin", action="store_true", help="deal ranks to the nodes in turn")
     made[job].add_argument("script", nargs=argparse.REMAINDER, help="a script or, after --, what Python is given")
     options, given = parser.parse_known_args()
-    if given and options.call is not network:
+    if given and options.call not in (network, tests):
         parser.error(f"unknown: {' '.join(given)}")
     options.given = given
     if (obstacle := Nodes.obstacle()) is not None:

@@ -1,20 +1,15 @@
 #!/usr/bin/env python3
 """What this library itself takes at 16,384 ranks: a pretended world, two real ranks of it on one node.
 
-    tests/jobs/run pretended [--ranks N] [--calls N] [--ratio R]
-
 The communicators are stand-ins (`helpers.pretended`) that claim further nodes of 32 ranks, one of them of 30, and
 answer at once as if all ranks made the same calls; their own time and memory is subtracted. It cannot see the
 memory and the time of MPI and of the network, nor whether messages would match.
 
-Calls are compared with those of a pretended world of 64 ranks, by turns. It starts the mpirun that belongs to this
-Python. 0 is the exit code if all limits hold, else 1.
+Calls are compared with those of a pretended world of 64 ranks, by turns. The exit code is 0 if all limits hold.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import sys
 import time
@@ -24,13 +19,12 @@ from dataclasses import dataclass
 
 import torch
 from helpers.pretended import account, pretended_world
+from jobs.job import command_parser, run_on_ranks
 
 import axonmpi as ax
 from axonmpi.backends import Sizes
 from axonmpi.groups.world import World
 from axonmpi.launch.start import start_mpi
-from axonmpi.launch.variables import launched_ranks
-from axonmpi.testing.mpirun import find_mpirun, mpirun_command
 from axonmpi.utils.text import aligned
 
 HERE, NODE = 2, 32
@@ -39,7 +33,7 @@ FEW = 64
 ELEMENTS = 1 << 18
 """Of 4 bytes: 1 MiB."""
 SETUPS = 3
-SECONDS, MEGABYTES, GROUP_MEGABYTES = 2.0, 100.0, 2.0
+MEGABYTES, GROUP_MEGABYTES = 100.0, 2.0
 """What setting up may take, and what may be kept for a group."""
 
 Call = Callable[[], object]
@@ -163,13 +157,13 @@ class Row:
         return [self.what, self.unit, f"{self.few:.3g}", f"{self.many:.3g}", f"{self.many / self.few:.2f}", limit]
 
 
-def measured(ranks: int, count: int, ratio: float) -> list[Row]:
+def measured(ranks: int, count: int, seconds: float, ratio: float) -> list[Row]:
     """Measure everything in pretended worlds of few ranks and of many."""
     both = FEW, ranks
     (few_world, few_mesh), (world, mesh) = map(setup_seconds, both)
     rows = [
-        Row("init_process_group", "s", few_world, world, SECONDS),
-        Row("mesh of 3 axes", "s", few_mesh, mesh, SECONDS),
+        Row("init_process_group", "s", few_world, world, seconds),
+        Row("mesh of 3 axes", "s", few_mesh, mesh, seconds),
     ]
     (*few, few_kept), (*many, kept) = map(memory, both)
     for what, small, large in zip(("init_process_group", "mesh of 3 axes"), few, many, strict=True):
@@ -186,16 +180,14 @@ def measured(ranks: int, count: int, ratio: float) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=16384, help="claimed ranks (default: 16384)")
     parser.add_argument("--calls", type=int, default=200, help="calls of each kind (default: 200)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="limit of setting up a world, and a mesh")
     parser.add_argument("--ratio", type=float, default=1.5, help="limit of a call's time to that at 64 ranks")
     options = parser.parse_args()
-    if launched_ranks() == 1:
-        command, variables = mpirun_command(find_mpirun(), HERE)
-        os.environ.update(variables, OMP_NUM_THREADS="1")
-        os.execv(command[0], [*command, sys.executable, *sys.argv])
-    rows = measured(options.ranks, options.calls, options.ratio)
+    run_on_ranks(HERE)
+    rows = measured(options.ranks, options.calls, options.seconds, options.ratio)
     comm = start_mpi().COMM_WORLD
     if comm.rank == 0:
         header = ["", "", f"{FEW} ranks", f"{options.ranks:,} ranks", "ratio", "limit"]

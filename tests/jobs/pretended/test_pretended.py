@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import subprocess
+import sys
 
 from helpers import TESTS
+from helpers.limits import limit
 
-from axonmpi.testing import launch
+from axonmpi.launch.variables import without_launcher_variables
 
 
 def test_a_world_of_many_ranks_is_set_up_and_calls_all_that_is_measured() -> None:
-    arguments = ("--ranks", 512, "--calls", 5, "--ratio", 1000)  # how long that takes says nothing here
-    result = launch(
-        2,
-        Path(__file__).with_name("command.py"),
-        *arguments,
-        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)},
+    command = [sys.executable, str(TESTS / "jobs/run"), "pretended", "--ranks=512", "--calls=5"]
+    command += ["--ratio=1000", "--seconds=1000"]  # how long that takes says nothing here
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=limit(60), env=without_launcher_variables(), check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stderr == ""

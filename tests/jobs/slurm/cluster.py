@@ -1,10 +1,10 @@
 """A Slurm cluster on this machine: two nodes in network namespaces, with Slurm's own daemons.
 
-    n1   slurmctld, slurmd; where the commands (sbatch, scontrol ...) run as well
+    n1   munged, slurmctld, slurmd; where the commands (sbatch, scontrol ...) run as well
     n2   slurmd
-    munged on this machine, by a socket of its own, with a key of its own
 
-Everything is in one temporary folder, listens in the namespaces only, and has ended when the context ends.
+Everything is in one temporary folder, and listens in the namespaces only: nobody else sees ports and addresses.
+It ends with the namespaces.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from helpers.limits import limit
 from helpers.nodes import Nodes
 
 from axonmpi.launch.variables import without_launcher_variables
@@ -81,14 +81,6 @@ PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE PriorityTier=2
 """
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended; `output` has both of its streams."""
-
-    code: int
-    output: str
-
-
 class Cluster:
     """The cluster; a context manager.
 
@@ -120,10 +112,10 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         with ExitStack() as stack:
-            stack.enter_context(self.nodes)
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="axonmpi-slurm-")))
+            stack.callback(self._wait_for_end)
+            stack.enter_context(self.nodes)  # ends all that runs on them
             self._write_configuration()
-            stack.callback(self._end)
             self._start()
             self._opened = stack.pop_all()
         return self
@@ -145,19 +137,19 @@ class Cluster:
     def _start(self) -> None:
         munge = self.folder / "munge"
         files = [f"--{name}-file={munge / name}" for name in ("key", "pid", "log", "seed")]
-        self._start_daemon("munged", "--foreground", "--force", f"--socket={munge}/socket", *files)
+        self._start_daemon(0, "munged", "--foreground", "--force", f"--socket={munge}/socket", *files)
         self._wait_for_start((munge / "socket").exists)
-        self._start_daemon("slurmctld", "-D", "-i", node=0)
+        self._start_daemon(0, "slurmctld", "-D", "-i")
         for node, name in enumerate(NODES):
-            self._start_daemon("slurmd", "-D", "-N", name, node=node)
+            self._start_daemon(node, "slurmd", "-D", "-N", name)
         self._wait_for_start(self._is_idle)
         self._own = self._processes()  # slurmctld has a child
 
-    def _start_daemon(self, program: str, *arguments: str, node: int | None = None) -> None:
-        enter, name = ([], program) if node is None else (self.nodes.enter(node), f"{program}-{NODES[node]}")
+    def _start_daemon(self, node: int, program: str, *arguments: str) -> None:
+        name = f"{program}-{NODES[node]}"
         with (self.folder / f"{name}.out").open("wb") as output:
             self._daemons[name] = subprocess.Popen(
-                [*enter, program, *arguments],
+                [*self.nodes.enter(node), program, *arguments],
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -168,7 +160,7 @@ class Cluster:
         def looked() -> bool:
             return ready() or any(daemon.poll() is not None for daemon in self._daemons.values())
 
-        if not wait_until(looked, Backoff(0, 0.01, 0.1), START_SECONDS) or not ready():
+        if not wait_until(looked, Backoff(0, 0.01, 0.1), limit(START_SECONDS)) or not ready():
             ends = "".join(
                 f"\n{name}: code {daemon.poll()}\n{(self.folder / f'{name}.out').read_text()[-2000:]}"
                 for name, daemon in self._daemons.items()
@@ -176,24 +168,11 @@ class Cluster:
             raise AssertionError(f"the cluster did not start:{ends}")
 
     def _is_idle(self) -> bool:
-        return self.run("sinfo", "-h", "-t", "idle", "-o", "%D").output.strip() == str(len(NODES))
+        return self.run("sinfo", "-h", "-t", "idle", "-o", "%D").stdout.strip() == str(len(NODES))
 
-    def _end(self) -> None:
-        """End all jobs, all daemons, and what else may run on the nodes."""
-        with suppress(subprocess.TimeoutExpired):
-            self.cancel_all()
-            wait_until(lambda: not self.leftovers(), Backoff(0, 0.02, 0.1), TIDY_SECONDS)
-        for daemon in reversed(self._daemons.values()):
-            daemon.terminate()
+    def _wait_for_end(self) -> None:
         for daemon in self._daemons.values():
-            try:
-                daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
-        for process in self._processes():
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+            daemon.wait(limit(TIDY_SECONDS))
 
     # ---- its use ----------------------------------------------------------------------------------------------
 
@@ -211,31 +190,32 @@ class Cluster:
 
     def check_tidy(self) -> None:
         """Wait until no process of a job is left; AssertionError where that takes longer than Slurm's own end."""
-        if not wait_until(lambda: not self.leftovers(), Backoff(0, 0.02, 0.1), TIDY_SECONDS):
+        if not wait_until(lambda: not self.leftovers(), Backoff(0, 0.02, 0.1), limit(TIDY_SECONDS)):
             raise AssertionError(f"left on the nodes: {self.leftovers()}")
 
     def _processes(self) -> set[int]:
         return self.nodes.processes(0) | self.nodes.processes(1)
 
-    def run(self, *command: str | Path, folder: Path | None = None, **variables: str) -> Ended:
+    def run(
+        self, *command: str | Path, folder: Path | None = None, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command on n1, in a folder and with further variables."""
-        done = subprocess.run(
+        return subprocess.run(
             [*self.nodes.enter(0, folder), *command],
             env=self._environment() | variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=COMMAND_SECONDS,
+            timeout=limit(COMMAND_SECONDS),
             check=False,
         )
-        return Ended(done.returncode, done.stdout)
 
     def checked(self, *command: str | Path, folder: Path | None = None, **variables: str) -> str:
         """Run a command that has to succeed; return what it prints."""
         ended = self.run(*command, folder=folder, **variables)
-        assert ended.code == 0, f"{command}: code {ended.code}\n{ended.output}"
-        return ended.output
+        assert ended.returncode == 0, f"{command}: code {ended.returncode}\n{ended.stdout}"
+        return ended.stdout
 
     def submit(self, *arguments: str | Path, folder: Path, **variables: str) -> Job:
         """Submit a batch script from a folder; `arguments` are those of sbatch."""
@@ -287,8 +267,8 @@ class Job:
 
     def wait(self, ready: Callable[[], object], seconds: float = 60) -> None:
         """Wait until `ready()` is true; AssertionError with the job's state and output where it does not come."""
-        if not wait_until(ready, Backoff(0, 0.02, 0.2), seconds):
-            raise AssertionError(f"after {seconds:g} s: {self.shown()}\n{self.output}")
+        if not wait_until(ready, Backoff(0, 0.02, 0.2), limit(seconds)):
+            raise AssertionError(f"after {limit(seconds):g} s: {self.shown()}\n{self.output}")
 
     def end(self, seconds: float = 90) -> str:
         """Wait until it has ended; return its state and exit code, as `"COMPLETED 0:0"`."""

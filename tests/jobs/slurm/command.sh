@@ -7,6 +7,11 @@
 # Needs root, and Debian or Ubuntu where Slurm is missing; `python` on PATH has axonmpi[test] and an MPI library.
 set -euo pipefail
 
+case ${1:-} in -h | --help)
+    sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
+    exit
+    ;;
+esac
 cd "$(dirname "$0")/../../.."
 begun=$SECONDS
 

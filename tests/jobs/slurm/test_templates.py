@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers.fences import REPOSITORY, fences_of
+from helpers.limits import limit
 
 TEMPLATES = sorted((REPOSITORY / "slurm").glob("*.sh"))
 REQUEUED = [path for path in TEMPLATES if "#SBATCH --requeue" in path.read_text()]
@@ -67,7 +68,7 @@ class Site:
 
     def run(self, template: Path, *arguments: str, **variables: str) -> tuple[int, str]:
         with self.start(template, *arguments, **variables) as job:
-            output, _ = job.communicate(timeout=SECONDS)
+            output, _ = job.communicate(timeout=limit(SECONDS))
         return job.returncode, output
 
 
@@ -151,7 +152,7 @@ def test_the_signal_reaches_the_ranks(template, site, ranks, comes_back):
         while "ready" not in job.stdout.readline():
             assert job.poll() is None
         job.send_signal(signal.SIGUSR1)
-        output, _ = job.communicate(timeout=SECONDS)
+        output, _ = job.communicate(timeout=limit(SECONDS))
     assert job.returncode == ranks
     assert (output == own_requeue(template)) == comes_back, output
 

@@ -6,14 +6,14 @@ import weakref
 
 import pytest
 import torch
-from jobs.soak import soak
+from jobs.soak import command as soak
 from torch import nn
 from torch.nn import functional as F
 
 import axonmpi as ax
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(2)
 @pytest.mark.real_ranks
 def test_rounds_of_everything_leave_nothing(world) -> None:
     each = soak.rounds(world)
