@@ -39,30 +39,24 @@ def test_a_folder_is_read_in_sorted_order_up_to_the_limit(tmp_path):
         assert (corpus.train[0], corpus.held_out[-1]) == (ord("a"), ord("c"))
 
 
-def test_missing_empty_and_small_texts_are_refused(tmp_path):
+def test_texts_that_are_missing_empty_small_or_unreadable_are_refused(tmp_path):
     (tmp_path / "none").mkdir()
     (tmp_path / "empty").touch()
     (tmp_path / "small").write_bytes(b"a" * 17)
     (tmp_path / "enough").write_bytes(b"a" * 18)
+    os.mkfifo(tmp_path / "pipe")
     for name, message in (
         ("nowhere", r"--data .*nowhere.*No such file"),
         ("none", r"--data .*expected text, found none"),
         ("empty", r"--data .*expected text, found none"),
         ("small", r"at least 18 bytes.*got 17.*smaller sequence_length"),
+        ("pipe", r"--data .*expected a file or a folder"),
+        ("/proc/self/mem", r"--data .*cannot read /proc/self/mem"),  # permissions do not stop root, this does
     ):
-        with pytest.raises(ValueError, match=message):
-            load_corpus(TextConfig(data=tmp_path / name), 8)
+        if name != "/proc/self/mem" or os.path.exists(name):
+            with pytest.raises(ValueError, match=message):
+                load_corpus(TextConfig(data=tmp_path / name), 8)
     assert len(load_corpus(TextConfig(data=tmp_path / "enough"), 8).held_out) == 9
-
-
-def test_what_cannot_be_read_is_refused(tmp_path):
-    unreadable = Path("/proc/self/mem")  # permissions do not stop root, this does
-    if unreadable.exists():
-        with pytest.raises(ValueError, match=r"--data .*cannot read /proc/self/mem"):
-            load_corpus(TextConfig(data=unreadable), 8)
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match=r"--data .*expected a file or a folder"):
-        load_corpus(TextConfig(data=tmp_path / "pipe"), 8)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ SMALL = {
     "layers": 2,
     "width": 32,
     "heads": 4,
-    "steps": 3,
+    "steps": 2,
     "lr": 2e-3,
     "warmup_steps": 2,
     "prompt": "def __init__(se",  # with the sample it is longer than a sequence
@@ -96,7 +96,7 @@ def check(world, config, row):
 
 @pytest.mark.ranks(4)
 def test_bfloat16_stays_near_float32(world, tiny, shared_tmp_path):
-    for settings in ({}, {"tp": 2, "fsdp": "full"}, {"tp": 2, "pp": 2, **PARALLEL}):
+    for settings in ({"tp": 2, "fsdp": "full"}, {"tp": 2, "pp": 2, **PARALLEL}):
         config = tiny.replace(**SMALL | settings | {"dtype": "bfloat16"}, out=str(shared_tmp_path))
         trainer = Trainer(config, world)
         trainer.run()

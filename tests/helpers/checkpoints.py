@@ -1,0 +1,36 @@
+"""What tests of checkpoints share: damage, errors that all ranks raise, actions of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import axonmpi as ax
+
+__all__ = ["flip", "on_first", "refused_on_all"]
+
+
+def flip(path: Path, *offsets: int) -> None:
+    """Change a bit of each of these bytes of a file."""
+    data = bytearray(path.read_bytes())
+    for offset in offsets:
+        data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def on_first(action: Callable[..., object], *args: object) -> None:
+    """Do something on rank 0 when all ranks are here, before any goes on; collective."""
+    ax.barrier()
+    if ax.is_main_process():
+        action(*args)
+    ax.barrier()
+
+
+def refused_on_all(kind: type[Exception], call: Callable[..., object], *args: object) -> str:
+    """Return the message of an error that all ranks raise with the same text; collective."""
+    with pytest.raises(kind) as error:
+        call(*args)
+    (text,) = set(ax.all_gather_object(str(error.value)))
+    return text
