@@ -5,6 +5,7 @@ import threading
 import weakref
 
 import pytest
+from helpers.compare import refused
 
 from axonmpi.checkpoint import background
 from axonmpi.checkpoint.background import Background
@@ -34,7 +35,7 @@ def begun(call):
     return work
 
 
-def failing():
+def fail():
     raise OSError("disk full")
 
 
@@ -50,36 +51,30 @@ def test_a_call_runs_on_a_thread_of_its_own_that_the_process_waits_for(end):
     work.start()
     wait_until(lambda: seen or work.done(), Backoff())
     assert (seen[0].name, seen[0].daemon, work.done()) == ("the save", False, False)
-    with pytest.raises(CollectiveTimeoutError, match=r"^the save is not complete after 0 s$"):
-        work.wait(0)
-    with pytest.raises(ValueError, match="timeout: expected a number"):
-        work.wait("soon")
+    refused(
+        (CollectiveTimeoutError, ValueError),
+        (lambda: work.wait(0), r"^the save is not complete after 0 s$"),
+        (lambda: work.wait("soon"), "timeout: expected a number"),
+    )
     work.check()  # nothing has failed yet, and it does not wait
     end.set()
     work.join()
-    assert work.done()
-    assert work.wait() is None
-    assert work.result() is True
+    assert (work.done(), work.wait(), work.result()) == (True, None, True)
 
 
-@pytest.mark.parametrize("how", ["join", "wait", "settle", "untold", "result"])
-def test_waiting_for_a_call(how, end):
+@pytest.mark.parametrize(
+    ("how", "answer"), [("join", None), ("wait", None), ("settle", None), ("untold", ""), ("result", True)]
+)
+def test_waiting_for_a_call(how, answer, end):
     work = begun(end.wait)
-    timer = threading.Timer(0.01, end.set)
-    timer.start()
-    assert getattr(work, how)() == {"untold": "", "result": True}.get(how)
-    assert work.done()
-    timer.join()
+    threading.Timer(0.01, end.set).start()
+    assert (getattr(work, how)(), work.done()) == (answer, True)
 
 
 def test_a_call_is_forgotten_with_the_memory_that_it_holds():
-    class Held:
-        def __call__(self):
-            pass
-
-    work = Background(held := Held(), "the save")
-    reference = weakref.ref(held)
-    del held
+    call = type("Call", (), {"__call__": lambda self: None})()
+    work, reference = Background(call, "the save"), weakref.ref(call)
+    del call
     work.start()
     work.join()
     gc.collect()
@@ -89,10 +84,10 @@ def test_a_call_is_forgotten_with_the_memory_that_it_holds():
 @pytest.mark.parametrize("error", [OSError("disk full"), SystemExit("disk full")])
 @pytest.mark.parametrize("how", ["wait", "result", "check", "settle", "untold"])
 def test_an_error_is_told_once_but_for_those_who_ask(failed, how, error):
-    def fails():
+    def call():
         raise error
 
-    work = begun(fails)
+    work = begun(call)
     work.join()
     assert failed == {work}
     if how == "untold":
@@ -100,32 +95,26 @@ def test_an_error_is_told_once_but_for_those_who_ask(failed, how, error):
     else:
         with pytest.raises(type(error), match="disk full"):
             getattr(work, how)()
-    assert failed == set()
-    work.check()
-    work.settle()
-    background._tell_at_the_end()
-    assert work.untold() == ""
+    assert (failed, work.untold()) == (set(), "")
+    for hears_nothing in (work.check, work.settle, background._tell_at_the_end):
+        hears_nothing()
     for asks in (work.wait, work.result):
         with pytest.raises(type(error), match="disk full"):
             asks()
 
 
 def test_an_error_that_a_caller_claims_is_left_to_wait(failed):
-    work = begun(failing)
+    work = begun(fail)
     work.claim()
     work.settle()
     work.check()
-    assert failed == {work}
-    assert work.untold() == ""
-    with pytest.raises(OSError, match="disk full"):
-        work.wait()
+    assert (failed, work.untold()) == ({work}, "")
+    refused(OSError, (work.wait, "disk full"))
 
 
 def test_the_end_of_the_program_tells_an_error_that_nobody_was_told(failed):
     assert background._tell_at_the_end in ends._before_finalize
     background._tell_at_the_end()  # nothing has failed
-    begun(failing).join()
-    with pytest.raises(OSError, match="disk full"):
-        background._tell_at_the_end()
+    begun(fail).join()
+    refused(OSError, (background._tell_at_the_end, "disk full"))
     assert failed == set()
-    background._tell_at_the_end()

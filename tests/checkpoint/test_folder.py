@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from helpers.checkpoints import flip, on_first, refused_on_all
+from helpers.compare import refused
 
 import axonmpi as ax
 from axonmpi.checkpoint import folder as folder_module
@@ -64,8 +65,7 @@ def test_the_newest_are_kept_and_loaded(world, shared_tmp_path, blocking):
     root = shared_tmp_path / "deep" / "run"
     folder = ax.CheckpointFolder(root, keep=2)
     model = Model()
-    assert folder.latest() is None
-    assert folder.load_latest(model) is None
+    assert (folder.latest(), folder.load_latest(model)) == (None, None)
     for step in (10, 20, 30, 100_000_000):
         work = folder.save(model.at(step), step=step, extra={"at": step}, blocking=blocking)
         assert (work is None) == blocking
@@ -109,10 +109,8 @@ def test_nothing_is_removed_before_a_save_in_the_background_is_complete(world, s
     on_first(monkeypatch.setattr, folder_module, "save_checkpoint", slow_save)
     work = folder.save(Model(2), step=2, blocking=False)
     if world.rank == 0:
-        with pytest.raises(ax.CollectiveTimeoutError):
-            work.wait(0.05)
-        assert not work.done()
-        assert (shared_tmp_path / "step-00000001").exists()
+        refused(ax.CollectiveTimeoutError, (lambda: work.wait(0.05), "is not complete after 0.05 s"))
+        assert (work.done(), (shared_tmp_path / "step-00000001").exists()) == (False, True)
         may_end.set()
     work.wait()
     assert names(shared_tmp_path) == steps(2)
@@ -194,14 +192,13 @@ def test_the_next_start_removes_what_is_half_written_or_half_deleted(world, shar
 @pytest.mark.ranks(*RANKS)
 def test_what_cannot_be_used_is_refused_on_all_ranks(world, shared_tmp_path):
     last = world.size - 1
-    with pytest.raises(ValueError, match="keep: expected at least 1, got 0"):
-        ax.CheckpointFolder(shared_tmp_path, keep=0)
+    refused(ValueError, (lambda: ax.CheckpointFolder(shared_tmp_path, keep=0), "keep: expected at least 1, got 0"))
     if last:
-        with pytest.raises(ValueError, match=f"first difference is\n  rank 0: root .*a\n  rank {last}: root .*b\n"):
-            ax.CheckpointFolder(shared_tmp_path / ("b" if world.rank == last else "a"))
-    folder = ax.CheckpointFolder(shared_tmp_path)
-    with pytest.raises(TypeError, match="step: expected an integer, got 'ten'"):
-        folder.save(Model(), step="ten" if world.rank == last else 10)
+        message = f"first difference is\n  rank 0: root .*a\n  rank {last}: root .*b\n"
+        own = shared_tmp_path / ("b" if world.rank == last else "a")
+        refused(ValueError, (lambda: ax.CheckpointFolder(own), message))
+    folder, step = ax.CheckpointFolder(shared_tmp_path), "ten" if world.rank == last else 10
+    refused(TypeError, (lambda: folder.save(Model(), step=step), "step: expected an integer, got 'ten'"))
     occupied = shared_tmp_path / "file"
     on_first(occupied.write_text, "somebody's own")
     assert "file: Not a directory" in refused_on_all(ax.CheckpointError, ax.CheckpointFolder, occupied)

@@ -50,21 +50,6 @@ def test_a_layout_loads_what_one_process_wrote_and_writes_the_same_bytes(number,
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize(
-    ("before", "after"), [("fsdp_tp", "pp_dp"), ("pp_tp", "fsdp"), ("tp", "pp_fsdp"), ("hybrid", "dp_tp")]
-)
-def test_training_goes_on_in_another_layout(before, after, world, shared_tmp_path):
-    alone = whole_model(tied=True)
-    expected = train_alone(alone, optimizer_for(alone.parameters()), [*BEFORE, *AFTER])
-    first = laid_out(before, world, tied=True)
-    losses = [first.step(number) for number in BEFORE]
-    ax.save_checkpoint(shared_tmp_path / "it", first.model, first.optimizer, blocking=False).wait()
-    second = laid_out(after, world, tied=True, seed=1)
-    ax.load_checkpoint(shared_tmp_path / "it", second.model, second.optimizer)
-    assert [*losses, *(second.step(number) for number in AFTER)] == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.ranks(2, 4)
 def test_ranks_with_experts_of_their_own_have_a_trunk_in_common(world, shared_tmp_path):
     model = torch.nn.ModuleDict({"trunk": torch.nn.Linear(64, 64), f"expert{world.rank}": torch.nn.Linear(4, 4)})
     for number, parameter in enumerate(model.parameters()):

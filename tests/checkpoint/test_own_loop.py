@@ -15,17 +15,8 @@ from axonmpi.testing import run_ranks
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 28, 4, 3
 STEPS = EPOCHS * SAMPLES // GLOBAL_BATCH
-
-
-class Text(torch.utils.data.Dataset):
-    """Samples that say which they are."""
-
-    def __len__(self):
-        return SAMPLES
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        return index, torch.randn(6, generator=generator)
+DATA = [*enumerate(torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(0)))]
+"""Samples that say which they are."""
 
 
 def train(world, root, log, stop_after, *, wrap=ax.DDP, dropout=0.0):
@@ -34,16 +25,14 @@ def train(world, root, log, stop_after, *, wrap=ax.DDP, dropout=0.0):
     torch.manual_seed(1)  # of dropout, which mock ranks would share
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [10, 20])
-    sampler = ax.DistributedSampler(Text(), seed=5)
+    sampler = ax.DistributedSampler(DATA, seed=5)
     # with the default generator each pass through the loader would take a number that dropout is to have
-    batch, own = GLOBAL_BATCH // world.size, torch.Generator()
-    loader = DataLoader(Text(), batch, sampler=sampler, generator=own)
-    guard = ax.PreemptionGuard(())
+    loader = DataLoader(DATA, GLOBAL_BATCH // world.size, sampler=sampler, generator=torch.Generator())
+    guard, folder = ax.PreemptionGuard(()), ax.CheckpointFolder(root)
     parts = {"scheduler": scheduler, "sampler": sampler}
-    folder = ax.CheckpointFolder(root)
     info = folder.load_latest(model, optimizer, **parts)
-    step = info.step if info else 0
-    for epoch in range(info.epoch if info else 0, EPOCHS):
+    step, first = (info.step, info.epoch) if info else (0, 0)
+    for epoch in range(first, EPOCHS):
         sampler.set_epoch(epoch)
         for ids, x in loader:
             loss = (model(x) - x.sum(1, keepdim=True)).square().mean()

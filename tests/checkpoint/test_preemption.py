@@ -17,13 +17,10 @@ USR1, USR2, TERM = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
 
 
 @pytest.fixture(autouse=True)
-def no_job(monkeypatch):
+def handlers_are_as_before(monkeypatch):
+    """Whatever a guard does, outside of a job."""
     for name in ("SLURM_JOB_END_TIME", "AXONMPI_STOP_SIGNAL"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture(autouse=True)
-def handlers_are_as_before():
     before = {number: signal.getsignal(number) for number in (USR1, USR2, TERM)}
     yield
     assert {number: signal.getsignal(number) for number in before} == before
@@ -89,14 +86,16 @@ def test_ranks_of_a_group_stop_for_themselves(world):
 # ---- signals ----------------------------------------------------------------------------------------------------
 
 
-def test_signals_only_set_the_flag_however_often_they_come():
-    for number in (TERM, USR1):
-        with alone() as guard:
-            assert not guard.stop_requested()
-            for _ in range(3):
-                signal.raise_signal(number)
-            assert guard.stop_requested()
+@pytest.mark.parametrize(
+    ("number", "settings"), [(TERM, {}), (USR1, {}), (signal.SIGINT, {"signals": [signal.SIGINT]})]
+)
+def test_signals_only_set_the_flag_however_often_they_come(number, settings):
+    with alone(**settings) as guard:
+        assert not guard.stop_requested()
+        for _ in range(3):
             signal.raise_signal(number)
+        assert guard.stop_requested()
+        signal.raise_signal(number)
 
 
 def test_the_environment_names_another_signal(monkeypatch):
@@ -108,8 +107,7 @@ def test_the_environment_names_another_signal(monkeypatch):
             assert guard.stop_requested()
     for name in ("KILL", "USR3", "10"):
         monkeypatch.setenv("AXONMPI_STOP_SIGNAL", name)
-        with pytest.raises(ValueError, match=f"AXONMPI_STOP_SIGNAL: .* such as USR1, got '{name}'"):
-            alone()
+        refused(ValueError, (alone, f"AXONMPI_STOP_SIGNAL: .* such as USR1, got '{name}'"))
 
 
 def test_a_handler_that_was_there_is_called_and_comes_back():
@@ -131,12 +129,6 @@ def test_a_handler_that_was_there_is_called_and_comes_back():
         assert signal.getsignal(USR1) == signal.SIG_IGN
     finally:
         signal.signal(USR1, before)
-
-
-def test_an_interrupt_that_is_handled_does_not_interrupt():
-    with alone(signals=[signal.SIGINT]) as guard:
-        signal.raise_signal(signal.SIGINT)
-        assert guard.stop_requested()
 
 
 def ended_by(number: int) -> int:

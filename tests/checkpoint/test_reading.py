@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import flip, on_first, refused_on_all
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import axonmpi as ax
 from axonmpi.checkpoint.files.checksums import BLOCK_BYTES
 from axonmpi.checkpoint.files.tensor_file import TensorSpec, lay_out, read_header
-from axonmpi.checkpoint.parts.boxes import Box, boxes_of_range
+from axonmpi.checkpoint.parts.boxes import Box
 from axonmpi.checkpoint.parts.part import Part, Piece, whole_part
 from axonmpi.checkpoint.ranks import CheckpointRanks, ranks_of
 from axonmpi.checkpoint.reading import read_parts
@@ -106,30 +105,6 @@ def test_any_division_is_read_from_files_of_any_other(world, seed, dtype, shared
     parts = parts_of(world.rank, world.size, blank(tensors, dtype), seed + 1)
     window = (1 if dtype is None else 3) * BLOCK_BYTES
     check_values(read(world, folder, job.files, parts, sums_in(folder), window_bytes=window), tensors)
-
-
-@pytest.mark.ranks(1, 2, 4)
-def test_ranges_of_elements_over_row_shards_and_columns(world, shared_tmp_path):
-    tensors = {"rows": random_tensor(600, 2000), "columns": random_tensor(4, 300, 1001)}
-    file = save(shared_tmp_path, tensors)
-    parts = []
-    for name, tensor in tensors.items():
-        dim = 0 if name == "rows" else tensor.dim() - 1
-        shard = Box.whole(tensor.shape)
-        extent = tensor.shape[dim] // 2
-        start, size = list(shard.start), list(shard.size)
-        start[dim], size[dim] = world.rank % 2 * extent, extent
-        count = (world.size + 1) // 2  # as FSDP over tensor parallelism on two ranks has it
-        numel = int(np.prod(size))
-        bounds = numel * (world.rank // 2) // count, numel * (world.rank // 2 + 1) // count
-        memory = torch.full([bounds[1] - bounds[0]], -1.0)
-        pieces, at = [], 0
-        for box in boxes_of_range(size, *bounds):
-            placed = Box(tuple(a + b for a, b in zip(box.start, start, strict=True)), box.size)
-            pieces.append(Piece(placed, memory[at : at + box.numel].view(box.size)))
-            at += box.numel
-        parts.append(Part(name, tuple(tensor.shape), tensor.dtype, pieces))
-    check_values(read(world, shared_tmp_path, [file], parts, window_bytes=BLOCK_BYTES), tensors)
 
 
 @pytest.mark.ranks(2)
@@ -260,9 +235,7 @@ def test_damage_is_found_by_its_checksum_on_all_ranks(world, shared_tmp_path):
     offsets = [file.entries["columns"].start + 5, file.entries["long"].stop - 1]
     on_first(flip, folder / "model.safetensors", *offsets)
     parts = whole_parts(tensors)
-    text = refused_on_all(
-        CheckpointError, lambda: read(world, folder, [file], parts, sums, window_bytes=BLOCK_BYTES)
-    )
+    text = refused_on_all(CheckpointError, read, world, folder, [file], parts, sums, window_bytes=BLOCK_BYTES)
     assert text.count("the file is damaged") == 2
     starts = [f"bytes {offset // BLOCK_BYTES * BLOCK_BYTES} to" for offset in offsets]
     assert all(part in text for part in ("'columns'", "'long'", str(folder / "model.safetensors"), *starts))
@@ -289,8 +262,7 @@ def test_a_file_that_is_not_what_it_was(world, message, shared_tmp_path):
     file = save(shared_tmp_path, tensors)
     on_first(CHANGES[message], shared_tmp_path / file.name)
     text = refused_on_all(CheckpointError, read, world, shared_tmp_path, [file], whole_parts(tensors))
-    assert message in text
-    assert str(shared_tmp_path / file.name) in text
+    assert [part for part in (message, str(shared_tmp_path / file.name)) if part not in text] == []
     assert len(text.splitlines()) == 1
 
 
@@ -301,9 +273,7 @@ def test_what_fails_on_one_rank_fails_on_all(world, shared_tmp_path):
     (part,) = whole_parts(tensors)
     if world.rank == 1:
         part = Part("a", part.shape, part.dtype, [Piece(Box.whole(part.shape), torch.zeros(7))])
-    text = refused_on_all(
-        CheckpointError, lambda: read(world, shared_tmp_path, [file], [part], window_bytes=BLOCK_BYTES)
-    )
+    text = refused_on_all(CheckpointError, read, world, shared_tmp_path, [file], [part], window_bytes=BLOCK_BYTES)
     assert text.startswith("rank 1: ")
     if world.rank != 1:
         check_values([part], tensors)

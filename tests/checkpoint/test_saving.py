@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from helpers.checkpoints import on_first
-from helpers.compare import assert_equal
+from helpers.compare import assert_equal, refused
 from helpers.models import built
 from safetensors.torch import load_file
 from torch import nn
@@ -48,29 +48,18 @@ def held(monkeypatch):
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("wrap", [ax.DDP, ax.FSDP])
 def test_the_values_are_those_of_the_call(wrap, world, shared_tmp_path):
-    model = network(wrap)
+    model, before, beside = network(wrap), shared_tmp_path / "before", shared_tmp_path / "beside"
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     train(model, optimizer, 2)
-    if wrap is ax.FSDP:
-        values, state = model.full_state_dict(), model.full_optimizer_state_dict(optimizer)["state"]
-    else:
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        values, state = model.state_dict(), {names[p]: kept for p, kept in optimizer.state.items()}
-    values, buffers = copied(values), copied(dict(model.named_buffers()))
-    averages = {f"{name}.exp_avg": kept["exp_avg"].clone() for name, kept in state.items()}
-    work = ax.save_checkpoint(shared_tmp_path / "it", model, optimizer, step=2, blocking=False)
+    ax.save_checkpoint(before, model, optimizer, step=2)
+    work = ax.save_checkpoint(beside, model, optimizer, step=2, blocking=False)
     train(model, optimizer, 3)
     work.wait()
     assert work.done()
     optimizer.register_step_pre_hook(lambda *_: None)  # while torch goes through hooks, none may be removed
     train(model, optimizer)
-    found = load_file(shared_tmp_path / "it/model.safetensors")
-    assert found.keys() == values.keys()
-    for name, value in values.items():
-        if name not in buffers or world.rank == 0:  # the others' running means are their own
-            assert torch.equal(found[name], buffers.get(name, value)), name
-    kept = load_file(shared_tmp_path / "it/optimizer.safetensors")
-    assert_equal({name: kept[name] for name in averages}, averages)
+    for name in ("model.safetensors", "optimizer.safetensors", "random.safetensors"):
+        assert (beside / name).read_bytes() == (before / name).read_bytes(), name
 
 
 @pytest.mark.ranks(1)
@@ -136,27 +125,15 @@ def test_what_forward_changes_is_copied_at_the_call(world, tmp_path, held):
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_failed_save_is_told_by_the_next_step_and_training_goes_on(world, shared_tmp_path, monkeypatch):
+def test_a_failed_save_is_told_by_the_next_step_and_training_goes_on(world, shared_tmp_path):
     model, path = network(ax.DDP), shared_tmp_path / "it"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    on_first(path.mkdir)
+    ax.save_checkpoint(path, model, optimizer, blocking=False).join()
+    refused(CheckpointError, (lambda: train(model, optimizer), "no checkpoint, so it is not replaced"))
     train(model, optimizer)
-    ax.save_checkpoint(path, model, optimizer, step=1)
-    before = (path / "model.safetensors").read_bytes()
-
-    def full(descriptor, data, offset):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        on_first(patched.setattr, os, "pwrite", full)
-        work = ax.save_checkpoint(path, model, optimizer, step=2, blocking=False)
-        work.join()
-        ax.barrier()
-    with pytest.raises(CheckpointError, match="No space left on device"):
-        train(model, optimizer)
-    train(model, optimizer)
-    assert (path / "model.safetensors").read_bytes() == before
-    ax.save_checkpoint(path, model, optimizer, step=3)
-    assert (path / "model.safetensors").read_bytes() != before
+    on_first(path.rmdir)
+    ax.save_checkpoint(path, model, optimizer)
     assert os.listdir(shared_tmp_path) == ["it"]
 
 
@@ -169,7 +146,7 @@ def test_the_next_save_waits_and_tells(world, tmp_path):
     second.wait()
     (tmp_path / "two/state.json").unlink()  # it is no checkpoint any more
     ax.save_checkpoint(tmp_path / "two", model, blocking=False)
-    with pytest.raises(CheckpointError, match="no checkpoint, so it is not replaced"):
-        ax.save_checkpoint(tmp_path / "three", model)
+    save = lambda: ax.save_checkpoint(tmp_path / "three", model)  # noqa: E731
+    refused(CheckpointError, (save, "no checkpoint, so it is not replaced"))
     ax.save_checkpoint(tmp_path / "three", model)
     assert sorted(os.listdir(tmp_path)) == ["one", "three", "two"]

@@ -28,9 +28,9 @@ def on_first(action: Callable[..., object], *args: object) -> None:
     ax.barrier()
 
 
-def refused_on_all(kind: type[Exception], call: Callable[..., object], *args: object) -> str:
+def refused_on_all(kind: type[Exception], call: Callable[..., object], *args: object, **options: object) -> str:
     """Return the message of an error that all ranks raise with the same text; collective."""
     with pytest.raises(kind) as error:
-        call(*args)
+        call(*args, **options)
     (text,) = set(ax.all_gather_object(str(error.value)))
     return text

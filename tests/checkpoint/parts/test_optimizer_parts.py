@@ -177,16 +177,17 @@ def test_parameters_without_state_get_none(world: ax.World) -> None:
 @pytest.mark.ranks(1)
 def test_options_come_back_in_the_types_of_the_optimizer(world: ax.World) -> None:
     model = nn.Linear(2, 2)
-    make = functools.partial(torch.optim.AdamW, model.parameters(), betas=(0.8, 0.9))
-    for rate, rate_before in ((torch.tensor(0.1), 0.5), (0.5, torch.tensor(0.1))):
-        source, target = make(lr=rate, foreach=False), make(lr=rate_before, foreach=True)
+    make = functools.partial(torch.optim.AdamW, [*model.parameters()], betas=(0.8, 0.9))
+    both = (torch.tensor(0.1), False), (0.5, True)
+    for (rate, foreach), (rate_before, foreach_before) in (both, both[::-1]):
+        source, target = make(lr=rate, foreach=foreach), make(lr=rate_before, foreach=foreach_before)
         others = {"initial_lr": 0.25, "note": None, "bounds": (1, math.inf), "count": 3}
         source.param_groups[0] |= {**others, "count": np.int64(3)}
         load(world, model, target, *saved(world, model, source))
         found = target.param_groups[0]
         assert type(found["lr"]) is type(rate_before)
         assert float(found["lr"]) == float(rate)
-        assert (found["foreach"], found["betas"]) == (True, (0.8, 0.9))
+        assert (found["foreach"], found["betas"]) == (foreach_before, (0.8, 0.9))
         assert {name: found[name] for name in others} == others
 
 

@@ -77,18 +77,18 @@ def test_a_bucket_takes_what_fits_and_is_reduced_as_one(group) -> None:
     assert bucket.is_empty
 
 
-def test_a_synchronizer_takes_what_was_added(group) -> None:
-    for strategy in GradSyncStrategy:
-        synchronizer = ax.GradientSynchronizer(strategy, 100)
-        assert synchronizer.strategy is strategy
-        synchronizer.prepare(10)
-        synchronizer.sync_all(group)  # nothing to do
-        assert synchronizer.gradients() == []
-        synchronizer.clear()
-        synchronizer.add_gradient(0, torch.tensor([1.0, 2.0]) * group.rank)
-        synchronizer.sync_all(group)
-        factor = group.rank if strategy is GradSyncStrategy.NO_SYNC else 0.5
-        assert [each.tolist() for each in synchronizer.gradients()] == [[factor, 2 * factor]]
+@pytest.mark.parametrize("strategy", GradSyncStrategy)
+def test_a_synchronizer_takes_what_was_added(group, strategy) -> None:
+    synchronizer = ax.GradientSynchronizer(strategy, 100)
+    assert synchronizer.strategy is strategy
+    synchronizer.prepare(10)
+    synchronizer.sync_all(group)  # nothing to do
+    assert synchronizer.gradients() == []
+    synchronizer.clear()
+    synchronizer.add_gradient(0, torch.tensor([1.0, 2.0]) * group.rank)
+    synchronizer.sync_all(group)
+    factor = group.rank if strategy is GradSyncStrategy.NO_SYNC else 0.5
+    assert [each.tolist() for each in synchronizer.gradients()] == [[factor, 2 * factor]]
 
 
 # ---- fully sharded data parallelism, divided layers ---------------------------------------------------------

@@ -111,9 +111,8 @@ def _parent(monkeypatch):
 
 def test_a_terminal_and_a_pipe_of_our_own(tmp_path, terminal, pipe):
     nothing = tmp_path / "none"
-    assert terminal_width(terminal[1], nothing) == 77
-    assert terminal_width(pipe, nothing) is None
-    assert terminal_width(io.StringIO(), nothing) is None
+    widths = [terminal_width(stream, nothing) for stream in (terminal[1], pipe, io.StringIO())]
+    assert widths == [77, None, None]
 
 
 def test_behind_a_launcher_its_output_counts(tmp_path, terminal, pipe):
