@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import axonmpi as ax
 
-__all__ = ["flip", "on_first", "refused_on_all"]
+__all__ = ["by_name", "flip", "on_first", "refused_on_all"]
+
+
+def by_name(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Sort values that come in the order of some file."""
+    return dict(sorted(values.items()))
 
 
 def flip(path: Path, *offsets: int) -> None:

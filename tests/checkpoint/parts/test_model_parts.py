@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.assembled import assembled, fill
+from helpers.checkpoints import by_name
 from helpers.compare import assert_equal, refused
 from helpers.layouts import LAYOUTS, laid_out, whole_model
 from helpers.models import ZOO, built
@@ -34,7 +35,7 @@ def check(world: ax.World, model: nn.Module, expected: dict[str, Tensor], aliase
     with found.stable():
         tensors = assembled(world, found.parts)
     assert joined(world, found.aliases) == aliases
-    assert_equal(dict(sorted(tensors.items())), {name: expected[name] for name in sorted({*expected} - {*aliases})})
+    assert_equal(by_name(tensors), {name: expected[name] for name in sorted({*expected} - {*aliases})})
 
 
 def check_loading(world: ax.World, model: nn.Module, values: dict[str, Tensor]) -> None:
