@@ -6,6 +6,8 @@ import threading
 
 import pytest
 import torch
+from helpers.checkpoints import flip, on_first, refused_on_all
+from helpers.compare import refused
 
 import axonmpi as ax
 from axonmpi.checkpoint import folder as folder_module
@@ -21,9 +23,8 @@ class Model(torch.nn.Linear):
         self.at(step)
 
     def at(self, step):
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.fill_(step)
+        for parameter in self.parameters():
+            torch.nn.init.constant_(parameter, step)
         return self
 
     @property
@@ -45,10 +46,12 @@ def steps(*numbers):
     return [*([f"latest -> step-{max(numbers):08}"] if numbers else []), *(f"step-{n:08}" for n in sorted(numbers))]
 
 
-def alone():
-    """On rank 0 only, before the others go on."""
-    ax.barrier()
-    return ax.is_main_process()
+def saved(root, *numbers, **settings):
+    """A folder with a checkpoint of each of these steps."""
+    folder = ax.CheckpointFolder(root, **settings)
+    for step in numbers:
+        folder.save(Model(step), step=step)
+    return folder
 
 
 def warned(recorded):
@@ -62,8 +65,7 @@ def test_the_newest_are_kept_and_loaded(world, shared_tmp_path, blocking):
     root = shared_tmp_path / "deep" / "run"
     folder = ax.CheckpointFolder(root, keep=2)
     model = Model()
-    assert folder.latest() is None
-    assert folder.load_latest(model) is None
+    assert (folder.latest(), folder.load_latest(model)) == (None, None)
     for step in (10, 20, 30, 100_000_000):
         work = folder.save(model.at(step), step=step, extra={"at": step}, blocking=blocking)
         assert (work is None) == blocking
@@ -80,17 +82,13 @@ def test_the_newest_are_kept_and_loaded(world, shared_tmp_path, blocking):
 
 @pytest.mark.ranks(*RANKS)
 def test_all_are_kept_on_demand(world, shared_tmp_path):
-    folder = ax.CheckpointFolder(shared_tmp_path, keep=None)
-    for step in range(5):
-        folder.save(Model(step), step=step)
+    saved(shared_tmp_path, *range(5), keep=None)
     assert names(shared_tmp_path) == steps(*range(5))
 
 
 @pytest.mark.ranks(*RANKS)
 def test_a_run_that_has_gone_back_removes_what_came_later(world, shared_tmp_path):
-    folder = ax.CheckpointFolder(shared_tmp_path, keep=2)
-    for step in (1, 2, 3, 4):
-        folder.save(Model(step), step=step)
+    folder = saved(shared_tmp_path, 1, 2, 3, 4, keep=2)
     folder.save(Model(2), step=2, extra="again")
     assert names(shared_tmp_path) == steps(2)
     assert folder.load_latest(Model()).extra == "again"
@@ -98,26 +96,21 @@ def test_a_run_that_has_gone_back_removes_what_came_later(world, shared_tmp_path
 
 @pytest.mark.ranks(2)
 def test_nothing_is_removed_before_a_save_in_the_background_is_complete(world, shared_tmp_path, monkeypatch):
-    folder = ax.CheckpointFolder(shared_tmp_path, keep=1)
-    folder.save(Model(1), step=1)
+    folder = saved(shared_tmp_path, 1, keep=1)
     may_end = threading.Event()
     real = folder_module.save_checkpoint
 
     def slow_save(*args, **settings):
         work = real(*args, **settings)
-        if ax.get_rank() == 0:
+        if ax.is_main_process():
             monkeypatch.setattr(work, "join", lambda: (may_end.wait(), type(work).join(work)))
         return work
 
-    if alone():
-        monkeypatch.setattr(folder_module, "save_checkpoint", slow_save)
-    ax.barrier()
+    on_first(monkeypatch.setattr, folder_module, "save_checkpoint", slow_save)
     work = folder.save(Model(2), step=2, blocking=False)
     if world.rank == 0:
-        with pytest.raises(ax.CollectiveTimeoutError):
-            work.wait(0.05)
-        assert not work.done()
-        assert (shared_tmp_path / "step-00000001").exists()
+        refused(ax.CollectiveTimeoutError, (lambda: work.wait(0.05), "is not complete after 0.05 s"))
+        assert (work.done(), (shared_tmp_path / "step-00000001").exists()) == (False, True)
         may_end.set()
     work.wait()
     assert names(shared_tmp_path) == steps(2)
@@ -132,77 +125,62 @@ def cut_off(path):
 
 
 def flip_a_bit(path):
-    with (path / "model.safetensors").open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        last = file.read(1)[0]
-        file.seek(-1, os.SEEK_END)
-        file.write(bytes([last ^ 1]))
+    flip(path / "model.safetensors", -1)
 
 
-def empty_state(path):
-    os.truncate(path / "state.json", 0)
-
-
-def lose_the_state(path):
-    (path / "state.json").unlink()
-
-
-def lose_the_model(path):
-    (path / "model.safetensors").unlink()
+DAMAGES = {
+    "cut off": cut_off,
+    "a bit": flip_a_bit,
+    "empty state": lambda path: os.truncate(path / "state.json", 0),
+    "no state": lambda path: (path / "state.json").unlink(),
+    "no model": lambda path: (path / "model.safetensors").unlink(),
+}
 
 
 @pytest.mark.ranks(*RANKS)
-@pytest.mark.parametrize("damage", [cut_off, flip_a_bit, empty_state, lose_the_state, lose_the_model])
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.filterwarnings("default::RuntimeWarning")
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(world, shared_tmp_path, damage, recwarn):
-    folder = ax.CheckpointFolder(shared_tmp_path, keep=2)
-    for step in (1, 2, 3):
-        folder.save(Model(step), step=step)
-    if alone():
-        damage(shared_tmp_path / "step-00000003")
-    ax.barrier()
+    saved(shared_tmp_path, 1, 2, 3, keep=2)
+    on_first(DAMAGES[damage], shared_tmp_path / "step-00000003")
     again = ax.CheckpointFolder(shared_tmp_path, keep=2)
     model = Model()
     assert again.load_latest(model).step == model.step == 2
     assert "step-00000003" in warned(recwarn)
     again.save(model.at(4), step=4)
     assert again.latest().name == "step-00000004"
-    # a damaged one does not count among those that are kept
-    expected = {flip_a_bit: (3, 4)}.get(damage, (2, 3, 4))
-    assert names(shared_tmp_path) == steps(*expected)
+    # a damaged one does not count among those that are kept, if its size shows that it is
+    assert names(shared_tmp_path) == steps(*((3, 4) if damage == "a bit" else (2, 3, 4)))
 
 
 @pytest.mark.ranks(*RANKS)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_if_all_are_damaged_nothing_begins_anew(world, shared_tmp_path):
-    folder = ax.CheckpointFolder(shared_tmp_path)
-    for step in (1, 2):
-        folder.save(Model(step), step=step)
+    folder = saved(shared_tmp_path, 1, 2)
     for damage, message in ((flip_a_bit, "step-00000001"), (cut_off, "none of the 2 checkpoints in it is whole")):
-        if alone():
-            for step in (1, 2):
-                damage(shared_tmp_path / f"step-{step:08}")
-        ax.barrier()
-        with pytest.raises(ax.CheckpointError, match=message):
-            folder.load_latest(Model())
+        for step in (1, 2):
+            on_first(damage, shared_tmp_path / f"step-{step:08}")
+        assert message in refused_on_all(ax.CheckpointError, folder.load_latest, Model())
 
 
 # ---- what a killed job leaves -----------------------------------------------------------------------------------
 
 
+def killed_while_saving(root):
+    """Leave step 2, and step 3 as it is while another one takes its place."""
+    shutil.copytree(root / "step-00000003", root / "step-00000004.partial")
+    (root / "step-00000001").rename(root / "step-00000001.deleted")
+    (root / "step-00000003").rename(root / "step-00000003.previous")
+    (root / "latest").unlink()
+    (root / "latest").symlink_to("step-00000002")
+    (root / "latest.partial").symlink_to("step-00000003")
+    (root / "notes.partial").write_text("somebody's own")
+
+
 @pytest.mark.ranks(*RANKS)
 def test_the_next_start_removes_what_is_half_written_or_half_deleted(world, shared_tmp_path):
-    folder = ax.CheckpointFolder(shared_tmp_path)
-    for step in (1, 2, 3):
-        folder.save(Model(step), step=step)
-    if alone():
-        shutil.copytree(shared_tmp_path / "step-00000003", shared_tmp_path / "step-00000004.partial")
-        (shared_tmp_path / "step-00000001").rename(shared_tmp_path / "step-00000001.deleted")
-        (shared_tmp_path / "step-00000003").rename(shared_tmp_path / "step-00000003.previous")  # while replaced
-        (shared_tmp_path / "latest").unlink()
-        (shared_tmp_path / "latest").symlink_to("step-00000002")
-        (shared_tmp_path / "latest.partial").symlink_to("step-00000003")
-        (shared_tmp_path / "notes.partial").write_text("somebody's own")
+    saved(shared_tmp_path, 1, 2, 3)
+    on_first(killed_while_saving, shared_tmp_path)
     again = ax.CheckpointFolder(shared_tmp_path)
     assert names(shared_tmp_path) == ["latest -> step-00000003", "notes.partial", "step-00000002", "step-00000003"]
     assert again.load_latest(Model()).step == 3
@@ -212,43 +190,30 @@ def test_the_next_start_removes_what_is_half_written_or_half_deleted(world, shar
 
 
 @pytest.mark.ranks(*RANKS)
-def test_bad_arguments_are_refused_on_all_ranks(world, shared_tmp_path):
+def test_what_cannot_be_used_is_refused_on_all_ranks(world, shared_tmp_path):
     last = world.size - 1
-    with pytest.raises(ValueError, match="keep: expected at least 1, got 0"):
-        ax.CheckpointFolder(shared_tmp_path, keep=0)
+    refused(ValueError, (lambda: ax.CheckpointFolder(shared_tmp_path, keep=0), "keep: expected at least 1, got 0"))
     if last:
-        with pytest.raises(ValueError, match=f"first difference is\n  rank 0: root .*a\n  rank {last}: root .*b\n"):
-            ax.CheckpointFolder(shared_tmp_path / ("b" if world.rank == last else "a"))
-    folder = ax.CheckpointFolder(shared_tmp_path)
-    with pytest.raises(TypeError, match="step: expected an integer, got 'ten'"):
-        folder.save(Model(), step="ten" if world.rank == last else 10)
-
-
-@pytest.mark.ranks(*RANKS)
-def test_a_folder_that_cannot_be_used_is_an_error_on_all_ranks(world, shared_tmp_path):
+        message = f"first difference is\n  rank 0: root .*a\n  rank {last}: root .*b\n"
+        own = shared_tmp_path / ("b" if world.rank == last else "a")
+        refused(ValueError, (lambda: ax.CheckpointFolder(own), message))
+    folder, step = ax.CheckpointFolder(shared_tmp_path), "ten" if world.rank == last else 10
+    refused(TypeError, (lambda: folder.save(Model(), step=step), "step: expected an integer, got 'ten'"))
     occupied = shared_tmp_path / "file"
-    if alone():
-        occupied.write_text("somebody's own")
-    ax.barrier()
-    with pytest.raises(ax.CheckpointError, match=r"file.*Not a directory"):
-        ax.CheckpointFolder(occupied)
+    on_first(occupied.write_text, "somebody's own")
+    assert "file: Not a directory" in refused_on_all(ax.CheckpointError, ax.CheckpointFolder, occupied)
 
 
 @pytest.mark.ranks(*RANKS)
 def test_a_save_that_fails_leaves_what_was_there_and_the_next_one_works(world, shared_tmp_path):
-    folder = ax.CheckpointFolder(shared_tmp_path, keep=1)
-    folder.save(Model(1), step=1)
+    folder = saved(shared_tmp_path, 1, keep=1)
     blocked = shared_tmp_path / "step-00000002.partial"
-    if alone():
-        blocked.write_text("in the way")
-    ax.barrier()
+    on_first(blocked.write_text, "in the way")
     for blocking in (True, False):
         with pytest.raises(ax.CheckpointError, match="step-00000002: the checkpoint was not written"):
             folder.save(Model(2), step=2, blocking=blocking).wait()
     assert names(shared_tmp_path) == [*steps(1), blocked.name]
-    if alone():
-        blocked.unlink()
-    ax.barrier()
+    on_first(blocked.unlink)
     folder.save(Model(2), step=2)
     assert names(shared_tmp_path) == steps(2)
 
@@ -256,15 +221,13 @@ def test_a_save_that_fails_leaves_what_was_there_and_the_next_one_works(world, s
 @pytest.mark.ranks(*RANKS)
 @pytest.mark.filterwarnings("default::RuntimeWarning")
 def test_older_ones_that_cannot_be_removed_are_a_warning(world, shared_tmp_path, monkeypatch, recwarn):
-    folder = ax.CheckpointFolder(shared_tmp_path, keep=1)
-    folder.save(Model(1), step=1)
+    folder = saved(shared_tmp_path, 1, keep=1)
 
     def refuse(path):
         raise PermissionError(1, "Operation not permitted", str(path))
 
     with monkeypatch.context() as patch:
-        if alone():  # who tidies up
-            patch.setattr(folder_module.shutil, "rmtree", refuse)
+        on_first(patch.setattr, folder_module.shutil, "rmtree", refuse)  # rank 0 tidies up
         folder.save(Model(2), step=2)
         ax.barrier()
     assert "step-00000001.deleted: Operation not permitted" in warned(recwarn)

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.checkpoints import flip, on_first, refused_on_all
+from helpers.compare import assert_equal
 from helpers.layouts import laid_out, optimizer_for, train_alone, whole_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -25,23 +27,14 @@ def copied(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def same(model: nn.Module, values: dict[str, Tensor]) -> bool:
-    return all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
-
-
-def refused(kind: type[Exception], call: Any) -> str:
-    """Return the message of an error that all ranks raise with the same text."""
-    with pytest.raises(kind) as error:
-        call()
-    (text,) = set(ax.all_gather_object(str(error.value)))
-    return str(text)
-
-
-def only_on_first(world: ax.World, action: Any) -> None:
-    ax.barrier()
-    if world.rank == 0:
-        action()
-    ax.barrier()
+def refused(
+    kind: type[Exception], messages: list[str], path: Path, model: nn.Module, *others: Any, **options: Any
+) -> None:
+    """Check that loading is refused on all ranks with texts that match, and leaves the model as it was."""
+    before = copied(model)
+    text = refused_on_all(kind, load_checkpoint, path, model, *others, **options)
+    assert [message for message in messages if not re.search(message, text)] == [], text
+    assert_equal(model.state_dict(), before)
 
 
 def trained(folder: Path, **options: Any) -> nn.Module:
@@ -60,28 +53,23 @@ def trained(folder: Path, **options: Any) -> nn.Module:
     ("many", "few"),
     [("fsdp_tp", "pp"), ("pp_tp", "fsdp"), ("hybrid", "tp"), ("pp_fsdp", "ddp"), ("dp_tp", "offload")],
 )
-@pytest.mark.parametrize("fewer", [True, False])
 @pytest.mark.ranks(4)
-def test_training_goes_on_with_fewer_or_more_ranks(
-    world: ax.World, many: str, few: str, fewer: bool, shared_tmp_path: Path
+def test_training_goes_on_with_fewer_and_then_with_more_ranks(
+    world: ax.World, many: str, few: str, shared_tmp_path: Path
 ) -> None:
-    alone = whole_model()
-    expected = train_alone(alone, optimizer_for(alone.parameters()), range(4))
-    half = world.subworld(2)
-    first, second = ((world, many), (half, few)) if fewer else ((half, few), (world, many))
-    if first[0] is not None:
-        laid = laid_out(first[1], first[0])
-        losses = [laid.step(number) for number in range(2)]
-        group = first[0].default_group
-        save_checkpoint(shared_tmp_path / "it", laid.model, laid.optimizer, step=2, group=group)
-        assert losses == pytest.approx(expected[:2], abs=1e-5)
-    ax.barrier()
-    if second[0] is not None:
-        laid = laid_out(second[1], second[0], seed=1)
-        group = second[0].default_group
-        info = load_checkpoint(shared_tmp_path / "it", laid.model, laid.optimizer, random=False, group=group)
-        assert info.layout["ranks"] == (4 if fewer else 2)
-        assert [laid.step(number) for number in (2, 3)] == pytest.approx(expected[2:], abs=1e-5)
+    """Four ranks begin, two of them go on, all of them end."""
+    alone = whole_model(tied=True)
+    expected = train_alone(alone, optimizer_for(alone.parameters()), range(3))
+    half, path = world.subworld(2), shared_tmp_path / "it"
+    for step, (of, layout) in enumerate(((world, many), (half, few), (world, many))):
+        if of is not None:
+            laid, group = laid_out(layout, of, tied=True, seed=step), of.default_group
+            if step:
+                info = load_checkpoint(path, laid.model, laid.optimizer, random=False, group=group)
+                assert info.layout["ranks"] == (4 if step == 1 else 2)
+            assert laid.step(step) == pytest.approx(expected[step], abs=1e-5)
+            save_checkpoint(path, laid.model, laid.optimizer, blocking=False, group=group).wait()
+        ax.barrier()
 
 
 # ---- all that a checkpoint has ----------------------------------------------------------------------------------
@@ -94,30 +82,26 @@ def test_everything_comes_back(world: ax.World, shared_tmp_path: Path) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3, 3])
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
-        return model, optimizer, schedule, scaler, ax.DistributedSampler(range(40), seed=3)
+        sampler = ax.DistributedSampler(range(40), seed=3)
+        return (model, optimizer), {"scheduler": schedule, "scaler": scaler, "sampler": sampler}
 
-    model, optimizer, schedule, scaler, sampler = make()
-    scaler.scale(torch.ones(()))
-    scaler.update(64.0)
+    (model, optimizer), others = make()
+    others["scaler"].scale(torch.ones(()))
+    others["scaler"].update(64.0)
     for _ in range(2):
         optimizer.step()
-        schedule.step()
-    next(iter(sampler))
+        others["scheduler"].step()
+    next(iter(others["sampler"]))
     extra = {"best": 0.5, "shape": (3, 4), 7: torch.tensor([1.5])}
-    path = shared_tmp_path / "it"
-    save_checkpoint(
-        path, model, optimizer, step=7, epoch=2, scheduler=schedule, scaler=scaler, sampler=sampler, extra=extra
-    )
-    made = make()
-    info = load_checkpoint(path, made[0], made[1], scheduler=made[2], scaler=made[3], sampler=made[4])
+    save_checkpoint(shared_tmp_path / "it", model, optimizer, step=7, epoch=2, extra=extra, **others)
+    again, its_others = make()
+    info = load_checkpoint(shared_tmp_path / "it", *again, **its_others)
     assert isinstance(info, CheckpointInfo)
-    assert (info.step, info.epoch, info.extra) == (7, 2, extra)
-    assert info.layout["ranks"] == world.size
-    assert made[2].state_dict() == schedule.state_dict()
-    assert made[3].state_dict() == scaler.state_dict()
-    assert made[4].state_dict() == sampler.state_dict()
-    assert made[1].param_groups[0]["lr"] == pytest.approx(0.1)
-    assert same(made[0], copied(model))
+    assert (info.step, info.epoch, info.extra, info.layout["ranks"]) == (7, 2, extra, world.size)
+    for name, stateful in others.items():
+        assert its_others[name].state_dict() == stateful.state_dict()
+    assert again[1].param_groups[0]["lr"] == pytest.approx(0.1)
+    assert_equal(again[0].state_dict(), model.state_dict())
 
 
 @pytest.mark.real_ranks
@@ -141,98 +125,95 @@ def test_each_rank_goes_on_with_its_own_random_numbers(world: ax.World, shared_t
     assert drawn() == expected
 
 
-class WithExtra(nn.Linear):
-    """A module that adds to its state dict."""
+class Noted(nn.Linear):
+    """A layer that adds to its state dict."""
 
-    count = 0
+    note: Any = None
 
     def get_extra_state(self) -> Any:
-        return {"count": self.count}
+        return self.note
 
     def set_extra_state(self, state: Any) -> None:
-        self.count = state["count"]
+        self.note = state
 
 
-@pytest.mark.ranks(1, 2)
-def test_what_modules_add_to_their_state_comes_back(world: ax.World, shared_tmp_path: Path) -> None:
-    model = nn.Sequential(WithExtra(2, 2))
-    model[0].count = 5
-    save_checkpoint(shared_tmp_path / "it", ax.DDP(model))
-    loaded = nn.Sequential(WithExtra(2, 2))
-    load_checkpoint(shared_tmp_path / "it", ax.FSDP(loaded))
-    assert loaded[0].count == 5
-    plain = nn.Sequential(nn.Linear(2, 2))
-    call = lambda **options: load_checkpoint(shared_tmp_path / "it", plain, **options)  # noqa: E731
-    assert "the model has not: '0._extra_state'" in refused(ValueError, call)
-    assert call(strict=False).unexpected == ("0._extra_state",)
+def noted(kind: str, *notes: Any) -> nn.Module:
+    model = nn.Sequential(Noted(2, 2), nn.Linear(2, 2), Noted(2, 2))
+    model[0].note, model[2].note = notes
+    if kind == "pp":
+        return ax.Pipeline.from_modules(ax.pipeline.split_module(model, 2))
+    return {"plain": lambda model: model, "ddp": ax.DDP, "fsdp": ax.FSDP}[kind](model)
+
+
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp", "pp"])
+@pytest.mark.ranks(2)
+def test_what_modules_add_to_their_state_comes_back(world: ax.World, kind: str, shared_tmp_path: Path) -> None:
+    model, other = noted(kind, {"steps": (1, 2.5)}, torch.tensor([7, 8])), noted(kind, "", torch.tensor([0, 0]))
+    save_checkpoint(shared_tmp_path / "it", model)
+    load_checkpoint(shared_tmp_path / "it", other)
+    for one, same in zip(model.modules(), other.modules(), strict=True):
+        assert_equal(getattr(same, "note", None), getattr(one, "note", None))
+    plain = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    refused(ValueError, ["the model has not: .*'0._extra_state'"], shared_tmp_path / "it", plain)
+    info = load_checkpoint(shared_tmp_path / "it", plain, strict=False)
+    assert {*info.unexpected} == {"0._extra_state", "2._extra_state"}
     save_checkpoint(shared_tmp_path / "plain", plain)
-    assert "and it has not: '0._extra_state'" in refused(
-        ValueError, lambda: load_checkpoint(shared_tmp_path / "plain", model)
-    )
+    text = refused_on_all(ValueError, load_checkpoint, shared_tmp_path / "plain", model)
+    assert re.search("it has not: .*'0._extra_state'", text)
 
 
 # ---- other tools' files -----------------------------------------------------------------------------------------
+
+
+def write_sharded(values: dict[str, Tensor], folder: Path) -> None:
+    """Write three files and an index, as `transformers` does."""
+    names, index = sorted(values), {}
+    for number in range(3):
+        file = f"model-{number + 1:05}-of-00003.safetensors"
+        save_file({name: values[name] for name in names[number::3]}, folder / file)
+        index |= dict.fromkeys(names[number::3], file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
 
 
 @pytest.mark.parametrize("form", ["file", "folder", "index"])
 @pytest.mark.ranks(1, 2)
 def test_weights_of_other_tools(world: ax.World, form: str, shared_tmp_path: Path) -> None:
     values = whole_model(seed=5).state_dict()
-    path = shared_tmp_path / ("any.safetensors" if form == "file" else "folder")
-
-    def write() -> None:
-        if form == "file":
-            save_file(values, path)
-            return
-        path.mkdir()
-        names = sorted(values)
-        if form == "folder":
-            save_file(values, path / "model.safetensors", {"format": "pt"})
-            return
-        index = {}
-        for number in range(3):
-            file = f"model-{number + 1:05}-of-00003.safetensors"
-            save_file({name: values[name] for name in names[number::3]}, path / file)
-            index |= dict.fromkeys(names[number::3], file)
-        (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-
-    only_on_first(world, write)
+    file = shared_tmp_path / "model.safetensors"
+    path = file if form == "file" else shared_tmp_path
+    if form == "index":
+        on_first(write_sharded, values, path)
+    else:
+        on_first(save_file, values, file, {"format": "pt"})
     model = ax.FSDP(whole_model())
     info = load_checkpoint(path, model)
     assert (info.step, info.epoch, info.extra, info.layout) == (0, 0, None, {})
-    found = model.full_state_dict()
-    assert all(torch.equal(found[name], value) for name, value in values.items())
-    text = refused(ValueError, lambda: load_checkpoint(path, model, optimizer_for(model.parameters())))
-    assert text == f"optimizer: {path} has no state of one: leave optimizer= out"
+    assert_equal(model.full_state_dict(), values)
+    message = f"^optimizer: {path} has no state of one: leave optimizer= out$"
+    refused(ValueError, [message], path, model, optimizer_for(model.parameters()))
 
 
 @pytest.mark.ranks(1, 2)
 def test_values_are_converted_to_the_dtypes_of_the_model(world: ax.World, shared_tmp_path: Path) -> None:
     values = {"weight": torch.linspace(-1, 1, 6).view(2, 3), "bias": torch.linspace(0, 1, 2)}
-    only_on_first(world, lambda: save_file(values, shared_tmp_path / "a.safetensors"))
-    model = nn.Linear(3, 2, dtype=torch.float64)
-    load_checkpoint(shared_tmp_path / "a.safetensors", model)
-    assert same(model, {name: value.double() for name, value in values.items()})
-    load_checkpoint(shared_tmp_path / "a.safetensors", model, dtype=torch.bfloat16)
-    assert same(model, {name: value.bfloat16().double() for name, value in values.items()})
-    half = nn.Linear(3, 2, dtype=torch.float16)
-    load_checkpoint(shared_tmp_path / "a.safetensors", half)
-    assert same(half, {name: value.half() for name, value in values.items()})
+    on_first(save_file, values, shared_tmp_path / "a.safetensors")
+    for own, dtype in ((torch.float64, None), (torch.float64, torch.bfloat16), (torch.float16, None)):
+        model = nn.Linear(3, 2, dtype=own)
+        load_checkpoint(shared_tmp_path / "a.safetensors", model, dtype=dtype)
+        assert_equal(model.state_dict(), {name: value.to(dtype or own).to(own) for name, value in values.items()})
 
 
 @pytest.mark.ranks(1)
-def test_integers_are_widened_and_not_cut_off(world: ax.World, shared_tmp_path: Path) -> None:
-    path = shared_tmp_path / "a.safetensors"
+def test_integers_are_widened_and_not_cut_off(world: ax.World, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
     model = nn.Module()
-    for saved, held in ((torch.int32, torch.int64), (torch.int64, torch.int32), (torch.uint8, torch.bool)):
+    for saved, held in ((torch.int64, torch.int32), (torch.uint8, torch.bool), (torch.int32, torch.int64)):
         save_file({"steps": torch.tensor([1], dtype=saved)}, path)
         model.register_buffer("steps", torch.zeros(1, dtype=held))
-        if held == torch.int64:
-            load_checkpoint(path, model)
-            assert torch.equal(model.steps, torch.tensor([1]))
-        else:
-            text = refused(ValueError, lambda: load_checkpoint(path, model))
-            assert f"'steps': expected integers that {held} holds, got {saved}" in text
+        if held != torch.int64:
+            refused(ValueError, [f"'steps': expected integers that {held} holds, got {saved}"], path, model)
+    load_checkpoint(path, model)
+    assert torch.equal(model.steps, torch.tensor([1]))
 
 
 def tied_pair(*, tied: bool) -> nn.Module:
@@ -246,9 +227,7 @@ def tied_pair(*, tied: bool) -> nn.Module:
 @pytest.mark.ranks(1, 2)
 def test_a_tied_tensor_is_found_by_either_name(world: ax.World, names: list[str], shared_tmp_path: Path) -> None:
     value = torch.arange(6.0).view(3, 2)
-    only_on_first(
-        world, lambda: save_file({name: value.clone() for name in names}, shared_tmp_path / "a.safetensors")
-    )
+    on_first(save_file, {name: value.clone() for name in names}, shared_tmp_path / "a.safetensors")
     model = tied_pair(tied=True)
     load_checkpoint(shared_tmp_path / "a.safetensors", model)
     assert torch.equal(model[0].weight, value)
@@ -275,33 +254,30 @@ def test_missing_and_unexpected_names_of_all_stages(world: ax.World, shared_tmp_
     path = shared_tmp_path / "it/model.safetensors"
     values = load_file(path)
     del values["block0.scale"], values["head.weight"]
-    values["other"] = torch.ones(2)
-    values["more"] = torch.ones(2)
-    only_on_first(world, lambda: save_file(values, shared_tmp_path / "a.safetensors"))
-    laid = laid_out("pp", world, seed=1)
-    before = copied(laid.model)
-    call = lambda **options: load_checkpoint(shared_tmp_path / "a.safetensors", laid.model, **options)  # noqa: E731
-    text = refused(ValueError, call)
-    assert "the model has, and it has not: 'block0.scale', 'head.weight'\n" in text
-    assert re.search("it has, and the model has not: ('more', 'other'|'other', 'more')\n", text)
-    assert same(laid.model, before)
-    info = call(strict=False)
-    assert info.missing == ("block0.scale", "head.weight")
-    assert set(info.unexpected) == {"more", "other"}
-    assert not same(laid.model, before)
+    values |= {"other": torch.ones(2), "more": torch.ones(2)}
+    path = shared_tmp_path / "a.safetensors"
+    on_first(save_file, values, path)
+    model = laid_out("pp", world, seed=1).model
+    messages = [
+        "the model has, and it has not: 'block0.scale', 'head.weight'\n",
+        "it has, and the model has not: ('more', 'other'|'other', 'more')\n",
+    ]
+    refused(ValueError, messages, path, model)
+    info = load_checkpoint(path, model, strict=False)
+    assert (info.missing, {*info.unexpected}) == (("block0.scale", "head.weight"), {"more", "other"})
+    assert all(torch.equal(value, values[name]) for name, value in copied(model).items() if name in values)
 
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.ranks(1, 2)
 def test_shapes_and_kinds_of_numbers_have_to_fit(world: ax.World, strict: bool, shared_tmp_path: Path) -> None:
-    values = {"weight": torch.ones(3, 2), "bias": torch.ones(2, dtype=torch.int64)}
-    only_on_first(world, lambda: save_file(values, shared_tmp_path / "a.safetensors"))
-    model = nn.Linear(3, 2)
-    before = copied(model)
-    text = refused(ValueError, lambda: load_checkpoint(shared_tmp_path / "a.safetensors", model, strict=strict))
-    assert "'weight': expected shape [2, 3], got [3, 2]" in text
-    assert "'bias': expected floating-point numbers such as torch.float32, got torch.int64" in text
-    assert same(model, before)
+    values, path = {"weight": torch.ones(3, 2), "bias": torch.ones(2).long()}, shared_tmp_path / "a.safetensors"
+    on_first(save_file, values, path)
+    messages = [
+        r"'weight': expected shape \[2, 3\], got \[3, 2\]",
+        "'bias': expected floating-point numbers such as torch.float32, got torch.int64",
+    ]
+    refused(ValueError, messages, path, nn.Linear(3, 2), strict=strict)
 
 
 @pytest.mark.ranks(1, 2)
@@ -316,34 +292,24 @@ def test_what_was_not_saved_cannot_be_loaded(world: ax.World, shared_tmp_path: P
         "sampler": ax.DistributedSampler(range(4)),
     }
     for name, value in given.items():
-        text = refused(ValueError, lambda one={name: value}: load_checkpoint(shared_tmp_path / "it", model, **one))
-        assert text == f"{name}: {shared_tmp_path / 'it'} has no state of one: leave {name}= out"
+        message = f"^{name}: {shared_tmp_path / 'it'} has no state of one: leave {name}= out$"
+        refused(ValueError, [message], shared_tmp_path / "it", model, **{name: value})
 
 
 @pytest.mark.ranks(1, 2)
-def test_another_optimizer_or_sampler_is_refused_and_nothing_changed(
-    world: ax.World, shared_tmp_path: Path
-) -> None:
+def test_another_optimizer_or_sampler_is_refused(world: ax.World, shared_tmp_path: Path) -> None:
     trained(shared_tmp_path, sampler=ax.DistributedSampler(range(40)))
-    model = whole_model(seed=1)
-    before = copied(model)
-    path = shared_tmp_path / "it"
-    sgd = torch.optim.SGD(model.parameters())
-    assert "expected a AdamW" in refused(ValueError, lambda: load_checkpoint(path, model, sgd))
-    other = ax.DistributedSampler(range(41))
-    assert "length" in refused(ValueError, lambda: load_checkpoint(path, model, sampler=other))
-    assert same(model, before)
+    path, model = shared_tmp_path / "it", whole_model(seed=1)
+    refused(ValueError, ["expected a AdamW"], path, model, torch.optim.SGD(model.parameters()))
+    refused(ValueError, ["length"], path, model, sampler=ax.DistributedSampler(range(41)))
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 def test_arguments_that_differ_between_ranks_are_named(world: ax.World, shared_tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    save_checkpoint(shared_tmp_path / "it", model)
-    text = refused(ValueError, lambda: load_checkpoint(shared_tmp_path / ("it" if world.rank else "other"), model))
-    assert f"rank 0: path {shared_tmp_path / 'other'}" in text
-    assert f"path {shared_tmp_path / 'it'}" in text
-    text = refused(ValueError, lambda: load_checkpoint(shared_tmp_path / "it", model, strict=world.rank == 0))
-    assert "rank 0: strict True" in text
+    it, other, model = shared_tmp_path / "it", shared_tmp_path / "other", nn.Linear(2, 2)
+    save_checkpoint(it, model)
+    refused(ValueError, [f"rank 0: path {other}", f"path {it}"], it if world.rank else other, model)
+    refused(ValueError, ["rank 0: strict True"], it, model, strict=world.rank == 0)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +329,7 @@ def test_arguments_that_differ_between_ranks_are_named(world: ax.World, shared_t
 @pytest.mark.ranks(1, 2)
 def test_wrong_arguments(world: ax.World, arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
     given: dict[str, Any] = {"path": tmp_path, "model": nn.Linear(1, 1), **arguments}
-    assert message in refused(TypeError, lambda: load_checkpoint(**given))
+    assert message in refused_on_all(TypeError, load_checkpoint, **given)
 
 
 # ---- what is not whole ------------------------------------------------------------------------------------------
@@ -372,20 +338,14 @@ def test_wrong_arguments(world: ax.World, arguments: dict[str, Any], message: st
 @pytest.mark.ranks(1, 2)
 def test_a_checkpoint_is_found_that_was_being_replaced(world: ax.World, shared_tmp_path: Path) -> None:
     model = trained(shared_tmp_path)
-    path = shared_tmp_path / "it"
-    only_on_first(world, lambda: path.rename(shared_tmp_path / "it.previous"))
+    path, previous = shared_tmp_path / "it", shared_tmp_path / "it.previous"
+    on_first(path.rename, previous)
     loaded = whole_model(seed=1)
     assert load_checkpoint(path, loaded).step == 2
-    assert same(loaded, copied(model))
-    only_on_first(world, lambda: (shared_tmp_path / "it.previous").rename(shared_tmp_path / "it.partial"))
-    text = refused(CheckpointError, lambda: load_checkpoint(path, loaded))
-    assert text.endswith("found none, but it.partial, which a job that was killed has not finished")
-
-
-def flip(path: Path, place: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
+    assert_equal(loaded.state_dict(), model.state_dict())
+    on_first(previous.rename, shared_tmp_path / "it.partial")
+    message = "found none, but it.partial, which a job that was killed has not finished$"
+    refused(CheckpointError, [message], path, loaded)
 
 
 @pytest.mark.parametrize(
@@ -415,20 +375,6 @@ def flip(path: Path, place: int) -> None:
 def test_damage_is_told_to_all_ranks(world: ax.World, damage: Any, message: str, shared_tmp_path: Path) -> None:
     trained(shared_tmp_path)
     path = shared_tmp_path / "it"
-    only_on_first(world, lambda: damage(path))
+    on_first(damage, path)
     model = whole_model(seed=1)
-    before = copied(model)
-    text = refused(CheckpointError, lambda: load_checkpoint(path, model, optimizer_for(model.parameters())))
-    assert re.search(message, text)
-    assert str(path) in text
-    assert same(model, before)
-
-
-@pytest.mark.ranks(1, 2)
-def test_damage_of_tensors_is_told_with_their_names(world: ax.World, shared_tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 700))
-    path = shared_tmp_path / "it"
-    save_checkpoint(path, model)
-    only_on_first(world, lambda: flip(path / "model.safetensors", -3))
-    text = refused(CheckpointError, lambda: load_checkpoint(path, model))
-    assert re.search(r"model.safetensors: bytes \d+ to \d+, with '1.weight': .* the file is damaged", text)
+    refused(CheckpointError, [message, str(path)], path, model, optimizer_for(model.parameters()))

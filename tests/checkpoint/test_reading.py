@@ -7,26 +7,22 @@ import threading
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from helpers.checkpoint_parts import job_for, parts_of, whole_tensors
+from helpers.checkpoints import flip, on_first, refused_on_all
 from safetensors.torch import load_file, save_file
 
 import axonmpi as ax
 from axonmpi.checkpoint.files.checksums import BLOCK_BYTES
 from axonmpi.checkpoint.files.tensor_file import TensorSpec, lay_out, read_header
-from axonmpi.checkpoint.parts.boxes import Box, boxes_of_range
+from axonmpi.checkpoint.parts.boxes import Box
 from axonmpi.checkpoint.parts.part import Part, Piece, whole_part
 from axonmpi.checkpoint.ranks import CheckpointRanks, ranks_of
 from axonmpi.checkpoint.reading import read_parts
 from axonmpi.checkpoint.writing.job import write_checkpoint
 from axonmpi.errors import CheckpointError
 from axonmpi.groups.world import partition_group
-
-
-def named(parts):
-    return [(part.name, part) for part in parts]
 
 
 def blank(tensors, dtype=None):
@@ -45,12 +41,22 @@ def sums_in(folder):
     return {name: sums.numpy() for name, sums in load_file(folder / "checksums.safetensors").items()}
 
 
-def save(world, folder, tensors):
+def save(folder, tensors):
     """Write a file of tensors by the safetensors package, and return what is in it."""
-    if world.rank == 0:
-        save_file(tensors, folder / "model.safetensors")
-    ax.barrier()
+    on_first(save_file, tensors, folder / "model.safetensors")
     return read_header(folder / "model.safetensors")
+
+
+def read(world, folder, files, parts, sums=None, **settings):
+    """Read parts from files on all ranks, and return the parts; collective."""
+    named = [(part.name, part) for part in parts]
+    read_parts(folder, files, named, ranks_of(world.default_group), sums or {}, **settings)
+    return parts
+
+
+def whole_parts(tensors):
+    """Return parts to read whole tensors into."""
+    return [whole_part(name, tensor) for name, tensor in blank(tensors).items()]
 
 
 def random_tensor(*shape, dtype=torch.float32):
@@ -89,51 +95,16 @@ def reads(monkeypatch):
 
 
 @pytest.mark.ranks(1, 2, 4)
-@pytest.mark.parametrize("seed", range(6))
-def test_any_division_is_read_from_files_of_any_other(world, seed, shared_tmp_path):
+@pytest.mark.parametrize("dtype", [None, torch.float64, torch.bfloat16])
+def test_any_division_is_read_from_files_of_any_other(world, seed, dtype, shared_tmp_path):
+    folder, several = shared_tmp_path / "it", dtype == torch.bfloat16
     tensors = whole_tensors(seed)
-    ranks = ranks_of(world.default_group)
-    folder = shared_tmp_path / "it"
-    job = job_for(folder, parts_of(world.rank, world.size, tensors, seed), 1 << (20 if seed % 3 == 2 else 40))
-    write_checkpoint(job, ranks)
-    assert (len(job.files) > 1) == (seed % 3 == 2)
-    dtype = [None, torch.float64, torch.bfloat16][seed % 3]
-    parts = parts_of(world.rank, world.size, blank(tensors, dtype), seed + 100)
-    window = (1 + seed % 2 * 2) * BLOCK_BYTES
-    read_parts(folder, job.files, named(parts), ranks, sums_in(folder), window_bytes=window)
-    check_values(parts, tensors)
-
-
-@pytest.mark.ranks(1, 2, 4)
-def test_ranges_of_elements_over_row_shards_and_columns(world, shared_tmp_path):
-    tensors = {"rows": random_tensor(600, 2000), "columns": random_tensor(4, 300, 1001)}
-    file = save(world, shared_tmp_path, tensors)
-    parts = []
-    for name, tensor in tensors.items():
-        dim = 0 if name == "rows" else tensor.dim() - 1
-        shard = Box.whole(tensor.shape)
-        extent = tensor.shape[dim] // 2
-        start, size = list(shard.start), list(shard.size)
-        start[dim], size[dim] = world.rank % 2 * extent, extent
-        count = (world.size + 1) // 2  # as FSDP over tensor parallelism on two ranks has it
-        numel = int(np.prod(size))
-        bounds = numel * (world.rank // 2) // count, numel * (world.rank // 2 + 1) // count
-        memory = torch.full([bounds[1] - bounds[0]], -1.0)
-        pieces, at = [], 0
-        for box in boxes_of_range(size, *bounds):
-            placed = Box(tuple(a + b for a, b in zip(box.start, start, strict=True)), box.size)
-            pieces.append(Piece(placed, memory[at : at + box.numel].view(box.size)))
-            at += box.numel
-        parts.append(Part(name, tuple(tensor.shape), tensor.dtype, pieces))
-    read_parts(
-        shared_tmp_path,
-        [file],
-        named(parts),
-        ranks_of(world.default_group),
-        {},
-        window_bytes=BLOCK_BYTES,
-    )
-    check_values(parts, tensors)
+    job = job_for(folder, parts_of(world.rank, world.size, tensors, seed), 1 << (20 if several else 40))
+    write_checkpoint(job, ranks_of(world.default_group))
+    assert (len(job.files) > 1) == several
+    parts = parts_of(world.rank, world.size, blank(tensors, dtype), seed + 1)
+    window = (1 if dtype is None else 3) * BLOCK_BYTES
+    check_values(read(world, folder, job.files, parts, sums_in(folder), window_bytes=window), tensors)
 
 
 @pytest.mark.ranks(2)
@@ -145,16 +116,15 @@ def test_views_without_elements_of_no_dimension_and_transposed(world, shared_tmp
         "turned": random_tensor(30, 50, dtype=torch.float16),
         "complex": torch.view_as_complex(random_tensor(7, 2)),
     }
-    file = save(world, shared_tmp_path, tensors)
-    parts = [whole_part(name, tensor) for name, tensor in blank(tensors).items() if name != "turned"]
+    file = save(shared_tmp_path, tensors)
+    parts = [part for part in whole_parts(tensors) if part.name != "turned"]
     turned = torch.zeros(50, 30, dtype=torch.float16).t()
     parts.append(Part("turned", (30, 50), torch.float16, [Piece(Box.whole((30, 50)), turned)]))
-    read_parts(shared_tmp_path, [file], named(parts), ranks_of(world.default_group), {})
-    check_values(parts, tensors)
+    check_values(read(world, shared_tmp_path, [file], parts), tensors)
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("length", range(2, 10))
+@pytest.mark.parametrize("length", [2, 3, 5, 8])
 def test_elements_that_are_not_aligned_and_lie_in_two_windows(world, length, shared_tmp_path):
     tensors = {"odd": torch.arange(length, dtype=torch.uint8), "wide": random_tensor(400_001, dtype=torch.float64)}
     described, at = {}, 0
@@ -164,30 +134,19 @@ def test_elements_that_are_not_aligned_and_lie_in_two_windows(world, length, sha
         at += tensor.nbytes
     text = json.dumps(described).encode()
     data = b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
-    if world.rank == 0:
-        path = shared_tmp_path / "model.safetensors"
-        path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    ax.barrier()
-    file = read_header(shared_tmp_path / "model.safetensors")
+    path = shared_tmp_path / "model.safetensors"
+    on_first(path.write_bytes, len(text).to_bytes(8, "little") + text + data)
+    file = read_header(path)
     assert file.entries["wide"].start == 8 + len(text) + length
-    parts = [whole_part(name, tensor) for name, tensor in blank(tensors).items()]
-    read_parts(
-        shared_tmp_path,
-        [file],
-        named(parts),
-        ranks_of(world.default_group),
-        {},
-        window_bytes=BLOCK_BYTES,
-    )
+    parts = read(world, shared_tmp_path, [file], whole_parts(tensors), window_bytes=BLOCK_BYTES)
     check_values(parts, tensors)
 
 
 @pytest.mark.ranks(1, 2)
 def test_floating_point_values_are_rounded_first(world, shared_tmp_path):
     tensors = {"weight": torch.linspace(0, 1, 1000), "count": torch.tensor(257)}
-    file = save(world, shared_tmp_path, tensors)
-    parts = [whole_part(name, tensor) for name, tensor in blank(tensors).items()]
-    read_parts(shared_tmp_path, [file], named(parts), ranks_of(world.default_group), {}, dtype=torch.bfloat16)
+    file = save(shared_tmp_path, tensors)
+    parts = read(world, shared_tmp_path, [file], whole_parts(tensors), dtype=torch.bfloat16)
     check_values(parts, {"weight": tensors["weight"].bfloat16().float(), "count": torch.tensor(257)})
 
 
@@ -197,11 +156,8 @@ def test_floating_point_values_are_rounded_first(world, shared_tmp_path):
 @pytest.mark.ranks(1, 2, 4)
 def test_the_ranks_of_a_node_read_each_block_once(reads, world, shared_tmp_path):
     tensors = {"a": random_tensor(3, 1_000_001), "b": random_tensor(300)}
-    file = save(world, shared_tmp_path, tensors)
-    parts = [whole_part(name, tensor) for name, tensor in blank(tensors).items()]
-    read_parts(
-        shared_tmp_path, [file], named(parts), ranks_of(world.default_group), {}, window_bytes=2 * BLOCK_BYTES
-    )
+    file = save(shared_tmp_path, tensors)
+    parts = read(world, shared_tmp_path, [file], whole_parts(tensors), window_bytes=2 * BLOCK_BYTES)
     check_values(parts, tensors)
     of_ranks = ax.all_gather_object(reads.own())
     assert sum(of_ranks, Counter()) == Counter((file.name, block) for block in range(-(-file.size // BLOCK_BYTES)))
@@ -213,7 +169,7 @@ def test_the_ranks_of_a_node_read_each_block_once(reads, world, shared_tmp_path)
 @pytest.mark.ranks(4)
 def test_each_node_reads_what_its_ranks_need(reads, world, shared_tmp_path):
     tensors = {"a": random_tensor(4, 4 * BLOCK_BYTES // 4)}
-    file = save(world, shared_tmp_path, tensors)
+    file = save(shared_tmp_path, tensors)
     rows = Box((world.rank, 0), (1, tensors["a"].shape[1]))
     part = Part("a", tuple(tensors["a"].shape), torch.float32, [Piece(rows, torch.zeros(rows.size))])
     group = world.default_group
@@ -229,11 +185,10 @@ def test_each_node_reads_what_its_ranks_need(reads, world, shared_tmp_path):
 def test_blocks_that_nobody_needs_are_not_read(reads, world, shared_tmp_path):
     shape = (5, 3, BLOCK_BYTES // 2)
     tensors = {"deep": random_tensor(*shape), "more": random_tensor(BLOCK_BYTES)}
-    file = save(world, shared_tmp_path, tensors)
+    file = save(shared_tmp_path, tensors)
     box = Box((1, 1, 10), (3, 1, 20))
     part = Part("deep", shape, torch.float32, [Piece(box, torch.zeros(box.size))])
-    read_parts(shared_tmp_path, [file], [("deep", part)], ranks_of(world.default_group), {})
-    check_values([part], tensors)
+    check_values(read(world, shared_tmp_path, [file], [part]), tensors)
     start = file.entries["deep"].start
     expected = {
         (file.name, (start + 4 * ((plane * 3 + 1) * shape[2] + element)) // BLOCK_BYTES)
@@ -246,126 +201,89 @@ def test_blocks_that_nobody_needs_are_not_read(reads, world, shared_tmp_path):
 @pytest.mark.ranks(2)
 def test_a_rank_that_needs_nothing_reads_for_the_others(reads, world, shared_tmp_path):
     tensors = {"a": random_tensor(3_000_000)}
-    file = save(world, shared_tmp_path, tensors)
-    parts = [("a", whole_part("a", blank(tensors)["a"]))] if world.rank else []
-    read_parts(shared_tmp_path, [file], parts, ranks_of(world.default_group), {})
-    check_values([part for _, part in parts], tensors)
+    file = save(shared_tmp_path, tensors)
+    check_values(read(world, shared_tmp_path, [file], whole_parts(tensors) if world.rank else []), tensors)
     assert reads.own()
 
 
 @pytest.mark.ranks(1, 2)
 def test_one_tensor_is_read_into_several_parts(reads, world, shared_tmp_path):
     tensors = {"a": random_tensor(1_000_000)}
-    file = save(world, shared_tmp_path, tensors)
-    parts = [whole_part(name, blank(tensors)["a"]) for name in ("a", "tied")]
-    read_parts(shared_tmp_path, [file], [("a", part) for part in parts], ranks_of(world.default_group), {})
-    assert all(torch.equal(part.pieces[0].view, tensors["a"]) for part in parts)
+    file = save(shared_tmp_path, tensors)
+    check_values(read(world, shared_tmp_path, [file], [*whole_parts(tensors), *whole_parts(tensors)]), tensors)
     assert sum(ax.all_gather_object(reads.own_bytes())) == file.size
 
 
 @pytest.mark.ranks(1, 2)
 def test_a_file_that_nobody_needs_is_not_opened(world, shared_tmp_path):
     tensors = {"a": random_tensor(10)}
-    file = save(world, shared_tmp_path, tensors)
+    file = save(shared_tmp_path, tensors)
     (absent,) = lay_out("absent", [TensorSpec("b", torch.float32, (5,))], {}, 1 << 30)
-    parts = [whole_part(name, tensor) for name, tensor in blank(tensors).items()]
-    read_parts(shared_tmp_path, [absent, file], named(parts), ranks_of(world.default_group), {})
-    check_values(parts, tensors)
-    read_parts(shared_tmp_path, [], [], ranks_of(world.default_group), {})
+    check_values(read(world, shared_tmp_path, [absent, file], whole_parts(tensors)), tensors)
+    read(world, shared_tmp_path, [], [])
 
 
 # ---- what goes wrong --------------------------------------------------------------------------------------------
 
 
-def message_of_all(error):
-    (text,) = set(ax.all_gather_object(str(error.value)))
-    return text
-
-
 @pytest.mark.ranks(1, 2, 4)
 def test_damage_is_found_by_its_checksum_on_all_ranks(world, shared_tmp_path):
-    tensors = whole_tensors(3)
-    ranks = ranks_of(world.default_group)
-    folder = shared_tmp_path / "it"
-    write_checkpoint(job_for(folder, parts_of(world.rank, world.size, tensors, 3)), ranks)
-    file = read_header(folder / "model.safetensors")
-    places = [file.entries["columns"].start + 5, file.entries["long"].stop - 1]
-    if world.rank == 0:
-        with (folder / "model.safetensors").open("r+b") as opened:
-            for place in places:
-                opened.seek(place)
-                byte = opened.read(1)
-                opened.seek(place)
-                opened.write(bytes([byte[0] ^ 4]))
-    ax.barrier()
-    parts = named(whole_part(name, tensor) for name, tensor in blank(tensors).items())
-    with pytest.raises(CheckpointError) as error:
-        read_parts(folder, [file], parts, ranks, sums_in(folder), window_bytes=BLOCK_BYTES)
-    text = message_of_all(error)
+    tensors, folder = whole_tensors(3), shared_tmp_path / "it"
+    job = job_for(folder, parts_of(world.rank, world.size, tensors, 3))
+    write_checkpoint(job, ranks_of(world.default_group))
+    file, sums = read_header(folder / "model.safetensors"), sums_in(folder)
+    offsets = [file.entries["columns"].start + 5, file.entries["long"].stop - 1]
+    on_first(flip, folder / "model.safetensors", *offsets)
+    parts = whole_parts(tensors)
+    text = refused_on_all(CheckpointError, read, world, folder, [file], parts, sums, window_bytes=BLOCK_BYTES)
     assert text.count("the file is damaged") == 2
-    assert all(what in text for what in ("'columns'", "'long'", str(folder / "model.safetensors")))
+    starts = [f"bytes {offset // BLOCK_BYTES * BLOCK_BYTES} to" for offset in offsets]
+    assert all(part in text for part in ("'columns'", "'long'", str(folder / "model.safetensors"), *starts))
     assert world.size == 1 or re.search(r"rank \d: ", text)
-    for place in places:
-        assert f"bytes {place // BLOCK_BYTES * BLOCK_BYTES} to" in text
-    damaged = {place // BLOCK_BYTES for place in places}
-    whole = [
-        (name, part)
-        for name, part in parts
-        if not damaged & {file.entries[name].start // BLOCK_BYTES, file.entries[name].stop // BLOCK_BYTES}
-    ]
-    assert whole
-    read_parts(folder, [file], whole, ranks, sums_in(folder))
-    check_values([part for _, part in whole], tensors)
-    read_parts(folder, [file], parts, ranks, {})  # without checksums nobody knows
+    damaged = {offset // BLOCK_BYTES for offset in offsets}
+    blocks = {name: {entry.start // BLOCK_BYTES, entry.stop // BLOCK_BYTES} for name, entry in file.entries.items()}
+    unharmed = [part for part in parts if not damaged & blocks[part.name]]
+    assert unharmed
+    check_values(read(world, folder, [file], unharmed, sums), tensors)
+    read(world, folder, [file], parts)  # without checksums nobody knows
+
+
+CHANGES = {
+    "it is cut off in 'b'": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "something after": lambda path: os.truncate(path, path.stat().st_size + 1),
+    "No such file": lambda path: path.unlink(),
+}
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("change", ["cut", "longer", "gone"])
-def test_a_file_that_is_not_what_it_was(world, change, shared_tmp_path):
+@pytest.mark.parametrize("message", CHANGES)
+def test_a_file_that_is_not_what_it_was(world, message, shared_tmp_path):
     tensors = {"a": random_tensor(1_000_000), "b": random_tensor(5)}
-    file = save(world, shared_tmp_path, tensors)
-    path = shared_tmp_path / file.name
-    ax.barrier()
-    if world.rank == 0:
-        if change == "gone":
-            path.unlink()
-        else:
-            os.truncate(path, file.size + (1 if change == "longer" else -1))
-    ax.barrier()
-    parts = named(whole_part(name, tensor) for name, tensor in blank(tensors).items())
-    with pytest.raises(CheckpointError) as error:
-        read_parts(shared_tmp_path, [file], parts, ranks_of(world.default_group), {})
-    expected = {"cut": "it is cut off in 'b'", "longer": "something after", "gone": "No such file"}[change]
-    text = message_of_all(error)
-    assert expected in text
-    assert str(path) in text
+    file = save(shared_tmp_path, tensors)
+    on_first(CHANGES[message], shared_tmp_path / file.name)
+    text = refused_on_all(CheckpointError, read, world, shared_tmp_path, [file], whole_parts(tensors))
+    assert [part for part in (message, str(shared_tmp_path / file.name)) if part not in text] == []
     assert len(text.splitlines()) == 1
 
 
 @pytest.mark.ranks(2, 4)
 def test_what_fails_on_one_rank_fails_on_all(world, shared_tmp_path):
     tensors = {"a": random_tensor(3_000_000)}
-    file = save(world, shared_tmp_path, tensors)
-    part = whole_part("a", blank(tensors)["a"])
+    file = save(shared_tmp_path, tensors)
+    (part,) = whole_parts(tensors)
     if world.rank == 1:
         part = Part("a", part.shape, part.dtype, [Piece(Box.whole(part.shape), torch.zeros(7))])
-    ranks = ranks_of(world.default_group)
-    with pytest.raises(CheckpointError) as error:
-        read_parts(shared_tmp_path, [file], [("a", part)], ranks, {}, window_bytes=BLOCK_BYTES)
-    assert message_of_all(error).startswith("rank 1: ")
+    text = refused_on_all(CheckpointError, read, world, shared_tmp_path, [file], [part], window_bytes=BLOCK_BYTES)
+    assert text.startswith("rank 1: ")
     if world.rank != 1:
         check_values([part], tensors)
-    part = whole_part("a", blank(tensors)["a"])
-    read_parts(shared_tmp_path, [file], [("a", part)], ranks, {})  # and on it goes
-    check_values([part], tensors)
+    check_values(read(world, shared_tmp_path, [file], whole_parts(tensors)), tensors)  # and on it goes
 
 
 @pytest.mark.ranks(1, 2)
 def test_an_error_of_the_disk_names_the_tensors(world, shared_tmp_path, monkeypatch):
     tensors = {"a": random_tensor(3_000_000), "b": random_tensor(5)}
-    file = save(world, shared_tmp_path, tensors)
-    parts = named(whole_part(name, tensor) for name, tensor in blank(tensors).items())
-    preadv = os.preadv
+    file, preadv = save(shared_tmp_path, tensors), os.preadv
 
     def broken(descriptor, buffers, offset):
         if offset == BLOCK_BYTES:
@@ -373,6 +291,5 @@ def test_an_error_of_the_disk_names_the_tensors(world, shared_tmp_path, monkeypa
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", broken)
-    with pytest.raises(CheckpointError) as error:
-        read_parts(shared_tmp_path, [file], parts, ranks_of(world.default_group), {})
-    assert "with 'a': cannot be read: Input/output error" in message_of_all(error)
+    text = refused_on_all(CheckpointError, read, world, shared_tmp_path, [file], whole_parts(tensors))
+    assert "with 'a': cannot be read: Input/output error" in text

@@ -8,6 +8,7 @@ plain torch it is `whole_model()`, `optimizer_for()` and `train_alone()`.
 from __future__ import annotations
 
 import collections
+import statistics
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -20,10 +21,27 @@ from axonmpi.pipeline import split_module
 from axonmpi.tensor import tensor_parallelize
 from helpers.models import built, part_of
 
-LAYOUTS = (
-    *("ddp", "fsdp", "fsdp_grad", "hybrid", "offload", "tp", "pp"),
-    *("dp_tp", "fsdp_tp", "pp_dp", "pp_fsdp", "pp_tp"),
-)
+LAYOUTS = {
+    "ddp": "dp",
+    "fsdp": "dp",
+    "fsdp_grad": "dp",
+    "hybrid": "replica shard",
+    "offload": "dp",
+    "tp": "tp",
+    "pp": "pp",
+    "dp_tp": "dp tp",
+    "fsdp_tp": "dp tp",
+    "pp_dp": "pp dp",
+    "pp_fsdp": "pp dp",
+    "pp_tp": "pp tp",
+}
+"""The axes of each layout."""
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
+    "adamw_fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True, "amsgrad": True}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
+}
 WORDS, WIDTH, HIDDEN, BLOCKS, SAMPLES, LENGTH = 13, 6, 8, 4, 8, 3
 PLAN = {"embedding": "vocab", "block*.gate_up": "column:2", "block*.down": "row", "head": "vocab"}
 
@@ -79,13 +97,8 @@ def optimizer_for(parameters: Iterable[nn.Parameter], kind: str = "adamw") -> to
         {"params": [parameter for parameter in trained if parameter.dim() > 1], "weight_decay": 0.1},
         {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": 0.0, "lr": 0.02},
     ]
-    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "adamw": lambda: torch.optim.AdamW(groups, lr=1e-2),
-        "adamw_fused": lambda: torch.optim.AdamW(groups, lr=1e-2, fused=True, amsgrad=True),
-        "sgd": lambda: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
-        "adagrad": lambda: torch.optim.Adagrad(groups, lr=1e-2),
-    }
-    return makers[kind]()
+    make, options = OPTIMIZERS[kind]
+    return make(groups, **options)
 
 
 def batch_of(number: int) -> Batch:
@@ -121,18 +134,14 @@ class Laid(NamedTuple):
         model: What a checkpoint is saved from and loaded into.
         optimizer: On this rank's parameters.
         step: Trains on the global batch of a number and returns its loss, on all ranks; collective.
-        mesh: The ranks.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     step: Callable[[int], float]
-    mesh: ax.DeviceMesh
 
 
-def laid_out(
-    layout: str, world: ax.World, *, optimizer: str = "adamw", tied: bool = False, seed: int = 0, **options: Any
-) -> Laid:
+def laid_out(layout: str, world: ax.World, *, optimizer: str = "adamw", tied: bool = False, seed: int = 0) -> Laid:
     """Build the model in a layout over all ranks of a world; collective.
 
     Args:
@@ -141,75 +150,61 @@ def laid_out(
         optimizer: Which, see `optimizer_for`.
         tied: The embedding is the last layer's weight, too.
         seed: Of the values.
-        options: More arguments for FSDP.
     """
     mesh = ax.DeviceMesh(_shape(layout, world.size), world)
     model = whole_model(tied=tied, seed=seed)
     if "tp" in mesh.axes:
         tensor_parallelize(model, PLAN, mesh.group("tp"))
-    in_stages = "pp" in mesh.axes
-    made = _pipeline(layout, mesh, model, tied, options) if in_stages else _wrapped(layout, mesh, model, options)
+    build = _pipeline if "pp" in mesh.axes else _wrapped
+    made = build(layout, mesh, model)
     chosen = optimizer_for(made.parameters(), optimizer)
+    axes = [axis for axis in ("replica", "shard", "dp") if axis in mesh.axes]  # the others do not divide batches
 
     def step(number: int) -> float:
         chosen.zero_grad()
-        inputs, targets = _own_part(batch_of(number), mesh)
+        inputs, targets = batch_of(number)
+        if axes:
+            inputs, targets = part_of((inputs, targets), mesh.rank(*axes), mesh.size(*axes))
         if isinstance(made, ax.Pipeline):
             loss = made.train_step(inputs, targets)
-            group = made.process_group
-            value: float = group.broadcast_object(None if loss is None else loss.item(), group.size - 1)
         else:
-            computed = loss_of(made(inputs), targets)
-            computed.backward()
-            value = computed.item()
+            loss = loss_of(made(inputs), targets)
+            loss.backward()
         chosen.step()
-        return sum(world.default_group.all_gather_object(value)) / world.size
+        losses = world.default_group.all_gather_object(None if loss is None else loss.item())
+        return float(statistics.mean(filter(None, losses)))
 
-    return Laid(made, chosen, step, mesh)
+    return Laid(made, chosen, step)
 
 
 def _shape(layout: str, size: int) -> dict[str, int]:
+    first, *second = LAYOUTS[layout].split()
+    if not second:
+        return {first: size}
+    two = min(2, size)
+    return {first: size // two, "tp": two} if first == "dp" else {first: two, second[0]: size // two}
+
+
+def _wrapped(layout: str, mesh: ax.DeviceMesh, model: nn.Module, **options: Any) -> nn.Module:
     if layout == "hybrid":
-        outer = min(2, size)
-        return {"replica": outer, "shard": size // outer}
-    axes = {"ddp": ["dp"], "fsdp": ["dp"], "fsdp_grad": ["dp"], "offload": ["dp"]}.get(layout, layout.split("_"))
-    axes = ["dp" if axis == "fsdp" else axis for axis in axes]
-    if len(axes) == 1:
-        return {axes[0]: size}
-    most = min(2, size)
-    many, few = (axes[0], axes[1]) if axes[0] == "pp" else (axes[1], axes[0])
-    sizes = {many: most, few: size // most}
-    return {axis: sizes[axis] for axis in axes}
-
-
-def _own_part(batch: Batch, mesh: ax.DeviceMesh) -> Batch:
-    """Return this rank's part of a global batch, which axes of other names do not divide."""
-    axes = [axis for axis in ("replica", "shard", "dp") if axis in mesh.axes]
-    return part_of(batch, mesh.rank(*axes), mesh.size(*axes)) if axes else batch
-
-
-def _wrapped(layout: str, mesh: ax.DeviceMesh, model: nn.Module, options: dict[str, Any]) -> nn.Module:
-    if layout == "hybrid":
-        groups = mesh.group("shard"), mesh.group("replica")
-        return ax.FSDP(model, groups, sharding_strategy="hybrid", **options)
+        return ax.FSDP(model, (mesh.group("shard"), mesh.group("replica")), sharding_strategy="hybrid")
     if "dp" not in mesh.axes:
         return model
     group = mesh.group("dp")
     if layout in ("ddp", "dp_tp", "pp_dp"):
         return ax.DDP(model, group)
-    strategy = "grad" if layout == "fsdp_grad" else "full"
-    offload = "full" if layout == "offload" else "none"
-    return ax.FSDP(model, group, **{"sharding_strategy": strategy, "cpu_offload": offload, **options})
+    settings = {"fsdp_grad": {"sharding_strategy": "grad"}, "offload": {"cpu_offload": "full"}}
+    return ax.FSDP(model, group, **settings.get(layout, options))
 
 
-def _pipeline(layout: str, mesh: ax.DeviceMesh, model: Words, tied: bool, options: dict[str, Any]) -> ax.Pipeline:
-    group = mesh.group("pp")
-    ties = [[(0, "embedding.weight"), (group.size - 1, "head.weight")]] if tied and group.size > 1 else []
-    if ties and layout == "pp_fsdp":  # sharding a stage frees the memory of its parameters
-        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    stages: list[nn.Module | None] = [None] * group.size
+def _pipeline(layout: str, mesh: ax.DeviceMesh, model: Words) -> ax.Pipeline:
+    group, options, ties = mesh.group("pp"), {}, []
     stage = split_module(model, group.size)[group.rank]
-    if ties and layout == "pp_fsdp":
-        options = {"units": [name for name in ("embedding", "head") if hasattr(stage, name)] or None, **options}
-    stages[group.rank] = _wrapped(layout, mesh, stage, options)
+    if model.config["tied"] and group.size > 1:
+        ties = [[(0, "embedding.weight"), (group.size - 1, "head.weight")]]
+        if layout == "pp_fsdp":  # sharding a stage frees the memory of its parameters
+            model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+            options["units"] = [name for name in ("embedding", "head") if hasattr(stage, name)] or None
+    stages: list[nn.Module | None] = [None] * group.size
+    stages[group.rank] = _wrapped(layout, mesh, stage, **options)
     return ax.Pipeline.from_modules(stages, group, ties=ties, num_microbatches=2, loss_fn=loss_of)

@@ -12,7 +12,7 @@ SMALL = {
     "layers": 2,
     "width": 32,
     "heads": 4,
-    "steps": 3,
+    "steps": 2,
     "lr": 2e-3,
     "warmup_steps": 2,
     "prompt": "def __init__(se",  # with the sample it is longer than a sequence
@@ -73,30 +73,27 @@ ROWS = {  # by the number of ranks; what is not divided by tp and pp is divided 
 @pytest.mark.ranks(1, 2, 3, 4, 8)
 @pytest.mark.parametrize("half", [pytest.param(0, marks=pytest.mark.real_ranks), 1])
 def test_training_in_every_layout_is_training_in_one_process(world, half, tiny, shared_tmp_path, monkeypatch):
+    """Compare what every rank has measured with the run in one process."""
     for row in ROWS[world.size][half::2]:
         settings = dict(row)
         monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", settings.pop("ranks_per_node", ""))
-        check(world, tiny.replace(**SMALL | settings, out=str(shared_tmp_path)), row)
-
-
-def check(world, config, row):
-    """Train, and compare what every rank has measured with the run in one process."""
-    expected = plain_run(config)
-    trainer = Trainer(config, world)
-    summary = trainer.run()
-    losses, norms = zip(*((step.loss, step.gradient_norm) for step in trainer.steps), strict=True)
-    assert losses == pytest.approx(expected.losses, abs=1e-4), row
-    assert norms == pytest.approx(expected.norms, rel=1e-4), row
-    assert norms[0] == pytest.approx(expected.norms[0], rel=1e-5), row
-    assert summary.held_out_loss == pytest.approx(expected.held_out_loss, abs=1e-4), row
-    assert summary.sample == printable(expected.sample), row
-    told = world.default_group.all_gather_object((losses, norms, trainer.held_out[-1].held_out_loss, summary))
-    assert told.count(told[0]) == world.size, row
+        config = tiny.replace(**SMALL | settings, out=str(shared_tmp_path))
+        expected = plain_run(config)
+        trainer = Trainer(config, world)
+        summary = trainer.run()
+        losses, norms = zip(*((step.loss, step.gradient_norm) for step in trainer.steps), strict=True)
+        assert losses == pytest.approx(expected.losses, abs=1e-4), row
+        assert norms == pytest.approx(expected.norms, rel=1e-4), row
+        assert norms[0] == pytest.approx(expected.norms[0], rel=1e-5), row
+        assert summary.held_out_loss == pytest.approx(expected.held_out_loss, abs=1e-4), row
+        assert summary.sample == printable(expected.sample), row
+        told = world.default_group.all_gather_object((losses, norms, trainer.held_out[-1].held_out_loss, summary))
+        assert told.count(told[0]) == world.size, row
 
 
 @pytest.mark.ranks(4)
 def test_bfloat16_stays_near_float32(world, tiny, shared_tmp_path):
-    for settings in ({}, {"tp": 2, "fsdp": "full"}, {"tp": 2, "pp": 2, **PARALLEL}):
+    for settings in ({"tp": 2, "fsdp": "full"}, {"tp": 2, "pp": 2, **PARALLEL}):
         config = tiny.replace(**SMALL | settings | {"dtype": "bfloat16"}, out=str(shared_tmp_path))
         trainer = Trainer(config, world)
         trainer.run()

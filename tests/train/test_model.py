@@ -1,9 +1,11 @@
 """The network: shapes, what sees what, initial weights, sampling."""
 
+import functools
 import math
 
 import pytest
 import torch
+from helpers.compare import assert_equal, refused
 from torch.nn import functional as F
 
 from axonmpi.train import GPT, ModelConfig, generate
@@ -55,8 +57,7 @@ def test_equal_seeds_make_equal_models_and_leave_the_global_generator_alone():
     state = torch.get_rng_state()
     first, second, other = (small(seed, norm="layernorm") for seed in (5, 5, 6))
     assert torch.equal(torch.get_rng_state(), state)
-    for a, b in zip(first.parameters(), second.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(first.state_dict(), second.state_dict())
     assert not torch.equal(first.embedding.weight, other.embedding.weight)
 
 
@@ -87,16 +88,13 @@ def test_attention_through_rotation_depends_on_distance_only():
 
 def test_order_matters_with_either_kind_of_positions():
     for positions in ("rotary", "learned"):
-        model = small(positions=positions)
-        tokens = torch.tensor([[1, 2, 3, 9]])
-        swapped = torch.tensor([[2, 1, 3, 9]])
-        assert (model(tokens)[0, -1] - model(swapped)[0, -1]).abs().max() > 1e-6
+        one, swapped = small(positions=positions)(torch.tensor([[1, 2, 3, 9], [2, 1, 3, 9]]))[:, -1]
+        assert (one - swapped).abs().max() > 1e-6
 
 
 def test_a_sequence_that_is_too_long_is_refused():
     assert small()(some_bytes(1, 12)).shape == (1, 12, 256)
-    with pytest.raises(ValueError, match="at most sequence_length = 12 bytes, got 13"):
-        small()(some_bytes(1, 13))
+    refused(ValueError, (lambda: small()(some_bytes(1, 13)), "at most sequence_length = 12 bytes, got 13"))
 
 
 def test_stages_in_a_row_are_the_model():
@@ -119,19 +117,15 @@ def test_stages_are_of_like_work():
         return [len(stage.blocks) for stage in cut(small(**settings), num_stages)]
 
     assert cuts(4, layers=4) == [1, 1, 1, 1]
-    assert cuts(2, layers=4, width=64) == [
-        2,
-        2,
-    ]  # the embedding takes no time, and the output layer a third of a block
-    assert cuts(2, layers=5, width=64) == [3, 2]
-    assert cuts(3, layers=8, width=64) == [3, 3, 2]
+    # the embedding takes no time, and the output layer a third of a block
+    wide = [cuts(number, layers=layers, width=64) for number, layers in ((2, 4), (2, 5), (3, 8))]
+    assert wide == [[2, 2], [3, 2], [3, 3, 2]]
     assert cuts(2, layers=4, width=16, mlp_ratio=1) == [3, 1]  # here it takes more than a block
-    whole, first, last = *cut(small(), 1), *cut(small(), 2)
     contents = ["embedding, blocks 0 to 1, output layer", "embedding, block 0", "block 1, output layer"]
-    assert [stage.content for stage in (whole, first, last)] == contents
+    assert [stage.content for number in (1, 2) for stage in cut(small(), number)] == contents
     for number in (0, 3):
-        with pytest.raises(ValueError, match=f"num_stages: expected 1 to 2, a block for each, got {number}"):
-            cut(small(), number)
+        message = f"num_stages: expected 1 to 2, a block for each, got {number}"
+        refused(ValueError, (lambda number=number: cut(small(), number), message))
 
 
 def test_sampling_follows_its_seed_or_takes_the_likeliest_byte():
@@ -148,10 +142,10 @@ def test_sampling_follows_its_seed_or_takes_the_likeliest_byte():
 
 
 def test_sampling_refuses_what_it_cannot_do():
-    for prompt, length, temperature, message in (
-        (b"", 3, 1.0, "prompt of at least one byte"),
-        (b"a", -1, 1.0, "must not be negative"),
-        (b"a", 1, -1.0, "must not be negative"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            generate(small(), prompt, length, generator=torch.Generator(), temperature=temperature)
+    call = functools.partial(generate, small(), generator=torch.Generator())
+    refused(
+        ValueError,
+        (lambda: call(b"", 3), "prompt of at least one byte"),
+        (lambda: call(b"a", -1), "must not be negative"),
+        (lambda: call(b"a", 1, temperature=-1.0), "must not be negative"),
+    )

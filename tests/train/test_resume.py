@@ -6,13 +6,14 @@ import shutil
 
 import pytest
 import torch
+from helpers.checkpoints import on_first
 from helpers.plain_training import plain_run
 
 import axonmpi as ax
 from axonmpi.testing import run_ranks
 from axonmpi.train import Trainer
 
-SMALL = {"layers": 2, "width": 32, "heads": 4, "steps": 7, "evaluate_every": 2, "warmup_steps": 2, "lr": 2e-3}
+SMALL = {"layers": 2, "width": 16, "heads": 4, "steps": 5, "evaluate_every": 2, "warmup_steps": 2, "lr": 2e-3}
 TIMES = ("seconds", "tokens_per_second", "communication")
 LAYOUTS = {
     1: [{}, {"accumulation": 2, "micro_batches": 2}],
@@ -31,20 +32,17 @@ LAYOUTS = {
 }
 
 
-class StopsAfter(ax.PreemptionGuard):
-    """Stops after so many steps because of one rank; with `killed` that rank fails instead."""
+class Acts(ax.PreemptionGuard):
+    """Calls something with itself before it votes in some step of this call."""
 
-    def __init__(self, steps, *, tells, killed=False):
+    def __init__(self, step, action):
         super().__init__(())
-        self._left = steps
-        self._tells, self._killed = tells, killed
+        self._left, self._action = step, action
 
     def vote(self):
         self._left -= 1
-        if self._left == 0 and self._tells:
-            if self._killed:
-                raise KilledError
-            self.request_stop()
+        if self._left == 0:
+            self._action(self)
         return super().vote()
 
 
@@ -52,10 +50,13 @@ class KilledError(Exception):
     pass
 
 
-def run(world, config, stops=None, *, killed=False):
-    """Train, told on one of the ranks to stop after some steps of this call."""
-    tells = world.rank == (stops or 0) % world.size
-    guard = None if stops is None else StopsAfter(stops, tells=tells, killed=killed)
+def kill(guard):
+    raise KilledError
+
+
+def run(world, config, stops=None, action=ax.PreemptionGuard.request_stop):
+    """Train, and do something on one of the ranks after some steps of this call; without `stops` go to the end."""
+    guard = None if stops is None else Acts(stops if world.rank == stops % world.size else 0, action)
     trainer = Trainer(config, world, guard=guard)
     return trainer, trainer.run()
 
@@ -72,6 +73,12 @@ def saved(folder, step):
     return {name: (path / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")}
 
 
+def check_same_run(config, other, what=""):
+    """Compare what two runs have left, to the last bit."""
+    assert lines(config.run.folder) == lines(other.run.folder), what
+    assert saved(config.run.folder, 5) == saved(other.run.folder, 5), what
+
+
 def without_times(summary):
     return {name: value for name, value in dataclasses.asdict(summary).items() if name not in (*TIMES, "folder")}
 
@@ -84,35 +91,31 @@ def test_a_run_that_goes_on_is_the_same_to_the_bit(world, tiny, shared_tmp_path)
         config = tiny.replace(**SMALL | layout, sample_length=3, out=str(shared_tmp_path / f"whole-{number}"))
         _, expected = run(world, config)
         parted = config.replace(out=str(shared_tmp_path / f"parted-{number}"), resume="auto", checkpoint_every=2)
-        made = 0
-        for stops in (1, 2, 3):
+        for stops, made in ((1, 1), (2, 3)):
             trainer, summary = run(world, parted, stops)
-            made += stops
             assert (summary.complete, summary.steps, summary.sample) == (False, made, ""), layout
             assert not (parted.run.folder / "summary.json").exists()
         trainer, summary = run(world, parted)
         assert without_times(summary) == without_times(expected), layout
-        assert [step.step for step in trainer.steps] == list(range(1, 8)), layout
+        assert [step.step for step in trainer.steps] == list(range(1, 6)), layout
         seconds = [step.seconds for step in trainer.steps]
         assert seconds == sorted(seconds)
-        world.default_group.barrier()
-        assert lines(parted.run.folder) == lines(config.run.folder), layout
-        assert saved(parted.run.folder, 7) == saved(config.run.folder, 7), layout
+        world.barrier()
+        check_same_run(parted, config, layout)
 
 
 CHANGES = [
     (1, {}, 4, {"tp": 2, "pp": 2, "micro_batches": 2}),
-    (4, {"tp": 2, "fsdp": "full"}, 2, {"pp": 2, "micro_batches": 2}),
     (4, {"pp": 4, "layers": 4, "micro_batches": 2}, 2, {"tp": 2, "layers": 4}),
-    (2, {"fsdp": "full", "cpu_offload": "params"}, 4, {"fsdp": "grad", "accumulation": 2}),
-    (4, {}, 1, {}),
+    (2, {"fsdp": "full", "cpu_offload": "params"}, 4, {"tp": 2, "fsdp": "grad", "accumulation": 2}),
+    (4, {"tp": 2, "fsdp": "full"}, 1, {}),
 ]
 
 
 @pytest.mark.parametrize(("ranks", "layout", "other_ranks", "other"), CHANGES)
 def test_a_run_goes_on_with_other_ranks_and_another_layout(tiny, tmp_path, ranks, layout, other_ranks, other):
-    config = tiny.replace(**SMALL | {"steps": 24}, out=str(tmp_path))
-    run_ranks(ranks, run, config.replace(**layout), 4)
+    config = tiny.replace(**SMALL | {"steps": 6}, out=str(tmp_path))
+    run_ranks(ranks, run, config.replace(**layout), 3)
     trainer, summary = run_ranks(other_ranks, run, config.replace(**other, resume="auto"))[0]
     expected = plain_run(config.replace(**({"layers": 4} if "layers" in layout else {})))
     assert [step.loss for step in trainer.steps] == pytest.approx(expected.losses, abs=1e-5)
@@ -125,23 +128,22 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tiny, tmp_path, ranks):
     run_ranks(ranks, run, config)
     killed = config.replace(out=str(tmp_path / "killed"), resume="auto", checkpoint_every=2)
     with pytest.raises(KilledError):
-        run_ranks(ranks, lambda world: run(world, killed, 6, killed=True))
+        run_ranks(ranks, run, killed, 4, kill)
     with (killed.run.folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "loss": 5.')
+        file.write('{"step": 4, "loss": 5.')
     run_ranks(ranks, run, killed)
-    assert lines(killed.run.folder) == lines(config.run.folder)
-    assert saved(killed.run.folder, 7) == saved(config.run.folder, 7)
+    check_same_run(killed, config)
 
 
 @pytest.mark.ranks(1, 2)
 def test_a_finished_run_stays_as_it_is(world, tiny, shared_tmp_path, capsys):
     config = tiny.replace(steps=2, out=str(shared_tmp_path), resume="auto", progress="plain")
     _, first = run(world, config)
-    world.default_group.barrier()
+    world.barrier()
     before = {path: path.stat().st_mtime_ns for path in shared_tmp_path.rglob("*")}
-    world.default_group.barrier()
+    world.barrier()
     _, again = run(world, config)
-    world.default_group.barrier()
+    world.barrier()
     assert again == first
     assert {path: path.stat().st_mtime_ns for path in shared_tmp_path.rglob("*")} == before
     assert world.rank or "all 2 steps were made before: see " in capsys.readouterr().out  # mock ranks share it
@@ -151,37 +153,35 @@ def test_a_finished_run_stays_as_it_is(world, tiny, shared_tmp_path, capsys):
 def test_a_run_that_was_killed_after_its_last_step_is_brought_to_its_end(world, tiny, shared_tmp_path):
     config = tiny.replace(steps=2, out=str(shared_tmp_path), resume="auto", sample_length=2)
     _, first = run(world, config)
-    world.default_group.barrier()
-    if world.rank == 0:
-        (shared_tmp_path / "summary.json").unlink()
+    on_first((shared_tmp_path / "summary.json").unlink)
     trainer, again = run(world, config)
     assert without_times(again) == without_times(first)
     assert len(trainer.steps) == 2
     assert (shared_tmp_path / "summary.json").exists()
 
 
+def steps_in(folder):
+    return [int(path.name.removeprefix("step-")) for path in sorted((folder / "checkpoints").glob("step-*"))]
+
+
 def test_another_run_begins_where_a_checkpoint_is(tiny, tmp_path):
-    world = ax.World.mock(1)
-    config = tiny.replace(**SMALL, out=str(tmp_path / "first"), checkpoint_every=2)
+    world, first = ax.World.mock(1), tmp_path / "first"
+    config = tiny.replace(**SMALL, out=str(first), checkpoint_every=2)
     run(world, config)
-    for number, path in enumerate(("first/checkpoints/step-00000004", "first/checkpoints/latest", "first")):
-        other = config.replace(out=str(tmp_path / f"other-{number}"), resume=str(tmp_path / path))
+    for number, path in enumerate((first / "checkpoints/step-00000002", first / "checkpoints/latest", first)):
+        other = config.replace(out=str(tmp_path / f"other-{number}"), resume=str(path))
         run(world, other)
-        assert lines(other.run.folder) == lines(config.run.folder)
-    run(world, config.replace(resume=str(tmp_path / "first/checkpoints/step-00000004")), 1)  # goes back itself
-    assert [path.name for path in sorted((tmp_path / "first/checkpoints").glob("step-*"))] == [
-        "step-00000004",
-        "step-00000005",
-    ]
-    (tmp_path / "link").symlink_to(tmp_path / "first")
+        assert lines(other.run.folder) == lines(first)
+    run(world, config.replace(resume=str(first / "checkpoints/step-00000002")), 1)  # goes back itself
+    assert steps_in(first) == [2, 3]
+    (tmp_path / "link").symlink_to(first)
     linked = config.replace(out=str(tmp_path / "link"))
     run(world, linked.replace(resume=str(tmp_path / "link")), 1)
-    (tmp_path / "first" / "metrics.jsonl").unlink()
+    (first / "metrics.jsonl").unlink()
     trainer, _ = run(world, config.replace(resume="auto"))
-    assert [step.step for step in trainer.steps] == [7]
-    run(world, linked.replace(resume=str(tmp_path / "first")))  # what it begins with is not in its own way
-    names = [path.name for path in sorted((tmp_path / "first/checkpoints").glob("step-*"))]
-    assert names == ["step-00000005", "step-00000006", "step-00000007"]
+    assert [step.step for step in trainer.steps] == [5]
+    run(world, linked.replace(resume=str(first)))  # what it begins with is not in its own way
+    assert steps_in(first) == [3, 4, 5]
 
 
 def test_the_time_limit_stops_a_run(tiny, tmp_path):
@@ -195,48 +195,24 @@ def test_the_time_limit_stops_a_run(tiny, tmp_path):
 def test_training_goes_on_if_a_checkpoint_beside_it_cannot_be_written(tiny, tmp_path, ranks, capsys):
     config = tiny.replace(**SMALL, out=str(tmp_path), checkpoint_every=2, progress="plain")
     blocked = tmp_path / "checkpoints" / "step-00000004.partial"
-
-    def rank(world):
-        trainer = Trainer(config, world, guard=BlocksAfter(3, blocked))
-        return trainer.run()
-
-    assert run_ranks(ranks, rank)[0].complete
+    assert run_ranks(ranks, run, config, 3, lambda guard: blocked.write_text("in the way"))[0][1].complete
     shown = capsys.readouterr().out
     assert shown.count("step-00000004: the checkpoint was not written: ") == 1
     assert "training goes on without it" in shown
     names = [path.name for path in sorted((tmp_path / "checkpoints").iterdir())]
-    assert names == ["latest", "step-00000002", "step-00000004.partial", "step-00000006", "step-00000007"]
-
-
-class BlocksAfter(ax.PreemptionGuard):
-    """Puts a file where a checkpoint is to be written after some steps."""
-
-    def __init__(self, steps, path):
-        super().__init__(())
-        self._left, self._path = steps, path
-
-    def vote(self):
-        self._left -= 1
-        if self._left == 0:
-            self._path.write_text("in the way")
-        return super().vote()
+    assert names == ["latest", "step-00000002", "step-00000004.partial", "step-00000005"]
 
 
 # ---- what is refused --------------------------------------------------------------------------------------------
-
-
-def refused(world, config, message):
-    with pytest.raises(ValueError, match=message):
-        Trainer(config, world).run()
 
 
 @pytest.mark.ranks(1, 2)
 def test_what_would_be_another_run_is_refused_on_all_ranks(world, tiny, shared_tmp_path):
     config = tiny.replace(steps=4, out=str(shared_tmp_path / "run"))
     run(world, config, 2)
-    world.default_group.barrier()
+    world.barrier()
     before = sorted(shared_tmp_path.rglob("*"))
-    world.default_group.barrier()
+    world.barrier()
     for settings, message in (
         ({"steps": 8}, r"steps 4, now 8 \(the learning rate of a step depends on their number\)"),
         ({"lr": 1.0, "width": 32}, r"width 16, now 32; lr 0.003, now 1.0.\nGo on with the same ones"),
@@ -247,12 +223,11 @@ def test_what_would_be_another_run_is_refused_on_all_ranks(world, tiny, shared_t
         ({"resume": str(shared_tmp_path / "nowhere")}, "got .*nowhere, which does not exist"),
         ({"resume": str(shared_tmp_path)}, "which has no checkpoint"),
     ):
-        refused(world, config.replace(**{"resume": "auto"} | settings), message)
+        with pytest.raises(ValueError, match=message):
+            run(world, config.replace(**{"resume": "auto"} | settings))
     foreign = shared_tmp_path / "foreign"
     ax.save_checkpoint(foreign, torch.nn.Linear(1, 1))
-    refused(world, config.replace(resume=str(foreign)), "was not saved by axonmpi train")
-    world.default_group.barrier()
-    if world.rank == 0:
-        shutil.rmtree(foreign)
-    world.default_group.barrier()
+    with pytest.raises(ValueError, match="was not saved by axonmpi train"):
+        run(world, config.replace(resume=str(foreign)))
+    on_first(shutil.rmtree, foreign)
     assert sorted(shared_tmp_path.rglob("*")) == before

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.checkpoint_parts import fill
+from helpers.compare import refused
 from torch import Tensor
 
 import axonmpi as ax
@@ -59,8 +60,7 @@ def test_each_rank_has_its_row(world: ax.World) -> None:
     """Ranks beyond those that were saved have none, and go on with what they have."""
     group = world.default_group
     parts = random_parts(group)
-    assert {part.shape[0] for part in parts} == {3}
-    assert {part.pieces[0].box.start for part in parts} == {(group.rank, 0)}
+    assert {(part.shape[0], part.pieces[0].box.start) for part in parts} == {(3, (group.rank, 0))}
     saved = {part.name: torch.zeros(2, part.shape[1], dtype=torch.uint8) for part in parts}
     into, _ = prepare_random(group, specs_of(saved))
     assert {part.name for part in into} == (saved.keys() if group.rank < 2 else set())
@@ -71,13 +71,12 @@ def test_each_rank_has_its_row(world: ax.World) -> None:
 
 @pytest.mark.ranks(1)
 def test_states_of_something_else_are_refused(world: ax.World) -> None:
-    specs = {"random.torch": TensorSpec("random.torch", torch.uint8, (1, 16))}
-    with pytest.raises(ValueError, match=r"random.torch: expected rows of 5056 bytes, got torch.uint8 \[1, 16\]"):
-        prepare_random(world.default_group, specs)
-    before = np.random.mtrand._rand._bit_generator
+    group, specs = world.default_group, {"random.torch": TensorSpec("random.torch", torch.uint8, (1, 16))}
+    message = r"random.torch: expected rows of 5056 bytes, got torch.uint8 \[1, 16\]"
+    refused(ValueError, (lambda: prepare_random(group, specs), message))
+    before, message = np.random.mtrand._rand._bit_generator, "global generator is a PCG64, expected the MT19937"
     np.random.set_bit_generator(np.random.PCG64(1))
     try:
-        with pytest.raises(ValueError, match="numpy's global generator is a PCG64, expected the MT19937"):
-            random_parts(world.default_group)
+        refused(ValueError, (lambda: random_parts(group), message))
     finally:
         np.random.set_bit_generator(before)

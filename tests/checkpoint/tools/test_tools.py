@@ -1,10 +1,14 @@
 """The tools for checkpoints: which files are whole, and the same in formats of torch, loaded with torch alone."""
 
+import functools
 import json
+import os
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.checkpoints import by_name, flip, on_first
+from helpers.compare import assert_equal, refused
 from helpers.layouts import optimizer_for, train_alone, whole_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -39,28 +43,20 @@ def trained(tmp_path_factory):
     return path, train_alone(model, optimizer, AFTER), state
 
 
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.glob("*l.safetensors")} | {
-        "optimizer": load_file(folder / "optimizer.safetensors").keys()
-    }
-
-
 # ---- torch.save -------------------------------------------------------------------------------------------------
 
 
 def test_torch_alone_goes_on_from_a_converted_checkpoint(trained, tmp_path):
     path, losses, schedule = trained
     convert_checkpoint(path, tmp_path / "all.pt")
-    for load in ("by order", "by name"):
-        loaded = torch.load(tmp_path / "all.pt", weights_only=True)
-        model, optimizer = made()
-        if load == "by order":
-            model.load_state_dict(loaded["model"])
-            optimizer.load_state_dict(loaded["optimizer"])
-        else:
-            state = loaded["optimizer"]
-            set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=state)
-        assert train_alone(model, optimizer, AFTER) == losses
+    loaded, again = (torch.load(tmp_path / "all.pt", weights_only=True) for _ in range(2))
+    model, optimizer = made()
+    model.load_state_dict(again["model"])
+    optimizer.load_state_dict(again["optimizer"])
+    assert train_alone(model, optimizer, AFTER) == losses
+    model, optimizer = made()  # by name
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    assert train_alone(model, optimizer, AFTER) == losses
     assert (loaded["step"], loaded["extra"], loaded["scheduler"]) == (3, {"seen": (1, 2)}, schedule)
     assert loaded["model"]["head.weight"].data_ptr() == loaded["model"]["embedding.weight"].data_ptr()
 
@@ -89,25 +85,16 @@ def linear():
 
 def test_dicts_as_people_save_them_are_understood(tmp_path):
     model, optimizer = linear()
-    saved = {
-        "state_dict": model.state_dict(),
-        "optimizer_states": [optimizer.state_dict()],
-        "epoch": 7,
-        "args": [1],
-    }
-    torch.save(saved, tmp_path / "all.ckpt")
-    with pytest.raises(CheckpointError, match="--optimizer AdamW"):
-        convert_checkpoint(tmp_path / "all.ckpt", tmp_path / "all")
-    assert convert_checkpoint(tmp_path / "all.ckpt", tmp_path / "all", optimizer="Adam").left_out == [
-        "'args' (list)"
-    ]
+    states = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
+    torch.save({**states, "epoch": 7, "args": [1]}, tmp_path / "all.ckpt")
+    convert = functools.partial(convert_checkpoint, tmp_path / "all.ckpt", tmp_path / "all")
+    refused(CheckpointError, (convert, "--optimizer AdamW"))
+    converted = convert(optimizer="Adam")
+    assert converted.left_out == ["'args' (list)"]
     other, its_optimizer = linear()
     assert ax.load_checkpoint(tmp_path / "all", other, its_optimizer, group=ALONE).epoch == 7
     assert torch.equal(other.weight, model.weight)
-    for mine, theirs in zip(its_optimizer.state.values(), optimizer.state.values(), strict=True):
-        assert {key: value.tolist() for key, value in mine.items()} == {
-            key: value.tolist() for key, value in theirs.items()
-        }
+    assert_equal(*([by_name(state) for state in each.state.values()] for each in (its_optimizer, optimizer)))
 
 
 @pytest.mark.parametrize(
@@ -148,9 +135,9 @@ def test_dcp_goes_on_from_a_converted_checkpoint_and_back(trained, tmp_path):
     set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
     assert train_alone(model, optimizer, AFTER) == losses
 
-    with pytest.raises(CheckpointError, match="--trust"):
-        convert_checkpoint(tmp_path / "dcp", tmp_path / "again", optimizer="AdamW")
-    convert_checkpoint(tmp_path / "dcp", tmp_path / "again", optimizer="AdamW", trust=True)
+    convert = functools.partial(convert_checkpoint, tmp_path / "dcp", tmp_path / "again", optimizer="AdamW")
+    refused(CheckpointError, (convert, "--trust"))
+    convert(trust=True)
     model, optimizer = made()
     assert ax.load_checkpoint(tmp_path / "again", model, optimizer, group=ALONE).step == 3
     assert train_alone(model, optimizer, AFTER) == losses
@@ -162,28 +149,24 @@ def test_dcp_goes_on_from_a_converted_checkpoint_and_back(trained, tmp_path):
 def test_weights_alone(trained, tmp_path):
     path, _, _ = trained
     convert_checkpoint(path, tmp_path / "w.safetensors")
-    whole = load_file(path / "model.safetensors")
-    assert {name: value.tolist() for name, value in load_file(tmp_path / "w.safetensors").items()} == {
-        name: value.tolist() for name, value in whole.items()
-    }
-    save_file({"odd": torch.ones(3, dtype=torch.uint8), "x": torch.arange(5.0)}, tmp_path / "o.safetensors")
+    expected = load_file(path / "model.safetensors")
+    assert_equal(by_name(load_file(tmp_path / "w.safetensors")), by_name(expected))
+    tensors = {"odd": torch.ones(3, dtype=torch.uint8), "x": torch.arange(5.0)}
+    save_file(tensors, tmp_path / "o.safetensors")
     convert_checkpoint(tmp_path / "o.safetensors", tmp_path / "o.pt")
-    loaded = torch.load(tmp_path / "o.pt", weights_only=True)
-    assert {name: value.tolist() for name, value in loaded.items()} == {"odd": [1, 1, 1], "x": [0, 1, 2, 3, 4]}
+    assert_equal(by_name(torch.load(tmp_path / "o.pt", weights_only=True)), tensors)
 
 
 def test_a_target_that_is_there_is_left_alone(trained, tmp_path):
     path, _, _ = trained
     (tmp_path / "w.pt").write_text("mine")
-    with pytest.raises(CheckpointError, match="--overwrite"):
-        convert_checkpoint(path, tmp_path / "w.pt")
+    refused(CheckpointError, (lambda: convert_checkpoint(path, tmp_path / "w.pt"), "--overwrite"))
     assert (tmp_path / "w.pt").read_text() == "mine"
     convert_checkpoint(path, tmp_path / "w.pt", overwrite=True)
     assert torch.load(tmp_path / "w.pt", weights_only=True)["step"] == 3
     (tmp_path / "folder").mkdir()
-    for to in ("checkpoint", "dcp"):
-        with pytest.raises(CheckpointError, match="not replaced"):
-            convert_checkpoint(path, tmp_path / "folder", to=to, overwrite=True)
+    convert = functools.partial(convert_checkpoint, path, tmp_path / "folder", overwrite=True)
+    refused(CheckpointError, *((functools.partial(convert, to=to), "not replaced") for to in ("checkpoint", "dcp")))
     assert [each.name for each in tmp_path.iterdir()].count("folder.partial") == 0
 
 
@@ -207,36 +190,21 @@ def big_checkpoint(path, **options):
 
 
 @pytest.mark.ranks(1, 2, 4)
-def test_damaged_tensors_are_named(world, tmp_path):
-    path = ax.broadcast_object(str(tmp_path), 0, world.default_group)
-    path = type(tmp_path)(path) / "checkpoint"
-    if world.rank == 0:
-        big_checkpoint(path)
-    ax.barrier(world.default_group)
+def test_damaged_tensors_are_named(world, shared_tmp_path):
+    path = shared_tmp_path / "checkpoint"
+    on_first(big_checkpoint, path)
     seen = []
     found = verify_checkpoint(path, group=world.default_group, progress=lambda *at: seen.append(at))
-    assert found.is_whole
-    assert found.has_checksums
+    assert (found.is_whole, found.has_checksums) == (True, True)
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
-    ax.barrier(world.default_group)
-    if world.rank == 0:
-        with (path / "model.safetensors").open("r+b") as file:
-            for block in (1, 3):
-                at = block * BLOCK_BYTES + 7
-                file.seek(at)
-                changed = bytes([file.read(1)[0] ^ 1])
-                file.seek(at)
-                file.write(changed)
-    ax.barrier(world.default_group)
+    on_first(flip, path / "model.safetensors", BLOCK_BYTES + 7, 3 * BLOCK_BYTES + 7)
     (damage,) = verify_checkpoint(path, group=world.default_group).damages
-    assert damage.file == "model.safetensors"
+    assert (damage.file, damage.tensors) == ("model.safetensors", ("0.weight", "1.weight"))
     assert "number 1, 3" in damage.text
-    assert damage.tensors == ("0.weight", "1.weight")
 
 
-def cut(path):
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size - 100)
+def cut(path, size=100):
+    os.truncate(path, path.stat().st_size - size)
 
 
 DAMAGES = {
@@ -265,8 +233,6 @@ def test_files_of_other_tools_have_no_checksums(tmp_path):
         found = verify_checkpoint(path)
         assert (found.is_whole, found.has_checksums) == (True, False)
         assert list(found.files) == ["model.safetensors"]
-    cut_off = tmp_path / "model.safetensors"
-    cut_off.write_bytes(cut_off.read_bytes()[:-1])
+    cut(tmp_path / "model.safetensors", 1)
     assert not verify_checkpoint(tmp_path).is_whole
-    with pytest.raises(CheckpointError, match="found none"):
-        verify_checkpoint(tmp_path / "nothing")
+    refused(CheckpointError, (lambda: verify_checkpoint(tmp_path / "nothing"), "found none"))

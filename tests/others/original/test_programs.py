@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import pytest
 import torch
+from helpers.compare import assert_close
 from helpers.networks import filled
+from helpers.settings import each_pair
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,38 +24,32 @@ def network(blocks: int = 1) -> nn.Sequential:
     return filled(nn.Sequential(nn.Linear(6, WIDTH), nn.Tanh(), *middle, nn.Linear(WIDTH, 3)).double())
 
 
-def batches() -> Iterable[tuple[Tensor, Tensor]]:
-    for step in range(STEPS):
-        x = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        yield x, x[:, :3] * x[:, 3:]
-
-
-def own_part(world: ax.World) -> Iterable[tuple[Tensor, Tensor]]:
-    """A rank's samples of each batch."""
-    for x, y in batches():
-        yield x.chunk(world.size)[world.rank], y.chunk(world.size)[world.rank]
-
-
 def sgd(model: nn.Module | Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     parameters = model.parameters() if isinstance(model, nn.Module) else model
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def trained_alone(model: nn.Module, clip: float = float("inf")) -> dict[str, Tensor]:
-    """What a single process with the whole batches gets."""
-    optimizer = sgd(model)
-    for x, y in batches():
+def steps(optimizer: torch.optim.Optimizer, rank: int = 0, size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield one rank's samples of each batch, after `zero_grad` and before `step`."""
+    for step in range(STEPS):
+        x = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        yield x.chunk(size)[rank], (x[:, :3] * x[:, 3:]).chunk(size)[rank]
         optimizer.step()
+
+
+def trained_alone(
+    model: nn.Module, clip: float = float("inf"), loss: Callable[..., Tensor] = F.mse_loss
+) -> dict[str, Tensor]:
+    """Return the state after training in a single process on the whole batches."""
+    for x, y in steps(sgd(model)):
+        loss(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
     return model.state_dict()
 
 
-def assert_trained(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(found) == list(expected)
-    for name, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-9, atol=1e-12)
+def assert_trained(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert_close(found, expected, 1e-9)
 
 
 # ---- data parallelism -------------------------------------------------------------------------------------
@@ -68,14 +64,10 @@ def test_data_parallel(world, strategy) -> None:
     with torch.no_grad():
         ddp.module[0].weight += world.rank
     ddp.sync_parameters()
-    optimizer = sgd(ddp)
     ddp.train()
-    for x, y in own_part(world):
-        loss = F.mse_loss(ddp(x), y)
-        optimizer.zero_grad()
-        loss.backward()
+    for x, y in steps(sgd(ddp), world.rank, world.size):
+        F.mse_loss(ddp(x), y).backward()
         ddp.sync_gradients()
-        optimizer.step()
     assert_trained(ddp.state_dict(), trained_alone(network()))
 
 
@@ -83,57 +75,52 @@ def test_data_parallel(world, strategy) -> None:
 def test_data_parallel_with_accumulated_gradients(world) -> None:
     """A batch in two halves, and gradients are averaged in each backward, as in the guide."""
     ddp = ax.DDP(network(), world.default_group)
-    optimizer = sgd(ddp)
-    for x, y in own_part(world):
-        for part in (0, 1):
-            (F.mse_loss(ddp(x.chunk(2)[part]), y.chunk(2)[part]) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for x, y in steps(sgd(ddp), world.rank, world.size):
+        for half in (0, 1):
+            (F.mse_loss(ddp(x.chunk(2)[half]), y.chunk(2)[half]) / 2).backward()
     assert_trained(ddp.module.state_dict(), trained_alone(network()))
 
 
-def averaged_one_by_one(model: nn.Module, group: ax.ProcessGroup) -> None:
-    for parameter in model.parameters():
-        ax.sync_gradient(parameter.grad, group)
+def averaged_one_by_one(gradients: list[Tensor], group: ax.ProcessGroup) -> list[Tensor]:
+    for gradient in gradients:
+        ax.sync_gradient(gradient, group)
+    return gradients
 
 
-def averaged_as_a_list(model: nn.Module, group: ax.ProcessGroup) -> None:
-    ax.sync_gradients([parameter.grad for parameter in model.parameters()], group)
+def averaged_as_a_list(gradients: list[Tensor], group: ax.ProcessGroup) -> list[Tensor]:
+    ax.sync_gradients(gradients, group)
+    return gradients
 
 
-def averaged_in_a_bucket(model: nn.Module, group: ax.ProcessGroup) -> None:
+def averaged_in_a_bucket(gradients: list[Tensor], group: ax.ProcessGroup) -> list[Tensor]:
     bucket = ax.GradientBucket(1000)
-    for parameter in model.parameters():
-        assert bucket.add(parameter.grad)
+    assert all(bucket.add(gradient) for gradient in gradients)
     group.backend.all_reduce(bucket.data, ax.ReduceOp.AVERAGE)
-    for parameter, gradient in zip(model.parameters(), bucket.extract(), strict=True):
-        parameter.grad = gradient
+    return bucket.extract()
 
 
-def averaged_by_a_synchronizer(model: nn.Module, group: ax.ProcessGroup) -> None:
+def averaged_by_a_synchronizer(gradients: list[Tensor], group: ax.ProcessGroup) -> list[Tensor]:
     synchronizer = GradientSynchronizer(GradSyncStrategy.SYNCHRONOUS, 25_000_000)
     synchronizer.prepare(10)  # more than there are
-    parameters = list(model.parameters())
-    for index in reversed(range(len(parameters))):
-        synchronizer.add_gradient(index, parameters[index].grad)
+    for index in reversed(range(len(gradients))):
+        synchronizer.add_gradient(index, gradients[index])
     synchronizer.sync_all(group)
-    for parameter, gradient in zip(parameters, synchronizer.gradients(), strict=True):
-        parameter.grad = gradient
+    averages = synchronizer.gradients()
     synchronizer.clear()
+    return averages
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "average", [averaged_one_by_one, averaged_as_a_list, averaged_in_a_bucket, averaged_by_a_synchronizer]
 )
-def test_without_a_wrapper(world, average: Callable[[nn.Module, ax.ProcessGroup], None]) -> None:
+def test_without_a_wrapper(world, average) -> None:
     model = network()
-    optimizer = sgd(model)
-    for x, y in own_part(world):
-        optimizer.zero_grad()
+    for x, y in steps(sgd(model), world.rank, world.size):
         F.mse_loss(model(x), y).backward()
-        average(model, world.default_group)
-        optimizer.step()
+        averages = average([parameter.grad for parameter in model.parameters()], world.default_group)
+        for parameter, gradient in zip(model.parameters(), averages, strict=True):
+            parameter.grad = gradient
     assert_trained(model.state_dict(), trained_alone(network()))
 
 
@@ -144,21 +131,16 @@ def test_without_a_wrapper(world, average: Callable[[nn.Module, ax.ProcessGroup]
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("schedule", [PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B])
 def test_pipeline(world, schedule) -> None:
-    stages = ax.pipeline.split_module(network(blocks=3), world.size)
+    whole = network(blocks=3)
+    stages = ax.pipeline.split_module(whole, world.size)
     pipeline = ax.Pipeline.from_modules(
         stages, world.default_group, schedule=schedule, num_microbatches=4, loss_fn=F.mse_loss
     )
-    optimizer = sgd(pipeline)
-    for x, y in batches():
-        optimizer.zero_grad()
+    for x, y in steps(sgd(pipeline)):
         pipeline.train_step(x, y)
-        optimizer.step()
-    expected = iter(trained_alone(network(blocks=3)).values())
-    for rank, stage in enumerate(stages):
-        for parameter in stage.parameters():
-            value = next(expected)
-            if rank == world.rank:
-                torch.testing.assert_close(parameter.detach(), value, rtol=1e-9, atol=1e-12)
+    own = {name: value for name, value in whole.named_parameters() if value in {*stages[world.rank].parameters()}}
+    expected = trained_alone(network(blocks=3))
+    assert_trained(own, {name: expected[name] for name in own})
 
 
 # ---- divided layers, and several kinds of parallelism -------------------------------------------------------
@@ -190,38 +172,22 @@ def summed(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output[:, :3] + output[:, 3:], target)
 
 
-def trained_whole(blocks: int) -> list[dict[str, Tensor]]:
-    model = nn.Sequential(*(filled(Whole()) for _ in range(blocks)))
-    optimizer = sgd(model)
-    for x, y in batches():
-        optimizer.zero_grad()
-        summed(model(x), y).backward()
-        optimizer.step()
-    return [block.state_dict() for block in model]
-
-
 @pytest.mark.real_ranks
 @pytest.mark.ranks(2, 4)
 def test_divided_layers(world) -> None:
     model = Divided(world.default_group)
-    optimizer = sgd(model)
-    for x, y in batches():
-        optimizer.zero_grad()
+    for x, y in steps(sgd(model)):
         summed(model(x), y).backward()
-        optimizer.step()
-    (expected,) = trained_whole(1)
-    assert_trained(ax.tensor.full_state_dict(model), expected)
+    assert_trained(ax.tensor.full_state_dict(model), trained_alone(filled(Whole()), loss=summed))
 
 
-def groups_of(world: ax.World, sizes: tuple[int, int, int]) -> tuple[ax.ProcessGroup, ...]:
-    """This rank's groups for dp x pp x tp, made with `new_group` as in the original's guide."""
+def groups_of(world: ax.World, sizes: tuple[int, int, int]) -> Iterator[ax.ProcessGroup]:
+    """Yield this rank's groups for dp x pp x tp, made with `new_group` as in the original's guide."""
     grid = torch.arange(world.size).view(sizes)
-    mine = []
     for axis in range(3):
         rows = grid.movedim(axis, -1).reshape(-1, sizes[axis]).tolist()
         groups = [world.new_group(row) for row in rows]
-        mine.append(next(group for group in groups if group.contains(world.rank)))
-    return tuple(mine)
+        yield next(group for group in groups if group.contains(world.rank))
 
 
 @pytest.mark.real_ranks
@@ -244,34 +210,23 @@ def check_together(world: ax.World, sizes: tuple[int, int, int]) -> None:
         ax.DistributedDataParallel(block, dp) if stage == pp.rank else None for stage, block in enumerate(blocks)
     ]
     pipeline = ax.Pipeline.from_modules(stages, pp, num_microbatches=2, loss_fn=summed)
-    optimizer = sgd(pipeline)
-    for x, y in batches():
-        optimizer.zero_grad()
-        pipeline.train_step(x.chunk(dp.size)[dp.rank], y.chunk(dp.size)[dp.rank])
-        optimizer.step()
-    assert_trained(ax.tensor.full_state_dict(blocks[pp.rank]), trained_whole(pp.size)[pp.rank])
+    for x, y in steps(sgd(pipeline), dp.rank, dp.size):
+        pipeline.train_step(x, y)
+    whole = nn.Sequential(*(filled(Whole()) for _ in blocks))
+    trained_alone(whole, loss=summed)
+    assert_trained(ax.tensor.full_state_dict(blocks[pp.rank]), whole[pp.rank].state_dict())
 
 
 # ---- fully sharded data parallelism -----------------------------------------------------------------------
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("strategy", "cpu_offload", "by_hand"),
-    [
-        (strategy, cpu_offload, (number + other) % 2 == 0)
-        for number, strategy in enumerate(ShardingStrategy)
-        for other, cpu_offload in enumerate(CPUOffload)
-    ],
-)
+@each_pair(strategy=list(ShardingStrategy), cpu_offload=list(CPUOffload), by_hand=[True, False])
 def test_fully_sharded(world, strategy, cpu_offload, by_hand) -> None:
-    """Every two settings together."""
     fsdp = ax.FullyShardedDataParallel(
         network(blocks=2), world.default_group, sharding_strategy=strategy, cpu_offload=cpu_offload
     )
-    optimizer = sgd(fsdp)
-    for x, y in own_part(world):
-        optimizer.zero_grad()
+    for x, y in steps(sgd(fsdp), world.rank, world.size):
         if by_hand:
             fsdp.gather_parameters()
         F.mse_loss(fsdp(x), y).backward()
@@ -279,16 +234,13 @@ def test_fully_sharded(world, strategy, cpu_offload, by_hand) -> None:
             fsdp.reshard_parameters()
         fsdp.sync_gradients()
         fsdp.clip_grad_norm(1.0)
-        optimizer.step()
     assert_trained(fsdp.full_state_dict(), trained_alone(network(blocks=2), clip=1.0))
 
 
 def trained_alone_in_bfloat16(parts: int) -> dict[str, Tensor]:
     """Gradients of each rank's samples, computed in bfloat16 and averaged in float32, as its README asks for."""
     master = network().float()
-    optimizer = sgd(master)
-    for x, y in batches():
-        optimizer.zero_grad()
+    for x, y in steps(sgd(master)):
         for own_x, own_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
             low = copy.deepcopy(master).bfloat16()
             F.mse_loss(low(own_x.bfloat16()), own_y.bfloat16()).backward()
@@ -296,7 +248,6 @@ def trained_alone_in_bfloat16(parts: int) -> dict[str, Tensor]:
                 share = lower.grad.float() / parts
                 parameter.grad = share if parameter.grad is None else parameter.grad + share
         nn.utils.clip_grad_norm_(master.parameters(), 1.0)
-        optimizer.step()
     return master.state_dict()
 
 
@@ -310,16 +261,11 @@ def test_fully_sharded_with_all_of_its_readme(world) -> None:
         cpu_offload=CPUOffload.PARAMS,
         mixed_precision=True,
     )
-    optimizer = sgd(fsdp)
-    for x, y in own_part(world):
-        optimizer.zero_grad()
+    for x, y in steps(sgd(fsdp), world.rank, world.size):
         fsdp.gather_parameters()
         F.mse_loss(fsdp(x.float()), y.bfloat16()).backward()
         fsdp.reshard_parameters()
         fsdp.sync_gradients()
         fsdp.clip_grad_norm(1.0)
-        optimizer.step()
-    found, expected = fsdp.full_state_dict(), trained_alone_in_bfloat16(world.size)
-    for name, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
+    assert_close(fsdp.full_state_dict(), trained_alone_in_bfloat16(world.size), 1e-4)
     assert fsdp.memory_estimate().memory_savings() == pytest.approx(1 - 1 / world.size, abs=0.1)

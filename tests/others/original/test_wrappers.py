@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+from helpers.compare import assert_close
 from helpers.networks import filled
 from torch import nn
 
@@ -45,17 +46,14 @@ def test_a_replica(group) -> None:
     """In the original a linear layer ignores `train` and `eval`."""
     module = filled(nn.Linear(8, 4), start=group.rank)
     ddp = ax.DistributedDataParallel(module, group)
-    assert (ddp.process_group, ddp.module) == (group, module)
-    assert len(list(ddp.parameters())) == 2
+    assert (ddp.process_group, ddp.module, len(list(ddp.parameters()))) == (group, module, 2)
     with torch.no_grad():
         module.weight += group.rank
     ddp.sync_parameters()
     assert torch.equal(ddp(X), filled(nn.Linear(8, 4))(X))
     ddp.sync_gradients()  # there are none yet
     assert [parameter.grad for parameter in ddp.parameters()] == [None, None]
-    assert ddp.training
-    assert not ddp.eval().module.training
-    assert ddp.train().module.training
+    assert (ddp.training, ddp.eval().module.training, ddp.train().module.training) == (True, False, True)
 
 
 def test_buffers_of_its_own(group) -> None:
@@ -67,14 +65,10 @@ def test_buffers_of_its_own(group) -> None:
 
 
 def test_a_bucket_takes_what_fits_and_is_reduced_as_one(group) -> None:
-    bucket = ax.GradientBucket(5)
-    assert bucket.is_empty
-    assert bucket.add(torch.tensor([1.0, 2.0, 3.0]) * group.rank)
-    assert not bucket.is_empty
-    assert not bucket.add(torch.tensor([4.0, 5.0, 6.0]))
-    assert bucket.size == 3
-    assert bucket.add(torch.tensor([[4.0], [5.0]]) * group.rank)
-    assert (bucket.size, bucket.is_full) == (5, True)
+    bucket, seen = ax.GradientBucket(5), []
+    for gradient in (torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0]), torch.tensor([[4.0], [5.0]])):
+        seen.append((bucket.is_empty, bucket.add(gradient * group.rank), bucket.size, bucket.is_full))
+    assert seen == [(True, True, 3, False), (False, False, 3, False), (False, True, 5, True)]
     group.all_reduce(bucket.data, ax.ReduceOp.AVERAGE)
     assert bucket.data.tolist() == [0.5, 1.0, 1.5, 2.0, 2.5]
     bucket.data[0] = 9.0  # the original's data_mut()
@@ -83,18 +77,18 @@ def test_a_bucket_takes_what_fits_and_is_reduced_as_one(group) -> None:
     assert bucket.is_empty
 
 
-def test_a_synchronizer_takes_what_was_added(group) -> None:
-    for strategy in GradSyncStrategy:
-        synchronizer = ax.GradientSynchronizer(strategy, 100)
-        assert synchronizer.strategy is strategy
-        synchronizer.prepare(10)
-        synchronizer.sync_all(group)  # nothing to do
-        assert synchronizer.gradients() == []
-        synchronizer.clear()
-        synchronizer.add_gradient(0, torch.tensor([1.0, 2.0]) * group.rank)
-        synchronizer.sync_all(group)
-        factor = group.rank if strategy is GradSyncStrategy.NO_SYNC else 0.5
-        assert [each.tolist() for each in synchronizer.gradients()] == [[factor, 2 * factor]]
+@pytest.mark.parametrize("strategy", GradSyncStrategy)
+def test_a_synchronizer_takes_what_was_added(group, strategy) -> None:
+    synchronizer = ax.GradientSynchronizer(strategy, 100)
+    assert synchronizer.strategy is strategy
+    synchronizer.prepare(10)
+    synchronizer.sync_all(group)  # nothing to do
+    assert synchronizer.gradients() == []
+    synchronizer.clear()
+    synchronizer.add_gradient(0, torch.tensor([1.0, 2.0]) * group.rank)
+    synchronizer.sync_all(group)
+    factor = group.rank if strategy is GradSyncStrategy.NO_SYNC else 0.5
+    assert [each.tolist() for each in synchronizer.gradients()] == [[factor, 2 * factor]]
 
 
 # ---- fully sharded data parallelism, divided layers ---------------------------------------------------------
@@ -106,10 +100,10 @@ def test_forward_between_gather_and_reshard(group) -> None:
     fsdp = ax.FullyShardedDataParallel(module, group)
     assert fsdp.process_group is group
     fsdp.gather_parameters()
-    torch.testing.assert_close(fsdp(X), expected)
+    assert_close(fsdp(X), expected)
     assert [tuple(parameter.shape) for parameter in fsdp.module.parameters()] == [(4, 8), (4,)]
     fsdp.reshard_parameters()
-    torch.testing.assert_close(fsdp(X), expected)
+    assert_close(fsdp(X), expected)
 
 
 def test_memory(group) -> None:
@@ -134,12 +128,11 @@ def test_divided_layers(group, is_whole) -> None:
     for layer in (columns, rows):
         ax.tensor.load_full_state_dict(layer, whole.state_dict())
     expected = whole(X) if is_whole else whole(X).chunk(group.size, dim=1)[group.rank]
-    torch.testing.assert_close(columns(X), expected)
-    torch.testing.assert_close(rows(X if is_whole else X.chunk(group.size, dim=1)[group.rank]), whole(X))
+    assert_close(columns(X), expected)
+    assert_close(rows(X if is_whole else X.chunk(group.size, dim=1)[group.rank]), whole(X))
     for kind in (ax.ColumnParallelLinear, ax.RowParallelLinear):
         layer = kind(8, 4, group)  # as in its guide
-        assert layer.process_group is group
-        assert layer.bias is not None
+        assert (layer.process_group, layer.bias is not None) == (group, True)
 
 
 # ---- pipelines ----------------------------------------------------------------------------------------------
@@ -166,10 +159,7 @@ def test_batches_are_cut_and_joined(group, schedule) -> None:
     assert (pipeline.num_stages, pipeline.schedule) == (len(modules), schedule)
     output = pipeline(X)
     assert sorted(module.batches for module in modules) == [[]] * (len(modules) - chunks) + [[1, 1]] * chunks
-    if pipeline.has_last_stage:
-        torch.testing.assert_close(output, expected)
-    else:
-        assert output is None
+    assert_close(output, expected if pipeline.has_last_stage else None)
     assert not pipeline.eval().training
 
 

@@ -56,20 +56,18 @@ def test_the_live_line_is_redrawn_in_place():
     progress.close()
     progress.close()
     text = stream.getvalue()
-    assert "step 1/2  loss 2.5000  12,346 tokens/s  communication 26 %" in text
-    assert "step 2/2  loss 1.2500" in text
-    assert "a note [not markup]" in text
-    assert "\x1b[2K" in text  # a line is wiped
+    line = "step 1/2  loss 2.5000  12,346 tokens/s  communication 26 %"
+    wiped = "\x1b[2K"
+    for part in (line, "step 2/2  loss 1.2500", "a note [not markup]", wiped):
+        assert part in text
 
 
 def test_modes_choose_the_progress():
-    pipe = io.StringIO()
-    assert isinstance(make_progress("auto", 3, pipe), PlainProgress)
-    assert isinstance(make_progress("plain", 3, pipe), PlainProgress)
-    assert isinstance(make_progress("off", 3, pipe), SilentProgress)
-    live = make_progress("live", 3, pipe)
-    live.close()
-    assert isinstance(live, LiveProgress)
+    kinds = {"auto": PlainProgress, "plain": PlainProgress, "off": SilentProgress, "live": LiveProgress}
+    for mode, kind in kinds.items():
+        progress = make_progress(mode, 3, io.StringIO())
+        progress.close()
+        assert type(progress) is kind, mode
 
 
 @pytest.fixture
@@ -113,9 +111,8 @@ def _parent(monkeypatch):
 
 def test_a_terminal_and_a_pipe_of_our_own(tmp_path, terminal, pipe):
     nothing = tmp_path / "none"
-    assert terminal_width(terminal[1], nothing) == 77
-    assert terminal_width(pipe, nothing) is None
-    assert terminal_width(io.StringIO(), nothing) is None
+    widths = [terminal_width(stream, nothing) for stream in (terminal[1], pipe, io.StringIO())]
+    assert widths == [77, None, None]
 
 
 def test_behind_a_launcher_its_output_counts(tmp_path, terminal, pipe):
