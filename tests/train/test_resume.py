@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from helpers.plain_training import plain_run
+from helpers.models import plain_run
 
 import axonmpi as ax
 from axonmpi.testing import run_ranks

@@ -11,8 +11,7 @@ import pytest
 import torch
 from helpers.assembled import assembled, fill
 from helpers.layouts import LAYOUTS, laid_out, whole_model
-from helpers.models import ZOO
-from helpers.sharded import TiedBlocks, new_group
+from helpers.models import ZOO, TiedBlocks, new_group
 from helpers.transformers_models import gpt2, llama
 from helpers.whole_models import built
 from torch import Tensor, nn

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from helpers.assembled import assembled, fill
+from helpers.compare import assert_close
 from helpers.layouts import LAYOUTS, laid_out, optimizer_for, train_alone, whole_model
-from helpers.models import assert_close, built
-from helpers.sharded import Blocks, optimizer_of, own_data, train, trained_alone, usual_step
+from helpers.models import Blocks, built, own_data, train, trained_alone
+from helpers.steps import optimizer_of, usual_step
 from torch import Tensor, nn
 
 import axonmpi as ax

@@ -1,0 +1,41 @@
+"""Tests of data parallelism see the operations that a rank runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import axonmpi as ax
+
+
+class Log:
+    """An observer that keeps the name and size of each operation."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def enter(self, operation: str, nbytes: int) -> None:
+        if operation != "wait":
+            self.calls.append((operation, nbytes))
+
+    def leave(self, operation: str) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def observed(world: ax.World, observer: Any = None) -> Iterator[Any]:
+    backend = world.default_group.backend
+    backend.observer = Log() if observer is None else observer
+    try:
+        yield backend.observer
+    finally:
+        backend.observer = None
+
+
+@pytest.fixture
+def logged() -> Callable[..., contextlib.AbstractContextManager[Any]]:
+    """Return a context that records the operations of a rank, or tells an observer of them."""
+    return observed
