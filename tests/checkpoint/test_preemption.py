@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from helpers.compare import refused
-from helpers.models import logged
+from helpers.observers import logged
 
 import axonmpi as ax
 

@@ -7,27 +7,24 @@ import gc
 import math
 import pickle
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.compare import assert_close, gradients_alone, gradients_of, refused
 from helpers.models import (
     AS_VIEW,
-    BatchNormalised,
-    assert_close,
+    batch_norm,
     batch_of,
     built,
     check_averaged,
-    gradients_alone,
-    gradients_of,
     joined_loss,
-    logged,
-    loss_of,
     mlp,
     own_loss,
     part_of,
     wrapped,
 )
+from helpers.observers import logged
+from helpers.steps import loss_of
 from torch import nn
 
 import axonmpi as ax
@@ -36,43 +33,28 @@ from axonmpi import GradSyncStrategy
 # ---- the same model everywhere ----------------------------------------------------------------------------------
 
 
-def with_buffer(dtype: torch.dtype) -> nn.Module:
+def layer(**changes: object) -> nn.Module:
+    """Make a layer, some of whose parameters and buffers are others."""
     module = nn.Linear(2, 2)
-    module.register_buffer("table", torch.zeros(3, dtype=dtype))
+    for name, value in changes.items():
+        if isinstance(value, nn.Parameter):
+            setattr(module, name, value)
+        else:
+            module.register_buffer(name, value)
     return module
 
 
-def frozen_bias() -> nn.Module:
-    module = nn.Linear(2, 2)
-    module.bias.requires_grad_(False)
-    return module
-
-
-def tied() -> nn.Module:
+def pair(tied: bool) -> nn.Module:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    module[1].weight = module[0].weight
+    if tied:
+        module[1].weight = module[0].weight
     return module
 
 
-def transposed() -> nn.Module:
-    module = nn.Linear(2, 3)
-    module.weight = nn.Parameter(module.weight.detach().t().contiguous().t())
-    return module
-
-
-DIFFERENCES: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str, str]] = {
-    "shape": (
-        lambda: nn.Linear(2, 2),
-        lambda: nn.Linear(3, 2),
-        "parameter 'weight' float32 [2, 2]",
-        "parameter 'weight' float32 [2, 3]",
-    ),
-    "dtype": (
-        lambda: nn.Linear(2, 2),
-        lambda: nn.Linear(2, 2).double(),
-        "parameter 'weight' float32 [2, 2]",
-        "parameter 'weight' float64 [2, 2]",
-    ),
+WEIGHT = "parameter 'weight' float32 [2, 2]"
+DIFFERENCES = {
+    "shape": (layer, lambda: nn.Linear(3, 2), WEIGHT, "parameter 'weight' float32 [2, 3]"),
+    "dtype": (layer, lambda: nn.Linear(2, 2).double(), WEIGHT, "parameter 'weight' float64 [2, 2]"),
     "name": (
         lambda: nn.Sequential(nn.Linear(2, 2)),
         lambda: nn.ModuleDict({"one": nn.Linear(2, 2)}),
@@ -80,47 +62,31 @@ DIFFERENCES: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], s
         "parameter 'one.weight' float32",
     ),
     "number": (
-        lambda: nn.Linear(2, 2),
+        layer,
         lambda: nn.Linear(2, 2, bias=False),
         "parameter 'bias' float32 [2]",
         "no further parameter or buffer",
     ),
-    "frozen": (
-        lambda: nn.Linear(2, 2),
-        frozen_bias,
-        "parameter 'bias' float32 [2]",
-        "parameter 'bias' float32 [2], frozen",
-    ),
+    "frozen": (layer, lambda: layer().requires_grad_(False), WEIGHT, "parameter 'weight' float32 [2, 2], frozen"),
     "tied": (
-        lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
-        tied,
+        lambda: pair(False),
+        lambda: pair(True),
         "parameter '1.weight' float32 [2, 2]",
         "parameter '1.bias' float32 [2]",
     ),
     "strides": (
-        lambda: nn.Linear(2, 3),
-        transposed,
-        "parameter 'weight' float32 [3, 2]",
-        "parameter 'weight' float32 [3, 2], strides [1, 3]",
+        layer,
+        lambda: layer(weight=nn.Parameter(torch.ones(2, 2).t())),
+        WEIGHT,
+        "parameter 'weight' float32 [2, 2], strides [1, 2]",
     ),
     "buffer": (
-        lambda: with_buffer(torch.float32),
-        lambda: with_buffer(torch.int64),
+        lambda: layer(table=torch.zeros(3)),
+        lambda: layer(table=torch.zeros(3, dtype=torch.int64)),
         "buffer 'table' float32 [3]",
         "buffer 'table' int64 [3]",
     ),
-    "uninitialised": (
-        lambda: nn.Linear(2, 2),
-        lambda: nn.LazyLinear(2),
-        "parameter 'weight' float32 [2, 2]",
-        "parameter 'weight' float32 without a shape yet",
-    ),
-    "nothing_to_train": (
-        lambda: nn.Linear(2, 2),
-        lambda: nn.Linear(2, 2).requires_grad_(False),
-        "parameter 'weight' float32 [2, 2]",
-        "parameter 'weight' float32 [2, 2], frozen",
-    ),
+    "uninitialised": (layer, lambda: nn.LazyLinear(2), WEIGHT, "parameter 'weight' float32 without a shape yet"),
 }
 
 
@@ -155,10 +121,10 @@ def test_arguments_that_differ_are_refused_on_every_rank(world, usual, other):
 
 @pytest.mark.ranks(3)
 def test_values_become_those_of_rank_0(world):
-    module = built(BatchNormalised, seed=world.rank)
+    module = built(batch_norm, seed=world.rank)
     module.norm.running_var.fill_(world.rank)
     model = ax.DistributedDataParallel(module)
-    expected = built(BatchNormalised, seed=0)
+    expected = built(batch_norm, seed=0)
     expected.norm.running_var.fill_(0)
     assert_close(module.state_dict(), expected.state_dict(), tolerance=0)
     if world.rank == 1:
@@ -219,20 +185,20 @@ def test_a_lazy_module_has_to_be_run_first(world):
 @pytest.mark.ranks(2)
 def test_a_group_that_this_rank_is_not_in(world):
     group = world.new_group([0])
-    if world.rank == 0:
-        ax.DistributedDataParallel(nn.Linear(2, 2), group)
-    else:
-        with pytest.raises(ValueError, match=r"rank 1 is not in this group of ranks \[0\]"):
-            ax.DistributedDataParallel(nn.Linear(2, 2), group)
+    if world.rank == 1:
+        message = r"rank 1 is not in this group of ranks \[0\]"
+        refused(ValueError, (lambda: ax.DDP(nn.Linear(2, 2), group), message))
 
 
 @pytest.mark.ranks(2)
 def test_a_module_cannot_be_wrapped_twice_at_once(world):
     model = ax.DDP(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"module: it is wrapped in DistributedDataParallel already"):
-        ax.DDP(model)
-    with pytest.raises(ValueError, match=r"module: 0.inner is wrapped in DistributedDataParallel already"):
-        ax.DDP(nn.Sequential(nn.ModuleDict({"inner": model})))
+    inner = nn.Sequential(nn.ModuleDict({"inner": model}))
+    refused(
+        ValueError,
+        (lambda: ax.DDP(model), "module: it is wrapped in DistributedDataParallel already"),
+        (lambda: ax.DDP(inner), "module: 0.inner is wrapped in DistributedDataParallel already"),
+    )
 
 
 # ---- attributes, copies, life -----------------------------------------------------------------------------------

@@ -7,25 +7,11 @@ import copy
 
 import pytest
 import torch
-from helpers.models import (
-    NO_SYNC,
-    SYNCHRONOUS,
-    TINY,
-    BatchNormalised,
-    adamw,
-    assert_close,
-    assert_same_on_all_ranks,
-    batch_of,
-    built,
-    gradients_of,
-    large,
-    logged,
-    loss_of,
-    mlp,
-    sgd,
-    wrapped,
-)
+from helpers.compare import assert_close, assert_same_on_all_ranks, gradients_of
+from helpers.models import NO_SYNC, SYNCHRONOUS, TINY, batch_norm, batch_of, built, large, mlp, wrapped
+from helpers.observers import logged
 from helpers.settings import each_pair
+from helpers.steps import adamw, loss_of, sgd
 from torch import Tensor, nn
 
 import axonmpi as ax
@@ -36,7 +22,7 @@ COUNTS = {1: [2], 2: [3, 1], 3: [0, 3, 2], 4: [1, 2, 0, 3]}
 
 
 def own_loss(model: nn.Module, rank: int, number: int) -> Tensor:
-    inputs, targets = batch_of(getattr(model, "module", model), 100 * rank + number, size=4)
+    inputs, targets = batch_of(model, 100 * rank + number, size=4)
     return loss_of(model(inputs), targets)
 
 
@@ -63,30 +49,44 @@ def train(
 
 
 def trained_by_hand(
-    make, counts: list[int], *, accumulation: int = 1, initial_size: bool = True
-) -> dict[str, Tensor]:
-    """Sum the gradients of the ranks that have a batch.
+    make, counts: list[int], *, accumulation: int = 1, initial_size: bool = True, broadcasts: bool = True
+) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """Sum the gradients of the ranks that have a batch; return the state, and the buffers of each rank.
 
     Batch norm begins with the buffers of the first of them where gradients are averaged, else with a rank's own.
     """
     model = built(make)
     optimizer = sgd(model)
-    buffers = [{name: value.clone() for name, value in model.named_buffers()} for _ in counts]
-    active = [0]
+    buffers = [copy.deepcopy(dict(model.named_buffers())) for _ in counts]
     for step in range(max(counts)):
         active = [rank for rank, count in enumerate(counts) if count > step]
         optimizer.zero_grad()
         for micro in range(accumulation):
             before = list(buffers)
             for rank in active:
-                source = active[0] if micro == accumulation - 1 else rank
-                model.load_state_dict(before[source], strict=False)
+                copied = broadcasts and micro == accumulation - 1
+                model.load_state_dict(before[active[0] if copied else rank], strict=False)
                 divisor = len(counts) if initial_size else len(active)
                 (own_loss(model, rank, accumulation * step + micro) / divisor).backward()
-                buffers[rank] = {name: value.clone() for name, value in model.named_buffers()}
+                buffers[rank] = copy.deepcopy(dict(model.named_buffers()))
         optimizer.step()
     model.load_state_dict(buffers[active[0]], strict=False)
-    return copy.deepcopy(model.state_dict())
+    return copy.deepcopy(model.state_dict()), buffers
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("broadcasts", [True, False])
+def test_even_batches_of_a_batch_norm(world, broadcasts):
+    """Each rank's statistics are of its own batches, which begin with rank 0's or with its own."""
+    model = wrapped(world, built(batch_norm), broadcast_buffers=broadcasts)
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        own_loss(model, world.rank, step).backward()
+        optimizer.step()
+    state, buffers = trained_by_hand(batch_norm, [3, 3, 3], broadcasts=broadcasts)
+    assert_close(model.state_dict(), {**state, **buffers[world.rank]})
+    assert int(model.module.norm.num_batches_tracked) == 3
 
 
 def check(world: ax.World, model: ax.DDP, expected: dict[str, Tensor]) -> None:
@@ -96,7 +96,7 @@ def check(world: ax.World, model: ax.DDP, expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.ranks(3)
 @each_pair(
-    make=[mlp, BatchNormalised, large],
+    make=[mlp, batch_norm, large],
     strategy=list(GradSyncStrategy),
     overlaps=[True, False],
     as_view=[True, False],
@@ -128,16 +128,16 @@ def test_uneven_batches(
         by_hand=by_hand,
         divide_by_initial_world_size=initial_size,
     )
-    check(world, model, trained_by_hand(make, counts, accumulation=accumulation, initial_size=initial_size))
+    check(world, model, trained_by_hand(make, counts, accumulation=accumulation, initial_size=initial_size)[0])
 
 
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.real_ranks
 def test_uneven_batches_on_each_number_of_ranks(world):
     counts = COUNTS[world.size]
-    model = wrapped(world, built(BatchNormalised))
+    model = wrapped(world, built(batch_norm))
     train(model, world, counts[world.rank])
-    check(world, model, trained_by_hand(BatchNormalised, counts))
+    check(world, model, trained_by_hand(batch_norm, counts)[0])
 
 
 @pytest.mark.ranks(2)
@@ -266,7 +266,7 @@ def test_unused_parameters_are_an_error_on_ranks_that_have_left_too(world):
 
 
 @pytest.mark.ranks(3)
-@each_pair(strategy=list(GradSyncStrategy), make=[mlp, BatchNormalised])
+@each_pair(strategy=list(GradSyncStrategy), make=[mlp, batch_norm])
 def test_throwing_as_soon_as_one_has_left(world, strategy, make):
     model = wrapped(world, built(make), sync_strategy=strategy, bucket_cap_mb=TINY)
     counts = [2, 1, 2]

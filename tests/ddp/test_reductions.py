@@ -6,6 +6,8 @@ import threading
 
 import pytest
 import torch
+from helpers.compare import assert_close, assert_same_on_all_ranks, gradients_alone, gradients_of
+from helpers.limits import limit
 from helpers.models import (
     AS_VIEW,
     DEFAULT,
@@ -14,24 +16,18 @@ from helpers.models import (
     SMALL,
     SYNCHRONOUS,
     TINY,
-    Convolutions,
-    assert_close,
-    assert_same_on_all_ranks,
     batch_of,
     built,
-    gradients_alone,
-    gradients_of,
     joined_loss,
-    logged,
-    loss_of,
     mlp,
-    observed,
     own_loss,
     part_of,
     strided_weight,
     wrapped,
 )
+from helpers.observers import logged
 from helpers.placements import REAL
+from helpers.steps import loss_of
 from torch import Tensor, nn
 
 from axonmpi import DDP, GradSyncStrategy, MockBackend, ReduceOp
@@ -56,9 +52,9 @@ class Watch:
             self.left += operation == "all_reduce"
             self._changed.notify_all()
 
-    def wait_until_left(self, count: int, timeout: float = 30.0) -> bool:
+    def wait_until_left(self, count: int) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: self.left >= count, timeout)
+            return self._changed.wait_for(lambda: self.left >= count, limit(30))
 
 
 @pytest.mark.ranks(2, 4)
@@ -68,7 +64,7 @@ def test_reductions_are_complete_before_backward_ends(world):
     model = wrapped(world, built(mlp), overlaps=True, bucket_cap_mb=TINY)
     own_loss(model, world).backward()
     seen = []
-    with observed(world, Watch()) as watch:
+    with logged(world, Watch()) as watch:
         hidden = model.module[0].register_forward_hook(
             lambda layer, inputs, output: (
                 output.register_hook(lambda gradient: seen.append(watch.wait_until_left(5))) and None
@@ -102,15 +98,18 @@ def test_other_strategies_reduce_nothing_during_backward(world, strategy):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("cap", "count", "overlaps"), [(TINY, 7, True), (SMALL, 3, False), (SMALL, 3, True), (DEFAULT, 1, False)]
+    ("cap", "count", "overlaps", "finds"),
+    [(TINY, 7, True, False), (SMALL, 3, False, True), (SMALL, 3, True, True), (DEFAULT, 1, False, False)],
 )
-def test_one_reduction_a_bucket_and_one_status(world, cap, count, overlaps):
-    model = wrapped(world, built(mlp), overlaps=overlaps, bucket_cap_mb=cap)
+def test_one_reduction_a_bucket_and_one_status(world, cap, count, overlaps, finds):
+    """Of one byte, and one for each parameter if those that no rank uses are to be found."""
+    model = wrapped(world, built(mlp), overlaps=overlaps, bucket_cap_mb=cap, find_unused_parameters=finds)
+    flags = 1 + 7 * finds
     own_loss(model, world).backward()
     for step in range(2):
         with logged(world) as log:
             own_loss(model, world, step).backward()
-        assert log.calls == [("all_reduce", 4 * size) for size in model.bucket_sizes] + [("all_reduce", 1)]
+        assert log.calls == [("all_reduce", 4 * size) for size in model.bucket_sizes] + [("all_reduce", flags)]
     assert len(model.bucket_sizes) == count
     assert sum(model.bucket_sizes) == sum(p.numel() for p in model.parameters())
 
@@ -290,7 +289,7 @@ def test_gradients_have_memory_of_their_own_without_views(world):
 @pytest.mark.ranks(2)
 @AS_VIEW
 def test_gradients_have_the_strides_of_their_parameters(world, as_view):
-    convolutions = built(lambda: Convolutions().to(memory_format=torch.channels_last))
+    convolutions = built(lambda: convolutions().to(memory_format=torch.channels_last))
     model = wrapped(world, convolutions, gradient_as_bucket_view=as_view)
     own_loss(model, world).backward()
     assert model.module.first.weight.stride() == (18, 1, 6, 2)

@@ -8,18 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.models import (
-    BatchNormalised,
-    adamw,
-    assert_close,
-    batch_of,
-    built,
-    loss_of,
-    mlp,
-    own_loss,
-    part_of,
-    wrapped,
-)
+from helpers.compare import assert_close
+from helpers.models import batch_norm, batch_of, built, mlp, own_loss, part_of, wrapped
+from helpers.steps import adamw, loss_of
 from torch import Tensor, nn
 
 import axonmpi as ax
@@ -71,7 +62,7 @@ def versioned() -> nn.Module:
 
 
 KINDS: dict[str, Callable[[], nn.Module]] = {
-    "buffers": BatchNormalised,
+    "buffers": batch_norm,
     "has_module": HasModule,
     "versioned": versioned,
     "root_versioned": Versioned,
@@ -151,7 +142,7 @@ def test_training_goes_on_from_a_checkpoint(world):
     """Model and optimizer saved half-way, loaded into new ones, end where an uninterrupted training ends."""
 
     def trained(steps: range, saved: dict[str, dict], seed: int) -> dict[str, dict]:
-        model = wrapped(world, built(BatchNormalised, seed))
+        model = wrapped(world, built(batch_norm, seed))
         optimizer = adamw(model)
         if saved:
             model.load_state_dict(saved["model"])
@@ -183,9 +174,7 @@ def test_parameters_and_buffers_have_the_names_of_the_module(world, kind, wrappe
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("make", "prefix"), [(mlp, "module."), (BatchNormalised, ""), (lambda: nn.Linear(5, 3), "")]
-)
+@pytest.mark.parametrize(("make", "prefix"), [(mlp, "module."), (batch_norm, ""), (lambda: nn.Linear(5, 3), "")])
 def test_functional_call_by_the_names_of_parameters(world, make, prefix):
     """Values computed from the parameters: gradients go through them to the parameters, and are averaged."""
     model, alone = wrapped(world, built(make)), built(make)

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from helpers.compare import assert_close, assert_same_on_all_ranks, gradients_alone, gradients_of
 from helpers.models import (
     DEFAULT,
     NO_SYNC,
@@ -15,15 +16,11 @@ from helpers.models import (
     SYNCHRONOUS,
     TINY,
     ZOO,
-    BatchNormalised,
-    assert_close,
-    assert_same_on_all_ranks,
-    batch_norm_alone,
+    batch_norm,
     batch_of,
     built,
     check_averaged,
-    gradients_alone,
-    gradients_of,
+    equals_alone,
     joined_loss,
     large,
     mlp,
@@ -33,16 +30,12 @@ from helpers.models import (
     wrapped,
 )
 from helpers.settings import each_pair
+from helpers.steps import accumulating_step, usual_step
 from torch import nn
 
 import axonmpi as ax
 from axonmpi import GradSyncStrategy
 from axonmpi.launch.topology import Topology
-
-
-def check(world: ax.World, model: ax.DistributedDataParallel, expected: dict[str, torch.Tensor]) -> None:
-    assert_close(model.state_dict(), expected)
-    assert_same_on_all_ranks(world, model.state_dict())
 
 
 @pytest.mark.ranks(2)
@@ -54,15 +47,17 @@ def check(world: ax.World, model: ax.DistributedDataParallel, expected: dict[str
     overlaps=[True, False],
     find_unused=[False, True],
     reduce_dtype=[None, torch.float64],
-    accumulation=[1, 3],
-    set_to_none=[True, False],
+    step=[usual_step, accumulating_step],
 )
 def test_training_equals_one_process(
-    world, kind, strategy, cap, as_view, overlaps, find_unused, reduce_dtype, accumulation, set_to_none
+    world, kind, strategy, cap, as_view, overlaps, find_unused, reduce_dtype, step
 ):
-    model = wrapped(
+    equals_alone(
         world,
-        built(ZOO[kind]),
+        ZOO[kind],
+        step,
+        wrapper=ax.DDP,
+        steps=STEPS,
         overlaps=overlaps,
         sync_strategy=strategy,
         bucket_cap_mb=cap,
@@ -70,8 +65,6 @@ def test_training_equals_one_process(
         find_unused_parameters=find_unused,
         reduce_dtype=reduce_dtype,
     )
-    train(model, world, accumulation=accumulation, set_to_none=set_to_none)
-    check(world, model, trained_alone(ZOO[kind], accumulation))
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -80,25 +73,13 @@ def test_training_equals_one_process(
     [(SYNCHRONOUS, mlp), (NO_SYNC, mlp), pytest.param(OVERLAPPED, large, marks=pytest.mark.real_ranks)],
 )
 def test_each_number_of_ranks_equals_one_process(world, strategy, make):
-    model = wrapped(world, built(make), sync_strategy=strategy, bucket_cap_mb=SMALL)
-    train(model, world, accumulation=2)
-    check(world, model, trained_alone(make, 2))
-
-
-@pytest.mark.ranks(3)
-@pytest.mark.parametrize("broadcasts", [True, False])
-def test_batch_norm(world, broadcasts):
-    model = wrapped(world, built(BatchNormalised), broadcast_buffers=broadcasts)
-    train(model, world)
-    parameters, buffers = batch_norm_alone(world.size, broadcasts)
-    assert_close({name: value.detach() for name, value in model.module.named_parameters()}, parameters)
-    assert_close(dict(model.module.named_buffers()), buffers[world.rank])
-    assert int(model.module.norm.num_batches_tracked) == STEPS
+    options = {"sync_strategy": strategy, "bucket_cap_mb": SMALL}
+    equals_alone(world, make, accumulating_step, wrapper=ax.DDP, steps=STEPS, **options)
 
 
 @pytest.mark.ranks(2)
 def test_evaluation_sends_nothing_and_keeps_buffers(world):
-    model = wrapped(world, built(BatchNormalised), broadcast_buffers=False)
+    model = wrapped(world, built(batch_norm), broadcast_buffers=False)
     inputs, _ = batch_of(model.module, world.rank)
     model.module.norm.running_mean.fill_(world.rank)
     if world.rank == 1:  # the other rank does not take part
@@ -116,7 +97,7 @@ def test_evaluation_sends_nothing_and_keeps_buffers(world):
 def test_evaluation_after_training_warns_where_buffers_are_not_rank_0s(world, grad, recwarn):
     """Each rank ends with statistics of its own batch; after `sync_parameters()` all have rank 0's."""
     warnings.simplefilter("always")  # not only the first one of a line
-    model = wrapped(world, built(BatchNormalised))
+    model = wrapped(world, built(batch_norm))
     same, _ = batch_of(model, 100)
 
     def evaluate() -> list[torch.Tensor]:
@@ -155,7 +136,7 @@ def one_stage_a_rank(module: nn.Module) -> ax.Pipeline:
 @pytest.mark.parametrize("wrapper", [ax.DDP, ax.FSDP, one_stage_a_rank])
 def test_a_batch_norm_of_all_ranks_is_refused(world, wrapper):
     """It would be an ordinary one."""
-    module = nn.SyncBatchNorm.convert_sync_batchnorm(built(BatchNormalised))
+    module = nn.SyncBatchNorm.convert_sync_batchnorm(built(batch_norm))
     with pytest.raises(ValueError, match=r"norm is a torch.nn.SyncBatchNorm, .*BatchNorm1d.*GroupNorm"):
         wrapper(module)
 
@@ -207,6 +188,6 @@ def test_a_part_of_the_ranks(world):
     group = pairs[world.rank // 2]
     model = wrapped(world, built(mlp), process_group=group)
     assert model.process_group is group
-    pair = ax.World(group.backend, Topology.of([0, 0], group.rank))
-    train(model, pair)
-    check(world, model, trained_alone(mlp))
+    train(model, ax.World(group.backend, Topology.of([0, 0], group.rank)))
+    assert_close(model.state_dict(), trained_alone(mlp).state_dict())
+    assert_same_on_all_ranks(world, model.state_dict())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import pytest
 import torch
+from helpers.compare import assert_close, assert_same_on_all_ranks, gradients_alone, gradients_of, refused
 from helpers.models import (
     AFTER,
     AS_VIEW,
@@ -18,30 +18,36 @@ from helpers.models import (
     SMALL,
     SYNCHRONOUS,
     TINY,
-    BatchNormalised,
+    WAYS,
     Checkpointed,
-    adamw,
-    assert_close,
-    assert_same_on_all_ranks,
-    batch_norm_alone,
+    batch_norm,
     batch_of,
     built,
     check_averaged,
-    gradients_alone,
-    gradients_of,
+    equals_alone,
     joined_loss,
     large,
-    logged,
-    loss_of,
     mlp,
+    own_data,
     own_loss,
     part_of,
-    sgd,
     wrapped,
 )
+from helpers.observers import logged
 from helpers.settings import each_pair
+from helpers.steps import (
+    accumulates_averages,
+    adamw,
+    asks_for_gradients_of_inputs,
+    checkpoints_the_model,
+    evaluates_between_steps,
+    forwards_and_backwards_later,
+    forwards_before_one_backward,
+    goes_backward_twice,
+    loss_of,
+    penalised,
+)
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import axonmpi as ax
 from axonmpi import GradSyncStrategy
@@ -92,51 +98,25 @@ def test_gradient_scaler_skips_a_step_on_all_ranks_together(world, strategy):
 # ---- torch.compile ----------------------------------------------------------------------------------------------
 
 
-def compiled(function, **options):
-    return torch.compile(function, backend="aot_eager", **options)
-
-
 @pytest.mark.ranks(2)
-def test_compiled_inside(world):
-    model = wrapped(world, compiled(built(mlp)), sync_strategy=SYNCHRONOUS)
-    for step in range(2):
-        model.zero_grad()
-        own_loss(model, world, step).backward()
-        expected = gradients_alone(built(mlp), lambda alone, step=step: joined_loss(alone, step))
-        gradients = gradients_of(model)
-        assert_close({name.removeprefix("_orig_mod."): value for name, value in gradients.items()}, expected)
-
-
-@pytest.mark.ranks(2)
-def test_compiled_outside(world):
-    model = wrapped(world, built(BatchNormalised))
-    program = compiled(model)
-    optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        own_loss(program, world, step).backward()
-        optimizer.step()
-    parameters, buffers = batch_norm_alone(world.size, steps=2)
-    assert_close({name: value.detach() for name, value in model.named_parameters()}, parameters)
-    assert_close(dict(model.named_buffers()), buffers[world.rank])
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # asked for by the compiler
-def test_compiled_training_step(world):
-    model = wrapped(world, built(mlp), bucket_cap_mb=SMALL)
-
-    def step(inputs: Tensor, targets: Tensor) -> None:
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by the compiler
+@pytest.mark.parametrize("compiled", ["module", "wrapper", "step"])
+def test_compile(world, compiled):
+    def own(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
         loss_of(model(inputs), targets).backward()
         model.sync_gradients()
 
-    program = compiled(step)
-    for number in range(2):
+    module = built(lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)))
+    backward = torch.compile(own, backend="eager") if compiled == "step" else own
+    if compiled == "module":  # compiles the backward, too
+        module.compile(backend="aot_eager")
+    model = wrapped(world, module, bucket_cap_mb=SMALL)
+    if compiled == "wrapper":
+        model.compile(backend="eager")
+    for step in range(2):
         model.zero_grad()
-        program(*part_of(batch_of(model, number), world.rank, world.size))
-        check_averaged(world, model, lambda alone, number=number: joined_loss(alone, number))
+        backward(model, *own_data(model, world, step))
+        check_averaged(world, model, lambda alone, step=step: joined_loss(alone, step))
 
 
 # ---- checkpointing ----------------------------------------------------------------------------------------------
@@ -175,12 +155,10 @@ def test_checkpointing(world, reentrant, shared, way, find_unused):
 @pytest.mark.not_over_double("its mistake is one of order as well")
 def test_shared_parameters_under_reentrant_checkpointing_cannot_be_sent_early(world):
     model = wrapped(world, built(lambda: Checkpointed(True, True)), overlaps=True, bucket_cap_mb=TINY)
-    model.module.blocks[1].requires_grad_(False)
+    model.module[2].requires_grad_(False)
     for _ in range(2):
         loss = own_loss(model, world)
-        with pytest.raises(
-            ValueError, match=r"blocks.0.0.(weight|bias)' got a second gradient .*use_reentrant=False"
-        ):
+        with pytest.raises(ValueError, match=r"1.0.(weight|bias)' got a second gradient .*use_reentrant=False"):
             loss.backward()
     model.module.reentrant = False
     model.zero_grad()
@@ -188,53 +166,38 @@ def test_shared_parameters_under_reentrant_checkpointing_cannot_be_sent_early(wo
     check_averaged(world, model)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_the_wrapped_model_is_itself_checkpointed(world, reentrant):
-    model = wrapped(world, built(mlp))
-    inputs, targets = part_of(batch_of(model, 0), world.rank, world.size)
-    output = checkpoint(model, inputs.requires_grad_(), use_reentrant=reentrant)
-    loss_of(output, targets).backward()
-    check_averaged(world, model)
-
-
 # ---- other ways to run backward ---------------------------------------------------------------------------------
 
 
+STEPS_OF_TRAINING = [
+    *(forwards_before_one_backward, forwards_and_backwards_later, accumulates_averages, goes_backward_twice),
+    *(evaluates_between_steps, asks_for_gradients_of_inputs, penalised, checkpoints_the_model),
+]
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("strategy", "make", "norm"),
-    [
-        (SYNCHRONOUS, mlp, ""),
-        (OVERLAPPED, mlp, ""),
-        (OVERLAPPED, BatchNormalised, "evaluates"),
-        (SYNCHRONOUS, BatchNormalised, "is frozen"),
-        (OVERLAPPED, BatchNormalised, "trains"),
-    ],
-)
-def test_several_forwards_before_one_backward(world, strategy, make, norm):
-    """Also of a batch norm, whose buffers are broadcast in between."""
-    model = wrapped(world, built(make), sync_strategy=strategy)
+@each_pair(step=STEPS_OF_TRAINING, way=WAYS, as_view=[True, False], make=[mlp, large])
+def test_each_step_equals_one_process(world, step, way, as_view, make):
+    """What has no part in a gradient penalty is an unused parameter of its backward."""
+    options = {"gradient_as_bucket_view": as_view, "find_unused_parameters": step is penalised, **way}
+    equals_alone(world, make, step, wrapper=ax.DDP, **options)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("norm", ["evaluates", "is frozen", "trains"])
+def test_a_batch_norm_in_several_forwards_before_one_backward(world, norm):
+    """Its buffers are broadcast in between; where it trains its statistics are those of each rank's part."""
+    model = wrapped(world, built(batch_norm))
     model.train(norm != "evaluates")
     if norm == "is frozen":
         model.module.norm.eval()
     with logged(world) as log:
         (own_loss(model, world, 0) + 2 * own_loss(model, world, 1)).backward()
     assert sum(operation == "all_reduce" for operation, _ in log.calls) == len(model.bucket_sizes) + 1
-    if norm == "trains":  # with statistics of each rank's part
+    if norm == "trains":
         assert_same_on_all_ranks(world, gradients_of(model.module))
     else:
         check_averaged(world, model, lambda alone: joined_loss(alone) + 2 * joined_loss(alone, 1))
-
-
-@pytest.mark.ranks(2)
-@AUTOMATIC
-def test_two_backwards_through_one_graph(world, strategy):
-    model = wrapped(world, built(mlp), sync_strategy=strategy)
-    loss = own_loss(model, world)
-    loss.backward(retain_graph=True)
-    (3 * loss).backward()
-    check_averaged(world, model, lambda alone: 4 * joined_loss(alone))
 
 
 @pytest.mark.ranks(2)
@@ -265,31 +228,6 @@ def test_autograd_grad_disturbs_nothing(world, of, strategy, find_unused, make):
     check_averaged(world, model, lambda alone: 2 * joined_loss(alone))
 
 
-def penalised(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Sum of a loss and of the squares of the gradient with respect to the inputs."""
-    inputs = inputs.clone().requires_grad_()
-    output = model(inputs)
-    (gradient,) = torch.autograd.grad(output.square().sum(), inputs, create_graph=True)
-    return output.square().mean() + gradient.square().sum() / len(inputs)
-
-
-@pytest.mark.ranks(2)
-@each_pair(strategy=[SYNCHRONOUS, OVERLAPPED], as_view=[True, False], make=[mlp, large])
-def test_gradient_penalty(world, strategy, as_view, make):
-    model = wrapped(
-        world,
-        built(make),
-        sync_strategy=strategy,
-        gradient_as_bucket_view=as_view,
-        find_unused_parameters=True,  # the last bias has no part in the penalty, but in the loss
-    )
-    inputs, _ = batch_of(model, 0)
-    for _ in range(2):
-        model.zero_grad()
-        penalised(model, inputs.chunk(world.size)[world.rank]).backward()
-        check_averaged(world, model, lambda alone: penalised(alone, inputs))
-
-
 @pytest.mark.ranks(2)
 @AS_VIEW
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
@@ -316,36 +254,6 @@ def test_two_wrapped_models_in_one_backward(world, strategy):
         both = nn.Sequential(first.module, second.module)
         expected = gradients_alone(both, lambda alone: loss_of(alone(inputs), targets))
         assert_close(gradients_of(both), expected)
-
-
-@dataclasses.dataclass(slots=True)
-class Result:
-    logits: Tensor
-    hidden: dict[str, list[Tensor]]
-    note: str = "as it is"
-
-
-class Structured(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.inner = nn.Linear(5, 5), mlp()
-
-    def forward(self, x: Tensor, *, scale: float) -> Result:
-        logits = checkpoint(self.inner, self.first(x), use_reentrant=True)
-        return Result(logits.detach(), {"both": [logits * scale, torch.ones(1)]})
-
-
-@pytest.mark.ranks(2)
-def test_outputs_of_any_structure_and_keyword_arguments(world):
-    model = wrapped(world, built(Structured), bucket_cap_mb=TINY)
-    inputs, targets = part_of(batch_of(model, 0), world.rank, world.size)
-    with logged(world) as log:
-        result = model(inputs, scale=2.0)
-        loss_of(result.hidden["both"][0], targets).backward()
-    assert result.note == "as it is"
-    assert len([1 for operation, _ in log.calls if operation == "all_reduce"]) == len(model.bucket_sizes) + 1
-    full, wanted = batch_of(model, 0)
-    check_averaged(world, model, lambda alone: loss_of(alone(full, scale=2.0).hidden["both"][0], wanted))
 
 
 @pytest.mark.ranks(2)
@@ -393,17 +301,8 @@ def test_transforms_of_functions(world):
 # ---- exceptions -------------------------------------------------------------------------------------------------
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, fails: bool) -> Tensor:
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        if ctx.fails:
-            raise ArithmeticError("in the middle of backward")
-        return gradient, None
+def fail(_: Tensor) -> None:
+    raise ArithmeticError("in the middle of backward")
 
 
 class MayFail(nn.Module):
@@ -416,7 +315,10 @@ class MayFail(nn.Module):
         self.fails = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(Fails.apply(self.first(x), self.fails))
+        hidden = self.first(x)
+        if self.fails:
+            hidden.register_hook(fail)
+        return self.last(hidden)
 
 
 @pytest.mark.ranks(2)
@@ -459,13 +361,10 @@ def test_an_exception_in_backward_on_one_rank_is_told_to_the_others(world, strat
         model.module.fails = world.rank == 1
         loss = own_loss(model, world, step)
         if world.rank == 1:
-            with pytest.raises(ArithmeticError, match="in the middle"):
-                loss.backward()
+            refused(ArithmeticError, (loss.backward, "in the middle"))
         else:
-            with pytest.raises(
-                RankFailedError, match="backward ended in an exception on rank 1, which then went on"
-            ):
-                loss.backward()
+            message = "backward ended in an exception on rank 1, which then went on"
+            refused(RankFailedError, (loss.backward, message))
         model.module.fails = False
         model.zero_grad()
         own_loss(model, world, step).backward()

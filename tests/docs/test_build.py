@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers.fences import REPOSITORY
+from helpers import REPOSITORY
 
 
 @pytest.mark.slow

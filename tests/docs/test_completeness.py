@@ -3,7 +3,8 @@
 import re
 
 import pytest
-from helpers.fences import PAGES, REPOSITORY
+from helpers import REPOSITORY
+from helpers.fences import PAGES
 
 import axonmpi
 from axonmpi import errors

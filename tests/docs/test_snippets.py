@@ -10,8 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from helpers import REPOSITORY
 from helpers.doubled_worlds import doubled
-from helpers.fences import PAGES, REPOSITORY, Fence, fences_of
+from helpers.fences import PAGES, Fence, fences_of
 
 import axonmpi as ax
 from axonmpi import cli

@@ -11,7 +11,7 @@ import argparse
 import time
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import axonmpi as ax
@@ -20,31 +20,12 @@ from axonmpi.fsdp.memory import PeakMemory, process_memory
 GIB = 1 << 30
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.mix = nn.Linear(width, 4 * width, bias=False)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm(x)
-        return x + self.down(F.silu(self.mix(normed)) * self.up(normed))
-
-
-class Model(nn.Module):
-    def __init__(self, width: int, layers: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(256, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        self.head = nn.Linear(width, 256)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def block(width: int) -> nn.Module:
+    return nn.Sequential(
+        nn.LayerNorm(width),
+        *(nn.Linear(width, 6 * width, bias=False), nn.SiLU()),
+        nn.Linear(6 * width, width, bias=False),
+    )
 
 
 def main() -> None:
@@ -55,11 +36,12 @@ def main() -> None:
     options = parser.parse_args()
     world = ax.init_process_group()
     with torch.device("meta"):
-        model = Model(options.width, options.layers)
+        blocks = [block(options.width) for _ in range(options.layers)]
+        model = nn.Sequential(nn.Embedding(256, options.width), *blocks, nn.Linear(options.width, 256))
     before = process_memory()[0]
     with PeakMemory() as peak:
         begun = time.perf_counter()
-        fsdp = ax.FSDP(model, units=Block)
+        fsdp = ax.FSDP(model, units=nn.Sequential)
         optimizer = torch.optim.AdamW(fsdp.parameters(), fused=True)
         built = time.perf_counter()
         tokens = torch.randint(0, 256, (2, 8), generator=torch.Generator().manual_seed(world.rank))

@@ -1,9 +1,9 @@
-"""What the tests of sharded models share: where ranks are, and how models are sharded there."""
+"""Where the ranks of a test are, and how models are sharded there."""
 
 import functools
 
 import pytest
-from helpers.sharded import new_group
+from helpers.models import new_group
 
 import axonmpi as ax
 
@@ -26,6 +26,6 @@ def setting(request, monkeypatch):
 
 @pytest.fixture
 def wrap(world, setting):
-    """Return what shards a model among all ranks, which are where the setting has put them."""
+    """Return a wrapper that shards a model among all ranks, placed as the setting says."""
     with new_group(world) as group:
         yield functools.partial(ax.FSDP, process_group=group, sharding_strategy=setting)

@@ -6,22 +6,19 @@ import functools
 
 import pytest
 import torch
-from helpers.models import assert_close, built, loss_of
-from helpers.sharded import (
+from helpers.compare import assert_close
+from helpers.models import (
     Blocks,
     TiedBlocks,
-    adamw_of,
-    clip,
-    data_for,
+    batch_of,
+    built,
     equals_alone,
     in_turn,
     own_data,
-    placed,
     train,
     trained_alone,
-    usual_step,
-    within,
 )
+from helpers.steps import adamw, clip, loss_of, usual_step, within
 
 import axonmpi as ax
 from axonmpi import CPUOffload, ScatteredParameterError, ShardingStrategy
@@ -30,27 +27,15 @@ whole = functools.partial(within, name="full_parameters")
 no_sync = functools.partial(within, name="no_sync")
 
 
-def sync_gradients(model) -> None:
-    if isinstance(model, ax.FSDP):
-        model.sync_gradients()
-
-
 # ---- loops ------------------------------------------------------------------------------------------------------
-
-
-def gathers_for_forward_and_backward(model, optimizer, batch):
-    optimizer.zero_grad()
-    with whole(model):
-        loss_of(model(batch[0]), batch[1]).backward()
-    sync_gradients(model)
-    optimizer.step()
 
 
 def does_all_of_it_meanwhile(model, optimizer, batch):
     with whole(model):
         model.zero_grad()
         loss_of(model(batch[0]), batch[1]).backward()
-        sync_gradients(model)
+        if isinstance(model, ax.FSDP):
+            model.sync_gradients()
         clip(model, 0.05)
         optimizer.step()
         loss_of(model(-batch[0]), batch[1]).backward()  # computes with what the step has made
@@ -73,18 +58,10 @@ def steps_and_clears_meanwhile(model, optimizer, batch):
         optimizer.zero_grad(set_to_none=False)
     loss_of(model(batch[0]), batch[1]).backward()
     with whole(model):
+        loss_of(model(batch[0]), batch[1]).backward()
         model.zero_grad()
     loss_of(model(-batch[0]), batch[1]).backward()
     optimizer.step()
-
-
-def clears_what_was_computed_meanwhile(model, optimizer, batch):
-    with whole(model):
-        loss_of(model(batch[0]), batch[1]).backward()
-        optimizer.zero_grad()
-    loss_of(model(-batch[0]), batch[1]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def accumulates_meanwhile(model, optimizer, batch):
@@ -116,11 +93,9 @@ def changes_values_and_steps(model, optimizer, batch):
 
 
 LOOPS = [
-    gathers_for_forward_and_backward,
     does_all_of_it_meanwhile,
     goes_backward_later,
     steps_and_clears_meanwhile,
-    clears_what_was_computed_meanwhile,
     accumulates_meanwhile,
     changes_values_and_steps,
 ]
@@ -137,7 +112,7 @@ def test_each_loop_equals_one_process(world, setting, loop):
 @pytest.mark.parametrize("loop", [accumulates_meanwhile, changes_values_and_steps])
 def test_loops_on_two_nodes_equal_one_process(world, monkeypatch, loop, strategy):
     monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", "2")
-    equals_alone(world, Blocks, loop, adamw_of, shard_by="parameters", sharding_strategy=strategy)
+    equals_alone(world, Blocks, loop, adamw, shard_by="parameters", sharding_strategy=strategy)
 
 
 @pytest.mark.ranks(2)
@@ -150,9 +125,9 @@ def test_from_files_equals_one_process(world, shared_tmp_path, offload):
 @pytest.mark.ranks(2)
 def test_mixed_precision_equals_that_without_gathering(world):
     states = []
-    for loop in (gathers_for_forward_and_backward, usual_step):
+    for loop in (goes_backward_later, usual_step):
         model = ax.FSDP(built(Blocks), mixed_precision=True)
-        optimizer = adamw_of(model)
+        optimizer = adamw(model)
         for number in range(2):
             inputs, targets = own_data(model, world, number)
             loop(model, optimizer, (inputs, targets.bfloat16()))
@@ -188,7 +163,7 @@ def test_state_is_taken_and_loaded_meanwhile(world, wrap):
 def test_full_parameters(world, wrap, choice):
     shard_by, writeback = choice
     plain = built(TiedBlocks)
-    inputs, _ = data_for(plain, 0)
+    inputs, _ = batch_of(plain, 0)
     model = wrap(built(TiedBlocks), shard_by=shard_by)
     model(inputs)
     with model.full_parameters(writeback=writeback), torch.no_grad():
@@ -204,10 +179,10 @@ def test_full_parameters(world, wrap, choice):
 
 
 @pytest.mark.ranks(2)
-@placed("one_node", "apart")
+@pytest.mark.parametrize("setting", ["one_node", "apart"], indirect=True)
 def test_gathering_twice(world, wrap):
     model = wrap(built(Blocks))
-    inputs, targets = data_for(model.module, 0)
+    inputs, targets = batch_of(model.module, 0)
     for method in (model.gather_parameters, model.reshard_parameters):
         method()
         method()  # nothing more to do
@@ -249,7 +224,7 @@ def test_changes_that_are_to_be_dropped_are_not_computed_with(world, wrap, use):
                 if use == "one rank's":
                     break
         with pytest.raises(ValueError, match=r"was changed within full_parameters\(writeback=False\), which"):
-            optimizer.step() if use == "step" else model(data_for(model.module, 0)[0])
+            optimizer.step() if use == "step" else model(batch_of(model.module, 0)[0])
     assert_close(model.full_state_dict(), before, 0.0)
 
 
@@ -259,4 +234,4 @@ def test_an_exception_with_full_parameters(world):
     with pytest.raises(ArithmeticError), model.full_parameters():
         raise ArithmeticError
     assert sum(part.numel() for part in model.parameters()) < sum(whole.numel() for whole in Blocks().parameters())
-    model(data_for(model.module, 0)[0])
+    model(batch_of(model.module, 0)[0])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.doubled_worlds import doubled
-from helpers.models import built
-from helpers.sharded import Blocks, adamw_of, equals_alone, own_data, train, usual_step
+from helpers.models import Blocks, built, equals_alone, own_data, train
+from helpers.steps import adamw, usual_step
 from torch import nn
 
 import axonmpi as ax
@@ -50,7 +50,7 @@ def test_buckets_lie_where_the_gradients_do(world, monkeypatch):
 @pytest.mark.ranks(2)
 def test_whole_states_lie_where_they_are_wanted(world, wrap):
     model = wrap(built(Blocks))
-    optimizer = adamw_of(model)
+    optimizer = adamw(model)
     usual_step(model, optimizer, own_data(model, world))
     whole = model.full_state_dict(device="meta")  # a device without room for anything
     assert {value.device.type for value in whole.values()} == {"meta"}
@@ -104,7 +104,7 @@ def noted(monkeypatch):
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
 def test_a_step_begins_after_the_copies_of_what_it_changes(world, noted, strategy):
     model = ax.FSDP(built(Blocks), sharding_strategy=strategy, cpu_offload=CPUOffload.FULL)
-    optimizer = adamw_of(model)
+    optimizer = adamw(model)
     usual_step(model, optimizer, own_data(model, world))
     with torch.no_grad():
         model(own_data(model, world)[0])

@@ -9,25 +9,17 @@ import re
 
 import pytest
 import torch
-from helpers.models import assert_close, built, loss_of
-from helpers.sharded import (
-    Blocks,
-    adamw_of,
-    assert_gradients,
-    data_for,
-    in_turn,
-    new_group,
-    optimizer_of,
-    own_data,
-    placed,
-    usual_step,
-)
+from helpers.compare import assert_close, assert_gradients, refused
+from helpers.limits import limit
+from helpers.models import Blocks, batch_of, built, frozen_blocks, in_turn, new_group, own_data
+from helpers.steps import adamw, loss_of, optimizer_of, usual_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import axonmpi as ax
 from axonmpi import MixedPrecision, ScatteredParameterError, ShardingStrategy
 from axonmpi.errors import DtypeError, RankFailedError
+from axonmpi.fsdp.unit import LentBuffer, Unit
 from axonmpi.testing import run_ranks
 
 # ---- arguments --------------------------------------------------------------------------------------------------
@@ -83,33 +75,26 @@ def test_dtypes_that_do_not_fit(field):
 
 @pytest.mark.ranks(2)
 def test_modules_that_cannot_be_wrapped(world):
-    with pytest.raises(TypeError, match=r"module: expected a torch.nn.Module, got function"):
-        ax.FSDP(F.relu)
-    with pytest.raises(ValueError, match="module: it has no parameters, so there is nothing to shard"):
-        ax.FSDP(nn.Sequential(nn.ReLU(), nn.BatchNorm1d(4, affine=False)))
-    with pytest.raises(ValueError, match=r"'weight' has no shape yet: run one forward before"):
-        ax.FSDP(nn.LazyLinear(3))
     model = ax.FSDP(built(Blocks))
-    with pytest.raises(ValueError, match="module: it is wrapped in FullyShardedDataParallel already"):
-        ax.FSDP(model)
-    with pytest.raises(ValueError, match="module: 1 is wrapped in FullyShardedDataParallel already"):
-        ax.FSDP(nn.Sequential(nn.Linear(2, 2), model))
+    refused(TypeError, (lambda: ax.FSDP(F.relu), "module: expected a torch.nn.Module, got function"))
+    empty, inner = nn.Sequential(nn.ReLU(), nn.BatchNorm1d(4, affine=False)), nn.Sequential(nn.Linear(2, 2), model)
+    refused(
+        ValueError,
+        (lambda: ax.FSDP(empty), "module: it has no parameters, so there is nothing to shard"),
+        (lambda: ax.FSDP(nn.LazyLinear(3)), "'weight' has no shape yet: run one forward before"),
+        (lambda: ax.FSDP(model), "module: it is wrapped in FullyShardedDataParallel already"),
+        (lambda: ax.FSDP(inner), "module: 1 is wrapped in FullyShardedDataParallel already"),
+    )
 
 
 # ---- ranks that differ ------------------------------------------------------------------------------------------
-
-
-def frozen() -> nn.Module:
-    model = Blocks()
-    model.head.bias.requires_grad_(False)
-    return model
 
 
 OTHERS = {
     "deeper": (lambda: Blocks(5), {}, r"'units'.*blocks.4"),
     "wider": (lambda: Blocks(4, 16), {}, r"'scale'.*\[16\]"),
     "dtype": (lambda: Blocks().double(), {}, r"float64"),
-    "frozen": (frozen, {}, r"head.bias.*frozen"),
+    "frozen": (frozen_blocks, {}, r"first.weight.*frozen"),
     "strategy": (Blocks, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, r"'sharding_strategy'.*SHARD_GRAD"),
     "replicas": (
         Blocks,
@@ -164,18 +149,12 @@ CHANGES = {
 }
 
 
-def first_frozen() -> nn.Module:
-    model = Blocks()
-    model.first.weight.requires_grad_(False)
-    return model
-
-
 @pytest.mark.ranks(2)
 @in_turn("change", CHANGES)
 def test_parameters_that_were_changed(world, wrap, change):
-    model = wrap(built(first_frozen))
+    model = wrap(built(frozen_blocks))
     inputs, targets = own_data(model, world)
-    usual_step(model, adamw_of(model), (inputs, targets))
+    usual_step(model, adamw(model), (inputs, targets))
     make_change, message = CHANGES[change]
     make_change(model.module)
     with pytest.raises(ValueError, match=f"parameter '(first.weight|scale)' .*{message}"):
@@ -189,7 +168,7 @@ def test_values_that_were_put_elsewhere_are_taken(wrap, in_forward):
     for module in (model, plain):
         for part in module.parameters():
             part.data = part.data * 0.5
-    inputs, _ = data_for(plain, 0)
+    inputs, _ = batch_of(plain, 0)
     if in_forward:
         torch.testing.assert_close(model(inputs), plain(inputs))
     assert_close(model.full_state_dict(), plain.state_dict(), 0.0)
@@ -198,15 +177,14 @@ def test_values_that_were_put_elsewhere_are_taken(wrap, in_forward):
 @pytest.mark.ranks(1)
 def test_copies(world):
     model = ax.FSDP(built(Blocks))
-    refusals = {
-        "cannot be copied: wrap a copy of the model instead": lambda: copy.deepcopy(model),
-        r"cannot be pickled: save its .full_state_dict\(\) instead": lambda: pickle.dumps(model),
-        r"sharded module cannot be copied or pickled: .*full_state_dict\(\)": lambda: copy.deepcopy(model.module),
-        "sharded module cannot be copied": lambda: pickle.dumps(model.module.first),
-    }
-    for message, function in refusals.items():
-        with pytest.raises(TypeError, match=message):
-            function()
+    sharded = r"sharded module cannot be copied or pickled: .*full_state_dict\(\)"
+    refused(
+        TypeError,
+        (lambda: copy.deepcopy(model), "cannot be copied: wrap a copy of the model instead"),
+        (lambda: pickle.dumps(model), r"cannot be pickled: save its .full_state_dict\(\) instead"),
+        (lambda: copy.deepcopy(model.module), sharded),
+        (lambda: pickle.dumps(model.module.first), sharded),
+    )
 
 
 # ---- parameters that are not gathered ---------------------------------------------------------------------------
@@ -220,10 +198,10 @@ class Borrows(Blocks):
 
 
 @pytest.mark.ranks(2)
-@placed("one_node", "apart", "kept")
+@pytest.mark.parametrize("setting", ["one_node", "apart", "kept"], indirect=True)
 def test_parameters_outside_of_the_forward_of_their_unit(wrap):
     model = wrap(built(Borrows))
-    inputs, _ = data_for(model.module, 0)
+    inputs, _ = batch_of(model.module, 0)
     with pytest.raises(ScatteredParameterError, match=r"'blocks.1.up.weight' belongs to unit 'blocks.1' and was"):
         model(inputs)
     model = wrap(built(Borrows), units=[])
@@ -231,7 +209,7 @@ def test_parameters_outside_of_the_forward_of_their_unit(wrap):
 
 
 @pytest.mark.ranks(2)
-@placed("one_node", "apart", "kept")
+@pytest.mark.parametrize("setting", ["one_node", "apart", "kept"], indirect=True)
 def test_submodules_called_by_themselves(wrap):
     plain, model = built(Blocks), wrap(built(Blocks))
     for module, unit in [(model.module.first, "the outermost unit"), (model.module.blocks[1].up, "'blocks.1'")]:
@@ -239,29 +217,18 @@ def test_submodules_called_by_themselves(wrap):
             module(torch.ones(2, module.in_features))
     got, _ = model.module.blocks[1](torch.ones(2, 12))  # a unit is gathered
     torch.testing.assert_close(got, plain.blocks[1](torch.ones(2, 12))[0])
-    inputs, _ = data_for(plain, 0)
+    inputs, _ = batch_of(plain, 0)
     torch.testing.assert_close(model.module(inputs), plain(inputs))
 
 
-class Entangled(nn.Module):
-    """The first block calls the last one, which is no submodule of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5)) for _ in range(3))
-        hidden = [self.blocks[2]]
-        self.blocks[0].register_forward_hook(lambda module, args, output: hidden[0](output))
-        self.blocks[0][0].register_forward_hook(lambda module, args, output: hidden[0](output))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks[0](x)
-
-
-@pytest.mark.ranks(2)
-@placed("apart")
-def test_units_that_are_needed_at_the_same_time(wrap):
-    with pytest.raises(ValueError, match=r"units 'blocks.0' and 'blocks.2' are needed at the same time"):
-        wrap(built(Entangled))(torch.ones(2, 5))
+def test_units_that_are_needed_at_the_same_time():
+    lent = LentBuffer(torch.empty(0))
+    first, second = (Unit(name, nn.Identity(), [], lent) for name in ("blocks.0", "blocks.2"))
+    first.gather()
+    second.gather()
+    second.active = 1
+    with pytest.raises(ValueError, match=r"units 'blocks.2' and 'blocks.0' are needed at the same time"):
+        first.gather()
 
 
 class Remembers(nn.Module):
@@ -300,7 +267,7 @@ class Forgetful(nn.Module):
 def test_what_reaches_the_loss_without_being_returned(world, wrap, trains):
     """Wrong gradients are never taken for right ones."""
     plain, model = built(lambda: Forgetful(trains)), wrap(built(lambda: Forgetful(trains)))
-    (inputs, targets), mine = data_for(plain, 0), own_data(model, world)
+    (inputs, targets), mine = batch_of(plain, 0), own_data(model, world)
     (loss_of(plain(inputs), targets) + plain.aside()).backward()
     loss = loss_of(model(mine[0]), mine[1]) + model.module.aside()
     takes_turns = model.needs_whole_backward and model.sharding_strategy is ShardingStrategy.FULL_SHARD
@@ -317,7 +284,7 @@ def test_what_reaches_the_loss_without_being_returned(world, wrap, trains):
 @pytest.mark.ranks(2)
 def test_a_step_between_forward_and_backward(world, wrap):
     model = wrap(built(Blocks))
-    optimizer = adamw_of(model)
+    optimizer = adamw(model)
     inputs, targets = own_data(model, world)
     usual_step(model, optimizer, (inputs, targets))
     loss = loss_of(model(inputs), targets)
@@ -344,17 +311,8 @@ def test_estimates_of_worlds_that_cannot_be(world):
 # ---- exceptions -------------------------------------------------------------------------------------------------
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, fails: bool) -> Tensor:
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        if ctx.fails:
-            raise ArithmeticError("in the middle of backward")
-        return gradient, None
+def fail(_: Tensor) -> None:
+    raise ArithmeticError("in the middle of backward")
 
 
 class MayFail(Blocks):
@@ -366,10 +324,10 @@ class MayFail(Blocks):
         hidden = self.first(x)
         for index, block in enumerate(self.blocks):
             hidden, _ = block(hidden)
-            if index == 1:
-                hidden = Fails.apply(hidden, self.fails == "backward")
             if index == 1 and self.fails == "forward":
                 raise ArithmeticError("in the middle of forward")
+            if index == 1 and self.fails == "backward":
+                hidden.register_hook(fail)
         return self.head(hidden * self.scale)
 
 
@@ -382,7 +340,7 @@ def test_training_goes_on_after_an_exception_on_all_ranks(world, wrap, place):
         with pytest.raises(ArithmeticError, match=f"in the middle of {place}"):
             usual_step(model, optimizer_of("SGD")(model), own_data(model, world))
         model.module.fails = ""
-        for module, (inputs, targets) in ((model, own_data(model, world)), (plain, data_for(plain, 0))):
+        for module, (inputs, targets) in ((model, own_data(model, world)), (plain, batch_of(plain, 0))):
             module.zero_grad()
             loss_of(module(inputs), targets).backward()
         assert_gradients(model, plain)
@@ -398,12 +356,12 @@ def test_an_exception_on_one_rank_releases_the_others(monkeypatch, place, strate
         model = ax.FSDP(built(MayFail), sharding_strategy=strategy)
         model.module.fails = place if world.rank == 1 else ""
         try:
-            usual_step(model, adamw_of(model), own_data(model, world))
+            usual_step(model, adamw(model), own_data(model, world))
             world.default_group.barrier()
         except RankFailedError:
             released.append(world.rank)
             raise
 
     with pytest.raises(ArithmeticError, match=f"in the middle of {place}"):
-        run_ranks(3, train, timeout=30)
+        run_ranks(3, train, timeout=limit(30))
     assert sorted(released) == [0, 2]

@@ -12,18 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models import assert_close, built
-from helpers.sharded import (
-    STRATEGIES,
-    Blocks,
-    adamw_of,
-    in_turn,
-    new_group,
-    optimizer_of,
-    train,
-    trained_alone,
-    usual_step,
-)
+from helpers.compare import assert_close
+from helpers.models import STRATEGIES, Blocks, built, in_turn, new_group, train, trained_alone
+from helpers.steps import adamw, optimizer_of, usual_step
 from torch import Tensor, nn
 
 import axonmpi as ax
@@ -91,7 +82,7 @@ def test_memory_that_is_measured_and_computed_equals_what_is_counted_by_hand(wor
         model = ax.FSDP(built(blocks), group, sharding_strategy=strategy)
         before = model.memory_stats()
         assert before.grad_memory_bytes == before.optim_memory_bytes == 0
-        optimizer = adamw_of(model)
+        optimizer = adamw(model)
         usual_step(model, optimizer, (torch.ones(2, WIDTH), torch.zeros(2, 3)))
         stats = model.memory_stats()
         assert_near(stats, by_hand(strategy, 4, local), 4)
@@ -134,47 +125,6 @@ def test_frozen_parameters_have_no_gradient_and_no_state(world):
     assert abs(stats.grad_memory_bytes / (4 * (TOTAL - 3 * BLOCK) / 2) - 1) < 0.05
     assert stats.optim_memory_bytes == 2 * stats.grad_memory_bytes
     assert stats.unsharded_bytes == 4 * (4 * TOTAL - 3 * 3 * BLOCK)
-
-
-class Watched:
-    """A reduction whose memory counts as taken until somebody has waited for it."""
-
-    def __init__(self, work: ax.Work, under_way: list[Watched]) -> None:
-        self.work, self.under_way = work, under_way
-        under_way.append(self)
-
-    def wait(self, timeout: float | None = None) -> None:
-        self.work.wait(timeout)
-        if self in self.under_way:
-            self.under_way.remove(self)
-
-    def done(self) -> bool:
-        return self.work.done()
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(("outputs", "last"), [(3, 2), (8 * WIDTH, 1)])
-def test_no_more_than_two_whole_gradients_are_under_way(world, monkeypatch, outputs, last):
-    """However slow a network is beside the computation, and however large what is no block."""
-    monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", "1")
-    under_way: list[Watched] = []
-    most: list[int] = []
-
-    def reduce_scatter_into(*arguments, async_op, **options):
-        assert async_op
-        work = Watched(reduce(*arguments, async_op=True, **options), under_way)
-        most.append(len(under_way))
-        return work
-
-    with new_group(world) as group:
-        group.backend.overlaps = True
-        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(COUNT)]
-        model = ax.FSDP(nn.Sequential(*layers, nn.Linear(WIDTH, outputs)), group)
-        shards = model.process_group
-        reduce, shards.reduce_scatter_into = shards.reduce_scatter_into, reduce_scatter_into
-        model(torch.randn(2, WIDTH)).sum().backward()
-        assert most == [1, *[2] * (COUNT - 1), last]
-        assert under_way == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells")
@@ -223,8 +173,8 @@ adagrad_of = optimizer_of("Adagrad", lr=0.1, initial_accumulator_value=0.5)
 @in_turn(
     "case",
     [
-        (CPUOffload.PARAMS, adamw_of),
-        *((CPUOffload.FULL, make) for make in (adamw_of, foreach_of, adagrad_of)),
+        (CPUOffload.PARAMS, adamw),
+        *((CPUOffload.FULL, make) for make in (adamw, foreach_of, adagrad_of)),
     ],
 )
 @pytest.mark.not_over_double("what is offloaded from a GPU lies in pinned memory, and not in files")
@@ -273,7 +223,7 @@ def test_a_folder_that_was_made_for_files_goes_with_the_model(world, wrap, share
 @in_turn("context", ["no_sync", "full_parameters"])
 def test_a_model_that_is_dropped_is_freed(world, wrap, context):
     model = wrap(built(lambda: nn.Sequential(blocks(), nn.BatchNorm1d(3))))
-    optimizer = adamw_of(model)
+    optimizer = adamw(model)
     with getattr(model, context)():
         loss = model(torch.ones(2, WIDTH)).square().mean()
     loss.backward()

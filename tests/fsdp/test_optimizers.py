@@ -4,19 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.models import assert_close, built, loss_of
-from helpers.sharded import (
-    Blocks,
-    adamw_of,
-    data_for,
-    equals_alone,
-    in_turn,
-    momentum_of,
-    optimizer_of,
-    own_data,
-    usual_step,
-    within,
-)
+from helpers.compare import assert_close
+from helpers.models import Blocks, batch_of, built, equals_alone, in_turn, own_data
+from helpers.steps import adamw, loss_of, optimizer_of, sgd, usual_step, within
 from torch import Tensor, nn
 
 import axonmpi as ax
@@ -75,7 +65,7 @@ def test_each_class_of_torch_is_among_them():
 @pytest.mark.parametrize(("number", "kind"), list(enumerate(ELEMENTWISE)))
 def test_steps_on_each_element(world, number, kind):
     shard_by = ("elements", "parameters")[number % 2]
-    equals_alone(world, Blocks, optimizer_of=ELEMENTWISE[kind], shard_by=shard_by)
+    equals_alone(world, Blocks, make_optimizer=ELEMENTWISE[kind], shard_by=shard_by)
 
 
 @pytest.mark.ranks(3)
@@ -83,7 +73,7 @@ def test_steps_on_each_element(world, number, kind):
 def test_steps_on_whole_parameters(world, setting, kind):
     """Newton-Schulz iterations in bfloat16 magnify rounding."""
     options = {"sharding_strategy": setting, "tolerance": 1e-5 if kind == "Adafactor" else 2e-3}
-    equals_alone(world, Blocks, optimizer_of=OF_WHOLE_PARAMETERS[kind], shard_by="parameters", **options)
+    equals_alone(world, Blocks, make_optimizer=OF_WHOLE_PARAMETERS[kind], shard_by="parameters", **options)
 
 
 def refuses(model: ax.FSDP, step, message: str) -> None:
@@ -98,7 +88,7 @@ def refuses(model: ax.FSDP, step, message: str) -> None:
 def test_steps_on_whole_parameters_of_which_a_rank_has_a_part(world, wrap, kind):
     model = wrap(built(Blocks))
     optimizer = OF_WHOLE_PARAMETERS[kind](model)
-    model(data_for(model.module, 0)[0]).sum().backward()
+    model(batch_of(model.module, 0)[0]).sum().backward()
     refuses(model, optimizer.step, f"the step of {kind} needs whole parameters.* shard_by='parameters'")
 
 
@@ -141,8 +131,8 @@ def test_a_closure(world):
 @pytest.mark.ranks(2)
 def test_a_step_before_gradients_are_averaged(world, wrap):
     plain, model = built(Blocks), wrap(built(Blocks))
-    optimizer, of_plain = adamw_of(model), adamw_of(plain)
-    (inputs, targets), mine = data_for(plain, 0), own_data(model, world)
+    optimizer, of_plain = adamw(model), adamw(plain)
+    (inputs, targets), mine = batch_of(plain, 0), own_data(model, world)
     with model.no_sync():
         loss_of(model(mine[0]), mine[1]).backward()
         refuses(model, optimizer.step, r"'.*' has accumulated in no_sync\(\) and was not averaged")
@@ -165,15 +155,15 @@ def test_a_step_before_gradients_are_averaged(world, wrap):
 def test_an_optimizer_that_was_made_in_a_forward(world, wrap):
     made = []
     model = wrap(built(Blocks))
-    model.module.head.register_forward_hook(lambda head, *_: made.append(adamw_of(head)))
-    model(data_for(model.module, 0)[0]).sum().backward()
+    model.module.head.register_forward_hook(lambda head, *_: made.append(adamw(head)))
+    model(batch_of(model.module, 0)[0]).sum().backward()
     refuses(model, made[0].step, r"has parameter 'head.weight' as it is within a forward")
 
 
 @pytest.mark.ranks(1, 2)
 def test_an_optimizer_of_before_wrapping(world):
     plain = built(Blocks)
-    optimizer = adamw_of(plain)
+    optimizer = adamw(plain)
     model = ax.FSDP(plain)
     optimizer.zero_grad()
     refuses(model, optimizer.step, "this optimizer has parameter 'scale' as it was before the model was")
@@ -195,7 +185,7 @@ def test_steps_in_hooks_on_parameters(world, setting, make):
             parameter.register_post_accumulate_grad_hook(step)
         return torch.optim.SGD(model.parameters(), lr=1.0)  # finds no gradient
 
-    equals_alone(world, make, optimizer_of=made_for_each, sharding_strategy=setting)
+    equals_alone(world, make, make_optimizer=made_for_each, sharding_strategy=setting)
 
 
 @pytest.mark.ranks(2)
@@ -203,6 +193,6 @@ def test_steps_in_hooks_on_parameters(world, setting, make):
 def test_an_optimizer_made_while_parameters_are_whole(world, strategy):
     def made_meanwhile(model):
         with within(model, "full_parameters"):
-            return momentum_of(model)
+            return sgd(model)
 
     equals_alone(world, Blocks, usual_step, made_meanwhile, sharding_strategy=strategy)

@@ -7,24 +7,22 @@ import math
 
 import pytest
 import torch
-from helpers.models import BatchNormalised, Nothing, assert_close, built, loss_of
-from helpers.sharded import (
+from helpers.compare import assert_close, assert_equal, assert_gradients, refused
+from helpers.models import (
     Blocks,
+    Nothing,
     TiedBlocks,
-    adamw_of,
-    assert_gradients,
-    data_for,
+    batch_norm,
+    batch_of,
+    built,
     frozen_blocks,
     in_turn,
-    momentum_of,
     new_group,
-    optimizer_of,
     own_data,
-    placed,
     train,
     trained_alone,
-    usual_step,
 )
+from helpers.steps import adamw, loss_of, optimizer_of, sgd, usual_step
 from torch import Tensor, nn
 
 import axonmpi as ax
@@ -55,16 +53,6 @@ class Everything(nn.Module):
         self.epoch = state
 
 
-def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    """Say whether names, their order, dtypes and all bits are the same."""
-    return list(got) == list(expected) and all(
-        torch.equal(value, got[key]) and value.dtype == got[key].dtype
-        if isinstance(value, Tensor)
-        else value == got[key]
-        for key, value in expected.items()
-    )
-
-
 # ---- the model --------------------------------------------------------------------------------------------------
 
 
@@ -79,61 +67,57 @@ def test_full_state_goes_out_and_in(world, wrap, case):
     other.epoch = 3
     model = wrap(built(make, seed=world.rank), shard_by=shard_by)  # rank 0's values count
     state = model.full_state_dict()
-    assert same(state, plain.state_dict())
+    assert_equal(state, plain.state_dict())
     for value in state.values():
         if isinstance(value, Tensor):
             value.fill_(7)  # a copy
     on_first = model.full_state_dict(rank0_only=True)
-    assert same(on_first, plain.state_dict()) if world.rank == 0 else on_first == {}
-    for names in ("named_parameters", "named_buffers"):
-        assert [name for name, _ in getattr(model, names)()] == [name for name, _ in getattr(plain, names)()]
+    assert_equal(on_first, plain.state_dict() if world.rank == 0 else {})
     model.load_full_state_dict(other.state_dict() if world.rank == 0 else {})
-    assert same(model.full_state_dict(), other.state_dict())
+    assert_equal(model.full_state_dict(), other.state_dict())
     assert make is not Everything or model.module.epoch == 3
 
 
 @pytest.mark.ranks(2)
 def test_load_full_state_dict_and_compute(world, wrap):
     other, model = built(Blocks, seed=1), wrap(built(Blocks))
-    inputs, _ = data_for(other, 0)
+    inputs, _ = batch_of(other, 0)
     model(inputs)
     model.load_full_state_dict(other.state_dict() if world.rank == 0 else {})
     torch.testing.assert_close(model(inputs), other(inputs))
 
 
 @pytest.mark.ranks(2)
-@placed("apart", "replicas")
+@pytest.mark.parametrize("setting", ["apart", "replicas"], indirect=True)
 def test_a_state_dict_that_does_not_fit(world, wrap):
-    model = wrap(built(BatchNormalised))
+    model = wrap(built(batch_norm))
     before = model.full_state_dict()
     wrong = {key: value + 1 for key, value in before.items()}
     wrong["conv.weight"] = torch.zeros(4, 2, 3, 4)
     wrong["norm.running_mean"] = torch.zeros(5)
     wrong["more"] = wrong.pop("head.bias")
-    with pytest.raises(ValueError, match="state_dict does not fit the model") as caught:
-        model.load_full_state_dict(wrong if world.rank == 0 else {})
     for text in (
-        "conv.weight: expected [4, 2, 3, 3], got [4, 2, 3, 4]",
-        "norm.running_mean: expected [4], got [5]",
+        r"does not fit the model(.|\n)*conv.weight: expected \[4, 2, 3, 3\], got \[4, 2, 3, 4\]",
+        r"norm.running_mean: expected \[4\], got \[5\]",
         "missing: head.bias",
         "unexpected: more",
     ):
-        assert text in str(caught.value)
+        refused(ValueError, (lambda: model.load_full_state_dict(wrong if world.rank == 0 else {}), text))
     with pytest.raises(ValueError, match="wrong shapes"):
         model.load_full_state_dict(wrong if world.rank == 0 else {}, strict=False)
-    assert same(model.full_state_dict(), before)
+    assert_equal(model.full_state_dict(), before)
     some = {"head.weight": torch.full((3, 4), 2.0), "more": torch.zeros(1)} if world.rank == 0 else {}
     model.load_full_state_dict(some, strict=False)
-    assert same(model.full_state_dict(), {**before, "head.weight": torch.full((3, 4), 2.0)})
+    assert_equal(model.full_state_dict(), {**before, "head.weight": torch.full((3, 4), 2.0)})
 
 
 @pytest.mark.ranks(2)
 @in_turn("shard_by", ["elements", "parameters"])
 def test_parts_go_out_and_in(wrap, shard_by):
-    model, other = (wrap(built(BatchNormalised, seed=seed), shard_by=shard_by) for seed in (1, 0))
+    model, other = (wrap(built(batch_norm, seed=seed), shard_by=shard_by) for seed in (1, 0))
     parts = copy.deepcopy(model.state_dict())
     other.load_state_dict(parts)
-    assert same(other.full_state_dict(), built(BatchNormalised, seed=1).state_dict())
+    assert_equal(other.full_state_dict(), built(batch_norm, seed=1).state_dict())
     with pytest.raises(RuntimeError, match=r'Missing key.* in state_dict: "conv.weight"'):
         other.load_state_dict({key: value for key, value in parts.items() if key != "conv.weight"})
 
@@ -147,6 +131,7 @@ def halves(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": plain, "weight_decay": 0.0}, {"params": rest, "lr": 5e-3}], lr=1e-2)
 
 
+adafactor = optimizer_of("Adafactor", lr=0.01)
 WAYS = [
     {"sharding_strategy": ShardingStrategy.FULL_SHARD},
     {"sharding_strategy": ShardingStrategy.FULL_SHARD, "shard_by": "parameters"},
@@ -169,22 +154,27 @@ class Scalars(Blocks):
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(
-    ("before", "after"), [pytest.param(0, 1, marks=pytest.mark.real_ranks), (1, 2), (2, 3), (3, 0)]
+    ("before", "after", "make"),
+    [
+        pytest.param(0, 1, halves, marks=pytest.mark.real_ranks),
+        *[(1, 2, halves), (2, 3, halves), (3, 0, halves)],
+        (1, 1, adafactor),  # keeps sums of rows and columns of a matrix, which is whole on one rank
+    ],
 )
-def test_going_on_with_another_way_of_sharding(world, monkeypatch, before, after):
+def test_going_on_with_another_way_of_sharding(world, monkeypatch, before, after, make):
     monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", "2" if world.size == 4 else "1")
     with new_group(world) as group:
         model = ax.FSDP(built(Scalars), group, **WAYS[before])
-        optimizer = train(model, world, 2, halves)
+        optimizer = train(model, world, 2, make)
         saved = model.full_state_dict(rank0_only=True), model.full_optimizer_state_dict(optimizer, rank0_only=True)
         assert [bool(each) for each in saved] == [world.rank == 0] * 2
         model = ax.FSDP(built(Scalars, seed=1), group, **WAYS[after])
-        optimizer = halves(model)
+        optimizer = make(model)
         model.load_full_state_dict(saved[0])
         model.load_full_optimizer_state_dict(optimizer, saved[1])
         for number in (2, 3):
             usual_step(model, optimizer, own_data(model, world, number))
-        assert_close(model.full_state_dict(), trained_alone(Scalars, 4, halves).state_dict())
+        assert_close(model.full_state_dict(), trained_alone(Scalars, 4, make).state_dict())
 
 
 adagrad_of = optimizer_of("Adagrad", lr=0.05)
@@ -192,7 +182,7 @@ adagrad_of = optimizer_of("Adagrad", lr=0.05)
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(
-    ("make", "optimizer_of"), [(TiedBlocks, halves), (frozen_blocks, momentum_of), (TiedBlocks, adagrad_of)]
+    ("make", "optimizer_of"), [(TiedBlocks, halves), (frozen_blocks, sgd), (TiedBlocks, adagrad_of)]
 )
 def test_full_optimizer_state_equals_that_of_one_process(world, make, optimizer_of):
     plain = built(make)
@@ -200,7 +190,7 @@ def test_full_optimizer_state_equals_that_of_one_process(world, make, optimizer_
     model = ax.FSDP(built(make))
     optimizer = optimizer_of(model)
     for number in range(2):
-        usual_step(plain, of_plain, data_for(plain, number))
+        usual_step(plain, of_plain, batch_of(plain, number))
         usual_step(model, optimizer, own_data(model, world, number))
     got = model.full_optimizer_state_dict(optimizer)
     names = {p: name for name, p in plain.named_parameters()}
@@ -211,33 +201,17 @@ def test_full_optimizer_state_equals_that_of_one_process(world, make, optimizer_
         assert ours == {**theirs, "params": [names[p] for p in theirs["params"]]}
 
 
-@pytest.mark.ranks(4)
-def test_state_that_is_not_shaped_like_the_parameter(world):
-    """Adafactor keeps sums of rows and columns of a matrix, which is whole on one rank."""
-    adafactor_of = optimizer_of("Adafactor", lr=0.01)
-    model = ax.FSDP(built(Blocks), shard_by="parameters")
-    optimizer = train(model, world, 2, adafactor_of)
-    saved = model.full_state_dict(), model.full_optimizer_state_dict(optimizer)
-    other = ax.FSDP(built(Blocks, seed=1), shard_by="parameters")
-    other.load_full_state_dict(saved[0])
-    optimizer = adafactor_of(other)
-    other.load_full_optimizer_state_dict(optimizer, saved[1])
-    for number in (2, 3):
-        usual_step(other, optimizer, own_data(other, world, number))
-    assert_close(other.full_state_dict(), trained_alone(Blocks, 4, adafactor_of).state_dict())
-
-
 @pytest.mark.ranks(2)
 def test_loading_replaces_the_whole_state_and_shares_nothing(world):
     model = ax.FSDP(built(Blocks))
-    fresh = model.full_optimizer_state_dict(adamw_of(model))
-    optimizer = train(model, world, 1, adamw_of)
+    fresh = model.full_optimizer_state_dict(adamw(model))
+    optimizer = train(model, world, 1, adamw)
     saved = model.full_optimizer_state_dict(optimizer)
     copied = copy.deepcopy(saved)
     model.load_full_optimizer_state_dict(optimizer, saved)
     usual_step(model, optimizer, own_data(model, world, 1))
     for name, state in copied["state"].items():
-        assert same(saved["state"][name], state), name
+        assert_equal(saved["state"][name], state, name)
     model.load_full_optimizer_state_dict(optimizer, fresh)
     assert model.full_optimizer_state_dict(optimizer)["state"] == {}
 
@@ -245,7 +219,7 @@ def test_loading_replaces_the_whole_state_and_shares_nothing(world):
 @pytest.mark.ranks(2)
 def test_optimizers_that_do_not_fit(world):
     model = ax.FSDP(built(Blocks))
-    saved = model.full_optimizer_state_dict(adamw_of(model))
+    saved = model.full_optimizer_state_dict(adamw(model))
     other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     for call in (model.full_optimizer_state_dict, lambda o: model.load_full_optimizer_state_dict(o, saved)):
         with pytest.raises(ValueError, match="optimizer: it has parameters that are not of this model"):
@@ -261,7 +235,7 @@ def test_optimizers_that_do_not_fit(world):
 @in_turn("norm_type", [0.5, 1, 2.0, 3, math.inf])
 def test_clipping_equals_one_process(world, wrap, norm_type):
     plain, model = built(Blocks), wrap(built(Blocks))
-    for module, (inputs, targets) in ((plain, data_for(plain, 0)), (model, own_data(model, world))):
+    for module, (inputs, targets) in ((plain, batch_of(plain, 0)), (model, own_data(model, world))):
         loss_of(module(inputs), targets).backward()
     for max_norm in (math.inf, 1e6, 0.03, 0.0):
         expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
@@ -284,7 +258,7 @@ def test_clipping_where_ranks_have_nothing(world):
 @pytest.mark.parametrize(("norm_type", "bad"), [(2, math.nan), (math.inf, math.inf)])
 def test_a_gradient_that_is_not_finite_on_one_rank(world, norm_type, bad):
     model = ax.FSDP(built(Blocks))
-    model(data_for(model.module, 0)[0]).sum().backward()
+    model(batch_of(model.module, 0)[0]).sum().backward()
     if world.rank == 0:
         next(p for p in model.parameters() if p.numel()).grad[0] = bad
     gradients = [p.grad for p in model.parameters() if p.grad is not None]

@@ -6,8 +6,8 @@ import zlib
 
 import pytest
 import torch
-from helpers.models import assert_close, built
-from helpers.sharded import Blocks, Residual, TiedBlocks, data_for, placed
+from helpers.compare import assert_close
+from helpers.models import Blocks, Residual, TiedBlocks, batch_of, built
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -158,13 +158,13 @@ def test_a_model_on_the_meta_device_gets_the_values_of_a_function(wrap, make, ex
     model = wrap(make(), shard_by=shard_by, param_init_fn=fill_by_shape)
     assert_close(model.full_state_dict(), plain.state_dict(), 0.0)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    inputs, _ = data_for(plain, 0)
+    inputs, _ = batch_of(plain, 0)
     torch.testing.assert_close(model.eval()(inputs), plain.eval()(inputs))
     model(inputs).sum().backward()
 
 
 @pytest.mark.ranks(2)
-@placed("one_node", "apart")
+@pytest.mark.parametrize("setting", ["one_node", "apart"], indirect=True)
 def test_a_model_on_the_meta_device_is_initialised_as_its_layers_are(wrap):
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(64, 300), nn.LayerNorm(300), *(nn.Linear(300, 300) for _ in range(2)))

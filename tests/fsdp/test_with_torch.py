@@ -8,33 +8,31 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers.models import BatchNormalised, assert_close, built, loss_of, part_of
-from helpers.sharded import (
-    Blocks,
-    TiedBlocks,
-    adamw_of,
-    assert_gradients,
-    data_for,
-    equals_alone,
-    in_turn,
-    momentum_of,
+from helpers.compare import assert_close, assert_gradients
+from helpers.models import Blocks, TiedBlocks, batch_norm, batch_of, built, equals_alone, in_turn, own_data, part_of
+from helpers.settings import all_pairs
+from helpers.steps import (
+    accumulates_averages,
+    adamw,
+    again,
+    asks_for_gradients_of_inputs,
+    checkpoints_the_model,
+    evaluates_between_steps,
+    forwards_and_backwards_later,
+    forwards_before_one_backward,
+    goes_backward_twice,
+    loss_of,
     optimizer_of,
-    own_data,
-    placed,
+    penalised,
+    sgd,
     usual_step,
 )
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import axonmpi as ax
 from axonmpi import ShardingStrategy
 
 # ---- models -----------------------------------------------------------------------------------------------------
-
-
-def again(function, x: Tensor, reentrant: bool) -> Tensor:
-    """Compute once more in backward; mock ranks are threads, which would change each other's random numbers."""
-    return checkpoint(function, x, use_reentrant=reentrant, preserve_rng_state=False)
 
 
 class Block(nn.Module):
@@ -183,60 +181,6 @@ def inner(model: nn.Module) -> Any:
     return model.module if isinstance(model, ax.FSDP) else model
 
 
-def checkpoints_the_model(model, optimizer, batch, *, reentrant):
-    optimizer.zero_grad()
-    loss_of(again(model, batch[0].clone().requires_grad_(), reentrant), batch[1]).backward()
-    optimizer.step()
-
-
-def forwards_before_one_backward(model, optimizer, batch):
-    optimizer.zero_grad()
-    losses = [loss_of(model(batch[0] * factor), batch[1]) for factor in (1.0, 0.5, -1.0)]
-    (losses[0] + 2 * losses[1] + losses[2]).backward()
-    optimizer.step()
-
-
-def forwards_and_backwards_later(model, optimizer, batch):
-    optimizer.zero_grad()
-    losses = [loss_of(model(batch[0]), batch[1]) * factor for factor in (1.0, 0.5)]
-    for loss in losses:
-        loss.backward()
-    optimizer.step()
-
-
-def accumulates_averages(model, optimizer, batch, *, set_to_none):
-    optimizer.zero_grad(set_to_none)
-    for factor in (1.0, 0.5, 0.25):
-        (loss_of(model(batch[0]), batch[1]) * factor).backward()
-    optimizer.step()
-
-
-def goes_backward_twice(model, optimizer, batch):
-    model.zero_grad(set_to_none=False)
-    loss = loss_of(model(batch[0]), batch[1])
-    loss.backward(retain_graph=True)
-    (3 * loss).backward()
-    optimizer.step()
-
-
-def evaluates_between_steps(model, optimizer, batch):
-    model.eval()
-    with torch.no_grad():
-        model(batch[0])
-    model(batch[0])  # with a graph that no backward follows
-    model.train()
-    usual_step(model, optimizer, batch)
-    model(batch[0])
-
-
-def asks_for_gradients_of_inputs(model, optimizer, batch):
-    optimizer.zero_grad()
-    inputs = batch[0].clone().requires_grad_()
-    (direction,) = torch.autograd.grad(loss_of(model(inputs), batch[1]) * len(inputs), inputs)
-    loss_of(model(inputs.detach() + 0.1 * direction.sign()), batch[1]).backward()
-    optimizer.step()
-
-
 def takes_a_structure(model, optimizer, batch):
     optimizer.zero_grad()
     result = model(batch[0])
@@ -311,27 +255,35 @@ class Way(NamedTuple):
 
     make: Any
     step: Any = usual_step
-    optimizer: Any = momentum_of
+    optimizer: Any = sgd
     options: Any = None
 
 
-PLACES = [(a, b) for b in (None, True, False) for a in (True, False, None) if a is not b or a is not None]
-"""Outside of units and inside of them: whether checkpoints are reentrant, None for no checkpoint."""
+CHECKPOINTS = all_pairs(
+    outside=[True, False, None],
+    inside=[True, False, None],
+    uses=[(0, 1, 2), (0, 1, 0)],
+    units=[None, ["blocks.1"]],
+    setting=["apart", "one_node", "kept", "replicas"],
+)
+"""Outside of blocks and inside of them: whether checkpoints are reentrant, None for no checkpoint."""
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("setting", "row"), [(row.pop("setting"), row) for row in CHECKPOINTS], indirect=["setting"]
+)
+def test_checkpoints_equal_one_process(world, setting, row):
+    make = partial(Chosen, *row["uses"], outside=row["outside"], inside=row["inside"])
+    equals_alone(world, make, units=row["units"], sharding_strategy=setting)
+
 
 WAYS = {
-    **{f"checkpoints {a} {b}": Way(partial(Chosen, 0, 1, 2, outside=a, inside=b)) for a, b in PLACES},
-    **{f"checkpoints {a} {b} twice": Way(partial(Chosen, 0, 1, 0, outside=a, inside=b)) for a, b in PLACES[:2]},
-    **{
-        f"checkpoints {a} in the outermost": Way(
-            partial(Chosen, 0, 1, 2, outside=a, inside=a), options={"units": ["blocks.1"]}
-        )
-        for a in (True, False)
-    },
     **{f"checkpoints {a} of all": Way(Blocks, partial(checkpoints_the_model, reentrant=a)) for a in (True, False)},
     "forwards before one backward": Way(Blocks, forwards_before_one_backward),
     "forwards and backwards later": Way(Blocks, forwards_and_backwards_later),
     "the same with ties": Way(TiedBlocks, forwards_and_backwards_later),
-    "accumulation": Way(Blocks, partial(accumulates_averages, set_to_none=True)),
+    "accumulation": Way(Blocks, accumulates_averages),
     "accumulation in zeros": Way(Blocks, partial(accumulates_averages, set_to_none=False)),
     "two backwards": Way(Blocks, goes_backward_twice),
     "evaluation": Way(Blocks, evaluates_between_steps),
@@ -365,12 +317,12 @@ def test_each_way_equals_one_process(world, setting, way):
 
 
 @pytest.mark.ranks(2)
-@placed("one_node", "apart")
+@pytest.mark.parametrize("setting", ["one_node", "apart"], indirect=True)
 def test_autocast(world, wrap):
     """The sum of what each rank's part gives in a model that is not wrapped: rounding depends on the part."""
     plain, model = built(Blocks), wrap(built(Blocks))
     for rank in range(world.size):
-        inputs, targets = part_of(data_for(plain, 0), rank, world.size)
+        inputs, targets = part_of(batch_of(plain, 0), rank, world.size)
         for module in (plain, model)[: 1 + (rank == world.rank)]:
             with torch.autocast("cpu", torch.bfloat16):
                 output = module(inputs)
@@ -405,7 +357,7 @@ def test_gradient_scaler_equals_one_process(world, fused, enabled):
 def test_gradient_scaler_skips_a_step_on_all_ranks_if_one_rank_has_to(world, unscales, bad):
     model = ax.FSDP(built(lambda: nn.Linear(5, 3)))
     assert all(part.numel() == 0 for part in model.parameters()) == (world.rank > 1)  # ranks without a part
-    optimizer = adamw_of(model)
+    optimizer = adamw(model)
     scaler = ax.ShardedGradScaler(init_scale=1024.0, growth_interval=2)
     scales = []
     for number in range(4):
@@ -459,16 +411,6 @@ def test_gradients_of_inputs_alone_reduce_nothing(world, wrap):
     assert all(part.grad is None for part in model.parameters())
 
 
-def penalised(model, optimizer, batch):
-    """Train on a loss and the squares of its gradient with respect to the inputs."""
-    optimizer.zero_grad()
-    inputs = batch[0].clone().requires_grad_()
-    output = model(inputs)
-    (gradient,) = torch.autograd.grad(output.square().sum(), inputs, create_graph=True)
-    (output.square().mean() + gradient.square().sum() / len(inputs)).backward()
-    optimizer.step()
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("precision", [False, ax.MixedPrecision(torch.float64)])
 def test_gradient_penalty(world, wrap, precision):
@@ -485,7 +427,7 @@ def test_gradient_penalty(world, wrap, precision):
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.ranks(2)
-@placed("one_node", "apart")
+@pytest.mark.parametrize("setting", ["one_node", "apart"], indirect=True)
 def test_gradients_that_keep_their_graph(world, wrap):
     model = wrap(built(Blocks))
     inputs, targets = own_data(model, world)
@@ -504,9 +446,9 @@ def test_an_output_that_needs_no_gradient(world):
 
 
 @pytest.mark.ranks(2)
-@placed("apart", "replicas")
+@pytest.mark.parametrize("setting", ["apart", "replicas"], indirect=True)
 def test_batch_norm_keeps_its_own_statistics(world, wrap):
-    plain, model = built(BatchNormalised), wrap(built(BatchNormalised))
+    plain, model = built(batch_norm), wrap(built(batch_norm))
     inputs, _ = own_data(model, world)
     for module in (model, plain):
         module.train()
@@ -531,7 +473,7 @@ def test_hooks_on_parts_that_would_not_be_called_are_refused(wrap):
     model = wrap(built(Chosen))
     model.module.first.weight.register_hook(lambda gradient: 3 * gradient)
     with pytest.raises(ValueError, match=r"first.weight' has a hook .*register_post_accumulate_grad_hook"):
-        model(data_for(model.module, 0)[0])
+        model(batch_of(model.module, 0)[0])
 
 
 def with_a_compiled_layer() -> nn.Module:

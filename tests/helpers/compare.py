@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import axonmpi as ax
 
-__all__ = ["assert_close", "assert_equal", "assert_precise", "assert_same_on_all_ranks", "refused"]
+__all__ = [
+    "assert_close",
+    "assert_equal",
+    "assert_gradients",
+    "assert_precise",
+    "assert_same_on_all_ranks",
+    "gradients_alone",
+    "gradients_of",
+    "refused",
+]
 
 ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 4e-2}
 """How far results of the order of 1 may be apart."""
@@ -58,6 +68,28 @@ def assert_same_on_all_ranks(world: ax.World, values: Any) -> None:
     first, *others = ax.all_gather_object(values, world.default_group)
     for rank, other in enumerate(others, 1):
         assert_equal(other, first, f"rank {rank} differs from rank 0:")
+
+
+def gradients_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Copy the gradients, by name."""
+    return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+
+
+def gradients_alone(module: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Tensor | None]:
+    """Return the gradients of one backward in a copy of a model that is not wrapped."""
+    model = copy.deepcopy(module)
+    model.zero_grad()
+    loss(model).backward()
+    return gradients_of(model)
+
+
+def assert_gradients(model: ax.FSDP, plain: nn.Module, tolerance: float = 1e-5) -> None:
+    """Compare the shards of all ranks with the gradients of one process, by name; collective."""
+    everywhere = model.process_group.all_gather_object(gradients_of(model))
+    for name, parameter in plain.named_parameters():
+        shards = [own[name].flatten() for own in everywhere if own[name] is not None]
+        expected = None if parameter.grad is None else parameter.grad.flatten()
+        assert_close(torch.cat(shards) if shards else None, expected, tolerance, name)
 
 
 def refused(

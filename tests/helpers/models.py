@@ -1,27 +1,32 @@
-"""Small models, their data, and training them in one process: what data parallelism is compared with.
+"""Small models, their batches, and training them: wrapped on ranks, and in one process of plain torch.
 
-Nothing here uses the package under test but `wrapped` and what compares ranks. torch's global random numbers belong
-to the process and mock ranks are threads of it, so models are built under a lock.
+torch's global random numbers belong to the process and mock ranks are threads of it, so models are built under a
+lock.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import itertools
+import math
 import threading
-from collections.abc import Callable, Iterator
-from typing import TypeVar
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import axonmpi as ax
 from axonmpi import GradSyncStrategy
+from axonmpi.train import GPT, Config, generate, load_corpus
+from axonmpi.train.batches import BatchPlan, Stream, held_out_batches, seeded_generator
+from helpers.compare import assert_close, assert_same_on_all_ranks, gradients_alone, gradients_of
+from helpers.steps import Batch, Optimizing, Step, again, loss_of, sgd, usual_step
 
 SYNCHRONOUS, OVERLAPPED, NO_SYNC = GradSyncStrategy
 AUTOMATIC = pytest.mark.parametrize("strategy", [SYNCHRONOUS, OVERLAPPED])
@@ -33,6 +38,7 @@ AFTER, IN_ORDER, BESIDE = WAYS = [
 ]
 """The ways in which gradients are averaged by themselves: beside backward, or all of them after it."""
 EACH_WAY = pytest.mark.parametrize("way", WAYS, ids=["after", "in order", "beside"])
+STRATEGIES = list(ax.ShardingStrategy)
 TINY, SMALL, DEFAULT = 1e-6, 0.001, 25
 """Bucket sizes in MiB: one gradient each, a few, and all of them."""
 STEPS = 3
@@ -40,29 +46,36 @@ STEPS = 3
 BATCH = 12
 """Samples in the joined batch: the same number on each of 1, 2, 3, 4 ranks."""
 
-Watching = TypeVar("Watching")
+Made = TypeVar("Made")
 
-_global_random_numbers = threading.RLock()
+_one_thread = threading.RLock()
+
+
+def once(function: Callable[..., Made]) -> Callable[..., Made]:
+    """Call a function once for all ranks of this process that call it with the same arguments."""
+    cached = functools.cache(function)
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Made:
+        with _one_thread:
+            return cached(*arguments)
+
+    return call
 
 
 def built(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """Build a model with the same initial values everywhere."""
-    with _global_random_numbers, torch.random.fork_rng(devices=[]):
+    with _one_thread, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
 
 
-def wrapped(
-    world: ax.World, module: nn.Module, *, overlaps: bool | None = None, **options
-) -> ax.DistributedDataParallel:
-    """Wrap a model so that reductions overlap backward or do not, by default as the test's `--overlap` says."""
-    backend = options.get("process_group", world.default_group).backend
-    before = backend.overlaps
-    backend.overlaps = before if overlaps is None else overlaps
-    try:
-        return ax.DistributedDataParallel(module, **options)
-    finally:
-        backend.overlaps = before
+def in_turn(argument: str, cases: Iterable[Any]) -> pytest.MarkDecorator:
+    """Run each case where units take turns in memory, and in another setting in turn."""
+    others = itertools.cycle(("one_node", "kept", "replicas"))
+    rows = [(case, setting) for case in cases for setting in ("apart", next(others))]
+    ids = ["-".join(str(getattr(part, "__name__", part)) for part in row) for row in rows]
+    return pytest.mark.parametrize((argument, "setting"), rows, ids=ids, indirect=["setting"])
 
 
 # ---- models -----------------------------------------------------------------------------------------------------
@@ -74,67 +87,47 @@ def mlp() -> nn.Module:
     )
 
 
+def large() -> nn.Module:
+    """With a large weight between small ones."""
+    return nn.Sequential(nn.Linear(5, 364), nn.Tanh(), nn.Linear(364, 364), nn.Tanh(), nn.Linear(364, 3))
+
+
+def strided_weight() -> nn.Module:
+    """Weights whose memory is transposed, and one that does not fill its memory."""
+    model = mlp()
+    model[0].weight = nn.Parameter(model[0].weight.detach().t().contiguous().t())
+    model[5].weight = nn.Parameter(torch.randn(3, 32)[:, ::2])
+    return model
+
+
 class MixedDtypes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(5, 8)
         self.wide = nn.Linear(8, 8, dtype=torch.float64)
-        self.last = nn.Linear(8, 3)
         self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = torch.tanh(self.first(x))
-        return self.last((self.wide(hidden.double()) * self.scale).float())
-
-
-class ComplexWeight(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 8)
         self.spectral = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64) / 8)
         self.last = nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x).to(torch.complex64) @ self.spectral
+        hidden = self.wide(torch.tanh(self.first(x)).double()) * self.scale
+        hidden = hidden.to(torch.complex64) @ self.spectral
         return self.last(hidden.real + hidden.imag)
 
 
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(2, 4, 3, padding=1)
-        self.second = nn.Conv2d(4, 4, 3, stride=2, groups=2)
-        self.head = nn.Linear(4 * 3 * 3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.relu(self.second(torch.relu(self.first(x)))).flatten(1))
+def convolutions() -> nn.Module:
+    layers = nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, stride=2, groups=2), nn.ReLU()
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(4 * 3 * 3, 3))
 
 
-class BatchNormalised(nn.Module):
-    """Buffers of two dtypes, one of them in a norm that does not train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(2, 4, 3)
-        self.norm = nn.BatchNorm2d(4)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+def channels_last() -> nn.Module:
+    return convolutions().to(memory_format=torch.channels_last)
 
 
-class Words(nn.Module):
-    """An embedding whose weight is also that of the last layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8, padding_idx=0)
-        self.mix = nn.Linear(8, 8)
-        self.logits = nn.Linear(8, 11, bias=False)
-        self.logits.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.logits(torch.tanh(self.mix(self.embedding(tokens).mean(1))))
+def batch_norm() -> nn.Module:
+    """Buffers of two dtypes."""
+    layers = {"conv": nn.Conv2d(2, 4, 3), "norm": nn.BatchNorm2d(4), "relu": nn.ReLU()}
+    return nn.Sequential(OrderedDict(layers, pool=nn.AdaptiveAvgPool2d(1), flat=nn.Flatten(), head=nn.Linear(4, 3)))
 
 
 class Nothing(nn.Module):
@@ -153,89 +146,117 @@ class Nothing(nn.Module):
         return self.linear(x) + self.shift + nothing
 
 
-def frozen_parts() -> nn.Module:
-    model = mlp()
-    model[0].weight.requires_grad_(False)
-    model[3].requires_grad_(False)
+class Residual(nn.Module):
+    """A block that returns a tuple, and takes a keyword."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+        hidden = torch.tanh(self.up(self.norm(x)))
+        return x + scale * self.down(hidden), {"hidden": hidden}
+
+
+class Blocks(nn.Module):
+    """Blocks between an embedding-like layer and a head, with a parameter of the model's own."""
+
+    def __init__(self, depth: int = 4, width: int = 12) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, width)
+        self.blocks = nn.ModuleList(Residual(width) for _ in range(depth))
+        self.scale = nn.Parameter(torch.ones(width))
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        for block in self.blocks:
+            hidden, _ = block(hidden, scale=0.5)
+        return self.head(hidden * self.scale)
+
+
+class TiedBlocks(nn.Module):
+    """Words in, words out, through one matrix; two blocks share a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(Residual(8) for _ in range(3))
+        self.blocks[2].up = self.blocks[0].up
+        self.logits = nn.Linear(8, 11, bias=False)
+        self.logits.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens).mean(1)
+        for block in self.blocks:
+            hidden, _ = block(hidden)
+        return self.logits(hidden)
+
+
+def frozen_blocks() -> nn.Module:
+    model = Blocks()
+    for part in (model.blocks[1], model.first.weight, model.blocks[2].norm):
+        part.requires_grad_(False)
     return model
 
 
-def channels_last() -> nn.Module:
-    return Convolutions().to(memory_format=torch.channels_last)
-
-
-def strided_weight() -> nn.Module:
-    """Weights whose memory is transposed, and one that does not fill its memory."""
-    model = mlp()
-    model[0].weight = nn.Parameter(model[0].weight.detach().t().contiguous().t())
-    model[5].weight = nn.Parameter(torch.randn(3, 32)[:, ::2])
-    return model
-
-
-def large() -> nn.Module:
-    """With a large weight between small ones."""
-    return nn.Sequential(nn.Linear(5, 364), nn.Tanh(), nn.Linear(364, 364), nn.Tanh(), nn.Linear(364, 3))
-
-
-class Checkpointed(nn.Module):
-    """Parts that are computed again in backward, two of them with the same parameters if asked for."""
+class Checkpointed(nn.Sequential):
+    """Layers that are computed once more in backward, the first and the last of them the same if asked for."""
 
     def __init__(self, reentrant: bool, shared: bool = False) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
-        if shared:
-            self.blocks[2] = self.blocks[0]
-        self.last = nn.Linear(8, 3)
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+        super().__init__(nn.Linear(5, 8), *blocks[:2], blocks[0 if shared else 2], nn.Linear(8, 3))
         self.reentrant = reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
-        return self.last(x)
+        x = self[0](x)
+        for block in self[1:4]:
+            x = again(block, x, self.reentrant)
+        return self[4](x)
 
 
 ZOO: dict[str, Callable[[], nn.Module]] = {
     "mlp": mlp,
     "mixed_dtypes": MixedDtypes,
-    "complex_weight": ComplexWeight,
-    "convolutions": Convolutions,
+    "convolutions": convolutions,
     "channels_last": channels_last,
     "strided_weight": strided_weight,
-    "tied_embedding": Words,
-    "frozen_parts": frozen_parts,
+    "tied_embedding": TiedBlocks,
+    "frozen_parts": frozen_blocks,
     "empty_parameters": Nothing,
     "large": large,
 }
 
 
-# ---- data -------------------------------------------------------------------------------------------------------
+# ---- data ------------------------------------------------------------------------------------
 
 
-def batch_of(module: nn.Module, index: int, size: int = BATCH) -> tuple[Tensor, Tensor]:
+def batch_of(module: nn.Module, index: int, size: int = BATCH) -> Batch:
     """Make batch number `index` for a model: inputs and targets."""
     generator = torch.Generator().manual_seed(7 + index)
-    if isinstance(module, Words):
+    if any(isinstance(part, nn.Embedding) for part in module.modules()):
         tokens = torch.randint(0, 11, (size, 4), generator=generator)
         return tokens, torch.randint(0, 11, (size,), generator=generator)
     shape = (2, 7, 7) if any(isinstance(part, nn.Conv2d) for part in module.modules()) else (5,)
     return torch.randn(size, *shape, generator=generator), torch.randn(size, 3, generator=generator)
 
 
-def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target) if target.is_floating_point() else F.cross_entropy(output, target)
-
-
-def part_of(batch: tuple[Tensor, Tensor], rank: int, size: int) -> tuple[Tensor, Tensor]:
+def part_of(batch: Batch, rank: int, size: int) -> Batch:
     """Return one rank's part of a joined batch."""
     inputs, targets = batch
     return inputs.chunk(size)[rank], targets.chunk(size)[rank]
 
 
+def own_data(model: nn.Module, world: ax.World, index: int = 0) -> Batch:
+    """Make this rank's part of a batch."""
+    return part_of(batch_of(model, index), world.rank, world.size)
+
+
 def own_loss(model: nn.Module, world: ax.World, step: int = 0) -> Tensor:
     """Compute the loss of this rank's part of a batch."""
-    inputs, targets = part_of(batch_of(model, step), world.rank, world.size)
+    inputs, targets = own_data(model, world, step)
     return loss_of(model(inputs), targets)
 
 
@@ -245,115 +266,73 @@ def joined_loss(model: nn.Module, step: int = 0) -> Tensor:
     return loss_of(model(inputs), targets)
 
 
-def adamw(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
-
-
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    """Take steps as large as the gradients: a wrong factor shows, which Adam divides out again."""
-    return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-
-
 # ---- training ---------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def trained_alone(make: Callable[[], nn.Module], accumulation: int = 1, steps: int = STEPS) -> dict[str, Tensor]:
-    """Train in one process on the joined batches, and return the state dict."""
-    model = built(make)
-    optimizer = sgd(model)
-    numbers = itertools.count()
-    for _ in range(steps):
-        optimizer.zero_grad()
-        for _ in range(accumulation):
-            inputs, targets = batch_of(model, next(numbers))
-            (loss_of(model(inputs), targets) / accumulation).backward()
-        optimizer.step()
-    return copy.deepcopy(model.state_dict())
+@contextlib.contextmanager
+def new_group(world: ax.World, overlaps: bool | None = None) -> Iterator[ax.ProcessGroup]:
+    """Make a group of all ranks, which are where the test has put them; collective."""
+    group = world.new_group(range(world.size))
+    if overlaps is not None:
+        group.backend.overlaps = overlaps
+    yield group
+    group.close()
+
+
+def wrapped(world: ax.World, module: nn.Module, *, overlaps: bool | None = None, **options: Any) -> ax.DDP:
+    """Wrap a model so that reductions overlap backward or do not, by default as the test's `--overlap` says."""
+    backend = options.get("process_group", world.default_group).backend
+    before = backend.overlaps
+    backend.overlaps = before if overlaps is None else overlaps
+    try:
+        return ax.DDP(module, **options)
+    finally:
+        backend.overlaps = before
 
 
 def train(
-    model: ax.DistributedDataParallel,
+    model: nn.Module, world: ax.World, steps: int = STEPS, make: Optimizing = sgd, step: Step = usual_step
+) -> torch.optim.Optimizer:
+    """Train a wrapped model on this rank's parts of batches."""
+    optimizer = make(model)
+    for number in range(steps):
+        step(model, optimizer, own_data(model, world, number))
+    return optimizer
+
+
+@once
+def trained_alone(
+    make: Callable[[], nn.Module], steps: int = STEPS, make_optimizer: Optimizing = sgd, step: Step = usual_step
+) -> nn.Module:
+    """Train a plain model on whole batches."""
+    model = built(make)
+    optimizer = make_optimizer(model)
+    for number in range(steps):
+        step(model, optimizer, batch_of(model, number))
+    return model
+
+
+def equals_alone(
     world: ax.World,
+    make: Callable[[], nn.Module],
+    step: Step = usual_step,
+    make_optimizer: Optimizing = sgd,
     *,
-    accumulation: int = 1,
-    steps: int = STEPS,
-    set_to_none: bool = True,
-) -> None:
-    """Train a wrapped model on this rank's parts of the same batches."""
-    optimizer = sgd(model)
-    numbers = itertools.count()
-    for _ in range(steps):
-        optimizer.zero_grad(set_to_none=set_to_none)
-        for micro in range(accumulation):
-            inputs, targets = part_of(batch_of(model.module, next(numbers)), world.rank, world.size)
-            with contextlib.nullcontext() if micro == accumulation - 1 else model.no_sync():
-                (loss_of(model(inputs), targets) / accumulation).backward()
-        if model.sync_strategy is NO_SYNC:
-            model.sync_gradients()
-        optimizer.step()
-
-
-def batch_norm_alone(
-    size: int, broadcasts: bool = True, steps: int = STEPS
-) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """Normalise each rank's part of the batch by itself, beginning with rank 0's statistics or the rank's own.
-
-    Returns:
-        The parameters, and the buffers that each rank ends with.
-    """
-    model = built(BatchNormalised)
-    optimizer = sgd(model)
-    buffers = [{name: buffer.clone() for name, buffer in model.named_buffers()} for _ in range(size)]
-    for step in range(steps):
-        optimizer.zero_grad()
-        before = list(buffers)
-        for rank in range(size):
-            model.load_state_dict(before[0 if broadcasts else rank], strict=False)
-            inputs, targets = part_of(batch_of(model, step), rank, size)
-            (loss_of(model(inputs), targets) / size).backward()
-            buffers[rank] = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        optimizer.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}, buffers
-
-
-def gradients_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """Copy the gradients, by name."""
-    return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
-
-
-def gradients_alone(module: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Tensor | None]:
-    """Return what one backward gives in a copy of a model that is not wrapped."""
-    model = copy.deepcopy(module)
-    model.zero_grad()
-    loss(model).backward()
-    return gradients_of(model)
-
-
-# ---- comparing --------------------------------------------------------------------------------------------------
-
-
-def assert_close(
-    got: dict[str, Tensor | None], expected: dict[str, Tensor | None], tolerance: float = 1e-5
-) -> None:
-    """Compare by name; None only equals None."""
-    assert list(got) == list(expected)
-    for name, value in expected.items():
-        other = got[name]
-        assert (other is None) == (value is None), f"{name}: {other} instead of {value}"
-        if value is not None and other is not None:
-            torch.testing.assert_close(
-                other, value, atol=tolerance, rtol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
-            )
-
-
-def assert_same_on_all_ranks(world: ax.World, values: dict[str, Tensor | None]) -> None:
-    """Compare to the last bit."""
-    everywhere = ax.all_gather_object({k: v for k, v in values.items() if v is not None}, world.default_group)
-    for rank, other in enumerate(everywhere):
-        assert other.keys() == everywhere[0].keys()
-        for name, value in other.items():
-            assert torch.equal(value, everywhere[0][name]), f"{name} differs between ranks 0 and {rank}"
+    wrapper: Callable[..., Any] = ax.FSDP,
+    steps: int = 2,
+    tolerance: float = 1e-5,
+    overlaps: bool | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Train a wrapped model on parts of batches and a plain one on the whole; compare, and return the state."""
+    plain = trained_alone(make, steps, make_optimizer, step)
+    with new_group(world, overlaps) as group:
+        model = wrapper(built(make), **{"process_group": group, **options})
+        train(model, world, steps, make_optimizer, step)
+        state = model.full_state_dict() if isinstance(model, ax.FSDP) else model.state_dict()
+    assert_close(state, plain.state_dict(), tolerance)
+    assert_same_on_all_ranks(world, state)
+    return state
 
 
 def check_averaged(
@@ -365,31 +344,55 @@ def check_averaged(
     assert_same_on_all_ranks(world, gradients)
 
 
-@contextlib.contextmanager
-def observed(world: ax.World, observer: Watching) -> Iterator[Watching]:
-    """Have an observer told of the operations that this rank runs, on mock and on real ranks."""
-    backend = world.default_group.backend
-    backend.observer = observer
-    try:
-        yield observer
-    finally:
-        backend.observer = None
+# ---- the trainer ------------------------------------------------------------------------------------------------
 
 
-def logged(world: ax.World) -> contextlib.AbstractContextManager[Log]:
-    """Record the operations that this rank runs."""
-    return observed(world, Log())
+def plain_run(config: Config) -> SimpleNamespace:
+    """Train as the settings of model, text and optimizer say; return losses, norms, held-out loss and a sample."""
+    names = ("seed", "steps", "global_batch", "held_out_sequences", "sample_length", "prompt", "temperature")
+    run = {name: getattr(config.run, name) for name in names}
+    return _plain_run(Config(model=config.model, text=config.text, optimizer=config.optimizer).replace(**run))
 
 
-class Log:
-    """An observer that keeps the name and size of each operation."""
+@once
+def _plain_run(config: Config) -> SimpleNamespace:
+    run, shape, settings = config.run, config.model, config.optimizer
+    model = GPT(shape, generator=seeded_generator(run.seed, Stream.WEIGHTS))
+    corpus = load_corpus(config.text, shape.sequence_length)
+    plan = BatchPlan(run.global_batch, shape.sequence_length, 1, 0, 1, run.seed)
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) is kind] for kind in (True, False))
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int]] = []
+    def rate(step: int) -> float:
+        if step < settings.warmup_steps:
+            return (step + 1) / settings.warmup_steps
+        progress = (step + 1 - settings.warmup_steps) / (run.steps - settings.warmup_steps)
+        cosine = (1 + math.cos(math.pi * progress)) / 2
+        return settings.lr_final + (1 - settings.lr_final) * cosine
 
-    def enter(self, operation: str, nbytes: int) -> None:
-        if operation != "wait":
-            self.calls.append((operation, nbytes))
-
-    def leave(self, operation: str) -> None:
-        pass
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2))
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    losses, norms = [], []
+    for step in range(1, run.steps + 1):
+        ((inputs, targets),) = plan.parts(step, corpus.train)
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), settings.gradient_clip or math.inf)))
+        optimizer.step()
+        rates.step()
+        losses.append(loss.item())
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for inputs, targets in held_out_batches(
+            corpus.held_out, shape.sequence_length, most=run.held_out_sequences, batch=16, replica=0, replicas=1
+        ):
+            total += F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum").item()
+            count += targets.numel()
+    drawn = seeded_generator(run.seed, Stream.SAMPLE)
+    sample = generate(model, run.prompt.encode(), run.sample_length, generator=drawn, temperature=run.temperature)
+    sample = run.prompt.encode() + sample
+    return SimpleNamespace(losses=losses, norms=norms, held_out_loss=total / count, sample=sample)

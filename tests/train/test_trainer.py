@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 from helpers import compare
-from helpers.models import logged
+from helpers.observers import logged
 
 import axonmpi as ax
 from axonmpi.pipeline.schedule.trace import read_trace

@@ -13,8 +13,7 @@ from helpers.checkpoint_parts import assembled, fill
 from helpers.checkpoints import by_name
 from helpers.compare import assert_equal, refused
 from helpers.layouts import LAYOUTS, laid_out, whole_model
-from helpers.models import ZOO, built
-from helpers.sharded import TiedBlocks, new_group
+from helpers.models import ZOO, TiedBlocks, built, new_group
 from helpers.transformer_parts import gpt2, llama
 from torch import Tensor, nn
 

@@ -16,8 +16,8 @@ from helpers.checkpoint_parts import assembled, fill
 from helpers.checkpoints import by_name
 from helpers.compare import assert_close, assert_equal
 from helpers.layouts import LAYOUTS, OPTIMIZERS, laid_out, optimizer_for, train_alone, whole_model
-from helpers.models import built
-from helpers.sharded import Blocks, optimizer_of, own_data, train, trained_alone, usual_step
+from helpers.models import Blocks, built, own_data, train, trained_alone
+from helpers.steps import optimizer_of, usual_step
 from torch import Tensor, nn
 
 import axonmpi as ax

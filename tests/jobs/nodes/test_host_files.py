@@ -6,7 +6,8 @@ import json
 import subprocess
 
 import pytest
-from helpers.fences import REPOSITORY, Fence, fences_of
+from helpers import REPOSITORY
+from helpers.fences import Fence, fences_of
 
 from axonmpi.testing.mpirun import find_mpirun
 

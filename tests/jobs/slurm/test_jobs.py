@@ -8,7 +8,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from helpers.fences import REPOSITORY, fences_of
+from helpers import REPOSITORY
+from helpers.fences import fences_of
 from jobs.slurm.cluster import Job
 
 TEMPLATES = REPOSITORY / "slurm"

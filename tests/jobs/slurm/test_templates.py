@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from helpers.fences import REPOSITORY, fences_of
+from helpers import REPOSITORY
+from helpers.fences import fences_of
 from helpers.limits import limit
 
 TEMPLATES = sorted((REPOSITORY / "slurm").glob("*.sh"))
