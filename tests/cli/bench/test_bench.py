@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from helpers.limits import limit
 
 from axonmpi import cli
 from axonmpi.cli.bench import main, network
@@ -47,7 +48,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[LaunchResult, Path]:
             assert main(["bench", name, *flags.split(), "--blocks", "1", "--json", name + ".json"]) == 0
     """
     env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    result = launch(2, program, cwd=folder, timeout=200, env=env)
+    result = launch(2, program, cwd=folder, timeout=limit(120), env=env)
     assert result.returncode == 0, result.stderr
     return result, folder
 
@@ -66,7 +67,6 @@ def figures(job: tuple[LaunchResult, Path], request: pytest.FixtureRequest) -> d
     return entry
 
 
-@pytest.mark.slow
 def test_overhead(figures, printed):
     times = figures["microseconds"]
     assert figures["added"] == pytest.approx(times["axonmpi"] - times["mpi4py"])
@@ -77,16 +77,14 @@ def test_overhead(figures, printed):
 
 def test_checkpoint(figures, printed):
     assert figures["bytes"] == pytest.approx(2 * 2**20, rel=0.2)
-    ours, others = "axonmpi", {"plain", "dcp", "hugging face"}
-    assert set(figures["save"]) == {ours, *others}
-    assert set(figures["load"]) == {ours, "plain", "dcp"}
-    assert set(figures["memory"]) == {ours, "dcp", "hugging face"}
-    assert min([*figures["save"].values(), *figures["load"].values()]) > 0
+    assert set(figures["save"]) == {"axonmpi", "plain", "dcp", "hugging face"}
+    assert set(figures["load"]) == {"axonmpi", "plain", "dcp"}
+    assert set(figures["memory"]) == {"axonmpi", "dcp", "hugging face"}
     beside = figures["asynchronous"]
     assert beside["stall"] <= beside["call"] + beside["wait"] + 1e-9  # each the slowest rank's
-    assert min(beside["copy"], beside["call"], beside["at once"]) > 0
-    for turns in figures["planning"].values():
-        assert min(turns["first"], turns["again"]) > 0
+    planned = [seconds for turns in figures["planning"].values() for seconds in (turns["first"], turns["again"])]
+    copied = [beside["copy"], beside["call"], beside["at once"]]
+    assert min(*figures["save"].values(), *figures["load"].values(), *copied, *planned) > 0
     assert checkpoint_table([figures]) in printed
     assert not [path for path in Path(figures["folder"]).iterdir() if path.is_dir()]
 
@@ -110,7 +108,7 @@ def test_collectives(figures, printed):
         assert sorted(case["microseconds"]) == sorted(name for name in VARIANTS if by_mpi or name != "mpi")
         assert min(case["microseconds"].values()) > 0
         assert list(case["mpi_microseconds"]) == [MULTIPLE] * by_mpi
-        assert 0.01 < case["line_nanoseconds"] < 1e4
+        assert 0.01 < case["line_nanoseconds"] < limit(1e4)
         assert f"{case['operation']}, {case['dtype']}, 2 ranks" in printed
 
 
@@ -122,9 +120,7 @@ def test_network(figures, printed):
         times, ratios = case["microseconds"], case["ratios"]
         assert min(times.values()) > 0
         ours = min(times[name] for name in ("symmetric", "ordinary") if name in times)
-        assert {name: ratios[name] for name in ("mpi", "gloo")} == pytest.approx(
-            {name: ours / times[name] for name in ("mpi", "gloo")}
-        )
+        assert [ratios["mpi"], ratios["gloo"]] == pytest.approx([ours / times["mpi"], ours / times["gloo"]])
         assert ("bfloat16" in ratios) == ("symmetric" in times) == (case["operation"] == "all_reduce")
         assert f"  {ratios['mpi']:.2f}  " in printed
     assert "all_reduce, float32, 2 ranks on 1 node" in printed
@@ -136,13 +132,12 @@ def test_pipeline(figures, printed):
     for name, of_schedule in figures["schedules"].items():
         assert min(of_schedule[who] for who in ("compute", "ideal", "axonmpi", *STOCK)) > 0
         assert 0 < of_schedule["bubble"] < 1
-        splits = name.startswith("zero-bubble")
-        assert all(time > 0 for time in of_schedule["costs"]["forward"])
-        assert all((time > 0) == splits for time in of_schedule["costs"]["backward_weight"])
-        assert all((time > 0) != splits for time in of_schedule["costs"]["backward"])
-    held = {name: of_schedule["peak_activations"] for name, of_schedule in figures["schedules"].items()}
-    assert held["gpipe"] == [4, 4]
-    assert held["1f1b"] == [2, 1]
+        splits, costs = name.startswith("zero-bubble"), of_schedule["costs"]
+        assert min(costs["forward"]) > 0
+        assert {time > 0 for time in costs["backward_weight"]} == {splits}
+        assert {time > 0 for time in costs["backward"]} == {not splits}
+    held = [figures["schedules"][name]["peak_activations"] for name in ("gpipe", "1f1b")]
+    assert held == [[4, 4], [2, 1]]
     assert pipeline_table([figures]) in printed
 
 
