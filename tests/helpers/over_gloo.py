@@ -1,7 +1,5 @@
 """The stock program of tests/interop: over this library's backend it gives what it gives over gloo."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Programs of others, run one after the other: which pass, and the output of those that do not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from axonmpi.testing import LaunchResult

@@ -1,28 +1,22 @@
 """torch.distributed over MPI: every operation, and how jobs end that cannot go on."""
 
-from __future__ import annotations
-
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import TESTS, WITH_HELPERS
 from helpers.limits import limit
 from helpers.over_gloo import equals_gloo
 
-from axonmpi.errors import LaunchError
 from axonmpi.interop import autoload
+from axonmpi.launch.variables import without_launcher_variables
 from axonmpi.testing import launch
-
-HERE = Path(__file__).parent
 
 
 def test_every_operation_gives_what_numpy_gives(seed) -> None:
     """On all four ranks, and in a group of two of them."""
-    paths = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    done = launch(4, HERE / "every_operation.py", seed, timeout=limit(120), env={"PYTHONPATH": paths})
+    done = launch(4, TESTS / "interop/every_operation.py", seed, timeout=limit(120), env=WITH_HELPERS)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert done.stdout.count("all is well") == 4
 
@@ -80,17 +74,6 @@ def test_failures_have_their_causes_and_one_that_nobody_catches_ends_the_job() -
     assert done.leftover == ()
 
 
-@pytest.mark.parametrize("addressed", [True, False])
-def test_under_torchrun_it_says_what_to_type(addressed, monkeypatch) -> None:
-    """Whether torch has got the store from torchrun, or this library is asked where the ranks meet."""
-    for name, value in {"TORCHELASTIC_RUN_ID": "one", "RANK": "0", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    given = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 2} if addressed else {}
-    with pytest.raises(LaunchError, match="by the variables of torchrun this is rank 0 of 2") as caught:
-        torch.distributed.init_process_group("axonmpi", **given)
-    assert "mpirun -n 2 python SCRIPT" in str(caught.value)
-
-
 # ---- beside other backends --------------------------------------------------------------------------------------
 
 
@@ -113,13 +96,20 @@ assert work._source_rank() == 0 and tensor.sum() == 0
 group = dist.new_group([0])
 dist.barrier(group)
 dist.destroy_process_group()
+
+# Under torchrun it says what to type, whether torch has a store or this library is asked where the ranks meet.
+import os, pytest
+os.environ.update(TORCHELASTIC_RUN_ID="one", RANK="0", WORLD_SIZE="2")
+for given in {}, {"store": dist.HashStore(), "rank": 0, "world_size": 2}:
+    with pytest.raises(Exception, match="by the variables of torchrun this is rank 0 of 2") as caught:
+        dist.init_process_group("axonmpi", **given)
+    assert "mpirun -n 2 python SCRIPT" in str(caught.value)
 """
 
 
 def test_alone_it_is_a_world_of_one_and_others_are_left_alone() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=limit(60), check=False
-    )
+    program, env = [sys.executable, "-c", ALONE], without_launcher_variables()
+    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=limit(60), check=False)
     assert done.returncode == 0, done.stderr
 
 
