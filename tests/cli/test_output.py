@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import mpi4py
 import pytest
+from helpers import WITH_HELPERS
 from helpers.limits import limit
 
 from axonmpi.cli import main
@@ -24,13 +25,12 @@ from axonmpi.testing.mpirun import find_mpirun, mpirun_command
 TINY = ["train", "--layers=1", "--width=16", "--heads=2", "--data-limit=0.1", "--held-out-sequences=2", "--no-plot"]
 CHART = ["axonmpi", "chart", "--stages=2", "--micro-batches=2"]
 PATIENT = """
+import helpers.no_compiler
 from axonmpi.launch import exit as exits
 exits.CAUSE_SECONDS = exits.READ_SECONDS = 60.0  # rank 0 may be slow to print its error and to end the job
 """
-COMMAND = PATIENT + "from axonmpi.cli import main\nraise SystemExit(main())\n"
-
-
-ALONE = {**without_launcher_variables(os.environ), "OMP_NUM_THREADS": "1"}
+COMMAND = [sys.executable, "-c", PATIENT + "from axonmpi.cli import main\nraise SystemExit(main())\n"]
+ALONE = {**without_launcher_variables(os.environ), "OMP_NUM_THREADS": "1", **WITH_HELPERS}
 
 
 def code_of(*arguments):
@@ -93,7 +93,7 @@ def test_a_launch_without_mpi_is_told_by_the_first_rank(rank, waits, tmp_path, m
 
 def test_a_launch_that_cannot_work_is_told_once():
     program = PATIENT + "import axonmpi\naxonmpi.init_process_group()\n"
-    result = launch(2, program, timeout=limit(60), env={"OMP_NUM_THREADS": "1", "WORLD_SIZE": "3"})
+    result = launch(2, program, timeout=limit(60), env={"OMP_NUM_THREADS": "1", "WORLD_SIZE": "3", **WITH_HELPERS})
     assert result.returncode not in (0, None)
     assert result.stderr.count("unset WORLD_SIZE") == 1
     assert result.stderr.count("LaunchError: ") == 1
@@ -118,8 +118,8 @@ def test_variables_left_over_silence_no_command(arguments, shown, monkeypatch, c
 
 
 def test_output_that_nobody_reads_ends_a_command_in_silence(tmp_path):
-    command = [sys.executable, "-m", "axonmpi", *TINY, "--progress=plain", "--steps=5000"]
-    line = ["bash", "-o", "pipefail", "-c", '"$@" | head -n 1', "bash", *command]
+    line = ["bash", "-o", "pipefail", "-c", '"$@" | head -n 1', "bash", *COMMAND, *TINY]
+    line += ["--progress=plain", "--steps=5000"]
     ended = subprocess.run(
         line, env=ALONE, cwd=tmp_path, capture_output=True, text=True, timeout=limit(60), check=False
     )
@@ -152,7 +152,7 @@ def chart(monkeypatch, output):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_ends_training_with_one_line_and_the_cursor_shown(tmp_path, ranks):
     launcher, settings = mpirun_command(find_mpirun(None), ranks) if ranks > 1 else ([], {})
-    training = [sys.executable, "-c", COMMAND, *TINY, "--steps=100000", "--sample-length=0", f"--out={tmp_path}"]
+    training = [*COMMAND, *TINY, "--steps=100000", "--sample-length=0", f"--out={tmp_path}"]
     before, after, code = on_a_terminal([*launcher, *training], ALONE | settings, until="tokens/s", then=b"\x03")
     assert code != 0
     assert "Traceback" not in after

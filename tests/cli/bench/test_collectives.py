@@ -1,7 +1,5 @@
 """The benchmark of collectives: figures hang together, options are checked, wrong results are noticed."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
