@@ -6,8 +6,6 @@
 They run in the ranks of the mpirun that belongs to this Python; 0 is the exit code if all of them pass.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from functools import partial

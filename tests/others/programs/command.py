@@ -7,8 +7,6 @@ They run in the ranks of the mpirun that belongs to this Python, and need `pip i
 exit code if all of them pass.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -8,8 +8,6 @@ The exit code is 0 if `differences.json` has exactly those that pass with gloo a
 these are at most 5 of 100, where all are run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -7,8 +7,6 @@ and destroyed around each. Tests say for which backends they are: ours stands wh
 which a rank has failed the job ends, since nobody knows what the others wait for; the caller starts the next.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os
