@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 import axonmpi as ax
+from axonmpi import cli
 from axonmpi.checkpoint.files.checksums import BLOCK_BYTES
-from axonmpi.cli import main
-from axonmpi.testing import launch
+from axonmpi.cli import checkpoint, main
+from axonmpi.testing import run_ranks
 
 
 @pytest.fixture
@@ -28,7 +29,11 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(capsys, *arguments):
-    code = main(["checkpoint", *arguments])
+    """Return the exit code of `axonmpi checkpoint`, and what it prints."""
+    try:
+        code = main(["checkpoint", *arguments])
+    except SystemExit as end:
+        code = end.code
     return code, *capsys.readouterr()
 
 
@@ -55,11 +60,15 @@ def test_verify(folder, capsys):
     assert (result["whole"], result["checksums"], result["damages"][0]["tensors"]) == (False, True, ["weight"])
 
 
-def test_ranks_verify_together(folder):
-    result = launch(2, "-m", "axonmpi", "checkpoint", "verify", "damaged", cwd=folder, timeout=100)
-    assert result.returncode == 1
-    assert result.stdout.count("damaged\n") == 1
-    assert "in 'weight'" in result.stdout
+def test_ranks_verify_together(folder, capsys, monkeypatch):
+    started = {"launched_ranks": lambda: 2, "init_process_group": ax.get_world, "destroy_process_group": ax.barrier}
+    for name, value in started.items():
+        monkeypatch.setattr(checkpoint, name, value)
+    monkeypatch.setattr(cli, "is_first_launched", ax.is_main_process)
+    assert run_ranks(2, lambda world: main(["checkpoint", "verify", "damaged"])) == [1, 1]
+    out = capsys.readouterr().out
+    assert out.count("damaged\n") == 1
+    assert "in 'weight'" in out
 
 
 def test_convert(folder, capsys):
@@ -84,18 +93,13 @@ def test_convert(folder, capsys):
 )
 def test_what_cannot_be_done_is_told_in_a_line(arguments, message, folder, capsys):
     (folder / "pyproject.toml").write_text("")
-    try:
-        code = main(["checkpoint", *arguments.split()])
-    except SystemExit as end:
-        code = end.code
+    code, _, err = run(capsys, *arguments.split())
     assert code == 2
-    assert message in capsys.readouterr().err
+    assert message in err
 
 
 def test_progress_is_shown_on_a_terminal_only(folder, capsys, monkeypatch):
-    monkeypatch.setattr(
-        "axonmpi.cli.checkpoint.terminal_width", lambda stream: 80 if stream is sys.stderr else None
-    )
+    monkeypatch.setattr(checkpoint, "terminal_width", lambda stream: 80 if stream is sys.stderr else None)
     code, _, err = run(capsys, "verify", "checkpoint")
     assert code == 0
     assert "verifying" in err

@@ -8,8 +8,13 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
+from types import SimpleNamespace
 
+import mpi4py
 import pytest
+from helpers import WITH_HELPERS
+from helpers.limits import limit
 
 from axonmpi.cli import main
 from axonmpi.launch import exit as exits
@@ -18,23 +23,42 @@ from axonmpi.testing import launch
 from axonmpi.testing.mpirun import find_mpirun, mpirun_command
 
 TINY = ["train", "--layers=1", "--width=16", "--heads=2", "--data-limit=0.1", "--held-out-sequences=2", "--no-plot"]
+CHART = ["axonmpi", "chart", "--stages=2", "--micro-batches=2"]
+PATIENT = """
+import helpers.no_compiler
+from axonmpi.launch import exit as exits
+exits.CAUSE_SECONDS = exits.READ_SECONDS = 60.0  # rank 0 may be slow to print its error and to end the job
+"""
+COMMAND = [sys.executable, "-c", PATIENT + "from axonmpi.cli import main\nraise SystemExit(main())\n"]
+ALONE = {**without_launcher_variables(os.environ), "OMP_NUM_THREADS": "1", **WITH_HELPERS}
 
 
-def axonmpi(*arguments):
-    return [sys.executable, "-m", "axonmpi", *arguments]
+def code_of(*arguments):
+    try:
+        return main(*arguments)
+    except SystemExit as end:
+        return end.code
 
 
-def variables(**more):
-    return {**without_launcher_variables(os.environ), "OMP_NUM_THREADS": "1", **more}
+# ---- on one rank of several --------------------------------------------------------------------------------------
 
 
-def shell(command, *arguments, **env):
-    """Run a line of shell in which "$@" is the command `axonmpi` with these arguments."""
-    line = ["bash", "-o", "pipefail", "-c", command, "bash", *axonmpi(*arguments)]
-    return subprocess.run(line, env=variables(**env), capture_output=True, text=True, timeout=120, check=False)
+@pytest.fixture
+def waits(monkeypatch):
+    """For how long this process has waited for another one to print its error."""
+    found = []
+    monkeypatch.setattr(exits, "time", SimpleNamespace(sleep=found.append))
+    return found
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.fixture(params=[0, 1])
+def rank(request, monkeypatch):
+    """The number of this process, which a launcher seems to have started as one of two."""
+    for name, value in {"SIZE": 2, "RANK": request.param, "LOCAL_RANK": request.param}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    return request.param
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -47,41 +71,35 @@ def shell(command, *arguments, **env):
         ("top --interval 0", "argument --interval: expected a positive number of seconds, got '0'"),
     ],
 )
-def test_a_usage_error_is_told_by_the_first_rank(arguments, message, rank, monkeypatch, capsys):
-    monkeypatch.setattr(exits, "FIRST_SECONDS", 0.0)
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
-    assert code_of(arguments) == 2
+def test_a_usage_error_is_told_by_the_first_rank(arguments, message, rank, waits, capsys):
+    assert code_of(arguments.split()) == 2
     out, err = capsys.readouterr()
     assert (out, err.count(message)) == ("", 1 - rank)
+    assert waits == [exits.FIRST_SECONDS] * rank
 
 
-def code_of(arguments):
-    try:
-        return main(arguments.split())
-    except SystemExit as end:
-        return end.code
+def test_a_launch_without_mpi_is_told_by_the_first_rank(rank, waits, tmp_path, monkeypatch, capsys):
+    monkeypatch.delattr(mpi4py, "MPI", raising=False)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    for name, value in {"argv": ["axonmpi", *TINY, f"--out={tmp_path}"], "excepthook": sys.excepthook}.items():
+        monkeypatch.setattr(sys, name, value)
+    with pytest.raises(Exception, match="2 ranks were launched") as caught:
+        main()
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "" if rank else f"axonmpi train: error: {caught.value}\n")
+    assert waits == [exits.FIRST_SECONDS] * rank
 
 
-def test_a_usage_error_of_a_job_is_told_once():
-    result = launch(2, "-m", "axonmpi", "train", "--stepz", "3", env={"OMP_NUM_THREADS": "1"})
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.count(": --stepz") == 1
-
-
-@pytest.mark.parametrize(
-    ("program", "env", "message"),
-    [
-        (["-m", "axonmpi", *TINY], {"MPI4PY_LIBMPI": "/gone.so"}, "2 ranks were launched"),  # before MPI starts
-        (["import axonmpi\naxonmpi.init_process_group()\n"], {"WORLD_SIZE": "3"}, "unset WORLD_SIZE"),  # after
-    ],
-    ids=["command", "script"],
-)
-def test_a_launch_that_cannot_work_is_told_once(program, env, message):
-    result = launch(2, *program, env={"OMP_NUM_THREADS": "1", **env})
+def test_a_launch_that_cannot_work_is_told_once():
+    program = PATIENT + "import axonmpi\naxonmpi.init_process_group()\n"
+    result = launch(2, program, timeout=limit(60), env={"OMP_NUM_THREADS": "1", "WORLD_SIZE": "3", **WITH_HELPERS})
     assert result.returncode not in (0, None)
-    assert result.stderr.count(message) == 1
-    assert result.stderr.count("LaunchError: ") == (len(program) == 1)  # a command shows no traceback
+    assert result.stderr.count("unset WORLD_SIZE") == 1
+    assert result.stderr.count("LaunchError: ") == 1
+
+
+# ---- where it goes -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -90,46 +108,52 @@ def test_a_launch_that_cannot_work_is_told_once(program, env, message):
     ids=["chart", "train"],
 )
 def test_variables_left_over_silence_no_command(arguments, shown, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert code_of(arguments) == 0
+    """Also on a terminal of one column."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "COLUMNS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert code_of(arguments.split()) == 0
     out, err = capsys.readouterr()
     assert shown in out
     assert err == ""
 
 
-def test_output_that_nobody_reads_ends_a_command_in_silence():
-    ended = shell('cd "$(mktemp -d)" && "$@" | head -n 1', *TINY, "--progress=plain", "--steps=5000")
+def test_output_that_nobody_reads_ends_a_command_in_silence(tmp_path):
+    line = ["bash", "-o", "pipefail", "-c", '"$@" | head -n 1', "bash", *COMMAND, *TINY]
+    line += ["--progress=plain", "--steps=5000"]
+    ended = subprocess.run(
+        line, env=ALONE, cwd=tmp_path, capture_output=True, text=True, timeout=limit(60), check=False
+    )
     assert ended.stdout.startswith("a byte-level GPT")
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
-def test_an_output_that_is_full_is_said_in_one_line():
-    ended = shell('"$@" >/dev/full', "chart", "--stages=2", "--micro-batches=2")
-    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
-    assert "axonmpi chart: error: cannot write the output: No space left on device" in ended.stderr
-
-
-def test_help_is_shown_in_one_column():
-    ended = shell('"$@"', "train", "--help", COLUMNS="1")
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert "--sequence-length" in ended.stdout
+def test_an_output_that_is_full_is_said_in_one_line(monkeypatch, capsys):
+    with open("/dev/full", "w") as full:
+        assert chart(monkeypatch, full) == 1
+    problem = "axonmpi chart: error: cannot write the output: No space left on device\n"
+    assert capsys.readouterr().err == problem
 
 
 def test_a_closed_output_is_no_error(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["axonmpi", "chart", "--stages=2", "--micro-batches=2"])
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", None)
-        assert main() == 0
-        sys.stdout.close()
+    assert chart(monkeypatch, None) == 0
+    sys.stdout.close()
+
+
+def chart(monkeypatch, output):
+    """Run `axonmpi chart` with this output of the process, and return the exit code."""
+    for name, value in {"argv": CHART, "excepthook": sys.excepthook, "stdout": output}.items():
+        monkeypatch.setattr(sys, name, value)
+    return code_of()
+
+
+# ---- ctrl-C ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_ends_training_with_one_line_and_the_cursor_shown(tmp_path, ranks):
     launcher, settings = mpirun_command(find_mpirun(None), ranks) if ranks > 1 else ([], {})
-    command = [*launcher, *axonmpi(*TINY, "--steps=100000", "--sample-length=0", f"--out={tmp_path}")]
-    before, after, code = on_a_terminal(command, variables(**settings), until="tokens/s", then=b"\x03")
+    training = [*COMMAND, *TINY, "--steps=100000", "--sample-length=0", f"--out={tmp_path}"]
+    before, after, code = on_a_terminal([*launcher, *training], ALONE | settings, until="tokens/s", then=b"\x03")
     assert code != 0
     assert "Traceback" not in after
     by_launcher = "Abort(", "[mpiexec"
@@ -154,12 +178,15 @@ def on_a_terminal(command, env, *, until, then):
         preexec_fn=in_the_foreground,
     ) as process:
         os.close(its_end)
+        hangs = threading.Timer(limit(60), process.kill)
+        hangs.start()
         before = after = ""
         while until not in before:
             before += os.read(terminal, 65536).decode(errors="replace")
         os.write(terminal, then)
         while chunk := read_or_nothing(terminal):
             after += chunk
+    hangs.cancel()
     os.close(terminal)
     return before, after, process.returncode
 

@@ -1,18 +1,18 @@
 """Every command and every example in the README and in the pages runs."""
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
+from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY
+from helpers import REPOSITORY, WITH_HELPERS
 from helpers.doubled_worlds import doubled
 from helpers.fences import PAGES, Fence, fences_of
+from helpers.limits import limit
 
 import axonmpi as ax
 from axonmpi import cli
@@ -23,7 +23,7 @@ from axonmpi.train.trainer import Trainer
 LANGUAGES = {"python", "sh", "text", "toml", "yaml", "{eval-rst}"}  # the last one is a directive for Sphinx
 RUN_ELSEWHERE = {
     "cluster.md": "tests/jobs/nodes/test_host_files.py",
-    "slurm.md": "tests/slurm",
+    "slurm.md": "tests/jobs/slurm",
     "testing.md": "tests/testing/plugin/test_real_plugin.py",
 }
 """Pages whose commands other tests run."""
@@ -95,62 +95,45 @@ def commands_of(page: Path) -> list[tuple[Fence, int, list[str]]]:
     return found
 
 
-class Site:
-    """A folder for each page, with what its commands and examples write.
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """Return a function that gives a page's folder, once its commands have run there."""
+    root = tmp_path_factory.mktemp("site")
 
-    Examples may look at what the commands of their page have written. All that is for the same number of ranks runs
-    in one job, page after page, since a job takes longer to start than its examples to run.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._ended: set[Path] = set()
-
-    def folder(self, page: Path) -> Path:
-        """Return the page's folder, once its commands have run there."""
-        folder = self._root / page.name
-        if page not in self._ended:
-            self._ended.add(page)
-            furnish(folder, fences_of(page))
-            for fence, ranks, words in commands_of(page):
-                run_command(fence, max(ranks, 1), words, folder)
+    @cache
+    def folder_of(page: Path) -> Path:
+        folder = root / page.name
+        furnish(folder, fences_of(page))
+        for fence, ranks, words in commands_of(page):
+            run_command(fence, max(ranks, 1), words, folder)
         return folder
 
-    def run_programs(self, ranks: int) -> str:
-        """Run the examples of all pages for a number of ranks, 0 for those without; return what they print."""
-        given = [
-            {"page": str(page), "folder": str(self.folder(page)), "fences": programs}
-            for page in PAGES
-            if (programs := [program[1:] for program in programs_of(page) if program[0] == ranks])
-        ]
-        file = self._root / f"examples-{ranks}.json"
-        file.write_text(json.dumps(given))
-        if ranks:
-            job = launch(ranks, RUN_FENCES, file, cwd=self._root, timeout=300, env={"OMP_NUM_THREADS": "1"})
-            assert job.returncode == 0, job.stdout + job.stderr
-            return job.stdout
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        alone = subprocess.run([sys.executable, RUN_FENCES, file], cwd=self._root, env=env, capture_output=True)
-        assert alone.returncode == 0, (alone.stdout + alone.stderr).decode()
-        return alone.stdout.decode()
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """Return where each page's commands and examples run."""
-    return Site(tmp_path_factory.mktemp("site"))
+    return folder_of
 
 
 @pages
-def test_commands_of_a_page_run(page, site):
-    assert site.folder(page).is_dir()
+def test_commands_of_a_page_run(page, folder_of):
+    assert folder_of(page).is_dir()
 
 
 @pytest.mark.parametrize("ranks", sorted({ranks for page in PAGES for ranks, *_ in programs_of(page)}))
-def test_examples_run(ranks, site):
-    printed = site.run_programs(ranks)
+def test_examples_run(ranks, folder_of, tmp_path):
+    """Examples may look at what the commands of their page have written.
+
+    All that are for the same number of ranks run in one job, page after page; those for no number of ranks on one
+    rank. A job takes longer to start than its examples to run.
+    """
+    given = []
+    for page in PAGES:
+        if fences := [(line, code) for count, line, code in programs_of(page) if count == ranks]:
+            given.append({"page": str(page), "folder": str(folder_of(page)), "fences": fences})
+    file = tmp_path / "examples.json"
+    file.write_text(json.dumps(given))
+    env = {"OMP_NUM_THREADS": "1", **WITH_HELPERS}
+    job = launch(max(ranks, 1), RUN_FENCES, file, cwd=tmp_path, timeout=limit(120), env=env)
+    assert job.returncode == 0, job.stdout + job.stderr
     if ranks == examples_of(REPOSITORY / "README.md")[0].ranks:  # the loss of the first one falls
-        losses = [float(loss) for loss in re.findall(r"loss ([\d.]+) on 4 ranks", printed)]
+        losses = [float(loss) for loss in re.findall(r"loss ([\d.]+) on 4 ranks", job.stdout)]
         assert len(losses) == 4
         assert losses == sorted(losses, reverse=True)
         assert losses[-1] < losses[0] / 10
@@ -205,7 +188,7 @@ def run_command(fence: Fence, ranks: int, words: list[str], folder: Path) -> Non
         patch.chdir(folder)
         if words[:2] == ["axonmpi", "train"]:
             config = train.parse([*words[2:], *QUICK])
-            run_ranks(ranks, lambda world: Trainer(config, world).run(), timeout=120)
+            run_ranks(ranks, lambda world: Trainer(config, world).run(), timeout=limit(60))
         elif words[:2] == ["axonmpi", "chart"]:
             assert cli.main(words[1:]) == 0
         else:

@@ -13,8 +13,6 @@ PAGES = (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")))
 FRESH_MACHINE = "<!-- fresh machine -->"
 
 _FILE_NAME = re.compile(r"# (\w[\w.-]*\.(?:py|toml|yaml))\n")
-_RANKS = re.compile(r"# ranks: (\d+)\n")
-_GPUS = re.compile(r"# gpus: (\d+)\n")
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,15 @@ class Fence:
     @property
     def ranks(self) -> int:
         """The number of ranks that run it, as its first line says: `# ranks: 4`; else 0."""
-        found = _RANKS.match(self.code)
-        return int(found[1]) if found else 0
+        return self._number("ranks")
 
     @property
     def gpus(self) -> int:
         """The number of ranks with a GPU each that it is for, as its first line says: `# gpus: 2`; else 0."""
-        found = _GPUS.match(self.code)
+        return self._number("gpus")
+
+    def _number(self, name: str) -> int:
+        found = re.match(rf"# {name}: (\d+)\n", self.code)
         return int(found[1]) if found else 0
 
     @property

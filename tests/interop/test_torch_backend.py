@@ -1,78 +1,80 @@
 """torch.distributed over MPI: every operation, and how jobs end that cannot go on."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import TESTS, WITH_HELPERS
+from helpers.limits import limit
+from helpers.over_gloo import equals_gloo
 
 from axonmpi.interop import autoload
+from axonmpi.launch.variables import without_launcher_variables
 from axonmpi.testing import launch
 
-HERE = Path(__file__).parent
 
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_operation_gives_what_numpy_gives(ranks) -> None:
-    done = launch(ranks, HERE / "every_operation.py", timeout=120)
+def test_every_operation_gives_what_numpy_gives(seed) -> None:
+    """On all four ranks, and in a group of two of them."""
+    done = launch(4, TESTS / "interop/every_operation.py", seed, timeout=limit(120), env=WITH_HELPERS)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert done.stdout.count("all is well") == ranks
+    assert done.stdout.count("all is well") == 4
 
 
-START = """
-import time
+def test_a_stock_program_gives_what_it_gives_over_gloo(tmp_path) -> None:
+    equals_gloo(2, ["ddp", "fsdp2_and_dcp", "dtensor", "functional"], tmp_path)
+
+
+# ---- what cannot work -------------------------------------------------------------------------------------------
+
+
+FAILURES = """
 from datetime import timedelta
-import torch, torch.distributed as dist
-dist.init_process_group("axonmpi", timeout=timedelta(seconds=3))
+import pytest, torch, torch.distributed as dist
+
+def refused(message, call, *arguments, **options):
+    with pytest.raises(Exception, match=message):
+        call(*arguments, **options)
+
+refused("rank=0, world_size=3.: by MPI this is rank . of 2.*mpirun -n 3",
+        dist.init_process_group, "axonmpi", rank=0, world_size=3)
+dist.init_process_group("axonmpi")
 rank, tensor = dist.get_rank(), torch.ones(2)
+mismatch, late, aborted, left = (dist.new_group() for _ in range(4))
+
+work = dist.all_reduce(torch.ones(2 + rank), group=mismatch, async_op=True)
+refused("rank 1: all_reduce.float32 .3., SUM.", work.wait)
+
+late.set_timeout(timedelta(seconds=1))
+if rank == 0:
+    refused("was not complete after 1 s: rank 1 did not come", dist.all_reduce, tensor, group=late)
+dist.barrier()
+
+aborted.abort()
+refused("torch.distributed has aborted it", dist.all_reduce, tensor, group=aborted)
+
+if rank == 0:
+    refused("waited for it on this node", dist.all_reduce, tensor, group=left)
+else:
+    left.abort()
+dist.barrier()
+
+if rank:
+    raise KeyError("no such thing")
 dist.all_reduce(tensor)
 """
 
 
-@pytest.mark.parametrize(
-    ("program", "cause"),
-    [
-        ("if rank == 1: raise KeyError('no such thing')\ndist.all_reduce(tensor)", "KeyError: 'no such thing'"),
-        ("dist.all_reduce(torch.ones(2 + rank), async_op=True).wait()", "rank 1: all_reduce(float32 [3], SUM)"),
-        ("if rank: time.sleep(60)\ndist.all_reduce(tensor)", "was not complete after 3 s: rank 1 did not come"),
-        (
-            "dist.group.WORLD.set_timeout(timedelta(seconds=1))\nif rank: time.sleep(60)\ndist.all_reduce(tensor)",
-            "was not complete after 1 s: rank 1 did not come",
-        ),
-        ("dist.group.WORLD.abort()\ndist.all_reduce(tensor)", "torch.distributed has aborted it"),
-        (
-            "if rank: dist.group.WORLD.abort(), time.sleep(60)\ndist.all_reduce(tensor)",
-            "waited for it on this node",
-        ),
-    ],
-    ids=["a rank raises", "mismatch", "time-out", "another time-out", "abort", "abort by another rank"],
-)
-def test_a_job_that_cannot_go_on_ends_with_the_cause(program, cause) -> None:
-    done = launch(2, START + program, timeout=50)
+def test_failures_have_their_causes_and_one_that_nobody_catches_ends_the_job() -> None:
+    done = launch(2, FAILURES, timeout=limit(60))
     assert not done.timed_out
     assert done.returncode != 0
-    assert cause in done.stderr
+    assert done.stderr.count("Error: ") == 1, done.stderr
+    assert "KeyError: 'no such thing'" in done.stderr
     assert done.leftover == ()
 
 
-def test_what_the_program_says_of_its_ranks_is_checked() -> None:
-    program = "import torch.distributed as dist; dist.init_process_group('axonmpi', rank=0, world_size=3)"
-    done = launch(2, program, timeout=50)
-    assert "init_process_group(rank=0, world_size=3): by MPI this is rank" in done.stderr
-    assert "mpirun -n 3" in done.stderr
-
-
-def test_under_torchrun_it_says_what_to_type(tmp_path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text("import torch.distributed as dist; dist.init_process_group('axonmpi')")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
-    done = subprocess.run([sys.executable, *torchrun], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode != 0
-    assert "by the variables of torchrun this is rank" in done.stderr
-    assert "mpirun -n 2 python SCRIPT" in done.stderr
+# ---- beside other backends --------------------------------------------------------------------------------------
 
 
 ALONE = """
@@ -94,11 +96,20 @@ assert work._source_rank() == 0 and tensor.sum() == 0
 group = dist.new_group([0])
 dist.barrier(group)
 dist.destroy_process_group()
+
+# Under torchrun it says what to type, whether torch has a store or this library is asked where the ranks meet.
+import os, pytest
+os.environ.update(TORCHELASTIC_RUN_ID="one", RANK="0", WORLD_SIZE="2")
+for given in {}, {"store": dist.HashStore(), "rank": 0, "world_size": 2}:
+    with pytest.raises(Exception, match="by the variables of torchrun this is rank 0 of 2") as caught:
+        dist.init_process_group("axonmpi", **given)
+    assert "mpirun -n 2 python SCRIPT" in str(caught.value)
 """
 
 
 def test_alone_it_is_a_world_of_one_and_others_are_left_alone() -> None:
-    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60, check=False)
+    program, env = [sys.executable, "-c", ALONE], without_launcher_variables()
+    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=limit(60), check=False)
     assert done.returncode == 0, done.stderr
 
 

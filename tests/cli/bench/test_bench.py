@@ -1,7 +1,6 @@
 """The benchmarks run, and their figures hang together; how large the figures are is not tested."""
 
-from __future__ import annotations
-
+import argparse
 import io
 import json
 import sys
@@ -9,16 +8,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from helpers.limits import limit
 
 from axonmpi import cli
-from axonmpi.cli.bench import main, network
+from axonmpi.cli.bench import main, network, pipeline, tensor
 from axonmpi.cli.bench.checkpoint.table import table as checkpoint_table
 from axonmpi.cli.bench.collectives.cases import OPERATIONS
 from axonmpi.cli.bench.collectives.table import VARIANTS
-from axonmpi.cli.bench.pipeline import CASES
-from axonmpi.cli.bench.pipeline import table as pipeline_table
-from axonmpi.cli.bench.tensor import BLOCKS
-from axonmpi.cli.bench.tensor import table as tensor_table
 from axonmpi.testing import LaunchResult, launch
 
 MULTIPLE, FUNNELED = "MPI_THREAD_MULTIPLE", "MPI_THREAD_FUNNELED"
@@ -42,12 +38,14 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[LaunchResult, Path]:
     program = f"""
         from axonmpi.cli import main
         from axonmpi.cli.bench import data_parallel
+        from axonmpi.cli.bench.checkpoint import planning
         data_parallel._WIDTHS = {WIDTHS}
+        planning._TURNS = 1
         for name, flags in {IN_ONE_JOB}.items():
             assert main(["bench", name, *flags.split(), "--blocks", "1", "--json", name + ".json"]) == 0
     """
     env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    result = launch(2, program, cwd=folder, timeout=200, env=env)
+    result = launch(2, program, cwd=folder, timeout=limit(120), env=env)
     assert result.returncode == 0, result.stderr
     return result, folder
 
@@ -66,7 +64,6 @@ def figures(job: tuple[LaunchResult, Path], request: pytest.FixtureRequest) -> d
     return entry
 
 
-@pytest.mark.slow
 def test_overhead(figures, printed):
     times = figures["microseconds"]
     assert figures["added"] == pytest.approx(times["axonmpi"] - times["mpi4py"])
@@ -77,16 +74,15 @@ def test_overhead(figures, printed):
 
 def test_checkpoint(figures, printed):
     assert figures["bytes"] == pytest.approx(2 * 2**20, rel=0.2)
-    ours, others = "axonmpi", {"plain", "dcp", "hugging face"}
-    assert set(figures["save"]) == {ours, *others}
-    assert set(figures["load"]) == {ours, "plain", "dcp"}
-    assert set(figures["memory"]) == {ours, "dcp", "hugging face"}
-    assert min([*figures["save"].values(), *figures["load"].values()]) > 0
+    assert set(figures["save"]) == {"axonmpi", "plain", "dcp", "hugging face"}
+    assert set(figures["load"]) == {"axonmpi", "plain", "dcp"}
+    assert set(figures["memory"]) == {"axonmpi", "dcp", "hugging face"}
     beside = figures["asynchronous"]
+    assert set(beside) == {"copy", "call", "wait", "stall", "later", "at once"}
     assert beside["stall"] <= beside["call"] + beside["wait"] + 1e-9  # each the slowest rank's
-    assert min(beside["copy"], beside["call"], beside["at once"]) > 0
-    for turns in figures["planning"].values():
-        assert min(turns["first"], turns["again"]) > 0
+    planned = [seconds for turns in figures["planning"].values() for seconds in (turns["first"], turns["again"])]
+    copied = [beside["copy"], beside["call"]]  # what follows has the time of a step taken off, and may be less
+    assert min(*figures["save"].values(), *figures["load"].values(), *copied, *planned) > 0
     assert checkpoint_table([figures]) in printed
     assert not [path for path in Path(figures["folder"]).iterdir() if path.is_dir()]
 
@@ -110,7 +106,7 @@ def test_collectives(figures, printed):
         assert sorted(case["microseconds"]) == sorted(name for name in VARIANTS if by_mpi or name != "mpi")
         assert min(case["microseconds"].values()) > 0
         assert list(case["mpi_microseconds"]) == [MULTIPLE] * by_mpi
-        assert 0.01 < case["line_nanoseconds"] < 1e4
+        assert 0.01 < case["line_nanoseconds"] < limit(1e4)
         assert f"{case['operation']}, {case['dtype']}, 2 ranks" in printed
 
 
@@ -122,9 +118,7 @@ def test_network(figures, printed):
         times, ratios = case["microseconds"], case["ratios"]
         assert min(times.values()) > 0
         ours = min(times[name] for name in ("symmetric", "ordinary") if name in times)
-        assert {name: ratios[name] for name in ("mpi", "gloo")} == pytest.approx(
-            {name: ours / times[name] for name in ("mpi", "gloo")}
-        )
+        assert [ratios["mpi"], ratios["gloo"]] == pytest.approx([ours / times["mpi"], ours / times["gloo"]])
         assert ("bfloat16" in ratios) == ("symmetric" in times) == (case["operation"] == "all_reduce")
         assert f"  {ratios['mpi']:.2f}  " in printed
     assert "all_reduce, float32, 2 ranks on 1 node" in printed
@@ -132,29 +126,28 @@ def test_network(figures, printed):
 
 def test_pipeline(figures, printed):
     assert figures["microbatches"] == 4
-    assert list(figures["schedules"]) == list(CASES)
+    assert list(figures["schedules"]) == list(pipeline.CASES)
     for name, of_schedule in figures["schedules"].items():
         assert min(of_schedule[who] for who in ("compute", "ideal", "axonmpi", *STOCK)) > 0
         assert 0 < of_schedule["bubble"] < 1
-        splits = name.startswith("zero-bubble")
-        assert all(time > 0 for time in of_schedule["costs"]["forward"])
-        assert all((time > 0) == splits for time in of_schedule["costs"]["backward_weight"])
-        assert all((time > 0) != splits for time in of_schedule["costs"]["backward"])
-    held = {name: of_schedule["peak_activations"] for name, of_schedule in figures["schedules"].items()}
-    assert held["gpipe"] == [4, 4]
-    assert held["1f1b"] == [2, 1]
-    assert pipeline_table([figures]) in printed
+        splits, costs = name.startswith("zero-bubble"), of_schedule["costs"]
+        assert min(costs["forward"]) > 0
+        assert {time > 0 for time in costs["backward_weight"]} == {splits}
+        assert {time > 0 for time in costs["backward"]} == {not splits}
+    held = [figures["schedules"][name]["peak_activations"] for name in ("gpipe", "1f1b")]
+    assert held == [[4, 4], [2, 1]]
+    assert pipeline.table([figures]) in printed
 
 
 def test_tensor(figures, printed):
     assert figures["width"] == 32
-    assert list(figures["blocks"]) == list(BLOCKS)
+    assert list(figures["blocks"]) == list(tensor.BLOCKS)
     for of_block in figures["blocks"].values():
         assert list(of_block) == ["4", "8"]
         for times in of_block.values():
             assert list(times) == ["compute", "collectives", "axonmpi", *STOCK]
             assert min(times.values()) > 0
-    assert tensor_table([figures]) in printed
+    assert tensor.table([figures]) in printed
 
 
 def test_the_command_measures_mpi_in_a_job_of_its_own_and_takes_the_quicker(tmp_path, monkeypatch):
@@ -178,6 +171,21 @@ def test_the_command_measures_mpi_in_a_job_of_its_own_and_takes_the_quicker(tmp_
     assert list(case["mpi_microseconds"]) == [MULTIPLE, FUNNELED]
     assert "mpi" not in without_mpi["microseconds"]
     assert Path("f.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "arguments", "sizes"),
+    [
+        (pipeline, "", {}),
+        (pipeline, "--layers 2 --samples 3 --micro-batches 6", {"layers": 2, "samples": 3, "microbatches": 6}),
+        (tensor, "", {}),
+        (tensor, "--heads 8 --lengths 2 3", {"heads": 8, "lengths": (2, 3)}),
+    ],
+)
+def test_options_are_sizes(benchmark, arguments, sizes):
+    parser = argparse.ArgumentParser()
+    benchmark.add_options(parser)
+    assert benchmark.sizes_of(parser.parse_args(arguments.split())) == benchmark.Sizes(**sizes)
 
 
 @pytest.mark.parametrize(

@@ -1,28 +1,13 @@
 """The benchmark of pipelines: figures hang together, sizes are checked, wrong gradients are noticed."""
 
-from __future__ import annotations
-
-import argparse
-
 import pytest
 import torch
 
-from axonmpi.cli.bench.pipeline import CASES, add_options, check_gradients, measure, sizes_of, table
+from axonmpi.cli.bench.pipeline import CASES, check_gradients, measure, table
 from axonmpi.cli.bench.pipeline_steps import Computation, Sizes, Task, our_step
 from axonmpi.pipeline import PipelineSchedule, make_schedule, simulate
 
 TINY = Sizes(layers=2, width=32, length=4, samples=1, microbatches=4)
-
-
-# ---- options ----------------------------------------------------------------------------------------------------
-
-
-def test_options_are_sizes():
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    assert sizes_of(parser.parse_args([])) == Sizes()
-    given = parser.parse_args(["--layers", "2", "--samples", "3", "--micro-batches", "6"])
-    assert sizes_of(given) == Sizes(layers=2, samples=3, microbatches=6)
 
 
 @pytest.mark.ranks(2)
@@ -43,8 +28,8 @@ def test_sizes_that_do_not_fit_are_named(world):
 def figures(axonmpi: float, torch: float) -> dict:
     """Figures of one schedule, made up."""
     stock = {"torch on gloo": torch, "torch on axonmpi": 130.0}
-    times = {"compute": 80.0, "ideal": 100.0, "axonmpi": axonmpi, **stock}
-    return {**times, "bubble": 0.2, "peak_activations": [2, 1], "costs": {}}
+    shares = {"bubble": 0.2, "peak_activations": [2, 1], "costs": {}}
+    return {"compute": 80.0, "ideal": 100.0, "axonmpi": axonmpi, **stock, **shares}
 
 
 def made_up(**schedules: dict) -> dict:

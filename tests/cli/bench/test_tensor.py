@@ -1,38 +1,20 @@
 """The benchmark of tensor parallelism: figures hang together, sizes are checked, wrong results are noticed."""
 
-from __future__ import annotations
-
-import argparse
-
 import pytest
 import torch
 
-from axonmpi.cli.bench.tensor import BLOCKS, Sizes, Task, add_options, check_results, measure, sizes_of, table
+from axonmpi.cli.bench.tensor import BLOCKS, Sizes, Task, check_results, measure, table
 
 TINY = Sizes(width=32, heads=4, lengths=(4,))
 
 
 def test_table_shows_the_ratios():
-    figures = {"compute": 6.0, "collectives": 2.0, "axonmpi": 10.0}
-    figures |= {"torch on gloo": 25.0, "torch on axonmpi": 20.0}
-    result = {
-        "ranks": 2,
-        "cores": 2,
-        "threads": 1,
-        "width": 32,
-        "heads": 4,
-        "sequences": 1,
-        "blocks": {"mlp": {"8": figures}},
-    }
+    stock = {"torch on gloo": 25.0, "torch on axonmpi": 20.0}
+    figures = {"compute": 6.0, "collectives": 2.0, "axonmpi": 10.0, **stock}
+    sizes = {"ranks": 2, "cores": 2, "threads": 1, "width": 32, "heads": 4, "sequences": 1}
+    result = {**sizes, "blocks": {"mlp": {"8": figures}}}
     row = table([result]).splitlines()[-1].split()
     assert row == ["mlp", "8", "6.00", "2.00", "10.00", "25.00", "20.00", "|", "1.25", "2.50"]
-
-
-def test_options_are_sizes():
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    assert sizes_of(parser.parse_args([])) == Sizes()
-    assert sizes_of(parser.parse_args(["--heads", "8", "--lengths", "2", "3"])) == Sizes(heads=8, lengths=(2, 3))
 
 
 @pytest.mark.ranks(2)

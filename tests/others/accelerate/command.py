@@ -6,10 +6,11 @@
 They run in the ranks of the mpirun that belongs to this Python; 0 is the exit code if all of them pass.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
+from functools import partial
+
+from helpers.tried import try_each
 
 from axonmpi.testing import launch
 
@@ -48,19 +49,15 @@ def main() -> int:
     parser.add_argument("-n", "--ranks", type=int, default=2)
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT", help=f"some of {', '.join(SCRIPTS)}")
     options = parser.parse_args()
-    failed = 0
+    programs = {}
     for name in options.scripts or SCRIPTS:
         if options.ranks != 2 and name in SCRIPTS_FOR_TWO_RANKS:
             print(f"left out         {name}: for 2 ranks")
             continue
         of_two = FOR_TWO_RANKS.get(name, ()) if options.ranks != 2 else ()
         left_out = " ".join((*LEFT_OUT.get(name, ()), *of_two))
-        done = launch(options.ranks, START, name, left_out, timeout=SECONDS)
-        print(f"{'failed' if done.returncode else 'passed'} {done.seconds:5.0f} s  {name} on {options.ranks} ranks")
-        if done.returncode:
-            failed += 1
-            print(done.stdout[-3000:], done.stderr[-6000:], sep="\n")
-    return int(failed > 0)
+        programs[name] = partial(launch, options.ranks, START, name, left_out, timeout=SECONDS)
+    return try_each(programs)
 
 
 if __name__ == "__main__":

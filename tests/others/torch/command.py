@@ -8,46 +8,31 @@ The exit code is 0 if `differences.json` has exactly those that pass with gloo a
 these are at most 5 of 100, where all are run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from axonmpi.launch.variables import without_launcher_variables
-from axonmpi.testing.mpirun import find_mpirun, mpirun_command
+from axonmpi.testing import LaunchResult, launch
 
 HERE = Path(__file__).resolve().parent
 LEAST = 0.95
 
 
-def run_ranks(ranks: int, *arguments: str) -> tuple[int, str]:
-    """Run the tests in ranks; return the exit code, and what they have printed."""
-    command, variables = mpirun_command(find_mpirun(), ranks)
-    environment = {**without_launcher_variables(), **variables, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    with tempfile.TemporaryFile("w+") as printed:
-        done = subprocess.run(
-            [*command, sys.executable, str(HERE / "in_ranks.py"), *arguments],
-            env=environment,
-            stdout=printed,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-        printed.seek(0)
-        return done.returncode, printed.read()
+def run_ranks(ranks: int, *arguments: object) -> LaunchResult:
+    """Run the tests in ranks."""
+    env = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return launch(ranks, HERE / "in_ranks.py", *arguments, timeout=None, env=env)
 
 
 def all_tests(ranks: int) -> list[str]:
     """The names of all tests of the suite."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "names.json")
-        _, printed = run_ranks(ranks, "gloo", str(report), "--list")
+        done = run_ranks(ranks, "gloo", report, "--list")
         if not report.exists():
-            sys.exit(printed)
+            sys.exit(done.stdout + done.stderr)
         return json.loads(report.read_text())
 
 
@@ -57,14 +42,14 @@ def run_all(backend: str, names: list[str], ranks: int) -> dict[str, tuple[str, 
     while left := [name for name in names if name not in outcomes]:
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder, "report.jsonl")
-            code, printed = run_ranks(ranks, backend, str(report), *left)
+            done = run_ranks(ranks, backend, report, *left)
             entries = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
         if not entries:
-            sys.exit(f"no test has begun:\n{printed[-4000:]}")
+            sys.exit(f"no test has begun:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
         outcomes |= {entry["name"]: (entry["outcome"], entry["why"]) for entry in entries}
         last = entries[-1]
-        if code and last["outcome"] != "failed":  # within the test, or in what it has left behind
-            outcomes[last["name"]] = ("ended the job", printed[-6000:])
+        if done.returncode and last["outcome"] != "failed":  # within the test, or in what it has left behind
+            outcomes[last["name"]] = ("ended the job", done.stdout[-2000:] + done.stderr[-6000:])
     return outcomes
 
 
@@ -102,5 +87,4 @@ def conclude(names: list[str], ours: dict, *, is_whole: bool) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TMPDIR", tempfile.gettempdir())
     sys.exit(main())

@@ -7,8 +7,6 @@ and destroyed around each. Tests say for which backends they are: ours stands wh
 which a rank has failed the job ends, since nobody knows what the others wait for; the caller starts the next.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os
@@ -109,12 +107,8 @@ def main() -> None:
         faulthandler.dump_traceback_later(SECONDS, exit=True)  # what follows may hang too
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(outcomes) if text not in ("", "skip")]
         if comm.rank == 0:
-            note(
-                report,
-                name,
-                "failed" if failed else "skipped" if "skip" in outcomes else "passed",
-                "\n".join(failed),
-            )
+            well = "skipped" if "skip" in outcomes else "passed"
+            note(report, name, "failed" if failed else well, "\n".join(failed))
         if failed:
             control.Barrier()
             os._exit(1)

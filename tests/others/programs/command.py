@@ -1,18 +1,24 @@
+#!/usr/bin/env python3
 """Stock programs, Lightning and transformers' Trainer over MPI give what they give over gloo, or in one process.
 
-They need `pip install 'axonmpi[interop]'`.
+    tests/others/run programs [NAME ...]
+
+They run in the ranks of the mpirun that belongs to this Python, and need `pip install 'axonmpi[interop]'`; 0 is the
+exit code if all of them pass.
 """
 
-from __future__ import annotations
+import argparse
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
 
-import pytest
-from helpers.over_gloo import QUIET, equals_gloo
+from helpers.over_gloo import PROGRAM, QUIET
+from helpers.tried import try_each
 
 from axonmpi.testing import launch
 
-pytest.importorskip("lightning")
-
-
+SECONDS = 600
 DATA = """
 import sys, torch
 torch.manual_seed(0)
@@ -89,15 +95,21 @@ expect(model.layer.weight)
 """
 
 
-@pytest.mark.parametrize("program", [LIGHTNING, TRAINER], ids=["Lightning", "transformers"])
-def test_training_on_two_ranks_is_that_of_one_process_with_their_batches(program, tmp_path) -> None:
-    done = launch(2, DATA + program, tmp_path, timeout=120, env=QUIET, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("all is well") == 2
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="some of lightning, transformers, compiled, stock")
+    chosen = parser.parse_args().names
+    with tempfile.TemporaryDirectory() as folder:
+        start = partial(launch, timeout=SECONDS, env=QUIET, cwd=folder)
+        file = Path(folder, "gloo")
+        programs = {
+            "lightning": partial(start, 2, DATA + LIGHTNING),
+            "transformers": partial(start, 2, DATA + TRAINER, folder),
+            "compiled": partial(start, 2, PROGRAM, file, "compiled"),
+            "stock": partial(start, 4, PROGRAM, file, "ddp", "fsdp2_and_dcp", "dtensor", "pipeline", "functional"),
+        }
+        return try_each({name: programs[name] for name in chosen or programs})
 
 
-@pytest.mark.parametrize(
-    ("ranks", "parts"), [(2, ["compiled"]), (4, ["ddp", "fsdp2_and_dcp", "dtensor", "pipeline", "functional"])]
-)
-def test_a_stock_program_gives_what_it_gives_over_gloo(ranks, parts, tmp_path) -> None:
-    equals_gloo(ranks, parts, tmp_path)
+if __name__ == "__main__":
+    sys.exit(main())
