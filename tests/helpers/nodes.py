@@ -87,7 +87,13 @@ class Nodes:
             holder = shlex.join([sys.executable, "-S", node_holder.__file__])
             command = ["unshare", *_NAMESPACES, "sh", "-c", _SETUP.format(name=name, hosts=hosts, holder=holder)]
             self._holders.append(
-                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    start_new_session=True,  # a signal to the group of the session must not end it too soon
+                )
             )
         for holder in self._holders:
             assert holder.stdout is not None
