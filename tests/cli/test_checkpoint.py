@@ -37,25 +37,42 @@ def run(capsys, *arguments):
     return code, *capsys.readouterr()
 
 
-def test_inspect(folder, capsys):
-    code, out, err = run(capsys, "inspect", "checkpoint")
-    assert (code, err) == (0, "")
-    for text in ("step 12, epoch 2", "1 rank on 1 node", "SGD, 2 parameters at lr 0.5", "extra: ['x']", "2.0 MiB"):
-        assert text in out
-    assert "[1024, 512]" not in out
-    assert "[1024, 512]" in run(capsys, "inspect", "checkpoint", "--tensors")[1]
+@pytest.mark.parametrize(
+    ("arguments", "code", "texts"),
+    [
+        ("inspect checkpoint", 0, ["step 12, epoch 2", "1 rank on 1 node", "extra: ['x']", "2.0 MiB"]),
+        ("inspect checkpoint", 0, ["SGD, 2 parameters at lr 0.5"]),
+        ("inspect checkpoint --tensors", 0, ["[1024, 512]"]),
+        ("verify checkpoint", 0, ["whole: 3 files"]),
+        ("verify damaged", 1, ["damaged: damaged\n", "in 'weight'"]),
+        ("convert checkpoint weights.pt --only-model", 0, ["weights.pt: 2 tensors of the model\n"]),
+        ("convert checkpoint there.pt", 2, ["axonmpi checkpoint convert: error: ", "--overwrite"]),
+        ("inspect nothing", 2, ["expected a checkpoint"]),
+        ("verify nothing", 2, ["expected a checkpoint"]),
+        ("inspect pyproject.toml", 2, ["expected a file named"]),
+        ("convert checkpoint there --to zip", 2, ["invalid choice: 'zip'"]),
+        ("heal checkpoint", 2, ["'heal'"]),
+    ],
+)
+def test_it_is_told_what_there_is_and_what_cannot_be_done(arguments, code, texts, folder, capsys):
+    for name in ("there.pt", "pyproject.toml"):
+        (folder / name).write_text("")
+    ended, out, err = run(capsys, *arguments.split())
+    told, untold = (err, out) if code == 2 else (out, err)
+    assert (ended, untold) == (code, "")
+    assert [text for text in texts if text not in told] == []
+
+
+def test_there_is_no_more_than_is_asked_for(folder, capsys):
+    assert "[1024, 512]" not in run(capsys, "inspect", "checkpoint")[1]
+    assert "random" not in run(capsys, "verify", "damaged")[1]
+    run(capsys, "convert", "checkpoint", "weights.pt", "--only-model")
+    assert list(torch.load("weights.pt", weights_only=True)) == ["bias", "weight"]
+
+
+def test_the_same_as_json(folder, capsys):
     described = json.loads(run(capsys, "inspect", "checkpoint", "--json")[1])
     assert [each["shape"] for each in described["tensors"] if each["kind"] == "model"] == [[1024], [1024, 512]]
-
-
-def test_verify(folder, capsys):
-    code, out, err = run(capsys, "verify", "checkpoint")
-    assert (code, err) == (0, "")
-    assert "whole: 3 files" in out
-    code, out, _ = run(capsys, "verify", "damaged")
-    assert code == 1
-    assert "in 'weight'" in out
-    assert "random" not in out
     result = json.loads(run(capsys, "verify", "damaged", "--json")[1])
     assert (result["whole"], result["checksums"], result["damages"][0]["tensors"]) == (False, True, ["weight"])
 
@@ -69,33 +86,6 @@ def test_ranks_verify_together(folder, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert out.count("damaged\n") == 1
     assert "in 'weight'" in out
-
-
-def test_convert(folder, capsys):
-    code, out, err = run(capsys, "convert", "checkpoint", "weights.pt", "--only-model")
-    assert (code, out, err) == (0, "weights.pt: 2 tensors of the model\n", "")
-    assert list(torch.load("weights.pt", weights_only=True)) == ["bias", "weight"]
-    code, out, err = run(capsys, "convert", "checkpoint", "weights.pt")
-    assert (code, out) == (2, "")
-    assert err.startswith("axonmpi checkpoint convert: error: ")
-    assert "--overwrite" in err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("inspect nothing", "expected a checkpoint"),
-        ("verify nothing", "expected a checkpoint"),
-        ("inspect pyproject.toml", "expected a file named"),
-        ("convert checkpoint there --to zip", "invalid choice: 'zip'"),
-        ("heal checkpoint", "'heal'"),
-    ],
-)
-def test_what_cannot_be_done_is_told_in_a_line(arguments, message, folder, capsys):
-    (folder / "pyproject.toml").write_text("")
-    code, _, err = run(capsys, *arguments.split())
-    assert code == 2
-    assert message in err
 
 
 def test_progress_is_shown_on_a_terminal_only(folder, capsys, monkeypatch):

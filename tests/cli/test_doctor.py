@@ -4,8 +4,10 @@ import json
 import mmap
 import re
 import resource
+import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import mpi4py
 import pytest
@@ -20,31 +22,38 @@ from axonmpi.cli.doctor.findings import Finding, as_json, as_text, problem_of
 from axonmpi.errors import NcclError
 from axonmpi.launch import start as runtime
 from axonmpi.launch.topology import Topology
+from axonmpi.launch.variables import without_launcher_variables
 from axonmpi.testing import launch
 from axonmpi.utils.device import KINDS, Device
 
+ALONE = """
+import os
+from axonmpi.cli import main
 
-def test_a_single_process(monkeypatch, capsys):
+print("END", main(["doctor"]))
+# A launch that cannot work: the first process of a node reports it.
+for rank in ("1", "0"):
+    os.environ["OMPI_COMM_WORLD_SIZE"] = "2"
+    os.environ["OMPI_COMM_WORLD_RANK"] = os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = rank
+    print("END", main(["doctor"]))
+"""
+
+
+def test_a_single_process():
+    program, env = [sys.executable, "-c", ALONE], without_launcher_variables()
+    ended = subprocess.run(program, env=env, capture_output=True, text=True, timeout=limit(60), check=False)
+    assert ended.returncode == 0, ended.stderr
     library = runtime.library_info()
-    assert main(["doctor"]) == 0
-    report = capsys.readouterr().out
-    assert f"{library.vendor} {library.version} from {library.path}" in report
-    versions = ("python ", "torch ", "mpi4py ")
+    well, silent, speaks, last = ended.stdout.split("END ")
+    assert f"{library.vendor} {library.version} from {library.path}" in well
+    versions = ("python ", "torch ", "mpi4py ", "ranks         1 on 1 node")
     for part in (*versions, "MPI_THREAD_MULTIPLE", "no launcher's", "/dev/shm", library.mpirun, "GPUs\n  "):
-        assert part in report
-    assert "ranks         1 on 1 node" in report
-    assert "  path " not in report
-    assert "PROBLEM" not in report
-    # A launch that cannot work: the first process of a node reports it.
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    for rank in ("1", "0"):
-        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
-        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", rank)
-        assert main(["doctor"]) == 1
-        report = capsys.readouterr().out
-        assert (report == "") == (rank == "1")
-    assert "PROBLEM: the launcher and MPI disagree" in report
-    assert "seen          Open MPI: OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2" in report
+        assert part in well
+    assert "  path " not in well
+    assert "PROBLEM" not in well
+    assert (silent, speaks[:2], last) == ("0\n", "1\n", "1\n")
+    assert "PROBLEM: the launcher and MPI disagree" in speaks
+    assert "seen          Open MPI: OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2" in speaks
 
 
 def test_a_missing_library(monkeypatch, capsys):
@@ -167,24 +176,25 @@ def test_what_is_not_well_says_what_to_do():
     assert problem_of(report) == ""
 
 
-def test_ranks_on_one_core_beside_idle_ones_and_clocks_that_differ():
-    one, other = frozenset([0]), frozenset([0, 1])
-    assert ranks.affinity([(0, one, 4), (1, other, 2), (0, one, 4), (1, other, 2)]).text == (
-        "ranks 0, 2 share cores, and nothing runs on 3 other cores of their nodes"
-    )
-    assert ranks.affinity([(0, one, 1), (0, one, 1), (1, other, 2)]).state == "ok"  # more ranks than cores
-    found = ranks.clock_skew([0.0, 0.02, -3.0])
-    assert (found.state, found.text) == ("warn", "up to 3.02 s apart; not as rank 0's: rank 2")
-    assert ranks.clock_skew([0.0, 0.02]).text == "at most 20 ms apart"
-
-
-def test_limits_that_are_low_on_some_ranks(monkeypatch):
-    of = {each.name: each for each in limits._LIMITS}
-    low = limits.judged(of["nofile"], [1024, 64, resource.RLIM_INFINITY])
-    assert (low.state, low.text.partition(":")[0]) == ("warn", "64 on rank 1")
-    assert limits.judged(of["stack"], [resource.RLIM_INFINITY]) == Finding("stack", "unlimited")
+def test_what_is_measured_is_judged(monkeypatch):
+    """Cores shared beside idle ones, clocks that differ, limits that are low, all-reduces that are slow."""
     monkeypatch.setattr(limits, "_locked_memory", lambda ranks: 0)
-    assert limits.judged(of["memlock"], [8 << 20]) == Finding("memlock", "8 MiB")
+    of = {each.name: each for each in limits._LIMITS}
+    one, other, unlimited = frozenset([0]), frozenset([0, 1]), resource.RLIM_INFINITY
+    idle = "ranks 0, 2 share cores, and nothing runs on 3 other cores of their nodes"
+    for finding, state, text in (
+        (ranks.affinity([(0, one, 4), (1, other, 2), (0, one, 4), (1, other, 2)]), "warn", idle),
+        (ranks.affinity([(0, one, 1), (0, one, 1), (1, other, 2)]), "ok", ""),  # more ranks than cores
+        (ranks.clock_skew([0.0, 0.02, -3.0]), "warn", "up to 3.02 s apart; not as rank 0's: rank 2"),
+        (ranks.clock_skew([0.0, 0.02]), "ok", "at most 20 ms apart"),
+        (limits.judged(of["nofile"], [1024, 64, unlimited]), "warn", "64 on rank 1:"),
+        (limits.judged(of["stack"], [unlimited]), "ok", "unlimited"),
+        (limits.judged(of["memlock"], [8 << 20]), "ok", "8 MiB"),
+        (network.judged_speed(1e-5, 1e-3, 1), "ok", "4 bytes 10 µs, 1 MiB 1.00 ms: 1.05 GB/s a rank"),
+        (network.judged_speed(2e-3, 1e-3, 2), "warn", ""),
+        (network.judged_speed(1e-5, 1.0, 2), "warn", ""),
+    ):
+        assert (finding.state, finding.text[: len(text)]) == (state, text)
 
 
 def test_files_of_jobs_that_have_ended(tmp_path):
@@ -196,51 +206,39 @@ def test_files_of_jobs_that_have_ended(tmp_path):
     assert memory.left_by_jobs(tmp_path / "none") == []
 
 
-def test_an_all_reduce_that_is_slow():
-    assert network.judged_speed(1e-5, 1e-3, 1).text == "4 bytes 10 µs, 1 MiB 1.00 ms: 1.05 GB/s a rank"
-    for latency, seconds in ((2e-3, 1e-3), (1e-5, 1.0)):
-        assert network.judged_speed(latency, seconds, 2).state == "warn"
+@pytest.fixture
+def report_of(monkeypatch):
+    """Return a function that gives what rank 0 prints of GPUs.
 
+    Rank i seems to be on node `nodes[i]` and to see `counts[i]` GPUs; pairs `apart` do not reach each other, and
+    `missing` is the error of a missing NCCL.
+    """
+    libnccl = SimpleNamespace(version="2.30.4", cuda_variant="13.0", path="/opt/libnccl.so.2")
+    version = SimpleNamespace(libnccl=libnccl, nccl4py="0.6.0")
+    nccl = SimpleNamespace(core=SimpleNamespace(get_version=lambda: version))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(doctor, "driver_version", lambda: "580.95.05")
+    monkeypatch.setattr(devices, "gpu_identity", lambda index: f"uuid-{index}")
+    monkeypatch.setitem(KINDS, "cuda", Device)
 
-class Gpus:
-    """GPUs that a node seems to have, and what the doctor says of them, rank by rank."""
-
-    def __init__(self, monkeypatch) -> None:
-        self.count, self.apart, self.missing = 2, set(), None
-        self.library = SimpleNamespace(version="2.30.4", cuda_variant="13.0", path="/opt/libnccl.so.2")
-        self.version = SimpleNamespace(libnccl=self.library, nccl4py="0.6.0")
-        monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.setattr(library, "load", self.load)
-        monkeypatch.setattr(library, "nccl_version", lambda: self.load() and (2, 30, 4))
-        monkeypatch.setattr(doctor, "driver_version", lambda: "580.95.05")
-        monkeypatch.setattr(doctor, "peer_access", lambda one, other: (one, other) not in self.apart)
-        for module in (doctor, devices):
-            monkeypatch.setattr(module, "gpu_count", lambda: self.count)
-        monkeypatch.setattr(devices, "gpu_identity", lambda index: f"uuid-{index}")
-        monkeypatch.setitem(KINDS, "cuda", Device)
-
-    def load(self):
-        if self.missing is not None:
-            raise self.missing
-        return SimpleNamespace(core=SimpleNamespace(get_version=lambda: self.version))
-
-    def report(self, nodes: list[int], counts: list[int]) -> str:
-        """What rank 0 prints, where rank i is on node `nodes[i]` and sees `counts[i]` GPUs."""
+    def report_of(nodes, counts, apart=(), missing=None):
+        load = Mock(return_value=nccl, side_effect=missing)
+        monkeypatch.setattr(library, "load", load)
+        monkeypatch.setattr(library, "nccl_version", lambda: load() and (2, 30, 4))
+        monkeypatch.setattr(doctor, "peer_access", lambda one, other: (one, other) not in apart)
         told = []
         for rank in reversed(range(len(nodes))):
-            self.count = counts[rank]
+            for module in (doctor, devices):
+                monkeypatch.setattr(module, "gpu_count", Mock(return_value=counts[rank]))
             comm = SimpleNamespace(gather=lambda own: told.insert(0, own) or list(told))
             lines = doctor.gpus(SimpleNamespace(comm=comm, topology=Topology.of(nodes, rank)))
         return "\n".join(f"{line.name}: {line.text}" for line in lines)
 
-
-@pytest.fixture
-def gpus(monkeypatch) -> Gpus:
-    return Gpus(monkeypatch)
+    return report_of
 
 
-def test_gpus_of_two_nodes(gpus):
-    report = gpus.report([0, 0, 1], [2, 2, 1])
+def test_gpus_of_two_nodes(report_of):
+    report = report_of([0, 0, 1], [2, 2, 1])
     assert report.splitlines() == [
         "CUDA: 13.0 of torch, driver 580.95.05",
         "NCCL: 2.30.4 for CUDA 13.0 from /opt/libnccl.so.2, through nccl4py 0.6.0",
@@ -255,16 +253,23 @@ def test_gpus_of_two_nodes(gpus):
     assert "ranks 0, 2: use GPU uuid-0" in report
 
 
-def test_gpus_that_are_missing_do_not_reach_each_other_or_cannot_be_used(gpus):
-    assert gpus.report([0, 0], [0, 0]) == "GPU: none that this process sees"
-    gpus.apart = {(0, 1), (2, 0)}
-    assert "but 0 and 1, 0 and 2, on the node of rank 0" in gpus.report([0], [3])
-    gpus.apart = {(1, 0)}
-    assert "peer access: between none of the 2 GPUs" in gpus.report([0], [2])
-    report = gpus.report([0, 0, 0, 1], [2, 2, 2, 0])
-    assert "rank 2: no GPU that can be used: 3 ranks on this node" in report
-    assert "rank 3: no GPU\n" in report
-    gpus.missing = NcclError("nccl4py cannot be imported\nInstall it, with NCCL: pip install 'axonmpi[nccl]'")
-    report = gpus.report([0], [1])
-    assert "NCCL: nccl4py cannot be imported\nInstall it, with NCCL: pip install" in report
-    assert "rank 0: no GPU that can be used: nccl4py" in report
+@pytest.mark.parametrize(
+    ("seen", "texts"),
+    [
+        (([0, 0], [0, 0]), ["GPU: none that this process sees"]),
+        (([0], [3], {(0, 1), (2, 0)}), ["but 0 and 1, 0 and 2, on the node of rank 0"]),
+        (([0], [2], {(1, 0)}), ["peer access: between none of the 2 GPUs"]),
+        (
+            ([0, 0, 0, 1], [2, 2, 2, 0]),
+            ["rank 2: no GPU that can be used: 3 ranks on this node", "rank 3: no GPU\n"],
+        ),
+        (
+            ([0], [1], (), NcclError("nccl4py cannot be imported\nInstall it: pip install 'axonmpi[nccl]'")),
+            ["NCCL: nccl4py cannot be imported\nInstall it: ", "rank 0: no GPU that can be used: nccl4py"],
+        ),
+    ],
+    ids=["none", "apart", "all apart", "too few", "no NCCL"],
+)
+def test_gpus_that_are_missing_do_not_reach_each_other_or_cannot_be_used(seen, texts, report_of):
+    report = report_of(*seen)
+    assert [text for text in texts if text not in report] == []

@@ -163,7 +163,7 @@ def test_examples_for_gpus_run_over_a_double_of_nccl(page, ranks, monkeypatch):
 
     monkeypatch.setattr(ax, "init_process_group", start)
     with doubled():
-        run_ranks(ranks, program)
+        run_ranks(ranks, program, timeout=limit(60))
 
 
 def furnish(folder: Path, fences: tuple[Fence, ...]) -> None:

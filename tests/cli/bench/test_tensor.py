@@ -1,5 +1,7 @@
 """The benchmark of tensor parallelism: figures hang together, sizes are checked, wrong results are noticed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -29,15 +31,6 @@ def test_sizes_that_do_not_fit_are_named(world):
             measure(world, 1, sizes)
 
 
-class _OneProcessEach:
-    """A task whose variants are all the whole block."""
-
-    def __init__(self, task: Task) -> None:
-        self.world, self.tokens, self.step = task.world, task.tokens, task.step
-        self.whole = self.ours = task.whole
-        self.stock = {"torch": task.whole}
-
-
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("wrong", ["output", "gradient"])
 def test_wrong_results_are_noticed(world, wrong, monkeypatch):
@@ -45,7 +38,9 @@ def test_wrong_results_are_noticed(world, wrong, monkeypatch):
         return torch.nn.Linear(32, 32)
 
     monkeypatch.setitem(BLOCKS, "mlp", lambda groups, sizes: (build(), build(), {}, build))
-    task = _OneProcessEach(Task(world, TINY, "mlp", 4, {}))
+    own = Task(world, TINY, "mlp", 4, {})
+    of_one = {"whole": own.whole, "ours": own.whole, "stock": {"torch": own.whole}}  # all are the whole block
+    task = SimpleNamespace(world=world, tokens=own.tokens, step=own.step, **of_one)
     check_results(task)
     task.stock["torch"] = stock = torch.nn.Linear(32, 32)
     if wrong == "gradient":
