@@ -5,7 +5,6 @@ from pathlib import Path
 
 from axonmpi.testing import launch
 from helpers.limits import limit
-from helpers.nodes import Nodes
 
 PROGRAM = Path(__file__).parents[1] / "interop" / "stock.py"
 QUIET = {"PYTHONWARNINGS": "ignore"}
@@ -16,8 +15,3 @@ def equals_gloo(ranks: int, parts: Sequence[str], folder: Path) -> None:
     done = launch(ranks, PROGRAM, folder / "gloo", *parts, timeout=limit(120), env=QUIET)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all is well") == ranks
-
-
-def equals_gloo_on_nodes(nodes: Nodes, ranks: Sequence[int], parts: Sequence[str], folder: Path) -> None:
-    """Check that with so many ranks on each node."""
-    nodes.run(ranks, str(PROGRAM), str(folder / "gloo"), *parts, timeout=limit(120), env=QUIET)
