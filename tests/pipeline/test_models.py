@@ -287,7 +287,7 @@ class Whole(nn.Linear):
 def test_a_module_can_have_its_backward_whole(world) -> None:
     """For what it puts on autograd's own nodes, which is not called for a weight that is left for later."""
     calls: list[object] = []
-    stages = [Whole(8, 8), Whole(8, 8)]
+    stages = [Whole(8, 8, dtype=torch.float64) for _ in range(2)]
     pipeline = Pipeline.from_modules(stages, schedule="zero-bubble", num_microbatches=4, loss_fn=F.mse_loss)
     node = torch.autograd.graph.get_gradient_edge(stages[world.rank].weight).node
     node.register_hook(lambda *_: calls.append(None))

@@ -79,8 +79,10 @@ def test_a_chart_of_times_in_seconds_and_of_nothing():
 
 
 def test_pictures(tmp_path, timeline):
-    draw_chart(timeline, tmp_path / "chart.png")
-    assert (tmp_path / "chart.png").read_bytes().startswith(PNG)
+    large = simulate(make_schedule(GPIPE, 2, 200))  # whose boxes are too narrow for numbers
+    for name, drawn in (("chart.png", timeline), ("large.png", large)):
+        draw_chart(drawn, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(PNG)
 
     measured = simulate(make_schedule(ONE_F_ONE_B, 3, 4), Costs(transfer=1.0))
     draw_chart(timeline, tmp_path / "both.svg", measured)
