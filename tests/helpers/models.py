@@ -74,8 +74,13 @@ def in_turn(argument: str, cases: Iterable[Any]) -> pytest.MarkDecorator:
     """Run each case where units take turns in memory, and in another setting in turn."""
     others = itertools.cycle(("one_node", "kept", "replicas"))
     rows = [(case, setting) for case in cases for setting in ("apart", next(others))]
-    ids = ["-".join(str(getattr(part, "__name__", part)) for part in row) for row in rows]
+    ids = [f"{name_of(case)}-{setting}" for case, setting in rows]
     return pytest.mark.parametrize((argument, "setting"), rows, ids=ids, indirect=["setting"])
+
+
+def name_of(case: Any) -> str:
+    """Return the name of a case: of each value, the same in each process."""
+    return "-".join(map(name_of, case)) if isinstance(case, tuple) else getattr(case, "__name__", str(case))
 
 
 # ---- models -----------------------------------------------------------------------------------------------------
