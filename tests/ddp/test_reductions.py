@@ -18,6 +18,7 @@ from helpers.models import (
     TINY,
     batch_of,
     built,
+    channels_last,
     joined_loss,
     mlp,
     own_loss,
@@ -289,10 +290,9 @@ def test_gradients_have_memory_of_their_own_without_views(world):
 @pytest.mark.ranks(2)
 @AS_VIEW
 def test_gradients_have_the_strides_of_their_parameters(world, as_view):
-    convolutions = built(lambda: convolutions().to(memory_format=torch.channels_last))
-    model = wrapped(world, convolutions, gradient_as_bucket_view=as_view)
+    model = wrapped(world, built(channels_last), gradient_as_bucket_view=as_view)
     own_loss(model, world).backward()
-    assert model.module.first.weight.stride() == (18, 1, 6, 2)
+    assert model.module[0].weight.stride() == (18, 1, 6, 2)
     assert [p.grad.stride() for p in model.parameters()] == [p.stride() for p in model.parameters()]
     model = wrapped(world, built(strided_weight), gradient_as_bucket_view=as_view)
     own_loss(model, world).backward()

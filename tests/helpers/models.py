@@ -7,25 +7,19 @@ lock.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import math
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import axonmpi as ax
 from axonmpi import GradSyncStrategy
-from axonmpi.train import GPT, Config, generate, load_corpus
-from axonmpi.train.batches import BatchPlan, Stream, held_out_batches, seeded_generator
 from helpers.compare import assert_close, assert_same_on_all_ranks, gradients_alone, gradients_of
+from helpers.once import once, one_thread
 from helpers.steps import Batch, Optimizing, Step, again, loss_of, sgd, usual_step
 
 SYNCHRONOUS, OVERLAPPED, NO_SYNC = GradSyncStrategy
@@ -46,26 +40,10 @@ STEPS = 3
 BATCH = 12
 """Samples in the joined batch: the same number on each of 1, 2, 3, 4 ranks."""
 
-Made = TypeVar("Made")
-
-_one_thread = threading.RLock()
-
-
-def once(function: Callable[..., Made]) -> Callable[..., Made]:
-    """Call a function once for all ranks of this process that call it with the same arguments."""
-    cached = functools.cache(function)
-
-    @functools.wraps(function)
-    def call(*arguments: Any) -> Made:
-        with _one_thread:
-            return cached(*arguments)
-
-    return call
-
 
 def built(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """Build a model with the same initial values everywhere."""
-    with _one_thread, torch.random.fork_rng(devices=[]):
+    with one_thread, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
 
@@ -217,7 +195,7 @@ class Checkpointed(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self[0](x)
-        for block in self[1:4]:
+        for block in list(self)[1:4]:
             x = again(block, x, self.reentrant)
         return self[4](x)
 
@@ -347,57 +325,3 @@ def check_averaged(
     gradients = gradients_of(model.module)
     assert_close(gradients, gradients_alone(model.module, loss), tolerance)
     assert_same_on_all_ranks(world, gradients)
-
-
-# ---- the trainer ------------------------------------------------------------------------------------------------
-
-
-def plain_run(config: Config) -> SimpleNamespace:
-    """Train as the settings of model, text and optimizer say; return losses, norms, held-out loss and a sample."""
-    names = ("seed", "steps", "global_batch", "held_out_sequences", "sample_length", "prompt", "temperature")
-    run = {name: getattr(config.run, name) for name in names}
-    return _plain_run(Config(model=config.model, text=config.text, optimizer=config.optimizer).replace(**run))
-
-
-@once
-def _plain_run(config: Config) -> SimpleNamespace:
-    run, shape, settings = config.run, config.model, config.optimizer
-    model = GPT(shape, generator=seeded_generator(run.seed, Stream.WEIGHTS))
-    corpus = load_corpus(config.text, shape.sequence_length)
-    plan = BatchPlan(run.global_batch, shape.sequence_length, 1, 0, 1, run.seed)
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) is kind] for kind in (True, False))
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-
-    def rate(step: int) -> float:
-        if step < settings.warmup_steps:
-            return (step + 1) / settings.warmup_steps
-        progress = (step + 1 - settings.warmup_steps) / (run.steps - settings.warmup_steps)
-        cosine = (1 + math.cos(math.pi * progress)) / 2
-        return settings.lr_final + (1 - settings.lr_final) * cosine
-
-    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2))
-    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    losses, norms = [], []
-    for step in range(1, run.steps + 1):
-        ((inputs, targets),) = plan.parts(step, corpus.train)
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), settings.gradient_clip or math.inf)))
-        optimizer.step()
-        rates.step()
-        losses.append(loss.item())
-    total, count = 0.0, 0
-    with torch.no_grad():
-        for inputs, targets in held_out_batches(
-            corpus.held_out, shape.sequence_length, most=run.held_out_sequences, batch=16, replica=0, replicas=1
-        ):
-            total += F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum").item()
-            count += targets.numel()
-    drawn = seeded_generator(run.seed, Stream.SAMPLE)
-    sample = generate(model, run.prompt.encode(), run.sample_length, generator=drawn, temperature=run.temperature)
-    sample = run.prompt.encode() + sample
-    return SimpleNamespace(losses=losses, norms=norms, held_out_loss=total / count, sample=sample)

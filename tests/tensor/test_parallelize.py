@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compare import assert_close, assert_equal, refused
+from helpers.compare import assert_close, assert_equal, gradients_of, refused
 from helpers.models import built
-from helpers.pipelines import gradients_of
 from helpers.transformer_parts import floats, randn, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F

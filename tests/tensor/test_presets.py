@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from helpers.compare import assert_close, assert_equal, assert_same_on_all_ranks, refused
+from helpers.compare import assert_close, assert_equal, assert_same_on_all_ranks, gradients_of, refused
 from helpers.models import built
-from helpers.pipelines import gradients_of
 from helpers.transformer_parts import LENGTH, WORDS, bert, gpt2, llama, seeded
 from torch import Tensor, nn
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.compare import assert_close, assert_equal, refused
+from helpers.compare import assert_close, assert_equal, gradients_of, refused
 from helpers.models import built
-from helpers.pipelines import gradients_of
 from torch import Tensor, nn
 
 import axonmpi as ax

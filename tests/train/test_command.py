@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.compare import refused
 from helpers.limits import limit
-from helpers.models import plain_run
+from helpers.plain_training import plain_run
 
 import axonmpi as ax
 from axonmpi import cli

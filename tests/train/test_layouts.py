@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.models import plain_run
+from helpers.plain_training import plain_run
 
 import axonmpi as ax
 from axonmpi.train import Trainer

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from helpers.checkpoints import on_first
-from helpers.models import plain_run
+from helpers.plain_training import plain_run
 
 import axonmpi as ax
 from axonmpi.testing import run_ranks

@@ -68,6 +68,13 @@ def test_every_layout_has_the_whole_model_in_parts(world: ax.World, layout: str,
     assert not found.extra
 
 
+TIES = {
+    "blocks.2.up.weight": "blocks.0.up.weight",
+    "blocks.2.up.bias": "blocks.0.up.bias",
+    "logits.weight": "embedding.weight",
+}
+"""Of `TiedBlocks`."""
+
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "ddp": ax.DDP,
     "full": ax.FSDP,
@@ -83,7 +90,7 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 def test_models_of_all_kinds(world: ax.World, name: str, wrap: str) -> None:
     values = built(ZOO[name]).state_dict()
     model = WRAPPERS[wrap](built(ZOO[name]))
-    check(world, model, values, {"logits.weight": "embedding.weight"} if name == "tied_embedding" else {})
+    check(world, model, values, TIES if name == "tied_embedding" else {})
     check_loading(world, model, changed(values))
 
 
@@ -106,11 +113,7 @@ def test_a_model_computes_with_what_was_loaded(
             parts.loaded()
         torch.testing.assert_close(model(tokens), other(tokens))
         with model.full_parameters():  # parts are those of the shards also where users see whole ones
-            check(world, model, other.state_dict(), {
-                "blocks.2.up.weight": "blocks.0.up.weight",
-                "blocks.2.up.bias": "blocks.0.up.bias",
-                "logits.weight": "embedding.weight",
-            })  # fmt: skip
+            check(world, model, other.state_dict(), TIES)
 
 
 # ---- tensor parallelism -----------------------------------------------------------------------------------------

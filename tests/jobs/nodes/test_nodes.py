@@ -10,7 +10,7 @@ FILES = (
     "conformance/test_mismatch.py",
     "ddp/test_training.py",
     "fsdp/test_training.py",
-    "pipeline/test_training.py",
+    "pipeline/test_pipeline.py",
     "tensor/test_parallelize.py",
 )
 

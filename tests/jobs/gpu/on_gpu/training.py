@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from helpers.models import plain_run
+from helpers.plain_training import plain_run
 
 import axonmpi as ax
 from axonmpi.train import Config
