@@ -67,6 +67,13 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 # ---- which tests run ------------------------------------------------------------------------------------------
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Under mpirun, leave out files without a test on ranks: all ranks would import what these need."""
+    if launched_ranks() == 1 or not collection_path.name.startswith("test_"):
+        return None
+    return True if "pytest.mark.ranks(" not in collection_path.read_text() else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Under mpirun, leave out what plain pytest has tested just as well."""
