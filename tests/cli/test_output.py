@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import mpi4py
 import pytest
-from helpers import WITH_HELPERS
 from helpers.limits import limit
 
 from axonmpi.cli import main
@@ -25,12 +24,11 @@ from axonmpi.testing.mpirun import find_mpirun, mpirun_command
 TINY = ["train", "--layers=1", "--width=16", "--heads=2", "--data-limit=0.1", "--held-out-sequences=2", "--no-plot"]
 CHART = ["axonmpi", "chart", "--stages=2", "--micro-batches=2"]
 PATIENT = """
-import helpers.no_compiler
 from axonmpi.launch import exit as exits
 exits.CAUSE_SECONDS = exits.READ_SECONDS = 60.0  # rank 0 may be slow to print its error and to end the job
 """
 COMMAND = [sys.executable, "-c", PATIENT + "from axonmpi.cli import main\nraise SystemExit(main())\n"]
-ALONE = {**without_launcher_variables(os.environ), "OMP_NUM_THREADS": "1", **WITH_HELPERS}
+ALONE = {**without_launcher_variables(os.environ), "OMP_NUM_THREADS": "1"}
 
 
 def code_of(*arguments):
@@ -93,7 +91,7 @@ def test_a_launch_without_mpi_is_told_by_the_first_rank(rank, waits, tmp_path, m
 
 def test_a_launch_that_cannot_work_is_told_once():
     program = PATIENT + "import axonmpi\naxonmpi.init_process_group()\n"
-    result = launch(2, program, timeout=limit(60), env={"OMP_NUM_THREADS": "1", "WORLD_SIZE": "3", **WITH_HELPERS})
+    result = launch(2, program, timeout=limit(60), env={"OMP_NUM_THREADS": "1", "WORLD_SIZE": "3"})
     assert result.returncode not in (0, None)
     assert result.stderr.count("unset WORLD_SIZE") == 1
     assert result.stderr.count("LaunchError: ") == 1

@@ -11,12 +11,11 @@ import random
 import sys
 from pathlib import Path
 
-import helpers.no_compiler  # noqa: F401 - for most examples it takes longer than they do
 import torch
 
 import axonmpi as ax
 
-gc.freeze()  # of what is imported nothing becomes garbage
+gc.freeze()  # optimizers load a compiler, and garbage would be looked for in all of torch at that
 for given in json.loads(Path(sys.argv[1]).read_text()):
     os.chdir(given["folder"])
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY, WITH_HELPERS
+from helpers import REPOSITORY
 from helpers.doubled_worlds import doubled
 from helpers.fences import PAGES, Fence, fences_of
 from helpers.limits import limit
@@ -129,7 +129,7 @@ def test_examples_run(ranks, folder_of, tmp_path):
             given.append({"page": str(page), "folder": str(folder_of(page)), "fences": fences})
     file = tmp_path / "examples.json"
     file.write_text(json.dumps(given))
-    env = {"OMP_NUM_THREADS": "1", **WITH_HELPERS}
+    env = {"OMP_NUM_THREADS": "1"}
     job = launch(max(ranks, 1), RUN_FENCES, file, cwd=tmp_path, timeout=limit(120), env=env)
     assert job.returncode == 0, job.stdout + job.stderr
     if ranks == examples_of(REPOSITORY / "README.md")[0].ranks:  # the loss of the first one falls
