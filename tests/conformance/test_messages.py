@@ -80,6 +80,7 @@ def test_a_message_of_another_size_is_an_error_and_does_not_spoil_the_next(world
             work.wait()
 
 
+@pytest.mark.not_over_double("NCCL does not know the sizes of messages")
 def test_a_message_of_another_size_for_a_posted_receive(group) -> None:
     """Small ones: Open MPI 5.0.11 writes all of a large one into a posted buffer that is too small for it."""
     before, after = neighbours(group)
@@ -107,6 +108,7 @@ def test_done_becomes_true_without_waiting(group) -> None:
     assert (receiving.result(), sending.result()) == (None, None)
 
 
+@pytest.mark.not_over_double("NCCL has no tags")
 def test_the_memory_of_a_message_lives_as_long_as_it_is_needed(group) -> None:
     """Nobody keeps the Work, nor the tensor that is sent or received into."""
     before, after = neighbours(group)

@@ -67,6 +67,7 @@ def test_blocking_operations_and_messages(world) -> None:
         assert (events, elsewhere) == (around(name, events[0][2] if nbytes is None else nbytes), [])
 
 
+@pytest.mark.not_over_double("no other thread runs asynchronous operations")
 def test_asynchronous_operations_and_waiting(world) -> None:
     """The operation is observed on the thread that runs it, waiting on the thread that waits, while it lasts."""
     group, recorder = observed(world)

@@ -204,6 +204,7 @@ def shards(gradient: FlatGradient) -> list[torch.Tensor | None]:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.not_over_double("looks at the mock's log of operations")
 def test_one_reduction_leaves_the_average_in_the_shard(world, gradient_of, async_op):
     gradient = gradient_of(shard_by="parameters")
     weight, bias = gradient.flat.parameters
@@ -250,6 +251,7 @@ def test_averages_are_added_and_hooks_called(world, gradient_of, strategy):
     ("reduce_dtype", "on_the_wire"),
     [(None, torch.bfloat16), (torch.float32, torch.bfloat16), (torch.float64, torch.float64)],
 )
+@pytest.mark.not_over_double("looks at the mock's log of operations")
 def test_the_dtype_of_a_reduction(world, gradient_of, reduce_dtype, on_the_wire):
     """Gradients travel as computed where the sum is wider all the same; the shard has the parameter's dtype."""
     gradient = gradient_of(mixed_precision=ax.MixedPrecision(torch.bfloat16, reduce_dtype))
