@@ -101,12 +101,13 @@ def main() -> int:
     chosen = parser.parse_args().names
     with tempfile.TemporaryDirectory() as folder:
         start = partial(launch, timeout=SECONDS, env=QUIET, cwd=folder)
-        file = Path(folder, "gloo")
+        files = [Path(folder, name) for name in ("compiled", "stock")]  # gloo's addresses stay in a file
+        parts = ("ddp", "fsdp2_and_dcp", "dtensor", "pipeline", "functional")
         programs = {
             "lightning": partial(start, 2, DATA + LIGHTNING),
             "transformers": partial(start, 2, DATA + TRAINER, folder),
-            "compiled": partial(start, 2, PROGRAM, file, "compiled"),
-            "stock": partial(start, 4, PROGRAM, file, "ddp", "fsdp2_and_dcp", "dtensor", "pipeline", "functional"),
+            "compiled": partial(start, 2, PROGRAM, files[0], "compiled"),
+            "stock": partial(start, 4, PROGRAM, files[1], *parts),
         }
         return try_each({name: programs[name] for name in chosen or programs})
 
