@@ -6,6 +6,7 @@ Ranks that share memory (MPI's `COMM_TYPE_SHARED`, not host names) communicate t
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 from collections.abc import Callable
@@ -142,7 +143,9 @@ def _through_shared_memory(means: _Means, node: Any, timeout: float | None) -> C
     fence = None if platform.machine() in STRONGLY_ORDERED else Fence(mpi, node)
     processes, names = zip(*node.allgather((os.getpid(), comm.rank)), strict=True)
     sync = fence.sync if fence else None
-    barrier = NodeBarrier(control, sync, list(processes), list(names), timeout)
+    # Nobody sends on this communicator. Asked for the own rank, MPICH would not look at what goes to others.
+    progress = functools.partial(node.Iprobe, (node.rank + 1) % node.size)
+    barrier = NodeBarrier(control, sync, list(processes), list(names), timeout, progress)
     release: list[Callable[[], None]] = [node.Free] if fence is None else [fence.free, node.Free]
     arena = Arena(node)
     connection: Connection

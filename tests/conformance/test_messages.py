@@ -95,6 +95,29 @@ def test_a_message_of_another_size_for_a_posted_receive(group) -> None:
         assert_messages_pass(group)
 
 
+@pytest.mark.not_over_double("a message goes before the collectives called after it")
+@pytest.mark.parametrize("last", ["barrier", "counter"])
+def test_who_waits_elsewhere_goes_on_sending(group, last) -> None:
+    """More messages than an MPI library takes at once: the receiver comes to what is waited for after the last."""
+    count, received = 1000, torch.tensor(-1)
+    counters = group.backend.node_counters(2)
+    if group.rank == 0:
+        works = [group.isend(torch.tensor(number), 1) for number in range(count)]
+        counters.post(1, 1)
+    else:
+        counters.wait(1, 1, "the messages")
+        for number in range(count):
+            group.recv(received, 0)
+            assert received == number
+        counters.post(0, 1)
+    if last == "counter" and group.rank == 0:
+        counters.wait(0, 1, "the receiver")
+    group.barrier()
+    if group.rank == 0:
+        for work in works:
+            work.wait()
+
+
 @pytest.mark.not_over_double("NCCL has no tags")
 def test_done_becomes_true_without_waiting(group) -> None:
     before, after = neighbours(group)

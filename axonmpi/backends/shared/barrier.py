@@ -24,7 +24,13 @@ from ...observe import last_words
 from ...utils.processes import process
 from ...utils.text import name_ranks
 from ...utils.waiting import Backoff
-from ..tuning import BARRIER_CHECK_SECONDS, BARRIER_NAP_SECONDS, BARRIER_YIELDS, LONGEST_BARRIER_NAP_SECONDS
+from ..tuning import (
+    BARRIER_CHECK_SECONDS,
+    BARRIER_NAP_SECONDS,
+    BARRIER_YIELDS,
+    LONGEST_BARRIER_NAP_SECONDS,
+    MESSAGES_PER_NAP,
+)
 from .segment import Segment
 
 if TYPE_CHECKING:
@@ -64,6 +70,7 @@ class NodeBarrier:
         processes: Process number of each local rank.
         names: Number of each local rank in the group.
         timeout: Seconds after which a rank that waits gives up; None never does.
+        progress: Lets MPI go on with the messages that this rank has begun to send.
 
     Attributes:
         count: How many barriers this rank has passed; the same on all ranks between two barriers.
@@ -73,7 +80,13 @@ class NodeBarrier:
     """
 
     def __init__(
-        self, segment: Segment, sync: Any, processes: list[int], names: list[int], timeout: float | None
+        self,
+        segment: Segment,
+        sync: Any,
+        processes: list[int],
+        names: list[int],
+        timeout: float | None,
+        progress: Callable[[], object],
     ) -> None:
         self._words = memoryview(segment.memory).cast("q")
         self._sync = sync
@@ -81,6 +94,7 @@ class NodeBarrier:
         self._processes = [process if _is_alive(process) else None for process in processes]
         self._names = names
         self.timeout = timeout
+        self._progress = progress
         words = segment.region_bytes // 8
         self._own = segment.own * words
         peers = [(segment.own + step) % len(processes) for step in range(1, len(processes))]
@@ -130,8 +144,17 @@ class NodeBarrier:
         began = checked = time.monotonic()
         backoff = Backoff(0, BARRIER_NAP_SECONDS, LONGEST_BARRIER_NAP_SECONDS)
         while words[word] < count:
+            self._send_on()
             backoff.rest()
             checked = self._check(word, peer, count, what, began, checked)
+
+    def _send_on(self) -> None:
+        """Let MPI go on with sending: another rank may wait for a message before it arrives.
+
+        MPICH sends one message of those that wait for room at each call.
+        """
+        for _ in range(MESSAGES_PER_NAP):
+            self._progress()
 
     def _check(self, word: int, peer: int, count: int, what: object, began: float, checked: float) -> float:
         """Raise if the time is up or the other rank is lost; returns when that was looked at last."""
@@ -165,7 +188,7 @@ class NodeBarrier:
     def check_alive(
         self, what: object, peers: Iterable[int] | None = None, *, unless: Callable[[], bool] = lambda: False
     ) -> None:
-        """Raise if the process of another rank of the node has ended; local.
+        """Raise if the process of another rank of the node has ended; local. Lets MPI go on with sending.
 
         Args:
             what: What waits.
@@ -175,6 +198,7 @@ class NodeBarrier:
         Raises:
             RankFailedError: A process has ended.
         """
+        self._send_on()
         if peers is None:
             now = time.monotonic()
             if now - self._checked < BARRIER_CHECK_SECONDS:

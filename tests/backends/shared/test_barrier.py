@@ -35,7 +35,8 @@ class Node:
         memory, count = mmap.mmap(-1, len(names) * PAGE), len(names)
         processes = processes or [os.getpid()] * count
         self.barriers = [
-            NodeBarrier(Segment(memory, PAGE, own, count), None, processes, names, timeout) for own in range(count)
+            NodeBarrier(Segment(memory, PAGE, own, count), None, processes, names, timeout, list)
+            for own in range(count)
         ]
         self.naps: list[float] = []
         self.at_first_nap: Callable[[], object] = list
@@ -71,7 +72,7 @@ def test_what_was_written_before_is_seen_after(size) -> None:
     def body(world) -> None:
         segment = Segment(memory, PAGE, world.rank, size)
         barrier = NodeBarrier(
-            segment, lambda: seen.append(world.rank), [os.getpid()] * size, list(range(size)), None
+            segment, lambda: seen.append(world.rank), [os.getpid()] * size, list(range(size)), None, list
         )
         marks = [region[PAGE // 2 :] for region in segment.regions]
         for number in range(ROUNDS):
