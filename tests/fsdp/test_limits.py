@@ -67,7 +67,6 @@ def test_a_model_larger_than_the_memory_trains_from_files(tmp_path: Path) -> Non
     assert not files.exists()
 
 
-@pytest.mark.slow
 def test_a_model_that_no_rank_ever_holds() -> None:
     """What two ranks need for 50 million parameters: 768 MiB, and a unit's gradients on each rank."""
     script = Path(__file__).parent / "billion.py"

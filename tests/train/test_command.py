@@ -284,23 +284,14 @@ def test_the_command_without_a_launcher(mock_start, monkeypatch, capsys, tmp_pat
     check_losses(folder, SMALL)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "shown", "layout"),
-    [
-        (2, "a pipeline: zero bubble on 2 ranks", ["--pp=2", "--schedule=zero-bubble"]),
-        pytest.param(
-            *(4, "mesh: dp 2 x pp 1 x tp 2 = 4 ranks", ["--dp=2", "--tp=2", "--fsdp=full", "--sequence-parallel"]),
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_the_command_on_real_ranks_gives_the_same_losses(tmp_path, ranks, shown, layout):
-    settings, trace = [*SMALL, "--layers=2"], tmp_path / "trace.json"
-    layout = [*layout, *(["--trace", trace] if "--pp=2" in layout else [])]
-    result = run_job(ranks, "-m", "axonmpi", "train", *settings, *layout, "--out", tmp_path)
+def test_the_command_on_real_ranks_gives_the_same_losses(tmp_path):
+    settings = [*SMALL, "--layers=2"]
+    layout = ["--pp=2", "--schedule=zero-bubble", "--trace", tmp_path / "trace.json"]
+    result = run_job(2, "-m", "axonmpi", "train", *settings, *layout, "--out", tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
-    assert [result.stdout.count(text) for text in (shown, f"on {ranks} ranks, ")] == [1, 1]  # by rank 0 only
-    assert {(tmp_path / name).exists() for name in ("pipeline.png", "trace.json")} == {ranks == 2}
+    for text in ("a pipeline: zero bubble on 2 ranks", "on 2 ranks, "):  # by rank 0 only
+        assert result.stdout.count(text) == 1
+    assert {"pipeline.png", "trace.json"} <= {path.name for path in tmp_path.iterdir()}
     check_losses(tmp_path, settings)
 
 
@@ -316,19 +307,7 @@ sys.exit(cli.main(["train", "--name", "never-begun", *flags]))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ([OTHER_FLAGS_ON_RANK_1, "--data", "/nowhere"], "cannot read /nowhere: No such file"),
-        (
-            ["-m", "axonmpi", "train", "--pp", "3"],
-            "tp x pp = 1 x 3 = 3, but there are 2 ranks: take for ",
-        ),
-    ],
-    ids=["one rank", "all ranks"],
-)
-def test_what_cannot_be_used_ends_the_job_with_code_2(command, message):
-    result = run_job(2, *command)
+def test_what_one_rank_cannot_use_ends_the_job_with_code_2():
+    result = run_job(2, OTHER_FLAGS_ON_RANK_1, "--data", "/nowhere")
     assert (result.returncode, result.timed_out, result.leftover) == (2, False, ())
-    assert result.stderr.count(message) == 1
+    assert result.stderr.count("cannot read /nowhere: No such file") == 1

@@ -202,11 +202,7 @@ LATE = "axonmpi: test_it.py::test_stuck[2ranks] did not end within 1 s; the job 
 FAILED = "test_stuck[2ranks]: rank 1 failed, and other ranks did not come to the end within 1 s; the job is ended"
 
 
-@pytest.mark.parametrize(
-    ("setting", "said"),
-    [("timeout", LATE), pytest.param("grace", FAILED, marks=pytest.mark.slow)],
-    ids=["timeout", "grace"],
-)
+@pytest.mark.parametrize(("setting", "said"), [("timeout", LATE), ("grace", FAILED)], ids=["timeout", "grace"])
 def test_a_rank_that_does_not_end_a_test_ends_the_job_and_all_is_printed(tmp_path, setting, said):
     result = mpirun_pytest(tmp_path, STUCK, ini=f"axonmpi_{setting} = 1")
     out, err = result.stdout, result.stderr
@@ -256,7 +252,6 @@ def pytest_sessionfinish(session):
 """
 
 
-@pytest.mark.slow
 def test_x_ff_and_tests_for_the_first_rank_only(tmp_path):
     """The cache is rank 0's, the exit code the first bad one; to remove the same old folder twice is no failure."""
     ini = "axonmpi_unmarked = first\nfilterwarnings = error\n"
@@ -296,7 +291,6 @@ DISAGREEMENTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("source", "code", "said"), DISAGREEMENTS.values(), ids=DISAGREEMENTS)
 def test_ranks_that_do_not_agree_end_the_session_for_all(tmp_path, source, code, said):
     result = mpirun_pytest(tmp_path, source)

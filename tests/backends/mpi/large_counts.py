@@ -1,4 +1,4 @@
-"""More than 2^31 elements, for real: slow, and only where there is memory for it."""
+"""More than 2^31 elements, for real: `mpirun -n 2 pytest tests/backends/mpi/large_counts.py`, in 12 GiB."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,6 @@ def available_bytes() -> int:
     return int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
 
 
-@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.rank_timeout(300)
 def test_more_than_two_to_the_31_elements(group) -> None:
