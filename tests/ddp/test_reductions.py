@@ -58,7 +58,7 @@ class Watch:
             return self._changed.wait_for(lambda: self.left >= count, limit(30))
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 @pytest.mark.real_ranks
 def test_reductions_are_complete_before_backward_ends(world):
     """A hook on the first layer, the last one in backward, waits for the reductions of all layers above."""

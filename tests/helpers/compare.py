@@ -47,6 +47,8 @@ def assert_precise(found: Any, expected: Any, what: str = "") -> None:
 
 def _compare(found: Any, expected: Any, what: str, tolerance: float | None) -> None:
     if isinstance(expected, Tensor) and isinstance(found, Tensor):
+        if found.dtype == expected.dtype and not found.is_sparse and torch.equal(found, expected):
+            return  # what torch would import for a comparison takes a process a second
         limit = ROUNDING[expected.dtype] if tolerance is None else tolerance
         torch.testing.assert_close(
             found.detach(), expected.detach(), atol=limit, rtol=limit, msg=lambda text: f"{what}: {text}"

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 from helpers import REPOSITORY
 from helpers.fences import Fence, fences_of
+from helpers.limits import limit
 
 from axonmpi.testing.mpirun import find_mpirun
 
@@ -43,7 +44,7 @@ def test_scripts_of_the_page_run_on_the_ranks_that_they_name(fence, nodes, tmp_p
         "OMP_NUM_THREADS": "1",
     }
     script = fence.code.replace("axonmpi ", f"python {PROBE} ")
-    printed = nodes.run_script(script, tmp_path, timeout=60, env=variables)
+    printed = nodes.run_script(script, tmp_path, timeout=limit(60), env=variables)
     said = next(json.loads(line) for line in printed.splitlines() if line.startswith("{"))
     assert said["nodes"] == ["n1", "n1", "n2", "n2"]
     if "PBS" in script:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from helpers import TESTS
+from helpers.limits import limit
 from helpers.nodes import Nodes
 
 FILES = (
     "jobs/nodes/on_nodes.py",
     "conformance/test_mismatch.py",
-    "ddp/test_training.py",
     "fsdp/test_training.py",
-    "pipeline/test_pipeline.py",
     "tensor/test_parallelize.py",
 )
 
@@ -19,5 +18,5 @@ def test_the_suite_passes_on_two_ranks_of_each_of_two_nodes(nodes: Nodes, seed: 
     """Ranks are dealt out in turn, so that the next rank is on another node."""
     files = [str(TESTS / name) for name in FILES]
     options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--seed", str(seed), "-k", "4ranks and not large"]
-    printed = nodes.run((2, 2), *options, *files, timeout=120, placement="round robin")
+    printed = nodes.run((2, 2), *options, *files, timeout=limit(120), placement="round robin")
     assert " passed" in printed, printed
