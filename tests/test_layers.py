@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -67,7 +68,11 @@ def module_name(path: Path) -> str:
 
 SOURCES = {module_name(path): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
 PACKAGES = {module_name(path) for path in ROOT.rglob("__init__.py")}
-TREES = {module: ast.parse(source) for module, source in SOURCES.items()}
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {module: ast.parse(source) for module, source in SOURCES.items()}
 
 
 def nodes_of(node: ast.AST, at_start: bool = False) -> Iterator[ast.AST]:
@@ -101,11 +106,13 @@ def own_name(target: str) -> str | None:
     return f"{target}.".removeprefix("axonmpi.").removesuffix(".") if f"{target}.".startswith("axonmpi.") else None
 
 
-OWN = {
-    module: {own for target in imports_of(nodes_of(tree), module) if (own := own_name(target)) is not None}
-    for module, tree in TREES.items()
-}
-"""The files of this package that each of them imports."""
+@cache
+def own_imports() -> dict[str, set[str]]:
+    """The files of this package that each of them imports."""
+    return {
+        module: {own for target in imports_of(nodes_of(tree), module) if (own := own_name(target)) is not None}
+        for module, tree in trees().items()
+    }
 
 
 def entry_of(module: str, order: tuple[tuple[str, ...], ...]) -> tuple[int, str] | None:
@@ -134,7 +141,7 @@ def below(package: str, module: str) -> str | None:
 
 def wrong_imports(package: str, order: tuple[tuple[str, ...], ...]) -> list[tuple[str, str]]:
     """Imports against an order, of the files below a package among themselves."""
-    pairs = [(module, target) for module, targets in OWN.items() for target in targets]
+    pairs = [(module, target) for module, targets in own_imports().items() for target in targets]
     inner = [(below(package, module), below(package, target)) for module, target in pairs]
     return [names for names in inner if None not in names and not may_import(*names, order)]
 
@@ -146,12 +153,12 @@ def test_packages_and_backends_import_only_those_before_them() -> None:
 
 
 def test_others_import_backends_from_the_package_alone() -> None:
-    others = {module: targets for module, targets in OWN.items() if below("backends", module) is None}
+    others = {module: targets for module, targets in own_imports().items() if below("backends", module) is None}
     assert [(module, target) for module in others for target in others[module] if below("backends", target)] == []
 
 
 def test_no_imports_in_a_circle_not_even_for_types() -> None:
-    graph = {module: targets - {module} for module, targets in OWN.items()}
+    graph = {module: targets - {module} for module, targets in own_imports().items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -159,7 +166,7 @@ def test_no_imports_in_a_circle_not_even_for_types() -> None:
 
 
 def test_mpi_is_imported_in_functions_only_and_neither_it_nor_torch_distributed_by_utils() -> None:
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         at_start = imports_of(nodes_of(tree, at_start=True), module)
         assert not [target for target in at_start if target.startswith("mpi4py")], module
         if entry_of(module, ORDER) == (0, "utils"):
@@ -177,7 +184,7 @@ def test_environment_variables_are_read_in_three_files() -> None:
 
 def modules_with(is_one: Callable[[ast.AST], bool]) -> set[str]:
     """Return the files that have such a piece of code."""
-    return {module for module, tree in TREES.items() if any(map(is_one, nodes_of(tree)))}
+    return {module for module, tree in trees().items() if any(map(is_one, nodes_of(tree)))}
 
 
 def _is_of_the_environment(node: ast.AST) -> bool:
@@ -216,7 +223,7 @@ def _is_of_cuda(node: ast.AST) -> bool:
 
 
 def test_files_are_short_or_say_why_not() -> None:
-    openings = {module: ast.get_docstring(tree) or "" for module, tree in TREES.items()}
+    openings = {module: ast.get_docstring(tree) or "" for module, tree in trees().items()}
     assert [module for module, opening in openings.items() if SOURCES[module].strip() and not opening] == []
     long = {module for module, source in SOURCES.items() if len(source.splitlines()) > LONGEST}
     assert {module for module in long if WHY_LONG not in openings[module]} == set()
