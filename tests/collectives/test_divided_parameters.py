@@ -77,6 +77,5 @@ def test_a_stage_that_ranks_of_the_pipeline_share(world, wrap):
     with pytest.raises(ValueError, match=r"share module '0?' of stage .*process_group=mesh.group\('pp'\)"):
         ax.Pipeline.from_modules([stage] * 2, mesh.group("pp"), num_microbatches=2, ties=[])
     own = together(lambda: make(mesh.group("dp")))
-    pipeline = ax.Pipeline.from_modules([own] * 2, mesh.group("pp"), num_microbatches=2, ties=[])
-    output = pipeline(floats(4, 6))
+    output = ax.Pipeline.from_modules([own] * 2, mesh.group("pp"), num_microbatches=2, ties=[])(floats(4, 6))
     assert output is None or output.shape == (4, 6)

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from helpers.compare import refused
+from helpers.models import Whole, built
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -62,16 +63,14 @@ def test_any_parameters_on_any_number_of_ranks(world: ax.World, seed: int) -> No
 def test_a_norm_that_is_not_finite_is_an_error_where_asked_for(world) -> None:
     for bad in (math.inf, math.nan):
         (parameter,) = parameters_with([torch.tensor([1.0, 2.0, bad if world.rank else 3.0])])
-        message = r"the norm of the gradient is (inf|nan), so it cannot be clipped"
-        with pytest.raises(RuntimeError, match=message):
-            ax.clip_grad_norm(parameter, 1.0, error_if_nonfinite=True)
+        clip = partial(ax.clip_grad_norm, parameter, 1.0, error_if_nonfinite=True)
+        refused(RuntimeError, (clip, r"the norm of the gradient is (inf|nan), so it cannot be clipped"))
         assert parameter.grad[:2].tolist() == [1, 2]
 
 
 @pytest.mark.ranks(1, 2)
 def test_what_parameters_may_be(world) -> None:
-    size = world.size
-    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model, size = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), world.size
     for parameter in list(model.parameters())[:3]:
         parameter.grad = torch.full_like(parameter, 2.0)
     squares = [24.0, 8.0, 16.0]
@@ -157,22 +156,6 @@ def test_one_message_a_norm() -> None:
 
 # ---- with wrappers, on a mesh ------------------------------------------------------------------------------------
 
-WIDTH, HIDDEN, BATCH = 6, 8, 8
-
-
-class Whole(nn.Module):
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH, bias=False)
-        self.bias = nn.Parameter(torch.zeros(WIDTH))
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(self.norm(x)))) + self.bias
-
 
 def divided(whole: Whole, group: ax.ProcessGroup) -> nn.Module:
     """The same with the hidden layer cut over a group, everything else copied."""
@@ -180,8 +163,8 @@ def divided(whole: Whole, group: ax.ProcessGroup) -> nn.Module:
 
 
 def data(seed: int = 5) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(BATCH, WIDTH, generator=generator), torch.randn(BATCH, WIDTH, generator=generator)
+    inputs, targets = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(seed))
+    return inputs, targets
 
 
 def trained_alone(blocks: list[Whole], limit: float, norm_type: float) -> Tensor:
@@ -201,7 +184,7 @@ def test_fsdp_on_one_axis_tensor_parallel_on_another(world) -> None:
     shapes += [{"dp": 1, "fsdp": 2, "tp": 1}]
     for number, mesh in enumerate(meshes(world, *shapes)):
         norm_type, limit = TYPES[1 + number % 4], (0.02, 5e-3)[number % 2]
-        whole = Whole(torch.Generator().manual_seed(9))
+        whole = built(Whole)
         part = divided(whole, mesh.group("tp"))
         by_name = ax.tensor.copies(part)
         options = {"sharding_strategy": ax.ShardingStrategy.HYBRID_SHARD, "units": ax.ColumnParallelLinear}
@@ -224,11 +207,9 @@ def test_fsdp_on_one_axis_tensor_parallel_on_another(world) -> None:
 @pytest.mark.ranks(4)
 def test_pipelines_of_tensor_parallel_and_sharded_stages(world) -> None:
     """Two stages whose norms are tied, each cut over tp and divided over dp."""
-    shapes = [{"dp": 2, "pp": 2, "tp": 1}, {"dp": 1, "pp": 2, "tp": 2}]
-    for number, mesh in enumerate(meshes(world, *shapes)):
+    for number, mesh in enumerate(meshes(world, {"dp": 2, "pp": 2, "tp": 1}, {"dp": 1, "pp": 2, "tp": 2})):
         norm_type, limit = TYPES[2 + number], 0.02
-        generator = torch.Generator().manual_seed(7)
-        whole = [Whole(generator), Whole(generator)]
+        whole = [built(Whole), built(Whole, 1)]
         whole[1].norm = whole[0].norm
         tied = [[(stage, f"norm.{name}") for stage in (0, 1)] for name in ("weight", "bias")]
         own, stages = mesh.rank("pp"), [None, None]
@@ -253,7 +234,7 @@ def test_pipelines_of_tensor_parallel_and_sharded_stages(world) -> None:
 @pytest.mark.ranks(4)
 def test_groups_that_leave_ranks_out_are_refused(world: ax.World) -> None:
     mesh = ax.DeviceMesh({"pp": 2, "tp": 2})
-    whole, tp = Whole(torch.Generator().manual_seed(9)), mesh.group("tp")
+    whole, tp = built(Whole), mesh.group("tp")
     model = ax.FSDP(divided(whole, tp), mesh.group("pp"))
     pipeline = ax.Pipeline.from_modules(
         [divided(whole, tp) for _ in range(2)], mesh.group("pp"), loss_fn=F.mse_loss

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers.compare import assert_equal, refused
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,14 +29,10 @@ def test_tensors_come_out_as_they_went_in(shapes: list[tuple[int, ...]], capacit
         fits = bucket.size + tensor.numel() <= capacity
         assert bucket.add(tensor) is fits
         taken += [tensor] if fits else []
-    extracted = bucket.extract()
-    assert [(part.shape, part.dtype) for part in extracted] == [(part.shape, part.dtype) for part in taken]
-    assert all(torch.equal(*pair) for pair in zip(extracted, taken, strict=True))
+    assert_equal(bucket.extract(), taken)
     assert bucket.data.tolist() == [value for part in taken for value in part.flatten().tolist()]
     assert bucket.size == bucket.data.numel() == sum(part.numel() for part in taken)
-    assert bucket.is_full is (bucket.size == capacity)
-    assert bucket.is_empty is (not taken)
-    assert bucket.capacity == capacity
+    assert (bucket.is_full, bucket.is_empty, bucket.capacity) == (bucket.size == capacity, not taken, capacity)
 
 
 def test_copies_go_in_and_views_come_out() -> None:
@@ -44,12 +41,10 @@ def test_copies_go_in_and_views_come_out() -> None:
     bucket.add(tensor)
     bucket.add(torch.tensor(7.0))
     before, data = bucket.extract(), bucket.data
-    assert data.is_contiguous()
-    assert not data.requires_grad
+    assert (data.is_contiguous(), data.requires_grad) == (True, False)
     data.mul_(2)
     for parts in (before, bucket.extract()):
-        assert parts[0].tolist() == [[0, 2, 4], [6, 8, 10]]
-        assert parts[1].item() == 14
+        assert (parts[0].tolist(), parts[1].item()) == ([[0, 2, 4], [6, 8, 10]], 14)
     assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
     with torch.no_grad():
         tensor.zero_()
@@ -70,8 +65,7 @@ def test_copies_go_in_and_views_come_out() -> None:
 def test_strides_do_not_matter(tensor: torch.Tensor) -> None:
     bucket = GradientBucket(100)
     bucket.add(tensor)
-    assert torch.equal(bucket.extract()[0], tensor)
-    assert torch.equal(bucket.data, tensor.flatten())
+    assert_equal((bucket.extract()[0], bucket.data), (tensor, tensor.flatten()))
 
 
 def test_clear_empties_and_leaves_what_was_extracted_alone() -> None:
@@ -81,8 +75,7 @@ def test_clear_empties_and_leaves_what_was_extracted_alone() -> None:
     bucket.clear()
     assert (bucket.is_empty, bucket.is_full, bucket.size, bucket.extract()) == (True, False, 0, [])
     assert bucket.add(numbers((2,), 50, torch.float64))
-    assert bucket.data.tolist() == [50, 51]
-    assert extracted.tolist() == [0, 1, 2, 3]
+    assert (bucket.data.tolist(), extracted.tolist()) == ([50, 51], [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -102,12 +95,10 @@ def test_what_is_refused_changes_nothing(t, errors, message) -> None:
     bucket = GradientBucket(4)
     bucket.add(numbers((2,)))
     for error in errors:
-        with pytest.raises(error, match=message):
-            bucket.add(t)
+        refused(error, (lambda: bucket.add(t), message))
     assert bucket.data.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(("capacity", "error"), [(0, ValueError), (2.5, TypeError), (True, TypeError)])
 def test_needs_a_capacity(capacity, error) -> None:
-    with pytest.raises(error, match="capacity: expected"):
-        GradientBucket(capacity)
+    refused(error, (lambda: GradientBucket(capacity), "capacity: expected"))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from unittest.mock import ANY, Mock, call
+
 import numpy as np
 import pytest
 import torch
-from helpers.compare import refused
+from helpers.compare import assert_equal, refused
 from helpers.models import AUTOMATIC, NO_SYNC, OVERLAPPED, SYNCHRONOUS
 from helpers.settings import each_pair
 
@@ -40,13 +42,10 @@ def tolerance(dtype: torch.dtype) -> float:
     return 16 * torch.finfo(dtype).eps
 
 
-def assert_average(found: list[torch.Tensor], size: int, dtypes, shapes=SHAPES, seed: int = 0) -> None:
-    per_rank = [gradients_of(rank, dtypes, shapes, seed) for rank in range(size)]
-    assert len(found) == len(shapes)
-    for index, tensor in enumerate(found):
-        assert tensor.shape == shapes[index]
-        assert tensor.dtype == per_rank[0][index].dtype
-        expected = np.mean([exact(gradients[index]) for gradients in per_rank], axis=0)
+def assert_average(found: list[torch.Tensor], per_rank: list[list[torch.Tensor]]) -> None:
+    assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in per_rank[0]]
+    for tensor, *gradients in zip(found, *per_rank, strict=True):
+        expected = np.mean([exact(gradient) for gradient in gradients], axis=0)
         np.testing.assert_allclose(exact(tensor), expected, rtol=0, atol=tolerance(tensor.dtype))
 
 
@@ -59,6 +58,14 @@ def prepared(count: int = 2, *arguments, **options) -> GradientSynchronizer:
     synchronizer = GradientSynchronizer(*arguments, **options)
     synchronizer.prepare(count)
     return synchronizer
+
+
+def averages(gradients: list[torch.Tensor], *arguments, group=None, **options) -> list[torch.Tensor]:
+    """Return what one round gives."""
+    synchronizer = prepared(len(gradients), *arguments, **options)
+    add_all(synchronizer, gradients)
+    synchronizer.sync_all(group)
+    return synchronizer.gradients()
 
 
 # ---- the average ------------------------------------------------------------------------------------------
@@ -83,29 +90,22 @@ def test_averages_over_the_group(world, dtypes, bucket_size, strategy, own_order
         rounds.append(synchronizer.gradients())
         synchronizer.clear()
     for seed, found in enumerate(rounds):
-        assert_average(found, world.size, kinds, seed=seed)
+        assert_average(found, [gradients_of(rank, kinds, seed=seed) for rank in range(world.size)])
 
 
 @pytest.mark.ranks(1, 2, 4)
 def test_strategies_give_the_same_bits_on_each_number_of_ranks(world) -> None:
-    found = []
-    for strategy in (SYNCHRONOUS, OVERLAPPED):
-        synchronizer = prepared(len(SHAPES), strategy, bucket_size=9)
-        add_all(synchronizer, gradients_of(world.rank, DTYPES["mixed"]))
-        synchronizer.sync_all()
-        assert_average(synchronizer.gradients(), world.size, DTYPES["mixed"])
-        found.append(synchronizer.gradients())
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    per_rank = [gradients_of(rank, DTYPES["mixed"]) for rank in range(world.size)]
+    found = [averages(per_rank[world.rank], strategy, bucket_size=9) for strategy in (SYNCHRONOUS, OVERLAPPED)]
+    assert_average(found[0], per_rank)
+    assert_equal(*found)
 
 
 @pytest.mark.ranks(2)
 def test_no_sync_leaves_gradients_as_they_are(world) -> None:
     gradients = gradients_of(world.rank, DTYPES["mixed"])
-    synchronizer = prepared(len(SHAPES), NO_SYNC, bucket_size=3)
-    add_all(synchronizer, gradients)
     if world.rank == 0:  # local: the others need not come
-        synchronizer.sync_all(world.default_group)
-        assert all(torch.equal(*pair) for pair in zip(synchronizer.gradients(), gradients, strict=True))
+        assert_equal(averages(gradients, NO_SYNC, group=world.default_group, bucket_size=3), gradients)
 
 
 @pytest.mark.ranks(2)
@@ -113,15 +113,10 @@ def test_no_sync_leaves_gradients_as_they_are(world) -> None:
 def test_gradients_that_no_rank_added_are_left_out(world, strategy, added) -> None:
     per_rank = [gradients_of(rank, DTYPES["mixed"]) for rank in range(world.size)]
     synchronizer = prepared(len(SHAPES), strategy, bucket_size=9)
-    for index in reversed(added):
-        synchronizer.add_gradient(index, per_rank[world.rank][index])
+    add_all(synchronizer, per_rank[world.rank], added[::-1])
     synchronizer.sync_all(world.default_group)
-    found = synchronizer.gradients()
-    assert len(found) == len(added)
-    for tensor, index in zip(found, added, strict=True):
-        reduced = [per_rank[world.rank]] if strategy is NO_SYNC else per_rank
-        expected = np.mean([exact(gradients[index]) for gradients in reduced], axis=0)
-        np.testing.assert_allclose(exact(tensor), expected, rtol=0, atol=tolerance(tensor.dtype))
+    reduced = per_rank[world.rank : world.rank + 1] if strategy is NO_SYNC else per_rank
+    assert_average(synchronizer.gradients(), [[gradients[index] for index in added] for gradients in reduced])
 
 
 @pytest.mark.ranks(3)
@@ -129,25 +124,18 @@ def test_gradients_that_no_rank_added_are_left_out(world, strategy, added) -> No
 def test_averages_over_a_subgroup_only(world, strategy) -> None:
     group = world.new_group([2, 0])
     if group.contains(world.rank):
-        synchronizer = prepared(1, strategy)
-        synchronizer.add_gradient(0, torch.full((3,), float(world.rank)))
-        synchronizer.sync_all(group)
-        assert synchronizer.gradients()[0].tolist() == [1, 1, 1]
+        (found,) = averages([torch.full((3,), float(world.rank))], strategy, group=group)
+        assert found.tolist() == [1, 1, 1]
 
 
 @pytest.mark.ranks(2)
 @AUTOMATIC
 def test_strided_gradients(world, strategy) -> None:
     base = torch.arange(12.0).view(3, 4) + 12 * world.rank
-    complex_base = torch.view_as_complex(base.view(3, 2, 2)).conj()
-    given = [base.t(), base[:, ::2], base[:1].expand(3, 4), complex_base]
+    given = [base.t(), base[:, ::2], base[:1].expand(3, 4), torch.view_as_complex(base.view(3, 2, 2)).conj()]
+    expected = [tensor - (2 * world.rank - 1) * (6 - 6j if tensor.is_complex() else 6) for tensor in given]
     for bucket_size in (1, 1000):
-        synchronizer = prepared(4, strategy, bucket_size=bucket_size)
-        add_all(synchronizer, given)
-        synchronizer.sync_all()
-        for found, tensor in zip(synchronizer.gradients(), given, strict=True):
-            shift = 6 - 6j if tensor.is_complex() else 6
-            assert torch.equal(found, tensor - (2 * world.rank - 1) * shift)
+        assert_equal(averages(given, strategy, bucket_size=bucket_size), expected)
 
 
 # ---- how many reductions ----------------------------------------------------------------------------------
@@ -157,9 +145,7 @@ def reductions(world: ax.World, strategy: GradSyncStrategy, shapes, bucket_size:
     """Return the sizes of the gradients that a mock rank reduced, in elements."""
     backend = world.default_group.backend
     before = len(backend.log)
-    synchronizer = prepared(len(shapes), strategy, bucket_size=bucket_size)
-    add_all(synchronizer, gradients_of(world.rank, dtypes, shapes))
-    synchronizer.sync_all()
+    averages(gradients_of(world.rank, dtypes, shapes), strategy, bucket_size=bucket_size)
     reduced = [call for call in backend.log[before:] if call.operation == "all_reduce"]
     return [call.shape[0] for call in reduced if call.dtype in dtypes]  # fingerprints are integers
 
@@ -175,35 +161,16 @@ def reductions(world: ax.World, strategy: GradSyncStrategy, shapes, bucket_size:
 )
 @pytest.mark.not_over_double("looks at the mock's log of operations")
 def test_one_reduction_for_each_bucket(strategy, sizes, bucket_size, dtypes, expected) -> None:
-    shapes = [(size,) for size in sizes]
-    per_rank = ax.testing.run_ranks(2, reductions, strategy, shapes, bucket_size, dtypes)
+    per_rank = ax.testing.run_ranks(2, reductions, strategy, [(size,) for size in sizes], bucket_size, dtypes)
     assert per_rank == [expected, expected]
 
 
-def test_overlapped_reductions_are_all_started_before_any_is_waited_for() -> None:
-    events: list[str] = []
-
-    class Pending(ax.Work):
-        def wait(self, timeout=None) -> None:
-            events.append("wait")
-
-        def done(self) -> bool:
-            return False
-
-        def result(self) -> None:
-            self.wait()
-
-    class Group(ax.ProcessGroup):
-        def all_reduce(self, tensor, op=ax.ReduceOp.SUM, async_op=False):
-            assert op is ax.ReduceOp.AVERAGE
-            assert async_op
-            events.append("start")
-            return Pending()
-
-    synchronizer = prepared(3, OVERLAPPED, bucket_size=2)
-    add_all(synchronizer, [torch.ones(2)] * 3)
-    synchronizer.sync_all(Group(ax.MockBackend.create_world(1)[0]))
-    assert events == ["start"] * 3 + ["wait"] * 3
+def test_overlapped_reductions_are_all_started_before_any_is_waited_for(monkeypatch) -> None:
+    group, works = ax.ProcessGroup.mock(), Mock()
+    monkeypatch.setattr(group, "all_reduce", works.start)
+    averages([torch.ones(2)] * 3, OVERLAPPED, group=group, bucket_size=2)
+    start = call.start(ANY, ax.ReduceOp.AVERAGE, async_op=True)
+    assert works.mock_calls == [start] * 3 + [call.start().wait()] * 3
 
 
 # ---- copies and rounds ------------------------------------------------------------------------------------
@@ -219,8 +186,7 @@ def test_gradients_are_copied_when_they_are_added(strategy) -> None:
         synchronizer.add_gradient(index, reused)
     synchronizer.sync_all(ax.ProcessGroup.mock())
     found = synchronizer.gradients()
-    assert [t.tolist() for t in found] == [[1, 1, 1], [2, 2, 2]]
-    assert not any(t.requires_grad for t in found)
+    assert [(t.tolist(), t.requires_grad) for t in found] == [([1, 1, 1], False), ([2, 2, 2], False)]
     found[0].zero_()
     assert reused.tolist() == [2, 2, 2]
 
@@ -247,20 +213,17 @@ def test_ranks_that_differ_all_learn_it_before_anything_is_reduced(world, differ
     add_all(synchronizer, [torch.ones(shape, dtype=dtype) for shape in shapes])
     with pytest.raises(CollectiveMismatchError) as raised:
         synchronizer.sync_all()
-    assert f"rank 0: {what} {first}\n  ranks 1, 2: {what} {others}\n" in str(raised.value)
-    assert "\nAdd the same indices" in str(raised.value)
-    synchronizer = prepared(1, OVERLAPPED)  # and the group can still be used
-    synchronizer.add_gradient(0, torch.tensor([2.0 * world.rank]))
-    synchronizer.sync_all()
-    assert synchronizer.gradients()[0].item() == world.size - 1
+    told = f"rank 0: {what} {first}\n  ranks 1, 2: {what} {others}\n", "\nAdd the same indices"
+    assert [text for text in told if text not in str(raised.value)] == []
+    (found,) = averages([torch.tensor([2.0 * world.rank])], OVERLAPPED)  # the group can still be used
+    assert found.item() == world.size - 1
 
 
 @pytest.mark.ranks(2)
 def test_ranks_that_differ_in_the_number_of_gradients(world) -> None:
     synchronizer = prepared(world.rank)
     add_all(synchronizer, [torch.ones(1)] * world.rank)
-    with pytest.raises(CollectiveMismatchError, match="rank 0: num_params is 0\n  rank 1: num_params is 1"):
-        synchronizer.sync_all()
+    refused(CollectiveMismatchError, (synchronizer.sync_all, "rank 0: num_params is 0\n  rank 1: num_params is 1"))
 
 
 # ---- bad input --------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.compare import assert_close, assert_same_on_all_ranks, gradients_alone, gradients_of
+from helpers.compare import assert_close, assert_same_on_all_ranks, gradients_alone, gradients_of, refused
 from helpers.models import (
     AFTER,
     AS_VIEW,
@@ -18,9 +18,13 @@ from helpers.models import (
     TINY,
     WAYS,
     Checkpointed,
+    PassesNothing,
+    Weights,
     batch_of,
     built,
     check_averaged,
+    check_backward,
+    fail,
     joined_loss,
     large,
     mlp,
@@ -56,25 +60,28 @@ def clamp_and_replace(parameter: Tensor) -> None:
     parameter.grad = parameter.grad.clamp(-0.01, 0.01) * 3
 
 
+def shares_layers() -> nn.Module:
+    return Checkpointed(False, shared=True)
+
+
 @pytest.mark.ranks(2)
-@each_pair(way=WAYS, as_view=[True, False], hook=[clamp_in_place, clamp_and_replace], make=[mlp, large])
+@each_pair(
+    way=WAYS,
+    as_view=[True, False],
+    hook=[clamp_in_place, clamp_and_replace],
+    make=[mlp, large, shares_layers],
+)
 def test_hooks_on_gradients_come_before_the_average(world, way, as_view, hook, make):
     """Each rank's gradient is changed where it has been computed, whenever the hook was registered."""
-    model = wrapped(
-        world,
-        built(make),
-        **way,
-        gradient_as_bucket_view=as_view,
-        bucket_cap_mb=TINY,
-    )
+    model = wrapped(world, built(make), **way, gradient_as_bucket_view=as_view, bucket_cap_mb=TINY)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(hook)
     for step in range(2):
         expected: dict[str, Tensor] = {}
         for rank in range(world.size):
+            inputs, targets = part_of(batch_of(model, step), rank, world.size)
             alone = copy.deepcopy(model.module)
             alone.zero_grad()
-            inputs, targets = part_of(batch_of(alone, step), rank, world.size)
             loss_of(alone(inputs), targets).backward()
             for name, parameter in alone.named_parameters():
                 hook(parameter)
@@ -83,22 +90,6 @@ def test_hooks_on_gradients_come_before_the_average(world, way, as_view, hook, m
         own_loss(model, world, step).backward()
         assert_close(gradients_of(model.module), expected, tolerance=1e-6)
         assert_same_on_all_ranks(world, gradients_of(model.module))
-
-
-def triple(parameter: Tensor) -> None:
-    parameter.grad.mul_(3)
-
-
-@pytest.mark.ranks(2)
-@EACH_WAY
-def test_hooks_under_checkpointing_of_shared_parameters(world, way):
-    model = wrapped(world, built(lambda: Checkpointed(False, shared=True)), **way, bucket_cap_mb=TINY)
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(triple)
-    for step in range(2):
-        model.zero_grad()
-        own_loss(model, world, step).backward()
-        check_averaged(world, model, lambda alone, step=step: 3 * joined_loss(alone, step))
 
 
 @pytest.mark.ranks(2)
@@ -111,7 +102,7 @@ def test_parameters_added_and_replaced_after_wrapping(world, strategy):
     model.module.append(built(lambda: nn.Linear(3, 3), seed=5 + world.rank))
     model.zero_grad()
     own_loss(model, world, 1).backward()
-    assert_same_on_all_ranks(world, {name: p.detach() for name, p in model.named_parameters()})
+    assert_same_on_all_ranks(world, dict(model.named_parameters()))
     assert torch.equal(model.module[-1].weight, built(lambda: nn.Linear(3, 3), seed=5).weight)
     check_averaged(world, model, lambda alone: joined_loss(alone, 1))
 
@@ -123,61 +114,36 @@ def test_parameters_that_were_converted_and_back(world, strategy, part):
     """Between two forwards, as for an evaluation in another dtype: autograd has new nodes for them."""
     model = wrapped(world, built(mlp), sync_strategy=strategy, bucket_cap_mb=TINY)
     for _ in range(3):
-        model.zero_grad()
-        own_loss(model, world).backward()
-        model.sync_gradients()
-        check_averaged(world, model)
+        check_backward(world, model)
         model.module[part].double().float()
 
 
 # ---- gradients that are not there -------------------------------------------------------------------------------
 
 
-class PassesNothing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, unused: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class Undefined(nn.Module):
-    """Backward comes to `second`, and has no gradient for it; on the last rank it has, if asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-
-    def forward(self, x: Tensor, defined: bool) -> Tensor:
-        result = PassesNothing.apply(x * self.first, self.second)
-        return result * self.second if defined else result
+def undefined(weights: nn.ParameterList, x: Tensor, defined: bool) -> Tensor:
+    """Backward comes to the second weight, and has a gradient for it if that is asked for."""
+    result = PassesNothing.apply(x * weights[0], weights[1])
+    return result * weights[1] if defined else result
 
 
 @pytest.mark.ranks(2)
 @each_pair(way=WAYS, as_view=[True, False], find_unused=[True, False])
 def test_undefined_gradients_as_in_torch(world, way, as_view, find_unused):
     """With the flag left alone, where no rank has one, so that weight decay is as well; zeros without."""
-    model = wrapped(
-        world,
-        Undefined(),
-        **way,
-        gradient_as_bucket_view=as_view,
-        find_unused_parameters=find_unused,
-    )
+    options = {"gradient_as_bucket_view": as_view, "find_unused_parameters": find_unused, **way}
+    model = wrapped(world, Weights(undefined, [torch.ones(1), torch.ones(1)]), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-    second = model.module.second
+    first, second = model.parameters()
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.tensor([1.0 + world.rank]), False).sum().backward()
-        assert model.module.first.grad.item() == (1 + world.size) / 2
-        assert second.grad is None if find_unused else second.grad.item() == 0
+        assert (first.grad, second.grad) == ((1 + world.size) / 2, None if find_unused else 0)
     optimizer.step()
     assert second.item() == pytest.approx(1.0 if find_unused else 0.99)
     optimizer.zero_grad()
     model(torch.tensor([1.0]), world.rank == world.size - 1).sum().backward()
-    assert second.grad.item() == pytest.approx(model.module.first.item() / world.size)
+    assert second.grad.item() == pytest.approx(first.item() / world.size)
 
 
 @pytest.mark.ranks(2)
@@ -189,10 +155,8 @@ def test_gradients_kept_over_zero_grad(world, as_view):
         model.zero_grad()
         own_loss(model, world, step).backward()
     kept = {name: p.grad for name, p in model.module.named_parameters()}
-    model.zero_grad()
-    own_loss(model, world, 2).backward()
-    step = 2 if as_view else 1
-    assert_close(kept, gradients_alone(model.module, lambda alone: joined_loss(alone, step)))
+    check_backward(world, model, 2)
+    assert_close(kept, gradients_alone(model.module, lambda alone: joined_loss(alone, 2 if as_view else 1)))
 
 
 @pytest.mark.ranks(2)
@@ -203,11 +167,9 @@ def test_parameters_frozen_between_forward_and_backward(world, strategy):
     expected = gradients_alone(model.module, joined_loss)
     model.module[0].weight.requires_grad_(False)
     loss.backward()
-    got = gradients_of(model.module)
-    frozen = got.pop("0.weight")
+    frozen = model.module[0].weight.grad
     assert frozen is None or not frozen.any()
-    del expected["0.weight"]
-    assert_close(got, expected)
+    assert_close({**gradients_of(model.module), "0.weight": None}, {**expected, "0.weight": None})
 
 
 # ---- which backwards are averaged -------------------------------------------------------------------------------
@@ -263,22 +225,14 @@ def test_forwards_of_both_kinds_and_calls_of_the_module_itself(world, way):
     check_averaged(world, model, two_losses)
 
 
-def fail(gradient: Tensor) -> None:
-    raise ArithmeticError("in the middle")
-
-
 @pytest.mark.ranks(2)
-def test_a_backward_in_no_sync_that_ends_in_an_exception(world):
-    model = wrapped(world, built(mlp))
+def test_a_backward_in_no_sync_that_ends_in_an_exception(world, model):
     with model.no_sync():
         loss = own_loss(model, world)
     handle = model.module[3].weight.register_hook(fail)
-    with pytest.raises(ArithmeticError, match="in the middle"):
-        loss.backward()
+    refused(ArithmeticError, (loss.backward, "in the middle"))
     handle.remove()
-    model.zero_grad()
-    own_loss(model, world).backward()
-    check_averaged(world, model)
+    check_backward(world, model)
 
 
 @pytest.mark.ranks(2)
@@ -299,7 +253,6 @@ def test_gradients_of_averaged_gradients(world, way, as_view, make):
         return gradients_of(module)
 
     alone = copy.deepcopy(model.module)
-    expected = second(alone, lambda step: joined_loss(alone, step))
     got = second(model, lambda step: own_loss(model, world, step))
-    assert_close(got, expected, tolerance=1e-4)
+    assert_close(got, second(alone, lambda step: joined_loss(alone, step)), tolerance=1e-4)
     assert_same_on_all_ranks(world, got)

@@ -7,11 +7,11 @@ import copy
 
 import pytest
 import torch
-from helpers.compare import assert_close, assert_same_on_all_ranks, gradients_of
-from helpers.models import NO_SYNC, SYNCHRONOUS, TINY, batch_norm, batch_of, built, large, mlp, wrapped
+from helpers.compare import assert_close, assert_same_on_all_ranks, gradients_of, refused
+from helpers.models import NO_SYNC, SYNCHRONOUS, TINY, batch_norm, batch_of, built, fail, large, mlp, wrapped
 from helpers.observers import logged
 from helpers.settings import each_pair
-from helpers.steps import adamw, loss_of, sgd
+from helpers.steps import adamw, loss_of, optimizer_of, sgd
 from torch import Tensor, nn
 
 import axonmpi as ax
@@ -79,11 +79,7 @@ def trained_by_hand(
 def test_even_batches_of_a_batch_norm(world, broadcasts):
     """Each rank's statistics are of its own batches, which begin with rank 0's or with its own."""
     model = wrapped(world, built(batch_norm), broadcast_buffers=broadcasts)
-    optimizer = sgd(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        own_loss(model, world.rank, step).backward()
-        optimizer.step()
+    train(model, world, 3, enable=False)
     state, buffers = trained_by_hand(batch_norm, [3, 3, 3], broadcasts=broadcasts)
     assert_close(model.state_dict(), {**state, **buffers[world.rank]})
     assert int(model.module.norm.num_batches_tracked) == 3
@@ -141,13 +137,12 @@ def test_uneven_batches_on_each_number_of_ranks(world):
 
 
 @pytest.mark.ranks(2)
-def test_again_and_without(world):
+def test_again_and_without(world, model):
     """An epoch without batches, two with a context each, an even one outside, with averages over all ranks."""
-    model = wrapped(world, built(mlp))
     train(model, world, 0)
     check(world, model, built(mlp).state_dict())
-    train(model, world, world.rank, divide_by_initial_world_size=False)
-    train(model, world, 1 - world.rank, divide_by_initial_world_size=False)
+    for count in (world.rank, 1 - world.rank):
+        train(model, world, count, divide_by_initial_world_size=False)
     train(model, world, 1, enable=False)
     alone = copy.deepcopy(model.module)
     model.zero_grad()
@@ -163,18 +158,12 @@ def test_again_and_without(world):
 
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("initial_size", [True, False])
-def test_an_optimizer_and_its_scheduler_stay_in_step(world, initial_size):
+def test_an_optimizer_and_its_scheduler_stay_in_step(world, model, initial_size):
     """Two epochs with Adam: the second begins with the state of a rank that trained to the end of the first."""
-    epochs = [COUNTS[world.size], list(reversed(COUNTS[world.size]))]
-
-    def prepare(module: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-        optimizer = adamw(module)
-        return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-
-    model, alone = wrapped(world, built(mlp)), built(mlp)
-    ours, our_rates = prepare(model)
-    theirs, their_rates = prepare(alone)
-    for counts in epochs:
+    alone = built(mlp)
+    ours, theirs = adamw(model), adamw(alone)
+    our_rates, their_rates = (torch.optim.lr_scheduler.CosineAnnealingLR(own, 20) for own in (ours, theirs))
+    for counts in (COUNTS[world.size], COUNTS[world.size][::-1]):
         with model.join(ours, our_rates, divide_by_initial_world_size=initial_size):
             for step in range(counts[world.rank]):
                 ours.zero_grad()
@@ -195,13 +184,12 @@ def test_an_optimizer_and_its_scheduler_stay_in_step(world, initial_size):
 
 
 def scheduled(module: nn.Module) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer = plain(module)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     return optimizer
 
 
-def plain(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.1)
+plain = optimizer_of("SGD", lr=0.1)
 
 
 @pytest.mark.ranks(2)
@@ -209,8 +197,7 @@ def plain(module: nn.Module) -> torch.optim.Optimizer:
     ("make", "uneven", "refuses"),
     [(adamw, True, True), (scheduled, True, True), (plain, True, False), (adamw, False, False)],
 )
-def test_an_optimizer_that_was_not_given_refuses_to_go_on_out_of_step(world, make, uneven, refuses):
-    model = wrapped(world, built(mlp))
+def test_an_optimizer_that_was_not_given_refuses_to_go_on_out_of_step(world, model, make, uneven, refuses):
     optimizer = make(model)
     train(model, world, 2 - world.rank if uneven else 2, optimizer)
     if refuses:
@@ -223,44 +210,41 @@ def test_an_optimizer_that_was_not_given_refuses_to_go_on_out_of_step(world, mak
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("given", [True, "optimizer"])
-def test_what_has_no_state_is_refused(world, given):
-    model = wrapped(world, built(mlp))
-    with pytest.raises(TypeError, match=r"join: expected optimizers, schedulers .* settings go by name"):
-        model.join(given)
+def test_what_has_no_state_is_refused(model, given):
+    refused(TypeError, (lambda: model.join(given), r"join: expected optimizers, schedulers .* settings go by name"))
 
 
-class Head(nn.Module):
+class FirstOfTwo(nn.Sequential):
+    """Two layers, of which one is used."""
+
     def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Linear(2, 2)
-        self.unused = nn.Linear(2, 2)
+        super().__init__(nn.Linear(2, 2), nn.Linear(2, 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)
+        return self[0](x)
 
 
 @pytest.mark.ranks(2)
 def test_what_no_rank_uses_has_no_gradient(world):
-    model = wrapped(world, built(Head), find_unused_parameters=True)
+    model = wrapped(world, built(FirstOfTwo), find_unused_parameters=True)
     with model.join():
         for _ in range(2 - world.rank):
             model(torch.ones(1, 2)).sum().backward()
-    assert model.module.unused.weight.grad is None
+    assert model.module[1].weight.grad is None
 
 
 @pytest.mark.ranks(3)
 def test_unused_parameters_are_an_error_on_ranks_that_have_left_too(world):
-    model = wrapped(world, built(Head))
+    model = wrapped(world, built(FirstOfTwo))
 
     def train_on_rank_1() -> None:
         with model.join():
             for _ in range(int(world.rank == 1)):
                 model(torch.ones(1, 2)).sum().backward()
 
-    with pytest.raises(UnusedParameterError, match=r"unused.weight \(rank 1\)"):
-        train_on_rank_1()
+    refused(UnusedParameterError, (train_on_rank_1, r"1.weight \(rank 1\)"))
     model.zero_grad()
-    model.module.unused.requires_grad_(False)
+    model.module[1].requires_grad_(False)
     model(torch.ones(1, 2)).sum().backward()
     assert_same_on_all_ranks(world, gradients_of(model.module))
 
@@ -269,27 +253,23 @@ def test_unused_parameters_are_an_error_on_ranks_that_have_left_too(world):
 @each_pair(strategy=list(GradSyncStrategy), make=[mlp, batch_norm])
 def test_throwing_as_soon_as_one_has_left(world, strategy, make):
     model = wrapped(world, built(make), sync_strategy=strategy, bucket_cap_mb=TINY)
-    counts = [2, 1, 2]
-    with pytest.raises(RankFailedError) as error:
-        train(model, world, counts[world.rank], throw_on_early_termination=True)
-    assert "ranks [1] ran out of batches while ranks [0, 2] were still training" in str(error.value)
+    message = r"ranks \[1\] ran out of batches while ranks \[0, 2\] were still training"
+    with pytest.raises(RankFailedError, match=message):
+        train(model, world, [2, 1, 2][world.rank], throw_on_early_termination=True)
     # afterwards all ranks train on, with the parameters of the one step they all made
-    assert_same_on_all_ranks(world, {name: p.detach() for name, p in model.module.named_parameters()})
+    assert_same_on_all_ranks(world, dict(model.module.named_parameters()))
     train(model, world, 1, throw_on_early_termination=True)
     assert_same_on_all_ranks(world, model.state_dict())
 
 
 @pytest.mark.ranks(2)
-def test_an_exception_inside_is_not_held_up(world):
-    model = wrapped(world, built(mlp))
-
-    def fail() -> None:
+def test_an_exception_inside_is_not_held_up(world, model):
+    def fail_within() -> None:
         with model.join():
             own_loss(model, 0, 0).backward()
-            raise KeyError("mine")
+            fail()
 
-    with pytest.raises(KeyError, match="mine"):
-        fail()
+    refused(ArithmeticError, (fail_within, "in the middle"))
     with logged(world) as log:
         model.zero_grad()
         own_loss(model, world.rank, 1).backward()
@@ -309,13 +289,11 @@ def test_ranks_that_are_not_at_the_same_step(world):
                 model.sync_gradients()
 
     message = "the ranks that still train are not at the same step: rank 0: gradients, rank 2: by hand"
-    with pytest.raises(CollectiveMismatchError, match=message):
-        train_differently()
+    refused(CollectiveMismatchError, (train_differently, message))
 
 
 @pytest.mark.ranks(2)
-def test_an_optimizer_stays_in_step_where_a_rank_has_made_steps_by_itself(world):
-    model = wrapped(world, built(mlp))
+def test_an_optimizer_stays_in_step_where_a_rank_has_made_steps_by_itself(world, model):
     optimizer = adamw(model)
     with model.join(optimizer):
         own_loss(model, world.rank, 0).backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -16,46 +17,42 @@ from helpers.models import (
     SMALL,
     SYNCHRONOUS,
     TINY,
+    Weights,
     batch_of,
     built,
     channels_last,
     joined_loss,
     mlp,
+    own_data,
     own_loss,
     part_of,
     strided_weight,
     wrapped,
 )
-from helpers.observers import logged
+from helpers.observers import Log, logged
 from helpers.placements import REAL
 from helpers.steps import loss_of
 from torch import Tensor, nn
 
+import axonmpi as ax
 from axonmpi import DDP, GradSyncStrategy, MockBackend, ReduceOp
 
 # ---- when and what ----------------------------------------------------------------------------------------------
 
 
-class Watch:
+class Watch(Log):
     """An observer that lets another thread wait for a number of reductions to be complete."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self.entered = 0
-        self.left = 0
-
-    def enter(self, operation: str, nbytes: int) -> None:
-        with self._changed:
-            self.entered += operation == "all_reduce"
+        super().__init__()
+        self._completed = threading.Semaphore(0)
 
     def leave(self, operation: str) -> None:
-        with self._changed:
-            self.left += operation == "all_reduce"
-            self._changed.notify_all()
+        if operation == "all_reduce":
+            self._completed.release()
 
     def wait_until_left(self, count: int) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self.left >= count, limit(30))
+        return all(self._completed.acquire(timeout=limit(30)) for _ in range(count))
 
 
 @pytest.mark.ranks(2)
@@ -74,14 +71,14 @@ def test_reductions_are_complete_before_backward_ends(world):
         own_loss(model, world).backward()
     hidden.remove()
     assert seen == [True]
-    assert watch.entered == 7 + 1  # seven gradients, of which the first layer's two came later
+    assert len(watch.calls) == 7 + 1  # seven gradients, of which the first layer's two came later
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", [SYNCHRONOUS, NO_SYNC])
 def test_other_strategies_reduce_nothing_during_backward(world, strategy):
     model = wrapped(world, built(mlp), sync_strategy=strategy)
-    inputs, targets = part_of(batch_of(model, 0), world.rank, world.size)
+    inputs, targets = own_data(model, world)
     inputs.requires_grad_()
     during = []
     with logged(world) as log:
@@ -89,12 +86,10 @@ def test_other_strategies_reduce_nothing_during_backward(world, strategy):
         loss_of(model(inputs), targets).backward()
         after = len(log.calls)
         model.sync_gradients()
-    assert model.sync_strategy is strategy
-    assert during == [0]
-    asked = 1  # whether there is something to reduce
+    assert (model.sync_strategy, during) == (strategy, [0])
     buckets_and_status = len(model.bucket_sizes) + 1
     assert after == (buckets_and_status if strategy is SYNCHRONOUS else 0)
-    assert len(log.calls) == asked + buckets_and_status
+    assert len(log.calls) == 1 + buckets_and_status  # one asks whether there is something to reduce
 
 
 @pytest.mark.ranks(2)
@@ -111,27 +106,23 @@ def test_one_reduction_a_bucket_and_one_status(world, cap, count, overlaps, find
         with logged(world) as log:
             own_loss(model, world, step).backward()
         assert log.calls == [("all_reduce", 4 * size) for size in model.bucket_sizes] + [("all_reduce", flags)]
-    assert len(model.bucket_sizes) == count
-    assert sum(model.bucket_sizes) == sum(p.numel() for p in model.parameters())
+    numel = sum(p.numel() for p in model.parameters())
+    assert (len(model.bucket_sizes), sum(model.bucket_sizes)) == (count, numel)
 
 
-class OtherOrder(nn.Module):
-    """Uses its layers in another order than the one in which they are registered; sizes 2, 4, 6 and 8."""
+def in_order(weights: nn.ParameterList, x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Use parameters in another order than the one in which they are registered."""
+    return math.prod((weights[position].mean() for position in order), start=x)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.ones(size)) for size in (2, 4, 6, 8))
 
-    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
-        for position in order:
-            x = x * self.weights[position].mean()
-        return x
+def other_order() -> nn.Module:
+    return Weights(in_order, (torch.ones(size) for size in (2, 4, 6, 8)))
 
 
 @pytest.mark.ranks(2)
 @AS_VIEW
 def test_buckets_follow_the_order_of_gradients_on_rank_0(world, as_view):
-    model = wrapped(world, OtherOrder(), bucket_cap_mb=TINY, gradient_as_bucket_view=as_view)
+    model = wrapped(world, other_order(), bucket_cap_mb=TINY, gradient_as_bucket_view=as_view)
     assert model.bucket_sizes == [8, 6, 4, 2]
     x = torch.tensor(1.0 + world.rank)
     model(x, (0, 2, 1, 3) if world.rank == 0 else (3, 2, 1, 0)).backward()
@@ -140,13 +131,13 @@ def test_buckets_follow_the_order_of_gradients_on_rank_0(world, as_view):
     model(x, (3, 2, 1, 0)).backward()  # any other order still works, and is not learned again
     assert model.bucket_sizes == [8, 4, 6, 2]
     mean = sum(1.0 + rank for rank in range(world.size)) / world.size
-    for weight in model.module.weights:
-        torch.testing.assert_close(weight.grad, torch.full_like(weight, mean / weight.numel()))
+    expected = [torch.full_like(weight, mean / weight.numel()) for weight in model.parameters()]
+    assert_close([weight.grad for weight in model.parameters()], expected)
 
 
 @pytest.mark.ranks(2)
 def test_nothing_is_learned_from_a_backward_that_one_rank_did_not_complete(world):
-    model = wrapped(world, OtherOrder(), bucket_cap_mb=TINY, find_unused_parameters=True)
+    model = wrapped(world, other_order(), bucket_cap_mb=TINY, find_unused_parameters=True)
     x = torch.tensor(1.0)
     model(x, (0, 1, 2, 3) if world.rank == 0 else (0, 1)).backward()
     assert model.bucket_sizes == [8, 6, 4, 2]
@@ -182,6 +173,21 @@ def test_a_small_model_has_more_buckets_between_nodes(world, monkeypatch):
 # ---- in which dtype ---------------------------------------------------------------------------------------------
 
 
+def loss_on_rank(model: nn.Module, world: ax.World, rank: int) -> Tensor:
+    """Compute the loss of one rank's part of a batch, in the dtype of the model."""
+    dtype = next(model.parameters()).dtype
+    inputs, targets = (tensor.to(dtype) for tensor in part_of(batch_of(model, 0), rank, world.size))
+    return loss_of(model(inputs), targets)
+
+
+def gradients_of_ranks(model: DDP, world: ax.World) -> dict[str, Tensor]:
+    """Return, for each parameter, the gradients that the ranks have before the average, computed in one process."""
+    each = [
+        gradients_alone(model.module, lambda alone, r=r: loss_on_rank(alone, world, r)) for r in range(world.size)
+    ]
+    return {name: torch.stack([own[name].float() for own in each]) for name in each[0]}
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("strategy", "as_view"), [(SYNCHRONOUS, False), (OVERLAPPED, True), (NO_SYNC, True)])
 def test_gradients_travel_in_bfloat16(world, strategy, as_view):
@@ -192,22 +198,15 @@ def test_gradients_travel_in_bfloat16(world, strategy, as_view):
         own_loss(model, world).backward()
         if strategy is NO_SYNC:
             model.sync_gradients()
-    assert [size for operation, size in log.calls if operation == "all_reduce" and size > 1] == [
-        2 * size for size in model.bucket_sizes
-    ]
+    sent = [size for operation, size in log.calls if operation == "all_reduce" and size > 1]
+    assert sent == [2 * size for size in model.bucket_sizes]
     backend = world.default_group.backend
     if isinstance(backend, MockBackend):
         sent = [call.dtype for call in backend.log if call.op is ReduceOp.AVERAGE]
         assert sent == [torch.bfloat16] * len(model.bucket_sizes)
-
-    def loss(rank: int):
-        inputs, targets = part_of(batch_of(model, 0), rank, world.size)
-        return lambda alone: loss_of(alone(inputs), targets)
-
-    each = [gradients_alone(model.module, loss(rank)) for rank in range(world.size)]
-    rounding = 2.0**-8  # of a bfloat16, which has eight significant bits
-    for name, parameter in model.module.named_parameters():
-        gradients = torch.stack([own[name] for own in each])
+    each, rounding = gradients_of_ranks(model, world), 2.0**-8  # of a bfloat16, which has eight significant bits
+    for name, parameter in model.named_parameters():
+        gradients = each[name]
         bound = 1.01 * rounding * (gradients.abs().mean(0) + gradients.mean(0).abs()) + 1e-6
         assert parameter.grad.dtype == torch.float32
         assert ((parameter.grad - gradients.mean(0)).abs() <= bound).all(), name
@@ -219,16 +218,10 @@ def test_gradients_travel_in_bfloat16(world, strategy, as_view):
 @pytest.mark.parametrize(("reduce_dtype", "nbytes"), [(None, 2), (torch.float32, 4)])
 def test_gradients_in_bfloat16_that_travel_in_it_or_in_a_wider_dtype(world, reduce_dtype, nbytes):
     model = wrapped(world, built(mlp).bfloat16(), reduce_dtype=reduce_dtype)
-
-    def loss(module: nn.Module, rank: int) -> Tensor:
-        inputs, targets = part_of(batch_of(module, 0), rank, world.size)
-        return loss_of(module(inputs.bfloat16()), targets.bfloat16())
-
     with logged(world) as log:
-        loss(model, world.rank).backward()
+        loss_on_rank(model, world, world.rank).backward()
     assert log.calls[0] == ("all_reduce", nbytes * model.bucket_sizes[0])
-    each = [gradients_alone(model.module, lambda alone, r=r: loss(alone, r)) for r in range(world.size)]
-    expected = {name: torch.stack([own[name].float() for own in each]).mean(0) for name in each[0]}
+    expected = {name: gradients.mean(0) for name, gradients in gradients_of_ranks(model, world).items()}
     assert_close({name: g.float() for name, g in gradients_of(model.module).items()}, expected, tolerance=2**-7)
     assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
     assert_same_on_all_ranks(world, gradients_of(model.module))
@@ -236,20 +229,13 @@ def test_gradients_in_bfloat16_that_travel_in_it_or_in_a_wider_dtype(world, redu
 
 @pytest.mark.ranks(2)
 def test_complex_gradients_keep_their_imaginary_part(world):
-    module = nn.ParameterList([nn.Parameter(torch.ones(3, dtype=torch.complex64)), nn.Parameter(torch.ones(3))])
-    model = wrapped(world, built(lambda: ComplexProduct(module)), reduce_dtype=torch.bfloat16)
+    def product(weights: nn.ParameterList, x: Tensor) -> Tensor:
+        return x * ((weights[0] * 1j).real.sum() + weights[1].sum())
+
+    module = Weights(product, [torch.ones(3, dtype=torch.complex64), torch.ones(3)])
+    model = wrapped(world, module, reduce_dtype=torch.bfloat16)
     model(torch.tensor(1.0 + world.rank)).backward()
-    torch.testing.assert_close(module[0].grad, torch.full((3,), -1.5j))
-    torch.testing.assert_close(module[1].grad, torch.full((3,), 1.5))
-
-
-class ComplexProduct(nn.Module):
-    def __init__(self, weights: nn.ParameterList) -> None:
-        super().__init__()
-        self.weights = weights
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * ((self.weights[0] * 1j).real.sum() + self.weights[1].sum())
+    assert_close([weight.grad for weight in module.weights], [torch.full((3,), -1.5j), torch.full((3,), 1.5)])
 
 
 # ---- memory -----------------------------------------------------------------------------------------------------
@@ -268,12 +254,8 @@ def test_gradients_are_views_of_their_bucket(world, strategy):
         own_loss(model, world, step).backward()
         model.sync_gradients()
         assert len(set(storages(model))) == len(model.bucket_sizes)
-        in_buckets = sum(
-            {
-                p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes() for p in model.parameters()
-            }.values()
-        )
-        assert in_buckets == sum(p.nbytes for p in model.parameters())
+        in_buckets = {p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage() for p in model.parameters()}
+        assert sum(map(len, in_buckets.values())) == sum(p.nbytes for p in model.parameters())
     before = storages(model)
     model.zero_grad(set_to_none=False)
     own_loss(model, world).backward()
@@ -281,28 +263,21 @@ def test_gradients_are_views_of_their_bucket(world, strategy):
 
 
 @pytest.mark.ranks(2)
-def test_gradients_have_memory_of_their_own_without_views(world):
-    model = wrapped(world, built(mlp), gradient_as_bucket_view=False)
-    own_loss(model, world).backward()
-    assert len(set(storages(model))) == len(list(model.parameters()))
-
-
-@pytest.mark.ranks(2)
 @AS_VIEW
 def test_gradients_have_the_strides_of_their_parameters(world, as_view):
+    """In a bucket, or in memory of their own."""
     model = wrapped(world, built(channels_last), gradient_as_bucket_view=as_view)
     own_loss(model, world).backward()
+    assert len(set(storages(model))) == (1 if as_view else len(list(model.parameters())))
     assert model.module[0].weight.stride() == (18, 1, 6, 2)
     assert [p.grad.stride() for p in model.parameters()] == [p.stride() for p in model.parameters()]
     model = wrapped(world, built(strided_weight), gradient_as_bucket_view=as_view)
     own_loss(model, world).backward()
-    assert model.module[0].weight.grad.stride() == (1, 16)
-    assert model.module[5].weight.grad.stride() == (16, 1)
+    assert [model.module[layer].weight.grad.stride() for layer in (0, 5)] == [(1, 16), (16, 1)]
 
 
 @pytest.mark.ranks(2)
-def test_a_gradient_that_the_user_replaced_is_averaged(world):
-    model = wrapped(world, built(mlp))
+def test_a_gradient_that_the_user_replaced_is_averaged(world, model):
     own_loss(model, world).backward()
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, float(world.rank))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.compare import assert_close
+from helpers.compare import assert_close, assert_equal
 from helpers.models import batch_norm, batch_of, built, mlp, own_loss, part_of, wrapped
 from helpers.steps import adamw, loss_of
 from torch import Tensor, nn
@@ -16,17 +16,13 @@ from torch import Tensor, nn
 import axonmpi as ax
 
 
-class HasModule(nn.Module):
-    """Submodules whose names clash once a prefix is taken off or put on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = nn.Sequential(nn.Linear(2, 3))
-        self.module.module = nn.Linear(3, 4)
-        self.block = nn.Linear(4, 5)
-        self.module.block = nn.Linear(1, 6)
-        self.weight = nn.Parameter(torch.ones(1))
-        self.module.weight = nn.Parameter(torch.ones(2))
+def has_module() -> nn.Module:
+    """Make submodules whose names clash once a prefix is taken off or put on."""
+    inner = nn.ModuleDict({"0": nn.Linear(2, 3), "module": nn.Linear(3, 4), "block": nn.Linear(1, 6)})
+    outer = nn.ModuleDict({"module": inner, "block": nn.Linear(4, 5)})
+    for module in (outer, inner):
+        module.weight = nn.Parameter(torch.ones(1))
+    return outer
 
 
 class Versioned(nn.Module):
@@ -44,11 +40,8 @@ class Versioned(nn.Module):
         super()._load_from_state_dict(state, prefix, local_metadata, *rest)
 
 
-class ExtraState(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.counted = 0
+class ExtraState(nn.Linear):
+    counted = 0
 
     def get_extra_state(self):
         return {"counted": self.counted}
@@ -57,16 +50,12 @@ class ExtraState(nn.Module):
         self.counted = state["counted"]
 
 
-def versioned() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 2), Versioned())
-
-
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "buffers": batch_norm,
-    "has_module": HasModule,
-    "versioned": versioned,
+    "has_module": has_module,
+    "versioned": lambda: nn.Sequential(nn.Linear(2, 2), Versioned()),
     "root_versioned": Versioned,
-    "extra_state": ExtraState,
+    "extra_state": lambda: ExtraState(2, 2),
 }
 KIND = pytest.mark.parametrize("kind", KINDS)
 
@@ -87,19 +76,15 @@ def test_loads_with_and_without_the_wrapper(world, kind, way, nested):
     def make(how: str, seed: int) -> nn.Module:
         module = built(KINDS[kind], seed)
         inner = wrapped(world, module) if how == "wrapped" else module
-        return (
-            nn.ModuleDict({"before": nn.Linear(1, 1), "inner": inner, "module": nn.Linear(1, 1)})
-            if nested
-            else inner
-        )
+        around = {"before": nn.Linear(1, 1), "inner": inner, "module": nn.Linear(1, 1)}
+        return nn.ModuleDict(around) if nested else inner
 
     saved, loaded = make(source, 1), make(target, 2)
     if kind == "extra_state":
         getattr(saved, "inner", saved).get_submodule("module" if source == "wrapped" else "").counted = 7
     state = pickle.loads(pickle.dumps(saved.state_dict()))
     names = list(state)
-    assert str(loaded.load_state_dict(state)) == "<All keys matched successfully>"
-    assert list(state) == names
+    assert (str(loaded.load_state_dict(state)), list(state)) == ("<All keys matched successfully>", names)
     assert list(loaded.state_dict()) == names
     assert_close(tensors(loaded.state_dict()), tensors(saved.state_dict()), tolerance=0)
     if kind == "extra_state":
@@ -124,17 +109,18 @@ def test_errors_name_what_the_module_calls_it(world, prefix):
     del state[prefix + "0.weight"]
     state[prefix + "2.weight"] = torch.ones(2)
     state[prefix + "1.bias"] = torch.ones(7)
+    expected = (
+        f'Missing key(s) in state_dict: "{prefix}0.weight"',
+        f'Unexpected key(s) in state_dict: "{prefix}2.weight"',
+        f"size mismatch for {prefix}1.bias: ",
+    )
     with pytest.raises(RuntimeError) as error:
         model.load_state_dict(state)
-    text = str(error.value)
-    assert f'Missing key(s) in state_dict: "{prefix}0.weight"' in text
-    assert f'Unexpected key(s) in state_dict: "{prefix}2.weight"' in text
-    assert f"size mismatch for {prefix}1.bias: " in text
-    assert "module" not in text
+    assert [text for text in expected if text not in str(error.value)] == []
+    assert "module" not in str(error.value)
     del state[prefix + "1.bias"]
-    report = model.load_state_dict(state, strict=False)
-    assert sorted(report.missing_keys) == [prefix + "0.weight", prefix + "1.bias"]
-    assert report.unexpected_keys == [prefix + "2.weight"]
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert (sorted(missing), unexpected) == ([prefix + "0.weight", prefix + "1.bias"], [prefix + "2.weight"])
 
 
 @pytest.mark.ranks(2)
@@ -153,9 +139,8 @@ def test_training_goes_on_from_a_checkpoint(world):
             optimizer.step()
         return pickle.loads(pickle.dumps({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
 
-    straight = trained(range(4), {}, 0)
     half = trained(range(2), {}, 0)
-    assert_close(trained(range(2, 4), half, 5)["model"], straight["model"], tolerance=0)
+    assert_equal(trained(range(2, 4), half, 5)["model"], trained(range(4), {}, 0)["model"])
 
 
 @pytest.mark.ranks(2)
@@ -165,11 +150,8 @@ def test_parameters_and_buffers_have_the_names_of_the_module(world, kind, wrappe
     """So groups of parameters made by name are the same with and without a wrapper, and with another one."""
     plain, model = built(KINDS[kind]), wrapper(built(KINDS[kind]))
     for listed in ("named_parameters", "named_buffers"):
-        names = [name for name, _ in getattr(plain, listed)()]
-        assert [name for name, _ in getattr(model, listed)()] == names
-        assert [name for name, _ in getattr(model, listed)("p", recurse=False)] == [
-            name for name, _ in getattr(plain, listed)("p", recurse=False)
-        ]
+        for arguments in ((), ("p", False)):
+            assert list(dict(getattr(model, listed)(*arguments))) == list(dict(getattr(plain, listed)(*arguments)))
     assert set(dict(plain.named_parameters())) <= set(model.state_dict())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -20,10 +21,12 @@ from helpers.models import (
     TINY,
     WAYS,
     Checkpointed,
+    MayFail,
     batch_norm,
     batch_of,
     built,
     check_averaged,
+    check_backward,
     equals_alone,
     joined_loss,
     large,
@@ -59,10 +62,10 @@ from axonmpi.errors import RankFailedError
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("strategy", "make"), [(SYNCHRONOUS, mlp), (OVERLAPPED, large)])
 def test_autocast(world, strategy, make):
+    @torch.autocast("cpu", torch.bfloat16)
     def loss(module: nn.Module, rank: int) -> Tensor:
         inputs, targets = part_of(batch_of(module, 0), rank, world.size)
-        with torch.autocast("cpu", torch.bfloat16):
-            return loss_of(module(inputs), targets)
+        return loss_of(module(inputs), targets)
 
     model = wrapped(world, built(make), sync_strategy=strategy)
     loss(model, world.rank).backward()
@@ -79,10 +82,8 @@ def test_gradient_scaler_skips_a_step_on_all_ranks_together(world, strategy):
     for step in range(4):
         before = copy.deepcopy(model.state_dict())
         optimizer.zero_grad()
-        loss = own_loss(model, world, step)
-        if step == 1 and world.rank == world.size - 1:
-            loss = loss * torch.inf
-        scaler.scale(loss).backward()
+        factor = torch.inf if step == 1 and world.rank == world.size - 1 else 1.0
+        scaler.scale(factor * own_loss(model, world, step)).backward()
         model.sync_gradients()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1e4)
@@ -158,25 +159,24 @@ def test_shared_parameters_under_reentrant_checkpointing_cannot_be_sent_early(wo
     model.module[2].requires_grad_(False)
     for _ in range(2):
         loss = own_loss(model, world)
-        with pytest.raises(ValueError, match=r"1.0.(weight|bias)' got a second gradient .*use_reentrant=False"):
-            loss.backward()
+        refused(ValueError, (loss.backward, r"1.0.(weight|bias)' got a second gradient .*use_reentrant=False"))
     model.module.reentrant = False
-    model.zero_grad()
-    own_loss(model, world).backward()
-    check_averaged(world, model)
+    check_backward(world, model)
 
 
 # ---- other ways to run backward ---------------------------------------------------------------------------------
 
 
-STEPS_OF_TRAINING = [
-    *(forwards_before_one_backward, forwards_and_backwards_later, accumulates_averages, goes_backward_twice),
-    *(evaluates_between_steps, asks_for_gradients_of_inputs, penalised, checkpoints_the_model),
-]
-
-
 @pytest.mark.ranks(2)
-@each_pair(step=STEPS_OF_TRAINING, way=WAYS, as_view=[True, False], make=[mlp, large])
+@each_pair(
+    step=[
+        *(forwards_before_one_backward, forwards_and_backwards_later, accumulates_averages, goes_backward_twice),
+        *(evaluates_between_steps, asks_for_gradients_of_inputs, penalised, checkpoints_the_model),
+    ],
+    way=WAYS,
+    as_view=[True, False],
+    make=[mlp, large],
+)
 def test_each_step_equals_one_process(world, step, way, as_view, make):
     """What has no part in a gradient penalty is an unused parameter of its backward."""
     options = {"gradient_as_bucket_view": as_view, "find_unused_parameters": step is penalised, **way}
@@ -189,8 +189,7 @@ def test_a_batch_norm_in_several_forwards_before_one_backward(world, norm):
     """Its buffers are broadcast in between; where it trains its statistics are those of each rank's part."""
     model = wrapped(world, built(batch_norm))
     model.train(norm != "evaluates")
-    if norm == "is frozen":
-        model.module.norm.eval()
+    model.module.norm.train(norm == "trains")
     with logged(world) as log:
         (own_loss(model, world, 0) + 2 * own_loss(model, world, 1)).backward()
     assert sum(operation == "all_reduce" for operation, _ in log.calls) == len(model.bucket_sizes) + 1
@@ -209,7 +208,7 @@ def test_a_batch_norm_in_several_forwards_before_one_backward(world, norm):
 )
 def test_autograd_grad_disturbs_nothing(world, of, strategy, find_unused, make):
     model = wrapped(world, built(make), sync_strategy=strategy, find_unused_parameters=find_unused)
-    inputs, targets = part_of(batch_of(model, 0), world.rank, world.size)
+    inputs, targets = own_data(model, world)
     inputs.requires_grad_()
     wanted = {
         "inputs": [inputs],
@@ -247,18 +246,17 @@ def test_two_wrapped_models_in_one_backward(world, strategy):
     second = wrapped(world, built(lambda: nn.Linear(3, 3), 2), sync_strategy=strategy)
     inputs, targets = batch_of(first, 0)
     for _ in range(2):
-        first.zero_grad()
-        second.zero_grad()
+        both = nn.Sequential(first.module, second.module)
+        both.zero_grad()
         mine, wanted = part_of((inputs, targets), world.rank, world.size)
         loss_of(second(first(mine)), wanted).backward()
-        both = nn.Sequential(first.module, second.module)
-        expected = gradients_alone(both, lambda alone: loss_of(alone(inputs), targets))
-        assert_close(gradients_of(both), expected)
+        assert_close(gradients_of(both), gradients_alone(both, lambda alone: loss_of(alone(inputs), targets)))
 
 
 @pytest.mark.ranks(2)
-def test_a_sparse_gradient_is_refused(world):
-    model = wrapped(world, built(lambda: nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 2))))
+@pytest.mark.parametrize("wrap", [ax.DDP, ax.FSDP])
+def test_a_sparse_gradient_is_refused(world, wrap):
+    model = wrap(built(lambda: nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 2))))
     with pytest.raises(ValueError, match=r"the gradient of '0.weight' is sparse, .* sparse=False"):
         model(torch.tensor([1, 2])).sum().backward()
 
@@ -274,24 +272,18 @@ def debug(monkeypatch):
 def test_nan_in_the_gradient_of_a_rank_is_told_with_its_number(world, wrap):
     model = wrap(built(lambda: nn.Sequential(nn.Linear(3, 2))))
     x = torch.ones(2, 3)
-    if world.rank == 1:
-        x[0, 1] = float("nan")
-        message = r"rank 1: the gradient of '0.weight' has 2 values that are nan on this rank, of 6"
-        with pytest.warns(RuntimeWarning, match=message):
-            model(x).sum().backward()
-    else:
+    x[0, 1] = float("nan") if world.rank == 1 else 1.0
+    message = r"rank 1: the gradient of '0.weight' has 2 values that are nan on this rank, of 6"
+    with pytest.warns(RuntimeWarning, match=message) if world.rank == 1 else contextlib.nullcontext():
         model(x).sum().backward()
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # used by torch itself
-def test_transforms_of_functions(world):
-    model = wrapped(world, built(mlp))
-    inputs, _ = batch_of(model, 0)
-    direction, _ = batch_of(model, 1)
-    _, slope = torch.func.jvp(model, (inputs,), (direction,))
-    torch.testing.assert_close(slope, torch.func.jvp(model.module, (inputs,), (direction,))[1])
-    torch.testing.assert_close(torch.func.vmap(model)(inputs), model.module(inputs))
+def test_transforms_of_functions(model):
+    inputs, direction = (batch_of(model, index)[0] for index in range(2))
+    found, expected = (torch.func.jvp(each, (inputs,), (direction,)) for each in (model, model.module))
+    assert_close((*found, torch.func.vmap(model)(inputs)), (*expected, model.module(inputs)))
     found = torch.func.grad(lambda values: torch.func.functional_call(model, values, (inputs,)).square().mean())(
         dict(model.named_parameters())
     )
@@ -299,26 +291,6 @@ def test_transforms_of_functions(world):
 
 
 # ---- exceptions -------------------------------------------------------------------------------------------------
-
-
-def fail(_: Tensor) -> None:
-    raise ArithmeticError("in the middle of backward")
-
-
-class MayFail(nn.Module):
-    """Backward reaches the last layer, and then fails or goes on to the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 8)
-        self.last = nn.Linear(8, 3)
-        self.fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        if self.fails:
-            hidden.register_hook(fail)
-        return self.last(hidden)
 
 
 @pytest.mark.ranks(2)
@@ -335,16 +307,12 @@ class MayFail(nn.Module):
 def test_an_exception_in_backward_on_all_ranks(world, strategy, next_step):
     model = wrapped(world, built(MayFail), sync_strategy=strategy, bucket_cap_mb=TINY)
     for _ in range(2):
-        model.module.fails = True
-        with pytest.raises(ArithmeticError, match="in the middle"):
-            own_loss(model, world).backward()
-        model.module.fails = False
+        model.module.fails = "backward"
+        refused(ArithmeticError, (lambda: own_loss(model, world).backward(), "in the middle"))
+        model.module.fails = ""
         if next_step == "by hand":
             model.sync_gradients()
-        model.zero_grad()
-        own_loss(model, world).backward()
-        model.sync_gradients()
-        check_averaged(world, model)
+        check_backward(world, model)
 
 
 @pytest.mark.ranks(2, 4)
@@ -358,14 +326,10 @@ def test_an_exception_in_backward_on_one_rank_is_told_to_the_others(world, strat
         world, built(MayFail), sync_strategy=strategy, bucket_cap_mb=TINY, find_unused_parameters=find_unused
     )
     for step in range(2):
-        model.module.fails = world.rank == 1
-        loss = own_loss(model, world, step)
+        model.module.fails = "backward" if world.rank == 1 else ""
+        kind, message = RankFailedError, "backward ended in an exception on rank 1, which then went on"
         if world.rank == 1:
-            refused(ArithmeticError, (loss.backward, "in the middle"))
-        else:
-            message = "backward ended in an exception on rank 1, which then went on"
-            refused(RankFailedError, (loss.backward, message))
-        model.module.fails = False
-        model.zero_grad()
-        own_loss(model, world, step).backward()
-        check_averaged(world, model, lambda alone, step=step: joined_loss(alone, step))
+            kind, message = ArithmeticError, "in the middle"
+        refused(kind, (own_loss(model, world, step).backward, message))
+        model.module.fails = ""
+        check_backward(world, model, step)

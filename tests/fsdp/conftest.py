@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from helpers.models import new_group
+from helpers.models import Blocks, built, new_group
 
 import axonmpi as ax
 
@@ -29,3 +29,15 @@ def wrap(world, setting):
     """Return a wrapper that shards a model among all ranks, placed as the setting says."""
     with new_group(world) as group:
         yield functools.partial(ax.FSDP, process_group=group, sharding_strategy=setting)
+
+
+@pytest.fixture
+def model(wrap):
+    """A model of blocks that is sharded, as the setting says."""
+    return wrap(built(Blocks))
+
+
+@pytest.fixture
+def usual(world):
+    """A model of blocks that is sharded, with the usual settings."""
+    return ax.FSDP(built(Blocks))

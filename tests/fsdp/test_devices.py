@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.doubled_worlds import doubled
 from helpers.models import Blocks, built, equals_alone, own_data, train
 from helpers.steps import adamw, usual_step
 from torch import nn
@@ -16,7 +15,6 @@ from torch import nn
 import axonmpi as ax
 from axonmpi import CPUOffload, ShardingStrategy
 from axonmpi.fsdp.offload import PinnedMemory
-from axonmpi.testing import run_ranks
 from axonmpi.utils.device import Device
 
 ELSEWHERE = torch.device("cuda", 1)
@@ -31,8 +29,7 @@ def test_parameters_where_the_ranks_have_no_memory_are_refused(world, monkeypatc
 
 @pytest.mark.ranks(1)
 def test_parameters_on_several_devices_are_refused(world, monkeypatch):
-    places = {torch.device("cpu"), ELSEWHERE}
-    monkeypatch.setattr("axonmpi.fsdp.wrapper.places_of", lambda model: places)
+    monkeypatch.setattr("axonmpi.fsdp.wrapper.places_of", lambda model: {torch.device("cpu"), ELSEWHERE})
     with pytest.raises(ValueError, match="expected parameters on one device, got them on cpu, cuda:1"):
         ax.FSDP(built(Blocks))
 
@@ -48,19 +45,13 @@ def test_buckets_lie_where_the_gradients_do(world, monkeypatch):
 
 
 @pytest.mark.ranks(2)
-def test_whole_states_lie_where_they_are_wanted(world, wrap):
-    model = wrap(built(Blocks))
-    optimizer = adamw(model)
-    usual_step(model, optimizer, own_data(model, world))
-    whole = model.full_state_dict(device="meta")  # a device without room for anything
-    assert {value.device.type for value in whole.values()} == {"meta"}
+def test_whole_states_lie_where_they_are_wanted(world, model):
+    optimizer = train(model, world, 1, adamw)
+    for options, place in (({"device": "meta"}, "meta"), ({}, "cpu")):  # the first has no room for anything
+        assert {value.device.type for value in model.full_state_dict(**options).values()} == {place}
     state = model.full_optimizer_state_dict(optimizer, device="meta")["state"]["head.weight"]
-    assert {key: value.device.type for key, value in state.items()} == {
-        "step": "cpu",
-        "exp_avg": "meta",
-        "exp_avg_sq": "meta",
-    }
-    assert model.full_state_dict()["head.weight"].device.type == "cpu"
+    places = {key: value.device.type for key, value in state.items()}
+    assert places == {"step": "cpu", "exp_avg": "meta", "exp_avg_sq": "meta"}
 
 
 # ---- offload ----------------------------------------------------------------------------------------------------
@@ -104,8 +95,7 @@ def noted(monkeypatch):
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
 def test_a_step_begins_after_the_copies_of_what_it_changes(world, noted, strategy):
     model = ax.FSDP(built(Blocks), sharding_strategy=strategy, cpu_offload=CPUOffload.FULL)
-    optimizer = adamw(model)
-    usual_step(model, optimizer, own_data(model, world))
+    optimizer = train(model, world, 1, adamw)
     with torch.no_grad():
         model(own_data(model, world)[0])
     noted.notes.clear()
@@ -133,34 +123,25 @@ def test_each_unit_is_copied_while_the_one_before_computes(world, noted):
         for _ in range(2):  # the first one learns the order
             uploads.clear()
             model(own_data(model, world)[0])
-    inner = [unit.name for unit in model._runtime.units if unit.lent is not None]
-    for before, after in pairwise(inner):
+    for before, after in pairwise([unit.name for unit in model._runtime.units if unit.lent is not None]):
         assert uploads.index(after) < uploads.index(f"compute {before}")
 
 
-def _home(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+@pytest.mark.over_double
+@pytest.mark.ranks(2)
+def test_gradients_lie_in_memory_of_the_cpu(world):
+    model = ax.FSDP(built(Blocks), cpu_offload=CPUOffload.PARAMS)
+    train(model, world, 2)
+    assert all(isinstance(flat.pinned, PinnedMemory) and not flat.in_place for flat in model._runtime.flats)
+    for gradient in model._runtime.queue.gradients:
+        own = [parameter.sharded.grad for parameter in gradient.flat.parameters if parameter.own.numel()]
+        assert own
+        assert len({grad.untyped_storage().data_ptr() for grad in (*own, gradient.shard)}) == 1
 
 
-def test_gradients_lie_in_memory_of_the_cpu():
-    def body(world: ax.World) -> None:
-        model = ax.FSDP(built(Blocks), cpu_offload=CPUOffload.PARAMS)
-        train(model, world, 2)
-        flats = model._runtime.flats
-        assert all(isinstance(flat.pinned, PinnedMemory) and not flat.in_place for flat in flats)
-        for gradient in model._runtime.queue.gradients:
-            own = [parameter.sharded.grad for parameter in gradient.flat.parameters if parameter.own.numel()]
-            assert {_home(grad) for grad in own} == {_home(gradient.shard)}
-
-    with doubled():
-        run_ranks(2, body)
-
-
+@pytest.mark.over_double
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("strategy", list(ShardingStrategy))
 @pytest.mark.parametrize("options", [{}, {"mixed_precision": ax.MixedPrecision(param_dtype=torch.float64)}])
-def test_offloaded_from_a_gpu_equals_one_process(strategy, options):
-    def body(world: ax.World) -> None:
-        equals_alone(world, Blocks, usual_step, sharding_strategy=strategy, cpu_offload=CPUOffload.FULL, **options)
-
-    with doubled():
-        run_ranks(2, body)
+def test_offloaded_from_a_gpu_equals_one_process(world, strategy, options):
+    equals_alone(world, Blocks, usual_step, sharding_strategy=strategy, cpu_offload=CPUOffload.FULL, **options)

@@ -11,8 +11,20 @@ import pytest
 import torch
 from helpers.compare import assert_close, assert_gradients, refused
 from helpers.limits import limit
-from helpers.models import Blocks, batch_of, built, frozen_blocks, in_turn, new_group, own_data
-from helpers.steps import adamw, loss_of, optimizer_of, usual_step
+from helpers.models import (
+    Blocks,
+    MayFail,
+    batch_of,
+    built,
+    frozen_blocks,
+    in_turn,
+    joined_loss,
+    new_group,
+    own_data,
+    own_loss,
+    train,
+)
+from helpers.steps import adamw, loss_of, usual_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -44,20 +56,17 @@ from axonmpi.testing import run_ranks
     ],
 )
 def test_wrong_options(world, options, error, message):
-    with pytest.raises(error, match=message):
-        ax.FSDP(built(Blocks), **options)
+    refused(error, (lambda: ax.FSDP(built(Blocks), **options), message))
 
 
 @pytest.mark.ranks(2)
 def test_groups_that_cannot_be(world):
-    group = world.default_group
+    group, first = world.default_group, world.new_group([0])
     for pair in [(group,), (group, group, group), (group, 3)]:
         with pytest.raises(TypeError, match="process_group"):
             ax.FSDP(built(Blocks), pair, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    group = world.new_group([0])
     if world.rank == 1:
-        with pytest.raises(ValueError, match="rank 1"):
-            ax.FSDP(built(Blocks), group)
+        refused(ValueError, (lambda: ax.FSDP(built(Blocks), first), "rank 1"))
 
 
 @pytest.mark.ranks(3)
@@ -74,15 +83,14 @@ def test_dtypes_that_do_not_fit(field):
 
 
 @pytest.mark.ranks(2)
-def test_modules_that_cannot_be_wrapped(world):
-    model = ax.FSDP(built(Blocks))
+def test_modules_that_cannot_be_wrapped(usual):
     refused(TypeError, (lambda: ax.FSDP(F.relu), "module: expected a torch.nn.Module, got function"))
-    empty, inner = nn.Sequential(nn.ReLU(), nn.BatchNorm1d(4, affine=False)), nn.Sequential(nn.Linear(2, 2), model)
+    empty, inner = nn.Sequential(nn.ReLU(), nn.BatchNorm1d(4, affine=False)), nn.Sequential(nn.Linear(2, 2), usual)
     refused(
         ValueError,
         (lambda: ax.FSDP(empty), "module: it has no parameters, so there is nothing to shard"),
         (lambda: ax.FSDP(nn.LazyLinear(3)), "'weight' has no shape yet: run one forward before"),
-        (lambda: ax.FSDP(model), "module: it is wrapped in FullyShardedDataParallel already"),
+        (lambda: ax.FSDP(usual), "module: it is wrapped in FullyShardedDataParallel already"),
         (lambda: ax.FSDP(inner), "module: 1 is wrapped in FullyShardedDataParallel already"),
     )
 
@@ -152,19 +160,17 @@ CHANGES = {
 @pytest.mark.ranks(2)
 @in_turn("change", CHANGES)
 def test_parameters_that_were_changed(world, wrap, change):
-    model = wrap(built(frozen_blocks))
+    model, (make_change, message) = wrap(built(frozen_blocks)), CHANGES[change]
     inputs, targets = own_data(model, world)
     usual_step(model, adamw(model), (inputs, targets))
-    make_change, message = CHANGES[change]
     make_change(model.module)
-    with pytest.raises(ValueError, match=f"parameter '(first.weight|scale)' .*{message}"):
-        model(inputs)
+    refused(ValueError, (lambda: model(inputs), f"parameter '(first.weight|scale)' .*{message}"))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("in_forward", [True, False])
-def test_values_that_were_put_elsewhere_are_taken(wrap, in_forward):
-    plain, model = built(Blocks), wrap(built(Blocks))
+def test_values_that_were_put_elsewhere_are_taken(model, in_forward):
+    plain = built(Blocks)
     for module in (model, plain):
         for part in module.parameters():
             part.data = part.data * 0.5
@@ -175,15 +181,14 @@ def test_values_that_were_put_elsewhere_are_taken(wrap, in_forward):
 
 
 @pytest.mark.ranks(1)
-def test_copies(world):
-    model = ax.FSDP(built(Blocks))
+def test_copies(usual):
     sharded = r"sharded module cannot be copied or pickled: .*full_state_dict\(\)"
     refused(
         TypeError,
-        (lambda: copy.deepcopy(model), "cannot be copied: wrap a copy of the model instead"),
-        (lambda: pickle.dumps(model), r"cannot be pickled: save its .full_state_dict\(\) instead"),
-        (lambda: copy.deepcopy(model.module), sharded),
-        (lambda: pickle.dumps(model.module.first), sharded),
+        (lambda: copy.deepcopy(usual), "cannot be copied: wrap a copy of the model instead"),
+        (lambda: pickle.dumps(usual), r"cannot be pickled: save its .full_state_dict\(\) instead"),
+        (lambda: copy.deepcopy(usual.module), sharded),
+        (lambda: pickle.dumps(usual.module.first), sharded),
     )
 
 
@@ -210,11 +215,14 @@ def test_parameters_outside_of_the_forward_of_their_unit(wrap):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("setting", ["one_node", "apart", "kept"], indirect=True)
-def test_submodules_called_by_themselves(wrap):
-    plain, model = built(Blocks), wrap(built(Blocks))
-    for module, unit in [(model.module.first, "the outermost unit"), (model.module.blocks[1].up, "'blocks.1'")]:
-        with pytest.raises(ScatteredParameterError, match=rf"belongs to .*{unit} and was used outside"):
-            module(torch.ones(2, module.in_features))
+def test_submodules_called_by_themselves(model):
+    plain = built(Blocks)
+    first, up = model.module.first, model.module.blocks[1].up
+    refused(
+        ScatteredParameterError,
+        (lambda: first(torch.ones(2, 5)), "belongs to .*the outermost unit and was used outside"),
+        (lambda: up(torch.ones(2, 12)), "belongs to .*'blocks.1' and was used outside"),
+    )
     got, _ = model.module.blocks[1](torch.ones(2, 12))  # a unit is gathered
     torch.testing.assert_close(got, plain.blocks[1](torch.ones(2, 12))[0])
     inputs, _ = batch_of(plain, 0)
@@ -227,8 +235,7 @@ def test_units_that_are_needed_at_the_same_time():
     first.gather()
     second.gather()
     second.active = 1
-    with pytest.raises(ValueError, match=r"units 'blocks.2' and 'blocks.0' are needed at the same time"):
-        first.gather()
+    refused(ValueError, (first.gather, r"units 'blocks.2' and 'blocks.0' are needed at the same time"))
 
 
 class Remembers(nn.Module):
@@ -245,31 +252,20 @@ class Remembers(nn.Module):
         return output
 
 
-class Forgetful(nn.Module):
-    def __init__(self, trains: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 8)
-        self.blocks = nn.ModuleList(Remembers(trains) for _ in range(4))
-        self.last = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
-
-    def aside(self) -> Tensor:
-        return torch.stack([block.kept.mean() for block in self.blocks]).sum()
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("trains", [True, False])
 def test_what_reaches_the_loss_without_being_returned(world, wrap, trains):
     """Wrong gradients are never taken for right ones."""
-    plain, model = built(lambda: Forgetful(trains)), wrap(built(lambda: Forgetful(trains)))
-    (inputs, targets), mine = batch_of(plain, 0), own_data(model, world)
-    (loss_of(plain(inputs), targets) + plain.aside()).backward()
-    loss = loss_of(model(mine[0]), mine[1]) + model.module.aside()
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 8), *(Remembers(trains) for _ in range(4)), nn.Linear(8, 3))
+
+    def aside(module: nn.Module) -> Tensor:
+        return torch.stack([block.kept.mean() for block in module[1:5]]).sum()
+
+    plain, model = built(make), wrap(built(make), units=Remembers)
+    (joined_loss(plain) + aside(plain)).backward()
+    loss = own_loss(model, world) + aside(model.module)
     takes_turns = model.needs_whole_backward and model.sharding_strategy is ShardingStrategy.FULL_SHARD
     message = "reaches the loss other than through what it|modified by an inplace operation"
     with pytest.raises(RuntimeError, match=message) if takes_turns else contextlib.nullcontext():
@@ -282,53 +278,25 @@ def test_what_reaches_the_loss_without_being_returned(world, wrap, trains):
 
 
 @pytest.mark.ranks(2)
-def test_a_step_between_forward_and_backward(world, wrap):
-    model = wrap(built(Blocks))
-    optimizer = adamw(model)
-    inputs, targets = own_data(model, world)
-    usual_step(model, optimizer, (inputs, targets))
-    loss = loss_of(model(inputs), targets)
+def test_a_step_between_forward_and_backward(world, model):
+    optimizer = train(model, world, 1, adamw)
+    loss = own_loss(model, world)
     optimizer.step()
-    with pytest.raises(RuntimeError, match=r"modified by an inplace|changed between forward and"):
-        loss.backward()
-
-
-@pytest.mark.ranks(2)
-def test_sparse_gradients(world):
-    model = ax.FSDP(built(lambda: nn.Sequential(nn.Embedding(9, 3, sparse=True), nn.Linear(3, 2))))
-    with pytest.raises(ValueError, match=r"the gradient of '0.weight' is sparse, .*sparse=False"):
-        model(torch.tensor([1, 2])).sum().backward()
+    refused(RuntimeError, (loss.backward, r"modified by an inplace|changed between forward and"))
 
 
 @pytest.mark.ranks(1)
-def test_estimates_of_worlds_that_cannot_be(world):
-    model = ax.FSDP(built(Blocks))
-    for options in ({"world_size": 0}, {"world_size": 6, "ranks_per_node": 4}, {"world_size": -4}):
-        with pytest.raises(ValueError, match=r"world_size: expected (a multiple of ranks_per_node|at least 1)"):
-            model.memory_estimate(**options)
+def test_estimates_of_worlds_that_cannot_be(usual):
+    estimate, message = usual.memory_estimate, r"world_size: expected at least 1"
+    refused(
+        ValueError,
+        (lambda: estimate(world_size=0), message),
+        (lambda: estimate(world_size=-4), message),
+        (lambda: estimate(world_size=6, ranks_per_node=4), "world_size: expected a multiple of ranks_per_node"),
+    )
 
 
 # ---- exceptions -------------------------------------------------------------------------------------------------
-
-
-def fail(_: Tensor) -> None:
-    raise ArithmeticError("in the middle of backward")
-
-
-class MayFail(Blocks):
-    """Fails in the middle of forward or backward, when told to."""
-
-    fails = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        for index, block in enumerate(self.blocks):
-            hidden, _ = block(hidden)
-            if index == 1 and self.fails == "forward":
-                raise ArithmeticError("in the middle of forward")
-            if index == 1 and self.fails == "backward":
-                hidden.register_hook(fail)
-        return self.head(hidden * self.scale)
 
 
 @pytest.mark.ranks(2)
@@ -337,8 +305,7 @@ def test_training_goes_on_after_an_exception_on_all_ranks(world, wrap, place):
     plain, model = built(MayFail), wrap(built(MayFail))
     for _ in range(2):
         model.module.fails = place
-        with pytest.raises(ArithmeticError, match=f"in the middle of {place}"):
-            usual_step(model, optimizer_of("SGD")(model), own_data(model, world))
+        refused(ArithmeticError, (lambda: own_loss(model, world).backward(), "in the middle"))
         model.module.fails = ""
         for module, (inputs, targets) in ((model, own_data(model, world)), (plain, batch_of(plain, 0))):
             module.zero_grad()
@@ -352,7 +319,7 @@ def test_an_exception_on_one_rank_releases_the_others(monkeypatch, place, strate
     monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", "1" if place == "forward" else "")
     released = []
 
-    def train(world: ax.World) -> None:
+    def step(world: ax.World) -> None:
         model = ax.FSDP(built(MayFail), sharding_strategy=strategy)
         model.module.fails = place if world.rank == 1 else ""
         try:
@@ -362,6 +329,5 @@ def test_an_exception_on_one_rank_releases_the_others(monkeypatch, place, strate
             released.append(world.rank)
             raise
 
-    with pytest.raises(ArithmeticError, match=f"in the middle of {place}"):
-        run_ranks(3, train, timeout=limit(30))
+    refused(ArithmeticError, (lambda: run_ranks(3, step, timeout=limit(30)), "in the middle"))
     assert sorted(released) == [0, 2]

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.compare import assert_close
-from helpers.models import built, new_group
+from helpers.compare import assert_close, refused
+from helpers.models import built, fail, new_group
 from torch import nn
 
 import axonmpi as ax
@@ -88,8 +88,10 @@ def test_the_oldest_reductions_are_waited_for_before_too_much_is_under_way(world
     queue, events = queue_of(world, "abcd", most_bytes=8)
     queue.gradients[3].whole_bytes = 12  # too large for any company, and never waits for itself to be launched
     queue.launch_after(-1)
-    expected = ["launch a", "launch b", "let go a", "launch c", "let go b", "let go c", "let go d", "launch d"]
-    assert events == expected
+    assert events == [
+        *("launch a", "launch b", "let go a", "launch c"),
+        *("let go b", "let go c", "let go d", "launch d"),
+    ]
     queue.gradients[3].whole_bytes = 4
     for forget in (queue.reduce_rest, queue.discard):
         forget()
@@ -104,15 +106,12 @@ def test_the_oldest_reductions_are_waited_for_before_too_much_is_under_way(world
 def test_gradients_that_accumulate_have_arrived_anew_later(world):
     queue, events = queue_of(world)
     assert not queue.accumulates
-    queue.keep()
-    assert queue.accumulates
-    assert [gradient.arrived for gradient in queue.gradients] == [set()] * 3
-    queue.reduce_rest()
-    assert not queue.accumulates
-    queue.keep()
-    events.clear()
-    queue.discard()
-    assert not queue.accumulates
+    for forget in (queue.reduce_rest, queue.discard):
+        queue.keep()
+        assert (queue.accumulates, [gradient.arrived for gradient in queue.gradients]) == (True, [set()] * 3)
+        events.clear()
+        forget()
+        assert not queue.accumulates
     assert events == ["discard a", "discard b", "discard c"]
 
 
@@ -125,9 +124,8 @@ def test_the_rest_is_reduced_before_averages_are_handed_out(world):
     queue.launch_complete()
     a.holds, b.holds, c.holds = [], ["B"] if world.rank == 1 else ["b"], []
     queue.reduce_rest()
-    used = [[True, False], [True, True], [False, False]]
-    finished = [(f"finish {name}", own) for name, own in zip("abc", used, strict=True)]
-    assert events == ["launch a", "launch b", "launch c", *finished]
+    used = {"a": [True, False], "b": [True, True], "c": [False, False]}
+    assert events == ["launch a", "launch b", "launch c", *((f"finish {name}", own) for name, own in used.items())]
 
 
 @pytest.mark.ranks(2)
@@ -157,21 +155,13 @@ def test_what_any_rank_holds_is_reduced_by_hand(world):
 
 @pytest.mark.ranks(1)
 def test_all_is_dropped_if_a_hook_of_a_user_raises(world):
-    def fail(used: list[bool]) -> None:
-        raise ArithmeticError
-
     queue, events = queue_of(world, "ab")
     queue.gradients[0].finish = fail
-    with pytest.raises(ArithmeticError):
-        queue.reduce_rest()
+    refused(ArithmeticError, (queue.reduce_rest, "in the middle"))
     assert events == ["launch a", "launch b", "discard a", "discard b"]
 
 
 # ---- the gradient of one flat parameter ---------------------------------------------------------------------
-
-
-def layer() -> nn.Module:
-    return nn.Linear(3, 2)
 
 
 @pytest.fixture
@@ -180,7 +170,7 @@ def gradient_of(world, monkeypatch):
     monkeypatch.setenv("AXONMPI_RANKS_PER_NODE", "1")
 
     def make(**options) -> FlatGradient:
-        model = ax.FSDP(built(layer), group, **options)
+        model = ax.FSDP(built(lambda: nn.Linear(3, 2)), group, **options)
         kept.append(model)
         (gradient,) = model._runtime.queue.gradients
         return gradient

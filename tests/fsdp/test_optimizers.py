@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.compare import assert_close
-from helpers.models import Blocks, batch_of, built, equals_alone, in_turn, own_data
+from helpers.compare import assert_close, refused
+from helpers.models import Blocks, batch_of, built, equals_alone, in_turn, own_data, own_loss, trained_alone
 from helpers.steps import adamw, loss_of, optimizer_of, sgd, usual_step, within
 from torch import Tensor, nn
 
@@ -78,15 +78,13 @@ def test_steps_on_whole_parameters(world, setting, kind):
 
 def refuses(model: ax.FSDP, step, message: str) -> None:
     before = model.full_state_dict()
-    with pytest.raises(ValueError, match=message):
-        step()
+    refused(ValueError, (step, message))
     assert_close(model.full_state_dict(), before, 0.0)
 
 
 @pytest.mark.ranks(3)
 @in_turn("kind", ["Adafactor", "Muon"])
-def test_steps_on_whole_parameters_of_which_a_rank_has_a_part(world, wrap, kind):
-    model = wrap(built(Blocks))
+def test_steps_on_whole_parameters_of_which_a_rank_has_a_part(model, kind):
     optimizer = OF_WHOLE_PARAMETERS[kind](model)
     model(batch_of(model.module, 0)[0]).sum().backward()
     refuses(model, optimizer.step, f"the step of {kind} needs whole parameters.* shard_by='parameters'")
@@ -129,32 +127,26 @@ def test_a_closure(world):
 
 
 @pytest.mark.ranks(2)
-def test_a_step_before_gradients_are_averaged(world, wrap):
-    plain, model = built(Blocks), wrap(built(Blocks))
-    optimizer, of_plain = adamw(model), adamw(plain)
-    (inputs, targets), mine = batch_of(plain, 0), own_data(model, world)
+def test_a_step_before_gradients_are_averaged(world, model):
+    optimizer = adamw(model)
     with model.no_sync():
-        loss_of(model(mine[0]), mine[1]).backward()
+        own_loss(model, world).backward()
         refuses(model, optimizer.step, r"'.*' has accumulated in no_sync\(\) and was not averaged")
     refuses(model, optimizer.step, r"or sync_gradients\(\), before the step")
     model.sync_gradients()
-    loss_of(plain(inputs), targets).backward()
-    for own in (optimizer, of_plain):
-        own.step()
-    assert_close(model.full_state_dict(), plain.state_dict())
+    optimizer.step()
+    assert_close(model.full_state_dict(), trained_alone(Blocks, 1, adamw).state_dict())
     with model.no_sync():
-        loss_of(model(mine[0]), mine[1]).backward()
-    for module, own, batch in ((model, optimizer, mine), (plain, of_plain, (inputs, targets))):
-        module.zero_grad()  # drops what has accumulated
-        own.step()
-        usual_step(module, own, batch)
-    assert_close(model.full_state_dict(), plain.state_dict())
+        own_loss(model, world).backward()
+    model.zero_grad()  # drops what has accumulated
+    optimizer.step()
+    usual_step(model, optimizer, own_data(model, world, 1))
+    assert_close(model.full_state_dict(), trained_alone(Blocks, 2, adamw).state_dict())
 
 
 @pytest.mark.ranks(2)
-def test_an_optimizer_that_was_made_in_a_forward(world, wrap):
+def test_an_optimizer_that_was_made_in_a_forward(model):
     made = []
-    model = wrap(built(Blocks))
     model.module.head.register_forward_hook(lambda head, *_: made.append(adamw(head)))
     model(batch_of(model.module, 0)[0]).sum().backward()
     refuses(model, made[0].step, r"has parameter 'head.weight' as it is within a forward")

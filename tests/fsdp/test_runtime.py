@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from helpers.compare import refused
+from helpers.models import fail
 from helpers.steps import again
 from torch import Tensor, nn
 
@@ -67,9 +69,9 @@ class Running:
         modules = {"all": self.model, "a": self.model.a, "b": self.model.b}
         self.units = [NotedUnit(name, module, self.events, name in resident) for name, module in modules.items()]
         self.all, self.a, self.b = self.units
-        self.gradients = [self.gradient(unit) for unit in (self.b, self.a)]
+        self.gradients = [self.gradient(unit, size) for unit, size in ((self.b, 4), (self.a, 7))]
         outermost = Fake(self.events, "", unit=self.all, flat=Fake(self.events, "", parameters=[]), whole_bytes=50)
-        shard = Fake(self.events, "group")
+        groups = Fake(self.events, "groups", shard=Fake(self.events, "group"))
         self.sizes: list[int | None] = []
 
         def queue(gradients: list[Fake], groups: Fake, most_bytes: int | None) -> Fake:
@@ -78,15 +80,12 @@ class Running:
 
         monkeypatch.setattr("axonmpi.fsdp.runtime.GradientQueue", queue)
         monkeypatch.setattr("axonmpi.fsdp.runtime.enter_phase", lambda phase: self.events.append(phase.name))
-        self.runtime = FSDPRuntime(
-            Fake(self.events, "groups", shard=shard), self.units, [outermost, *self.gradients], cast
-        )
+        self.runtime = FSDPRuntime(groups, self.units, [outermost, *self.gradients], cast)
 
-    def gradient(self, unit: NotedUnit) -> Fake:
+    def gradient(self, unit: NotedUnit, size: int) -> Fake:
         sharded = nn.Parameter(torch.zeros(1))
         parameter = Fake(self.events, "", name=f"{unit.name}.weight", full=unit.module.weight, sharded=sharded)
         flat = Fake(self.events, "", parameters=[parameter])
-        size = 7 if unit.name == "a" else 4
         return Fake(self.events, "", unit=unit, flat=flat, whole_bytes=size, nodes=[], arrived=set())
 
     def forward(self, times: int = 1) -> Tensor:
@@ -139,14 +138,11 @@ def backward(*numbers: int) -> list[str]:
 
 def test_events_of_two_steps_and_of_an_evaluation(running):
     """Starts and ends of forwards are numbered in one row, which goes on from pass to pass."""
-    loss = running.forward()
-    assert running.happened() == FIRST_FORWARD
-    loss.backward()
-    assert running.happened() == backward(6, 3)
-    loss = running.forward()
-    assert running.happened() == FORWARD
-    loss.backward()
-    assert running.happened() == backward(12, 9)
+    for forward, numbers in ((FIRST_FORWARD, (6, 3)), (FORWARD, (12, 9))):
+        loss = running.forward()
+        assert running.happened() == forward
+        loss.backward()
+        assert running.happened() == backward(*numbers)
     assert [gradient.arrived for gradient in running.gradients] == [
         {g.flat.parameters[0]} for g in running.gradients
     ]
@@ -218,10 +214,8 @@ def test_memory_in_use_is_not_gathered_into(running, holder):
     running.b.lent = LentBuffer(torch.empty(0))
     if holder == "same":
         running.a.lent = running.b.lent
-    elif holder == "other":
-        running.b.lent.holder = running.all  # computes meanwhile
     else:
-        running.b.lent.holder = running.b
+        running.b.lent.holder = running.all if holder == "other" else running.b  # the first computes meanwhile
     running.forward()
     assert ("begin b" in running.happened()) == (holder == "idle")
 
@@ -246,17 +240,11 @@ def test_whole_gradients_of_two_blocks_may_be_under_way(running):
 # ---- exceptions ---------------------------------------------------------------------------------------------
 
 
-def fail(*_: object) -> None:
-    raise ArithmeticError("in the middle")
-
-
 def test_an_exception_in_forward_leaves_shards(running):
     handle = running.model.b.register_forward_pre_hook(fail)
-    with pytest.raises(ArithmeticError):
-        running.forward()
+    refused(ArithmeticError, (running.forward, "in the middle"))
     handle.remove()
-    assert running.happened() == [*FIRST_FORWARD[:9], *FIRST_FORWARD[9:]]
-    assert [unit.active for unit in running.units] == [0, 0, 0]
+    assert (running.happened(), [unit.active for unit in running.units]) == (FIRST_FORWARD, [0, 0, 0])
     running.forward()
     assert running.happened() == FORWARD
 
@@ -266,8 +254,7 @@ def test_gradients_of_a_backward_that_failed_are_dropped_by_the_next_forward(run
     loss = running.forward()
     handle = running.model.a.weight.register_hook(fail)
     running.happened()
-    with pytest.raises(ArithmeticError):
-        loss.backward()
+    refused(ArithmeticError, (loss.backward, "in the middle"))
     assert running.happened() == backward(18, 15)[:9]
     handle.remove()
     running.forward().backward()
@@ -285,15 +272,11 @@ def test_what_would_give_wrong_gradients_is_refused(running):
         running.a.gather = lose
         refused(RuntimeError, (loss.backward, "of 'a.weight' was computed while unit 'a' was not gathered"))
         running.a.gather = running.a.before
-    (gradient,) = running.gradients[1:]
-    parameter = gradient.flat.parameters[0]
-    whole = torch.ones(2)
-    refused(
-        ValueError, (lambda: running.runtime.on_sharded_gradient(parameter, whole), "'a.weight' was computed from")
-    )
-    running.runtime.on_sharded_gradient(parameter, whole[:1])
+    arrive = partial(running.runtime.on_sharded_gradient, running.gradients[1].flat.parameters[0])
+    refused(ValueError, (lambda: arrive(torch.ones(2)), "'a.weight' was computed from"))
+    arrive(torch.ones(1))
     running.runtime.gathered = Fake(running.events, "copies", shown=True)
-    refused(ValueError, (lambda: running.runtime.on_sharded_gradient(parameter, whole[:1]), "gathered by hand"))
+    refused(ValueError, (lambda: arrive(torch.ones(1)), "gathered by hand"))
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -325,8 +308,7 @@ def test_who_may_read_a_unit_that_is_not_gathered(running):
     loss.backward()
     assert answers == [False, True]
     events = running.happened()
-    assert events[events.index("full a") - 1] == "gather a"
-    assert events[-1] == "shards a"
+    assert (events[events.index("full a") - 1], events[-1]) == ("gather a", "shards a")
     runtime.gathered = Fake(running.events, "copies", shown=True)
     with torch.no_grad():
         assert runtime.may_read(running.a, True)
@@ -336,8 +318,8 @@ def test_who_may_read_a_unit_that_is_not_gathered(running):
 
 
 def test_the_ranks_meet_before_a_step_where_no_backward_has_brought_them_together(running):
-    for step in (running.runtime.begin_step, running.runtime.end_step):
-        step()
+    running.runtime.begin_step()
+    running.runtime.end_step()
     assert running.happened() == []
     running.forward()
     running.happened()

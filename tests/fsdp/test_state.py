@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -17,12 +18,14 @@ from helpers.models import (
     built,
     frozen_blocks,
     in_turn,
+    joined_loss,
     new_group,
     own_data,
+    own_loss,
     train,
     trained_alone,
 )
-from helpers.steps import adamw, loss_of, optimizer_of, sgd, usual_step
+from helpers.steps import adamw, optimizer_of, sgd, usual_step
 from torch import Tensor, nn
 
 import axonmpi as ax
@@ -71,16 +74,15 @@ def test_full_state_goes_out_and_in(world, wrap, case):
     for value in state.values():
         if isinstance(value, Tensor):
             value.fill_(7)  # a copy
-    on_first = model.full_state_dict(rank0_only=True)
-    assert_equal(on_first, plain.state_dict() if world.rank == 0 else {})
+    assert_equal(model.full_state_dict(rank0_only=True), plain.state_dict() if world.rank == 0 else {})
     model.load_full_state_dict(other.state_dict() if world.rank == 0 else {})
     assert_equal(model.full_state_dict(), other.state_dict())
     assert make is not Everything or model.module.epoch == 3
 
 
 @pytest.mark.ranks(2)
-def test_load_full_state_dict_and_compute(world, wrap):
-    other, model = built(Blocks, seed=1), wrap(built(Blocks))
+def test_load_full_state_dict_and_compute(world, model):
+    other = built(Blocks, seed=1)
     inputs, _ = batch_of(other, 0)
     model(inputs)
     model.load_full_state_dict(other.state_dict() if world.rank == 0 else {})
@@ -92,19 +94,19 @@ def test_load_full_state_dict_and_compute(world, wrap):
 def test_a_state_dict_that_does_not_fit(world, wrap):
     model = wrap(built(batch_norm))
     before = model.full_state_dict()
-    wrong = {key: value + 1 for key, value in before.items()}
-    wrong["conv.weight"] = torch.zeros(4, 2, 3, 4)
-    wrong["norm.running_mean"] = torch.zeros(5)
-    wrong["more"] = wrong.pop("head.bias")
-    for text in (
-        r"does not fit the model(.|\n)*conv.weight: expected \[4, 2, 3, 3\], got \[4, 2, 3, 4\]",
-        r"norm.running_mean: expected \[4\], got \[5\]",
-        "missing: head.bias",
-        "unexpected: more",
-    ):
-        refused(ValueError, (lambda: model.load_full_state_dict(wrong if world.rank == 0 else {}), text))
-    with pytest.raises(ValueError, match="wrong shapes"):
-        model.load_full_state_dict(wrong if world.rank == 0 else {}, strict=False)
+    shapes = {"conv.weight": torch.zeros(4, 2, 3, 4), "norm.running_mean": torch.zeros(5)}
+    wrong = (
+        {key: value + 1 for key, value in before.items() if key != "head.bias"} | shapes | {"more": torch.ones(1)}
+    )
+    load = partial(model.load_full_state_dict, wrong if world.rank == 0 else {})
+    refused(
+        ValueError,
+        (load, r"does not fit the model(.|\n)*conv.weight: expected \[4, 2, 3, 3\], got \[4, 2, 3, 4\]"),
+        (load, r"norm.running_mean: expected \[4\], got \[5\]"),
+        (load, "missing: head.bias"),
+        (load, "unexpected: more"),
+        (partial(load, strict=False), "wrong shapes"),
+    )
     assert_equal(model.full_state_dict(), before)
     some = {"head.weight": torch.full((3, 4), 2.0), "more": torch.zeros(1)} if world.rank == 0 else {}
     model.load_full_state_dict(some, strict=False)
@@ -131,7 +133,6 @@ def halves(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": plain, "weight_decay": 0.0}, {"params": rest, "lr": 5e-3}], lr=1e-2)
 
 
-adafactor = optimizer_of("Adafactor", lr=0.01)
 WAYS = [
     {"sharding_strategy": ShardingStrategy.FULL_SHARD},
     {"sharding_strategy": ShardingStrategy.FULL_SHARD, "shard_by": "parameters"},
@@ -158,7 +159,8 @@ class Scalars(Blocks):
     [
         pytest.param(0, 1, halves, marks=pytest.mark.real_ranks),
         *[(1, 2, halves), (2, 3, halves), (3, 0, halves)],
-        (1, 1, adafactor),  # keeps sums of rows and columns of a matrix, which is whole on one rank
+        # keeps sums of rows and columns of a matrix, which is whole on one rank
+        (1, 1, optimizer_of("Adafactor", lr=0.01)),
     ],
 )
 def test_going_on_with_another_way_of_sharding(world, monkeypatch, before, after, make):
@@ -177,22 +179,17 @@ def test_going_on_with_another_way_of_sharding(world, monkeypatch, before, after
         assert_close(model.full_state_dict(), trained_alone(Scalars, 4, make).state_dict())
 
 
-adagrad_of = optimizer_of("Adagrad", lr=0.05)
-
-
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize(
-    ("make", "optimizer_of"), [(TiedBlocks, halves), (frozen_blocks, sgd), (TiedBlocks, adagrad_of)]
+    ("make", "make_optimizer"),
+    [(TiedBlocks, halves), (frozen_blocks, sgd), (TiedBlocks, optimizer_of("Adagrad", lr=0.05))],
 )
-def test_full_optimizer_state_equals_that_of_one_process(world, make, optimizer_of):
-    plain = built(make)
-    of_plain = optimizer_of(plain)
-    model = ax.FSDP(built(make))
-    optimizer = optimizer_of(model)
+def test_full_optimizer_state_equals_that_of_one_process(world, make, make_optimizer):
+    plain, model = built(make), ax.FSDP(built(make))
+    of_plain = make_optimizer(plain)
     for number in range(2):
         usual_step(plain, of_plain, batch_of(plain, number))
-        usual_step(model, optimizer, own_data(model, world, number))
-    got = model.full_optimizer_state_dict(optimizer)
+    got = model.full_optimizer_state_dict(train(model, world, 2, make_optimizer))
     names = {p: name for name, p in plain.named_parameters()}
     assert set(got["state"]) == {names[p] for p in of_plain.state}
     for parameter, state in of_plain.state.items():
@@ -202,30 +199,28 @@ def test_full_optimizer_state_equals_that_of_one_process(world, make, optimizer_
 
 
 @pytest.mark.ranks(2)
-def test_loading_replaces_the_whole_state_and_shares_nothing(world):
-    model = ax.FSDP(built(Blocks))
-    fresh = model.full_optimizer_state_dict(adamw(model))
-    optimizer = train(model, world, 1, adamw)
-    saved = model.full_optimizer_state_dict(optimizer)
+def test_loading_replaces_the_whole_state_and_shares_nothing(world, usual):
+    fresh = usual.full_optimizer_state_dict(adamw(usual))
+    optimizer = train(usual, world, 1, adamw)
+    saved = usual.full_optimizer_state_dict(optimizer)
     copied = copy.deepcopy(saved)
-    model.load_full_optimizer_state_dict(optimizer, saved)
-    usual_step(model, optimizer, own_data(model, world, 1))
-    for name, state in copied["state"].items():
-        assert_equal(saved["state"][name], state, name)
-    model.load_full_optimizer_state_dict(optimizer, fresh)
-    assert model.full_optimizer_state_dict(optimizer)["state"] == {}
+    usual.load_full_optimizer_state_dict(optimizer, saved)
+    usual_step(usual, optimizer, own_data(usual, world, 1))
+    assert_equal(saved["state"], copied["state"])
+    usual.load_full_optimizer_state_dict(optimizer, fresh)
+    assert usual.full_optimizer_state_dict(optimizer)["state"] == {}
 
 
 @pytest.mark.ranks(2)
-def test_optimizers_that_do_not_fit(world):
-    model = ax.FSDP(built(Blocks))
-    saved = model.full_optimizer_state_dict(adamw(model))
+def test_optimizers_that_do_not_fit(usual):
+    saved, load = usual.full_optimizer_state_dict(adamw(usual)), usual.load_full_optimizer_state_dict
     other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    for call in (model.full_optimizer_state_dict, lambda o: model.load_full_optimizer_state_dict(o, saved)):
-        with pytest.raises(ValueError, match="optimizer: it has parameters that are not of this model"):
-            call(other)
-    with pytest.raises(ValueError, match="state_dict does not fit the optimizer: expected groups of"):
-        model.load_full_optimizer_state_dict(halves(model), saved)
+    refused(
+        ValueError,
+        (lambda: usual.full_optimizer_state_dict(other), "optimizer: it has parameters that are not of this model"),
+        (lambda: load(other, saved), "optimizer: it has parameters that are not of this model"),
+        (lambda: load(halves(usual), saved), "state_dict does not fit the optimizer: expected groups of"),
+    )
 
 
 # ---- the norm ---------------------------------------------------------------------------------------------------
@@ -233,10 +228,10 @@ def test_optimizers_that_do_not_fit(world):
 
 @pytest.mark.ranks(2)
 @in_turn("norm_type", [0.5, 1, 2.0, 3, math.inf])
-def test_clipping_equals_one_process(world, wrap, norm_type):
-    plain, model = built(Blocks), wrap(built(Blocks))
-    for module, (inputs, targets) in ((plain, batch_of(plain, 0)), (model, own_data(model, world))):
-        loss_of(module(inputs), targets).backward()
+def test_clipping_equals_one_process(world, model, norm_type):
+    plain = built(Blocks)
+    joined_loss(plain).backward()
+    own_loss(model, world).backward()
     for max_norm in (math.inf, 1e6, 0.03, 0.0):
         expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
         norm = model.clip_grad_norm(max_norm, norm_type)
@@ -256,14 +251,13 @@ def test_clipping_where_ranks_have_nothing(world):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("norm_type", "bad"), [(2, math.nan), (math.inf, math.inf)])
-def test_a_gradient_that_is_not_finite_on_one_rank(world, norm_type, bad):
-    model = ax.FSDP(built(Blocks))
-    model(batch_of(model.module, 0)[0]).sum().backward()
+def test_a_gradient_that_is_not_finite_on_one_rank(world, usual, norm_type, bad):
+    own_loss(usual, world).backward()
+    gradients = [p.grad for p in usual.parameters() if p.grad is not None]
     if world.rank == 0:
-        next(p for p in model.parameters() if p.numel()).grad[0] = bad
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        gradients[0][0] = bad
     before = [gradient.clone() for gradient in gradients]
     with pytest.raises(RuntimeError, match=f"the norm of the gradient is {bad}, so it cannot be clipped"):
-        model.clip_grad_norm(1.0, norm_type, error_if_nonfinite=True)
+        usual.clip_grad_norm(1.0, norm_type, error_if_nonfinite=True)
     torch.testing.assert_close(gradients, before, equal_nan=True)
-    assert not math.isfinite(model.clip_grad_norm(1.0, norm_type))
+    assert not math.isfinite(usual.clip_grad_norm(1.0, norm_type))

@@ -166,6 +166,5 @@ def test_what_some_ranks_do_not_use_counts_as_zero(world, wrap):
         for module, count in ((plain, world.size), (model.module, 1))[: 1 + (rank == world.rank)]:
             for place in range(3):
                 module[place].uses = uses[(rank + place) % 3 if place < 2 else (2 if rank == 1 else 0)]
-            run = plain if module is plain else model
-            (loss_of(run(inputs), targets) / count).backward()
+            (loss_of((plain if module is plain else model)(inputs), targets) / count).backward()
     assert_gradients(model, plain)

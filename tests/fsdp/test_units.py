@@ -7,7 +7,7 @@ import zlib
 import pytest
 import torch
 from helpers.compare import assert_close
-from helpers.models import Blocks, Residual, TiedBlocks, batch_of, built
+from helpers.models import Blocks, Residual, TiedBlocks, batch_norm, batch_of, built
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -33,27 +33,33 @@ class Twofold(nn.Module):
 
 
 BLOCKS = [f"blocks.{index}" for index in range(4)]
-CHOICES = [
-    (Blocks, None, BLOCKS),
-    (Twofold, None, ["encoder.0", "encoder.1", "decoder.a", "decoder.b"]),
-    (large_layers, None, ["0", "2"]),
-    (lambda: nn.Linear(3, 3), None, []),
-    (Blocks, [], []),
-    (Blocks, Residual, BLOCKS),
-    (Blocks, {Residual}, BLOCKS),
-    (Blocks, "blocks.*", None),
-    (Blocks, "blocks.?", BLOCKS),
-    (Blocks, ["head", "blocks.[12]"], ["blocks.1", "blocks.2", "head"]),
-    (Blocks, (nn.LayerNorm, "first"), ["first", *(f"{name}.norm" for name in BLOCKS)]),
-    (Blocks, lambda module: isinstance(module, nn.Linear) and module.bias is None, [f"{n}.down" for n in BLOCKS]),
-    (Blocks, lambda name, module: name.endswith("3"), ["blocks.3"]),
-    (Blocks, lambda module: False, []),
-    (Blocks, nn.Module, None),
-]
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize(("make", "units", "expected"), CHOICES)
+@pytest.mark.parametrize(
+    ("make", "units", "expected"),
+    [
+        (Blocks, None, BLOCKS),
+        (Twofold, None, ["encoder.0", "encoder.1", "decoder.a", "decoder.b"]),
+        (large_layers, None, ["0", "2"]),
+        (lambda: nn.Linear(3, 3), None, []),
+        (Blocks, [], []),
+        (Blocks, Residual, BLOCKS),
+        (Blocks, {Residual}, BLOCKS),
+        (Blocks, "blocks.*", None),
+        (Blocks, "blocks.?", BLOCKS),
+        (Blocks, ["head", "blocks.[12]"], ["blocks.1", "blocks.2", "head"]),
+        (Blocks, (nn.LayerNorm, "first"), ["first", *(f"{name}.norm" for name in BLOCKS)]),
+        (
+            Blocks,
+            lambda module: isinstance(module, nn.Linear) and module.bias is None,
+            [f"{n}.down" for n in BLOCKS],
+        ),
+        (Blocks, lambda name, module: name.endswith("3"), ["blocks.3"]),
+        (Blocks, lambda module: False, []),
+        (Blocks, nn.Module, None),
+    ],
+)
 def test_choosing_units(world, make, units, expected):
     if expected is None:  # everything below that has parameters of its own, and what is nested in it
         names = [
@@ -78,10 +84,9 @@ def test_each_element_is_on_one_rank_and_the_loads_are_balanced(units, ranks, wh
     wholes = [torch.arange(numel, dtype=torch.float32) for numels in units for numel in numels]
 
     def parts(world: ax.World) -> list[Tensor]:
-        model = nn.Sequential(
-            *(nn.ParameterList(torch.arange(numel, dtype=torch.float32) for numel in numels) for numels in units)
-        )
-        model = ax.FSDP(model, units=nn.ParameterList, shard_by="parameters" if whole else "elements")
+        lists = (nn.ParameterList(torch.arange(numel, dtype=torch.float32) for numel in numels) for numels in units)
+        shard_by = "parameters" if whole else "elements"
+        model = ax.FSDP(nn.Sequential(*lists), units=nn.ParameterList, shard_by=shard_by)
         assert all(part.data_ptr() % LINE == 0 for part in model.parameters() if part.numel())
         return [part.detach().clone() for part in model.parameters()]
 
@@ -104,20 +109,15 @@ def test_each_element_is_on_one_rank_and_the_loads_are_balanced(units, ranks, wh
 def fill_by_shape(module: nn.Module) -> None:
     """Known values for each kind of parameter and buffer."""
     for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-        seed = zlib.crc32(f"{name} {list(tensor.shape)}".encode())
-        values = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(seed)) - 0.3 * (name == "weight")
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {list(tensor.shape)}".encode()))
         with torch.no_grad():
-            tensor.copy_(values)
+            tensor.copy_(torch.rand(tensor.shape, generator=generator) - 0.3 * (name == "weight"))
 
 
-class WithBuffers(Blocks):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(5)
-        self.register_buffer("shift", torch.full((5,), 3.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.norm(x) + self.shift)
+def with_buffers() -> nn.Module:
+    model = batch_norm()
+    model.register_buffer("shift", torch.full((5,), 3.0))
+    return model
 
 
 def on_meta(make) -> nn.Module:
@@ -132,9 +132,7 @@ def partly_on_meta() -> nn.Module:
 
 
 def filled(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        fill_by_shape(module)
-    return model
+    return model.apply(fill_by_shape)
 
 
 def partly_filled() -> nn.Module:
@@ -147,7 +145,7 @@ def partly_filled() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "expected", "shard_by"),
     [
-        (lambda: on_meta(WithBuffers), lambda: filled(WithBuffers()), "elements"),
+        (lambda: on_meta(with_buffers), lambda: filled(with_buffers()), "elements"),
         (lambda: on_meta(TiedBlocks), lambda: filled(TiedBlocks()), "parameters"),
         (partly_on_meta, partly_filled, "elements"),
     ],
@@ -176,8 +174,8 @@ def test_a_model_on_the_meta_device_is_initialised_as_its_layers_are(wrap):
             assert torch.equal(state[name], value)  # ones and zeros
             continue
         bound = float(value.abs().max())
-        assert 0.95 * bound < float(state[name].abs().max()) < 1.05 * bound
-        assert abs(float(state[name].std()) / float(value.std()) - 1) < 0.2
+        assert float(state[name].abs().max()) == pytest.approx(bound, rel=0.05)
+        assert float(state[name].std()) == pytest.approx(float(value.std()), rel=0.2)
         assert abs(float(state[name].mean())) < 0.2 * bound
 
 

@@ -8,8 +8,21 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers.compare import assert_close, assert_gradients
-from helpers.models import Blocks, TiedBlocks, batch_norm, batch_of, built, equals_alone, in_turn, own_data, part_of
+from helpers.compare import assert_close, assert_gradients, refused
+from helpers.models import (
+    Blocks,
+    PassesNothing,
+    TiedBlocks,
+    batch_norm,
+    batch_of,
+    built,
+    equals_alone,
+    fail,
+    in_turn,
+    own_data,
+    own_loss,
+    part_of,
+)
 from helpers.settings import all_pairs
 from helpers.steps import (
     accumulates_averages,
@@ -108,16 +121,6 @@ class StructuredModel(nn.Module):
         if self.kind is tuple:
             return output, result.hidden
         return {"output": output, "unused": result.hidden} if self.kind is dict else Result(output, {})
-
-
-class PassesNothing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, unused: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
 
 
 class Undefined(Chosen):
@@ -236,12 +239,8 @@ def sees_averages(model, optimizer, batch):
 
 
 def fails_in_a_hook(model, optimizer, batch):
-    def fail(_: Tensor) -> None:
-        raise ArithmeticError
-
     handles = [parameter.register_post_accumulate_grad_hook(fail) for parameter in model.parameters()]
-    with pytest.raises(ArithmeticError):
-        (3 * loss_of(model(batch[0]), batch[1])).backward()
+    refused(ArithmeticError, ((3 * loss_of(model(batch[0]), batch[1])).backward, "in the middle"))
     for handle in handles:
         handle.remove()
     usual_step(model, optimizer, batch)
@@ -318,9 +317,9 @@ def test_each_way_equals_one_process(world, setting, way):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("setting", ["one_node", "apart"], indirect=True)
-def test_autocast(world, wrap):
+def test_autocast(world, model):
     """The sum of what each rank's part gives in a model that is not wrapped: rounding depends on the part."""
-    plain, model = built(Blocks), wrap(built(Blocks))
+    plain = built(Blocks)
     for rank in range(world.size):
         inputs, targets = part_of(batch_of(plain, 0), rank, world.size)
         for module in (plain, model)[: 1 + (rank == world.rank)]:
@@ -363,8 +362,7 @@ def test_gradient_scaler_skips_a_step_on_all_ranks_if_one_rank_has_to(world, uns
     for number in range(4):
         before = model.full_state_dict()
         optimizer.zero_grad()
-        inputs, targets = own_data(model, world, number)
-        scaler.scale(loss_of(model(inputs), targets)).backward()
+        scaler.scale(own_loss(model, world, number)).backward()
         if number == 1 and world.rank == 1:
             next(part for part in model.parameters() if part.numel()).grad[0] = bad
         if unscales:
@@ -397,13 +395,12 @@ def test_a_forward_without_gradients_between_forward_and_backward(world, setting
 
     equals_alone(world, Blocks, step, sharding_strategy=setting)
     for ours, theirs in zip(outputs[ax.FSDP], outputs[Blocks], strict=True):
-        own = theirs.chunk(world.size)[world.rank]
-        torch.testing.assert_close(ours, own, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours, theirs.chunk(world.size)[world.rank], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.ranks(2)
-def test_gradients_of_inputs_alone_reduce_nothing(world, wrap):
-    plain, model = built(Blocks), wrap(built(Blocks))
+def test_gradients_of_inputs_alone_reduce_nothing(world, model):
+    plain = built(Blocks)
     inputs, targets = own_data(model, world)
     inputs.requires_grad_()
     got, expected = (torch.autograd.grad(loss_of(module(inputs), targets), inputs) for module in (model, plain))
@@ -428,11 +425,9 @@ def test_gradient_penalty(world, wrap, precision):
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("setting", ["one_node", "apart"], indirect=True)
-def test_gradients_that_keep_their_graph(world, wrap):
-    model = wrap(built(Blocks))
-    inputs, targets = own_data(model, world)
+def test_gradients_that_keep_their_graph(world, model):
     with pytest.raises(ValueError, match=r"backward\(create_graph=True\): p.grad would have no graph"):
-        loss_of(model(inputs), targets).backward(create_graph=True)
+        own_loss(model, world).backward(create_graph=True)
     assert all(part.grad is None for part in model.parameters())
 
 
@@ -451,7 +446,6 @@ def test_batch_norm_keeps_its_own_statistics(world, wrap):
     plain, model = built(batch_norm), wrap(built(batch_norm))
     inputs, _ = own_data(model, world)
     for module in (model, plain):
-        module.train()
         module(inputs)
         module.eval()
     torch.testing.assert_close(model(inputs), plain(inputs))

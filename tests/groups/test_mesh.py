@@ -23,27 +23,23 @@ SHAPES = (
 @pytest.mark.real_ranks
 @pytest.mark.ranks(1, 4, 8)
 def test_places_and_groups_are_those_of_a_grid(world: ax.World) -> None:
-    for shape in SHAPES:
-        if math.prod(shape.values()) != world.size:
-            continue
+    for shape in (shape for shape in SHAPES if math.prod(shape.values()) == world.size):
         mesh = ax.DeviceMesh(shape)
         grid = np.arange(world.size).reshape(tuple(shape.values()))
         place = dict(zip(shape, np.argwhere(grid == world.rank)[0].tolist(), strict=True))
         assert mesh.coordinates == place == mesh.coordinates_of(world.rank)
         assert (mesh.axes, mesh.shape) == (tuple(shape), shape)
-        assert [mesh.rank_at(**mesh.coordinates_of(rank)) for rank in range(world.size)] == list(range(world.size))
+        assert [mesh.rank_at(**mesh.coordinates_of(rank)) for rank in mesh.ranks()] == list(range(world.size))
         assert [mesh.rank_at(**{axis: 0}) for axis in shape] == [mesh.ranks(axis)[0] for axis in shape]
-        assert mesh.rank_at() == mesh.rank() == world.rank
-        assert (mesh.size(), mesh.ranks()) == (world.size, tuple(range(world.size)))
-        for count in range(1, len(shape) + 1):
-            for axes in itertools.combinations(shape, count):
-                block = tuple(slice(None) if axis in axes else at for axis, at in place.items())
-                group, ranks = mesh.group(*axes), grid[block].flatten().tolist()
-                assert list(mesh.ranks(*axes)) == list(group.ranks) == ranks, axes
-                assert mesh.rank(*axes) == group.rank == ranks.index(world.rank)
-                assert mesh.size(*axes) == group.size == len(ranks)
-                assert group.all_gather_object(world.rank) == ranks
-                assert mesh.group(*reversed(axes)) is group
+        assert (mesh.rank_at(), mesh.rank(), mesh.size()) == (world.rank, world.rank, world.size)
+        for axes in itertools.chain(*(itertools.combinations(shape, count + 1) for count in range(len(shape)))):
+            block = tuple(slice(None) if axis in axes else at for axis, at in place.items())
+            group, ranks = mesh.group(*axes), grid[block].flatten().tolist()
+            expected = ranks, ranks.index(world.rank), len(ranks)
+            assert (list(group.ranks), group.rank, group.size) == expected, axes
+            assert (list(mesh.ranks(*axes)), mesh.rank(*axes), mesh.size(*axes)) == expected, axes
+            assert group.all_gather_object(world.rank) == ranks
+            assert mesh.group(*reversed(axes)) is group
         world.close_groups()
 
 
@@ -62,8 +58,7 @@ def test_few_groups_are_made_and_released_with_the_world(world) -> None:
     assert mesh.group("dp", "tp") is world.default_group
     tp = mesh.group("tp")
     world.close_groups(keep=before)
-    with pytest.raises(ax.CommunicatorError, match="this group cannot be used: it was closed"):
-        tp.barrier()
+    refused(ax.CommunicatorError, (tp.barrier, "this group cannot be used: it was closed"))
     world.default_group.barrier()
 
 
@@ -75,8 +70,7 @@ def test_joined_axes_are_made_once_by_one_call(world) -> None:
     before = world.groups
     joined = mesh.group("dp", "tp")
     assert mesh.group("tp", "dp") is joined
-    assert world.groups == (*before, joined)
-    assert len(before) == 3
+    assert (world.groups, len(before)) == ((*before, joined), 3)
     assert joined.ranks == ((0, 1, 4, 5), (2, 3, 6, 7))[mesh.rank("pp")]
     assert [entry.operation for entry in log].count("partition") == 4
     assert len(log) == 4 + 2  # and the shapes of all ranks, with their lengths
@@ -111,17 +105,15 @@ def test_one_size_may_be_inferred_and_bad_shapes_are_refused(world: ax.World) ->
 @pytest.mark.real_ranks
 @pytest.mark.ranks(2, 4)
 def test_one_rank_with_another_shape_is_an_error_on_all(world) -> None:
-    last = world.size - 1
-    is_last = world.rank == last
-    for own, others in (
-        ({"dp": world.size, "tp": 1}, {"dp": 1, "tp": world.size}),
-        ({"dp": world.size, "tp": 1}, {"tp": 1, "dp": world.size}),
-        ({"dp": world.size}, {"pp": world.size}),
+    last, is_last = world.size - 1, world.rank == world.size - 1
+    differ = rf"shape: .* the same on all ranks, got\n  rank.*\n  rank {last}: {{"
+    for own, others, message in (
+        ({"dp": world.size, "tp": 1}, {"dp": 1, "tp": world.size}, differ),
+        ({"dp": world.size, "tp": 1}, {"tp": 1, "dp": world.size}, differ),
+        ({"dp": world.size}, {"pp": world.size}, differ),
+        ({"dp": 0}, {"dp": -1}, "got 0" if is_last else f"rank {last}: dp: expected a number"),
     ):
-        with pytest.raises(ValueError, match=rf"shape: .* the same on all ranks, got\n  rank.*\n  rank {last}: {{"):
-            ax.DeviceMesh(own if is_last else others)
-    with pytest.raises(ValueError, match="got 0" if is_last else f"rank {last}: dp: expected a number"):
-        ax.DeviceMesh({"dp": 0 if is_last else -1})
+        refused(ValueError, (partial(ax.DeviceMesh, own if is_last else others), message))
     world.default_group.barrier()
 
 
@@ -142,17 +134,9 @@ def test_bad_names_and_places_are_refused(world) -> None:
 
 def test_without_a_world() -> None:
     if not ax.is_initialized():
-        with pytest.raises(ax.CommunicatorError, match="no process group yet"):
-            ax.DeviceMesh({"dp": 1})
+        refused(ax.CommunicatorError, (lambda: ax.DeviceMesh({"dp": 1}), "no process group yet"))
     mesh = ax.DeviceMesh({"dp": 1}, ax.World.mock())
-    assert mesh.describe() == "dp 1: 1 rank on 1 node"
-    assert repr(mesh) == "DeviceMesh({'dp': 1}, rank=0)"
-
-
-def on_nodes(world: ax.World, ranks_per_node: int) -> ax.World:
-    """The same ranks, believed to be on nodes of so many."""
-    nodes = [rank // ranks_per_node for rank in range(world.size)]
-    return ax.World(world.default_group.backend, Topology.of(nodes, world.rank))
+    assert (mesh.describe(), repr(mesh)) == ("dp 1: 1 rank on 1 node", "DeviceMesh({'dp': 1}, rank=0)")
 
 
 @pytest.mark.ranks(8)
@@ -164,24 +148,22 @@ dp pp ranks along tp
  0  1 2 3
  1  0 4 5
  1  1 6 7"""
-    head = "dp 2 x ep 1 x pp 2 x tp 2: 8 ranks on "
-    assert ax.DeviceMesh(shape, on_nodes(world, 8)).describe() == f"{head}1 node\n{table}"
-    for ranks_per_node, nodes, axes in ((4, 2, "dp"), (3, 3, "dp, pp, tp"), (1, 8, "dp, pp, tp")):
-        mesh = ax.DeviceMesh(shape, on_nodes(world, ranks_per_node))
-        assert mesh.describe() == f"{head}{nodes} nodes\ngroups across nodes: {axes}\n{table}"
+    for ranks_per_node, nodes in (
+        (8, "1 node"),
+        (4, "2 nodes\ngroups across nodes: dp"),
+        (3, "3 nodes\ngroups across nodes: dp, pp, tp"),
+        (1, "8 nodes\ngroups across nodes: dp, pp, tp"),
+    ):
+        topology = Topology.of([rank // ranks_per_node for rank in range(world.size)], world.rank)
+        mesh = ax.DeviceMesh(shape, ax.World(world.default_group.backend, topology))
+        assert mesh.describe() == f"dp 2 x ep 1 x pp 2 x tp 2: 8 ranks on {nodes}\n{table}"
     rows = mesh.describe(max_rows=3).splitlines()[2:]
     assert rows == ["dp pp ranks along tp", " 0  0 0 1", " 0  1 2 3", "... 1 row more", " 1  1 6 7"]
 
 
 def test_long_rows_are_shortened() -> None:
-    def told(world: ax.World) -> list[str]:
-        return ax.DeviceMesh({"dp": 12}).describe().splitlines()
-
-    assert ax.testing.run_ranks(12, told)[5] == [
-        "dp 12: 12 ranks on 1 node",
-        "ranks along dp",
-        "0 1 2 3 4 5 ... 11",
-    ]
+    told = ax.testing.run_ranks(12, lambda world: ax.DeviceMesh({"dp": 12}).describe())[5]
+    assert told == "dp 12: 12 ranks on 1 node\nranks along dp\n0 1 2 3 4 5 ... 11"
 
 
 @settings(max_examples=25)

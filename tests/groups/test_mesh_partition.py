@@ -29,18 +29,15 @@ def test_every_rank_gets_the_group_it_is_in(world) -> None:
         own = next(part for part in parts if world.rank in part)
         known = world.groups
         group = world.partition(parts)
-        assert list(group.ranks) == own
-        assert group.rank == own.index(world.rank)
-        assert world.groups == (*known, group)
-        assert group.all_gather_object(world.rank) == own
+        assert (list(group.ranks), group.rank) == (own, own.index(world.rank))
+        assert (world.groups, group.all_gather_object(world.rank)) == ((*known, group), own)
         tensor = torch.full((100_000,), float(world.rank))
         group.all_reduce(tensor)
         assert tensor.unique().tolist() == [sum(own)]
         after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
         message = torch.zeros(2)
-        sent = group.isend(torch.full((2,), float(group.rank)), after)
-        group.irecv(message, before).wait()
-        sent.wait()
+        for work in (group.isend(torch.full((2,), float(group.rank)), after), group.irecv(message, before)):
+            work.wait()
         assert message.tolist() == [before] * 2
         world.close_groups(keep=known)
         assert world.groups == known
@@ -49,10 +46,8 @@ def test_every_rank_gets_the_group_it_is_in(world) -> None:
 @pytest.mark.ranks(4)
 def test_parts_of_parts(world) -> None:
     half = world.default_group.backend.partition([[0, 1], [3, 2]])
-    single = half.partition([[1], [0]])
-    assert (half.rank, single.rank, single.size) == ([0, 1, 1, 0][world.rank], 0, 1)
-    both = half.split([1, 0])
-    assert both.rank == 1 - half.rank
+    single, both = half.partition([[1], [0]]), half.split([1, 0])
+    assert (half.rank, single.rank, single.size, both.rank) == ([0, 1, 1, 0][world.rank], 0, 1, 1 - half.rank)
     assert half.all_gather(torch.tensor([world.rank])).tolist() == [[0, 1], [3, 2]][world.rank // 2]
     for backend in (both, single, half):
         backend.close()

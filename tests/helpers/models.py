@@ -20,7 +20,7 @@ import axonmpi as ax
 from axonmpi import GradSyncStrategy
 from helpers.compare import assert_close, assert_same_on_all_ranks, gradients_alone, gradients_of
 from helpers.once import once, one_thread
-from helpers.steps import Batch, Optimizing, Step, again, loss_of, sgd, usual_step
+from helpers.steps import Batch, Optimizing, Step, again, loss_of, sgd, sync_gradients, usual_step
 
 SYNCHRONOUS, OVERLAPPED, NO_SYNC = GradSyncStrategy
 AUTOMATIC = pytest.mark.parametrize("strategy", [SYNCHRONOUS, OVERLAPPED])
@@ -185,6 +185,61 @@ def frozen_blocks() -> nn.Module:
     return model
 
 
+def fail(*_: object) -> None:
+    """A hook that raises an error in the middle of forward or backward."""
+    raise ArithmeticError("in the middle")
+
+
+class MayFail(Blocks):
+    """Fails in the middle of forward or backward, when told to."""
+
+    fails = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        for index, block in enumerate(self.blocks):
+            hidden, _ = block(hidden)
+            if index == 1 and self.fails == "forward":
+                fail()
+            if index == 1 and self.fails == "backward":
+                hidden.register_hook(fail)
+        return self.head(hidden * self.scale)
+
+
+class PassesNothing(torch.autograd.Function):
+    """Passes the first input on; backward has no gradient for the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, unused: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Whole(nn.Module):
+    """A pair of layers that may be divided over ranks, and a norm that never is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(nn.functional.pad(x, (0, 2)))[..., :6])))
+
+
+class Weights(nn.Module):
+    """Parameters, and a function of them and of the inputs."""
+
+    def __init__(self, compute: Callable[..., Tensor], weights: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.compute, self.weights = compute, nn.ParameterList(weights)
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return self.compute(self.weights, *inputs)
+
+
 class Checkpointed(nn.Sequential):
     """Layers that are computed once more in backward, the first and the last of them the same if asked for."""
 
@@ -325,3 +380,11 @@ def check_averaged(
     gradients = gradients_of(model.module)
     assert_close(gradients, gradients_alone(model.module, loss), tolerance)
     assert_same_on_all_ranks(world, gradients)
+
+
+def check_backward(world: ax.World, model: ax.DDP, step: int = 0, factor: float = 1) -> None:
+    """Compute the gradients of a batch anew, and compare them with a multiple of those on one process."""
+    model.zero_grad()
+    own_loss(model, world, step).backward()
+    sync_gradients(model)
+    check_averaged(world, model, lambda alone: factor * joined_loss(alone, step))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -12,6 +14,11 @@ from torch.nn import functional as F
 from axonmpi.train import GPT, Config, generate, load_corpus
 from axonmpi.train.batches import BatchPlan, Stream, held_out_batches, seeded_generator
 from helpers.once import once
+
+
+def metrics_in(folder: Path) -> list[dict[str, float]]:
+    """Return the lines of a run's file of metrics."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def plain_run(config: Config) -> SimpleNamespace:

@@ -18,32 +18,26 @@ def plan(replica=0, replicas=1, accumulation=1, seed=3):
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 3), (2, 1), (4, 3)])
 def test_ranks_divide_the_same_global_batch(ranks, accumulation):
     whole = torch.cat([inputs for inputs, _ in plan().parts(5, TEXT)])
-    parts = []
-    for rank in range(ranks):
-        mine = list(plan(rank, ranks, accumulation).parts(5, TEXT))
-        assert len(mine) == accumulation
-        parts += [inputs for inputs, _ in mine]
-    assert torch.equal(torch.cat(parts), whole.view(12, 9))
+    of_ranks = [list(plan(rank, ranks, accumulation).parts(5, TEXT)) for rank in range(ranks)]
+    assert [len(parts) for parts in of_ranks] == [accumulation] * ranks
+    assert torch.equal(torch.cat([inputs for parts in of_ranks for inputs, _ in parts]), whole.view(12, 9))
 
 
 def test_targets_are_the_following_bytes():
     ((inputs, targets),) = plan().parts(1, TEXT)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert inputs.dtype == torch.int64
-    starts = plan().starts(1, len(TEXT))
-    assert torch.equal(targets[:, -1], TEXT[starts + 9].long())
+    assert torch.equal(targets[:, -1], TEXT[plan().starts(1, len(TEXT)) + 9].long())
 
 
 def test_batches_depend_on_seed_and_step_only():
+    others = (plan(replica=1, replicas=2, accumulation=2), 4), (plan(), 5), (plan(seed=4), 4)
     starts = plan().starts(4, 5000)
-    assert torch.equal(plan(replica=1, replicas=2, accumulation=2).starts(4, 5000), starts)
-    assert not torch.equal(plan().starts(5, 5000), starts)
-    assert not torch.equal(plan(seed=4).starts(4, 5000), starts)
+    assert [torch.equal(other.starts(step, 5000), starts) for other, step in others] == [True, False, False]
 
 
 def test_the_last_sequence_of_the_text_can_be_drawn_and_none_beyond():
-    starts = torch.cat([plan().starts(step, 12) for step in range(50)])
-    assert starts.unique().tolist() == [0, 1, 2]
+    assert torch.cat([plan().starts(step, 12) for step in range(50)]).unique().tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(5, 1), (2, 4), (24, 1)])
@@ -60,8 +54,7 @@ def test_streams_and_steps_are_unrelated_and_reproducible():
     }
     assert len({tuple(draw.tolist()) for draw in draws.values()}) == len(draws)
     seeded_generator(2**100, Stream.DATA, 1)  # seeds may be large
-    again = torch.rand(4, generator=seeded_generator(0, Stream.DATA, 2))
-    assert torch.equal(again, draws[Stream.DATA, 2])
+    assert torch.equal(torch.rand(4, generator=seeded_generator(0, Stream.DATA, 2)), draws[Stream.DATA, 2])
 
 
 @pytest.mark.parametrize(("ranks", "sequences"), [(1, 0), (2, 7), (3, 40), (4, 1), (4, 0)])
@@ -77,8 +70,7 @@ def test_held_out_sequences_are_divided_and_do_not_overlap(ranks, sequences):
                 continue
             assert torch.equal(targets, inputs + 1)
             scored += targets.flatten().tolist()
-    assert len(rounds) == 1
-    assert len(scored) == len(set(scored)) == 8 * min(sequences or 12, 12)
+    assert (len(rounds), len(set(scored)), len(scored)) == (1, len(scored), 8 * min(sequences or 12, 12))
 
 
 def test_few_held_out_sequences_are_spread_over_the_text():

@@ -1,13 +1,13 @@
 """The command line: flags, the settings file, refusals, and real runs of it."""
 
-import json
+import itertools
 import signal
 from types import SimpleNamespace
 
 import pytest
 from helpers.compare import refused
 from helpers.limits import limit
-from helpers.plain_training import plain_run
+from helpers.plain_training import metrics_in, plain_run
 
 import axonmpi as ax
 from axonmpi import cli
@@ -71,8 +71,7 @@ def test_flags_override_the_file(tmp_path):
 def test_every_setting_is_a_flag_with_help(capsys):
     assert code_of("train", "--help") == 0
     shown = capsys.readouterr().out
-    missing = [name for name in ("config", *Config().flat()) if f"--{name.replace('_', '-')}" not in shown]
-    assert missing == []
+    assert [name for name in ("config", *Config().flat()) if f"--{name.replace('_', '-')}" not in shown] == []
     assert "Bytes that the model sees at once" in shown
 
 
@@ -105,14 +104,15 @@ def test_bad_flags_are_refused_before_anything_starts(no_start, capsys, argument
 
 
 def test_a_file_or_a_text_that_cannot_be_used_is_refused_before_anything_starts(no_start, capsys, tmp_path):
-    (tmp_path / "settings.yaml").write_text("global_bach: 8\n")
-    (tmp_path / "empty").touch()
-    (tmp_path / "small").write_bytes(b"abc")
-    assert code_of("train", "--config", tmp_path / "settings.yaml") == 2
-    assert "unknown setting 'global_bach': did you mean global_batch" in capsys.readouterr().err
-    refused = {"nowhere": "No such file", "empty": "expected text, found none", "small": "at least 258 bytes"}
-    for name, expected in refused.items():
-        assert code_of("train", "--data", tmp_path / name) == 2
+    for name, content in (("settings.yaml", "global_bach: 8\n"), ("empty", ""), ("small", "abc")):
+        (tmp_path / name).write_text(content)
+    for flag, name, expected in (
+        ("--config", "settings.yaml", "unknown setting 'global_bach': did you mean global_batch"),
+        ("--data", "nowhere", "No such file"),
+        ("--data", "empty", "expected text, found none"),
+        ("--data", "small", "at least 258 bytes"),
+    ):
+        assert code_of("train", flag, tmp_path / name) == 2
         assert expected in capsys.readouterr().err
 
 
@@ -133,10 +133,13 @@ def test_a_rank_whose_node_lacks_the_text_meets_the_others_before_it_leaves(monk
 
 
 def test_what_is_found_later_is_an_exit_code_and_a_message_too(mock_start, capsys, tmp_path):
-    assert code_of("train", *SMALL, "--accumulation", 3) == 2
-    assert "axonmpi train: error: global_batch: expected a multiple of" in capsys.readouterr().err
-    assert code_of("train", *SMALL, "--lr", 1e30, "--gradient-clip", 0, "--out", tmp_path) == 1
-    assert "training has diverged; try a smaller lr" in capsys.readouterr().err
+    diverging = ("--lr", 1e30, "--gradient-clip", 0, "--out", tmp_path, timeout=limit(60))
+    for flags, code, message in (
+        (("--accumulation", 3), 2, "axonmpi train: error: global_batch: expected a multiple of"),
+        (diverging, 1, "training has diverged; try a smaller lr"),
+    ):
+        assert code_of("train", *SMALL, *flags) == code
+        assert message in capsys.readouterr().err
 
 
 def test_a_signal_stops_the_run_with_its_own_code_and_more_of_them_do_nothing(mock_start, monkeypatch, tmp_path):
@@ -149,8 +152,7 @@ def test_a_signal_stops_the_run_with_its_own_code_and_more_of_them_do_nothing(mo
     signal.signal(signal.SIGUSR1, before)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for _ in range(2):  # to the end; then there is nothing to do
-        assert code_of(*settings) == 0
-        assert len(losses(tmp_path)) == 12
+        assert (code_of(*settings), len(losses(tmp_path))) == (0, 12)
     assert signal.getsignal(signal.SIGUSR1) == before
     monkeypatch.setenv("AXONMPI_STOP_SIGNAL", "9")
     assert code_of(*settings) == 2
@@ -169,8 +171,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_exit_code_and_a_message(
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "learning_rate", block)
         assert code_of(*settings) == 1
-    shown = capsys.readouterr().err
-    assert f"error: {blocked.with_suffix('')}: the checkpoint was not written: " in shown
+    assert f"error: {blocked.with_suffix('')}: the checkpoint was not written: " in capsys.readouterr().err
     assert not (tmp_path / "summary.json").exists()
     blocked.unlink()
     assert code_of(*settings) == 0
@@ -195,11 +196,9 @@ def test_help_is_shown_by_the_first_rank(capsys, monkeypatch):
         shown = capsys.readouterr().out
         assert [name for name in ("train", "bench", "doctor", "mpirun -n 4") if name not in shown] == []
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    for rank in (0, 1):
+    for rank, arguments in itertools.product((0, 1), (["--version"], ["train", "--help"])):
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
-        assert cli.main(["--version"]) == 0
-        assert bool(capsys.readouterr().out) == (rank == 0)
-        assert code_of("train", "--help") == 0
+        assert code_of(*arguments) == 0
         assert bool(capsys.readouterr().out) == (rank == 0)
 
 
@@ -250,9 +249,8 @@ def test_ranks_on_different_devices_and_gpus_that_cannot_be_connected_are_refuse
     start = Start(monkeypatch, [("cpu", ""), ("cpu", "")])
     start.gpus = 1
     refused(SystemExit, (lambda: train._start("auto"), "2"))
-    shown = capsys.readouterr().err
     assert start.started == ["mpi"]
-    assert "different devices:\n  rank 0: cuda\n  ranks 1, 2: cpu\nTake --device cpu" in shown
+    assert "different devices:\n  rank 0: cuda\n  ranks 1, 2: cpu\nTake --device cpu" in capsys.readouterr().err
     start.others, start.problem = [], ax.NcclError("two ranks use one GPU")
     refused(SystemExit, (lambda: train._start("auto"), "2"))
     assert "error: two ranks use one GPU\nOr train on the CPU: --device cpu" in capsys.readouterr().err
@@ -261,13 +259,8 @@ def test_ranks_on_different_devices_and_gpus_that_cannot_be_connected_are_refuse
 # ---- whole jobs -------------------------------------------------------------------------------------------------
 
 
-def run_job(ranks, *command):
-    return ax.testing.launch(ranks, *command, timeout=limit(60))
-
-
 def losses(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
+    return [line["loss"] for line in metrics_in(folder) if "loss" in line]
 
 
 def check_losses(folder, flags):
@@ -287,7 +280,7 @@ def test_the_command_without_a_launcher(mock_start, monkeypatch, capsys, tmp_pat
 def test_the_command_on_real_ranks_gives_the_same_losses(tmp_path):
     settings = [*SMALL, "--layers=2"]
     layout = ["--pp=2", "--schedule=zero-bubble", "--trace", tmp_path / "trace.json"]
-    result = run_job(2, "-m", "axonmpi", "train", *settings, *layout, "--out", tmp_path)
+    result = ax.testing.launch(2, "-m", "axonmpi", "train", *settings, *layout, "--out", tmp_path, timeout=limit(60))
     assert (result.returncode, result.stderr) == (0, "")
     for text in ("a pipeline: zero bubble on 2 ranks", "on 2 ranks, "):  # by rank 0 only
         assert result.stdout.count(text) == 1
@@ -308,6 +301,6 @@ sys.exit(cli.main(["train", "--name", "never-begun", *flags]))
 
 
 def test_what_one_rank_cannot_use_ends_the_job_with_code_2():
-    result = run_job(2, OTHER_FLAGS_ON_RANK_1, "--data", "/nowhere")
+    result = ax.testing.launch(2, OTHER_FLAGS_ON_RANK_1, "--data", "/nowhere", timeout=limit(60))
     assert (result.returncode, result.timed_out, result.leftover) == (2, False, ())
     assert result.stderr.count("cannot read /nowhere: No such file") == 1

@@ -141,15 +141,14 @@ def test_names_and_groups_that_are_not_there():
     )
 
 
-FLAT_TOML = 'lr = 0.002\nglobal-batch = 32\ndata = "text.txt"\nplot = false\n'
-GROUPED_TOML = '[optimizer]\nlr = 2e-3\n[run]\nglobal_batch = 32\nplot = false\n[text]\ndata = "text.txt"\n'
-FLAT_YAML = "lr: 2e-3\nglobal_batch: 32\ndata: text.txt\nplot: false\n"  # YAML takes 2e-3 for text
-GROUPED_YAML = "pipeline: {}\nrun:\n  global-batch: 32\n  plot: false\ntext:\n  data: text.txt\nlr: 0.002\n"
-
-
 @pytest.mark.parametrize(
     ("suffix", "content"),
-    [("toml", FLAT_TOML), ("toml", GROUPED_TOML), ("yaml", FLAT_YAML), ("yml", GROUPED_YAML)],
+    [
+        ("toml", 'lr = 0.002\nglobal-batch = 32\ndata = "text.txt"\nplot = false\n'),
+        ("toml", '[optimizer]\nlr = 2e-3\n[run]\nglobal_batch = 32\nplot = false\n[text]\ndata = "text.txt"\n'),
+        ("yaml", "lr: 2e-3\nglobal_batch: 32\ndata: text.txt\nplot: false\n"),  # YAML takes 2e-3 for text
+        ("yml", "pipeline: {}\nrun:\n  global-batch: 32\n  plot: false\ntext:\n  data: text.txt\nlr: 0.002\n"),
+    ],
 )
 def test_files_of_both_kinds_flat_or_in_tables(tmp_path, suffix, content):
     file = tmp_path / f"settings.{suffix}"

@@ -41,30 +41,34 @@ def test_replicas_that_cannot_be_sharded_within_nodes_are_an_error_on_every_rank
 
 
 SIX = "6 ranks: take for example dp x tp x pp = "
-REFUSED = [
-    ({"dp": 2, "tp": 2}, 6, f"dp x tp x pp = 2 x 2 x 1 = 4, but there are {SIX}3 x 2 x 1 or "),
-    ({"tp": 4}, 6, f"tp x pp = 4 x 1 = 4, which does not divide the {SIX}3 x 2 x 1 or "),
-    ({"tp": 4}, 2, "tp x pp = 4 x 1 = 4, but there are 2 ranks: take for example dp x tp x pp = 1 x 2"),
-    ({"tp": 2}, 1, "but there is 1 rank: take for example dp x tp x pp = 1 x 1 x 1, or start a multiple"),
-    ({"pp": 4, "dp": 2}, 1, "or start 8 ranks, as mpirun -n 8 does"),
-    ({"dp": 8}, 4, "dp x tp x pp = 8 x 1 x 1 = 8, but there are 4 ranks: take for example dp x tp x pp = 4 x 1"),
-    ({"dp": 2, "tp": 2, "micro_batches": 4, "global_batch": 12}, 6, "but there are 6 ranks: take for example"),
-    ({"dp": 3}, 7, "dp x tp x pp = 3 x 1 x 1 = 3, but there are 7 ranks: start 3 ranks"),  # nothing fits seven
-]
 
 
-@pytest.mark.parametrize(("settings", "ranks", "message"), REFUSED)
+@pytest.mark.parametrize(
+    ("settings", "ranks", "message"),
+    [
+        ({"dp": 2, "tp": 2}, 6, f"dp x tp x pp = 2 x 2 x 1 = 4, but there are {SIX}3 x 2 x 1 or "),
+        ({"tp": 4}, 6, f"tp x pp = 4 x 1 = 4, which does not divide the {SIX}3 x 2 x 1 or "),
+        ({"tp": 4}, 2, "tp x pp = 4 x 1 = 4, but there are 2 ranks: take for example dp x tp x pp = 1 x 2"),
+        ({"tp": 2}, 1, "but there is 1 rank: take for example dp x tp x pp = 1 x 1 x 1, or start a multiple"),
+        ({"pp": 4, "dp": 2}, 1, "or start 8 ranks, as mpirun -n 8 does"),
+        (
+            {"dp": 8},
+            4,
+            "dp x tp x pp = 8 x 1 x 1 = 8, but there are 4 ranks: take for example dp x tp x pp = 4 x 1",
+        ),
+        ({"dp": 2, "tp": 2, "micro_batches": 4, "global_batch": 12}, 6, "but there are 6 ranks: take for example"),
+        ({"dp": 3}, 7, "dp x tp x pp = 3 x 1 x 1 = 3, but there are 7 ranks: start 3 ranks"),  # nothing fits seven
+    ],
+)
 def test_a_wrong_product_is_answered_with_valid_ones(settings, ranks, message):
     config = Config().replace(**{"global_batch": 24, "layers": 4, "heads": 4, **settings})
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         Layout.of(config, ranks, 0)
     suggestions = re.findall(r"(\d+) x (\d+) x (\d+)", str(caught.value).partition("take for example")[2])
     assert len(set(suggestions)) == len(suggestions)
-    for suggestion in suggestions:
-        dp, tp, pp = map(int, suggestion)
+    for dp, tp, pp in (map(int, suggestion) for suggestion in suggestions):
         layout = Layout.of(config.replace(dp=dp, tp=tp, pp=pp), ranks, 0)
-        assert layout.shape == {"dp": dp, "pp": pp, "tp": tp}
-        assert config.run.global_batch % dp == 0
+        assert (layout.shape, config.run.global_batch % dp) == ({"dp": dp, "pp": pp, "tp": tp}, 0)
         plan_schedule(config, layout)  # enough sequences for the micro-batches
 
 
@@ -85,16 +89,16 @@ def test_the_table_says_which_rank_has_what(tiny):
     assert re.split(r"  +", header.strip()) == ["pp", "ranks", "what each has", "parameters", *sizes]
     block, words = 12 * 32**2 + 2 * 32, 256 * 32
     halves = [(2 * block + words) // 4 + 2 * 32 // 2, (block + words + 32) // 4]
-    assert re.split(r"  +", first.strip())[:3] == ["0", "0-1 4-5", "1/2 of embedding, blocks 0 to 1"]
-    assert re.split(r"  +", second.strip())[:3] == ["1", "2-3 6-7", "1/2 of block 2, output layer"]
-    for row, half in zip((first, second), halves, strict=True):
-        parameters, *memory = (float(text.replace(",", "")) for text in re.split(r"  +", row.strip())[3:])
+    told = [["0", "0-1 4-5", "1/2 of embedding, blocks 0 to 1"], ["1", "2-3 6-7", "1/2 of block 2, output layer"]]
+    for row, half, start in zip((first, second), halves, told, strict=True):
+        cells = re.split(r"  +", row.strip())
+        assert cells[:3] == start
+        parameters, *memory = (float(text.replace(",", "")) for text in cells[3:])
         assert parameters == pytest.approx(half, rel=0.02)
-        weights, gradients, state, activations, together = memory
-        shard = 4 * parameters / 1024
-        expected = [shard, (1 + 2) * shard, 2 * shard]  # gradients: a shard, and whole ones
-        assert [weights, gradients, state] == pytest.approx(expected, rel=0.02)
-        assert together == pytest.approx(weights + gradients + state + activations, abs=0.3)
+        *divided, _activations, together = memory
+        shards = [1, 1 + 2, 2]  # gradients: a shard, and whole ones
+        assert divided == pytest.approx([4 * parameters / 1024 * count for count in shards], rel=0.02)
+        assert together == pytest.approx(sum(memory) - together, abs=0.3)
     assert note == (
         "weights to all: memory in KiB that a rank is expected to need; * estimated, "
         "with micro-batches of 1 sequence"
@@ -109,12 +113,11 @@ def test_what_is_shown_without_any_division(tiny):
 
 
 def test_what_lies_in_files_is_said():
-    config = Config().replace(fsdp="full", cpu_offload="full")
     share = Share(0, "all layers", Held(4, 16, 16, 32), 0)
-    mesh = layout_table(config, Layout.of(config, 1, 0), None, [share]).splitlines()[0]
-    assert mesh.endswith("along dp (full); parameters, gradients and optimizer state offloaded")
-    config = config.replace(cpu_offload="params")
-    assert "; parameters offloaded\n" in layout_table(config, Layout.of(config, 1, 0), None, [share])
+    for offload, offloaded in (("full", "parameters, gradients and optimizer state"), ("params", "parameters")):
+        config = Config().replace(fsdp="full", cpu_offload=offload)
+        mesh = layout_table(config, Layout.of(config, 1, 0), None, [share]).splitlines()[0]
+        assert mesh.endswith(f"along dp (full); {offloaded} offloaded")
 
 
 def test_many_ranks_are_shown_in_few_rows():
@@ -126,8 +129,7 @@ def test_many_ranks_are_shown_in_few_rows():
     assert (len(table), max(map(len, table)) <= 120) == (3 + 8, True)
     sizes = ["2,000,000,000", "8.0", "8.0", "16.0", "1.5", "33.5"]
     assert [*table[2].split()[:3], *table[2].split()[-6:]] == ["0", "0-1", "32-33", *sizes]
-    assert table[8].split() == ["..."] * 9
-    assert table[9].split()[:3] == ["15", "30-31", "62-63"]
+    assert (table[8].split(), table[9].split()[:3]) == (["..."] * 9, ["15", "30-31", "62-63"])
     assert table[10].startswith("weights to all: memory in GiB")
 
 

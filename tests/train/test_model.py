@@ -30,8 +30,7 @@ def some_bytes(batch, length):
 
 @pytest.mark.parametrize("settings", VARIANTS)
 def test_a_byte_changes_its_own_and_later_predictions_only_and_all_parameters_learn(settings):
-    model = small(**settings)
-    tokens = some_bytes(3, 12)
+    model, tokens = small(**settings), some_bytes(3, 12)
     before = model(tokens)
     assert before.shape == (3, 12, 256)
     changed = tokens.clone()
@@ -47,9 +46,9 @@ def test_number_of_parameters():
     width, positions = 16, 12
     blocks = 2 * (12 * width**2 + 2 * width)
     rotary, learned, untied = small(), small(positions="learned"), small(tied_embeddings=False)
-    assert rotary.num_parameters() == blocks + 256 * width + width
-    assert learned.num_parameters() == rotary.num_parameters() + positions * width
-    assert untied.num_parameters() == rotary.num_parameters() + 256 * width
+    expected = blocks + 256 * width + width
+    numbers = [model.num_parameters() for model in (rotary, learned, untied)]
+    assert numbers == [expected, expected + positions * width, expected + 256 * width]
     assert list(rotary.buffers()) == []
 
 
@@ -67,15 +66,13 @@ def test_initial_weights_are_those_of_gpt2():
         if "norm" in name:
             assert torch.equal(parameter, torch.ones_like(parameter))
             continue
-        residual = name.endswith(("attention.output.weight", "contract.weight"))
-        std = 0.02 / math.sqrt(2 * 8) if residual else 0.02
+        std = 0.02 / math.sqrt(2 * 8) if name.endswith(("attention.output.weight", "contract.weight")) else 0.02
         assert parameter.std().item() == pytest.approx(std, rel=0.05), name
         assert parameter.mean().item() == pytest.approx(0, abs=0.1 * std), name
 
 
 def test_attention_through_rotation_depends_on_distance_only():
-    generator = torch.Generator().manual_seed(2)
-    query, key = torch.randn(2, 1, 1, 1, 8, generator=generator)
+    query, key = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(2))
     table = rotation_table(32, 8)
     queries, keys = (rotate(x.expand(1, 1, 32, 8), table)[0, 0] for x in (query, key))
     scores = queries @ keys.T
@@ -123,9 +120,8 @@ def test_stages_are_of_like_work():
     assert cuts(2, layers=4, width=16, mlp_ratio=1) == [3, 1]  # here it takes more than a block
     contents = ["embedding, blocks 0 to 1, output layer", "embedding, block 0", "block 1, output layer"]
     assert [stage.content for number in (1, 2) for stage in cut(small(), number)] == contents
-    for number in (0, 3):
-        message = f"num_stages: expected 1 to 2, a block for each, got {number}"
-        refused(ValueError, (lambda number=number: cut(small(), number), message))
+    message = "num_stages: expected 1 to 2, a block for each, got "
+    refused(ValueError, (lambda: cut(small(), 0), f"{message}0"), (lambda: cut(small(), 3), f"{message}3"))
 
 
 def test_sampling_follows_its_seed_or_takes_the_likeliest_byte():

@@ -13,25 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.compare import assert_close, assert_equal, refused
-from helpers.models import built
+from helpers.compare import assert_close, assert_equal, gradients_of, refused
+from helpers.models import Whole, built
 from helpers.transformer_parts import floats
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import axonmpi as ax
 from axonmpi.tensor import full_state_dict
-
-
-class Whole(nn.Module):
-    """A pair of layers, and a norm that is never divided."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm, self.down = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(self.norm(F.pad(x, (0, 2)))[..., :6])))
 
 
 def divided(group: ax.ProcessGroup | None = None, seed: int = 0) -> nn.Module:
@@ -85,15 +74,13 @@ def gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-NORMS = {
-    "clip_grad_norm_": lambda parameters: nn.utils.clip_grad_norm_(parameters, 1.0),
-    "foreach": lambda parameters: nn.utils.clip_grad_norm_(parameters, 1.0, math.inf, foreach=True),
-    "get_total_norm": lambda parameters: nn.utils.get_total_norm(
-        [p.grad for p in parameters if p.grad is not None]
-    ),
-    "one by one": lambda parameters: [gradient.detach().norm() for gradient in gradients(parameters)],
-    "of copies": lambda parameters: [torch.norm(gradient.data.float()) for gradient in gradients(parameters)],
-}
+NORMS = (
+    lambda parameters: nn.utils.clip_grad_norm_(parameters, 1.0),
+    lambda parameters: nn.utils.clip_grad_norm_(parameters, 1.0, math.inf, foreach=True),
+    lambda parameters: nn.utils.get_total_norm(gradients(parameters)),
+    lambda parameters: [gradient.detach().norm() for gradient in gradients(parameters)],
+    lambda parameters: [torch.norm(gradient.data.float()) for gradient in gradients(parameters)],
+)
 
 
 @pytest.mark.ranks(2)
@@ -101,10 +88,10 @@ NORMS = {
 def test_torchs_norms_of_parts_are_refused(world, make):
     model = make(world)
     backward(model)
-    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    for norm in NORMS.values():
-        refused_where(any(g is not None for g in before), world, CLIP, norm, list(model.parameters()))
-    assert_equal([p.grad for p in model.parameters()], before)
+    before = gradients_of(model)
+    for norm in NORMS:
+        refused_where(any(g is not None for g in before.values()), world, CLIP, norm, list(model.parameters()))
+    assert_equal({name: p.grad for name, p in model.named_parameters()}, before)
 
 
 def sharded_and_replicated(world: ax.World) -> ax.FSDP:
@@ -164,12 +151,11 @@ def test_gradients_are_tensors_in_all_other_ways(world, name):
             optimizer.zero_grad()
             backward(one)
             backward(one)  # added up
-            for parameter in one.parameters():
-                if parameter.grad is not None:
-                    parameter.grad *= 3
-                    parameter.grad = parameter.grad + 0.5
-                    parameter.grad.data.mul_(0.5)
-                    parameter.grad = copy.deepcopy(parameter.grad)
+            for parameter in (p for p in one.parameters() if p.grad is not None):
+                parameter.grad *= 3
+                parameter.grad = parameter.grad + 0.5
+                parameter.grad.data.mul_(0.5)
+                parameter.grad = copy.deepcopy(parameter.grad)
             nn.utils.clip_grad_value_(one.parameters(), 0.7)
             optimizer.step()
         assert tensor_types(optimizer) == {Tensor}
@@ -195,9 +181,8 @@ def test_torchs_scaler_is_refused_and_ours_skips_on_all_ranks(world, name):
     def scaled(scaler: Any) -> None:
         optimizer.zero_grad()
         scaler.scale(model(data()).square().mean()).backward()
-        own = [p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()]
         if world.rank == 0:
-            own[0].view(-1)[0] = math.inf
+            next(g for g in gradients(model.parameters()) if g.numel()).view(-1)[0] = math.inf
         scaler.step(optimizer)
         scaler.update()
 
@@ -222,8 +207,7 @@ def saved(value: Any) -> None:
 
 
 def to_safetensors(folder: Path, state: dict[str, Tensor]) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    safetensors.save_file(state, folder / "model.safetensors")
+    pytest.importorskip("safetensors.torch").save_file(state, folder / "model.safetensors")
 
 
 FILES = {
@@ -267,17 +251,17 @@ def test_states_of_parts_go_back_to_where_they_are_from(world, make):
     for one, optimizer in zip((model, expected), optimizers, strict=True):
         backward(one)
         optimizer.step()
-    kept = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizers[0].state_dict())
-    assert kept[0].keys() == model.state_dict().keys()
+    state, of_optimizer = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizers[0].state_dict())
+    assert state.keys() == model.state_dict().keys()
     backward(model)
     optimizers[0].step()
-    model.load_state_dict(kept[0])
+    model.load_state_dict(state)
     again = torch.optim.AdamW(model.parameters(), lr=0.1)
-    again.load_state_dict(kept[1])
-    ordinary = {name: value.as_subclass(Tensor) for name, value in kept[0].items()}
+    again.load_state_dict(of_optimizer)
     file = io.BytesIO()
-    torch.save(ordinary, file)
-    model.load_state_dict(torch.load(io.BytesIO(file.getvalue())))
+    torch.save({name: value.as_subclass(Tensor) for name, value in state.items()}, file)
+    file.seek(0)
+    model.load_state_dict(torch.load(file))
     ax.barrier()
     for one, optimizer in ((model, again), (expected, optimizers[1])):
         optimizer.zero_grad()
@@ -320,19 +304,13 @@ def test_the_full_state_of_a_shard_is_a_part_of_the_divided_model(world):
     assert_close(whole, built(Whole).state_dict())
 
 
-NEED_WHOLE_PARAMETERS = (
-    torch.optim.Adafactor,
-    lambda parameters: torch.optim.Muon([p for p in parameters if p.ndim == 2]),
-    torch.optim.LBFGS,
-)
-
-
 @pytest.mark.ranks(2)
 def test_optimizers_of_whole_parameters_are_refused(world):
     model = divided()
     backward(model)
     before = [parameter.detach().clone() for parameter in model.parameters()]
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    optimizers = (getattr(torch.optim, kind)(matrices) for kind in ("Adafactor", "Muon", "LBFGS"))
     message = "needs whole parameters, and layers of this model are divided"
-    for make in NEED_WHOLE_PARAMETERS:
-        refused(ValueError, (lambda: make(model.parameters()).step(lambda: model(data()).sum()), message))  # noqa: B023
+    refused(ValueError, *((partial(own.step, lambda: model(data()).sum()), message) for own in optimizers))
     assert_equal(list(model.parameters()), before)

@@ -1,19 +1,18 @@
 """What is measured: time in communication, speed, and the file of both."""
 
 import itertools
-import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest.mock import ANY, Mock, call
 
 import pytest
+from helpers.plain_training import metrics_in
 
 import axonmpi as ax
 from axonmpi.train.report import metrics
 from axonmpi.train.report.metrics import CommunicationClock, HeldOutMetrics, Speedometer, StepMetrics
 from axonmpi.train.report.recorder import Recorder
-
-STEP = StepMetrics(1, 2.5, 1e-3, 0.5, 1000.0, 0.25, 0.1)
 
 
 @pytest.fixture
@@ -44,9 +43,8 @@ def test_operations_of_other_threads_do_not_count_and_those_inside_others_once(t
     inner.observer = Mock()
     with CommunicationClock(backend, inner) as clock:
         backend.observer.enter("wait", 0)
-        other = threading.Thread(target=lambda: (clock.enter("all_reduce", 8), clock.leave("all_reduce")))
-        other.start()
-        other.join()
+        with ThreadPoolExecutor() as other_thread:
+            other_thread.submit(lambda: (clock.enter("all_reduce", 8), clock.leave("all_reduce"))).result()
         for observer, operation in ((backend.observer, "send"), (inner.observer, "recv")):
             observer.enter(operation, 8)
             observer.leave(operation)
@@ -76,16 +74,14 @@ def test_several_communicators_are_added_up(ticks):
 
 
 def test_metrics_are_lines_of_json(tiny, tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("an earlier run\n")
+    (tmp_path / "metrics.jsonl").write_text("an earlier run\n")
     recorder = Recorder(tiny.replace(out=str(tmp_path)), writes=True)
-    recorder.add(STEP)
-    assert json.loads(path.read_text())["loss"] == 2.5  # before the file is closed
+    recorder.add(StepMetrics(1, 2.5, 1e-3, 0.5, 1000.0, 0.25, 0.1))
+    assert metrics_in(tmp_path)[0]["loss"] == 2.5  # before the file is closed
     recorder.add(HeldOutMetrics(1, 2.0, 0.2))
     recorder.close()
     recorder.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines[1] == {"step": 1, "held_out_loss": 2.0, "seconds": 0.2}
+    assert metrics_in(tmp_path)[1] == {"step": 1, "held_out_loss": 2.0, "seconds": 0.2}
 
 
 def test_speed_is_averaged_over_the_last_steps_and_over_all():
