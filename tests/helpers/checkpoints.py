@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,17 @@ import pytest
 
 import axonmpi as ax
 
-__all__ = ["by_name", "flip", "on_first", "refused_on_all"]
+__all__ = ["by_name", "cut_off", "flip", "on_first", "refused_on_all"]
 
 
 def by_name(values: Mapping[str, Any]) -> dict[str, Any]:
     """Sort values that come in the order of some file."""
     return dict(sorted(values.items()))
+
+
+def cut_off(path: Path, size: int = 1) -> None:
+    """Take so many bytes off the end of a file."""
+    os.truncate(path, path.stat().st_size - size)
 
 
 def flip(path: Path, *offsets: int) -> None:

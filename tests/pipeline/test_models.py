@@ -1,7 +1,5 @@
 """What stages may be and hand to each other: nested tensors, skips, ties, frozen parts, stages with replicas."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import NamedTuple
 

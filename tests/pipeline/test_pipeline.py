@@ -1,7 +1,5 @@
 """Training in a pipeline equals training in one process, whatever the schedule and cut; mistakes are refused."""
 
-from __future__ import annotations
-
 import random
 import time
 from contextlib import nullcontext

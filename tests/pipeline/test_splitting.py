@@ -1,7 +1,5 @@
 """Cutting models into stages: balance against brute force, stages against the model, times by a set clock."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """What divided layers send, counted in the log of mock ranks, and that backward computes while it sends."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Dividing models of somebody's own by a plan, and mistakes in plans."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any

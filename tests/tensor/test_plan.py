@@ -1,7 +1,5 @@
 """Plans: short forms of styles, and which modules patterns name."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Models of `transformers`, tiny and built without download, divided by their presets: they stay what they were."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading

@@ -6,8 +6,6 @@ Values are the same on all ranks, or each rank's own, and an inner product count
     with sequence parallelism both own → own        join_sequence    own → same
 """
 
-from __future__ import annotations
-
 import math
 import random
 import weakref

@@ -1,7 +1,5 @@
 """How parameters are cut: the ranks' parts against slices taken by numpy, and together they are the whole again."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from helpers.compare import refused

@@ -1,7 +1,5 @@
 """State dicts of divided models: whole, of one rank, and back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.compare import assert_close, assert_equal, gradients_of, refused

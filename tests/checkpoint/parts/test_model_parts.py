@@ -1,7 +1,5 @@
 """Parts of models: those of all ranks put together are the state dict of the whole model in plain torch."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Parts of an optimizer's state: beside plain torch, and given to the optimizer of another layout."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """Random states: the same numbers again, on the rank that drew them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

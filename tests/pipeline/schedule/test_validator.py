@@ -1,7 +1,5 @@
 """The validator against every schedule, against random placements, and against schedules made wrong on purpose."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace
@@ -26,7 +24,6 @@ from axonmpi.pipeline import (
 )
 from axonmpi.pipeline.schedule import grid
 
-DOCS = REPOSITORY / "docs"
 FORWARD, BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD
 INPUT, WEIGHT = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
 
@@ -130,13 +127,14 @@ def test_what_is_wrong_is_named(ranks, message):
         validate(by_hand(*ranks))
 
 
-def test_transfers_without_a_need():
+def test_transfers_without_a_need_and_what_is_missing_after_the_end():
     peerless = Schedule("by hand", (0,), 1, ((Action(ActionKind.SEND_FORWARD, 0, 0),),))
     on_one_rank = by_hand("F0.0 SF0.0>1", placement=(0, 0))
     refused(
         ScheduleError,
         (partial(validate, peerless), "expected a peer for a transfer"),
         (partial(validate, on_one_rank), "stages 0 and 1 live on one rank and need no message"),
+        (partial(validate, by_hand("F0.0", placement=(0,))), r"(?m)^rank 0 +F0\.0 +\[no B0\.0\]$"),
     )
 
 
@@ -159,15 +157,14 @@ def test_numbers_that_do_not_fit(changes, message):
 def test_the_place_is_shown():
     schedule = make_schedule(ONE_F_ONE_B, 3, 4)
     lists = [list(actions) for actions in schedule.actions]
-    at = lists[1].index(parse_action("RB1.0<2"))
-    lists[1].append(lists[1].pop(at))
+    lists[1].append(lists[1].pop(lists[1].index(parse_action("RB1.0<2"))))
     with pytest.raises(ScheduleError) as caught:
         validate(replace(schedule, actions=tuple(map(tuple, lists))))
-    rank, step = caught.value.rank, caught.value.step
-    assert (rank, str(lists[rank][step])) == (1, "B1.0")
+    step = caught.value.step
+    assert (caught.value.rank, str(lists[1][step])) == (1, "B1.0")
     first, heads, *rows = str(caught.value).splitlines()
-    place = f"1F1B, rank 1, step {step}, stage 1, micro-batch 0"
-    assert first == f"{place}: B1.0 needs RB1.0<2 before it, which is at step 23"
+    needs = "B1.0 needs RB1.0<2 before it, which is at step 23"
+    assert first == f"1F1B, rank 1, step {step}, stage 1, micro-batch 0: {needs}"
     assert heads.split() == [str(number) for number in range(step - 4, step + 5)]
     assert rows[1][heads.index(f" {step} ") + 1 :].startswith("[B1.0]")
 
@@ -178,12 +175,7 @@ def test_the_error_in_the_docstring_and_on_the_page():
     with pytest.raises(ScheduleError) as caught:
         validate(replace(schedule, actions=(first, (second[2], *second))))
     assert str(caught.value) in grid.__doc__.replace("\n    ", "\n")
-    assert f"```text\n{caught.value}\n```" in (DOCS / "schedules.md").read_text(encoding="utf-8")
-
-
-def test_what_is_missing_is_shown_after_the_end():
-    stops = by_hand("F0.0", placement=(0,))
-    refused(ScheduleError, (partial(validate, stops), r"(?m)^rank 0 +F0\.0 +\[no B0\.0\]$"))
+    assert f"```text\n{caught.value}\n```" in (REPOSITORY / "docs/schedules.md").read_text(encoding="utf-8")
 
 
 def test_a_deadlock_where_sends_wait():

@@ -1,7 +1,5 @@
 """Blocks of a transformer, self-attention and perceptrons, that are divided equal those of one process."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Dropout of divided tensors: one mask at any width, which only the default generator's state decides."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

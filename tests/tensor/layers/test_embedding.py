@@ -1,7 +1,5 @@
 """A divided embedding against a whole one: values, gradients, padding, ties, mistakes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.compare import assert_equal, assert_precise, refused

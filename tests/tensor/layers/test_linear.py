@@ -1,7 +1,5 @@
 """Divided linear layers against whole ones, used in every way: values, gradients, parameters, mistakes."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

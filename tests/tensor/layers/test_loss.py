@@ -1,7 +1,5 @@
 """Cross entropy of divided logits against torch's of the whole ones: values, gradients, options, mistakes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

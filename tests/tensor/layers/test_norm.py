@@ -1,7 +1,5 @@
 """Norms that compute on parts of a sequence: gradients are summed, and nothing else about the module changes."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 
