@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.compare import assert_close, assert_equal, gradients_of, refused
+from helpers.layouts import loss_of
 from helpers.models import built
 from helpers.transformer_parts import floats, randn, seeded
 from torch import Tensor, nn
@@ -107,10 +108,6 @@ def words(batch: int = 2, length: int = LENGTH) -> Tensor:
     return torch.randint(0, WORDS, (batch, length), generator=seeded(5))
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def assert_like_whole(model: nn.Module, whole: nn.Module, x: Tensor) -> None:
     """Compare values, outputs and gradients of a divided model with those of the whole one."""
     assert_equal(full_state_dict(model), whole.state_dict())
@@ -189,10 +186,6 @@ class Gauge(nn.Module):
         return self.down(self.norm(self.up(x).unflatten(-1, (self.heads, self.width))).flatten(-2))
 
 
-def gauge() -> nn.Module:
-    return nn.Sequential(Gauge())
-
-
 STYLES = {"0": ["divide:heads", Assign("width", 2)], "*.up": "column:heads=4", "*.norm": "sum", "*.down": "row"}
 GATHERED = {"again": Column(parts=(8, 4), gather_output=True), "last": "column:gather"}
 PLANS = {
@@ -200,7 +193,7 @@ PLANS = {
     "sequence first": (simple, SIMPLE, {"sequence_parallel": True, "sequence_dim": 0}, words(4)),
     "sequence second": (simple, SIMPLE, {"sequence_parallel": True, "sequence_dim": 1}, words(4)),
     "gathered, of unequal parts, with two names": (Gathered, GATHERED, {}, floats(3, 4)),
-    "attributes, and norms of divided heads": (gauge, STYLES, {}, floats(3, 4)),
+    "attributes, and norms of divided heads": (lambda: nn.Sequential(Gauge()), STYLES, {}, floats(3, 4)),
 }
 
 
@@ -221,11 +214,9 @@ def test_what_layers_were_stays(world):
     model.blocks.requires_grad_(False)
     tensor_parallelize(model, plan())
     training = [part.training for part in model.modules() if any(True for _ in part.parameters(recurse=False))]
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert not any(training)
-    assert [n for n, p in model.named_parameters() if p.requires_grad] == [
-        *("positions", "embedding.weight", "norm.weight", "norm.bias")
-    ]
+    assert ({p.dtype for p in model.parameters()}, any(training)) == ({torch.bfloat16}, False)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained == ["positions", "embedding.weight", "norm.weight", "norm.bias"]
     loss_of(model.train()(words()), words()).backward()
     assert model.blocks[0].up.weight.grad is None
     assert_equal(full_state_dict(model)["embedding.weight"], built(Words).bfloat16().embedding.weight)
@@ -264,8 +255,6 @@ def test_inside_data_parallelism(world, wrapper, sequence_parallel, monkeypatch)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (whole, model)]
     for seed in range(2):
         batch = torch.randint(0, WORDS, (8, LENGTH), generator=seeded(seed))
-        for optimizer in optimizers:
-            optimizer.zero_grad()
         loss_of(whole(batch), batch).backward()
         first, second = batch.chunk(2)[of_data.rank].chunk(2)
         with model.no_sync():
@@ -273,6 +262,7 @@ def test_inside_data_parallelism(world, wrapper, sequence_parallel, monkeypatch)
         (loss_of(model(second), second) / 2).backward()
         for optimizer in optimizers:
             optimizer.step()
+            optimizer.zero_grad()
     if wrapper is ax.DDP:
         assert_close(full_state_dict(model), whole.state_dict(), 1e-4)
         return

@@ -2,14 +2,14 @@
 
 import copy
 import functools
-import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 from helpers.compare import assert_close, assert_equal, assert_same_on_all_ranks, gradients_of, refused
 from helpers.models import built
+from helpers.once import once, one_thread
 from helpers.transformer_parts import LENGTH, WORDS, bert, gpt2, llama, seeded
 from torch import Tensor, nn
 
@@ -39,20 +39,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "bert for two tasks": functools.partial(bert, "BertForPreTraining"),
 }
 
-_lock = threading.RLock()
-_Result = TypeVar("_Result")
-
-
-def once(function: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Compute a result once for all mock ranks, which are threads, and for all tests."""
-    cached = functools.cache(function)
-
-    def result(*args: Any) -> _Result:
-        with _lock:
-            return cached(*args)
-
-    return result
-
 
 @once
 def original(make: Callable[[], nn.Module]) -> nn.Module:
@@ -65,7 +51,7 @@ def original(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def made(make: Callable[[], nn.Module]) -> nn.Module:
-    with _lock:
+    with one_thread:
         return copy.deepcopy(original(make))
 
 
@@ -155,7 +141,7 @@ def test_a_checkpoint_of_the_library(world, shared_tmp_path):
     if world.rank == 0:
         model.save_pretrained(shared_tmp_path, state_dict=state)
     ax.barrier()
-    with _lock:  # meanwhile the library builds models otherwise, on all threads
+    with one_thread:  # meanwhile the library builds models otherwise, on all threads
         loaded = type(model).from_pretrained(shared_tmp_path)
     assert_equal(loaded.state_dict(), original(gpt2).state_dict())
     assert_close(tensor_parallelize(loaded).train()(**tokens()).logits, alone(gpt2)[0])
@@ -176,10 +162,9 @@ def test_generating_text(world):
     options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(words)}
     model = tensor_parallelize(made(QWEN2)).eval()
     assert model.generate(words, **options).tolist() == made(QWEN2).eval().generate(words, **options).tolist()
-    divided = tensor_parallelize(made(QWEN2), sequence_parallel=True).eval()
-    generate = functools.partial(divided.generate, words, **options)
-    refused(ValueError, (generate, r"expected a sequence .*multiple of the \d ranks of the group"))
-    even = tokens()["input_ids"]
+    divided, even = tensor_parallelize(made(QWEN2), sequence_parallel=True).eval(), tokens()["input_ids"]
+    message = r"expected a sequence .*multiple of the \d ranks of the group"
+    refused(ValueError, (lambda: divided.generate(words, **options), message))
     assert_close(divided(even).logits, made(QWEN2).eval()(even).logits)  # the error has left nothing behind
 
 
@@ -224,9 +209,9 @@ def dropped_alone(make: Callable[[], nn.Module]) -> tuple[Tensor, Tensor, dict[s
 def test_what_is_dropped_does_not_depend_on_the_ranks(world):
     for (name, make), sequence_parallel in every_second(world, DROPPING.items()):
         model = tensor_parallelize(made(make), sequence_parallel=sequence_parallel, generator=seeded(1))
-        expected = dropped_alone(make)
+        first, second, _ = expected = dropped_alone(make)
         assert_close(dropped(model), expected, what=name)
-        assert (expected[0] - expected[1]).abs().max() > 0.01
+        assert (first - second).abs().max() > 0.01
 
 
 @pytest.mark.ranks(1)

@@ -1,22 +1,21 @@
 """What other tools make of a checkpoint: `transformers`, the `safetensors` package, torch's own reader."""
 
 import functools
-import threading
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.checkpoints import by_name
 from helpers.compare import assert_equal
 from helpers.models import built
+from helpers.once import one_thread
 from helpers.transformer_parts import WORDS, gpt2, llama
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import axonmpi as ax
 from axonmpi.tensor import full_state_dict, preset, tensor_parallelize
-
-_loading = threading.Lock()
 
 
 @pytest.mark.ranks(2, 4)
@@ -41,13 +40,12 @@ def test_transformers_loads_what_was_trained_in_parts(make, layout, world, share
     expected = sharded.full_state_dict() if sharded else full_state_dict(model)
     if layout == "fsdp_tp":
         expected = full_state_dict(model, expected)
-    with _loading, torch.no_grad():
+    with one_thread, torch.no_grad():
         plain = built(make)
         loaded = type(plain).from_pretrained(shared_tmp_path / "it")
         plain.load_state_dict(expected)
         assert_equal(loaded(input_ids=words).logits, plain.eval()(input_ids=words).logits)
-    assert_equal(loaded.state_dict(), {name: expected[name] for name in loaded.state_dict()})
-    assert loaded.state_dict().keys() == expected.keys()
+    assert_equal(by_name(loaded.state_dict()), by_name(expected))
 
 
 @pytest.mark.ranks(2)
@@ -62,12 +60,9 @@ def test_the_package_and_torch_read_the_files(max_file_size, world, shared_tmp_p
     average = model.full_optimizer_state_dict(optimizer)["state"]["weight"]["exp_avg"]
     files = sorted((shared_tmp_path / "it").glob("*.safetensors"))
     assert (len(files) > 4) == (max_file_size == 4000)
-    names = set()
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            names.update(opened.keys())
+    names = {name for file in files for name in load_file(file)}
     assert {"weight", "bias", "weight.exp_avg", "bias.exp_avg_sq", "weight.step"} <= names
-    with _loading:
+    with one_thread:
         found = {"weight": torch.zeros_like(weight), "weight.exp_avg": torch.zeros_like(average)}
         with pytest.warns(UserWarning, match="load in a single process"):
             dcp.load(found, storage_reader=HuggingFaceStorageReader(str(shared_tmp_path / "it")), no_dist=True)

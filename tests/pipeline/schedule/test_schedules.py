@@ -96,8 +96,8 @@ def test_names_of_schedules():
     assert [kind.value for kind in PipelineSchedule] == ["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble"]
     assert make_schedule(ONE_F_ONE_B, 3, 5, 2) == make_schedule(INTERLEAVED, 3, 5, 2)
     assert make_schedule(INTERLEAVED, 3, 5) == make_schedule(ONE_F_ONE_B, 3, 5)
-    placements = [make_schedule(kind, 3, 5, 2).placement for kind in (ZERO_BUBBLE, GPIPE)]
-    assert placements == [(0, 1, 2, 2, 1, 0), (0, 1, 2, 0, 1, 2)]
+    assert make_schedule(ZERO_BUBBLE, 3, 5, 2).placement == (0, 1, 2, 2, 1, 0)
+    assert make_schedule(GPIPE, 3, 5, 2).placement == (0, 1, 2, 0, 1, 2)
     assert schedules.interleaved_one_f_one_b(3, 5, 1) == schedules.one_f_one_b(3, 5)
 
 
