@@ -92,14 +92,11 @@ def test_an_error_is_told_once_but_for_those_who_ask(failed, how, error):
     if how == "untold":
         assert work.untold() == "disk full"
     else:
-        with pytest.raises(type(error), match="disk full"):
-            getattr(work, how)()
+        refused(type(error), (getattr(work, how), "disk full"))
     assert (failed, work.untold()) == (set(), "")
     for hears_nothing in (work.check, work.settle, background._tell_at_the_end):
         hears_nothing()
-    for asks in (work.wait, work.result):
-        with pytest.raises(type(error), match="disk full"):
-            asks()
+    refused(type(error), (work.wait, "disk full"), (work.result, "disk full"))
 
 
 def test_an_error_that_a_caller_claims_is_left_to_wait(failed):

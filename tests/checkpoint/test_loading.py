@@ -20,15 +20,11 @@ import axonmpi as ax
 from axonmpi import CheckpointInfo, load_checkpoint, save_checkpoint
 
 
-def copied(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
 def refused(
     kind: type[Exception], messages: list[str], path: Path, model: nn.Module, *others: Any, **options: Any
 ) -> None:
     """Check that loading is refused on all ranks with texts that match, and leaves the model as it was."""
-    before = copied(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     text = refused_on_all(kind, load_checkpoint, path, model, *others, **options)
     assert [message for message in messages if not re.search(message, text)] == [], text
     assert_equal(model.state_dict(), before)
@@ -109,9 +105,8 @@ def test_each_rank_goes_on_with_its_own_random_numbers(world: ax.World, shared_t
 
     if world.peers and world.size > 1:
         pytest.skip("the ranks of one process have the same generators")
-    torch.manual_seed(world.rank)
-    random.seed(world.rank)
-    np.random.seed(world.rank)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(world.rank)
     model = nn.Linear(2, 2)
     drawn()
     save_checkpoint(shared_tmp_path / "it", model)
@@ -174,13 +169,9 @@ def write_sharded(values: dict[str, Tensor], folder: Path) -> None:
 @pytest.mark.parametrize("form", ["file", "folder", "index"])
 @pytest.mark.ranks(1, 2)
 def test_weights_of_other_tools(world: ax.World, form: str, shared_tmp_path: Path) -> None:
-    values = whole_model(seed=5).state_dict()
-    file = shared_tmp_path / "model.safetensors"
+    values, file = whole_model(seed=5).state_dict(), shared_tmp_path / "model.safetensors"
     path = file if form == "file" else shared_tmp_path
-    if form == "index":
-        on_first(write_sharded, values, path)
-    else:
-        on_first(save_file, values, file, {"format": "pt"})
+    on_first(*((write_sharded, values, path) if form == "index" else (save_file, values, file, {"format": "pt"})))
     model = ax.FSDP(whole_model())
     info = load_checkpoint(path, model)
     assert (info.step, info.epoch, info.extra, info.layout) == (0, 0, None, {})
@@ -256,7 +247,7 @@ def test_missing_and_unexpected_names_of_all_stages(world: ax.World, shared_tmp_
     refused(ValueError, messages, path, model)
     info = load_checkpoint(path, model, strict=False)
     assert (info.missing, {*info.unexpected}) == (("block0.scale", "head.weight"), {"more", "other"})
-    assert all(torch.equal(value, values[name]) for name, value in copied(model).items() if name in values)
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items() if name in values)
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -319,7 +310,7 @@ def test_arguments_that_differ_between_ranks_are_named(world: ax.World, shared_t
 )
 @pytest.mark.ranks(1, 2)
 def test_wrong_arguments(world: ax.World, arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"path": tmp_path, "model": nn.Linear(1, 1), **arguments}
+    given = {"path": tmp_path, "model": nn.Linear(1, 1), **arguments}
     assert message in refused_on_all(TypeError, load_checkpoint, **given)
 
 

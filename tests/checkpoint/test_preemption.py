@@ -145,8 +145,7 @@ def ended_by(number: int) -> int:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_forked_processes_end_at_sigterm_and_ignore_the_signal_for_the_job():
     with alone():
-        assert ended_by(TERM) == TERM
-        assert ended_by(USR1) == signal.SIGKILL
+        assert [ended_by(number) for number in (TERM, USR1)] == [TERM, signal.SIGKILL]
 
 
 # ---- time -------------------------------------------------------------------------------------------------------

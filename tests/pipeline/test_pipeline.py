@@ -80,14 +80,12 @@ def check_training(world, group, case, chance: random.Random) -> None:
     (schedule, chunks), parts = case["layout"], case["parts"]
     make = partial(block, dropout=0.0 if case["random"] is None else 0.3)
     data = [[(x[:size], y[:size]) for x, y in batches(case["batches_of_step"])] for size in case["sizes"]]
-    count = world.size * chunks
-    settings = {"loss_fn": F.mse_loss, "seed": case["random"]}
-    model, found = trained(built(make, count), data, parts=parts, **settings)
-    stages = built(make, count)
+    for_one, stages = (built(make, world.size * chunks) for _ in range(2))
+    model, found = trained(for_one, data, parts=parts, loss_fn=F.mse_loss, seed=case["random"])
     late = {"nobody": (), "anybody": range(world.size), "first": (0,), "last": (world.size - 1,)}
     if world.rank in late[case["late"]]:
         stages = [Late(module, chance) for module in stages]
-    settings |= {"schedule": schedule, "num_microbatches": parts}
+    settings = {"schedule": schedule, "num_microbatches": parts, "loss_fn": F.mse_loss, "seed": case["random"]}
     assert_trains_like(Pipeline.from_modules(stages, group, **settings), model, found, data, str(case))
 
 
@@ -213,17 +211,15 @@ def test_schedules_of_others(world) -> None:
     """A function that makes schedules serves if they are valid and for these stages."""
     (batch,) = batches(1)
 
-    def made(change, chunks=lambda count: 1) -> Pipeline:
-        def maker(count):
-            return change(make_schedule(PipelineSchedule.GPIPE, 2, count, chunks(count)))
+    def made(schedule) -> Pipeline:
+        return Pipeline.from_modules(built(block, 2), schedule=schedule, num_microbatches=3, loss_fn=F.mse_loss)
 
-        return Pipeline.from_modules(built(block, 2), schedule=maker, num_microbatches=3, loss_fn=F.mse_loss)
-
-    def shorter(whole):
+    def shorter(count):
+        whole = make_schedule(PipelineSchedule.GPIPE, 2, count)
         return replace(whole, actions=tuple(own[:-1] for own in whole.actions))
 
-    assert_step_like_one_process(made(lambda whole: whole), built(block, 2), batch)
-    larger = made(lambda whole: whole, lambda count: 2 if count > 1 else 1)
+    larger = made(lambda count: make_schedule(PipelineSchedule.GPIPE, 2, count, 2 if count > 1 else 1))
+    assert_step_like_one_process(made(partial(make_schedule, PipelineSchedule.GPIPE, 2)), built(block, 2), batch)
     refused(
         MISTAKE,
         (partial(made(shorter).train_step, *batch), "micro-batch 2"),

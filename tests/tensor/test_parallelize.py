@@ -290,6 +290,12 @@ class Attending(nn.Module):
         return F.scaled_dot_product_attention(*tensors, dropout_p=0.5, **options)
 
 
+def beside_a_layer(module: nn.Module, style: Any, **options: Any) -> nn.Module:
+    """Divide a model of a module and of a layer, without which there is nothing to divide; return the module."""
+    model = nn.ModuleDict({"a": module, "layer": built(perceptron)})
+    return tensor_parallelize(model, {"a": style, "layer.0": "column"}, **options)["a"]
+
+
 def test_attention_with_dropout_is_that_of_the_formula():
     """With every kind of mask, also where a position may see nothing, and with grouped heads."""
     query = randn(2, HEADS, 5, 3, seed=1).requires_grad_()
@@ -298,9 +304,8 @@ def test_attention_with_dropout_is_that_of_the_formula():
     allowed[1, :, 2] = False
     least, partly, generator = torch.finfo(torch.float64).min, allowed | (torch.arange(5) == 0), seeded(1)
     everything = torch.ones(2, 1, 5, 5, dtype=torch.bool)
-    model = nn.ModuleDict({"a": Attending(), "layer": built(perceptron)})
-    styles = {"a": f"head_dropout:{HEADS}", "layer.0": "column"}
-    attention = tensor_parallelize(model, styles, ax.ProcessGroup.mock(), generator=generator)["a"]
+    alone = ax.ProcessGroup.mock()
+    attention = beside_a_layer(Attending(), f"head_dropout:{HEADS}", group=alone, generator=generator)
     for options, seen in (
         ({}, everything),
         ({"is_causal": True}, everything.tril()),
@@ -318,17 +323,15 @@ def test_attention_with_dropout_is_that_of_the_formula():
 
 def test_dropout_is_taken_over_only_while_the_module_runs():
     """Not after it, nor after it has raised; other tensors, and no dropout at all, go the usual way."""
-    model, generator = nn.ModuleDict({"a": Attending(), "layer": built(perceptron)}), seeded(1)
-    styles = {"a": "head_dropout:4", "layer.0": "column"}
-    tensor_parallelize(model, styles, ax.ProcessGroup.mock(), generator=generator)
+    generator, alone = seeded(1), ax.ProcessGroup.mock()
+    module = beside_a_layer(Attending(), "head_dropout:4", group=alone, generator=generator)
     before = generator.get_state()
     for _ in range(2):
-        with pytest.raises(IndexError):
-            model["a"](torch.ones(2, 4, 5, 5), torch.ones(3), torch.ones(3))
+        refused(IndexError, (lambda: module(torch.ones(2, 4, 5, 5), torch.ones(3), torch.ones(3)), ""))
         assert F.dropout(torch.ones(2, 4, 5, 5), 0.5).unique().numel() == 2
-    assert model["a"](torch.ones(64, 64)).unique().numel() == 2
+    assert module(torch.ones(64, 64)).unique().numel() == 2
     assert torch.equal(generator.get_state(), before)
-    model["a"](torch.ones(2, 4, 5, 5))
+    module(torch.ones(2, 4, 5, 5))
     assert not torch.equal(generator.get_state(), before)
 
 
@@ -508,10 +511,9 @@ def test_parts_of_a_sequence_reach_only_what_the_plan_knows(world):
     frozen = built(Words)
     nn.ModuleList([norm for block in frozen.blocks for norm in (block.norm1, block.norm2)]).requires_grad_(False)
     tensor_parallelize(frozen, without, sequence_parallel=True)
-    nothing = nn.ModuleDict({"a": Attending(), "layer": built(perceptron)})
-    tensor_parallelize(nothing, {"a": "split", "layer.0": "column"}, sequence_parallel=True)
+    module = beside_a_layer(Attending(), "split", sequence_parallel=True)
     message = "Attending: expected a floating-point tensor as input, got none; 'split'"
-    refused(ValueError, (lambda: nothing["a"](torch.ones(2, 2, dtype=torch.int64)), message))
+    refused(ValueError, (lambda: module(torch.ones(2, 2, dtype=torch.int64)), message))
 
 
 class Answering(nn.Module):
@@ -521,15 +523,14 @@ class Answering(nn.Module):
 
 @pytest.mark.ranks(2)
 def test_what_is_put_together_is_a_tensor_or_the_first_of_several(world):
-    model = nn.ModuleDict({"a": Answering(), "layer": built(perceptron)})
-    tensor_parallelize(model, {"a": ["split", "join"], "layer.0": "column"}, sequence_parallel=True)
+    module = beside_a_layer(Answering(), ["split", "join"], sequence_parallel=True)
     x, message = randn(2, 4, 3), "Answering: expected a tensor as output, .*got {}; 'join' has to be"
-    assert_close(model["a"](x, ("more",)), (x, "more"))
-    assert_close(model["a"](x=x, answer=x.chunk(2, 1)[world.rank]), x)
+    assert_close(module(x, ("more",)), (x, "more"))
+    assert_close(module(x=x, answer=x.chunk(2, 1)[world.rank]), x)
     refused(
         TypeError,
-        (lambda: model["a"](x, {"x": x}), message.format("dict")),
-        (lambda: model["a"](x, None), message.format("NoneType")),
+        (lambda: module(x, {"x": x}), message.format("dict")),
+        (lambda: module(x, None), message.format("NoneType")),
     )
 
 

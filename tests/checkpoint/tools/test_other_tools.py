@@ -23,12 +23,10 @@ from axonmpi.tensor import full_state_dict, preset, tensor_parallelize
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_transformers_loads_what_was_trained_in_parts(make, layout, world, shared_tmp_path):
     mesh = ax.DeviceMesh({"dp": {"tp": 1, "fsdp": world.size, "fsdp_tp": 2}[layout], "tp": -1}, world)
-    model, sharded = built(make), None
+    model = built(make)
     if layout != "fsdp":
         tensor_parallelize(model, preset(model, mesh.size("tp")), mesh.group("tp"))
-    if layout != "tp":
-        sharded = ax.FSDP(model, mesh.group("dp"))
-    trained = sharded or model
+    trained = model if layout == "tp" else ax.FSDP(model, mesh.group("dp"))
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
     words = torch.randint(0, WORDS, (4, 8), generator=torch.Generator().manual_seed(0))
     for _ in range(2):
@@ -37,9 +35,8 @@ def test_transformers_loads_what_was_trained_in_parts(make, layout, world, share
         nn.functional.cross_entropy(logits[..., :WORDS].flatten(0, 1), words.flatten()).backward()
         optimizer.step()
     ax.save_checkpoint(shared_tmp_path / "it", trained, optimizer, step=2)
-    expected = sharded.full_state_dict() if sharded else full_state_dict(model)
-    if layout == "fsdp_tp":
-        expected = full_state_dict(model, expected)
+    expected = None if layout == "tp" else trained.full_state_dict()
+    expected = expected if layout == "fsdp" else full_state_dict(model, expected)
     with one_thread, torch.no_grad():
         plain = built(make)
         loaded = type(plain).from_pretrained(shared_tmp_path / "it")

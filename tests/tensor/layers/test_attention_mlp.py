@@ -220,10 +220,7 @@ def whole_mlp(activation=F.gelu, bias: bool = True) -> MLP:
     return MLP(nn.Linear(HIDDEN, BETWEEN, bias), nn.Linear(BETWEEN, HIDDEN, bias), activation)
 
 
-def gated_mlp(**options) -> GatedMLP:
-    return GatedMLP(HIDDEN, BETWEEN, **options)
-
-
+gated_mlp = partial(GatedMLP, HIDDEN, BETWEEN)
 KINDS = [
     (ParallelMLP, whole_mlp, {}, {}),
     (ParallelMLP, whole_mlp, {"activation": "relu", "bias": False}, {"activation": F.relu, "bias": False}),

@@ -5,8 +5,9 @@ from functools import partial
 
 import pytest
 import torch
+from helpers.checkpoints import on_first
 from helpers.compare import assert_close, assert_equal, assert_precise, assert_same_on_all_ranks, refused
-from helpers.settings import all_pairs
+from helpers.settings import each_pair
 from helpers.transformer_parts import (
     MLP,
     OF_MLP,
@@ -31,7 +32,9 @@ import axonmpi as ax
 from axonmpi.tensor import Shard
 from axonmpi.tensor.regions import enter
 
-SETTINGS = all_pairs(
+
+@pytest.mark.ranks(1, 2)
+@each_pair(
     kind=("column", "row", "pair"),
     shape=((), (4,), (3, 4), (0, 4), (2, 0), (2, 4, 3)),
     bias=(True, False),
@@ -39,18 +42,11 @@ SETTINGS = all_pairs(
     whole=(False, True),
     dtype=(torch.float32, torch.float64),
 )
-"""Shapes before the features, the sequence being dim 1, or dim 0 of one; with `whole`, columns gather their outputs
-and rows get inputs that are not divided."""
+def test_layers_give_what_whole_ones_give(world, kind, shape, bias, sequence_parallel, whole, dtype) -> None:
+    """Shapes are those before the features, the sequence being dim 1, or dim 0 of one.
 
-
-@pytest.mark.ranks(1, 2)
-def test_layers_give_what_whole_ones_give(world) -> None:
-    for setting in SETTINGS:
-        check_layer(world, **setting)
-
-
-def check_layer(world, kind, shape, bias, sequence_parallel, whole, dtype) -> None:
-    setting = f"{kind} {shape} bias={bias} sequence_parallel={sequence_parallel} whole={whole} {dtype}"
+    With `whole`, columns gather their outputs and rows get inputs that are not divided.
+    """
     dim = 0 if len(shape) == 1 else 1
     sequence = dim if sequence_parallel and shape else None
     options = {"sequence_parallel": sequence is not None, "sequence_dim": dim - len(shape) - 1}
@@ -67,7 +63,7 @@ def check_layer(world, kind, shape, bias, sequence_parallel, whole, dtype) -> No
         dims, of_input, of_output = {"weight": 1}, None if whole else -1, sequence
 
     x, cut = randn(*shape, 8 if kind == "row" else 3, dtype=dtype), cut_along(world, dims)
-    assert_like_whole(world, layer, alone, cut, x, of_input=of_input, of_output=of_output, what=setting)
+    assert_like_whole(world, layer, alone, cut, x, of_input=of_input, of_output=of_output)
 
 
 @pytest.mark.ranks(2)
@@ -291,10 +287,7 @@ def test_after_a_backward_that_failed_gradients_are_right(world, dim) -> None:
 def test_first_values_are_those_of_torch_under_rank_0s_seed(world) -> None:
     ax.barrier()
     torch.manual_seed(7 + world.rank)
-    ax.barrier()
-    if world.rank == 0:
-        torch.manual_seed(7)
-    ax.barrier()
+    on_first(torch.manual_seed, 7)
     layers = [
         ax.ColumnParallelLinear(6, 8),
         ax.RowParallelLinear(8, 6, bias=False, dtype=torch.float64),

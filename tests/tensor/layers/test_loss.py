@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.compare import assert_precise, refused
-from helpers.settings import all_pairs
+from helpers.settings import each_pair
 from helpers.transformer_parts import Sent, part, randn, seeded
 from torch import Tensor, nn
 
@@ -31,7 +31,8 @@ def of_torch(logits: Tensor, targets: Tensor, **options) -> Tensor:
     return losses.view(targets.shape) if options.get("reduction") == "none" else losses
 
 
-SETTINGS = all_pairs(
+@pytest.mark.ranks(1, 4)
+@each_pair(
     shape=((), (3,), (2, 4), (0, 4)),
     local=(1, 5),
     padding=(0, 1, 19),
@@ -42,15 +43,7 @@ SETTINGS = all_pairs(
     scale=(1.0, 30.0),
     sequence_parallel=(False, True),
 )
-
-
-@pytest.mark.ranks(1, 4)
-def test_against_torch(world, seed) -> None:
-    for number, setting in enumerate(SETTINGS):
-        check_loss(world, seed + number, **setting)
-
-
-def check_loss(
+def test_against_torch(
     world, seed, shape, local, padding, ignored, smoothing, reduction, dtype, scale, sequence_parallel
 ) -> None:
     """With sequence parallelism losses that are not reduced are those of a slice."""
