@@ -81,11 +81,13 @@ def test_the_newest_are_kept_and_loaded(world, shared_tmp_path, blocking):
 
 
 @pytest.mark.ranks(*RANKS)
-def test_all_are_kept_on_demand_and_a_run_that_has_gone_back_removes_what_came_later(world, shared_tmp_path):
-    folder = saved(shared_tmp_path, *range(5), keep=None)
-    assert names(shared_tmp_path) == steps(*range(5))
+@pytest.mark.parametrize(("keep", "kept", "left"), [(None, (0, 1, 2, 3, 4), (0, 1, 2)), (2, (3, 4), (2,))])
+def test_a_run_that_has_gone_back_removes_what_came_later(world, shared_tmp_path, keep, kept, left):
+    """All are kept on demand."""
+    folder = saved(shared_tmp_path, *range(5), keep=keep)
+    assert names(shared_tmp_path) == steps(*kept)
     folder.save(Model(2), step=2, extra="again")
-    assert names(shared_tmp_path) == steps(0, 1, 2)
+    assert names(shared_tmp_path) == steps(*left)
     assert folder.load_latest(Model()).extra == "again"
 
 

@@ -176,8 +176,13 @@ def test_weights_of_other_tools(world: ax.World, form: str, shared_tmp_path: Pat
     info = load_checkpoint(path, model)
     assert (info.step, info.epoch, info.extra, info.layout) == (0, 0, None, {})
     assert_equal(model.full_state_dict(), values)
-    message = f"^optimizer: {path} has no state of one: leave optimizer= out$"
-    refused(ValueError, [message], path, model, optimizer_for(model.parameters()))
+    refused(
+        ValueError,
+        [f"^optimizer: {path} has no state of one: leave optimizer= out$"],
+        path,
+        model,
+        optimizer_for(model.parameters()),
+    )
 
 
 @pytest.mark.ranks(1, 2)
@@ -274,8 +279,13 @@ def test_what_was_not_saved_cannot_be_loaded(world: ax.World, shared_tmp_path: P
         "sampler": ax.DistributedSampler(range(4)),
     }
     for name, value in given.items():
-        message = f"^{name}: {shared_tmp_path / 'it'} has no state of one: leave {name}= out$"
-        refused(ValueError, [message], shared_tmp_path / "it", model, **{name: value})
+        refused(
+            ValueError,
+            [f"^{name}: {shared_tmp_path / 'it'} has no state of one: leave {name}= out$"],
+            shared_tmp_path / "it",
+            model,
+            **{name: value},
+        )
 
 
 @pytest.mark.ranks(1, 2)
@@ -326,8 +336,12 @@ def test_a_checkpoint_is_found_that_was_being_replaced(world: ax.World, shared_t
     assert load_checkpoint(path, loaded).step == 2
     assert_equal(loaded.state_dict(), model.state_dict())
     on_first(previous.rename, shared_tmp_path / "it.partial")
-    message = "found none, but it.partial, which a job that was killed has not finished$"
-    refused(ax.CheckpointError, [message], path, loaded)
+    refused(
+        ax.CheckpointError,
+        ["found none, but it.partial, which a job that was killed has not finished$"],
+        path,
+        loaded,
+    )
 
 
 @pytest.mark.parametrize(

@@ -75,11 +75,15 @@ class Up(nn.Linear):
         return super().forward(x) + torch.where(left["sign"], left["hidden"], 0.1 * x)
 
 
-def head(weight: nn.Parameter) -> nn.Module:
-    """Make an output layer whose weight may be that of an embedding."""
-    layer = nn.Linear(8, 12, bias=False)
-    layer.weight = weight
-    return layer
+class Head(nn.Module):
+    """An output layer whose weight may be that of an embedding."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.t()
 
 
 class Checkpointed(nn.Sequential):
@@ -102,7 +106,7 @@ def u_net(count: int) -> list[nn.Module]:
 
 def tied(count: int) -> list[nn.Module]:
     (embedding,) = built(lambda: nn.Embedding(12, 8), 1)
-    return [embedding, *built(block, count - 2), head(embedding.weight)]
+    return [embedding, *built(block, count - 2), Head(embedding.weight)]
 
 
 def frozen(count: int) -> list[nn.Module]:
@@ -161,14 +165,14 @@ def test_inputs_and_outputs_may_be_nested_and_outputs_stay_as_they_are(world) ->
 @pytest.mark.ranks(2)
 def test_ties_that_are_named_begin_with_the_first_ones_values(world) -> None:
     """Each rank has made its own stage only; gradients are added to sums that are there."""
-    own = (nn.Embedding(12, 8) if world.rank == 0 else nn.Linear(8, 12, bias=False)).double()
+    own = (nn.Embedding(12, 8) if world.rank == 0 else Head(nn.Parameter(torch.randn(12, 8)))).double()
     stages = [ax.PipelineStage(own if rank == world.rank else None, rank, rank) for rank in range(2)]
     pipeline = Pipeline(stages, loss_fn=F.cross_entropy, ties=[[(0, "weight"), (1, "weight")]])
     (weight,) = pipeline.parameters()
     gathered = ax.all_gather(weight.detach())
     assert torch.equal(gathered[:12], gathered[12:])
     embedding = nn.Embedding(12, 8, _weight=weight.detach().clone())
-    assert_step_like_one_process(pipeline, [embedding, head(embedding.weight)], tokens(), F.cross_entropy)
+    assert_step_like_one_process(pipeline, [embedding, Head(embedding.weight)], tokens(), F.cross_entropy)
     assert_close(pipeline.clip_grad_norm(1e9), embedding.weight.grad.norm().float())
     pipeline.train_step(*tokens())
     assert_close(weight.grad, 2 * embedding.weight.grad)

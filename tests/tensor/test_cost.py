@@ -132,12 +132,13 @@ def cast(model: nn.Module, x: Tensor) -> Tensor:
         return model.float()(x.float()).float()
 
 
-def checkpointed(model: nn.Module, x: Tensor) -> Tensor:
-    """Forward is computed again, up to the last thing that was kept."""
-    return checkpoint(model, x, use_reentrant=False)
+# forward is computed again, up to the last thing that was kept
+checkpointed = functools.partial(checkpoint, use_reentrant=False)
 
 
-@pytest.mark.parametrize("use", [entered_for_several, cast, checkpointed])
+@pytest.mark.parametrize(
+    "use", [entered_for_several, cast, checkpointed], ids=["entered_for_several", "cast", "checkpointed"]
+)
 def test_no_more_is_sent(use: Callable[[nn.Module, Tensor], Tensor]) -> None:
     assert in_forward_and_backward(lambda: Block(3), use=use) == [{"all_reduce": 1}, {"all_reduce": 1}]
 

@@ -163,8 +163,13 @@ def test_generating_text(world):
     model = tensor_parallelize(made(QWEN2)).eval()
     assert model.generate(words, **options).tolist() == made(QWEN2).eval().generate(words, **options).tolist()
     divided, even = tensor_parallelize(made(QWEN2), sequence_parallel=True).eval(), tokens()["input_ids"]
-    message = r"expected a sequence .*multiple of the \d ranks of the group"
-    refused(ValueError, (lambda: divided.generate(words, **options), message))
+    refused(
+        ValueError,
+        (
+            lambda: divided.generate(words, **options),
+            r"expected a sequence .*multiple of the \d ranks of the group",
+        ),
+    )
     assert_close(divided(even).logits, made(QWEN2).eval()(even).logits)  # the error has left nothing behind
 
 
@@ -234,12 +239,22 @@ def test_dropout_from_the_default_generator_where_activations_are_computed_again
 def test_heads_that_do_not_divide(world):
     for make in (gpt2, llama, bert):
         model = made(make)
-        message = "3 ranks of the group, got 4; use a group of 1 or 2 or 4 ranks"
-        refused(ValueError, (functools.partial(tensor_parallelize, model), message))
+        refused(
+            ValueError,
+            (
+                functools.partial(tensor_parallelize, model),
+                "3 ranks of the group, got 4; use a group of 1 or 2 or 4 ranks",
+            ),
+        )
         assert_equal(model.state_dict(), original(make).state_dict())
     model = made(functools.partial(llama, heads=6))
-    message = r"module 'model.layers.0.self_attn.k_proj': num_heads: expected a multiple"
-    refused(ValueError, (lambda: tensor_parallelize(model), message))
+    refused(
+        ValueError,
+        (
+            lambda: tensor_parallelize(model),
+            r"module 'model.layers.0.self_attn.k_proj': num_heads: expected a multiple",
+        ),
+    )
 
 
 @pytest.mark.ranks(2)

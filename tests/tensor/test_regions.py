@@ -178,10 +178,13 @@ def test_what_is_gathered_again_is_dropped_after_the_last_weight() -> None:
 def test_a_sequence_that_does_not_divide_is_refused_before_anything_is_sent(world) -> None:
     group, x, uneven = world.default_group, torch.zeros(2, 5, 3), torch.zeros(1, 2 + world.rank)
     message = rf"multiple of the 2 ranks .* got 5 \(dim 1 of shape \[2, 5, 3\]\) on rank {world.rank}"
+    unequal = rf"slices .* equally long on all 2 ranks .* got {2 + world.rank} along dim 1 on rank"
     refused(
         ValueError,
         (lambda: leave(x, group, sequence_parallel=True), message),
         (lambda: split_sequence(x, group), message),
+        (lambda: join_sequence(uneven, group), unequal),
+        (lambda: enter(uneven, group, sequence_parallel=True), unequal),
     )
     refused(
         IndexError,
@@ -189,10 +192,4 @@ def test_a_sequence_that_does_not_divide_is_refused_before_anything_is_sent(worl
         (lambda: leave(x, group, sequence_parallel=True, sequence_dim=-4), "dim"),
         (lambda: enter(x, group, sequence_parallel=True, sequence_dim=-4), "dim"),
         (lambda: join_sequence(x, group, 3), "dim"),
-    )
-    message = rf"slices .* equally long on all 2 ranks .* got {2 + world.rank} along dim 1 on rank"
-    refused(
-        ValueError,
-        (lambda: join_sequence(uneven, group), message),
-        (lambda: enter(uneven, group, sequence_parallel=True), message),
     )

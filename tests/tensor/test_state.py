@@ -104,8 +104,13 @@ def test_a_part_of_a_state_and_names_that_are_not_known(world):
     whole, model = built(Model, 1), divided()
     state = {name: value for name, value in whole.state_dict().items() if not name.startswith("up")}
     state["head.weight"] = torch.ones(2)
-    message = r"^rank 0: .*missing: up.weight, up.bias; unexpected: head.weight$"
-    refused(ValueError, (lambda: load_full_state_dict(model, state), message))
+    refused(
+        ValueError,
+        (
+            lambda: load_full_state_dict(model, state),
+            r"^rank 0: .*missing: up.weight, up.bias; unexpected: head.weight$",
+        ),
+    )
     assert_equal(full_state_dict(model), built(Model).state_dict())
     load_full_state_dict(model, state, strict=False)
     del state["head.weight"]

@@ -72,7 +72,12 @@ def test_each_rank_has_its_row(world: ax.World) -> None:
 @pytest.mark.ranks(1)
 def test_states_of_something_else_are_refused(world: ax.World) -> None:
     group, specs = world.default_group, {"random.torch": TensorSpec("random.torch", torch.uint8, (1, 16))}
-    message = r"random.torch: expected rows of 5056 bytes, got torch.uint8 \[1, 16\]"
-    refused(ValueError, (lambda: prepare_random(group, specs), message))
+    refused(
+        ValueError,
+        (
+            lambda: prepare_random(group, specs),
+            r"random.torch: expected rows of 5056 bytes, got torch.uint8 \[1, 16\]",
+        ),
+    )
     np.random.set_bit_generator(np.random.PCG64(1))
     refused(ValueError, (lambda: random_parts(group), "global generator is a PCG64, expected the MT19937"))

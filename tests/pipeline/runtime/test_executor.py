@@ -154,8 +154,8 @@ def test_an_observer_hears_of_sending_and_waiting(world, ranks_per_node, monkeyp
     pipeline.train_step(inputs, inputs)
     calls = Counter(operation for operation, _ in heard)
     sent, messages = ("send", {"send"}) if len(group.backend.node_ranks) > 1 else ("isend", {"isend", "irecv"})
-    assert (set(calls), open_now) == ({"all_gather", "wait"} | messages, [])
-    assert calls["all_gather"] == 1  # what they are about to do; nothing is learnt once more
+    # they gather what they are about to do; nothing is learnt once more
+    assert (set(calls), calls["all_gather"], open_now) == ({"all_gather", "wait"} | messages, 1, [])
     assert sum(nbytes for operation, nbytes in heard if operation == sent) == inputs.nbytes  # there or back
 
 

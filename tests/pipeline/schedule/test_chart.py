@@ -38,8 +38,9 @@ def timeline() -> Timeline:
 # ---- text -------------------------------------------------------------------------------------------------------
 
 
-def test_a_chart_in_the_terminal(timeline):
+def test_a_chart_in_the_terminal_names_stages_where_a_rank_has_several(timeline):
     assert text_chart(timeline) == ONE_F_ONE_B_CHART
+    assert text_chart(simulate(make_schedule(ZERO_BUBBLE, 1, 1, 2))) == "rank 0  F0.0 F1.0 I1.0 W1.0 I0.0 W0.0"
     assert describe(timeline) == "1F1B on 3 ranks: bubble 33.3%, peak activations 3, 2, 1"
     assert describe(simulate(make_schedule(GPIPE, 1, 2))) == "GPipe on 1 rank: bubble 0.0%, peak activations 2"
 
@@ -49,10 +50,6 @@ def test_the_chart_in_the_docstring_and_on_the_page():
     longer = simulate(make_schedule(ONE_F_ONE_B, 4, 8))
     page = REPOSITORY / "docs" / "schedules.md"
     assert f"```text\n{describe(longer)}\n\n{text_chart(longer)}\n```" in page.read_text(encoding="utf-8")
-
-
-def test_stages_are_named_where_a_rank_has_several():
-    assert text_chart(simulate(make_schedule(ZERO_BUBBLE, 1, 1, 2))) == "rank 0  F0.0 F1.0 I1.0 W1.0 I0.0 W0.0"
 
 
 def test_a_chart_keeps_to_its_width(timeline):
@@ -85,11 +82,16 @@ def test_pictures(tmp_path, timeline):
     assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
     comments = f"ideal: {describe(timeline)}", f"measured: {describe(measured)}", "forward", "backward"
     assert [text.count(f"<!-- {comment} -->") for comment in comments] == [1, 1, 2, 2]
-    for color in ("#4c86c6", "#57a773"):
-        assert text.count(f"fill: {color}") == 2 * (12 + 1)  # boxes, and one in the legend
+    # boxes, and one in the legend
+    assert [text.count(f"fill: {color}") for color in ("#4c86c6", "#57a773")] == [2 * (12 + 1)] * 2
 
-    message = r"path: expected a name that ends in \.png or \.svg, got '.*chart\.pdf'"
-    refused(ValueError, (partial(draw_chart, timeline, tmp_path / "chart.pdf"), message))
+    refused(
+        ValueError,
+        (
+            partial(draw_chart, timeline, tmp_path / "chart.pdf"),
+            r"path: expected a name that ends in \.png or \.svg, got '.*chart\.pdf'",
+        ),
+    )
 
 
 # ---- traces -----------------------------------------------------------------------------------------------------
@@ -145,11 +147,13 @@ def test_the_last_of_several_steps(timeline):
     run = Timeline("run", tuple((*first, *second) for first, second in zip(timeline.spans, later, strict=True)))
     assert last_step(run, schedule) == Timeline("run", timeline.spans)
     cut, of_two = Timeline("run", (timeline.spans[0][:-2], *timeline.spans[1:])), make_schedule(ONE_F_ONE_B, 2, 4)
-    message = r"a run of GPipe with 3 stages on 3 .* where rank 0 ends with F0\.2 B0\.0"
     refused(
         ValueError,
         (partial(last_step, run, of_two), "expected a run with 2 ranks, got one with 3"),
-        (partial(last_step, cut, make_schedule(GPIPE, 3, 4)), message),
+        (
+            partial(last_step, cut, make_schedule(GPIPE, 3, 4)),
+            r"a run of GPipe with 3 stages on 3 .* where rank 0 ends with F0\.2 B0\.0",
+        ),
     )
 
 

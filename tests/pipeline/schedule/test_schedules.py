@@ -241,8 +241,13 @@ def test_skip_connections_have_messages_of_their_own():
 
 def test_actions_that_can_never_begin_have_no_place_for_messages():
     lists = [[parse_action("B0.0"), parse_action("F0.0")], [parse_action("F1.0"), parse_action("B1.0")]]
-    message = r"wait for ever: rank 0 at step 0, B0\.0, rank 1 at step 0, F1\.0"
-    refused(ValueError, (partial(transfers.with_transfers, Schedule("turned", (0, 1), 1, lists)), message))
+    refused(
+        ValueError,
+        (
+            partial(transfers.with_transfers, Schedule("turned", (0, 1), 1, lists)),
+            r"wait for ever: rank 0 at step 0, B0\.0, rank 1 at step 0, F1\.0",
+        ),
+    )
 
 
 # ---- torch's tables ---------------------------------------------------------------------------------------------

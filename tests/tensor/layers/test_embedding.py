@@ -79,8 +79,7 @@ def test_an_output_layer_may_have_the_same_weight(world) -> None:
     loss = ax.parallel_cross_entropy(output(layer(ids)), targets, vocabulary=7)
     logits = embedding(ids) @ embedding.weight.t()
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    for one in (loss, expected):
-        one.backward()
+    torch.autograd.backward([loss, expected])
     assert_precise([loss, layer.weight.grad], [expected, rows_of(embedding.weight.grad, world)])
 
 

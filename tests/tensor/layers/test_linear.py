@@ -6,7 +6,14 @@ from functools import partial
 import pytest
 import torch
 from helpers.checkpoints import on_first
-from helpers.compare import assert_close, assert_equal, assert_precise, assert_same_on_all_ranks, refused
+from helpers.compare import (
+    assert_close,
+    assert_equal,
+    assert_precise,
+    assert_same_on_all_ranks,
+    gradients_of,
+    refused,
+)
 from helpers.settings import each_pair
 from helpers.transformer_parts import (
     MLP,
@@ -232,9 +239,8 @@ def test_gradients_of_gradients(world, dim) -> None:
             gradient.pow(2).sum().backward()
         assert_precise(own_x.grad, part(x.grad, world, dim))
     # Of a bias at the end there is no second derivative in the input: each rank counts its positions.
-    for name, of_parameter in OF_MLP.items():
-        gradient = whole.get_parameter(name).grad
-        assert_precise(divided.get_parameter(name).grad, part(gradient, world, of_parameter), name)
+    expected = {name: part(whole.get_parameter(name).grad, world, dim) for name, dim in OF_MLP.items()}
+    assert_precise({name: divided.get_parameter(name).grad for name in OF_MLP}, expected)
 
 
 @pytest.mark.ranks(2)
@@ -250,8 +256,8 @@ def test_autocast(world, dim) -> None:
     expected.float().sin().mean(0).sum().backward()
     found.float().sin().sum().div(x.shape[0]).backward()
     assert_close(own_x.grad, part(x.grad, world, dim), 4e-2)
-    for name, parameter in divided.named_parameters():
-        assert_close(parameter.grad, part(whole.get_parameter(name).grad, world, OF_MLP.get(name)), 4e-2, name)
+    cut = cut_along(world, OF_MLP)
+    assert_close(gradients_of(divided), {name: cut(name, p.grad) for name, p in whole.named_parameters()}, 4e-2)
     y = own_x * 1
     with torch.autocast("cpu", torch.bfloat16):
         assert copy.deepcopy(divided.up)(y).dtype is torch.bfloat16

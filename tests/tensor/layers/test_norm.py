@@ -134,8 +134,10 @@ def test_a_frozen_parameter_gets_no_gradient(world):
 def test_mistakes(world):
     norm, replaced = sequence_parallel_norm(nn.LayerNorm(WIDTH)), nn.LayerNorm(WIDTH)
     replaced.forward = lambda x: x
-    not_a_module = r"module: expected a torch\.nn\.Module, got Tensor"
-    refused(TypeError, (partial(sequence_parallel_norm, torch.ones(2)), not_a_module))
+    refused(
+        TypeError,
+        (partial(sequence_parallel_norm, torch.ones(2)), r"module: expected a torch\.nn\.Module, got Tensor"),
+    )
     for module, message in [
         (norm, "the gradients of LayerNorm are summed over the ranks already"),
         (nn.Sequential(norm), "the gradients of '0' are summed over the ranks already"),
