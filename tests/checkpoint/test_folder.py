@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from helpers.checkpoints import flip, on_first, refused_on_all
+from helpers.checkpoints import cut_off, flip, on_first, refused_on_all
 from helpers.compare import refused
 
 import axonmpi as ax
@@ -81,16 +81,13 @@ def test_the_newest_are_kept_and_loaded(world, shared_tmp_path, blocking):
 
 
 @pytest.mark.ranks(*RANKS)
-def test_all_are_kept_on_demand(world, shared_tmp_path):
-    saved(shared_tmp_path, *range(5), keep=None)
-    assert names(shared_tmp_path) == steps(*range(5))
-
-
-@pytest.mark.ranks(*RANKS)
-def test_a_run_that_has_gone_back_removes_what_came_later(world, shared_tmp_path):
-    folder = saved(shared_tmp_path, 1, 2, 3, 4, keep=2)
+@pytest.mark.parametrize(("keep", "kept", "left"), [(None, (0, 1, 2, 3, 4), (0, 1, 2)), (2, (3, 4), (2,))])
+def test_a_run_that_has_gone_back_removes_what_came_later(world, shared_tmp_path, keep, kept, left):
+    """All are kept on demand."""
+    folder = saved(shared_tmp_path, *range(5), keep=keep)
+    assert names(shared_tmp_path) == steps(*kept)
     folder.save(Model(2), step=2, extra="again")
-    assert names(shared_tmp_path) == steps(2)
+    assert names(shared_tmp_path) == steps(*left)
     assert folder.load_latest(Model()).extra == "again"
 
 
@@ -119,18 +116,9 @@ def test_nothing_is_removed_before_a_save_in_the_background_is_complete(world, s
 # ---- damage -----------------------------------------------------------------------------------------------------
 
 
-def cut_off(path):
-    file = path / "model.safetensors"
-    os.truncate(file, file.stat().st_size - 1)
-
-
-def flip_a_bit(path):
-    flip(path / "model.safetensors", -1)
-
-
 DAMAGES = {
-    "cut off": cut_off,
-    "a bit": flip_a_bit,
+    "cut off": lambda path: cut_off(path / "model.safetensors"),
+    "a bit": lambda path: flip(path / "model.safetensors", -1),
     "empty state": lambda path: os.truncate(path / "state.json", 0),
     "no state": lambda path: (path / "state.json").unlink(),
     "no model": lambda path: (path / "model.safetensors").unlink(),
@@ -157,9 +145,9 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(world, shared_tmp_pa
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_if_all_are_damaged_nothing_begins_anew(world, shared_tmp_path):
     folder = saved(shared_tmp_path, 1, 2)
-    for damage, message in ((flip_a_bit, "step-00000001"), (cut_off, "none of the 2 checkpoints in it is whole")):
+    for damage, message in (("a bit", "step-00000001"), ("cut off", "none of the 2 checkpoints in it is whole")):
         for step in (1, 2):
-            on_first(damage, shared_tmp_path / f"step-{step:08}")
+            on_first(DAMAGES[damage], shared_tmp_path / f"step-{step:08}")
         assert message in refused_on_all(ax.CheckpointError, folder.load_latest, Model())
 
 
@@ -209,9 +197,12 @@ def test_a_save_that_fails_leaves_what_was_there_and_the_next_one_works(world, s
     folder = saved(shared_tmp_path, 1, keep=1)
     blocked = shared_tmp_path / "step-00000002.partial"
     on_first(blocked.write_text, "in the way")
-    for blocking in (True, False):
-        with pytest.raises(ax.CheckpointError, match="step-00000002: the checkpoint was not written"):
-            folder.save(Model(2), step=2, blocking=blocking).wait()
+    message = "step-00000002: the checkpoint was not written"
+    refused(
+        ax.CheckpointError,
+        (lambda: folder.save(Model(2), step=2), message),
+        (lambda: folder.save(Model(2), step=2, blocking=False).wait(), message),
+    )
     assert names(shared_tmp_path) == [*steps(1), blocked.name]
     on_first(blocked.unlink)
     folder.save(Model(2), step=2)

@@ -1,9 +1,8 @@
 """Checkpoints in every layout of ranks, beside plain torch in one process: the same bytes, and training goes on."""
 
-import zlib
-
 import pytest
 import torch
+from helpers.checkpoints import assert_checksums
 from helpers.compare import assert_equal
 from helpers.layouts import LAYOUTS, OPTIMIZERS, laid_out, optimizer_for, train_alone, whole_model
 from safetensors.torch import load_file
@@ -16,12 +15,6 @@ ALONE = ax.ProcessGroup.mock()
 
 def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.glob("[mo]*.safetensors")}
-
-
-def check_sums(folder):
-    for name, sums in load_file(folder / "checksums.safetensors").items():
-        data = (folder / name).read_bytes()
-        assert sums.tolist() == [zlib.crc32(data[at : at + (1 << 20)]) for at in range(0, len(data), 1 << 20)], name
 
 
 @pytest.mark.ranks(1, 2, 4)
@@ -42,7 +35,7 @@ def test_a_layout_loads_what_one_process_wrote_and_writes_the_same_bytes(number,
     assert (info.step, info.missing, info.unexpected) == (3, (), ())
     ax.save_checkpoint(again, laid.model, laid.optimizer, step=3)
     assert files_of(again) == files_of(alone)
-    check_sums(again)
+    assert_checksums(again)
     found = load_file(again / "model.safetensors")
     assert values.keys() - found.keys() == ({"head.weight"} if tied else set())
     assert_equal(found, {name: values[name] for name in found})
@@ -55,7 +48,7 @@ def test_ranks_with_experts_of_their_own_have_a_trunk_in_common(world, shared_tm
     for number, parameter in enumerate(model.parameters()):
         torch.nn.init.constant_(parameter, number)
     ax.save_checkpoint(shared_tmp_path / "it", model)
-    check_sums(shared_tmp_path / "it")
+    assert_checksums(shared_tmp_path / "it")
     found = load_file(shared_tmp_path / "it/model.safetensors")
     assert len(found) == 2 + 2 * world.size
     own = model.state_dict()

@@ -1,7 +1,5 @@
 """Loading: all that was saved comes back, at any number of ranks; what does not fit changes nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -20,18 +18,13 @@ from torch import Tensor, nn
 
 import axonmpi as ax
 from axonmpi import CheckpointInfo, load_checkpoint, save_checkpoint
-from axonmpi.errors import CheckpointError
-
-
-def copied(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def refused(
     kind: type[Exception], messages: list[str], path: Path, model: nn.Module, *others: Any, **options: Any
 ) -> None:
     """Check that loading is refused on all ranks with texts that match, and leaves the model as it was."""
-    before = copied(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     text = refused_on_all(kind, load_checkpoint, path, model, *others, **options)
     assert [message for message in messages if not re.search(message, text)] == [], text
     assert_equal(model.state_dict(), before)
@@ -96,8 +89,8 @@ def test_everything_comes_back(world: ax.World, shared_tmp_path: Path) -> None:
     save_checkpoint(shared_tmp_path / "it", model, optimizer, step=7, epoch=2, extra=extra, **others)
     again, its_others = make()
     info = load_checkpoint(shared_tmp_path / "it", *again, **its_others)
-    assert isinstance(info, CheckpointInfo)
-    assert (info.step, info.epoch, info.extra, info.layout["ranks"]) == (7, 2, extra, world.size)
+    expected = CheckpointInfo, 7, 2, extra, world.size
+    assert (type(info), info.step, info.epoch, info.extra, info.layout["ranks"]) == expected
     for name, stateful in others.items():
         assert its_others[name].state_dict() == stateful.state_dict()
     assert again[1].param_groups[0]["lr"] == pytest.approx(0.1)
@@ -112,9 +105,8 @@ def test_each_rank_goes_on_with_its_own_random_numbers(world: ax.World, shared_t
 
     if world.peers and world.size > 1:
         pytest.skip("the ranks of one process have the same generators")
-    torch.manual_seed(world.rank)
-    random.seed(world.rank)
-    np.random.seed(world.rank)
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(world.rank)
     model = nn.Linear(2, 2)
     drawn()
     save_checkpoint(shared_tmp_path / "it", model)
@@ -151,8 +143,7 @@ def test_what_modules_add_to_their_state_comes_back(world: ax.World, kind: str, 
     model, other = noted(kind, {"steps": (1, 2.5)}, torch.tensor([7, 8])), noted(kind, "", torch.tensor([0, 0]))
     save_checkpoint(shared_tmp_path / "it", model)
     load_checkpoint(shared_tmp_path / "it", other)
-    for one, same in zip(model.modules(), other.modules(), strict=True):
-        assert_equal(getattr(same, "note", None), getattr(one, "note", None))
+    assert_equal(*([getattr(layer, "note", None) for layer in each.modules()] for each in (other, model)))
     plain = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     refused(ValueError, ["the model has not: .*'0._extra_state'"], shared_tmp_path / "it", plain)
     info = load_checkpoint(shared_tmp_path / "it", plain, strict=False)
@@ -178,19 +169,20 @@ def write_sharded(values: dict[str, Tensor], folder: Path) -> None:
 @pytest.mark.parametrize("form", ["file", "folder", "index"])
 @pytest.mark.ranks(1, 2)
 def test_weights_of_other_tools(world: ax.World, form: str, shared_tmp_path: Path) -> None:
-    values = whole_model(seed=5).state_dict()
-    file = shared_tmp_path / "model.safetensors"
+    values, file = whole_model(seed=5).state_dict(), shared_tmp_path / "model.safetensors"
     path = file if form == "file" else shared_tmp_path
-    if form == "index":
-        on_first(write_sharded, values, path)
-    else:
-        on_first(save_file, values, file, {"format": "pt"})
+    on_first(*((write_sharded, values, path) if form == "index" else (save_file, values, file, {"format": "pt"})))
     model = ax.FSDP(whole_model())
     info = load_checkpoint(path, model)
     assert (info.step, info.epoch, info.extra, info.layout) == (0, 0, None, {})
     assert_equal(model.full_state_dict(), values)
-    message = f"^optimizer: {path} has no state of one: leave optimizer= out$"
-    refused(ValueError, [message], path, model, optimizer_for(model.parameters()))
+    refused(
+        ValueError,
+        [f"^optimizer: {path} has no state of one: leave optimizer= out$"],
+        path,
+        model,
+        optimizer_for(model.parameters()),
+    )
 
 
 @pytest.mark.ranks(1, 2)
@@ -205,8 +197,7 @@ def test_values_are_converted_to_the_dtypes_of_the_model(world: ax.World, shared
 
 @pytest.mark.ranks(1)
 def test_integers_are_widened_and_not_cut_off(world: ax.World, tmp_path: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    model = nn.Module()
+    path, model = tmp_path / "a.safetensors", nn.Module()
     for saved, held in ((torch.int64, torch.int32), (torch.uint8, torch.bool), (torch.int32, torch.int64)):
         save_file({"steps": torch.tensor([1], dtype=saved)}, path)
         model.register_buffer("steps", torch.zeros(1, dtype=held))
@@ -241,8 +232,7 @@ def test_tensors_that_were_tied_when_they_were_saved(world: ax.World, shared_tmp
     assert list(load_file(shared_tmp_path / "it/model.safetensors")) == ["0.weight"]
     apart = tied_pair(tied=False)
     load_checkpoint(shared_tmp_path / "it", apart)
-    assert torch.equal(apart[0].weight, model[0].weight)
-    assert torch.equal(apart[1].weight, model[0].weight)
+    assert_equal([layer.weight for layer in apart], [model[0].weight] * 2)
 
 
 # ---- what does not fit ------------------------------------------------------------------------------------------
@@ -250,12 +240,9 @@ def test_tensors_that_were_tied_when_they_were_saved(world: ax.World, shared_tmp
 
 @pytest.mark.ranks(1, 2, 4)
 def test_missing_and_unexpected_names_of_all_stages(world: ax.World, shared_tmp_path: Path) -> None:
-    trained(shared_tmp_path)
-    path = shared_tmp_path / "it/model.safetensors"
-    values = load_file(path)
+    values, path = trained(shared_tmp_path).state_dict(), shared_tmp_path / "a.safetensors"
     del values["block0.scale"], values["head.weight"]
     values |= {"other": torch.ones(2), "more": torch.ones(2)}
-    path = shared_tmp_path / "a.safetensors"
     on_first(save_file, values, path)
     model = laid_out("pp", world, seed=1).model
     messages = [
@@ -265,14 +252,14 @@ def test_missing_and_unexpected_names_of_all_stages(world: ax.World, shared_tmp_
     refused(ValueError, messages, path, model)
     info = load_checkpoint(path, model, strict=False)
     assert (info.missing, {*info.unexpected}) == (("block0.scale", "head.weight"), {"more", "other"})
-    assert all(torch.equal(value, values[name]) for name, value in copied(model).items() if name in values)
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items() if name in values)
 
 
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.ranks(1, 2)
 def test_shapes_and_kinds_of_numbers_have_to_fit(world: ax.World, strict: bool, shared_tmp_path: Path) -> None:
-    values, path = {"weight": torch.ones(3, 2), "bias": torch.ones(2).long()}, shared_tmp_path / "a.safetensors"
-    on_first(save_file, values, path)
+    path = shared_tmp_path / "a.safetensors"
+    on_first(save_file, {"weight": torch.ones(3, 2), "bias": torch.ones(2).long()}, path)
     messages = [
         r"'weight': expected shape \[2, 3\], got \[3, 2\]",
         "'bias': expected floating-point numbers such as torch.float32, got torch.int64",
@@ -292,8 +279,13 @@ def test_what_was_not_saved_cannot_be_loaded(world: ax.World, shared_tmp_path: P
         "sampler": ax.DistributedSampler(range(4)),
     }
     for name, value in given.items():
-        message = f"^{name}: {shared_tmp_path / 'it'} has no state of one: leave {name}= out$"
-        refused(ValueError, [message], shared_tmp_path / "it", model, **{name: value})
+        refused(
+            ValueError,
+            [f"^{name}: {shared_tmp_path / 'it'} has no state of one: leave {name}= out$"],
+            shared_tmp_path / "it",
+            model,
+            **{name: value},
+        )
 
 
 @pytest.mark.ranks(1, 2)
@@ -328,7 +320,7 @@ def test_arguments_that_differ_between_ranks_are_named(world: ax.World, shared_t
 )
 @pytest.mark.ranks(1, 2)
 def test_wrong_arguments(world: ax.World, arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"path": tmp_path, "model": nn.Linear(1, 1), **arguments}
+    given = {"path": tmp_path, "model": nn.Linear(1, 1), **arguments}
     assert message in refused_on_all(TypeError, load_checkpoint, **given)
 
 
@@ -344,8 +336,12 @@ def test_a_checkpoint_is_found_that_was_being_replaced(world: ax.World, shared_t
     assert load_checkpoint(path, loaded).step == 2
     assert_equal(loaded.state_dict(), model.state_dict())
     on_first(previous.rename, shared_tmp_path / "it.partial")
-    message = "found none, but it.partial, which a job that was killed has not finished$"
-    refused(CheckpointError, [message], path, loaded)
+    refused(
+        ax.CheckpointError,
+        ["found none, but it.partial, which a job that was killed has not finished$"],
+        path,
+        loaded,
+    )
 
 
 @pytest.mark.parametrize(
@@ -377,4 +373,4 @@ def test_damage_is_told_to_all_ranks(world: ax.World, damage: Any, message: str,
     path = shared_tmp_path / "it"
     on_first(damage, path)
     model = whole_model(seed=1)
-    refused(CheckpointError, [message, str(path)], path, model, optimizer_for(model.parameters()))
+    refused(ax.CheckpointError, [message, str(path)], path, model, optimizer_for(model.parameters()))

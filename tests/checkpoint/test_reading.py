@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.checkpoint_parts import job_for, parts_of, whole_tensors
-from helpers.checkpoints import flip, on_first, refused_on_all
+from helpers.checkpoint_parts import job_for, parts_of, ranks_on_two_nodes, whole_tensors
+from helpers.checkpoints import cut_off, flip, on_first, refused_on_all
 from safetensors.torch import load_file, save_file
 
 import axonmpi as ax
@@ -18,11 +18,9 @@ from axonmpi.checkpoint.files.checksums import BLOCK_BYTES
 from axonmpi.checkpoint.files.tensor_file import TensorSpec, lay_out, read_header
 from axonmpi.checkpoint.parts.boxes import Box
 from axonmpi.checkpoint.parts.part import Part, Piece, whole_part
-from axonmpi.checkpoint.ranks import CheckpointRanks, ranks_of
+from axonmpi.checkpoint.ranks import ranks_of
 from axonmpi.checkpoint.reading import read_parts
 from axonmpi.checkpoint.writing.job import write_checkpoint
-from axonmpi.errors import CheckpointError
-from axonmpi.groups.world import partition_group
 
 
 def blank(tensors, dtype=None):
@@ -117,9 +115,9 @@ def test_views_without_elements_of_no_dimension_and_transposed(world, shared_tmp
         "complex": torch.view_as_complex(random_tensor(7, 2)),
     }
     file = save(shared_tmp_path, tensors)
+    turned = Piece(Box.whole((30, 50)), torch.zeros(50, 30, dtype=torch.float16).t())
     parts = [part for part in whole_parts(tensors) if part.name != "turned"]
-    turned = torch.zeros(50, 30, dtype=torch.float16).t()
-    parts.append(Part("turned", (30, 50), torch.float16, [Piece(Box.whole((30, 50)), turned)]))
+    parts.append(Part("turned", (30, 50), torch.float16, [turned]))
     check_values(read(world, shared_tmp_path, [file], parts), tensors)
 
 
@@ -127,19 +125,18 @@ def test_views_without_elements_of_no_dimension_and_transposed(world, shared_tmp
 @pytest.mark.parametrize("length", [2, 3, 5, 8])
 def test_elements_that_are_not_aligned_and_lie_in_two_windows(world, length, shared_tmp_path):
     tensors = {"odd": torch.arange(length, dtype=torch.uint8), "wide": random_tensor(400_001, dtype=torch.float64)}
-    described, at = {}, 0
-    for name, tensor in tensors.items():
-        code = {torch.uint8: "U8", torch.float64: "F64"}[tensor.dtype]
-        described[name] = {"dtype": code, "shape": [len(tensor)], "data_offsets": [at, at + tensor.nbytes]}
-        at += tensor.nbytes
+    ends = {"odd": [0, length], "wide": [length, length + 8 * 400_001]}
+    described = {
+        name: {"dtype": code, "shape": [len(tensors[name])], "data_offsets": ends[name]}
+        for name, code in (("odd", "U8"), ("wide", "F64"))
+    }
     text = json.dumps(described).encode()
     data = b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
     path = shared_tmp_path / "model.safetensors"
     on_first(path.write_bytes, len(text).to_bytes(8, "little") + text + data)
     file = read_header(path)
     assert file.entries["wide"].start == 8 + len(text) + length
-    parts = read(world, shared_tmp_path, [file], whole_parts(tensors), window_bytes=BLOCK_BYTES)
-    check_values(parts, tensors)
+    check_values(read(world, shared_tmp_path, [file], whole_parts(tensors), window_bytes=BLOCK_BYTES), tensors)
 
 
 @pytest.mark.ranks(1, 2)
@@ -168,13 +165,10 @@ def test_the_ranks_of_a_node_read_each_block_once(reads, world, shared_tmp_path)
 
 @pytest.mark.ranks(4)
 def test_each_node_reads_what_its_ranks_need(reads, world, shared_tmp_path):
-    tensors = {"a": random_tensor(4, 4 * BLOCK_BYTES // 4)}
-    file = save(shared_tmp_path, tensors)
-    rows = Box((world.rank, 0), (1, tensors["a"].shape[1]))
-    part = Part("a", tuple(tensors["a"].shape), torch.float32, [Piece(rows, torch.zeros(rows.size))])
-    group = world.default_group
-    ranks = CheckpointRanks(group, partition_group(group, [[0, 1], [2, 3]]), 2)
-    read_parts(shared_tmp_path, [file], [("a", part)], ranks, {})
+    tensors = {"a": random_tensor(4, BLOCK_BYTES)}
+    file, rows = save(shared_tmp_path, tensors), Box((world.rank, 0), (1, BLOCK_BYTES))
+    part = Part("a", (4, BLOCK_BYTES), torch.float32, [Piece(rows, torch.zeros(rows.size))])
+    read_parts(shared_tmp_path, [file], [("a", part)], ranks_on_two_nodes(world), {})
     check_values([part], tensors)
     of_ranks = ax.all_gather_object(set(reads.own()))
     of_nodes = [{block for _, block in of_ranks[first] | of_ranks[first + 1]} for first in (0, 2)]
@@ -185,8 +179,7 @@ def test_each_node_reads_what_its_ranks_need(reads, world, shared_tmp_path):
 def test_blocks_that_nobody_needs_are_not_read(reads, world, shared_tmp_path):
     shape = (5, 3, BLOCK_BYTES // 2)
     tensors = {"deep": random_tensor(*shape), "more": random_tensor(BLOCK_BYTES)}
-    file = save(shared_tmp_path, tensors)
-    box = Box((1, 1, 10), (3, 1, 20))
+    file, box = save(shared_tmp_path, tensors), Box((1, 1, 10), (3, 1, 20))
     part = Part("deep", shape, torch.float32, [Piece(box, torch.zeros(box.size))])
     check_values(read(world, shared_tmp_path, [file], [part]), tensors)
     start = file.entries["deep"].start
@@ -207,19 +200,14 @@ def test_a_rank_that_needs_nothing_reads_for_the_others(reads, world, shared_tmp
 
 
 @pytest.mark.ranks(1, 2)
-def test_one_tensor_is_read_into_several_parts(reads, world, shared_tmp_path):
+def test_one_tensor_is_read_into_several_parts_and_a_file_that_nobody_needs_is_not_opened(
+    reads, world, shared_tmp_path
+):
     tensors = {"a": random_tensor(1_000_000)}
-    file = save(shared_tmp_path, tensors)
-    check_values(read(world, shared_tmp_path, [file], [*whole_parts(tensors), *whole_parts(tensors)]), tensors)
-    assert sum(ax.all_gather_object(reads.own_bytes())) == file.size
-
-
-@pytest.mark.ranks(1, 2)
-def test_a_file_that_nobody_needs_is_not_opened(world, shared_tmp_path):
-    tensors = {"a": random_tensor(10)}
-    file = save(shared_tmp_path, tensors)
+    file, parts = save(shared_tmp_path, tensors), [*whole_parts(tensors), *whole_parts(tensors)]
     (absent,) = lay_out("absent", [TensorSpec("b", torch.float32, (5,))], {}, 1 << 30)
-    check_values(read(world, shared_tmp_path, [absent, file], whole_parts(tensors)), tensors)
+    check_values(read(world, shared_tmp_path, [absent, file], parts), tensors)
+    assert sum(ax.all_gather_object(reads.own_bytes())) == file.size
     read(world, shared_tmp_path, [], [])
 
 
@@ -235,7 +223,7 @@ def test_damage_is_found_by_its_checksum_on_all_ranks(world, shared_tmp_path):
     offsets = [file.entries["columns"].start + 5, file.entries["long"].stop - 1]
     on_first(flip, folder / "model.safetensors", *offsets)
     parts = whole_parts(tensors)
-    text = refused_on_all(CheckpointError, read, world, folder, [file], parts, sums, window_bytes=BLOCK_BYTES)
+    text = refused_on_all(ax.CheckpointError, read, world, folder, [file], parts, sums, window_bytes=BLOCK_BYTES)
     assert text.count("the file is damaged") == 2
     starts = [f"bytes {offset // BLOCK_BYTES * BLOCK_BYTES} to" for offset in offsets]
     assert all(part in text for part in ("'columns'", "'long'", str(folder / "model.safetensors"), *starts))
@@ -249,8 +237,8 @@ def test_damage_is_found_by_its_checksum_on_all_ranks(world, shared_tmp_path):
 
 
 CHANGES = {
-    "it is cut off in 'b'": lambda path: os.truncate(path, path.stat().st_size - 1),
-    "something after": lambda path: os.truncate(path, path.stat().st_size + 1),
+    "it is cut off in 'b'": cut_off,
+    "something after": lambda path: cut_off(path, -1),
     "No such file": lambda path: path.unlink(),
 }
 
@@ -261,7 +249,7 @@ def test_a_file_that_is_not_what_it_was(world, message, shared_tmp_path):
     tensors = {"a": random_tensor(1_000_000), "b": random_tensor(5)}
     file = save(shared_tmp_path, tensors)
     on_first(CHANGES[message], shared_tmp_path / file.name)
-    text = refused_on_all(CheckpointError, read, world, shared_tmp_path, [file], whole_parts(tensors))
+    text = refused_on_all(ax.CheckpointError, read, world, shared_tmp_path, [file], whole_parts(tensors))
     assert [part for part in (message, str(shared_tmp_path / file.name)) if part not in text] == []
     assert len(text.splitlines()) == 1
 
@@ -273,7 +261,9 @@ def test_what_fails_on_one_rank_fails_on_all(world, shared_tmp_path):
     (part,) = whole_parts(tensors)
     if world.rank == 1:
         part = Part("a", part.shape, part.dtype, [Piece(Box.whole(part.shape), torch.zeros(7))])
-    text = refused_on_all(CheckpointError, read, world, shared_tmp_path, [file], [part], window_bytes=BLOCK_BYTES)
+    text = refused_on_all(
+        ax.CheckpointError, read, world, shared_tmp_path, [file], [part], window_bytes=BLOCK_BYTES
+    )
     assert text.startswith("rank 1: ")
     if world.rank != 1:
         check_values([part], tensors)
@@ -291,5 +281,5 @@ def test_an_error_of_the_disk_names_the_tensors(world, shared_tmp_path, monkeypa
         return preadv(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", broken)
-    text = refused_on_all(CheckpointError, read, world, shared_tmp_path, [file], whole_parts(tensors))
+    text = refused_on_all(ax.CheckpointError, read, world, shared_tmp_path, [file], whole_parts(tensors))
     assert "with 'a': cannot be read: Input/output error" in text

@@ -1,5 +1,6 @@
 """Saving beside training: what is saved are the values at the call, and errors come out."""
 
+import functools
 import os
 import threading
 
@@ -14,7 +15,6 @@ from torch import nn
 import axonmpi as ax
 from axonmpi.checkpoint import saving
 from axonmpi.checkpoint.writing.snapshot import Snapshot
-from axonmpi.errors import CheckpointError
 from axonmpi.utils.waiting import Backoff, wait_until
 
 
@@ -27,10 +27,6 @@ def train(model, optimizer, steps=1):
         optimizer.zero_grad()
         model(torch.randn(8, 6)).square().mean().backward()
         optimizer.step()
-
-
-def copied(values):
-    return {name: value.clone() for name, value in values.items()}
 
 
 @pytest.fixture
@@ -54,8 +50,7 @@ def test_the_values_are_those_of_the_call(wrap, world, shared_tmp_path):
     ax.save_checkpoint(before, model, optimizer, step=2)
     work = ax.save_checkpoint(beside, model, optimizer, step=2, blocking=False)
     train(model, optimizer, 3)
-    work.wait()
-    assert work.done()
+    assert (work.wait(), work.done()) == (None, True)
     optimizer.register_step_pre_hook(lambda *_: None)  # while torch goes through hooks, none may be removed
     train(model, optimizer)
     for name in ("model.safetensors", "optimizer.safetensors", "random.safetensors"):
@@ -79,8 +74,7 @@ def test_a_step_waits_for_the_copy_and_not_for_the_disk(world, tmp_path, monkeyp
     assert torch.equal(model[0].weight, before)
     may_copy.set()
     step.join()
-    assert not torch.equal(model[0].weight, before)
-    assert not work.done()
+    assert (torch.equal(model[0].weight, before), work.done()) == (False, False)
     may_write.set()
     work.wait()
     assert torch.equal(load_file(tmp_path / "it/model.safetensors")["0.weight"], before)
@@ -89,7 +83,7 @@ def test_a_step_waits_for_the_copy_and_not_for_the_disk(world, tmp_path, monkeyp
 @pytest.mark.ranks(1, 2)
 def test_without_an_optimizer_everything_is_copied_at_the_call(world, shared_tmp_path):
     model = network()
-    before = copied(model.state_dict())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     work = ax.save_checkpoint(shared_tmp_path / "it", model, blocking=False)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
@@ -129,7 +123,7 @@ def test_a_failed_save_is_told_by_the_next_step_and_training_goes_on(world, shar
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     on_first(path.mkdir)
     ax.save_checkpoint(path, model, optimizer, blocking=False).join()
-    refused(CheckpointError, (lambda: train(model, optimizer), "no checkpoint, so it is not replaced"))
+    refused(ax.CheckpointError, (lambda: train(model, optimizer), "no checkpoint, so it is not replaced"))
     train(model, optimizer)
     on_first(path.rmdir)
     ax.save_checkpoint(path, model, optimizer)
@@ -145,7 +139,7 @@ def test_the_next_save_waits_and_tells(world, tmp_path):
     second.wait()
     (tmp_path / "two/state.json").unlink()  # it is no checkpoint any more
     ax.save_checkpoint(tmp_path / "two", model, blocking=False)
-    save = lambda: ax.save_checkpoint(tmp_path / "three", model)  # noqa: E731
-    refused(CheckpointError, (save, "no checkpoint, so it is not replaced"))
-    ax.save_checkpoint(tmp_path / "three", model)
+    save = functools.partial(ax.save_checkpoint, tmp_path / "three", model)
+    refused(ax.CheckpointError, (save, "no checkpoint, so it is not replaced"))
+    save()
     assert sorted(os.listdir(tmp_path)) == ["one", "three", "two"]

@@ -15,8 +15,10 @@ import axonmpi as ax
 from axonmpi.checkpoint.files.tensor_file import TensorSpec, lay_out
 from axonmpi.checkpoint.parts.boxes import Box
 from axonmpi.checkpoint.parts.part import Part, Piece
+from axonmpi.checkpoint.ranks import CheckpointRanks
 from axonmpi.checkpoint.writing.job import Job
 from axonmpi.checkpoint.writing.plan import places_in, share_of
+from axonmpi.groups.world import partition_group
 
 SHAPES = {
     "columns": (512, 4096),
@@ -87,6 +89,13 @@ def job_for(path, parts, max_file_size=1 << 40):
     places = places_in(files)
     share = share_of([(part, places["model", part.name]) for part in parts], 1, 0)
     return Job(path, files["model"], share, share.nbytes, {"state.json": b"{}"})
+
+
+def ranks_on_two_nodes(world: ax.World) -> CheckpointRanks:
+    """Make the groups of a checkpoint for ranks of which each half is on a node; collective."""
+    half = world.size // 2
+    nodes = partition_group(world.default_group, [range(half), range(half, world.size)])
+    return CheckpointRanks(world.default_group, nodes, 2)
 
 
 # ---- put together -----------------------------------------------------------------------------------------------

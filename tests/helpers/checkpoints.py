@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 import axonmpi as ax
 
-__all__ = ["by_name", "flip", "on_first", "refused_on_all"]
+__all__ = ["assert_checksums", "by_name", "cut_off", "flip", "on_first", "refused_on_all"]
+
+
+def assert_checksums(folder: Path) -> None:
+    """Compare the checksums of a checkpoint with those of its files, a mebibyte at a time."""
+    for name, sums in load_file(folder / "checksums.safetensors").items():
+        data = (folder / name).read_bytes()
+        assert sums.tolist() == [zlib.crc32(data[at : at + (1 << 20)]) for at in range(0, len(data), 1 << 20)], name
 
 
 def by_name(values: Mapping[str, Any]) -> dict[str, Any]:
     """Sort values that come in the order of some file."""
     return dict(sorted(values.items()))
+
+
+def cut_off(path: Path, size: int = 1) -> None:
+    """Take so many bytes off the end of a file."""
+    os.truncate(path, path.stat().st_size - size)
 
 
 def flip(path: Path, *offsets: int) -> None:

@@ -95,7 +95,7 @@ def assert_gradients(model: ax.FSDP, plain: nn.Module, tolerance: float = 1e-5) 
 
 
 def refused(
-    kind: type[Exception] | tuple[type[Exception], ...], *mistakes: tuple[Callable[[], object], str]
+    kind: type[BaseException] | tuple[type[BaseException], ...], *mistakes: tuple[Callable[[], object], str]
 ) -> None:
     """Make mistakes, each of which raises an error whose text matches a pattern."""
     for call, message in mistakes:

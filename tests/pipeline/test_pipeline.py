@@ -1,7 +1,5 @@
 """Training in a pipeline equals training in one process, whatever the schedule and cut; mistakes are refused."""
 
-from __future__ import annotations
-
 import random
 import time
 from contextlib import nullcontext
@@ -27,8 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import axonmpi as ax
-from axonmpi import Pipeline, PipelineSchedule, PipelineStage
-from axonmpi.pipeline import make_schedule, pop, stash
+from axonmpi.pipeline import Pipeline, PipelineSchedule, PipelineStage, make_schedule, pop, stash
 
 CASES = all_pairs(
     ranks=(1, 2, 3),
@@ -83,24 +80,21 @@ def check_training(world, group, case, chance: random.Random) -> None:
     (schedule, chunks), parts = case["layout"], case["parts"]
     make = partial(block, dropout=0.0 if case["random"] is None else 0.3)
     data = [[(x[:size], y[:size]) for x, y in batches(case["batches_of_step"])] for size in case["sizes"]]
-    count = world.size * chunks
-    settings = {"loss_fn": F.mse_loss, "seed": case["random"]}
-    model, found = trained(built(make, count), data, parts=parts, **settings)
-    stages = built(make, count)
+    for_one, stages = (built(make, world.size * chunks) for _ in range(2))
+    model, found = trained(for_one, data, parts=parts, loss_fn=F.mse_loss, seed=case["random"])
     late = {"nobody": (), "anybody": range(world.size), "first": (0,), "last": (world.size - 1,)}
     if world.rank in late[case["late"]]:
         stages = [Late(module, chance) for module in stages]
-    settings |= {"schedule": schedule, "num_microbatches": parts}
+    settings = {"schedule": schedule, "num_microbatches": parts, "loss_fn": F.mse_loss, "seed": case["random"]}
     assert_trains_like(Pipeline.from_modules(stages, group, **settings), model, found, data, str(case))
 
 
 @pytest.mark.ranks(2)
 def test_norms_of_all_kinds(world) -> None:
-    batch = batches(1)[0]
     pipeline = Pipeline.from_modules(built(block, 2), loss_fn=F.mse_loss)
     for norm_type in (1.0, 2.0, float("inf")):
         model = nn.Sequential(*built(block, 2))
-        assert_step_like_one_process(pipeline, model, batch)
+        assert_step_like_one_process(pipeline, model, *batches(1))
         expected = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)
         assert_close(pipeline.clip_grad_norm(0.01, norm_type), expected.float())
         assert_gradients(pipeline, gradients_of(model))
@@ -193,16 +187,15 @@ def test_wrong_steps(world) -> None:
         step(inputs, targets)
     refused(MISTAKE, (partial(pipeline.eval_step, inputs, targets[:5]), fewer))
     assert_step_like_one_process(pipeline, built(block, world.size), (inputs, targets))
-    differently = partial(pipeline, inputs) if world.rank else partial(step, inputs, targets)
-    refused(MISTAKE, (differently, "make different steps.*\n.*rank 0: train, .*\n.*ranks? 1.*: predict"))
+    right, many = partial(step, inputs, targets), inputs.repeat(2000, 1)
+    told = "make different steps.*\n.*rank 0: train, "
+    refused(MISTAKE, (partial(pipeline, inputs) if world.rank else right, f"{told}.*\n.*ranks? 1.*: predict"))
     pipeline.num_microbatches = 2 + world.rank
-    message = "make different steps.*\n.*rank 0: train, num_microbatches=2\n"
-    refused(MISTAKE, (partial(step, inputs, targets), message))
+    refused(MISTAKE, (right, f"{told}num_microbatches=2\n"))
     pipeline.num_microbatches = 20_000
-    many = inputs.repeat(2000, 1)
     refused(MISTAKE, (partial(step, many, many), "num_microbatches: expected at most"))
     pipeline.loss_fn, pipeline.num_microbatches = None, 2
-    refused(MISTAKE, (partial(step, inputs, targets), "loss_fn: expected one"))
+    refused(MISTAKE, (right, "loss_fn: expected one"))
     pipeline.record_times(world.rank != 1)
     refused(
         MISTAKE,
@@ -216,23 +209,21 @@ def test_wrong_steps(world) -> None:
 @pytest.mark.ranks(2)
 def test_schedules_of_others(world) -> None:
     """A function that makes schedules serves if they are valid and for these stages."""
-    ((inputs, targets),) = batches(1)
+    (batch,) = batches(1)
 
-    def made(change, chunks=lambda count: 1) -> Pipeline:
-        def maker(count):
-            return change(make_schedule(PipelineSchedule.GPIPE, 2, count, chunks(count)))
+    def made(schedule) -> Pipeline:
+        return Pipeline.from_modules(built(block, 2), schedule=schedule, num_microbatches=3, loss_fn=F.mse_loss)
 
-        return Pipeline.from_modules(built(block, 2), schedule=maker, num_microbatches=3, loss_fn=F.mse_loss)
-
-    def shorter(whole):
+    def shorter(count):
+        whole = make_schedule(PipelineSchedule.GPIPE, 2, count)
         return replace(whole, actions=tuple(own[:-1] for own in whole.actions))
 
-    assert_step_like_one_process(made(lambda whole: whole), built(block, 2), (inputs, targets))
-    larger = made(lambda whole: whole, lambda count: 2 if count > 1 else 1)
+    larger = made(lambda count: make_schedule(PipelineSchedule.GPIPE, 2, count, 2 if count > 1 else 1))
+    assert_step_like_one_process(made(partial(make_schedule, PipelineSchedule.GPIPE, 2)), built(block, 2), batch)
     refused(
         MISTAKE,
-        (partial(made(shorter).train_step, inputs, targets), "micro-batch 2"),
-        (partial(larger.train_step, inputs, targets), "schedule: expected one for stages on ranks"),
+        (partial(made(shorter).train_step, *batch), "micro-batch 2"),
+        (partial(larger.train_step, *batch), "schedule: expected one for stages on ranks"),
     )
     ax.barrier()
 

@@ -1,7 +1,5 @@
 """What divided layers send, counted in the log of mock ranks, and that backward computes while it sends."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +9,7 @@ import torch
 from helpers.compare import assert_precise
 from helpers.transformer_parts import Sent, part, randn, whole_linear
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -44,7 +42,7 @@ class Block(nn.Module):
         return [column(shared) for column in self.columns]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.row(F.gelu(sum(self.project(x))))
+        return self.row(nn.functional.gelu(sum(self.project(x))))
 
 
 def in_forward_and_backward(
@@ -101,24 +99,18 @@ def test_a_block_sums_once_forward_and_once_backward(make: Callable[[bool], nn.M
 def test_other_layers() -> None:
     column = functools.partial(ax.ColumnParallelLinear.from_linear, whole_linear(8, 16), gather_output=True)
     row = functools.partial(ax.RowParallelLinear.from_linear, whole_linear(8, 6), input_is_parallel=False)
+    embedding = functools.partial(ax.VocabParallelEmbedding.from_embedding, nn.Embedding(7, 4))
+    of_words = functools.partial(in_forward_and_backward, use=lambda model, x: model(torch.zeros(2, 4).long()))
     assert in_forward_and_backward(column) == [{"all_gather": 1}, {"all_reduce": 1}]
     assert in_forward_and_backward(row) == [{"all_reduce": 1}, {"all_gather": 1}]
-
-    def use(model: nn.Module, x: Tensor) -> Tensor:
-        return model(torch.zeros(2, 4, dtype=torch.int64))
-
-    embedding = functools.partial(ax.VocabParallelEmbedding.from_embedding, nn.Embedding(7, 4))
-    sequence = functools.partial(embedding, sequence_parallel=True)
-    assert in_forward_and_backward(embedding, use=use) == [{"all_reduce": 1}, {}]
-    assert in_forward_and_backward(sequence, use=use) == [{"reduce_scatter": 1}, {"all_gather": 1}]
+    assert of_words(embedding) == [{"all_reduce": 1}, {}]
+    assert of_words(lambda: embedding(sequence_parallel=True)) == [{"reduce_scatter": 1}, {"all_gather": 1}]
 
 
 def test_without_gradients_and_with_a_part_of_them() -> None:
-    def frozen() -> nn.Module:
-        return Block(3, sequence_parallel=True).requires_grad_(False)
-
     # Frozen weights need the input no more.
-    assert in_forward_and_backward(frozen)[1] == {"all_gather": 1, "reduce_scatter": 1}
+    found = in_forward_and_backward(lambda: Block(3, sequence_parallel=True).requires_grad_(False))
+    assert found[1] == {"all_gather": 1, "reduce_scatter": 1}
 
     # An input without a gradient has no sum.
     found = in_forward_and_backward(lambda: Block(2), use=lambda model, x: model(x.detach()))
@@ -140,12 +132,13 @@ def cast(model: nn.Module, x: Tensor) -> Tensor:
         return model.float()(x.float()).float()
 
 
-def checkpointed(model: nn.Module, x: Tensor) -> Tensor:
-    """Forward is computed again, up to the last thing that was kept."""
-    return checkpoint(model, x, use_reentrant=False)
+# forward is computed again, up to the last thing that was kept
+checkpointed = functools.partial(checkpoint, use_reentrant=False)
 
 
-@pytest.mark.parametrize("use", [entered_for_several, cast, checkpointed])
+@pytest.mark.parametrize(
+    "use", [entered_for_several, cast, checkpointed], ids=["entered_for_several", "cast", "checkpointed"]
+)
 def test_no_more_is_sent(use: Callable[[nn.Module, Tensor], Tensor]) -> None:
     assert in_forward_and_backward(lambda: Block(3), use=use) == [{"all_reduce": 1}, {"all_reduce": 1}]
 
@@ -179,33 +172,19 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Noted(ax.Work):
-    def __init__(self, work: ax.Work, name: str, events: list[str]) -> None:
-        self._work, self._name, self._events = work, name, events
-
-    def wait(self, timeout: float | None = None) -> None:
-        self.result()
-
-    def done(self) -> bool:
-        return self._work.done()
-
-    def result(self) -> Any:
-        self._events.append(f"wait for {self._name}")
-        return self._work.result()
-
-
 def note_operations(backend: Any, events: list[str]) -> None:
-    """Note which operations are started, or called and waited for at once, until the backend is gone."""
+    """Note which operations are started and waited for, or called at once, until the backend is gone."""
+
+    def noted(name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        is_async = options.get("async_op", False)
+        events.append(f"start {name}" if is_async else name)
+        result = call(*args, **options)
+        if is_async:
+            result.result = functools.partial(noted, f"wait for {name}", result.result)
+        return result
+
     for name in ("all_reduce", "reduce_scatter", "all_gather"):
-        original = getattr(backend, name)
-
-        def noted(*args: Any, name: str = name, original: Any = original, **options: Any) -> Any:
-            is_async = options.get("async_op", False)
-            events.append(f"start {name}" if is_async else name)
-            result = original(*args, **options)
-            return Noted(result, name, events) if is_async else result
-
-        setattr(backend, name, noted)
+        setattr(backend, name, functools.partial(noted, name, getattr(backend, name)))
 
 
 THREE_SIBLINGS = [event for index in (2, 1, 0) for event in ("product", "product", f"weight {index}")]
@@ -275,20 +254,16 @@ def test_backward_in_halves(sequence_parallel: bool) -> None:
         output.backward(output.detach().sin())
         output = model(leaf.exp())
         sent = Sent(world)
-        edge = torch.autograd.graph.get_gradient_edge(output)
-        weights = input_gradients([edge], [output.detach().sin()], [leaf])
+        weights = input_gradients([get_gradient_edge(output)], [output.detach().sin()], [leaf])
         counts = [sent.take()]
         assert [column.weight.grad for column in model.columns] == [None] * 3
         assert_precise(leaf.grad, expected.grad)
         weights.compute()
-        counts.append(sent.take())
         assert_precise([p.grad for p in model.parameters()], [p.grad for p in at_once.parameters()])
-        return counts
+        return [*counts, sent.take()]
 
-    expected = [{"all_reduce": 1}, {}]
-    if sequence_parallel:
-        expected = [{"all_gather": 1, "reduce_scatter": 1}, {"all_gather": 1}]
-    assert run_ranks(2, body) == [expected] * 2
+    in_sequence = [{"all_gather": 1, "reduce_scatter": 1}, {"all_gather": 1}]
+    assert run_ranks(2, body) == [in_sequence if sequence_parallel else [{"all_reduce": 1}, {}]] * 2
 
 
 def test_under_checkpointing_forward_is_not_computed_for_each_half() -> None:
@@ -296,8 +271,7 @@ def test_under_checkpointing_forward_is_not_computed_for_each_half() -> None:
         model, x = Block(1, sequence_parallel=True), randn(2, 4, 8).requires_grad_()
         output = checkpoint(model, x.exp(), use_reentrant=False)
         sent = Sent(world)
-        edge = torch.autograd.graph.get_gradient_edge(output)
-        weights = input_gradients([edge], [output.detach()], [x])
+        weights = input_gradients([get_gradient_edge(output)], [output.detach()], [x])
         counts = [sent.take()]
         weights.compute()
         return [*counts, sent.take()]

@@ -1,7 +1,5 @@
 """Dividing models of somebody's own by a plan, and mistakes in plans."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.compare import assert_close, assert_equal, gradients_of, refused
+from helpers.layouts import loss_of
 from helpers.models import built
 from helpers.transformer_parts import floats, randn, seeded
 from torch import Tensor, nn
@@ -109,18 +108,13 @@ def words(batch: int = 2, length: int = LENGTH) -> Tensor:
     return torch.randint(0, WORDS, (batch, length), generator=seeded(5))
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def assert_like_whole(model: nn.Module, whole: nn.Module, x: Tensor) -> None:
     """Compare values, outputs and gradients of a divided model with those of the whole one."""
     assert_equal(full_state_dict(model), whole.state_dict())
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
     outputs = [one(x) for one in (model, whole)]
     assert_close(*outputs)
-    for output in outputs:
-        output.square().mean().backward()
+    torch.autograd.backward([output.square().mean() for output in outputs])
     assert_close(full_state_dict(model, gradients_of(model)), gradients_of(whole))
 
 
@@ -158,8 +152,7 @@ def test_logits_that_stay_divided(world):
     assert logits.shape[-1] == -(-WORDS // world.size)
     losses = parallel_cross_entropy(logits, words(), vocabulary=WORDS), loss_of(whole(words()), words())
     assert_close(*losses)
-    for loss in losses:
-        loss.backward()
+    torch.autograd.backward(losses)
     assert_close(full_state_dict(model, gradients_of(model)), gradients_of(whole))
 
 
@@ -191,10 +184,6 @@ class Gauge(nn.Module):
         return self.down(self.norm(self.up(x).unflatten(-1, (self.heads, self.width))).flatten(-2))
 
 
-def gauge() -> nn.Module:
-    return nn.Sequential(Gauge())
-
-
 STYLES = {"0": ["divide:heads", Assign("width", 2)], "*.up": "column:heads=4", "*.norm": "sum", "*.down": "row"}
 GATHERED = {"again": Column(parts=(8, 4), gather_output=True), "last": "column:gather"}
 PLANS = {
@@ -202,7 +191,7 @@ PLANS = {
     "sequence first": (simple, SIMPLE, {"sequence_parallel": True, "sequence_dim": 0}, words(4)),
     "sequence second": (simple, SIMPLE, {"sequence_parallel": True, "sequence_dim": 1}, words(4)),
     "gathered, of unequal parts, with two names": (Gathered, GATHERED, {}, floats(3, 4)),
-    "attributes, and norms of divided heads": (gauge, STYLES, {}, floats(3, 4)),
+    "attributes, and norms of divided heads": (lambda: nn.Sequential(Gauge()), STYLES, {}, floats(3, 4)),
 }
 
 
@@ -223,11 +212,9 @@ def test_what_layers_were_stays(world):
     model.blocks.requires_grad_(False)
     tensor_parallelize(model, plan())
     training = [part.training for part in model.modules() if any(True for _ in part.parameters(recurse=False))]
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert not any(training)
-    assert [n for n, p in model.named_parameters() if p.requires_grad] == [
-        *("positions", "embedding.weight", "norm.weight", "norm.bias")
-    ]
+    assert ({p.dtype for p in model.parameters()}, any(training)) == ({torch.bfloat16}, False)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert trained == ["positions", "embedding.weight", "norm.weight", "norm.bias"]
     loss_of(model.train()(words()), words()).backward()
     assert model.blocks[0].up.weight.grad is None
     assert_equal(full_state_dict(model)["embedding.weight"], built(Words).bfloat16().embedding.weight)
@@ -266,8 +253,6 @@ def test_inside_data_parallelism(world, wrapper, sequence_parallel, monkeypatch)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (whole, model)]
     for seed in range(2):
         batch = torch.randint(0, WORDS, (8, LENGTH), generator=seeded(seed))
-        for optimizer in optimizers:
-            optimizer.zero_grad()
         loss_of(whole(batch), batch).backward()
         first, second = batch.chunk(2)[of_data.rank].chunk(2)
         with model.no_sync():
@@ -275,6 +260,7 @@ def test_inside_data_parallelism(world, wrapper, sequence_parallel, monkeypatch)
         (loss_of(model(second), second) / 2).backward()
         for optimizer in optimizers:
             optimizer.step()
+            optimizer.zero_grad()
     if wrapper is ax.DDP:
         assert_close(full_state_dict(model), whole.state_dict(), 1e-4)
         return
@@ -302,6 +288,12 @@ class Attending(nn.Module):
         return F.scaled_dot_product_attention(*tensors, dropout_p=0.5, **options)
 
 
+def beside_a_layer(module: nn.Module, style: Any, **options: Any) -> nn.Module:
+    """Divide a model of a module and of a layer, without which there is nothing to divide; return the module."""
+    model = nn.ModuleDict({"a": module, "layer": built(perceptron)})
+    return tensor_parallelize(model, {"a": style, "layer.0": "column"}, **options)["a"]
+
+
 def test_attention_with_dropout_is_that_of_the_formula():
     """With every kind of mask, also where a position may see nothing, and with grouped heads."""
     query = randn(2, HEADS, 5, 3, seed=1).requires_grad_()
@@ -310,9 +302,8 @@ def test_attention_with_dropout_is_that_of_the_formula():
     allowed[1, :, 2] = False
     least, partly, generator = torch.finfo(torch.float64).min, allowed | (torch.arange(5) == 0), seeded(1)
     everything = torch.ones(2, 1, 5, 5, dtype=torch.bool)
-    model = nn.ModuleDict({"a": Attending(), "layer": built(perceptron)})
-    styles = {"a": f"head_dropout:{HEADS}", "layer.0": "column"}
-    attention = tensor_parallelize(model, styles, ax.ProcessGroup.mock(), generator=generator)["a"]
+    alone = ax.ProcessGroup.mock()
+    attention = beside_a_layer(Attending(), f"head_dropout:{HEADS}", group=alone, generator=generator)
     for options, seen in (
         ({}, everything),
         ({"is_causal": True}, everything.tril()),
@@ -330,17 +321,18 @@ def test_attention_with_dropout_is_that_of_the_formula():
 
 def test_dropout_is_taken_over_only_while_the_module_runs():
     """Not after it, nor after it has raised; other tensors, and no dropout at all, go the usual way."""
-    model, generator = nn.ModuleDict({"a": Attending(), "layer": built(perceptron)}), seeded(1)
-    styles = {"a": "head_dropout:4", "layer.0": "column"}
-    tensor_parallelize(model, styles, ax.ProcessGroup.mock(), generator=generator)
+    generator, alone = seeded(1), ax.ProcessGroup.mock()
+    module = beside_a_layer(Attending(), "head_dropout:4", group=alone, generator=generator)
     before = generator.get_state()
     for _ in range(2):
-        with pytest.raises(IndexError):
-            model["a"](torch.ones(2, 4, 5, 5), torch.ones(3), torch.ones(3))
+        refused(
+            IndexError,
+            (lambda: module(torch.ones(2, 4, 5, 5), torch.ones(3), torch.ones(3)), "Dimension out of range"),
+        )
         assert F.dropout(torch.ones(2, 4, 5, 5), 0.5).unique().numel() == 2
-    assert model["a"](torch.ones(64, 64)).unique().numel() == 2
+    assert module(torch.ones(64, 64)).unique().numel() == 2
     assert torch.equal(generator.get_state(), before)
-    model["a"](torch.ones(2, 4, 5, 5))
+    module(torch.ones(2, 4, 5, 5))
     assert not torch.equal(generator.get_state(), before)
 
 
@@ -461,8 +453,13 @@ def test_a_mistake_of_one_rank_is_told_on_all(world):
     own = {"0": "column", "2": "row"} if world.rank == 0 else {"0": "column", "3": "row"}
     model = built(perceptron)
     refused(ValueError, (lambda: tensor_parallelize(model, own), r"^rank 1: plan\['3'\]: no submodule"))
-    message = r"^rank 0: module: expected a torch.nn.Module, got NoneType"
-    refused(TypeError, (lambda: tensor_parallelize(model if world.rank else None, {"0": "column"}), message))
+    refused(
+        TypeError,
+        (
+            lambda: tensor_parallelize(model if world.rank else None, {"0": "column"}),
+            r"^rank 0: module: expected a torch.nn.Module, got NoneType",
+        ),
+    )
 
 
 @pytest.mark.ranks(2)
@@ -515,15 +512,24 @@ def test_parts_of_a_sequence_reach_only_what_the_plan_knows(world):
     """Gradients of other parameters would be those of a part of the sequence, without anybody noticing."""
     without = {pattern: style for pattern, style in plan().items() if pattern != "*.norm?"}
     tensor_parallelize(built(Words), without)
-    message = r"blocks.0.norm1 has parameters \(weight, bias\) behind the 'split' at blocks.0"
-    refused(ValueError, (lambda: tensor_parallelize(built(Words), without, sequence_parallel=True), message))
+    refused(
+        ValueError,
+        (
+            lambda: tensor_parallelize(built(Words), without, sequence_parallel=True),
+            r"blocks.0.norm1 has parameters \(weight, bias\) behind the 'split' at blocks.0",
+        ),
+    )
     frozen = built(Words)
     nn.ModuleList([norm for block in frozen.blocks for norm in (block.norm1, block.norm2)]).requires_grad_(False)
     tensor_parallelize(frozen, without, sequence_parallel=True)
-    nothing = nn.ModuleDict({"a": Attending(), "layer": built(perceptron)})
-    tensor_parallelize(nothing, {"a": "split", "layer.0": "column"}, sequence_parallel=True)
-    message = "Attending: expected a floating-point tensor as input, got none; 'split'"
-    refused(ValueError, (lambda: nothing["a"](torch.ones(2, 2, dtype=torch.int64)), message))
+    module = beside_a_layer(Attending(), "split", sequence_parallel=True)
+    refused(
+        ValueError,
+        (
+            lambda: module(torch.ones(2, 2, dtype=torch.int64)),
+            "Attending: expected a floating-point tensor as input, got none; 'split'",
+        ),
+    )
 
 
 class Answering(nn.Module):
@@ -533,15 +539,14 @@ class Answering(nn.Module):
 
 @pytest.mark.ranks(2)
 def test_what_is_put_together_is_a_tensor_or_the_first_of_several(world):
-    model = nn.ModuleDict({"a": Answering(), "layer": built(perceptron)})
-    tensor_parallelize(model, {"a": ["split", "join"], "layer.0": "column"}, sequence_parallel=True)
+    module = beside_a_layer(Answering(), ["split", "join"], sequence_parallel=True)
     x, message = randn(2, 4, 3), "Answering: expected a tensor as output, .*got {}; 'join' has to be"
-    assert_close(model["a"](x, ("more",)), (x, "more"))
-    assert_close(model["a"](x=x, answer=x.chunk(2, 1)[world.rank]), x)
+    assert_close(module(x, ("more",)), (x, "more"))
+    assert_close(module(x=x, answer=x.chunk(2, 1)[world.rank]), x)
     refused(
         TypeError,
-        (lambda: model["a"](x, {"x": x}), message.format("dict")),
-        (lambda: model["a"](x, None), message.format("NoneType")),
+        (lambda: module(x, {"x": x}), message.format("dict")),
+        (lambda: module(x, None), message.format("NoneType")),
     )
 
 

@@ -1,7 +1,5 @@
 """State dicts of divided models: whole, of one rank, and back."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.compare import assert_close, assert_equal, gradients_of, refused
@@ -81,27 +79,24 @@ def test_the_whole_state_and_this_ranks_part(world):
 
 @pytest.mark.ranks(2)
 def test_transposed_layers_are_what_they_were(world):
-    model = built(Model).double().eval()
+    model, whole = (built(Model).double().eval() for _ in range(2))
     model.up.weight.requires_grad_(False)
     tensor_parallelize(model, PLAN)
-    assert not any(part.training for part in model.modules())
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    dtypes, modes = {p.dtype for p in model.parameters()}, {part.training for part in model.modules()}
+    assert (dtypes, modes) == ({torch.float64}, {False})
     assert [name for name, parameter in model.named_parameters() if not parameter.requires_grad] == ["up.weight"]
-    whole, words = built(Model).double().eval(), torch.tensor([0, 4, 2])
+    words = torch.tensor([0, 4, 2])
     assert_close(model(words), whole(words))
 
 
 @pytest.mark.real_ranks
 @pytest.mark.ranks(2, 4)
 def test_loading_a_whole_state_from_rank_0(world):
-    source = built(Model, 1)
+    source, model = built(Model, 1).double(), divided()
     source.note, source.norm.running_mean[:] = "other", 3.0
-    source.double()
-    model = divided()
     load_full_state_dict(model, source.state_dict() if world.rank == 0 else None)
     assert_equal(full_state_dict(model), source.float().state_dict())
-    assert model.note == "other"
-    assert model.up.weight.dtype is torch.float32
+    assert (model.note, model.up.weight.dtype) == ("other", torch.float32)
 
 
 @pytest.mark.ranks(2)
@@ -109,8 +104,13 @@ def test_a_part_of_a_state_and_names_that_are_not_known(world):
     whole, model = built(Model, 1), divided()
     state = {name: value for name, value in whole.state_dict().items() if not name.startswith("up")}
     state["head.weight"] = torch.ones(2)
-    message = r"^rank 0: .*missing: up.weight, up.bias; unexpected: head.weight$"
-    refused(ValueError, (lambda: load_full_state_dict(model, state), message))
+    refused(
+        ValueError,
+        (
+            lambda: load_full_state_dict(model, state),
+            r"^rank 0: .*missing: up.weight, up.bias; unexpected: head.weight$",
+        ),
+    )
     assert_equal(full_state_dict(model), built(Model).state_dict())
     load_full_state_dict(model, state, strict=False)
     del state["head.weight"]
@@ -141,8 +141,7 @@ def test_what_is_not_whole_is_not_loaded(world):
 @pytest.mark.ranks(2)
 def test_gradients_and_what_an_optimizer_keeps(world):
     words = torch.tensor([0, 1, 2, 3, 4, 1])
-    whole, model = built(Model), divided()
-    averages = []
+    whole, model, averages = built(Model), divided(), []
     for one in (whole, model):
         one.second.bias.requires_grad_(False)
         one(words).square().sum().backward()
@@ -184,10 +183,8 @@ def test_names_of_wrapped_models(world):
     """Wrappers that do not show in names are looked through; a submodule that is called `module` is none."""
     model = divided()
     assert_equal(full_state_dict(ax.DDP(model, process_group=ax.ProcessGroup.mock())), built(Model).state_dict())
-    nested = tensor_parallelize(
-        nn.ModuleDict({"module": built(Model)}), {f"module.{n}": s for n, s in PLAN.items()}
-    )
-    whole = nn.ModuleDict({"module": built(Model)})
+    nested, whole = (nn.ModuleDict({"module": built(Model)}) for _ in range(2))
+    tensor_parallelize(nested, {f"module.{name}": style for name, style in PLAN.items()})
     assert_equal(full_state_dict(nested), whole.state_dict())
     assert list(copies(nested)) == [name for name, _ in whole.named_parameters()]
     made = nn.Sequential(ax.ColumnParallelLinear(4, 8), nn.Tanh(), ax.RowParallelLinear(8, 4))

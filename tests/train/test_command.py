@@ -133,7 +133,7 @@ def test_a_rank_whose_node_lacks_the_text_meets_the_others_before_it_leaves(monk
 
 
 def test_what_is_found_later_is_an_exit_code_and_a_message_too(mock_start, capsys, tmp_path):
-    diverging = ("--lr", 1e30, "--gradient-clip", 0, "--out", tmp_path, timeout=limit(60))
+    diverging = ("--lr", 1e30, "--gradient-clip", 0, "--out", tmp_path)
     for flags, code, message in (
         (("--accumulation", 3), 2, "axonmpi train: error: global_batch: expected a multiple of"),
         (diverging, 1, "training has diverged; try a smaller lr"),
@@ -280,7 +280,8 @@ def test_the_command_without_a_launcher(mock_start, monkeypatch, capsys, tmp_pat
 def test_the_command_on_real_ranks_gives_the_same_losses(tmp_path):
     settings = [*SMALL, "--layers=2"]
     layout = ["--pp=2", "--schedule=zero-bubble", "--trace", tmp_path / "trace.json"]
-    result = ax.testing.launch(2, "-m", "axonmpi", "train", *settings, *layout, "--out", tmp_path, timeout=limit(60))
+    command = ["-m", "axonmpi", "train", *settings, *layout, "--out", tmp_path]
+    result = ax.testing.launch(2, *command, timeout=limit(60))
     assert (result.returncode, result.stderr) == (0, "")
     for text in ("a pipeline: zero bubble on 2 ranks", "on 2 ranks, "):  # by rank 0 only
         assert result.stdout.count(text) == 1

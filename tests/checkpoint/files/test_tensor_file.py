@@ -12,7 +12,6 @@ from helpers.compare import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from axonmpi.checkpoint.files.checksums import BLOCK_BYTES, BlockSums, combined
 from axonmpi.checkpoint.files.tensor_file import (
@@ -74,14 +73,6 @@ def test_what_the_format_cannot_hold_is_refused(spec, message):
 def test_the_order_of_tensors_does_not_matter():
     shuffled = random.Random(0).sample(specs(TENSORS), len(TENSORS))
     assert lay_out("model", shuffled, {}, 1 << 30) == lay_out("model", specs(TENSORS), {}, 1 << 30)
-
-
-def test_files_of_the_package_are_read(tmp_path):
-    save_file(TENSORS, tmp_path / "model.safetensors")
-    found = read_header(tmp_path / "model.safetensors").entries
-    assert {name: entry.spec.shape for name, entry in found.items()} == {
-        name: tuple(tensor.shape) for name, tensor in TENSORS.items()
-    }
 
 
 def test_several_files_have_an_index(tmp_path):

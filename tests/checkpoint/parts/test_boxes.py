@@ -16,8 +16,7 @@ def test_boxes_of_a_range_are_its_elements_in_order(shape, data):
     first = data.draw(st.integers(0, last))
     whole = np.arange(count).reshape(shape)
     boxes = boxes_of_range(shape, first, last)
-    found = [element for box in boxes for element in whole[box.slices].ravel()]
-    assert found == list(range(first, last))
+    assert [element for box in boxes for element in whole[box.slices].ravel()] == list(range(first, last))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     assert all(box.is_contiguous_in(shape) and whole[box.start] == box.first_in(shape) for box in boxes)
 

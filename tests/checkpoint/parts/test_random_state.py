@@ -1,7 +1,5 @@
 """Random states: the same numbers again, on the rank that drew them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 
@@ -19,10 +17,12 @@ from axonmpi.checkpoint.parts.random_state import prepare_random, random_parts
 
 @pytest.fixture(autouse=True)
 def _states_as_they_were() -> Iterator[None]:
+    generator = np.random.mtrand._rand._bit_generator
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()
     yield
     torch.set_rng_state(states[0])
     random.setstate(states[1])
+    np.random.set_bit_generator(generator)
     np.random.set_state(states[2])
 
 
@@ -72,11 +72,12 @@ def test_each_rank_has_its_row(world: ax.World) -> None:
 @pytest.mark.ranks(1)
 def test_states_of_something_else_are_refused(world: ax.World) -> None:
     group, specs = world.default_group, {"random.torch": TensorSpec("random.torch", torch.uint8, (1, 16))}
-    message = r"random.torch: expected rows of 5056 bytes, got torch.uint8 \[1, 16\]"
-    refused(ValueError, (lambda: prepare_random(group, specs), message))
-    before, message = np.random.mtrand._rand._bit_generator, "global generator is a PCG64, expected the MT19937"
+    refused(
+        ValueError,
+        (
+            lambda: prepare_random(group, specs),
+            r"random.torch: expected rows of 5056 bytes, got torch.uint8 \[1, 16\]",
+        ),
+    )
     np.random.set_bit_generator(np.random.PCG64(1))
-    try:
-        refused(ValueError, (lambda: random_parts(group), message))
-    finally:
-        np.random.set_bit_generator(before)
+    refused(ValueError, (lambda: random_parts(group), "global generator is a PCG64, expected the MT19937"))

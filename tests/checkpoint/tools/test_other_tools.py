@@ -1,20 +1,19 @@
 """What other tools make of a checkpoint: `transformers`, the `safetensors` package, torch's own reader."""
 
 import functools
-import threading
 
 import pytest
 import torch
+from helpers.checkpoints import by_name
 from helpers.compare import assert_equal
 from helpers.models import built
+from helpers.once import one_thread
 from helpers.transformer_parts import WORDS, gpt2, llama
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 import axonmpi as ax
 from axonmpi.tensor import full_state_dict, preset, tensor_parallelize
-
-_loading = threading.Lock()
 
 
 @pytest.mark.ranks(2, 4)
@@ -22,12 +21,10 @@ _loading = threading.Lock()
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_transformers_loads_what_was_trained_in_parts(make, layout, world, shared_tmp_path):
     mesh = ax.DeviceMesh({"dp": {"tp": 1, "fsdp": world.size, "fsdp_tp": 2}[layout], "tp": -1}, world)
-    model, sharded = built(make), None
+    model = built(make)
     if layout != "fsdp":
         tensor_parallelize(model, preset(model, mesh.size("tp")), mesh.group("tp"))
-    if layout != "tp":
-        sharded = ax.FSDP(model, mesh.group("dp"))
-    trained = sharded or model
+    trained = model if layout == "tp" else ax.FSDP(model, mesh.group("dp"))
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
     words = torch.randint(0, WORDS, (4, 8), generator=torch.Generator().manual_seed(0))
     for _ in range(2):
@@ -36,16 +33,14 @@ def test_transformers_loads_what_was_trained_in_parts(make, layout, world, share
         nn.functional.cross_entropy(logits[..., :WORDS].flatten(0, 1), words.flatten()).backward()
         optimizer.step()
     ax.save_checkpoint(shared_tmp_path / "it", trained, optimizer, step=2)
-    expected = sharded.full_state_dict() if sharded else full_state_dict(model)
-    if layout == "fsdp_tp":
-        expected = full_state_dict(model, expected)
-    with _loading, torch.no_grad():
+    expected = None if layout == "tp" else trained.full_state_dict()
+    expected = expected if layout == "fsdp" else full_state_dict(model, expected)
+    with one_thread, torch.no_grad():
         plain = built(make)
         loaded = type(plain).from_pretrained(shared_tmp_path / "it")
         plain.load_state_dict(expected)
         assert_equal(loaded(input_ids=words).logits, plain.eval()(input_ids=words).logits)
-    assert_equal(loaded.state_dict(), {name: expected[name] for name in loaded.state_dict()})
-    assert loaded.state_dict().keys() == expected.keys()
+    assert_equal(by_name(loaded.state_dict()), by_name(expected))
 
 
 @pytest.mark.ranks(2)
@@ -60,14 +55,11 @@ def test_the_package_and_torch_read_the_files(max_file_size, world, shared_tmp_p
     average = model.full_optimizer_state_dict(optimizer)["state"]["weight"]["exp_avg"]
     files = sorted((shared_tmp_path / "it").glob("*.safetensors"))
     assert (len(files) > 4) == (max_file_size == 4000)
-    names = set()
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            names.update(opened.keys())
+    names = {name for file in files for name in load_file(file)}
     assert {"weight", "bias", "weight.exp_avg", "bias.exp_avg_sq", "weight.step"} <= names
     import torch.distributed.checkpoint as dcp  # a second for each process that only collects tests
 
-    with _loading:
+    with one_thread:
         found = {"weight": torch.zeros_like(weight), "weight.exp_avg": torch.zeros_like(average)}
         with pytest.warns(UserWarning, match="load in a single process"):
             dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(shared_tmp_path / "it")), no_dist=True)

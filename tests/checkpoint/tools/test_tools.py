@@ -2,12 +2,12 @@
 
 import functools
 import json
-import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers.checkpoints import by_name, flip, on_first
+from helpers.checkpoints import by_name, cut_off, flip, on_first
 from helpers.compare import assert_equal, refused
 from helpers.layouts import optimizer_for, train_alone, whole_model
 from safetensors.torch import load_file, save_file
@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import StepLR
 import axonmpi as ax
 from axonmpi.checkpoint.files.checksums import BLOCK_BYTES
 from axonmpi.checkpoint.tools import convert_checkpoint, describe_checkpoint, verify_checkpoint
-from axonmpi.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 ALONE = ax.ProcessGroup.mock()
@@ -32,7 +31,7 @@ def made(seed=1):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A checkpoint of a model with tied parameters after three steps, and the losses of the steps after it."""
+    """A checkpoint of a model with tied parameters after three steps, its schedule, and losses of later steps."""
     model, optimizer = made(seed=0)
     schedule = StepLR(optimizer, 2)
     train_alone(model, optimizer, range(3))
@@ -40,39 +39,37 @@ def trained(tmp_path_factory):
     path = tmp_path_factory.mktemp("trained") / "checkpoint"
     ax.save_checkpoint(path, model, optimizer, step=3, scheduler=schedule, extra={"seen": (1, 2)}, group=ALONE)
     state = schedule.state_dict()
-    return path, train_alone(model, optimizer, AFTER), state
+    return SimpleNamespace(path=path, schedule=state, losses=train_alone(model, optimizer, AFTER))
 
 
 # ---- torch.save -------------------------------------------------------------------------------------------------
 
 
 def test_torch_alone_goes_on_from_a_converted_checkpoint(trained, tmp_path):
-    path, losses, schedule = trained
-    convert_checkpoint(path, tmp_path / "all.pt")
+    convert_checkpoint(trained.path, tmp_path / "all.pt")
     loaded, again = (torch.load(tmp_path / "all.pt", weights_only=True) for _ in range(2))
     model, optimizer = made()
     model.load_state_dict(again["model"])
     optimizer.load_state_dict(again["optimizer"])
-    assert train_alone(model, optimizer, AFTER) == losses
+    assert train_alone(model, optimizer, AFTER) == trained.losses
     model, optimizer = made()  # by name
     set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    assert train_alone(model, optimizer, AFTER) == losses
-    assert (loaded["step"], loaded["extra"], loaded["scheduler"]) == (3, {"seen": (1, 2)}, schedule)
+    assert train_alone(model, optimizer, AFTER) == trained.losses
+    assert (loaded["step"], loaded["extra"], loaded["scheduler"]) == (3, {"seen": (1, 2)}, trained.schedule)
     assert loaded["model"]["head.weight"].data_ptr() == loaded["model"]["embedding.weight"].data_ptr()
 
 
 def test_a_file_of_torch_becomes_the_checkpoint_that_it_was_made_of(trained, tmp_path):
-    path, losses, state = trained
-    convert_checkpoint(path, tmp_path / "all.pt")
+    convert_checkpoint(trained.path, tmp_path / "all.pt")
     convert_checkpoint(tmp_path / "all.pt", tmp_path / "again", optimizer="AdamW")
     for name in ("model.safetensors", "optimizer.safetensors"):
-        assert (tmp_path / "again" / name).read_bytes() == (path / name).read_bytes()
+        assert (tmp_path / "again" / name).read_bytes() == (trained.path / name).read_bytes()
     assert verify_checkpoint(tmp_path / "again").is_whole
     model, optimizer = made()
     schedule = StepLR(optimizer, 2)
     info = ax.load_checkpoint(tmp_path / "again", model, optimizer, scheduler=schedule, group=ALONE)
-    assert (info.step, info.extra, schedule.state_dict()) == (3, {"seen": (1, 2)}, state)
-    assert train_alone(model, optimizer, AFTER) == losses
+    assert (info.step, info.extra, schedule.state_dict()) == (3, {"seen": (1, 2)}, trained.schedule)
+    assert train_alone(model, optimizer, AFTER) == trained.losses
 
 
 def linear():
@@ -88,9 +85,8 @@ def test_dicts_as_people_save_them_are_understood(tmp_path):
     states = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()]}
     torch.save({**states, "epoch": 7, "args": [1]}, tmp_path / "all.ckpt")
     convert = functools.partial(convert_checkpoint, tmp_path / "all.ckpt", tmp_path / "all")
-    refused(CheckpointError, (convert, "--optimizer AdamW"))
-    converted = convert(optimizer="Adam")
-    assert converted.left_out == ["'args' (list)"]
+    refused(ax.CheckpointError, (convert, "--optimizer AdamW"))
+    assert convert(optimizer="Adam").left_out == ["'args' (list)"]
     other, its_optimizer = linear()
     assert ax.load_checkpoint(tmp_path / "all", other, its_optimizer, group=ALONE).epoch == 7
     assert torch.equal(other.weight, model.weight)
@@ -118,8 +114,8 @@ def test_dicts_as_people_save_them_are_understood(tmp_path):
 def test_what_is_not_clear_is_refused(saved, message, tmp_path):
     model, optimizer = linear()
     torch.save(saved(model, optimizer.state_dict()), tmp_path / "all.pt")
-    with pytest.raises(CheckpointError, match=message):
-        convert_checkpoint(tmp_path / "all.pt", tmp_path / "all", optimizer="Adam")
+    convert = functools.partial(convert_checkpoint, tmp_path / "all.pt", tmp_path / "all", optimizer="Adam")
+    refused(ax.CheckpointError, (convert, message))
     assert not (tmp_path / "all").exists()
 
 
@@ -127,29 +123,27 @@ def test_what_is_not_clear_is_refused(saved, message, tmp_path):
 
 
 def test_dcp_goes_on_from_a_converted_checkpoint_and_back(trained, tmp_path):
-    path, losses, _ = trained
-    convert_checkpoint(path, tmp_path / "dcp", to="dcp")
+    convert_checkpoint(trained.path, tmp_path / "dcp", to="dcp")
     model, optimizer = made()
     of_model, of_optimizer = get_state_dict(model, optimizer)
     dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=tmp_path / "dcp")
     set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
-    assert train_alone(model, optimizer, AFTER) == losses
+    assert train_alone(model, optimizer, AFTER) == trained.losses
 
     convert = functools.partial(convert_checkpoint, tmp_path / "dcp", tmp_path / "again", optimizer="AdamW")
-    refused(CheckpointError, (convert, "--trust"))
+    refused(ax.CheckpointError, (convert, "--trust"))
     convert(trust=True)
     model, optimizer = made()
     assert ax.load_checkpoint(tmp_path / "again", model, optimizer, group=ALONE).step == 3
-    assert train_alone(model, optimizer, AFTER) == losses
+    assert train_alone(model, optimizer, AFTER) == trained.losses
 
 
 # ---- safetensors ------------------------------------------------------------------------------------------------
 
 
 def test_weights_alone(trained, tmp_path):
-    path, _, _ = trained
-    convert_checkpoint(path, tmp_path / "w.safetensors")
-    expected = load_file(path / "model.safetensors")
+    convert_checkpoint(trained.path, tmp_path / "w.safetensors")
+    expected = load_file(trained.path / "model.safetensors")
     assert_equal(by_name(load_file(tmp_path / "w.safetensors")), by_name(expected))
     tensors = {"odd": torch.ones(3, dtype=torch.uint8), "x": torch.arange(5.0)}
     save_file(tensors, tmp_path / "o.safetensors")
@@ -158,24 +152,25 @@ def test_weights_alone(trained, tmp_path):
 
 
 def test_a_target_that_is_there_is_left_alone(trained, tmp_path):
-    path, _, _ = trained
+    convert = functools.partial(convert_checkpoint, trained.path, tmp_path / "w.pt")
     (tmp_path / "w.pt").write_text("mine")
-    refused(CheckpointError, (lambda: convert_checkpoint(path, tmp_path / "w.pt"), "--overwrite"))
+    refused(ax.CheckpointError, (convert, "--overwrite"))
     assert (tmp_path / "w.pt").read_text() == "mine"
-    convert_checkpoint(path, tmp_path / "w.pt", overwrite=True)
+    convert(overwrite=True)
     assert torch.load(tmp_path / "w.pt", weights_only=True)["step"] == 3
     (tmp_path / "folder").mkdir()
-    convert = functools.partial(convert_checkpoint, path, tmp_path / "folder", overwrite=True)
-    refused(CheckpointError, *((functools.partial(convert, to=to), "not replaced") for to in ("checkpoint", "dcp")))
-    assert [each.name for each in tmp_path.iterdir()].count("folder.partial") == 0
+    convert = functools.partial(convert_checkpoint, trained.path, tmp_path / "folder", overwrite=True)
+    refused(
+        ax.CheckpointError, *((functools.partial(convert, to=to), "not replaced") for to in ("checkpoint", "dcp"))
+    )
+    assert not (tmp_path / "folder.partial").exists()
 
 
 # ---- inspect and verify -----------------------------------------------------------------------------------------
 
 
 def test_a_description_is_json_and_says_what_was_saved(trained):
-    path, _, _ = trained
-    described = describe_checkpoint(path)
+    described = describe_checkpoint(trained.path)
     assert json.loads(json.dumps(described)) == described
     assert (described["format"], described["step"], described["states"]) == ("checkpoint", 3, ["scheduler"])
     assert [group["parameters"] for group in described["optimizer"]["groups"]] == [9, 21]
@@ -191,9 +186,8 @@ def big_checkpoint(path, **options):
 
 @pytest.mark.ranks(1, 2, 4)
 def test_damaged_tensors_are_named(world, shared_tmp_path):
-    path = shared_tmp_path / "checkpoint"
+    path, seen = shared_tmp_path / "checkpoint", []
     on_first(big_checkpoint, path)
-    seen = []
     found = verify_checkpoint(path, group=world.default_group, progress=lambda *at: seen.append(at))
     assert (found.is_whole, found.has_checksums) == (True, True)
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
@@ -203,12 +197,8 @@ def test_damaged_tensors_are_named(world, shared_tmp_path):
     assert "number 1, 3" in damage.text
 
 
-def cut(path, size=100):
-    os.truncate(path, path.stat().st_size - size)
-
-
 DAMAGES = {
-    "cut": ("model-00002-of-00002.safetensors", cut, "cut off in '"),
+    "cut": ("model-00002-of-00002.safetensors", lambda path: cut_off(path, 100), "cut off in '"),
     "missing": ("model-00001-of-00002.safetensors", lambda path: path.unlink(), "No such file"),
     "header": ("random.safetensors", lambda path: path.write_bytes(b"{" * path.stat().st_size), "no safetensors"),
     "state": ("state.json", lambda path: path.write_text("{"), "damaged"),
@@ -223,16 +213,14 @@ def test_damage_of_every_file_is_found(damage, tmp_path):
     big_checkpoint(tmp_path / "checkpoint", max_file_size=5 << 19)
     assert verify_checkpoint(tmp_path / "checkpoint").is_whole
     act(tmp_path / "checkpoint" / name)
-    found = verify_checkpoint(tmp_path / "checkpoint")
-    assert message in "\n".join(map(str, found.damages))
+    assert message in "\n".join(map(str, verify_checkpoint(tmp_path / "checkpoint").damages))
 
 
 def test_files_of_other_tools_have_no_checksums(tmp_path):
     save_file({"x": torch.ones(5)}, tmp_path / "model.safetensors")
     for path in (tmp_path, tmp_path / "model.safetensors"):
         found = verify_checkpoint(path)
-        assert (found.is_whole, found.has_checksums) == (True, False)
-        assert list(found.files) == ["model.safetensors"]
-    cut(tmp_path / "model.safetensors", 1)
+        assert (found.is_whole, found.has_checksums, [*found.files]) == (True, False, ["model.safetensors"])
+    cut_off(tmp_path / "model.safetensors")
     assert not verify_checkpoint(tmp_path).is_whole
-    refused(CheckpointError, (lambda: verify_checkpoint(tmp_path / "nothing"), "found none"))
+    refused(ax.CheckpointError, (lambda: verify_checkpoint(tmp_path / "nothing"), "found none"))

@@ -2,26 +2,23 @@
 
 import json
 import os
-import zlib
 
 import pytest
 import torch
-from helpers.checkpoint_parts import job_for, parts_of, whole_tensors
-from helpers.checkpoints import by_name, on_first
+from helpers.checkpoint_parts import job_for, parts_of, ranks_on_two_nodes, whole_tensors
+from helpers.checkpoints import assert_checksums, by_name, on_first
 from helpers.compare import assert_equal, refused
 from safetensors.torch import load_file
 
-from axonmpi.checkpoint.files.checksums import BLOCK_BYTES
 from axonmpi.checkpoint.files.folders import prepare
 from axonmpi.checkpoint.parts.boxes import Box
 from axonmpi.checkpoint.parts.part import Part, Piece
-from axonmpi.checkpoint.ranks import CheckpointRanks, ranks_of
+from axonmpi.checkpoint.ranks import ranks_of
 from axonmpi.checkpoint.writing import job as jobs
 from axonmpi.checkpoint.writing.job import write_checkpoint
 from axonmpi.checkpoint.writing.output import CHUNK_BYTES, Output
 from axonmpi.checkpoint.writing.snapshot import Snapshot
 from axonmpi.errors import CheckpointError
-from axonmpi.groups.world import partition_group
 
 
 def job_of(world, path, tensors, seed):
@@ -52,16 +49,13 @@ def test_any_division_of_tensors_gives_the_same_file(world, seed, copies, shared
     assert sorted(os.listdir(path)) == ["checksums.safetensors", "model.safetensors", "state.json"]
     assert os.listdir(shared_tmp_path) == ["it"]
     check_file(path, tensors)
-    data = (path / "model.safetensors").read_bytes()
-    expected = [zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
-    assert load_file(path / "checksums.safetensors")["model.safetensors"].tolist() == expected
+    assert [*load_file(path / "checksums.safetensors")] == ["model.safetensors"]
+    assert_checksums(path)
 
 
 @pytest.mark.ranks(4)
 def test_ranks_of_two_nodes_write_no_page_together(world, seed, shared_tmp_path, monkeypatch):
-    tensors = whole_tensors(seed)
-    group = world.default_group
-    node = partition_group(group, [[0, 1], [2, 3]])
+    tensors, ranks = whole_tensors(seed), ranks_on_two_nodes(world)
     job = job_of(world, shared_tmp_path / "it", tensors, seed)
     pages, pwrite = set(), os.pwrite
 
@@ -72,8 +66,8 @@ def test_ranks_of_two_nodes_write_no_page_together(world, seed, shared_tmp_path,
 
     if not world.peers:  # threads of one process would count each other's
         monkeypatch.setattr(os, "pwrite", counted)
-    write_checkpoint(job, CheckpointRanks(group, node, 2))
-    of_ranks = group.all_gather_object(pages)
+    write_checkpoint(job, ranks)
+    of_ranks = world.default_group.all_gather_object(pages)
     assert not (of_ranks[0] | of_ranks[1]) & (of_ranks[2] | of_ranks[3])
     assert any(of_ranks) != bool(world.peers)
     check_file(shared_tmp_path / "it", tensors)
@@ -81,7 +75,7 @@ def test_ranks_of_two_nodes_write_no_page_together(world, seed, shared_tmp_path,
 
 @pytest.mark.ranks(2)
 def test_a_rank_keeps_few_edges_of_columns_that_two_nodes_share(world, shared_tmp_path, monkeypatch):
-    path, group = shared_tmp_path / "it", world.default_group
+    path = shared_tmp_path / "it"
     tensor = torch.arange(3 << 20).view(-1, 512)  # 24 MiB; a rank has 2 KiB of a row
     box = Box((0, 256 * world.rank), (len(tensor), 256))
     job = job_for(path, [Part("it", tensor.shape, tensor.dtype, [Piece(box, tensor[box.slices])])])
@@ -92,7 +86,7 @@ def test_a_rank_keeps_few_edges_of_columns_that_two_nodes_share(world, shared_tm
         exchange(output)
 
     monkeypatch.setattr(Output, "exchange_edges", measured)
-    write_checkpoint(job, CheckpointRanks(group, partition_group(group, [[0], [1]]), 2))
+    write_checkpoint(job, ranks_on_two_nodes(world))
     assert 0 < max(kept) <= CHUNK_BYTES
     check_file(path, {"it": tensor})
 
@@ -111,11 +105,9 @@ def test_an_error_of_one_rank_is_that_of_all_and_what_was_there_stays(world, sha
 
     with monkeypatch.context() as patch:
         on_first(patch.setattr, os, "pwrite", full)
-        with pytest.raises(CheckpointError, match="No space left on device"):
-            write_checkpoint(job, ranks)
+        refused(CheckpointError, (lambda: write_checkpoint(job, ranks), "No space left on device"))
     world.barrier()
-    assert os.listdir(shared_tmp_path) == ["it"]
-    assert (path / "model.safetensors").read_bytes() == before
+    assert (os.listdir(shared_tmp_path), (path / "model.safetensors").read_bytes()) == (["it"], before)
     world.barrier()
     write_checkpoint(job, ranks)  # and on it goes
 
@@ -142,8 +134,7 @@ def test_the_next_save_tidies_up_after_a_killed_one(world, small, when, tmp_path
         left.mkdir()
         (left / "model.safetensors").write_text("half")
     write_checkpoint(*small)
-    assert os.listdir(tmp_path) == ["it"]
-    assert (tmp_path / "it/state.json").read_text() == "{}"
+    assert (os.listdir(tmp_path), (tmp_path / "it/state.json").read_text()) == (["it"], "{}")
     check_file(tmp_path / "it", {"a": torch.ones(5)})
 
 

@@ -1,7 +1,5 @@
 """Charts as text and as pictures, traces, and the command that draws them."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from xml.etree import ElementTree
@@ -40,8 +38,9 @@ def timeline() -> Timeline:
 # ---- text -------------------------------------------------------------------------------------------------------
 
 
-def test_a_chart_in_the_terminal(timeline):
+def test_a_chart_in_the_terminal_names_stages_where_a_rank_has_several(timeline):
     assert text_chart(timeline) == ONE_F_ONE_B_CHART
+    assert text_chart(simulate(make_schedule(ZERO_BUBBLE, 1, 1, 2))) == "rank 0  F0.0 F1.0 I1.0 W1.0 I0.0 W0.0"
     assert describe(timeline) == "1F1B on 3 ranks: bubble 33.3%, peak activations 3, 2, 1"
     assert describe(simulate(make_schedule(GPIPE, 1, 2))) == "GPipe on 1 rank: bubble 0.0%, peak activations 2"
 
@@ -53,26 +52,19 @@ def test_the_chart_in_the_docstring_and_on_the_page():
     assert f"```text\n{describe(longer)}\n\n{text_chart(longer)}\n```" in page.read_text(encoding="utf-8")
 
 
-def test_stages_are_named_where_a_rank_has_several():
-    chart = text_chart(simulate(make_schedule(ZERO_BUBBLE, 1, 1, 2)))
-    assert chart == "rank 0  F0.0 F1.0 I1.0 W1.0 I0.0 W0.0"
-
-
 def test_a_chart_keeps_to_its_width(timeline):
     for width in (60, 45, 30, 12):
-        lines = text_chart(timeline, width).splitlines()
-        assert max(map(len, lines)) <= width
-        assert len(lines) == 3
-    narrow = text_chart(timeline, 8 + 2 * 18).splitlines()[2]
-    assert narrow == "rank 2      F0B0- F1B1- F2B2- F3B3-"
+        lengths = [len(line) for line in text_chart(timeline, width).splitlines()]
+        assert (len(lengths), max(lengths) <= width) == (3, True)
+    assert text_chart(timeline, 8 + 2 * 18).splitlines()[2] == "rank 2      F0B0- F1B1- F2B2- F3B3-"
 
 
 def test_a_chart_of_times_in_seconds_and_of_nothing():
     quick = simulate(make_schedule(ONE_F_ONE_B, 3, 4), Costs(forward=1e-4, backward=2e-4))
     assert text_chart(quick) == ONE_F_ONE_B_CHART
     assert text_chart(quick, scale=2e4).splitlines()[2] == "rank 2      F0B0- F1B1- F2B2- F3B3-"
-    assert text_chart(Timeline("empty", ((), ()))) == "rank 0\nrank 1"
-    assert text_chart(simulate(make_schedule(GPIPE, 2, 1), Costs(0, 0))) == "rank 0\nrank 1"
+    for nothing in (Timeline("empty", ((), ())), simulate(make_schedule(GPIPE, 2, 1), Costs(0, 0))):
+        assert text_chart(nothing) == "rank 0\nrank 1"
 
 
 # ---- pictures ---------------------------------------------------------------------------------------------------
@@ -86,18 +78,20 @@ def test_pictures(tmp_path, timeline):
 
     measured = simulate(make_schedule(ONE_F_ONE_B, 3, 4), Costs(transfer=1.0))
     draw_chart(timeline, tmp_path / "both.svg", measured)
-    assert ElementTree.parse(tmp_path / "both.svg").getroot().tag == "{http://www.w3.org/2000/svg}svg"
     text = (tmp_path / "both.svg").read_text()
-    assert f"<!-- ideal: {describe(timeline)} -->" in text
-    assert f"<!-- measured: {describe(measured)} -->" in text
-    assert text.count("<!-- forward -->") == text.count("<!-- backward -->") == 2
-    for color in ("#4c86c6", "#57a773"):
-        assert text.count(f"fill: {color}") == 2 * (12 + 1)  # boxes, and one in the legend
+    assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
+    comments = f"ideal: {describe(timeline)}", f"measured: {describe(measured)}", "forward", "backward"
+    assert [text.count(f"<!-- {comment} -->") for comment in comments] == [1, 1, 2, 2]
+    # boxes, and one in the legend
+    assert [text.count(f"fill: {color}") for color in ("#4c86c6", "#57a773")] == [2 * (12 + 1)] * 2
 
-
-def test_other_pictures_are_refused(tmp_path, timeline):
-    message = r"path: expected a name that ends in \.png or \.svg, got '.*chart\.pdf'"
-    refused(ValueError, (partial(draw_chart, timeline, tmp_path / "chart.pdf"), message))
+    refused(
+        ValueError,
+        (
+            partial(draw_chart, timeline, tmp_path / "chart.pdf"),
+            r"path: expected a name that ends in \.png or \.svg, got '.*chart\.pdf'",
+        ),
+    )
 
 
 # ---- traces -----------------------------------------------------------------------------------------------------
@@ -105,8 +99,7 @@ def test_other_pictures_are_refused(tmp_path, timeline):
 
 def test_a_trace_is_what_viewers_expect(tmp_path):
     path = tmp_path / "run.json"
-    send = parse_action("SF0.0>1")
-    forward, backward = parse_action("F0.0"), parse_action("B1.0")
+    forward, send, backward = map(parse_action, ("F0.0", "SF0.0>1", "B1.0"))
     write_trace(path, [[Span(forward, 2.0, 2.5), Span(send, 2.5, 2.75)], [Span(backward, 3.0, 3.25)]], "1F1B")
     events = json.loads(path.read_text())["traceEvents"]
     names = {(e["pid"], e["name"]): e["args"]["name"] for e in events if e["ph"] == "M" and "name" in e["args"]}
@@ -140,8 +133,8 @@ def test_other_files_are_no_traces(tmp_path):
     path = tmp_path / "run.json"
     path.write_text(event_file(EVENT))
     assert read_trace(path).makespan == 1e-6
-    wrong = [{"cat": "other"}, {"cat": "pipeline", "name": "F0.0"}, {**EVENT, "name": "F0"}]
-    wrong += [{**EVENT, "dur": 0}, {**EVENT, "pid": 7}, {**EVENT, "ts": "0"}]
+    changes = ({"name": "F0"}, {"dur": 0}, {"pid": 7}, {"ts": "0"})
+    wrong = [{"cat": "other"}, {"cat": "pipeline", "name": "F0.0"}, *({**EVENT, **change} for change in changes)]
     empty = '{"traceEvents": [], "otherData": {"name": ""}}'
     for text in ("no json", "[]", '{"traceEvents": []}', empty, *map(event_file, wrong)):
         path.write_text(text)
@@ -154,11 +147,13 @@ def test_the_last_of_several_steps(timeline):
     run = Timeline("run", tuple((*first, *second) for first, second in zip(timeline.spans, later, strict=True)))
     assert last_step(run, schedule) == Timeline("run", timeline.spans)
     cut, of_two = Timeline("run", (timeline.spans[0][:-2], *timeline.spans[1:])), make_schedule(ONE_F_ONE_B, 2, 4)
-    message = r"a run of GPipe with 3 stages on 3 .* where rank 0 ends with F0\.2 B0\.0"
     refused(
         ValueError,
         (partial(last_step, run, of_two), "expected a run with 2 ranks, got one with 3"),
-        (partial(last_step, cut, make_schedule(GPIPE, 3, 4)), message),
+        (
+            partial(last_step, cut, make_schedule(GPIPE, 3, 4)),
+            r"a run of GPipe with 3 stages on 3 .* where rank 0 ends with F0\.2 B0\.0",
+        ),
     )
 
 
@@ -177,8 +172,8 @@ def test_the_command_prints_a_chart(capsys, timeline):
     slow = chart(capsys, "--schedule", "gpipe", *two, "--backward", 3, "--transfer", 1)
     assert slow.splitlines()[2:] == [f"rank 0  F0{' ' * 19}B0------", "rank 1        F0 B0------"]
     halves = ("--backward-input", 2, "--backward-weight", 3, "--forward", 4)
-    costs = Costs(forward=4, backward_input=2, backward_weight=3)
-    expected = simulate(make_schedule(ZERO_BUBBLE, 1, 1, 2), costs)
+    schedule = make_schedule(ZERO_BUBBLE, 1, 1, 2)
+    expected = simulate(schedule, Costs(forward=4, backward_input=2, backward_weight=3))
     shown = chart(capsys, "--schedule", "zero-bubble", "--chunks", 2, *two, *halves)
     assert shown == f"{describe(expected)}\n\n{text_chart(expected)}\n"
 
@@ -188,11 +183,11 @@ def test_the_command_shows_a_real_run_beside_the_ideal(capsys, tmp_path):
     real = simulate(schedule, Costs(forward=0.25, backward=0.5, transfer=0.5))
     write_trace(tmp_path / "run.json", real.spans, "a run")
     flags = ("--stages", 2, "--micro-batches", 3, "--trace", tmp_path / "run.json")
-    shown = chart(capsys, *flags, "--output", tmp_path / "chart.svg")
+    first, *shown, last = chart(capsys, *flags, "--output", tmp_path / "chart.svg").splitlines()
     ideal = simulate(schedule, Costs(forward=0.25, backward=0.5))
-    assert shown.splitlines()[0] == f"ideal: {describe(ideal)}"
-    assert f"measured: {describe(real)}".replace("1F1B", "a run") in shown.splitlines()
-    assert shown.splitlines()[-1] == f"measured / ideal time: {real.makespan / ideal.makespan:.3f}"
+    ratio = f"{real.makespan / ideal.makespan:.3f}"
+    assert (first, last) == (f"ideal: {describe(ideal)}", f"measured / ideal time: {ratio}")
+    assert f"measured: {describe(real)}".replace("1F1B", "a run") in shown
     assert "<!-- measured: a run on 2 ranks" in (tmp_path / "chart.svg").read_text()
 
 
@@ -223,6 +218,5 @@ def test_the_command_refuses_what_does_not_fit(capsys, tmp_path):
 def test_only_the_first_rank_speaks_and_writes(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    path = tmp_path / "chart.svg"
-    assert chart(capsys, "--stages", 2, "--micro-batches", 1, "--output", path) == ""
-    assert not path.exists()
+    assert chart(capsys, "--stages", 2, "--micro-batches", 1, "--output", tmp_path / "chart.svg") == ""
+    assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,5 @@
 """Schedules against the pictures in their docstrings, and against torch's tables."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import re
@@ -9,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -38,7 +35,6 @@ from axonmpi.pipeline import (
 )
 from axonmpi.pipeline.schedule import schedules, transfers
 from axonmpi.pipeline.schedule.chart import text_chart
-from axonmpi.pipeline.schedule.transfers import with_transfers
 from axonmpi.pipeline.schedule.validator import validate
 
 GENERATORS = ("gpipe", "one_f_one_b", "interleaved_one_f_one_b", "zero_bubble", "zero_bubble_v")
@@ -68,7 +64,7 @@ def test_the_picture_in_the_docstring(name):
     assert (call, len(picture)) == (name, ranks)
     for rank, line in enumerate(picture):
         drawn = [cell if "." in cell else f"{cell[0]}{rank}.{cell[1:]}" for cell in line.split()[2:]]
-        assert drawn == [str(action) for action in lists[rank]]
+        assert drawn == list(map(str, lists[rank]))
     timeline = simulate(schedule_of(lists, placement, micro_batches), ONE_COLUMN_EACH)
     assert text_chart(timeline).splitlines() == picture
 
@@ -76,11 +72,10 @@ def test_the_picture_in_the_docstring(name):
 def test_the_short_form_of_actions():
     for text in ("F2.3", "B0.0", "I12.7", "W1.10", "SF2.3>4", "RF4.3<2", "SB4.3>2", "RB2.3<4"):
         assert str(parse_action(text)) == text
-    send = Action(ActionKind.SEND_FORWARD, 2, 3, peer=4)
-    assert parse_action("SF2.3>4") == send
-    assert parse_action("RF4.3<2") == send.counterpart()
-    assert parse_action("SB4.3>2") == parse_action("RB2.3<4").counterpart()
-    assert parse_action("RB2.3<4") == parse_action("SB4.3>2").counterpart()
+    assert parse_action("SF2.3>4") == Action(ActionKind.SEND_FORWARD, 2, 3, peer=4)
+    pairs = ("SF2.3>4", "RF4.3<2"), ("RB2.3<4", "SB4.3>2"), ("SB4.3>2", "RB2.3<4")
+    for text, other in pairs:
+        assert str(parse_action(text).counterpart()) == other
     no_actions = ("", "X1.2", "F1", "F1.2 ", "F1.2>3", "SF1.2", "SF1.2<3", "RB1.2>3", "F01.2", "f1.2")
     refused(ValueError, *((partial(parse_action, text), "expected an action such as") for text in no_actions))
     refused(ValueError, (parse_action("F0.0").counterpart, r"expected a transfer with a peer, got F0\.0"))
@@ -151,7 +146,7 @@ def test_sends_follow_what_they_send_and_few_receives_are_open():
     for schedule, chunks in every_schedule((2, 3, 5), (1, 4, 9)):
         if chunks == 1 or schedule.splits_backward:
             assert most_open_receives(schedule) <= 2
-        for before, action in itertools.chain.from_iterable(map(pairwise, schedule.actions)):
+        for before, action in itertools.chain.from_iterable(map(itertools.pairwise, schedule.actions)):
             if action.kind.is_send and not before.kind.is_send:
                 assert before.makes == action.carries
 
@@ -165,9 +160,8 @@ def most_open_receives(schedule: Schedule) -> int:
             if action.kind.is_receive:
                 unused[action.kind, action.stage, action.peer] += 1
                 most = max(most, *unused.values())
-            elif kind := USED_BY.get(action.kind):
-                for key in [key for key in unused if key[:2] == (kind, action.stage)]:
-                    unused[key] -= 1
+            used = USED_BY.get(action.kind), action.stage
+            unused.subtract([key for key in unused if key[:2] == used])
         assert not +unused
     return most
 
@@ -213,8 +207,8 @@ def test_receives_in_another_order_come_earlier_not_later():
         assert simulate(ordered).makespan == simulate(schedule).makespan  # sends of GPUs do not wait
         assert messages_between(ordered, sends=False) == messages_between(late, sends=True)
         for before, after in zip(late.actions, ordered.actions, strict=True):
-            assert [a for a in before if not a.kind.is_receive] == [a for a in after if not a.kind.is_receive]
             receives = [action for action in before if action.kind.is_receive]
+            assert [a for a in before if a not in receives] == [a for a in after if a not in receives]
             assert all(done(after, receive) <= done(before, receive) for receive in receives)
             moved += before != after
         assert transfers.in_order_of_sends(ordered) == ordered
@@ -225,10 +219,10 @@ def receives_just_in_time(actions: Sequence[Action]) -> tuple[Action, ...]:
     """Each receive directly before the first action that needs it."""
     posted = [action for action in actions if action.kind.is_receive]
     made: list[Action] = []
-    for action in actions:
+    for action in [action for action in actions if action not in posted]:
         key = USED_BY.get(action.kind), action.stage, action.micro_batch
         made += [receive for receive in posted if (receive.kind, receive.stage, receive.micro_batch) == key]
-        made += [] if action.kind.is_receive else [action]
+        made.append(action)
     return tuple(made)
 
 
@@ -247,8 +241,13 @@ def test_skip_connections_have_messages_of_their_own():
 
 def test_actions_that_can_never_begin_have_no_place_for_messages():
     lists = [[parse_action("B0.0"), parse_action("F0.0")], [parse_action("F1.0"), parse_action("B1.0")]]
-    message = r"wait for ever: rank 0 at step 0, B0\.0, rank 1 at step 0, F1\.0"
-    refused(ValueError, (partial(with_transfers, Schedule("turned", (0, 1), 1, lists)), message))
+    refused(
+        ValueError,
+        (
+            partial(transfers.with_transfers, Schedule("turned", (0, 1), 1, lists)),
+            r"wait for ever: rank 0 at step 0, B0\.0, rank 1 at step 0, F1\.0",
+        ),
+    )
 
 
 # ---- torch's tables ---------------------------------------------------------------------------------------------

@@ -1,12 +1,10 @@
 """Blocks of a transformer, self-attention and perceptrons, that are divided equal those of one process."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
 import torch
-from helpers.compare import assert_close, assert_equal, refused
+from helpers.compare import assert_close, assert_equal, gradients_of, refused
 from helpers.models import built
 from helpers.settings import all_pairs
 from helpers.transformer_parts import (
@@ -38,13 +36,13 @@ from axonmpi.pipeline import microbatch_seed
 HIDDEN, HEADS, WIDTH, BETWEEN = 12, 4, 6, 16
 
 
-def own_part(world, heads: int = HEADS, pairs: int = HEADS, width: int = WIDTH):
+def own_part(world, pairs: int):
     """Return a function from a parameter's name and the whole of it to this rank's part."""
-    parts = {"query_key_value": [heads] * 3, "query": [heads], "key_value": [pairs] * 2}
+    parts = {"query_key_value": [HEADS] * 3, "key_value": [pairs] * 2}
 
     def own(name: str, tensor: Tensor) -> Tensor:
         layer = name.partition(".")[0]
-        rows = rows_of_heads(parts.get(layer, [heads]), width, world.rank, world.size)
+        rows = rows_of_heads(parts.get(layer, [HEADS]), WIDTH, world.rank, world.size)
         return tensor if name == "output.bias" else tensor[:, rows] if layer == "output" else tensor[rows]
 
     return own
@@ -84,16 +82,14 @@ def chance(world) -> float:
 @pytest.mark.real_ranks
 @pytest.mark.ranks(1, 2, 4)
 def test_dropout_from_the_default_generator_under_checkpointing(world):
-    p = chance(world)
-    x, weights = floats(2, 8, HIDDEN), floats(2, 8, HIDDEN, seed=2)
+    p, x, weights = chance(world), floats(2, 8, HIDDEN), floats(2, 8, HIDDEN, seed=2)
     alone = built(lambda: tensor_parallel_attention(HIDDEN, HEADS, ProcessGroup.mock(), dropout=p))
     block = together(lambda: tensor_parallel_attention(HIDDEN, HEADS, dropout=p))
     results = []
     for module, run in [
         (alone, alone),
         (block, block),
-        (block, lambda x: checkpoint(block, x, use_reentrant=False)),
-        (block, lambda x: checkpoint(block, x, use_reentrant=True)),
+        *((block, partial(checkpoint, block, use_reentrant=use_reentrant)) for use_reentrant in (False, True)),
     ]:
         leaf = x.clone().requires_grad_()
         module.zero_grad()
@@ -158,11 +154,10 @@ def test_divided_layers_as_stages_of_a_pipeline(world):
         for micro_batch, rows in enumerate((slice(0, 2), slice(2, 4))):
             torch.manual_seed(microbatch_seed(seed, 0, micro_batch))
             (F.mse_loss(alone(x[rows]), targets[rows]) / 2).backward()
-    one = alone[mesh.rank("pp")]
-    expected = own_part_of_block(mesh.group("tp"), {name: q.grad for name, q in one.named_parameters()})
+    found, whole = (gradients_of(stages[mesh.rank("pp")]) for stages in (blocks, alone))
     # a loss is the mean over a part of the sequence
-    found = {name: q.grad / 2 for name, q in blocks[mesh.rank("pp")].named_parameters()}
-    assert_close(found, expected)
+    found = {name: gradient / 2 for name, gradient in found.items()}
+    assert_close(found, own_part_of_block(mesh.group("tp"), whole))
 
 
 @pytest.mark.ranks(2)
@@ -175,8 +170,7 @@ def test_inference_first_and_other_dtypes(world):
     assert_close(output, longer[:, :5])
     output.sum().backward()  # with the table of positions made above
     with torch.autocast("cpu", torch.bfloat16):
-        low = block(x)
-    assert_close(low, longer.bfloat16(), 0.05)
+        assert_close(block(x), longer.bfloat16(), 0.05)
     for dropout in (0.0, 0.5):
         options = {"num_kv_heads": 1, "dropout": dropout, "dtype": torch.bfloat16}
         half = together(lambda: tensor_parallel_attention(HIDDEN, 2, **options))  # noqa: B023
@@ -226,10 +220,7 @@ def whole_mlp(activation=F.gelu, bias: bool = True) -> MLP:
     return MLP(nn.Linear(HIDDEN, BETWEEN, bias), nn.Linear(BETWEEN, HIDDEN, bias), activation)
 
 
-def gated_mlp(**options) -> GatedMLP:
-    return GatedMLP(HIDDEN, BETWEEN, **options)
-
-
+gated_mlp = partial(GatedMLP, HIDDEN, BETWEEN)
 KINDS = [
     (ParallelMLP, whole_mlp, {}, {}),
     (ParallelMLP, whole_mlp, {"activation": "relu", "bias": False}, {"activation": F.relu, "bias": False}),
@@ -282,5 +273,4 @@ def test_devices_and_dtypes(world):
     options = {"device": "meta", "dtype": torch.bfloat16}
     block, gated = (kind(HIDDEN, BETWEEN, **options) for kind in (ParallelMLP, ParallelGatedMLP))
     assert {(p.is_meta, p.dtype) for p in (*block.parameters(), *gated.parameters())} == {(True, torch.bfloat16)}
-    assert block.up.weight.shape == (BETWEEN // 2, HIDDEN)
-    assert gated.gate_up.weight.shape == (BETWEEN, HIDDEN)
+    assert (block.up.weight.shape, gated.gate_up.weight.shape) == ((BETWEEN // 2, HIDDEN), (BETWEEN, HIDDEN))

@@ -1,7 +1,5 @@
 """Dropout of divided tensors: one mask at any width, which only the default generator's state decides."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -80,8 +78,7 @@ def test_masks_are_random_in_every_direction():
     p, shape = 0.3, (32, 48, 40)
     kept = (whole_mask(shape, 1, p) != 0).double()
     for dims in [(0, 1), (0, 2), (1, 2), (0, 1, 2)]:
-        count = math.prod(shape[dim] for dim in dims)
-        spread = math.sqrt(p * (1 - p) / count)
+        spread = math.sqrt(p * (1 - p) / math.prod(shape[dim] for dim in dims))
         assert (kept.mean(dims) - (1 - p)).abs().max() < 5 * spread
     rows = kept.transpose(0, 1).flatten(1) - (1 - p)  # blocks are as unlike as chance has it
     likeness = torch.corrcoef(rows) - torch.eye(len(rows))
@@ -91,8 +88,7 @@ def test_masks_are_random_in_every_direction():
 def test_draws_differ_and_depend_on_one_number_each():
     first, second = seeded(3), seeded(3)
     dropout = ShardedDropout(0.5, ProcessGroup.mock(), generator=first)
-    x = torch.ones(4, 64, 3)
-    a, b = dropout(x), dropout(x)
+    a, b = (dropout(torch.ones(4, 64, 3)) for _ in range(2))
     assert not torch.equal(a, b)
     for _ in range(2):
         torch.empty((), dtype=torch.int64).random_(generator=second)
@@ -102,8 +98,8 @@ def test_draws_differ_and_depend_on_one_number_each():
 def test_extremes_and_dtypes():
     x = torch.randn(2, 8)
     group, state = ProcessGroup.mock(), torch.get_rng_state()
-    assert ShardedDropout(0.0, group)(x) is x
-    assert ShardedDropout(0.9, group).eval()(x) is x
+    for without in (ShardedDropout(0.0, group), ShardedDropout(0.9, group).eval()):
+        assert without(x) is x
     assert torch.equal(torch.get_rng_state(), state)  # nothing was drawn
     assert not ShardedDropout(1.0, group, generator=seeded(3))(x).any()
     assert ShardedDropout(0.5, group, generator=seeded(3))(x[:, :0]).shape == (2, 0)

@@ -1,14 +1,20 @@
 """Divided linear layers against whole ones, used in every way: values, gradients, parameters, mistakes."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 
 import pytest
 import torch
-from helpers.compare import assert_close, assert_equal, assert_precise, assert_same_on_all_ranks, refused
-from helpers.settings import all_pairs
+from helpers.checkpoints import on_first
+from helpers.compare import (
+    assert_close,
+    assert_equal,
+    assert_precise,
+    assert_same_on_all_ranks,
+    gradients_of,
+    refused,
+)
+from helpers.settings import each_pair
 from helpers.transformer_parts import (
     MLP,
     OF_MLP,
@@ -33,7 +39,9 @@ import axonmpi as ax
 from axonmpi.tensor import Shard
 from axonmpi.tensor.regions import enter
 
-SETTINGS = all_pairs(
+
+@pytest.mark.ranks(1, 2)
+@each_pair(
     kind=("column", "row", "pair"),
     shape=((), (4,), (3, 4), (0, 4), (2, 0), (2, 4, 3)),
     bias=(True, False),
@@ -41,18 +49,11 @@ SETTINGS = all_pairs(
     whole=(False, True),
     dtype=(torch.float32, torch.float64),
 )
-"""Shapes before the features, the sequence being dim 1, or dim 0 of one; with `whole`, columns gather their outputs
-and rows get inputs that are not divided."""
+def test_layers_give_what_whole_ones_give(world, kind, shape, bias, sequence_parallel, whole, dtype) -> None:
+    """Shapes are those before the features, the sequence being dim 1, or dim 0 of one.
 
-
-@pytest.mark.ranks(1, 2)
-def test_layers_give_what_whole_ones_give(world) -> None:
-    for setting in SETTINGS:
-        check_layer(world, **setting)
-
-
-def check_layer(world, kind, shape, bias, sequence_parallel, whole, dtype) -> None:
-    setting = f"{kind} {shape} bias={bias} sequence_parallel={sequence_parallel} whole={whole} {dtype}"
+    With `whole`, columns gather their outputs and rows get inputs that are not divided.
+    """
     dim = 0 if len(shape) == 1 else 1
     sequence = dim if sequence_parallel and shape else None
     options = {"sequence_parallel": sequence is not None, "sequence_dim": dim - len(shape) - 1}
@@ -69,7 +70,7 @@ def check_layer(world, kind, shape, bias, sequence_parallel, whole, dtype) -> No
         dims, of_input, of_output = {"weight": 1}, None if whole else -1, sequence
 
     x, cut = randn(*shape, 8 if kind == "row" else 3, dtype=dtype), cut_along(world, dims)
-    assert_like_whole(world, layer, alone, cut, x, of_input=of_input, of_output=of_output, what=setting)
+    assert_like_whole(world, layer, alone, cut, x, of_input=of_input, of_output=of_output)
 
 
 @pytest.mark.ranks(2)
@@ -124,9 +125,8 @@ def checkpointed(model: MLP, x: Tensor) -> None:
 
 
 def checkpointed_in_part(model: MLP, x: Tensor) -> None:
-    between = model.up(x)
-    again = checkpoint(model.up, x, use_reentrant=False)
-    model.down(F.gelu(between + again)).sin().sum().backward()
+    between = model.up(x) + checkpoint(model.up, x, use_reentrant=False)
+    model.down(F.gelu(between)).sin().sum().backward()
 
 
 def input_without_gradient(model: MLP, x: Tensor) -> None:
@@ -135,8 +135,8 @@ def input_without_gradient(model: MLP, x: Tensor) -> None:
 
 
 def weights_without_gradient(model: MLP, x: Tensor) -> None:
-    model.up.weight.requires_grad_(False)
-    model.down.weight.requires_grad_(False)
+    for layer in (model.up, model.down):
+        layer.weight.requires_grad_(False)
     model(x).sin().sum().backward()
 
 
@@ -239,9 +239,8 @@ def test_gradients_of_gradients(world, dim) -> None:
             gradient.pow(2).sum().backward()
         assert_precise(own_x.grad, part(x.grad, world, dim))
     # Of a bias at the end there is no second derivative in the input: each rank counts its positions.
-    for name, of_parameter in OF_MLP.items():
-        gradient = whole.get_parameter(name).grad
-        assert_precise(divided.get_parameter(name).grad, part(gradient, world, of_parameter), name)
+    expected = {name: part(whole.get_parameter(name).grad, world, dim) for name, dim in OF_MLP.items()}
+    assert_precise({name: divided.get_parameter(name).grad for name in OF_MLP}, expected)
 
 
 @pytest.mark.ranks(2)
@@ -249,7 +248,7 @@ def test_gradients_of_gradients(world, dim) -> None:
 def test_autocast(world, dim) -> None:
     whole = whole_mlp(16, 32, dtype=torch.float32)
     divided = divided_mlp(whole, sequence_parallel=dim is not None)
-    x = randn(2, 8, 16, dtype=torch.float32).requires_grad_()
+    x = floats(2, 8, 16).requires_grad_()
     own_x = part(x, world, dim).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
         expected, found = whole(x), divided(own_x)
@@ -257,8 +256,8 @@ def test_autocast(world, dim) -> None:
     expected.float().sin().mean(0).sum().backward()
     found.float().sin().sum().div(x.shape[0]).backward()
     assert_close(own_x.grad, part(x.grad, world, dim), 4e-2)
-    for name, parameter in divided.named_parameters():
-        assert_close(parameter.grad, part(whole.get_parameter(name).grad, world, OF_MLP.get(name)), 4e-2, name)
+    cut = cut_along(world, OF_MLP)
+    assert_close(gradients_of(divided), {name: cut(name, p.grad) for name, p in whole.named_parameters()}, 4e-2)
     y = own_x * 1
     with torch.autocast("cpu", torch.bfloat16):
         assert copy.deepcopy(divided.up)(y).dtype is torch.bfloat16
@@ -276,8 +275,7 @@ def test_after_a_backward_that_failed_gradients_are_right(world, dim) -> None:
     x, own_x = inputs(world, dim, 2, 8, 6)
     loss = divided(own_x).sin().sum()
     handle = divided.third.weight.register_hook(fail)  # the last layer is the first in backward
-    with pytest.raises(RuntimeError, match="on purpose"):
-        loss.backward(retain_graph=True)
+    refused(RuntimeError, (partial(loss.backward, retain_graph=True), "on purpose"))
     handle.remove()
     divided.zero_grad()
     own_x.grad = None
@@ -295,10 +293,7 @@ def test_after_a_backward_that_failed_gradients_are_right(world, dim) -> None:
 def test_first_values_are_those_of_torch_under_rank_0s_seed(world) -> None:
     ax.barrier()
     torch.manual_seed(7 + world.rank)
-    ax.barrier()
-    if world.rank == 0:
-        torch.manual_seed(7)
-    ax.barrier()
+    on_first(torch.manual_seed, 7)
     layers = [
         ax.ColumnParallelLinear(6, 8),
         ax.RowParallelLinear(8, 6, bias=False, dtype=torch.float64),
@@ -311,13 +306,16 @@ def test_first_values_are_those_of_torch_under_rank_0s_seed(world) -> None:
     whole = []
     if world.rank == 0:
         torch.manual_seed(7)
-        whole = [nn.Linear(6, 8), nn.Linear(8, 6, bias=False, dtype=torch.float64), nn.Linear(4, 24)]
-        whole.append(nn.Embedding(9, 2, -2, dtype=torch.float64))
+        whole = [
+            nn.Linear(6, 8),
+            nn.Linear(8, 6, bias=False, dtype=torch.float64),
+            nn.Linear(4, 24),
+            nn.Embedding(9, 2, -2, dtype=torch.float64),
+        ]
         assert torch.equal(torch.get_rng_state(), state)
     ax.barrier()
     for layer, alone in zip(layers, ax.broadcast_object(whole), strict=True):
-        assert_equal(ax.tensor.full_state_dict(layer), alone.state_dict())
-        assert_equal(layer.full_weight(), alone.weight)
+        assert_equal([ax.tensor.full_state_dict(layer), layer.full_weight()], [alone.state_dict(), alone.weight])
         assert alone.weight.numel() <= world.size * layer.weight.numel() < 2 * alone.weight.numel()
 
 
@@ -334,11 +332,9 @@ def test_cutting_a_layer(world) -> None:
         with torch.no_grad():
             layer.weight.zero_()
             layer.full_weight().zero_()
-        assert_equal(linear.weight, before)
         other = copy.deepcopy(layer)
-        assert other.process_group is layer.process_group
-        assert other.weight is not layer.weight
-        assert_equal(other.full_weight(), torch.zeros_like(before))
+        assert (other.process_group is layer.process_group, other.weight is layer.weight) == (True, False)
+        assert_equal([linear.weight, other.full_weight()], [before, torch.zeros_like(before)])
         assert f"ranks={world.size}" in repr(layer)
 
 

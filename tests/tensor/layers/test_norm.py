@@ -1,7 +1,5 @@
 """Norms that compute on parts of a sequence: gradients are summed, and nothing else about the module changes."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 
@@ -13,8 +11,7 @@ from helpers.transformer_parts import Sent, floats, part, randn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import axonmpi as ax
-from axonmpi import sequence_parallel_norm
+from axonmpi import ParallelMLP, sequence_parallel_norm
 from axonmpi.testing import run_ranks
 
 WIDTH = 6
@@ -71,9 +68,8 @@ def test_outputs_and_gradients_are_those_of_the_whole_sequence(world, make):
         lambda norm, x: checkpoint(norm, x, use_reentrant=False),
         lambda norm, x: checkpoint(norm, x, use_reentrant=True),
     ):
-        expected = train(whole, x, weights)
-        found = train(norm, part(x, world), part(weights, world), run)
-        assert_close(found, [part(of_all, world) for of_all in expected])
+        expected = [part(of_all, world) for of_all in train(whole, x, weights)]
+        assert_close(train(norm, part(x, world), part(weights, world), run), expected)
         for parameter, other in zip(norm.parameters(), whole.parameters(), strict=True):
             unused = other.grad is None and parameter.grad is not None
             # accumulated over the three runs
@@ -84,19 +80,15 @@ def test_outputs_and_gradients_are_those_of_the_whole_sequence(world, make):
 @NORMS
 def test_the_module_is_otherwise_what_it_was(world, make):
     norm = random_norm(make)
-    before = copy.deepcopy(norm)
-    seen = []
+    before, parameters, seen = copy.deepcopy(norm), list(norm.parameters()), []
     norm.register_forward_hook(lambda *_: seen.append(1))
-    parameters = list(norm.parameters())
     assert sequence_parallel_norm(norm, world.default_group) is norm
     assert (isinstance(norm, type(before)), repr(norm)) == (True, repr(before))
     norm(floats(2, 4, WIDTH))
-    assert seen == [1]
-    assert list(norm.state_dict()) == list(before.state_dict())
+    assert (seen, list(norm.state_dict())) == ([1], list(before.state_dict()))
     norm.load_state_dict(before.state_dict())
     assert type(sequence_parallel_norm(random_norm(make))) is type(norm)
-    with pytest.raises(TypeError, match="more"):
-        norm(floats(1, 2, WIDTH), more=1)
+    refused(TypeError, (partial(norm, floats(1, 2, WIDTH), more=1), "more"))
     assert all(a is b for a, b in zip(norm.parameters(), parameters, strict=True))
     if make is Scale:
         assert norm(floats(1, 2, WIDTH), plus=3.0)[1] == 3.0
@@ -135,22 +127,23 @@ def test_a_frozen_parameter_gets_no_gradient(world):
     alone, x = nn.LayerNorm(WIDTH), torch.arange(WIDTH).float().expand(1, 3, WIDTH)
     for module in (norm, alone):
         module(x).sum().backward()
-    assert norm.bias.grad is None
-    assert_close(norm.weight.grad, 2 * alone.weight.grad)
+    assert_close([norm.bias.grad, norm.weight.grad], [None, 2 * alone.weight.grad])
 
 
 @pytest.mark.ranks(2)
 def test_mistakes(world):
     norm, replaced = sequence_parallel_norm(nn.LayerNorm(WIDTH)), nn.LayerNorm(WIDTH)
     replaced.forward = lambda x: x
-    not_a_module = r"module: expected a torch\.nn\.Module, got Tensor"
-    refused(TypeError, (partial(sequence_parallel_norm, torch.ones(2)), not_a_module))
+    refused(
+        TypeError,
+        (partial(sequence_parallel_norm, torch.ones(2)), r"module: expected a torch\.nn\.Module, got Tensor"),
+    )
     for module, message in [
         (norm, "the gradients of LayerNorm are summed over the ranks already"),
         (nn.Sequential(norm), "the gradients of '0' are summed over the ranks already"),
         (replaced, "expected the forward of its class, that of LayerNorm was replaced on the instance"),
         (nn.BatchNorm1d(WIDTH), "expected one that treats each position alone, BatchNorm1d does not"),
         (nn.Sequential(nn.GroupNorm(1, WIDTH)), "treats each position alone, '0' does not"),
-        (ax.ParallelMLP(WIDTH, 2), "expected the same parameters on all ranks, those of 'up' are divided"),
+        (ParallelMLP(WIDTH, 2), "expected the same parameters on all ranks, those of 'up' are divided"),
     ]:
         refused(ValueError, (partial(sequence_parallel_norm, module), message))
