@@ -1,7 +1,5 @@
 """Wrappers around divided models: with a group in which ranks have different parts they are refused."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """What wrapping a model checks, copies and leaves behind."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math

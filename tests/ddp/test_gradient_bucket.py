@@ -1,7 +1,5 @@
 """GradientBucket: what goes in comes out, as views of one flat tensor, and a refusal changes nothing."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

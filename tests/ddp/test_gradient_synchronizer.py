@@ -1,7 +1,5 @@
 """GradientSynchronizer: the average in float64 for every strategy, bucket size, order of adding and dtype."""
 
-from __future__ import annotations
-
 from unittest.mock import ANY, Mock, call
 
 import numpy as np

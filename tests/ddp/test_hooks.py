@@ -1,7 +1,5 @@
 """Hooks of users, and what else decides which gradients are averaged: results are those of one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Different numbers of batches on each rank, against sums taken by hand in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

@@ -1,7 +1,5 @@
 """What is sent, when, in which order and dtype, and where gradients lie in memory."""
 
-from __future__ import annotations
-
 import math
 import threading
 

@@ -1,7 +1,5 @@
 """State dicts have the names of the module that was wrapped."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

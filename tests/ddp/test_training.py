@@ -1,7 +1,5 @@
 """DistributedDataParallel against one process on the joined batch: parameters after a few steps."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """Parameters without a gradient: named as an error, or found."""
 
-from __future__ import annotations
-
 import copy
 import re
 

@@ -1,7 +1,5 @@
 """DistributedDataParallel under what else torch does with a model and its backward."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

@@ -5,8 +5,6 @@ one step of AdamW on a small batch. Prints the parameters, the time of each part
 of the node had together, beside what parameters, gradients and AdamW's state take in theory. Fails above `--limit`.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 

@@ -1,7 +1,5 @@
 """Training while parameters are gathered by hand, against one process."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

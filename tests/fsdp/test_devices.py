@@ -1,7 +1,5 @@
 """FSDP where the model computes on another device than the CPU: which memory it takes, and who waits for copies."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What FullyShardedDataParallel refuses: wrong arguments, models that differ, parameters where they are not."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle

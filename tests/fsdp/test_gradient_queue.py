@@ -1,7 +1,5 @@
 """The order in which gradients are reduced and handed out, and the steps of one flat parameter's gradient."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Models that are larger than the memory a process may have, and models that no rank ever holds."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How much memory sharded training takes, counted by hand, and what lies in files."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Each optimizer of torch on sharded parameters: as in one process, or refused before anything changes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from helpers.compare import assert_close, refused

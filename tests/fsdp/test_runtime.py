@@ -1,7 +1,5 @@
 """What happens at each event of forward and backward, in which order: with units and a queue that write it down."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable

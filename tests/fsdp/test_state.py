@@ -1,7 +1,5 @@
 """State of a sharded model and its optimizer, whole and in parts, and the gradient's norm."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """FullyShardedDataParallel against one process on the joined batch."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Which submodules are gathered as one, where parameters lie, and models that begin on the meta device."""
 
-from __future__ import annotations
-
 import zlib
 
 import pytest

@@ -1,7 +1,5 @@
 """FullyShardedDataParallel with what else torch does with a model, its backward and its optimizers."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 from typing import Any, NamedTuple

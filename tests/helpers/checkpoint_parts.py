@@ -1,7 +1,5 @@
 """Parts of tensors as checkpoints have them: cut into boxes in any way, dealt out to ranks, put together again."""
 
-from __future__ import annotations
-
 import collections
 import random
 from collections.abc import Iterable, Mapping, Sequence

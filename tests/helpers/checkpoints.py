@@ -1,7 +1,5 @@
 """What tests of checkpoints share: damage, errors that all ranks raise, actions of one rank."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Callable, Mapping

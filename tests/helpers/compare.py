@@ -1,7 +1,5 @@
 """Comparisons: tensors with a reference, ranks with each other, errors with what they have to say."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ a packed weight, a parameter without dims, a frozen one, a buffer, and if asked 
 plain torch it is `whole_model()`, `optimizer_for()` and `train_alone()`.
 """
 
-from __future__ import annotations
-
 import collections
 import statistics
 from collections.abc import Callable, Iterable

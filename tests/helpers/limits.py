@@ -4,8 +4,6 @@ A limit is written for a quiet machine. It is stretched by the time that a new P
 over the time on a quiet machine: most of what tests wait for are processes that do just that.
 """
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

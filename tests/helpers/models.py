@@ -4,8 +4,6 @@ torch's global random numbers belong to the process and mock ranks are threads o
 lock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections import OrderedDict

@@ -3,8 +3,6 @@
 The input is a pipe from the test session: it ends with the session, however that ends.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

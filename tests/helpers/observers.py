@@ -1,7 +1,5 @@
 """Observers of the operations that a rank runs."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

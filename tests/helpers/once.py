@@ -1,7 +1,5 @@
 """Work that mock ranks, threads of one process, do one at a time, or once for all of them."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable

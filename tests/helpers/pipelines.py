@@ -3,8 +3,6 @@
 torch's random numbers belong to the process and mock ranks are its threads, so whatever draws them holds a lock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

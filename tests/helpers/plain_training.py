@@ -1,7 +1,5 @@
 """The trainer's run in one process of plain torch, which its runs in all layouts are compared with."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -8,8 +8,6 @@ c s x
 c t y
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps of training, the same for a plain model and a wrapped one."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The schedules of torch.distributed.pipelining as lists of our actions, made by torch's own generators."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 from axonmpi.pipeline import Action, ActionKind

@@ -4,8 +4,6 @@ torch's default generator belongs to the process and mock ranks are its threads:
 under a lock, by `helpers.models.built`, or on all ranks together.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """The exit code that a program is about to end with: seen when the interpreter reads it, and at no other time."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

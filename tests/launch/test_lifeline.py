@@ -1,7 +1,5 @@
 """Connections to the launcher that the rank before holds open, too."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The connection between nodes: who is let in, and what its end says."""
 
-from __future__ import annotations
-
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace

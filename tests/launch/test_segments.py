@@ -1,7 +1,5 @@
 """Files of the MPI library: which names are removed, and when."""
 
-from __future__ import annotations
-
 import mmap
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pages of ranks: what is written is read, by this user alone, and what is left behind is removed."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from dataclasses import asdict

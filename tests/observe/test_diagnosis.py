@@ -1,7 +1,5 @@
 """Who waits for whom: from where ranks are, without any job."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Who waits in vain: said of ranks that do, and never of others."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """What the page of a rank says that it is about, while it trains."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

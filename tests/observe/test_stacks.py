@@ -1,7 +1,5 @@
 """The stacks of a process that another one asks for."""
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import threading

@@ -1,7 +1,5 @@
 """Tensors in a model's output, for whose backward wrappers watch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a rank has a part of, where it would be taken for the whole: norms, loss scaling and files."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

@@ -11,8 +11,6 @@ exit code is 0 where every job ended in time, with the exit code and the message
 and no file in /dev/shm left behind.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

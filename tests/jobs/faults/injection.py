@@ -1,7 +1,5 @@
 """Makes a fault happen in a job on nodes that are namespaces, and judges how the job ends."""
 
-from __future__ import annotations
-
 import random
 import re
 import signal

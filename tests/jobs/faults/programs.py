@@ -5,8 +5,6 @@ other ranks go on with collectives until they are stopped. The time of the fault
 FAULT_MARK names.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import itertools

@@ -1,7 +1,5 @@
 """The faults: how each is made, how soon its job has to end, how, and what has to be said."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Some of the faults of `tests/jobs/run faults`: each job ends in time, and names culprit and cause."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

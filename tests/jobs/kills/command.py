@@ -5,8 +5,6 @@ After each, the newest checkpoint is whole, by the safetensors package and zlib,
 next job has started. The exit code is 0 if that holds. --full-disk needs root: it mounts a tmpfs.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 import subprocess

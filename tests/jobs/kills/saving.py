@@ -6,8 +6,6 @@
 Some saves go on beside the program, the others do not.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A job that hangs, looked at from outside: `axonmpi why`, `axonmpi top`, and dumps that torchfrtrace reads."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -8,8 +8,6 @@ runs on the tests of its package, and then, if these pass, on all tests. The exi
 that an earlier run has killed.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import dataclasses

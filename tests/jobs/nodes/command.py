@@ -10,8 +10,6 @@ Rows of `network` are nodes, or nodes x ranks of each, and a bandwidth: 2, 8, 2x
 its limits hold, and where all tests pass.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

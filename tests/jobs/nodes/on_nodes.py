@@ -1,7 +1,5 @@
 """What ranks on several nodes check about them; `pytest` on ranks that `test_nodes.py` and the command start."""
 
-from __future__ import annotations
-
 import os
 import random
 

@@ -3,8 +3,6 @@
 `steps.py BLOCKS` prints medians of seconds as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

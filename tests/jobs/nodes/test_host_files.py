@@ -1,7 +1,5 @@
 """The commands of the page on clusters, on two machines that know each other by `ssh` and a file of hosts."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

@@ -1,7 +1,5 @@
 """Ranks on several nodes: tests of the suite between nodes that are namespaces."""
 
-from __future__ import annotations
-
 from helpers import TESTS
 from helpers.limits import limit
 from helpers.nodes import Nodes

@@ -8,8 +8,6 @@ memory and the time of MPI and of the network, nor whether messages would match.
 Calls are compared with those of a pretended world of 64 ranks, by turns. The exit code is 0 if all limits hold.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import time

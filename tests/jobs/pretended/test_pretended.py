@@ -1,7 +1,5 @@
 """A pretended world: a short form of `tests/jobs/run pretended`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """The cluster that tests of this folder submit jobs to."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

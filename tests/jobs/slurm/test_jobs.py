@@ -1,7 +1,5 @@
 """Jobs in a real Slurm: where their ranks are, how they end, and that nothing of them is left."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -4,8 +4,6 @@ This needs no Slurm: `mpirun`, `srun`, `scontrol` and others are small programs 
 called.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

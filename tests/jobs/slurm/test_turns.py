@@ -1,7 +1,5 @@
 """Training in several turns: jobs that stop in time, go back into the queue, and go on as if nothing had been."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

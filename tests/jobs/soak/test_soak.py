@@ -1,7 +1,5 @@
 """What is made, used and dropped leaves nothing behind: a short form of `tests/jobs/run soak`."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

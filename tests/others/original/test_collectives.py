@@ -1,7 +1,5 @@
 """What `backend.rs`, `comm.rs`, `process_group.rs` and `ddp_smoke.rs` check of groups and collectives."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np

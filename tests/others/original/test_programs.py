@@ -1,7 +1,5 @@
 """The training loops of the original's README, module docs and guide, compared with one process in plain torch."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 

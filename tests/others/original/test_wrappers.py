@@ -1,7 +1,5 @@
 """What `ddp.rs`, `fsdp.rs`, `pipeline.rs` and `lib.rs` check: the wrappers and their parts, each on its own."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

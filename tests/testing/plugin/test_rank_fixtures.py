@@ -1,7 +1,5 @@
 """Fixtures that build what communicates: the same on mock ranks, and on real ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
