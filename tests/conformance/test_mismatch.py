@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.collective_checks import CollectiveChecks
+from helpers.collective_checks import CollectiveChecks, complete
 
 import axonmpi as ax
 from axonmpi import CollectiveMismatchError, ProcessGroup, ReduceOp
@@ -140,9 +140,7 @@ def test_nothing_is_written(group, way) -> None:
 
 
 def reduces(*, async_op: bool) -> None:
-    work = ax.all_reduce(torch.ones(3), async_op=async_op)
-    if work is not None:
-        work.wait()
+    complete(ax.all_reduce(torch.ones(3), async_op=async_op))
 
 
 @pytest.mark.ranks(2)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from axonmpi import ProcessGroup, ReduceOp
+from axonmpi import ProcessGroup, ReduceOp, Work
 from helpers.numpy_reference import Expected, Shape, reduced, same_bits, values
 
 LAYOUTS = ("contiguous", "transposed", "strided", "offset", "negated", "conjugated")
@@ -25,6 +25,12 @@ WITH_SYMMETRIC = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_sca
 PAYLOAD_BYTES = 112
 """What fits into the first message of a collective beside the description of the call."""
 _SHOWN = 10
+
+
+def complete(work: Work | None) -> None:
+    """Wait for an operation, if it is asynchronous."""
+    if work is not None:
+        work.wait()
 
 
 def allows(dtype: torch.dtype, shape: Shape, layout: str) -> bool:
