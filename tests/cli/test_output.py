@@ -73,8 +73,7 @@ def rank(request, monkeypatch):
 def test_a_usage_error_is_told_by_the_first_rank(arguments, message, rank, waits, capsys):
     assert code_of(arguments.split()) == 2
     out, err = capsys.readouterr()
-    assert (out, err.count(message)) == ("", 1 - rank)
-    assert waits == [exits.FIRST_SECONDS] * rank
+    assert (out, err.count(message), waits) == ("", 1 - rank, [exits.FIRST_SECONDS] * rank)
 
 
 def test_a_launch_without_mpi_is_told_by_the_first_rank(rank, waits, tmp_path, monkeypatch, capsys):
@@ -85,9 +84,8 @@ def test_a_launch_without_mpi_is_told_by_the_first_rank(rank, waits, tmp_path, m
     with pytest.raises(Exception, match="2 ranks were launched") as caught:
         main()
     sys.excepthook(caught.type, caught.value, caught.tb)
-    out, err = capsys.readouterr()
-    assert (out, err) == ("", "" if rank else f"axonmpi train: error: {caught.value}\n")
-    assert waits == [exits.FIRST_SECONDS] * rank
+    said = "" if rank else f"axonmpi train: error: {caught.value}\n"
+    assert (*capsys.readouterr(), waits) == ("", said, [exits.FIRST_SECONDS] * rank)
 
 
 def test_a_launch_that_cannot_work_is_told_once():
