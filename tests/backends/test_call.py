@@ -60,9 +60,11 @@ def test_calls_are_named_as_they_were_made_and_every_difference_shows() -> None:
 
 
 def test_sizes() -> None:
-    call = Call("all_reduce", torch.complex128, (3, 4), ReduceOp.SUM)
-    assert (call.numel, call.nbytes) == (12, 192)
-    assert (Call("all_gather", FLOAT, (-1, 4), None, 0).nbytes, Call("barrier").nbytes) == (0, 0)
+    reduction, gather = (
+        Call("all_reduce", torch.complex128, (3, 4), ReduceOp.SUM),
+        CALLS["all_gather(float32 [*, 4], dim=0)"],
+    )
+    assert (reduction.numel, reduction.nbytes, gather.nbytes, CALLS["barrier()"].nbytes) == (12, 192, 0, 0)
 
 
 def test_long_layouts_are_cut_short_and_still_told_apart() -> None:

@@ -160,8 +160,9 @@ def test_two_ranks_reduce_where_one_of_them_has_its_part() -> None:
     for dtype in DTYPES:
         elsewhere = dtype in (*NARROW, torch.complex32, torch.uint16, torch.uint32, torch.uint64)
         in_place = not elsewhere or dtype in (torch.float16, torch.bfloat16)
-        chosen = [choose_reduction(dtype, ReduceOp.SUM, ranks).in_place for ranks in (2, 3)]
-        assert chosen == [in_place, False], dtype
+        assert [choose_reduction(dtype, ReduceOp.SUM, count).in_place for count in (2, 3)] == [in_place, False], (
+            dtype
+        )
     averages = [choose_reduction(dtype, ReduceOp.AVERAGE, 2).in_place for dtype in (torch.float32, torch.bfloat16)]
     assert averages == [True, False]
 

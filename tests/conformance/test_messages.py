@@ -24,8 +24,7 @@ def assert_messages_pass(group: ProcessGroup) -> None:
     """The group can be used as before; only the number of bytes of both sides has to agree."""
     before, after = neighbours(group)
     work = group.isend(torch.tensor([[group.rank, -1]], dtype=torch.int32), after)
-    received = torch.zeros(1, dtype=torch.int64)
-    group.recv(received, before)
+    group.recv(received := torch.zeros(1, dtype=torch.int64), before)
     work.wait()
     assert received.view(torch.int32).tolist() == [before, -1]
 
@@ -54,8 +53,7 @@ def test_messages_meet_neither_those_of_other_groups_nor_collectives(world) -> N
         assert len(group.gather(torch.ones(3), 0) or [1] * group.size) == group.size
         group.all_to_all([torch.ones(400)] * group.size)
     for number in (1, 0):
-        tensor = torch.full((1000,), -1)
-        groups[number].recv(tensor, before)
+        groups[number].recv(tensor := torch.full((1000,), -1), before)
         assert torch.equal(tensor, torch.arange(1000) + number)
     for work in works:
         work.wait()

@@ -71,8 +71,7 @@ def test_waiting_ends_when_a_mock_rank_fails() -> None:
 
 
 def test_waiting_ends_in_time() -> None:
-    backend = ax.MockBackend.create_world(1, timeout=0.05)[0]
-    counters = backend.node_counters(1)
+    counters = ax.MockBackend.create_world(1, timeout=0.05)[0].node_counters(1)
     began = time.monotonic()
     with pytest.raises(CollectiveTimeoutError, match=r"a gift waited 0.05 s"):
         counters.wait(0, 1, "a gift")

@@ -61,8 +61,7 @@ def test_another_default_device(world) -> None:
         group = world.new_group(range(world.size))
         for count, asynchronous in ((3, True), (1000, False)):
             tensor = torch.ones(count, device="cpu")
-            results = all_results(group, tensor)
-            assert {result.device.type for result in results} == {"cpu"}
+            assert {result.device.type for result in all_results(group, tensor)} == {"cpu"}
             complete(group.all_reduce(tensor, async_op=asynchronous))
             assert tensor.tolist() == [group.size] * count
             gathered = group.all_gather_object(group.rank)
@@ -101,7 +100,6 @@ class Named(torch.Tensor):
 def test_subclasses_of_tensor_and_autocast(group) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for count in (3, 3, 1000):
-            tensor = torch.full((count,), 1.0 + 2**-20).as_subclass(Named)
-            group.all_reduce(tensor)
+            group.all_reduce(tensor := torch.full((count,), 1.0 + 2**-20).as_subclass(Named))
             assert (tensor.dtype, tensor.tolist()) == (torch.float32, [(1.0 + 2**-20) * group.size] * count)
             assert group.all_gather(tensor).tolist() == tensor.tolist() * group.size

@@ -31,8 +31,7 @@ from axonmpi.testing import run_ranks
 
 def test_each_operation_is_one_entry() -> None:
     log = (group := ProcessGroup.mock()).backend.log
-    tensor = torch.ones(2, 3)
-    group.all_reduce(tensor, ReduceOp.MAX)
+    group.all_reduce(tensor := torch.ones(2, 3), ReduceOp.MAX)
     group.broadcast(tensor, 0)
     group.all_gather(tensor, 1)
     group.barrier()

@@ -27,8 +27,8 @@ def test_lanes_carry_each_block_once(node) -> None:
         ]
         assert (nodes.ranks.tolist(), [rows[row] for row in nodes.row]) == (rows, list(range(len(node))))
         for lane in range(lanes):
-            first, count = int(nodes.first_row[lane]), int(nodes.rows_of[lane].sum())
-            carried = rows[first : first + count]
+            first = int(nodes.first_row[lane])
+            carried = rows[first : first + int(nodes.rows_of[lane].sum())]
             assert all(place[other] % lanes == lane for other in carried)
             assert [node[other] for other in carried] == np.repeat(range(nodes.count), nodes.rows_of[lane]).tolist()
 
