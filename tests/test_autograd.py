@@ -61,8 +61,8 @@ class Case(NamedTuple):
         return self._random(list(output.shape), SALT_OF_Y, 0 if name in SAME_OUTPUT else OWN + rank)
 
     def _random(self, shape: list[int], salt: int, whose: int) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed * 100 + salt * 10 + whose)
-        return torch.randn(shape, dtype=self.dtype, generator=generator)
+        seed = self.seed * 100 + salt * 10 + whose
+        return torch.randn(shape, dtype=self.dtype, generator=torch.Generator().manual_seed(seed))
 
     def apply(self, name: str, x: Tensor, group: ax.ProcessGroup | None = None) -> Tensor:
         return getattr(ax.autograd, name)(x, group=group, **self.options(name))
@@ -129,14 +129,14 @@ def test_values_are_those_of_numpy_and_backwards_are_adjoints(world: ax.World, s
 
 def test_gradients_of_plain_sums_in_any_dtype(world) -> None:
     """`sum()` hands backward a gradient without memory of its own (all strides are 0)."""
-    for name in OPERATORS:
-        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64):
-            x = torch.ones(5, 6, dtype=dtype).t().requires_grad_()
-            output = getattr(ax.autograd, name)(x)
-            output.real.sum().backward() if dtype.is_complex else output.sum().backward()
-            factor = world.size if name in ("copy", "all_gather") else 1
-            assert output.dtype is x.grad.dtype is dtype
-            assert torch.equal(x.grad, torch.full((6, 5), factor, dtype=dtype)), (name, dtype)
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+    for name, dtype in itertools.product(OPERATORS, dtypes):
+        x = torch.ones(5, 6, dtype=dtype).t().requires_grad_()
+        output = getattr(ax.autograd, name)(x)
+        output.real.sum().backward() if dtype.is_complex else output.sum().backward()
+        factor = world.size if name in ("copy", "all_gather") else 1
+        assert output.dtype is dtype
+        assert_equal(x.grad, torch.full((6, 5), factor, dtype=dtype), f"{name} {dtype}")
 
 
 @pytest.mark.ranks(3)
@@ -192,15 +192,14 @@ OTHERS = {
 def test_every_rank_learns_of_a_call_that_differs(world) -> None:
     """In forward, or in backward where forward is local."""
     unnoticed = []
-    for name in OPERATORS:
-        for other, make in OTHERS.items():
-            x, options = make() if world.rank == world.size - 1 else (torch.ones(4, 4), {})
-            if set(make()[1]) <= set(DIMS[name]):
-                try:
-                    getattr(ax.autograd, name)(x.requires_grad_(), **options).sum().backward()
-                except ax.CollectiveMismatchError:
-                    continue
-                unnoticed.append((name, other))
+    for name, (other, make) in itertools.product(OPERATORS, OTHERS.items()):
+        x, options = make() if world.rank == world.size - 1 else (torch.ones(4, 4), {})
+        if set(make()[1]) <= set(DIMS[name]):
+            try:
+                getattr(ax.autograd, name)(x.requires_grad_(), **options).sum().backward()
+            except ax.CollectiveMismatchError:
+                continue
+            unnoticed.append((name, other))
     ax.barrier()
     assert unnoticed == []
 

@@ -89,10 +89,9 @@ def refused(world: ax.World) -> Iterator[Refusals]:
     yield refusals
     group = refusals.group
     group.backend.observer = None
-    tensor = torch.full((3,), float(group.rank))
-    group.all_reduce(tensor)
-    assert tensor.tolist() == [sum(range(group.size))] * 3
-    assert group.all_gather_object(group.rank) == list(range(group.size))
+    group.all_reduce(tensor := torch.full((3,), float(group.rank)))
+    ranks = list(range(group.size))
+    assert (tensor.tolist(), group.all_gather_object(group.rank)) == ([sum(ranks)] * 3, ranks)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -195,11 +194,8 @@ def test_dimensions_and_tags_that_there_are_not(refused) -> None:
             group.rank,
         )
     refused.expect(ValueError, ("at most 12 dimensions",), group.all_to_all, [deep] * group.size)
-    for operation in WITH_TAG.values():
-        for tag in (-1, 32768, 2**40, 1.0, "1", True, None):
-            refused.expect(
-                ValueError, ("tag: expected an int from 0 to 32767", f"got {tag!r}"), operation, group, tag
-            )
+    for operation, tag in itertools.product(WITH_TAG.values(), (-1, 32768, 2**40, 1.0, "1", True, None)):
+        refused.expect(ValueError, ("tag: expected an int from 0 to 32767", f"got {tag!r}"), operation, group, tag)
 
 
 REDUCING: tuple[Callable[[ProcessGroup, Tensor, object], object], ...] = (
@@ -215,18 +211,17 @@ REDUCING: tuple[Callable[[ProcessGroup, Tensor, object], object], ...] = (
 @ON_REAL_RANKS
 @pytest.mark.ranks(2, 4)
 def test_something_else_than_a_reduction(refused) -> None:
-    tensor = torch.ones(3)
-    group = refused.group
+    group, tensor = refused.group, torch.ones(3)
     group.backend.observer = None
     for op in (ReduceOp.SUM, ReduceOp.PRODUCT):  # equal to 0 and 1 as numbers, and remembered from now on
         group.all_reduce(tensor, op)
         group.all_reduce(tensor, op, async_op=True).wait()
         group.reduce(tensor, 0, op)
         group.reduce_scatter(tensor, op)
-    for op in (0, 1, True, None, torch.add, torch.distributed.ReduceOp.SUM, [ReduceOp.SUM]):
+    others = (0, 1, True, None, torch.add, torch.distributed.ReduceOp.SUM, [ReduceOp.SUM])
+    for op, operation in itertools.product(others, REDUCING):
         words = ("op: expected an axonmpi.ReduceOp", f"got {op!r}")
-        for operation in REDUCING:
-            refused.expect(TypeError, words, operation, refused.group, tensor, op)
+        refused.expect(TypeError, words, operation, refused.group, tensor, op)
 
 
 def test_reductions_that_a_dtype_does_not_allow(refused) -> None:
@@ -256,8 +251,7 @@ def test_reductions_that_a_dtype_does_not_allow(refused) -> None:
 
 
 def test_lists_of_something_else(refused) -> None:
-    group = refused.group
-    size = group.size
+    group, size = refused.group, refused.group.size
     for count in (0, size - 1, size + 1):
         refused.expect(
             ValueError,
@@ -298,7 +292,7 @@ def test_ranks_of_a_new_group(world, refused) -> None:
         (0, TypeError, ("ranks: expected a list of ranks, got 0",)),
         (None, TypeError, ("ranks: expected a list of ranks, got None",)),
     ):
-        for function in (world.new_group, ax.new_group):
-            refused.expect(error, words, function, ranks)
+        refused.expect(error, words, world.new_group, ranks)
+        refused.expect(error, words, ax.new_group, ranks)
     world.default_group.backend.observer = None
     assert observer.mock_calls == []

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from helpers.compare import assert_same_on_all_ranks
+from helpers.compare import assert_same_on_all_ranks, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
@@ -55,8 +55,7 @@ def test_indices_are_those_of_torch(length, size, shuffle, drop_last, seed, epoc
         for epoch in (0, *epochs):
             ours.set_epoch(epoch)
             theirs.set_epoch(epoch)
-            assert list(ours) == list(theirs)
-            assert len(ours) == len(theirs)
+            assert (list(ours), len(ours)) == (list(theirs), len(theirs))
 
 
 def test_a_pass_draws_from_a_generator_of_its_own() -> None:
@@ -70,9 +69,8 @@ def test_a_pass_draws_from_a_generator_of_its_own() -> None:
 
 
 def test_takes_a_dataset_or_its_length() -> None:
-    for dataset in (7, np.int64(7), range(7), "letters", torch.zeros(7, 2)):
-        assert DistributedSampler(dataset, 2, 0).length == 7
-    assert DistributedSampler(torch.tensor([9]), 1, 0).length == 1
+    datasets = (7, np.int64(7), range(7), "letters", torch.zeros(7, 2), torch.tensor([9]))
+    assert [DistributedSampler(dataset, 1, 0).length for dataset in datasets] == [7, 7, 7, 7, 7, 1]
     alone = DistributedSampler(5, shuffle=False)  # before initialisation
     assert isinstance(alone, Sampler)
     assert (alone.num_replicas, alone.rank, list(alone)) == (1, 0, [0, 1, 2, 3, 4])
@@ -86,14 +84,13 @@ def test_takes_a_dataset_or_its_length() -> None:
 def test_the_default_group_gives_rank_and_size(world) -> None:
     """Together ranks see every sample, and they agree on the state."""
     assert list(ax.DistributedSampler(10)) == list(TorchSampler(range(10), world.size, world.rank))
-    assert ax.DistributedSampler(10, world.size + 2).num_replicas == world.size + 2
-    assert ax.DistributedSampler(10, rank=0).rank == 0
-    with pytest.raises(ValueError, match=f"rank: expected 0 to {world.size - 1} .* got {world.size}"):
-        ax.DistributedSampler(10, rank=world.size)
+    more = ax.DistributedSampler(10, world.size + 2)
+    assert (more.num_replicas, ax.DistributedSampler(10, rank=0).rank) == (world.size + 2, 0)
+    wrong = f"rank: expected 0 to {world.size - 1} .* got {world.size}"
+    refused(ValueError, (lambda: ax.DistributedSampler(10, rank=world.size), wrong))
     sampler = ax.DistributedSampler(23, seed=3)
     seen = [index for part in ax.all_gather_object(list(sampler)) for index in part]
-    assert set(seen) == set(range(23))
-    assert len(seen) == -(-23 // world.size) * world.size
+    assert (set(seen), len(seen)) == (set(range(23)), -(-23 // world.size) * world.size)
     sampler.set_epoch(2)
     take(sampler, 3)
     assert_same_on_all_ranks(world, sampler.state_dict())
@@ -109,8 +106,7 @@ def test_arguments_are_those_of_torch() -> None:
         lambda kind: kind(dataset=dataset, num_replicas=3, rank=2, shuffle=True, seed=5, drop_last=False),
     ):
         ours, theirs = make(DistributedSampler), make(TorchSampler)
-        assert list(ours) == list(theirs)
-        assert ours.dataset is theirs.dataset
+        assert (list(ours), ours.dataset is theirs.dataset) == (list(theirs), True)
         names = ("num_replicas", "rank", "shuffle", "seed", "drop_last", "epoch", "num_samples", "total_size")
         assert [getattr(ours, name) for name in names] == [getattr(theirs, name) for name in names]
     assert list(DistributedSampler(dataset_or_length=4, num_replicas=1)) == list(DistributedSampler(4, 1))
@@ -223,8 +219,7 @@ def test_epochs_after_the_resumed_one_are_whole() -> None:
         assert passes == [[6, 8], WHOLE, WHOLE]
     finished = resumed(10)
     finished.set_epoch(3)
-    assert len(finished) == 0
-    assert [list(finished) for _ in range(2)] == [[], WHOLE]
+    assert [len(finished), *(list(finished) for _ in range(2))] == [0, [], WHOLE]
 
 
 def test_samples_count_from_the_place_of_resumption() -> None:
@@ -241,8 +236,7 @@ def test_what_loses_the_position_and_what_does_not() -> None:
     peeked = resumed(6)
     take(peeked, 2)  # of the data, before the loop begins
     peeked.set_epoch(3)
-    assert peeked.state_dict()["position"] == 6
-    assert list(peeked) == [6, 8]
+    assert (peeked.state_dict()["position"], list(peeked)) == (6, [6, 8])
     left_early = resumed(4)
     take(left_early, 1)
     assert list(left_early) == [4, 6, 8]
@@ -250,8 +244,7 @@ def test_what_loses_the_position_and_what_does_not() -> None:
 
 def test_length_stays_the_same_while_a_pass_goes_on() -> None:
     sampler = resumed(4)
-    assert [len(sampler) for _ in sampler] == [3, 3, 3]
-    assert len(sampler) == 3
+    assert [*(len(sampler) for _ in sampler), len(sampler)] == [3, 3, 3, 3]
     old = iter(sampler)
     next(old)
     assert len(sampler) == 5

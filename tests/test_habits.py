@@ -21,9 +21,8 @@ from axonmpi.pipeline import make_schedule
 @pytest.mark.ranks(2)
 def test_names_serve_for_enums(world) -> None:
     for name in ("overlapped", "OVERLAPPED", "synchronous", "no_sync", "no-sync"):
-        model = ax.DDP(nn.Linear(2, 2), sync_strategy=name)
-        assert model.sync_strategy is ax.GradSyncStrategy[name.upper().replace("-", "_")]
-        assert ax.GradientSynchronizer(name).strategy is model.sync_strategy
+        named = [ax.DDP(nn.Linear(2, 2), sync_strategy=name).sync_strategy, ax.GradientSynchronizer(name).strategy]
+        assert named == [ax.GradSyncStrategy[name.upper().replace("-", "_")]] * 2
     for name, strategy in (("full", "FULL_SHARD"), ("full_shard", "FULL_SHARD"), ("Grad", "SHARD_GRAD_OP")):
         fsdp = ax.FSDP(nn.Linear(2, 2), sharding_strategy=name)
         assert fsdp.sharding_strategy is ax.ShardingStrategy[strategy]
@@ -36,8 +35,7 @@ def test_names_serve_for_enums(world) -> None:
         assert charted == ax.Pipeline.from_modules(stages, schedule=meant, num_microbatches=4).schedule_chart()
         assert make_schedule(name, 2, 4).actions == make_schedule(meant, 2, 4).actions
     for name, expected in (("sum", world.size), ("MAX", 1), ("average", 1)):
-        tensor = torch.ones(2)
-        ax.all_reduce(tensor, name)
+        ax.all_reduce(tensor := torch.ones(2), name)
         assert tensor.tolist() == [expected] * 2
 
 
@@ -75,11 +73,10 @@ def test_spans_of_time_serve_for_seconds() -> None:
     first = ax.World.mock(2, timeout=timedelta(milliseconds=30))
     refused(CollectiveTimeoutError, (first.default_group.barrier, r"0\.03 s"))
 
-    def receive(world: ax.World) -> None:
-        ax.recv(torch.ones(1), 1 - world.rank)
-
     with pytest.raises(CollectiveTimeoutError, match=r"within 0\.2 s"):
-        ax.testing.run_ranks(2, receive, timeout=timedelta(seconds=0.2))
+        ax.testing.run_ranks(
+            2, lambda world: ax.recv(torch.ones(1), 1 - world.rank), timeout=timedelta(seconds=0.2)
+        )
     message = "timeout: expected a positive number of seconds, a timedelta or"
     wrong = (timedelta(0), timedelta(seconds=-1), "1s", True)
     refused(ValueError, *((partial(ax.World.init, "mock", timeout=timeout), message) for timeout in wrong))
@@ -96,6 +93,10 @@ def test_messages_send_people_on(world) -> None:
     refused(
         TypeError,
         (lambda: ax.broadcast(t, 0), r"group: .* got int; broadcast_from\(t, src\)"),
+        *(
+            (partial(call, t, group, 0), "group: .* got int; the rank stands before the group")
+            for call in (ax.broadcast_from, ax.gather_tensor, ax.scatter_tensor)
+        ),
         (lambda: ax.all_reduce(t, group), "op: .* name the group, as group="),
         (lambda: ax.all_gather(t, 1), r"group: .* got int; .*the dimension is named, as dim="),
         (lambda: ax.reduce_scatter_sum(t, ax.ReduceOp.SUM), r"group: .* got ReduceOp; .* as dim="),
@@ -117,8 +118,8 @@ def test_messages_send_people_on(world) -> None:
 
 def test_backends_that_are_missing() -> None:
     expected = "backend: expected one of .*'nccl'.*"
-    for name, words in (("cuda", "got 'cuda'$"), ("gloo", "sent by 'mpi'"), ("ucc", "got 'ucc'$")):
-        refused(ValueError, (partial(ax.World.init, name), expected + words))
+    answers = {"cuda": "got 'cuda'$", "gloo": "sent by 'mpi'", "ucc": "got 'ucc'$"}
+    refused(ValueError, *((partial(ax.World.init, name), expected + words) for name, words in answers.items()))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -24,15 +25,9 @@ def calls(world: ax.World) -> dict[str, Callable[[], object]]:
     fsdp = ax.FSDP(linear())
     logits, targets = torch.ones(2, 2), torch.zeros(2, dtype=torch.int64)
 
-    def attention(**options: object) -> object:
-        return ax.tensor_parallel_attention(4 * ranks, ranks, **options)
-
-    def pipeline(**options: object) -> object:
-        return ax.Pipeline.from_modules([linear() for _ in range(ranks)], **options)
-
-    def loss(**options: object) -> object:
-        return ax.parallel_cross_entropy(logits, targets, **options)
-
+    attention = partial(ax.tensor_parallel_attention, 4 * ranks, ranks)
+    pipeline = partial(ax.Pipeline.from_modules, [linear() for _ in range(ranks)])
+    loss = partial(ax.parallel_cross_entropy, logits, targets)
     return {
         # numbers
         "dp: expected an integer, got 0.0": lambda: mesh.rank_at(dp=0.0),

@@ -53,20 +53,18 @@ CALLS = {
 def test_calls_are_named_as_they_were_made_and_every_difference_shows() -> None:
     for text, call in CALLS.items():
         again = Call(call.operation, call.dtype, tuple(call.shape), call.op, call.root, call.layout, call.parts)
-        assert again.key == call.key, text
-        assert again == call
+        assert (str(call), again, again.key) == (text, call, call.key)
         assert 0 <= call.key < 2**62
-        assert str(call) == text
     for (first, one), (second, other) in combinations(CALLS.items(), 2):
-        assert one.key != other.key, (first, second)
-        assert one != other
+        assert (one == other, one.key == other.key) == (False, False), (first, second)
 
 
 def test_sizes() -> None:
-    call = Call("all_reduce", torch.complex128, (3, 4), ReduceOp.SUM)
-    assert (call.numel, call.nbytes) == (12, 192)
-    assert Call("all_gather", FLOAT, (-1, 4), None, 0).nbytes == 0
-    assert Call("barrier").nbytes == 0
+    reduction, gather = (
+        Call("all_reduce", torch.complex128, (3, 4), ReduceOp.SUM),
+        CALLS["all_gather(float32 [*, 4], dim=0)"],
+    )
+    assert (reduction.numel, reduction.nbytes, gather.nbytes, CALLS["barrier()"].nbytes) == (12, 192, 0, 0)
 
 
 def test_long_layouts_are_cut_short_and_still_told_apart() -> None:
@@ -74,8 +72,7 @@ def test_long_layouts_are_cut_short_and_still_told_apart() -> None:
     texts = [str(Call("all_reduce", FLOAT, (103,), ReduceOp.SUM, layout=layout)) for layout in layouts]
     assert texts[0] != texts[1]
     for text in texts:
-        assert "made of 102 tensors: float32 [1], " in text
-        assert len(text) < 300
+        assert ("made of 102 tensors: float32 [1], " in text, len(text) < 300) == (True, True), text
 
 
 def test_calls_of_thousands_of_ranks_are_cut_short_and_still_told_apart() -> None:
@@ -86,8 +83,7 @@ def test_calls_of_thousands_of_ranks_are_cut_short_and_still_told_apart() -> Non
     parts = ((grid, ranks.reshape(32, 512)), (line, line[:, ::-1]), (grid, ranks.reshape(32, 512).T))
     partitions = [[Call("partition", parts=check_parts(each, ranks.size)) for each in two] for two in parts]
     for first, other in (gathers, *partitions):
-        assert first.key != other.key
-        assert str(first) != str(other)
+        assert (first.key == other.key, str(first) == str(other)) == (False, False)
         assert max(len(str(first)), len(str(other))) < 512
     assert partitions[0][0] == Call("partition", parts=check_parts(grid.tolist(), ranks.size))
 
@@ -108,5 +104,4 @@ def test_descriptions_of_tensors_travel() -> None:
     shapes = ((), (0,), (5,), (2, 0, 1), tuple(range(12)), (1,) * 12)
     for tensor in (long, *(torch.empty(shape, dtype=dtype) for dtype in DTYPES for shape in shapes)):
         packed = describe(tensor)
-        assert packed.nbytes == PAYLOAD_BYTES
-        assert described(packed) == (tensor.dtype, tensor.shape)
+        assert (packed.nbytes, described(packed)) == (PAYLOAD_BYTES, (tensor.dtype, tensor.shape))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.collective_checks import CollectiveChecks
+from helpers.collective_checks import CollectiveChecks, complete
 from helpers.compare import refused
 from helpers.numpy_reference import reductions
 
@@ -25,9 +25,8 @@ def test_every_collective_gives_back_what_was_put_in(async_op) -> None:
     checks.finish()
     for into in (backend.all_gather_into, backend.reduce_scatter_into):
         memory = backend.node_empty((6,), torch.float32)
-        work = into(memory, X.view(-1) if into == backend.all_gather_into else [X[0], X[1]], [6], async_op=async_op)
-        if async_op:
-            work.wait()
+        given = X.view(-1) if into == backend.all_gather_into else [X[0], X[1]]
+        complete(into(memory, given, [6], async_op=async_op))
         assert torch.equal(memory, X.view(-1))
     assert backend.symmetric_empty((2, 3), torch.int8).shape == (2, 3)
     counters = backend.node_counters(1)
@@ -58,8 +57,7 @@ def test_messages_to_itself_arrive_in_order_of_their_tag() -> None:
 def test_every_part_of_a_group_of_one_is_such_a_group() -> None:
     backend = LocalBackend(timeout=5)
     for made in (backend.split([0]), backend.partition([[0]])):
-        assert isinstance(made, LocalBackend)
-        assert (made.rank, made.size, made.timeout) == (0, 1, 5)
+        assert (type(made), made.rank, made.size, made.timeout) == (LocalBackend, 0, 1, 5)
 
 
 def test_its_memory_is_on_one_device_and_what_it_sends_for_the_library_on_the_cpu() -> None:

@@ -18,8 +18,7 @@ from axonmpi.utils.text import listed, name_ranks
 def test_ranks_come_as_any_integers_in_order(ranks) -> None:
     expected = [3, 2, 1] if isinstance(ranks, range) else [3, 1, 2]
     chosen = check_ranks(ranks, 4)
-    assert chosen.dtype == np.int32
-    assert chosen.tolist() == expected
+    assert (chosen.dtype, chosen.tolist()) == (np.int32, expected)
 
 
 @pytest.mark.parametrize(
@@ -51,9 +50,8 @@ def test_bad_ranks_and_sizes_are_refused(check, numbers, error, message) -> None
 @pytest.mark.parametrize("parts", [[[2, 0], [3], [1]], [(2, 0), np.array([3]), range(1, 2)]])
 def test_parts_know_where_each_rank_is(parts) -> None:
     chosen = check_parts(parts, 4)
-    assert list(chosen) == [(2, 0), (3,), (1,)]
+    assert list(chosen) == [tuple(chosen.array(number)) for number in range(3)] == [(2, 0), (3,), (1,)]
     assert [chosen.find(rank) for rank in range(5)] == [(0, 1), (2, 0), (0, 0), (1, 0), None]
-    assert [chosen.array(number).tolist() for number in range(3)] == [[2, 0], [3], [1]]
     assert check_parts(chosen, 4) is chosen
 
 
@@ -79,8 +77,8 @@ def test_sizes_are_looked_through_once() -> None:
 
 def test_a_group_keeps_an_array() -> None:
     group = ax.ProcessGroup(None, np.arange(2, 20_000, 2), own_rank=1)
-    assert group.ranks == tuple(range(2, 20_000, 2))
-    assert [group.contains(rank) for rank in (2, 3, 19_998, 20_000)] == [True, False, True, False]
+    contained = [rank for rank in (2, 3, 19_998, 20_000) if group.contains(rank)]
+    assert (group.ranks, contained) == (tuple(range(2, 20_000, 2)), [2, 19_998])
     assert repr(group) == (
         "ProcessGroup(ranks=[2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, ..., 19998], rank=-1)"
     )
@@ -88,9 +86,8 @@ def test_a_group_keeps_an_array() -> None:
 
 
 def test_many_ranks_are_named_in_ranges() -> None:
-    assert name_ranks([3]) == "rank 3"
-    assert name_ranks([3, 1]) == "ranks 1, 3"
-    assert name_ranks([*range(512), 520]) == "ranks 0-511, 520"
+    names = [name_ranks(ranks) for ranks in ([3], [3, 1], [*range(512), 520])]
+    assert names == ["rank 3", "ranks 1, 3", "ranks 0-511, 520"]
     assert len(name_ranks(range(0, 16_384, 2))) < 120
     assert listed(range(16)) == str(list(range(16)))
 
@@ -100,6 +97,10 @@ def test_places_on_nodes_are_counted(nodes) -> None:
     order = list(dict.fromkeys(nodes))
     for rank, node in enumerate(nodes):
         own = Topology.of(nodes, rank)
-        assert (own.rank, own.size, own.num_nodes) == (rank, len(nodes), len(order))
-        assert (own.node_rank, own.local_size) == (order.index(node), nodes.count(node))
-        assert own.local_rank == nodes[:rank].count(node)
+        assert (own.rank, own.size, own.num_nodes, own.node_rank) == (
+            rank,
+            len(nodes),
+            len(order),
+            order.index(node),
+        )
+        assert (own.local_rank, own.local_size) == (nodes[:rank].count(node), nodes.count(node))

@@ -48,9 +48,7 @@ def test_the_thread_starts_with_the_first_task_and_ends_with_the_worker() -> Non
     worker = Worker("lazy")
     assert "lazy" not in [thread.name for thread in threading.enumerate()]
     thread = worker.submit("task", threading.current_thread).result()
-    assert thread.name == "lazy"
-    assert worker.close(HANG)
-    assert not thread.is_alive()
+    assert (thread.name, worker.close(HANG), thread.is_alive()) == ("lazy", True, False)
     assert Worker("without a task").close(0.0)
 
 
@@ -60,8 +58,7 @@ def fail() -> None:
 
 def test_errors_are_raised_by_whoever_waits(worker) -> None:
     work = worker.submit("task", fail)
-    assert worker.submit("task", lambda: "fine").result() == "fine"
-    assert work.done()
+    assert (worker.submit("task", lambda: "fine").result(), work.done()) == ("fine", True)
     refused(KeyError, *((ask, "lost") for ask in (work.wait, work.result, work.wait)))
 
 
@@ -94,9 +91,7 @@ def test_closing_runs_what_is_queued(worker, gate) -> None:
     assert not worker.close(0.01)
     gate.set()
     assert worker.close(HANG)
-    assert seen == [0, 1, 2]
-    assert all(work.done() for work in works)
-    assert works[0].result() is True
+    assert ([work.done() for work in works], works[0].result(), seen) == ([True] * 4, True, [0, 1, 2])
     assert worker.close(0.0)
 
 
@@ -147,6 +142,4 @@ def test_a_task_is_told_whether_its_rank_computes_or_waits_for_it(worker, gate) 
         return before and wait_until(lambda: not is_beside_computation(), Backoff(), HANG)
 
     work = worker.submit("task", task)
-    assert gate.wait(HANG)
-    assert work.result()
-    assert not is_beside_computation()
+    assert (gate.wait(HANG), work.result(), is_beside_computation()) == (True, True, False)

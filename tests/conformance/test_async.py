@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -20,13 +21,14 @@ def test_operations_run_in_the_order_of_their_start(group) -> None:
     tensor = torch.full((100,), float(group.rank))
     works = []
     for number in range(10):
-        works.append(group.all_reduce(tensor, ReduceOp.SUM, async_op=True))
-        works.append(group.broadcast(tensor, number % group.size, async_op=True))
-        works.append(group.all_reduce(tensor, ReduceOp.MAX if number % 2 else ReduceOp.AVERAGE, async_op=True))
+        works += [
+            group.all_reduce(tensor, ReduceOp.SUM, async_op=True),
+            group.broadcast(tensor, number % group.size, async_op=True),
+            group.all_reduce(tensor, ReduceOp.MAX if number % 2 else ReduceOp.AVERAGE, async_op=True),
+        ]
     works[-1].wait()
     assert all(work.done() for work in works)
-    first = group.size * (group.size - 1) / 2
-    assert tensor.tolist() == [first * group.size**9] * 100
+    assert tensor.tolist() == [sum(range(group.size)) * group.size**9] * 100
 
 
 @pytest.mark.ranks(2, 4)
@@ -37,8 +39,7 @@ def test_a_blocking_operation_comes_after_those_under_way(group) -> None:
         tensors = [torch.full((100_000,), 1.0) for _ in range(4)]
         works = [group.all_reduce(tensor, async_op=True) for tensor in tensors]
         group.all_reduce(small.fill_(2.0))
-        assert all(work.done() for work in works)
-        assert small.item() == 2 * group.size
+        assert ([work.done() for work in works], small.item()) == ([True] * 4, 2 * group.size)
         assert all(tensor[0].item() == tensor[-1].item() == group.size for tensor in tensors)
         group.all_reduce(small.fill_(1.0))  # with nothing under way
 
@@ -58,11 +59,10 @@ def test_wait_gives_up_and_the_operation_goes_on(world: World) -> None:
     first, second = world.new_group(range(world.size)), world.new_group(range(world.size))
     tensor = torch.ones(3)
     work = first.all_reduce(tensor, async_op=True) if world.rank == 0 else None
-    for limit in (SHORT, 0, timedelta(milliseconds=20)) if work else ():
-        with pytest.raises(
-            CollectiveTimeoutError, match=r"all_reduce\(float32 \[3\], SUM\) was not complete after 0"
-        ):
-            work.wait(limit)
+    if work:
+        words = r"all_reduce\(float32 \[3\], SUM\) was not complete after 0"
+        limits = (SHORT, 0, timedelta(milliseconds=20))
+        refused(CollectiveTimeoutError, *((partial(work.wait, limit), words) for limit in limits))
         assert not work.done()
     # Each group has a queue of its own: one that is held up does not hold up another.
     other = torch.ones(2)
@@ -111,8 +111,7 @@ def test_a_time_limit_for_messages(world: World) -> None:
     group.backend.timeout = None
     sends = [group.isend(torch.tensor([float(tag)]), after, tag) for tag in (3, 4)]
     work.wait()
-    assert work.done()
-    assert received[1].item() == 4
+    assert (work.done(), received[1].item()) == (True, 4)
     for sent in sends:
         sent.wait()
 
@@ -128,8 +127,7 @@ def test_errors_come_through_work_on_every_rank(group) -> None:
     assert works[1].done()
     words = r"rank 0: all_reduce\(float32 \[4\], SUM\)"
     refused(CollectiveMismatchError, *((ask, words) for ask in (works[1].wait, works[1].result, works[1].wait)))
-    assert tensor.tolist() == [1] * tensor.numel()
-    assert before.tolist() == [group.size**2] * 2
+    assert (tensor.tolist(), before.tolist()) == ([1] * tensor.numel(), [group.size**2] * 2)
 
 
 def test_closing_waits_for_what_is_under_way(world: World) -> None:
@@ -137,9 +135,7 @@ def test_closing_waits_for_what_is_under_way(world: World) -> None:
     tensors = [torch.ones(50_000) for _ in range(5)]
     works = [group.all_reduce(tensor, async_op=True) for tensor in tensors]
     group.close()
-    assert all(work.done() for work in works)
-    assert all(tensor[-1].item() == world.size for tensor in tensors)
-    refused(
-        ax.CommunicatorError,
-        (lambda: group.barrier(async_op=True), "barrier: this group cannot be used: it was closed"),
-    )
+    ends = [(work.done(), tensor[-1].item()) for work, tensor in zip(works, tensors, strict=True)]
+    assert ends == [(True, world.size)] * 5
+    closed = "barrier: this group cannot be used: it was closed"
+    refused(ax.CommunicatorError, (lambda: group.barrier(async_op=True), closed))

@@ -80,8 +80,7 @@ def drawn_step(drawn: Random) -> Step:
 
 def make_groups(world: World) -> list[ProcessGroup]:
     """All ranks, the same in two other orders, and two parts that overlap. Mock ranks have no limits."""
-    size = world.size
-    half = (size + 1) // 2
+    size, half = world.size, (world.size + 1) // 2
     sets = [range(size), [*range(1, size), 0], range(half), range(half - 1, size), range(size)[::-1]]
     groups = [world.new_group(ranks) for ranks in sets]
     for group, limits in zip(groups, LIMITS, strict=True):

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.collective_checks import CollectiveChecks
+from helpers.collective_checks import check_usable, complete
 
 import axonmpi as ax
 from axonmpi import CollectiveMismatchError, ProcessGroup, ReduceOp
@@ -82,12 +82,6 @@ class Memory:
         return self._bytes[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape).fill_(1)
 
 
-def assert_usable(group: ProcessGroup) -> None:
-    checks = CollectiveChecks(group)
-    checks.every_operation(torch.float32, (3, 2))
-    checks.finish()
-
-
 @pytest.mark.parametrize(
     ("way", "before", "step"),
     [("ordinary", False, 1), ("ordinary", True, 11), ("symmetric", False, 5), ("one of each", True, 19)],
@@ -107,7 +101,7 @@ def test_all_ranks_raise_and_name_the_ranks(group, way, before, step) -> None:
         assert lines[-1] == "All ranks of a group have to make the same calls in the same order."
         if before:  # plans, scratch memory and fingerprints are remembered from now on
             CALLS[common](group, ones)
-    assert_usable(group)
+    check_usable(group)
 
 
 def test_every_rank_of_the_group_is_named(world) -> None:
@@ -117,7 +111,7 @@ def test_every_rank_of_the_group_is_named(world) -> None:
             group.all_reduce(torch.ones(group.rank + 1))
         for rank in range(group.size):
             assert f"rank {rank}: all_reduce(float32 [{rank + 1}], SUM)" in str(caught.value)
-    assert_usable(group)
+    check_usable(group)
 
 
 @pytest.mark.parametrize("way", ["ordinary", "symmetric", "one of each"])
@@ -140,9 +134,7 @@ def test_nothing_is_written(group, way) -> None:
 
 
 def reduces(*, async_op: bool) -> None:
-    work = ax.all_reduce(torch.ones(3), async_op=async_op)
-    if work is not None:
-        work.wait()
+    complete(ax.all_reduce(torch.ones(3), async_op=async_op))
 
 
 @pytest.mark.ranks(2)
@@ -156,7 +148,7 @@ def test_places_of_the_calls_are_named_where_that_is_asked_for(group, monkeypatc
         text = str(caught.value)
         assert re.search(r"broadcast\(float32 \[3\], root=0\) at test_mismatch\.py:\d+ in test_places", text)
         assert f"all_reduce(float32 [3], SUM) at test_mismatch.py:{first + 1} in reduces" in text
-    assert_usable(group)
+    check_usable(group)
 
 
 @pytest.mark.ranks(2)
@@ -179,4 +171,4 @@ def test_long_lists_are_told_apart_beyond_what_is_shown(group) -> None:
     lines = str(caught.value).splitlines()
     one, other = (line.split(": ", 1)[1] for line in lines if "made of 52 tensors" in line)
     assert one != other
-    assert_usable(group)
+    check_usable(group)

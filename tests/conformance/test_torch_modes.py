@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.collective_checks import CollectiveChecks
+from helpers.collective_checks import CollectiveChecks, complete
 from helpers.compare import refused
 
 import axonmpi as ax
@@ -21,10 +21,10 @@ def run_everything(group, label: str = "") -> None:
         checks.finish()
 
 
-def all_reduce(group, tensor, asynchronous: bool) -> None:
-    work = group.all_reduce(tensor, async_op=asynchronous)
-    if work is not None:
-        work.wait()
+def all_results(group, tensor) -> list[torch.Tensor]:
+    """Return the results of each operation that makes tensors."""
+    single = [group.all_gather(tensor), group.reduce_scatter(tensor), group.scatter(tensor)]
+    return [*single, *group.all_to_all([tensor] * group.size), *(group.gather(tensor) or [])]
 
 
 def test_inference_mode(world) -> None:
@@ -34,7 +34,7 @@ def test_inference_mode(world) -> None:
         with torch.inference_mode():
             for count in (5, 1000 + number, 300_000 + number):
                 tensor = torch.ones(count)
-                all_reduce(group, tensor, asynchronous=count % 2 == number)
+                complete(group.all_reduce(tensor, async_op=count % 2 == number))
                 assert tensor[-1].item() == group.size
                 group.broadcast(tensor, group.size - 1)
                 assert group.all_gather(tensor[:2]).tolist() == [group.size] * (2 * group.size)
@@ -61,13 +61,11 @@ def test_another_default_device(world) -> None:
         group = world.new_group(range(world.size))
         for count, asynchronous in ((3, True), (1000, False)):
             tensor = torch.ones(count, device="cpu")
-            results = [group.all_gather(tensor), group.reduce_scatter(tensor), group.scatter(tensor)]
-            results += [*(group.gather(tensor) or []), *group.all_to_all([tensor] * group.size)]
-            assert {result.device.type for result in results} == {"cpu"}
-            all_reduce(group, tensor, asynchronous)
+            assert {result.device.type for result in all_results(group, tensor)} == {"cpu"}
+            complete(group.all_reduce(tensor, async_op=asynchronous))
             assert tensor.tolist() == [group.size] * count
-            assert group.broadcast_object("here") == "here"
-            assert group.all_gather_object(group.rank) == list(range(group.size))
+            gathered = group.all_gather_object(group.rank)
+            assert (group.broadcast_object("here"), gathered) == ("here", list(range(group.size)))
             ax.sync_gradients([tensor, tensor.double()], group)
             ax.sync_gradients([], group)
     run_everything(group, "after torch.device")
@@ -92,9 +90,7 @@ def test_parameters_under_no_grad_and_results_as_constants(group) -> None:
         group.broadcast(parameter)
     assert parameter.tolist() == [sum(range(group.size))] * 3
     assert (isinstance(parameter, torch.nn.Parameter), parameter.is_leaf) == (True, True)
-    results = [group.all_gather(parameter), group.reduce_scatter(parameter), group.scatter(parameter)]
-    results += [*group.all_to_all([parameter] * group.size), *(group.gather(parameter) or [])]
-    assert not any(result.requires_grad for result in results)
+    assert not any(result.requires_grad for result in all_results(group, parameter))
 
 
 class Named(torch.Tensor):
@@ -104,8 +100,6 @@ class Named(torch.Tensor):
 def test_subclasses_of_tensor_and_autocast(group) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for count in (3, 3, 1000):
-            tensor = torch.full((count,), 1.0 + 2**-20).as_subclass(Named)
-            group.all_reduce(tensor)
-            assert tensor.dtype is torch.float32
-            assert tensor.tolist() == [(1.0 + 2**-20) * group.size] * count
+            group.all_reduce(tensor := torch.full((count,), 1.0 + 2**-20).as_subclass(Named))
+            assert (tensor.dtype, tensor.tolist()) == (torch.float32, [(1.0 + 2**-20) * group.size] * count)
             assert group.all_gather(tensor).tolist() == tensor.tolist() * group.size

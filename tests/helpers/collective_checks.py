@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from axonmpi import ProcessGroup, ReduceOp
+from axonmpi import ProcessGroup, ReduceOp, Work
 from helpers.numpy_reference import Expected, Shape, reduced, same_bits, values
 
 LAYOUTS = ("contiguous", "transposed", "strided", "offset", "negated", "conjugated")
@@ -25,6 +25,19 @@ WITH_SYMMETRIC = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_sca
 PAYLOAD_BYTES = 112
 """What fits into the first message of a collective beside the description of the call."""
 _SHOWN = 10
+
+
+def complete(work: Work | None) -> None:
+    """Wait for an operation, if it is asynchronous."""
+    if work is not None:
+        work.wait()
+
+
+def check_usable(group: ProcessGroup) -> None:
+    """Check that a group can be used, as after an error; collective."""
+    checks = CollectiveChecks(group)
+    checks.every_operation(torch.float32, (6, 2))
+    checks.finish()
 
 
 def allows(dtype: torch.dtype, shape: Shape, layout: str) -> bool:
@@ -54,37 +67,22 @@ class Watched:
         return self.tensor._version > self._version or not self.tensor.numel()
 
 
-class Laid(Watched):
-    """A tensor with given values, laid out in memory in some way."""
-
-    def __init__(self, source: Tensor, layout: str) -> None:
-        self._around = []
-        super().__init__(getattr(self, f"_{layout}")(source), self._around)
-
-    def _contiguous(self, source: Tensor) -> Tensor:
-        return source.clone()
-
-    def _transposed(self, source: Tensor) -> Tensor:
+def laid(source: Tensor, layout: str) -> Watched:
+    """Lay a copy of a tensor out in memory in some way."""
+    if layout == "transposed":
         backwards = tuple(reversed(range(source.dim())))
-        return source.permute(backwards).clone(memory_format=torch.contiguous_format).permute(backwards)
-
-    def _strided(self, source: Tensor) -> Tensor:
+        whole = source.permute(backwards).clone(memory_format=torch.contiguous_format)
+        return Watched(whole.permute(backwards), [])
+    if layout == "strided":
         *rest, last = source.shape
         memory = torch.ones(*rest, 2 * last + 1, device=source.device).to(source.dtype)
-        self._around = [memory[..., ::2]]
-        return memory[..., 1::2].copy_(source)
-
-    def _offset(self, source: Tensor) -> Tensor:
-        count = source.numel()
-        memory = torch.ones(count + 4, device=source.device).to(source.dtype)
-        self._around = [memory[:3], memory[-1:]]
-        return memory[3 : 3 + count].view(source.shape).copy_(source)
-
-    def _negated(self, source: Tensor) -> Tensor:
-        return torch.complex(torch.zeros_like(source), -source).conj().imag
-
-    def _conjugated(self, source: Tensor) -> Tensor:
-        return source.conj().resolve_conj().conj()
+        return Watched(memory[..., 1::2].copy_(source), [memory[..., ::2]])
+    if layout == "offset":
+        memory = torch.ones(source.numel() + 4, device=source.device).to(source.dtype)
+        return Watched(memory[3:-1].view(source.shape).copy_(source), [memory[:3], memory[-1:]])
+    if layout == "negated":
+        return Watched(torch.complex(torch.zeros_like(source), -source).conj().imag, [])
+    return Watched(source.conj().resolve_conj().conj() if layout == "conjugated" else source.clone(), [])
 
 
 class CollectiveChecks:
@@ -189,14 +187,14 @@ class CollectiveChecks:
         shapes = self._shapes(shape, 0, sizes)
         case = self._case("gather", dtype, shapes, dst, layout)
         parts = [self._of(rank, dtype, shape) for rank, shape in enumerate(shapes)]
-        given = Laid(parts[self.group.rank], layout)
+        given = laid(parts[self.group.rank], layout)
         gathered = parts if self.group.rank == dst else None
         self._start(case, partial(self.group.gather, given.tensor, dst), [given], returned=gathered)
 
     def scatter(self, dtype: torch.dtype, shape: Shape, src: int = 0, layout: str = "contiguous") -> None:
         case = self._case("scatter", dtype, shape, src, layout)
         whole = self._of(src, dtype, shape)
-        given = [Laid(whole, layout)] if self.group.rank == src else []
+        given = [laid(whole, layout)] if self.group.rank == src else []
         part = whole.tensor_split(self.group.size)[self.group.rank]
         self._start(
             case, partial(self.group.scatter, given[0].tensor if given else None, src), given, returned=part
@@ -213,7 +211,7 @@ class CollectiveChecks:
 
         received = [part(source, rank) for source in range(size)]
         sent = [part(rank, target) for target in range(size)]
-        given = [Laid(each, layout if allows(each.dtype, each.shape, layout) else "contiguous") for each in sent]
+        given = [laid(each, layout if allows(each.dtype, each.shape, layout) else "contiguous") for each in sent]
         self._start(case, partial(self.group.all_to_all, [each.tensor for each in given]), given, returned=received)
 
     def barrier(self) -> None:
@@ -227,8 +225,8 @@ class CollectiveChecks:
         rank, size = self.group.rank, self.group.size
         tag = 0 if self.group.backend.name == "nccl" else tag  # NCCL has no tags
         before, after = (rank - 1) % size, (rank + 1) % size
-        given = Laid(torch.zeros(shape, device=self.group.backend.place).to(dtype), layout)
-        sending = self.group.isend(Laid(self._own(dtype, shape), layout).tensor, after, tag)
+        given = laid(torch.zeros(shape, device=self.group.backend.place).to(dtype), layout)
+        sending = self.group.isend(laid(self._own(dtype, shape), layout).tensor, after, tag)
         receive = self.group.irecv if self._asynchronous else self.group.recv
         self._start(
             case,
@@ -280,7 +278,7 @@ class CollectiveChecks:
 
     def _lay(self, source: Tensor, layout: str) -> Watched:
         """Put into memory what this rank gives to an operation that all ranks call with a tensor."""
-        return Laid(source, layout) if self._put is None else self._put(source)
+        return laid(source, layout) if self._put is None else self._put(source)
 
     def _case(self, operation: str, *options: object) -> str:
         """Name the case; the values of the next one may be different."""

@@ -15,6 +15,7 @@ __all__ = [
     "assert_equal",
     "assert_gradients",
     "assert_precise",
+    "assert_said",
     "assert_same_on_all_ranks",
     "gradients_alone",
     "gradients_of",
@@ -90,6 +91,13 @@ def assert_gradients(model: ax.FSDP, plain: nn.Module, tolerance: float = 1e-5) 
         shards = [own[name].flatten() for own in everywhere if own[name] is not None]
         expected = None if parameter.grad is None else parameter.grad.flatten()
         assert_close(torch.cat(shards) if shards else None, expected, tolerance, name)
+
+
+def assert_said(printed: str, *texts: str, times: int | None = None) -> None:
+    """Look for texts in what was printed: each at least once, or just so many times."""
+    counts = {text: printed.count(text) for text in texts}
+    wrong = {text: count for text, count in counts.items() if (not count if times is None else count != times)}
+    assert not wrong, f"printed so many times: {wrong} in\n{printed}"
 
 
 def refused(

@@ -23,6 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -126,10 +127,6 @@ class Stream:
                 self.done += 1
         return True
 
-    def learn(self, clocks: dict[int, int]) -> None:
-        """Let what comes next here begin after some clocks of streams; local."""
-        learn(self.known, clocks)
-
 
 def learn(known: dict[int, int], clocks: dict[int, int]) -> None:
     """Take over the clocks that are later; local."""
@@ -147,11 +144,11 @@ class Event:
         stream.clock += 1
 
 
+@dataclass(eq=False)
 class WaitEntry(Entry):
     """Wait for an event of another stream."""
 
-    def __init__(self, event: Event) -> None:
-        self.event = event
+    event: Event
 
     def __repr__(self) -> str:
         return f"wait for {self.event.stream} up to {self.event.position}"
@@ -164,30 +161,30 @@ class WaitEntry(Entry):
         return queue[0].missing() if queue and self.event.stream.done < self.event.position else set()
 
 
+@dataclass(eq=False)
 class ComputeEntry(Entry):
     """An operation of torch, which is done once.
 
-    Args:
+    Attributes:
         gpu: Of the stream.
         what: The operation's name.
         compute: Does it.
         held: Tensors that it uses, to be released afterwards.
     """
 
-    def __init__(self, gpu: "Gpu", what: str, compute: Callable[[], None], held: list[Tensor]) -> None:
-        self._gpu = gpu
-        self._what = what
-        self._compute = compute
-        self._held = held
+    gpu: "Gpu"
+    what: str
+    compute: Callable[[], None]
+    held: list[Tensor]
 
     def __repr__(self) -> str:
-        return self._what
+        return self.what
 
     def advance(self) -> bool:
         with unseen():
-            self._compute()
-        self._gpu.release(self._held)
-        self._held.clear()
+            self.compute()
+        self.gpu.release(self.held)
+        self.held.clear()
         return True
 
 
@@ -200,6 +197,7 @@ class Use:
         self.number, self.clock, self.start, self.stop, self.writes = number, clock, start, stop, writes
 
 
+@dataclass(slots=True, eq=False)
 class Memory:
     """What is known of one storage.
 
@@ -211,14 +209,11 @@ class Memory:
         held: How many tensors of it the queues have.
     """
 
-    __slots__ = ("held", "home", "kept", "uses", "weak")
-
-    def __init__(self, weak: StorageWeakRef, home: int) -> None:
-        self.weak = weak
-        self.home = home
-        self.uses: list[Use] = []
-        self.kept: set[int] = set()
-        self.held = 0
+    weak: StorageWeakRef
+    home: int
+    uses: list[Use] = field(default_factory=list)
+    kept: set[int] = field(default_factory=set)
+    held: int = 0
 
 
 class Gpu(Device):
@@ -291,7 +286,7 @@ class Gpu(Device):
             with self.changed:
                 if event.stream.done < event.position:
                     stream.tell(WaitEntry(event))
-        stream.learn(event.clocks)
+        learn(stream.known, event.clocks)
 
     def is_complete(self, event: Event) -> bool:
         with self.changed:
@@ -318,7 +313,7 @@ class Gpu(Device):
     def _tell_cpu(self, event: Event) -> None:
         """Order all that the CPU tells from now on behind an event."""
         for stream in self.streams.values():
-            stream.learn(event.clocks)
+            learn(stream.known, event.clocks)
         learn(self.known_to_cpu, event.clocks)
 
     # ---- running ------------------------------------------------------------------------------------------

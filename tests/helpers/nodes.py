@@ -159,8 +159,7 @@ class Nodes:
 
     def cut(self, node: int, *, healed: bool = False) -> None:
         """Cut a node's cable, or mend it."""
-        state = "up" if healed else "down"
-        self._inside(len(self._addresses), "ip", "link", "set", f"v{node + 1}", state)
+        self._inside(len(self._addresses), "ip", "link", "set", f"v{node + 1}", "up" if healed else "down")
 
     def resize_shared_memory(self, node: int, size: str) -> None:
         """Give a node's /dev/shm another size, such as "1m"."""
@@ -168,8 +167,7 @@ class Nodes:
 
     def shared_memory(self, node: int) -> list[str]:
         """Return the names of the files in a node's /dev/shm."""
-        found = self._inside(node, "find", "/dev/shm", "-mindepth", "1", "-printf", "%P\\n")
-        return sorted(found.splitlines())
+        return sorted(self._inside(node, "find", "/dev/shm", "-mindepth", "1", "-printf", "%P\\n").splitlines())
 
     def clear_shared_memory(self, node: int) -> None:
         """Remove all files of a node's /dev/shm."""

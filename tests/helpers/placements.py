@@ -70,12 +70,10 @@ class Places:
         room = self._memory[self._turn * self._room : (self._turn + 1) * self._room]
         self._turn = (self._turn + 1) % _TURNS
         # Not on a cache line of its own: an odd number of elements from the beginning.
-        start = _MARGIN + 3 * source.element_size()
-        if self.kind == "scattered":
-            start += self.group.rank * _MARGIN
+        margins = 1 + self.group.rank if self.kind == "scattered" else 1
+        start = margins * _MARGIN + 3 * source.element_size()
         stop = start + source.nbytes
-        tensor = room[start:stop].view(source.dtype).view(source.shape)
-        tensor.copy_(source)
+        tensor = room[start:stop].view(source.dtype).view(source.shape).copy_(source)
         return Watched(tensor, [part.fill_(0xA5) for part in (room[:start], room[stop : stop + _MARGIN])])
 
 

@@ -48,9 +48,8 @@ class PublicCall:
 
     @property
     def parameters(self) -> list[inspect.Parameter]:
-        found = list(inspect.signature(self.function).parameters.values())
         is_bound = inspect.ismethod(self.function) or self.owner is None
-        return found if is_bound else found[1:]
+        return list(inspect.signature(self.function).parameters.values())[0 if is_bound else 1 :]
 
 
 def public_modules() -> list[Any]:

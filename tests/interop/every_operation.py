@@ -67,8 +67,7 @@ def reductions(group, members: list[int]) -> None:
             check_form(part, dist.reduce_scatter, result, list(given.tensor_split(size)), op)
     numbers = torch.arange(4.0)
     check(group, size * numbers / 2, dist.all_reduce, numbers, dist._make_nccl_premul_sum(0.5))
-    sparse = torch.sparse_coo_tensor([[rank, size]], [1.0, 2.0], (size + 1,))
-    dist.all_reduce(sparse, group=group)
+    dist.all_reduce(sparse := torch.sparse_coo_tensor([[rank, size]], [1.0, 2.0], (size + 1,)), group=group)
     assert_equal(sparse.to_dense(), torch.tensor([1.0] * size + [2.0 * size]), "sparse")
     several = [own(me), own(me, shape=(5,))]
     with dist._coalescing_manager(group):
@@ -159,12 +158,10 @@ def groups() -> None:
     mine = [sorted(pair) for pair in zip(range(size), [*range(1, size), 0], strict=True) if rank in pair]
     made = [dist.new_group(pair, use_local_synchronization=True) for pair in sorted(mine)]
     for pair, group in zip(sorted(mine), made, strict=True):
-        tensor = torch.tensor([float(rank)])
-        dist.all_reduce(tensor, group=group)
+        dist.all_reduce(tensor := torch.tensor([float(rank)]), group=group)
         assert tensor == sum(pair)
     own_half, _ = dist.new_subgroups(size // 2)
-    tensor = torch.ones(1)
-    dist.all_reduce(tensor, group=own_half)
+    dist.all_reduce(tensor := torch.ones(1), group=own_half)
     assert tensor == size // 2
     backwards = dist.new_group(list(range(size))[::-1], sort_ranks=False)
     assert dist.get_rank(backwards) == size - 1 - rank
@@ -202,8 +199,7 @@ def main() -> None:
     everything(dist.group.WORLD, list(range(dist.get_world_size())))
     groups()
     refusals()
-    tensor = torch.ones(2, requires_grad=True)
-    dist.all_reduce(tensor)
+    dist.all_reduce(torch.ones(2, requires_grad=True))
     with torch.inference_mode():
         dist.all_reduce(torch.ones(2), async_op=True).wait()
     dist.destroy_process_group()

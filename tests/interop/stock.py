@@ -62,9 +62,8 @@ def fsdp2_and_dcp(rank: int, size: int) -> list[torch.Tensor]:
     weights, moments = get_state_dict(sharded, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder[0])
     before = [p.full_tensor().clone() for p in sharded.parameters()]
-    with torch.no_grad():
-        for parameter in sharded.parameters():
-            parameter.zero_()
+    for parameter in sharded.parameters():
+        parameter.detach().zero_()
     weights, moments = get_state_dict(sharded, optimizer)
     dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder[0])
     set_state_dict(sharded, optimizer, model_state_dict=weights, optim_state_dict=moments)
@@ -95,9 +94,8 @@ def pipeline(rank: int, size: int) -> list[torch.Tensor]:
     schedule = Schedule1F1B(stage, 4, loss_fn=nn.functional.mse_loss)
     inputs = torch.randn(16, 16)
     losses: list[torch.Tensor] = []
-    given = [inputs] if rank == 0 else []
     wanted = {"target": inputs.flip(0), "losses": losses} if rank == size - 1 else {}
-    schedule.step(*given, **wanted)
+    schedule.step(*([inputs] if rank == 0 else []), **wanted)
     grads = torch.stack([p.grad.norm() for p in layers[rank].parameters()])
     everyone = [torch.empty_like(grads) for _ in range(size)]
     dist.all_gather(everyone, grads)

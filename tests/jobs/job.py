@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from helpers.limits import limit
 
@@ -76,10 +77,9 @@ class Job:
 
     def wait(self, seconds: float) -> int:
         """Wait for the end of all processes; return the exit code of the launcher."""
-        ended = wait_for(lambda: not self.is_running, seconds)
-        if not ended:
+        if not wait_for(lambda: not self.is_running, seconds):
             self.kill()
-        assert ended, f"the job has not ended in {seconds:g} s:\n{self.output}"
+            raise AssertionError(f"the job has not ended in {seconds:g} s:\n{self.output}")
         return self.launcher.wait()
 
     def kill(self) -> None:
@@ -102,8 +102,7 @@ def send(number: signal.Signals, processes: Iterable[int]) -> None:
 def start_ranks(number: int, *arguments: object, **env: str) -> Job:
     """Start `number` ranks of this Python with arguments, under the mpirun that belongs to it."""
     command, variables = mpirun_command(find_mpirun(), number)
-    words = [*command, sys.executable, *map(str, arguments)]
-    return Job(words, {**variables, "OMP_NUM_THREADS": "1", **env})
+    return Job([*command, sys.executable, *map(str, arguments)], {**variables, "OMP_NUM_THREADS": "1", **env})
 
 
 def run_on_ranks(number: int) -> None:
@@ -115,11 +114,16 @@ def run_on_ranks(number: int) -> None:
     os.execv(command[0], [*command, sys.executable, *sys.argv])
 
 
-def command_parser(text: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a command of this folder."""
+def command_parser(
+    text: str | None, options: Mapping[str, Mapping[str, Any]] | None = None
+) -> argparse.ArgumentParser:
+    """Return the parser of a command of this folder; `options`: what `add_argument` takes, by the flag."""
     name = f"tests/jobs/run {Path(sys.argv[0]).parent.name}"
     kind = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=name, description=text, formatter_class=kind)
+    parser = argparse.ArgumentParser(prog=name, description=text, formatter_class=kind)
+    for flag, settings in (options or {}).items():
+        parser.add_argument(flag, **settings)
+    return parser
 
 
 def parse_with_seed(parser: argparse.ArgumentParser) -> argparse.Namespace:

@@ -40,13 +40,11 @@ def test_what_is_written_is_read(folder) -> None:
     log.fail(log.enter(told))
     with board.phase(Phase.BACKWARD), log.noted(describe("recv", "int8", (2,), None, 3, 5, 2)):
         [page] = pages_of("job")
-        assert page.phase is Phase.BACKWARD
-        assert str(page.current()) == "recv(int8 [2], src=3, tag=5)"
+        assert (page.phase, str(page.current())) == (Phase.BACKWARD, "recv(int8 [2], src=3, tag=5)")
         assert page.current().group.world_rank(3) == 7
     first, second, third = page.operations()
     assert (first.name, first.op, first.nbytes) == ("all_reduce", ax.ReduceOp.MAX, 10080)
-    assert (first.shape, first.dims) == (SHAPE[:4], 5)
-    assert str(first) == "all_reduce(float32 [3, 4, 5, 6, ...], MAX)"
+    assert (first.shape, first.dims, str(first)) == (SHAPE[:4], 5, "all_reduce(float32 [3, 4, 5, 6, ...], MAX)")
     assert [(each.call, each.failed) for each in (first, second, third)] == [(1, False), (2, True), (0, False)]
     assert first.entered <= first.left <= second.entered
     assert (page.rank, page.size, page.pid, page.condition()) == (1, 2, os.getpid(), Condition.LIVES)
@@ -72,10 +70,9 @@ def test_an_operation_that_is_not_over_is_never_overwritten(folder) -> None:
     for _ in range(2 * OPERATIONS + 9):
         log.leave(log.enter(describe("all_reduce")))
     [page] = pages_of("job")
-    operations = page.operations()
-    assert page.current().name == "barrier"
-    assert [len(operations), [each.name for each in operations].count("barrier")] == [OPERATIONS, 1]
-    assert operations[-1].call == 2 * OPERATIONS + 10
+    names, last = [each.name for each in page.operations()], page.operations()[-1]
+    assert (page.current().name, len(names), names.count("barrier")) == ("barrier", OPERATIONS, 1)
+    assert last.call == 2 * OPERATIONS + 10
     for _ in range(OPERATIONS + 9):
         log.enter(describe("all_reduce"))  # all of them: the oldest go
     assert len(page.unfinished()) == OPERATIONS
@@ -86,8 +83,7 @@ def test_a_record_that_is_being_written_is_left_out(folder) -> None:
     log = page.join(0, 2, 1)
     for _ in range(2):
         log.leave(log.enter(describe("barrier")))
-    last_word = (OPERATIONS_AT + 2 * OPERATION_BYTES) // 8 + OPERATION_BYTES // 8 - 1
-    page.words[last_word] = 1
+    page.words[(OPERATIONS_AT + 3 * OPERATION_BYTES) // 8 - 1] = 1  # the last word of the second one
     assert [each.number for each in pages_of("job")[0].operations()] == [1]
 
 
@@ -103,8 +99,8 @@ def test_groups_that_are_closed_make_room(folder) -> None:
 
 def test_pages_are_this_users_alone(folder) -> None:
     page = published()
-    assert page.path.parent == folder
-    assert [path.stat().st_mode & 0o777 for path in (folder, page.path)] == [0o700, 0o600]
+    modes = [path.stat().st_mode & 0o777 for path in (folder, page.path)]
+    assert (page.path.parent, modes) == (folder, [0o700, 0o600])
 
 
 def obstruct_open(folder: Path) -> None:
@@ -112,11 +108,10 @@ def obstruct_open(folder: Path) -> None:
     folder.chmod(0o777)
 
 
-def obstruct_link(folder: Path) -> None:
-    folder.symlink_to(folder.parent)
+OBSTACLES = {"open": obstruct_open, "link": lambda folder: folder.symlink_to(folder.parent), "file": Path.touch}
 
 
-@pytest.mark.parametrize("obstruct", [obstruct_open, obstruct_link, Path.touch])
+@pytest.mark.parametrize("obstruct", OBSTACLES.values(), ids=OBSTACLES)
 def test_a_folder_that_is_not_safe_is_not_used(folder, obstruct) -> None:
     folder.parent.chmod(0o700)  # where the link leads to is safe
     obstruct(folder)

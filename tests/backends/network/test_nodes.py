@@ -25,11 +25,10 @@ def test_lanes_carry_each_block_once(node) -> None:
             for other in range(len(node))
             if node[other] == each and place[other] % lanes == lane
         ]
-        assert [rows[row] for row in nodes.row] == list(range(len(node)))
-        assert nodes.ranks.tolist() == rows
+        assert (nodes.ranks.tolist(), [rows[row] for row in nodes.row]) == (rows, list(range(len(node))))
         for lane in range(lanes):
-            first, count = int(nodes.first_row[lane]), int(nodes.rows_of[lane].sum())
-            carried = rows[first : first + count]
+            first = int(nodes.first_row[lane])
+            carried = rows[first : first + int(nodes.rows_of[lane].sum())]
             assert all(place[other] % lanes == lane for other in carried)
             assert [node[other] for other in carried] == np.repeat(range(nodes.count), nodes.rows_of[lane]).tolist()
 
@@ -38,9 +37,8 @@ def test_lanes_carry_each_block_once(node) -> None:
 def test_columns_of_blocks_are_those_of_each_rank(sizes) -> None:
     data = np.arange(sum(sizes), dtype=np.uint8)
     blocks = Blocks(sizes)
-    assert blocks.longest == max(sizes)
-    assert blocks.sizes.tolist() == sizes
-    assert blocks.are_equal == (len(set(sizes)) == 1)
+    are_equal = len(set(sizes)) == 1
+    assert (blocks.longest, blocks.sizes.tolist(), blocks.are_equal) == (max(sizes), sizes, are_equal)
     for low in range(0, blocks.longest, 2):
         found = [[] for _ in sizes]
         for ranks, part in blocks.columns(data, low, low + 2):

@@ -52,8 +52,7 @@ def nodes(request, monkeypatch) -> Callable[[World], ProcessGroup]:
 
 
 def values(number: int, rank: int, size: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * number + rank)
-    return torch.randn(size, generator=generator).to(dtype)
+    return torch.randn(size, generator=torch.Generator().manual_seed(1000 * number + rank)).to(dtype)
 
 
 @contextmanager

@@ -207,8 +207,8 @@ def test_a_group_with_a_time_out(world, kind) -> None:
         group.all_reduce(tensor)
     if world.rank != last:
         world.barrier()
-    for call in (lambda: group.all_reduce(tensor), group.barrier, lambda: group.all_gather(torch.ones(2))):
-        refused(CommunicatorError, (call, "this group cannot be used"))
+    calls = (lambda: group.all_reduce(tensor), group.barrier, lambda: group.all_gather(torch.ones(2)))
+    refused(CommunicatorError, *((call, "this group cannot be used") for call in calls))
     messages = world.default_group.all_gather_object(str(caught.value))
     group.close()
     gave_up, did_not_come = (

@@ -89,8 +89,7 @@ def test_memory_is_used_again_when_every_rank_has_dropped_it(world) -> None:
         assert bool(tensor.eq(world.size).all())
         places.add(tensor.data_ptr())
         del tensor
-    assert len(places) < 10
-    assert mapped() == before
+    assert (len(places) < 10, mapped()) == (True, before)
 
 
 @REAL
@@ -156,8 +155,7 @@ def test_tensors_outlive_their_group_and_nothing_else_does(world) -> None:
         other = group_of(world)
         for tensor in kept:  # ordinary memory, for every other group
             assert bool((tensor == sum(range(world.size))).all())
-            tensor.fill_(world.rank + 1)
-            other.all_reduce(tensor)
+            other.all_reduce(tensor.fill_(world.rank + 1))
             assert bool((tensor == sum(range(1, world.size + 1))).all())
         other.close()
         kept.clear()
@@ -213,16 +211,14 @@ def test_the_same_memory_seen_in_other_ways(world) -> None:
         lambda: whole.view(torch.int32),
         lambda: flat[1 : 2 * side * side - 9],
     )
-    for odd in (range(size), [size - 1], [0]):
-        for make in ways:
-            seen = make()
-            own = torch.arange(seen.numel()).view_as(seen).remainder(97).to(seen.dtype)
-            tensor = seen if world.rank in odd else flat[: seen.numel()].view(seen.dtype).view(seen.shape)
-            for _ in range(2):
-                tensor.copy_(own).add_(world.rank)
-                group.all_reduce(tensor)
-                assert torch.equal(tensor, own * size + sum(range(size)))
-                group.barrier()  # before anybody fills it anew
+    for odd, make in itertools.product((range(size), [size - 1], [0]), ways):
+        seen = make()
+        own = torch.arange(seen.numel()).view_as(seen).remainder(97).to(seen.dtype)
+        tensor = seen if world.rank in odd else flat[: seen.numel()].view(seen.dtype).view(seen.shape)
+        for _ in range(2):
+            group.all_reduce(tensor.copy_(own).add_(world.rank))
+            assert torch.equal(tensor, own * size + sum(range(size)))
+            group.barrier()  # before anybody fills it anew
 
 
 @REAL
@@ -231,13 +227,11 @@ def test_symmetric_tensors_of_overlapping_groups(world) -> None:
     groups = [world.new_group(ranks) for ranks in ([0, 1, 2], [3, 2, 1], [0, 3], range(4))]
     own = [group for group in groups if group.contains(world.rank)]
     tensors = [group.symmetric_empty((limits(2).direct // 4 + 1,), torch.float32) for group in own]
-    for _ in range(3):
-        for order in (tensors, tensors[::-1]):  # of another group: ordinary memory
-            for group, tensor in zip(own, order, strict=True):
-                tensor.fill_(world.rank)
-                group.all_reduce(tensor)
-                assert bool((tensor == sum(group.ranks)).all()), group
-                group.barrier()
+    for order in [tensors, tensors[::-1]] * 3:  # of another group: ordinary memory
+        for group, tensor in zip(own, order, strict=True):
+            group.all_reduce(tensor.fill_(world.rank))
+            assert bool((tensor == sum(group.ranks)).all()), group
+            group.barrier()
 
 
 @REAL

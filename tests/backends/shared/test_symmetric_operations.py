@@ -61,9 +61,8 @@ def test_blocks_of_any_sizes_and_pieces_as_large_as_they_are(world, kind) -> Non
         checks.all_gather(torch.float32, (1, 13), 0, sizes=(1, 400))
         checks.all_gather(torch.float32, (13, 1), 1, sizes=(7, 8, 9))
         places.group.backend.piece_bytes = edges.chunk
-        for limit in (edges.medium, edges.slices, 2 * edges.chunk):
-            for count in (limit // 4, limit // 4 + 1):
-                checks.all_reduce(torch.int32, (count,))
+        for limit, more in itertools.product((edges.medium, edges.slices, 2 * edges.chunk), (0, 1)):
+            checks.all_reduce(torch.int32, (limit // 4 + more,))
         checks.every_symmetric_operation(torch.int32, (2 * edges.chunk // 4 + 1,), ReduceOp.MIN, 1)
         checks.every_symmetric_operation(torch.bfloat16, (3, edges.chunk // 4 + 1), ReduceOp.SUM, 1)
         checks.finish()

@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from helpers.compare import assert_said
 from helpers.limits import limit
 
 from axonmpi import cli
@@ -44,8 +45,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[LaunchResult, Path]:
         for name, flags in {IN_ONE_JOB}.items():
             assert main(["bench", name, *flags.split(), "--blocks", "1", "--json", name + ".json"]) == 0
     """
-    env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    result = launch(2, program, cwd=folder, timeout=limit(120), env=env)
+    result = launch(
+        2, program, cwd=folder, timeout=limit(120), env={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    )
     assert result.returncode == 0, result.stderr
     return result, folder
 
@@ -58,27 +60,28 @@ def printed(job: tuple[LaunchResult, Path]) -> str:
 @pytest.fixture
 def figures(job: tuple[LaunchResult, Path], request: pytest.FixtureRequest) -> dict:
     """Figures of the benchmark that the test is named after."""
-    name = request.node.name.removeprefix("test_")
-    (entry,) = json.loads((job[1] / f"{name}.json").read_text())
+    (entry,) = json.loads((job[1] / f"{request.node.name.removeprefix('test_')}.json").read_text())
     assert entry["ranks"] == 2
     return entry
 
 
 def test_overhead(figures, printed):
     times = figures["microseconds"]
-    assert figures["added"] == pytest.approx(times["axonmpi"] - times["mpi4py"])
-    assert figures["notes"] == pytest.approx(times["noting"] - times["not noting"])
+    differences = [times["axonmpi"] - times["mpi4py"], times["noting"] - times["not noting"]]
+    assert [figures["added"], figures["notes"]] == pytest.approx(differences)
     assert min(times.values()) > 0
     assert f"  {times['axonmpi']:.2f}  " in printed
 
 
 def test_checkpoint(figures, printed):
     assert figures["bytes"] == pytest.approx(2 * 2**20, rel=0.2)
-    assert set(figures["save"]) == {"axonmpi", "plain", "dcp", "hugging face"}
-    assert set(figures["load"]) == {"axonmpi", "plain", "dcp"}
-    assert set(figures["memory"]) == {"axonmpi", "dcp", "hugging face"}
     beside = figures["asynchronous"]
-    assert set(beside) == {"copy", "call", "wait", "stall", "later", "at once"}
+    assert {name: set(figures[name]) for name in ("save", "load", "memory", "asynchronous")} == {
+        "save": {"axonmpi", "plain", "dcp", "hugging face"},
+        "load": {"axonmpi", "plain", "dcp"},
+        "memory": {"axonmpi", "dcp", "hugging face"},
+        "asynchronous": {"copy", "call", "wait", "stall", "later", "at once"},
+    }
     assert beside["stall"] <= beside["call"] + beside["wait"] + 1e-9  # each the slowest rank's
     planned = [seconds for turns in figures["planning"].values() for seconds in (turns["first"], turns["again"])]
     copied = [beside["copy"], beside["call"]]  # what follows has the time of a step taken off, and may be less
@@ -97,15 +100,14 @@ def test_ddp(figures, printed):
 
 def test_collectives(figures, printed):
     """One job measures MPI at the level that axonmpi needs."""
-    assert figures["path"] in printed
-    assert f"{figures['mpi']}: at {MULTIPLE}\n" in printed
+    assert_said(printed, figures["path"], f"{figures['mpi']}: at {MULTIPLE}\n")
     asked = [(name, dtype, size) for name in OPERATIONS for dtype in ("float32", "bfloat16") for size in (4, 12288)]
     assert [(case["operation"], case["dtype"], case["bytes"]) for case in figures["cases"]] == asked
     for case in figures["cases"]:
         by_mpi = case["dtype"] == "float32"
-        assert sorted(case["microseconds"]) == sorted(name for name in VARIANTS if by_mpi or name != "mpi")
+        names = set(VARIANTS) if by_mpi else set(VARIANTS) - {"mpi"}
+        assert (set(case["microseconds"]), list(case["mpi_microseconds"])) == (names, [MULTIPLE] * by_mpi)
         assert min(case["microseconds"].values()) > 0
-        assert list(case["mpi_microseconds"]) == [MULTIPLE] * by_mpi
         assert 0.01 < case["line_nanoseconds"] < limit(1e4)
         assert f"{case['operation']}, {case['dtype']}, 2 ranks" in printed
 
@@ -125,23 +127,19 @@ def test_network(figures, printed):
 
 
 def test_pipeline(figures, printed):
-    assert figures["microbatches"] == 4
-    assert list(figures["schedules"]) == list(pipeline.CASES)
+    assert (figures["microbatches"], list(figures["schedules"])) == (4, list(pipeline.CASES))
     for name, of_schedule in figures["schedules"].items():
         assert min(of_schedule[who] for who in ("compute", "ideal", "axonmpi", *STOCK)) > 0
         assert 0 < of_schedule["bubble"] < 1
         splits, costs = name.startswith("zero-bubble"), of_schedule["costs"]
-        assert min(costs["forward"]) > 0
-        assert {time > 0 for time in costs["backward_weight"]} == {splits}
-        assert {time > 0 for time in costs["backward"]} == {not splits}
-    held = [figures["schedules"][name]["peak_activations"] for name in ("gpipe", "1f1b")]
-    assert held == [[4, 4], [2, 1]]
+        positive = [{time > 0 for time in costs[kind]} for kind in ("forward", "backward_weight", "backward")]
+        assert positive == [{True}, {splits}, {not splits}]
+    assert [figures["schedules"][name]["peak_activations"] for name in ("gpipe", "1f1b")] == [[4, 4], [2, 1]]
     assert pipeline.table([figures]) in printed
 
 
 def test_tensor(figures, printed):
-    assert figures["width"] == 32
-    assert list(figures["blocks"]) == list(tensor.BLOCKS)
+    assert (figures["width"], list(figures["blocks"])) == (32, list(tensor.BLOCKS))
     for of_block in figures["blocks"].values():
         assert list(of_block) == ["4", "8"]
         for times in of_block.values():
@@ -155,20 +153,17 @@ def test_the_command_measures_mpi_in_a_job_of_its_own_and_takes_the_quicker(tmp_
     command = "axonmpi bench collectives --ranks 1 --blocks 1 --sizes 4B --json f.json --plot f.png"
     output = io.TextIOWrapper(io.BytesIO(), "ascii")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", command.split())
-    monkeypatch.setattr(sys, "stdout", output)
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    for name, value in {"argv": command.split(), "stdout": output, "excepthook": sys.excepthook}.items():
+        monkeypatch.setattr(sys, name, value)
     assert cli.main() == 0
     output.seek(0)
     text = output.read()
     (result,) = json.loads(Path("f.json").read_text())
-    assert result["ranks"] == 1
-    assert result["path"] in text
-    assert "?s" in text  # the sign of a microsecond
-    assert f"{result['mpi']}: the quicker of {MULTIPLE} and {FUNNELED}, each in its own job\n" in text
+    jobs = f"{result['mpi']}: the quicker of {MULTIPLE} and {FUNNELED}, each in its own job\n"
+    assert_said(text, result["path"], "?s", jobs)  # ?s: the sign of a microsecond
     case, without_mpi = result["cases"]
+    assert (result["ranks"], list(case["mpi_microseconds"])) == (1, [MULTIPLE, FUNNELED])
     assert case["microseconds"]["mpi"] == min(case["mpi_microseconds"].values()) > 0
-    assert list(case["mpi_microseconds"]) == [MULTIPLE, FUNNELED]
     assert "mpi" not in without_mpi["microseconds"]
     assert Path("f.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
@@ -221,5 +216,4 @@ def test_options_are_sizes(benchmark, arguments, sizes):
 def test_wrong_arguments_are_named(arguments, complaint, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments.split())
-    assert caught.value.code == 2
-    assert complaint in capsys.readouterr().err
+    assert (caught.value.code, complaint in capsys.readouterr().err) == (2, True)

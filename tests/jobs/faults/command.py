@@ -28,6 +28,19 @@ from axonmpi.launch import start
 SHOWN = 150
 """How much of a line the table shows."""
 MISSED = "culprit or cause is not named"
+OPTIONS = {
+    "--only": {"nargs": "+", "metavar": "FAULT", "help": "names of table.py"},
+    "--hangs": {"type": int, "default": 0, "metavar": "N", "help": "so many random hangs instead"},
+    "--kept": {
+        "type": Path,
+        "nargs": "+",
+        "default": [],
+        "metavar": "FILE",
+        "help": "only print the table of kept results",
+    },
+    "--json": {"type": Path, "metavar": "FILE", "help": "where to keep everything"},
+    "--other": {"type": Path, "metavar": "MPIRUN", "help": "the launcher of another MPI library"},
+}
 
 
 def run_here(options: argparse.Namespace) -> list[dict[str, object]]:
@@ -55,8 +68,8 @@ def tell(outcome: Outcome, mpi: str) -> None:
     """Say on the standard error how a job ended."""
     verdict = "; ".join(outcome.problems) or "as it has to"
     place = "two nodes" if len(outcome.ranks) > 1 else "one node"
-    line = f"{mpi}, {place}: {outcome.fault}: {outcome.seconds:.1f} s, exit code {outcome.code}: {verdict}"
-    print(line, file=sys.stderr, flush=True)
+    how = f"{outcome.seconds:.1f} s, exit code {outcome.code}: {verdict}"
+    print(f"{mpi}, {place}: {outcome.fault}: {how}", file=sys.stderr, flush=True)
 
 
 def table(outcomes: list[dict]) -> str:
@@ -83,17 +96,9 @@ def cell(outcome: dict) -> str:
 
 
 def main() -> int:
-    parser = command_parser(__doc__)
-    parser.add_argument("--only", nargs="+", metavar="FAULT", help="names of table.py")
-    parser.add_argument("--hangs", type=int, default=0, metavar="N", help="so many random hangs instead")
-    parser.add_argument("--kept", type=Path, nargs="+", metavar="FILE", help="only print the table of kept results")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to keep everything")
-    parser.add_argument("--other", type=Path, metavar="MPIRUN", help="the launcher of another MPI library")
-    options = parse_with_seed(parser)
-    if options.kept:
-        outcomes = [outcome for file in options.kept for outcome in json.loads(file.read_text())]
-    else:
-        outcomes = run_here(options)
+    options = parse_with_seed(command_parser(__doc__, OPTIONS))
+    kept = [outcome for file in options.kept for outcome in json.loads(file.read_text())]
+    outcomes = kept if options.kept else run_here(options)
     if options.json:
         options.json.write_text(json.dumps(outcomes, indent=1))
     print(table(outcomes))

@@ -87,14 +87,9 @@ def _command(
 def _watched(fault: Fault, ranks: tuple[int, ...], nodes: Nodes, job: Job, folder: Path, begun: float) -> Outcome:
     """Wait for the fault and then for the end of the job; collect what is wrong with it."""
     problems = []
-    mark = folder / "mark"
-
-    def marked() -> bool:
-        return mark.exists() and bool(mark.read_text())
-
-    wait_for(lambda: marked() or not job.is_running, limit(START_SECONDS))
-    if marked():
-        begun = float(mark.read_text())
+    wait_for(lambda: _read(folder / "mark") or not job.is_running, limit(START_SECONDS))
+    if mark := _read(folder / "mark"):
+        begun = float(mark)
         _act(fault, job, nodes, folder)
     else:
         problems.append("the job has not come to its fault")
@@ -115,6 +110,11 @@ def _watched(fault: Fault, ranks: tuple[int, ...], nodes: Nodes, job: Job, folde
             problems.append(f"left in /dev/shm of n{node + 1}: {', '.join(files)}")
     seen = " ".join(found[0][0].split()) if found and found[0] else ""
     return Outcome(fault.what, ranks, seen, seconds, code, tuple(problems), output)
+
+
+def _read(file: Path) -> str:
+    """Return what a job has written, "" before that."""
+    return file.read_text() if file.exists() else ""
 
 
 def _may_stay(name: str, code: int | None) -> bool:

@@ -243,27 +243,15 @@ def wait_for_lock() -> None:
     lock.acquire()
 
 
-def read_from_pipe() -> None:
-    os.read(os.pipe()[0], 1)
-
-
-def keep_interpreter() -> None:
-    """One call into C that never lets another thread of this rank run."""
-    sum(itertools.repeat(0))
-
-
-def wait_for_message() -> None:
-    """The other ranks send nothing, and wait for this one in a collective: a circle."""
-    ax.recv(torch.ones(3), (ax.get_world().rank + 1) % ax.get_world().size)
-
-
 HANGS = {
     "SIGSTOP": stop,
     "an endless loop": loop,
     "a lock": wait_for_lock,
-    "a pipe": read_from_pipe,
-    "a call that keeps the interpreter": keep_interpreter,
-    "a message that nobody sends": wait_for_message,
+    "a pipe": lambda: os.read(os.pipe()[0], 1),
+    # One call into C that never lets another thread of this rank run.
+    "a call that keeps the interpreter": lambda: sum(itertools.repeat(0)),
+    # The other ranks send nothing, and wait for this one in a collective: a circle.
+    "a message that nobody sends": lambda: ax.recv(torch.ones(3), (ax.get_rank() + 1) % ax.get_world_size()),
     "the end of the program": lambda: sys.exit(0),
     "SIGSTOP from outside": lambda: None,
 }
@@ -288,7 +276,7 @@ def hangs(world: ax.World) -> None:
 def random_operation(draw: random.Random, pair: ax.ProcessGroup) -> None:
     """Make a call that follows from the generator, which is the same on all ranks."""
     numel = draw.choice([1, 1000, 10**6])
-    call = draw.choice(
+    draw.choice(
         [
             lambda: ax.all_reduce(torch.ones(numel)),
             lambda: ax.all_gather(torch.ones(numel)),
@@ -297,8 +285,7 @@ def random_operation(draw: random.Random, pair: ax.ProcessGroup) -> None:
             lambda: ax.all_reduce(torch.ones(numel), group=pair) if pair.contains(ax.get_world().rank) else None,
             ax.barrier,
         ]
-    )
-    call()
+    )()
 
 
 # ---- operations that nobody waits for, or too late --------------------------------------------------------------
@@ -327,10 +314,6 @@ def after_the_end(world: ax.World) -> None:
     mark()
 
 
-def late() -> None:
-    ax.all_reduce(torch.ones(4))
-
-
 def thread_at_the_end(world: ax.World) -> None:
     """The culprit's program ends while a thread of it waits for a message."""
     ax.barrier()
@@ -341,7 +324,7 @@ def thread_at_the_end(world: ax.World) -> None:
 
 def main() -> None:
     if sys.argv[1] == "after_the_end":
-        atexit.register(late)
+        atexit.register(ax.all_reduce, torch.ones(4))
     if os.environ.get("FAULT_AT_START"):
         mark()
     world = ax.init_process_group()

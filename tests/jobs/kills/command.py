@@ -69,10 +69,11 @@ def full_disk(number: int, ranks: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = command_parser(__doc__)
-    parser.add_argument("--number", type=int, help="of kills (default: 100), or of saves on a full disk (60)")
-    parser.add_argument("--ranks", type=int, default=2, help="default: 2")
-    parser.add_argument("--full-disk", action="store_true", help="a full disk in place of kills")
-    options = parse_with_seed(parser)
+    of_both = {
+        "--number": {"type": int, "help": "of kills (default: 100), or of saves on a full disk (60)"},
+        "--ranks": {"type": int, "default": 2, "help": "default: 2"},
+        "--full-disk": {"action": "store_true", "help": "a full disk in place of kills"},
+    }
+    options = parse_with_seed(command_parser(__doc__, of_both))
     call, usual = (full_disk, 60) if options.full_disk else (kills, 100)
     call(options.number or usual, options.ranks, options.seed)

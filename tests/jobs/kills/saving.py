@@ -52,10 +52,9 @@ def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
 def fill(model: nn.Module, optimizer: torch.optim.Optimizer, value: int) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.fill_(value)
-            for name, state in optimizer.state.get(parameter, {}).items():
-                if name != "step":
-                    state.fill_(value)
+            states = optimizer.state.get(parameter, {})
+            for tensor in (parameter, *(state for name, state in states.items() if name != "step")):
+                tensor.fill_(value)
 
 
 def save_until_killed(root: Path) -> None:
@@ -63,7 +62,7 @@ def save_until_killed(root: Path) -> None:
     model, optimizer = trained()
     folder = ax.CheckpointFolder(root, keep=2)
     info = folder.load_latest(model, optimizer)
-    step = 0 if info is None else info.step
+    step = info.step if info else 0
     newest = folder.latest()
     if ax.is_main_process() and newest is not None:
         assert check_whole(Path(newest))["step"] == step

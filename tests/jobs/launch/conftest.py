@@ -1,5 +1,6 @@
 """What the tests of launches share: whole jobs under mpirun, and single processes."""
 
+import contextlib
 import json
 import os
 import select
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from typing import NamedTuple
 
 import pytest
 from helpers.limits import limit
@@ -41,7 +43,7 @@ exec(compile(code, "the program", "exec"), {"__name__": "__main__"})
 """
 
 
-class Ended:
+class Ended(NamedTuple):
     """How a job, or a single process, ended.
 
     Attributes:
@@ -50,8 +52,9 @@ class Ended:
         err: What was printed to stderr.
     """
 
-    def __init__(self, code, out, err):
-        self.code, self.out, self.err = code, out, err
+    code: int
+    out: str
+    err: str
 
     def lines_of(self, rank):
         """Return what that rank itself reported on stderr, without the prefix."""
@@ -66,8 +69,7 @@ def job():
     def run(n, code, *, before="", **env):
         script = textwrap.dedent(before) + PRELUDE + textwrap.dedent(code)
         result = launch(n, script, timeout=limit(60), env={"OMP_NUM_THREADS": "1", **env})
-        assert not result.timed_out, result.stdout + result.stderr
-        assert result.leftover == ()
+        assert (result.timed_out, result.leftover) == (False, ()), result.stdout + result.stderr
         return Ended(result.returncode, result.stdout, result.stderr)
 
     return run
@@ -96,16 +98,14 @@ class Server:
         self.imported = self._answer()
 
     def _answer(self):
-        ready, _, _ = select.select([self._process.stdout], [], [], limit(60))
-        if not ready:
+        if not select.select([self._process.stdout], [], [], limit(60))[0]:
             os.killpg(self._process.pid, signal.SIGKILL)
         return json.loads(self._process.stdout.readline())
 
     def run(self, code, folder, variables):
-        files = [str(folder / name) for name in ("out", "err")]
-        print(json.dumps([textwrap.dedent(code), variables, files]), file=self._process.stdin)
-        code = self._answer()
-        return Ended(code, *((folder / name).read_text() for name in ("out", "err")))
+        files = [folder / name for name in ("out", "err")]
+        print(json.dumps([textwrap.dedent(code), variables, list(map(str, files))]), file=self._process.stdin)
+        return Ended(self._answer(), *(file.read_text() for file in files))
 
     def close(self):
         with self._process:
@@ -114,9 +114,8 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server():
-    started = Server()
-    yield started
-    started.close()
+    with contextlib.closing(Server()) as started:
+        yield started
 
 
 @pytest.fixture

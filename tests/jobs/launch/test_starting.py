@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from helpers.compare import assert_said
 
 import axonmpi as ax
 from axonmpi.launch import start as runtime
@@ -48,9 +49,7 @@ def test_a_single_rank_keeps_pythons_own_ways(alone):
         SLURM_NTASKS="4",
         SLURM_PROCID="1",
     )
-    assert ended.code == 3, ended.err
-    assert ended.out == "finalised True\n"
-    assert ended.err == ""
+    assert (ended.code, ended.out, ended.err) == (3, "finalised True\n", "")
 
 
 def test_a_single_rank_needs_no_mpi_and_nor_do_its_children(alone):
@@ -74,17 +73,15 @@ def test_a_single_rank_needs_no_mpi_and_nor_do_its_children(alone):
         runtime.start_mpi()
         """
     )
-    assert ended.out == "1 1 None 7\n", ended.err
-    assert ended.code == 1
+    assert (ended.code, ended.out) == (1, "1 1 None 7\n"), ended.err
     message = ended.err[ended.err.rindex("axonmpi.errors.") :]
-    assert "mpi4py is not installed" in message
-    assert "pip install 'axonmpi[mpich]'" in message
+    assert_said(message, "mpi4py is not installed", "pip install 'axonmpi[mpich]'")
 
 
 def test_several_ranks_need_mpi(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    for name, value in {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
     message = (
         r"4 ranks were launched \(OMPI_COMM_WORLD_RANK=0, OMPI_COMM_WORLD_SIZE=4\), but mpi4py is not installed"
     )
@@ -108,9 +105,8 @@ def test_an_mpi_that_cannot_be_used_is_refused(alone):
         """
     )
     assert ended.code == 0, ended.err
-    one_thread, finalized = ended.out.splitlines()
-    assert "asynchronous operations need MPI_THREAD_MULTIPLE" in one_thread
-    assert "MPI has been finalised in this process" in finalized
+    refusals = "asynchronous operations need MPI_THREAD_MULTIPLE", "MPI has been finalised in this process"
+    assert [said in line for said, line in zip(refusals, ended.out.splitlines(), strict=True)] == [True, True]
 
 
 DISAGREEMENTS = {
@@ -141,13 +137,10 @@ def test_processes_that_do_not_know_of_each_other_are_refused(alone):
     assert ended.code == 0, ended.err
     library = runtime.library_info()
     messages = ended.out.split("END\n")[:-1]
+    by_mpi = ("of 4, by MPI it is rank 0 of 1", f"{library.vendor} {library.version} from {library.path}")
     for message, (variables, typed) in zip(messages, DISAGREEMENTS.items(), strict=True):
         assert message.startswith("the launcher and MPI disagree")
-        assert "of 4, by MPI it is rank 0 of 1" in message
-        assert typed in message
-        assert f"{library.vendor} {library.version} from {library.path}" in message
-        for variable in variables.split():
-            assert variable in message
+        assert_said(message, *by_mpi, typed, *variables.split())
 
 
 def test_a_launcher_that_the_library_cannot_start_under_is_refused(monkeypatch):
@@ -179,10 +172,8 @@ def test_torchrun_is_recognised(alone, tmp_path):
 
 def test_the_library_and_its_launcher():
     library = runtime.library_info()
-    assert library.path is not None
-    assert "libmpi" in library.path
-    assert library.mpirun is not None
-    assert library.version[0].isdigit()
+    assert_said(library.path, "libmpi")
+    assert (library.mpirun is None, library.version[0].isdigit()) == (False, True)
     assert library.vendor in ("MPICH", "Open MPI", "Intel MPI", "MVAPICH")
 
 

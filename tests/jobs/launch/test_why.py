@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from helpers.compare import assert_said
 from helpers.limits import limit
 from jobs.faults.injection import PROGRAMS
 from jobs.job import send, start_ranks, wait_for
@@ -22,7 +23,7 @@ from axonmpi.observe.nodes import tell_others
 
 def pages_with(processes: list[int]) -> list[RankPage]:
     """Return the pages of the job that some processes belong to."""
-    every = [pages_of(name) for name in job_names()]
+    every = map(pages_of, job_names())
     return next((pages for pages in every if {page.pid for page in pages} & set(processes)), [])
 
 
@@ -47,12 +48,12 @@ def test_a_rank_that_never_comes(tmp_path, capsys, caplog, monkeypatch):
         assert wait_for(lambda: pages[0].current() and pages[2].current(), limit(30))
 
         code, said = why(capsys, name)
-        assert code == 1
-        assert "ranks 0, 2: all_reduce(float32 [1000], SUM), collective" in said
-        assert "at programs.py:" in said
-        assert "Ranks 0, 2 wait for rank 1 in all_reduce" in said
-        assert "Stack of rank 1, innermost frame first:" in said
-        assert " in loop" in said.partition("Stack of rank 1")[2]
+        waiting = (
+            "ranks 0, 2: all_reduce(float32 [1000], SUM), collective",
+            "Ranks 0, 2 wait for rank 1 in all_reduce",
+        )
+        assert_said(said, *waiting, "at programs.py:", "Stack of rank 1, innermost frame first:")
+        assert (code, " in loop" in said.partition("Stack of rank 1")[2]) == (1, True)
 
         code, said = why(capsys, name, "--json", "--no-stacks")
         data = json.loads(said)
@@ -62,13 +63,10 @@ def test_a_rank_that_never_comes(tmp_path, capsys, caplog, monkeypatch):
         look_at_other_nodes(tmp_path / "told", pages)
 
         assert cli.main(["top", str(culprit), "--once"]) == 0
-        shown = capsys.readouterr().out
-        assert "outside of collectives" in shown
-        assert "all_reduce" in shown
+        assert_said(capsys.readouterr().out, "outside of collectives", "all_reduce")
 
         code, said = why(capsys, str(culprit), "--no-stacks")
-        assert code == 1
-        assert f"process {culprit} is rank 1\n" in said
+        assert (code, f"process {culprit} is rank 1\n" in said) == (1, True)
 
         code, said = why(capsys, name, f"--dump={tmp_path / 'trace'}")
         assert (code, said.startswith("3 files in ")) == (0, True)
@@ -82,10 +80,8 @@ def test_a_rank_that_never_comes(tmp_path, capsys, caplog, monkeypatch):
     for command in (why_module, top):
         monkeypatch.setattr(command, "find_job", lambda job: pages)
     code, said = why(capsys, name, "--no-stacks")
-    assert code == 0
-    assert "The job has ended: this is where its ranks were." in said
-    assert cli.main(["top", name]) == 0
-    assert capsys.readouterr().out.count("has ended") == 3
+    assert (code, "The job has ended: this is where its ranks were." in said) == (0, True)
+    assert (cli.main(["top", name]), capsys.readouterr().out.count("has ended")) == (0, 3)
     assert missing_by_torch(dumps, caplog) == {"missing ranks: {1}"}
 
 
@@ -102,7 +98,5 @@ def look_at_other_nodes(folder: Path, pages: list[RankPage]) -> None:
 
 
 def test_no_such_job(capsys):
-    assert cli.main(["why", "nosuchjob"]) == 2
-    said = capsys.readouterr().err
-    assert "axonmpi why: error: " in said
-    assert cli.main(["top", "nosuchjob"]) == 2
+    codes = [cli.main([command, "nosuchjob"]) for command in ("why", "top")]
+    assert (codes, "axonmpi why: error: " in capsys.readouterr().err) == ([2, 2], True)

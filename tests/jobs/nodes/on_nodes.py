@@ -23,10 +23,10 @@ CALLS = (
 @pytest.mark.ranks(3, 4)
 def test_ranks_know_their_node_and_groups_the_way_to_it(world) -> None:
     names = ax.all_gather_object(os.uname().nodename)
-    assert os.uname().nodename == f"n{world.node_rank + 1}"
+    own = names[world.rank]
+    assert (own, os.uname().nodename) == (f"n{world.node_rank + 1}",) * 2
     assert world.num_nodes == len(set(names)) > 1
-    assert world.local_size == names.count(names[world.rank])
-    assert world.local_rank == names[: world.rank].count(names[world.rank])
+    assert (world.local_size, world.local_rank) == (names.count(own), names[: world.rank].count(own))
     assert world.default_group.backend.path == "nodes"
     for name in sorted(set(names)):
         group = world.new_group([rank for rank in range(world.size) if names[rank] == name])

@@ -22,15 +22,13 @@ WIDTH, LAYERS, BATCH = 768, 12, 300
 def median_seconds(variants: dict[str, Callable[[], object]], blocks: int) -> dict[str, float]:
     """Let the variants take turns; the first turn warms up."""
     taken: dict[str, list[float]] = {name: [] for name in variants}
-    for block in range(blocks + 1):
-        for name, call in variants.items():
-            ax.barrier()
-            begun = time.perf_counter()
-            call()
-            ax.barrier()
-            if block:
-                taken[name].append(time.perf_counter() - begun)
-    return {name: statistics.median(values) for name, values in taken.items()}
+    for name, call in [*variants.items()] * (blocks + 1):
+        ax.barrier()
+        begun = time.perf_counter()
+        call()
+        ax.barrier()
+        taken[name].append(time.perf_counter() - begun)
+    return {name: statistics.median(values[1:]) for name, values in taken.items()}
 
 
 def model() -> nn.Module:

@@ -36,8 +36,7 @@ TIMES = ("seconds", "tokens_per_second", "communication")
 def run(ranks: int, *arguments: object) -> None:
     """Run a job that has to succeed."""
     with start_ranks(ranks, *arguments) as job:
-        code = job.wait(limit(SECONDS))
-        assert code == 0, job.output
+        assert job.wait(limit(SECONDS)) == 0, job.output
 
 
 def lines_in(file: Path) -> int:
@@ -91,23 +90,31 @@ def json_lines(file: Path) -> list:
 
 
 def measured(folder: Path) -> list[dict]:
-    lines = json_lines(folder / "metrics.jsonl")
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+    return [
+        {name: value for name, value in line.items() if name not in TIMES}
+        for line in json_lines(folder / "metrics.jsonl")
+    ]
 
 
 def final(folder: Path) -> list[bytes]:
-    path = folder / "checkpoints" / "latest"
-    files = [path / name for name in ("model.safetensors", "optimizer.safetensors")]
-    return [file.read_bytes() for file in [*files, folder / "sample.txt"]]
+    latest = folder / "checkpoints" / "latest"
+    files = latest / "model.safetensors", latest / "optimizer.safetensors", folder / "sample.txt"
+    return [file.read_bytes() for file in files]
 
 
 def check_trainer(root: Path, preemptions: int, draw: random.Random) -> bool:
     settings = [*TRAIN, "--fsdp=full", f"--steps={20 * preemptions}", "--checkpoint-every=7"]
     whole, parted = root / "whole", root / "parted"
     run(2, *settings, f"--out={whole}")
-    arguments = [*settings, "--resume=auto", f"--out={parted}"]
     begun = time.monotonic()
-    ways = finish([2], arguments, parted / "metrics.jsonl", preemptions, draw, kills=True)
+    ways = finish(
+        [2],
+        [*settings, "--resume=auto", f"--out={parted}"],
+        parted / "metrics.jsonl",
+        preemptions,
+        draw,
+        kills=True,
+    )
     same = measured(parted) == measured(whole) and final(parted) == final(whole)
     left = sorted(path.name for path in (parted / "checkpoints").iterdir())
     print(f"trainer: {ways} in {time.monotonic() - begun:.0f} s")
@@ -128,15 +135,14 @@ def check_own_loop(root: Path, preemptions: int, draw: random.Random) -> bool:
     steps = [step for _, step, *_ in parted] == [step for _, step, *_ in whole]
     apart = max(abs(one[-1] - other[-1]) for one, other in zip(whole, parted, strict=True)) if steps else None
     print(f"own loop on 1, 2, 4 ranks in turn: {ways}")
-    print(f"  {len(seen)} samples {'once each' if once else 'LOST OR REPEATED'}, ", end="")
-    print(f"losses at most {apart} apart", flush=True)
+    how = "once each" if once else "LOST OR REPEATED"
+    print(f"  {len(seen)} samples {how}, losses at most {apart} apart", flush=True)
     return once and apart is not None and apart < 1e-4  # other ranks round otherwise
 
 
 def main() -> int:
-    parser = command_parser(__doc__)
-    parser.add_argument("--number", type=int, default=50, help="preemptions of each run (default: 50)")
-    options = parse_with_seed(parser)
+    number = {"type": int, "default": 50, "help": "preemptions of each run (default: 50)"}
+    options = parse_with_seed(command_parser(__doc__, {"--number": number}))
     draw = random.Random(options.seed)
     with tempfile.TemporaryDirectory(prefix="axonmpi-preemption-") as folder:
         root = Path(folder)

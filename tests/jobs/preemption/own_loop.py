@@ -35,8 +35,7 @@ def main(root: Path) -> int:
                 loss.backward()
                 optimizer.step()
                 step += 1
-                total = torch.stack([loss.detach() / world.size, torch.tensor(guard.vote())])
-                ax.all_reduce(total)
+                ax.all_reduce(total := torch.stack([loss.detach() / world.size, torch.tensor(guard.vote())]))
                 samples = ax.all_gather(ids).tolist()
                 if world.rank == 0:
                     print(json.dumps([epoch, step, samples, total[0].item()]), file=log)

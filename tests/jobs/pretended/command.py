@@ -33,6 +33,12 @@ ELEMENTS = 1 << 18
 SETUPS = 3
 MEGABYTES, GROUP_MEGABYTES = 100.0, 2.0
 """What setting up may take, and what may be kept for a group."""
+OPTIONS = {
+    "--ranks": {"type": int, "default": 16384, "help": "claimed ranks (default: 16384)"},
+    "--calls": {"type": int, "default": 200, "help": "calls of each kind (default: 200)"},
+    "--seconds": {"type": float, "default": 2.0, "help": "limit of setting up a world, and a mesh"},
+    "--ratio": {"type": float, "default": 1.5, "help": "limit of a call's time to that at 64 ranks"},
+}
 
 Call = Callable[[], object]
 
@@ -165,8 +171,10 @@ def measured(ranks: int, count: int, seconds: float, ratio: float) -> list[Row]:
     ]
     (*few, few_kept), (*many, kept) = map(memory, both)
     for what, small, large in zip(("init_process_group", "mesh of 3 axes"), few, many, strict=True):
-        rows.append(Row(f"{what}, at most", "MB", small.peak / 1e6, large.peak / 1e6, MEGABYTES))
-        rows.append(Row(f"{what}, kept", "MB", small.kept / 1e6, large.kept / 1e6, MEGABYTES))
+        rows += [
+            Row(f"{what}, at most", "MB", small.peak / 1e6, large.peak / 1e6, MEGABYTES),
+            Row(f"{what}, kept", "MB", small.kept / 1e6, large.kept / 1e6, MEGABYTES),
+        ]
     rows.append(Row("a group of all ranks, kept", "MB", few_kept.kept / 1e6, kept.kept / 1e6, GROUP_MEGABYTES))
     worlds = []
     for size in both:
@@ -178,12 +186,7 @@ def measured(ranks: int, count: int, seconds: float, ratio: float) -> list[Row]:
 
 
 def main() -> int:
-    parser = command_parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=16384, help="claimed ranks (default: 16384)")
-    parser.add_argument("--calls", type=int, default=200, help="calls of each kind (default: 200)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="limit of setting up a world, and a mesh")
-    parser.add_argument("--ratio", type=float, default=1.5, help="limit of a call's time to that at 64 ranks")
-    options = parser.parse_args()
+    options = command_parser(__doc__, OPTIONS).parse_args()
     run_on_ranks(HERE)
     rows = measured(options.ranks, options.calls, options.seconds, options.ratio)
     comm = start_mpi().COMM_WORLD

@@ -4,18 +4,17 @@ import subprocess
 import sys
 
 from helpers import TESTS
+from helpers.compare import assert_said
 from helpers.limits import limit
 
 from axonmpi.launch.variables import without_launcher_variables
 
 
 def test_a_world_of_many_ranks_is_set_up_and_calls_all_that_is_measured() -> None:
-    command = [sys.executable, str(TESTS / "jobs/run"), "pretended", "--ranks=512", "--calls=5"]
-    command += ["--ratio=1000", "--seconds=1000"]  # how long that takes says nothing here
+    unlimited = ("--ratio=1000", "--seconds=1000")  # how long that takes says nothing here
+    command = [sys.executable, str(TESTS / "jobs/run"), "pretended", "--ranks=512", "--calls=5", *unlimited]
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=limit(60), env=without_launcher_variables(), check=False
     )
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stderr == ""
-    assert "512 ranks" in result.stdout
-    assert "reduce_scatter_into" in result.stdout
+    assert (result.returncode, result.stderr) == (0, ""), result.stdout + result.stderr
+    assert_said(result.stdout, "512 ranks", "reduce_scatter_into")

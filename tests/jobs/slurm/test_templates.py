@@ -51,7 +51,7 @@ class Site:
     folder: Path
     variables: dict[str, str] = field(default_factory=dict)
 
-    def add(self, name: str, text: str = PROGRAM) -> None:
+    def add(self, name: str, text: str) -> None:
         program = self.folder / name
         program.write_text(text)
         program.chmod(0o755)
@@ -74,11 +74,13 @@ class Site:
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
     made = Site(tmp_path)
-    for name in ("axonmpi", "apptainer", "scontrol"):
-        made.add(name)
-    made.add("srun", '#!/bin/sh\n[ "$*" = --mpi=list ] && exec echo "$OFFERED" >&2\n' + PROGRAM)
-    made.add("python", '#!/bin/sh\necho "$VENDOR"\n')
-    made.add("mpirun", RANKS.format(python=sys.executable))
+    for name, program in {
+        **dict.fromkeys(("axonmpi", "apptainer", "scontrol"), PROGRAM),
+        "srun": '#!/bin/sh\n[ "$*" = --mpi=list ] && exec echo "$OFFERED" >&2\n' + PROGRAM,
+        "python": '#!/bin/sh\necho "$VENDOR"\n',
+        "mpirun": RANKS.format(python=sys.executable),
+    }.items():
+        made.add(name, program)
     made.variables = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "17",
@@ -124,8 +126,7 @@ def test_runs_do_not_share_a_folder(template, site):
 def test_a_job_whose_ranks_fail_ends_with_their_code(template, site):
     site.add("srun", '#!/bin/sh\nexit "$CODE"\n')
     code, output = site.run(template, CODE="5", SRUN_MPI="pmi2")
-    assert code == 5, output
-    assert "called: scontrol" not in output
+    assert (code, "called: scontrol" in output) == (5, False), output
 
 
 # ---- going back into the queue --------------------------------------------------------------------------------
@@ -138,8 +139,7 @@ def own_requeue(template: Path) -> str:
 @requeued
 def test_ranks_that_stopped_in_time_are_requeued(template, site):
     code, output = site.run(template, CODE="85")
-    assert code == 85
-    assert output.endswith(own_requeue(template))
+    assert (code, output.endswith(own_requeue(template))) == (85, True), output
 
 
 @requeued
@@ -152,8 +152,7 @@ def test_the_signal_reaches_the_ranks(template, site, ranks, comes_back):
             assert job.poll() is None
         job.send_signal(signal.SIGUSR1)
         output, _ = job.communicate(timeout=limit(SECONDS))
-    assert job.returncode == ranks
-    assert (output == own_requeue(template)) == comes_back, output
+    assert (job.returncode, output == own_requeue(template)) == (ranks, comes_back), output
 
 
 # ---- several_nodes.sh: the protocol of srun -------------------------------------------------------------------
@@ -170,8 +169,7 @@ def test_the_signal_reaches_the_ranks(template, site, ranks, comes_back):
 )
 def test_srun_speaks_the_protocol_of_the_library(site, vendor, offered, expected):
     code, output = site.run(REPOSITORY / "slurm/several_nodes.sh", VENDOR=vendor, OFFERED=offered)
-    assert code == 0, output
-    assert f"called: srun --mpi={expected} " in output
+    assert (code, f"called: srun --mpi={expected} " in output) == (0, True), output
 
 
 def test_the_user_can_choose_the_protocol(site):
@@ -182,9 +180,8 @@ def test_the_user_can_choose_the_protocol(site):
 @pytest.mark.parametrize(("vendor", "spoken", "offered"), [("Open MPI", "pmix", "pmi2"), ("MPICH", "pmi2", "pmix")])
 def test_no_protocol_in_common_is_said(site, vendor, spoken, offered):
     code, output = site.run(REPOSITORY / "slurm/several_nodes.sh", VENDOR=vendor, OFFERED=f"none {offered}")
-    assert code == 1
-    assert f"{vendor} speaks {spoken}, and srun offers none of these" in output
-    assert "called:" not in output
+    said = f"{vendor} speaks {spoken}, and srun offers none of these"
+    assert (code, said in output, "called:" in output) == (1, True, False), output
 
 
 # ---- the page -------------------------------------------------------------------------------------------------

@@ -21,8 +21,7 @@ def lines_of(folder: Path, name: str) -> list[dict[str, float]]:
     if not path.exists():
         return []
     complete = path.read_text().rpartition("\n")[0].splitlines()  # the last one may be being written
-    lines = [json.loads(line) for line in complete]
-    return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
+    return [{key: value for key, value in json.loads(line).items() if key not in MEASURED} for line in complete]
 
 
 def wait_for_steps(job: Job, folder: Path, name: str, steps: int = 5) -> None:
@@ -46,10 +45,8 @@ def test_a_job_that_a_more_urgent_one_displaces_goes_on_to_the_bit(tidy, uninter
     wait_for_steps(job, tmp_path, name)
     urgent = tidy.submit("--partition=urgent", "--nodes=2", "--exclusive", "--wrap=true", folder=tmp_path)
     job.start_again()
-    assert urgent.end() == "COMPLETED 0:0"
-    assert job.shown()["Restarts"] == "1"
-    made = len(lines_of(tmp_path, name))
-    assert 5 < made < STEPS
+    assert (urgent.end(), job.shown()["Restarts"]) == ("COMPLETED 0:0", "1")
+    assert 5 < len(lines_of(tmp_path, name)) < STEPS
     assert job.end() == "COMPLETED 0:0", job.output
     assert lines_of(tmp_path, name) == uninterrupted
     assert "going on after step" in job.output

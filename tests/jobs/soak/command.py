@@ -152,15 +152,8 @@ def fully_sharded(world: ax.World, number: int) -> None:
 
 def pipelined(world: ax.World, number: int) -> None:
     """A pipeline with mailboxes between its stages."""
-    schedule = list(ax.PipelineSchedule)[number % 2]
-    pipeline = ax.Pipeline.from_modules(
-        [layer() for _ in range(world.size)], schedule=schedule, num_microbatches=2, loss_fn=F.mse_loss
-    )
-    optimizer = torch.optim.AdamW(pipeline.parameters())
-    for _ in range(2):
-        pipeline.train_step(batch(), batch())
-        optimizer.step()
-        optimizer.zero_grad()
+    schedule, layers = list(ax.PipelineSchedule)[number % 2], [layer() for _ in range(world.size)]
+    trained(ax.Pipeline.from_modules(layers, schedule=schedule, num_microbatches=2, loss_fn=F.mse_loss))
 
 
 def divided(world: ax.World, number: int) -> None:
@@ -181,11 +174,14 @@ def batch() -> Tensor:
     return torch.ones(4, WIDTH)
 
 
-def trained(module: nn.Module) -> None:
+def trained(module: nn.Module | ax.Pipeline) -> None:
     """Make two steps."""
     optimizer = torch.optim.AdamW(module.parameters())
     for _ in range(2):
-        F.mse_loss(module(batch()), batch()).backward()
+        if isinstance(module, ax.Pipeline):
+            module.train_step(batch(), batch())
+        else:
+            F.mse_loss(module(batch()), batch()).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -218,9 +214,10 @@ def report(when: str, most: Usage) -> None:
 
 
 if __name__ == "__main__":
-    parser = command_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=300, help="default: 300, at least 60")
-    parser.add_argument("--ranks", type=int, default=2, help="default: 2")
-    options = parser.parse_args()
+    sizes = {
+        "--rounds": {"type": int, "default": 300, "help": "default: 300, at least 60"},
+        "--ranks": {"type": int, "default": 2, "help": "default: 2"},
+    }
+    options = command_parser(__doc__, sizes).parse_args()
     run_on_ranks(options.ranks)
     sys.exit(soak(options.rounds))

@@ -55,28 +55,22 @@ def assert_trained(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 
 @pytest.mark.real_ranks
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("strategy", GradSyncStrategy)
-def test_data_parallel(world, strategy) -> None:
-    """With NO_SYNC the call of `sync_gradients()` alone averages. The ranks begin with weights of their own."""
+@pytest.mark.parametrize(("strategy", "halves"), [*((each, 1) for each in GradSyncStrategy), ("overlapped", 2)])
+def test_data_parallel(world, strategy, halves) -> None:
+    """With NO_SYNC the call of `sync_gradients()` alone averages. The ranks begin with weights of their own.
+
+    A batch may come in two halves, and gradients are then averaged in each backward, as in the guide.
+    """
     ddp = ax.DistributedDataParallel(network(), world.default_group, sync_strategy=strategy)
     with torch.no_grad():
         ddp.module[0].weight += world.rank
     ddp.sync_parameters()
     ddp.train()
     for x, y in steps(sgd(ddp), world.rank, world.size):
-        F.mse_loss(ddp(x), y).backward()
+        for part in zip(x.chunk(halves), y.chunk(halves), strict=True):
+            (F.mse_loss(ddp(part[0]), part[1]) / halves).backward()
         ddp.sync_gradients()
     assert_trained(ddp.state_dict(), trained_alone(network()))
-
-
-@pytest.mark.ranks(2)
-def test_data_parallel_with_accumulated_gradients(world) -> None:
-    """A batch in two halves, and gradients are averaged in each backward, as in the guide."""
-    ddp = ax.DDP(network(), world.default_group)
-    for x, y in steps(sgd(ddp), world.rank, world.size):
-        for half in (0, 1):
-            (F.mse_loss(ddp(x.chunk(2)[half]), y.chunk(2)[half]) / 2).backward()
-    assert_trained(ddp.module.state_dict(), trained_alone(network()))
 
 
 def averaged_one_by_one(gradients: list[Tensor], group: ax.ProcessGroup) -> list[Tensor]:
@@ -227,6 +221,7 @@ def test_fully_sharded(world, strategy, cpu_offload, by_hand) -> None:
     for x, y in steps(sgd(fsdp), world.rank, world.size):
         if by_hand:
             fsdp.gather_parameters()
+            assert [p.shape for p in fsdp.module.parameters()] == [p.shape for p in network(blocks=2).parameters()]
         F.mse_loss(fsdp(x), y).backward()
         if by_hand:
             fsdp.reshard_parameters()

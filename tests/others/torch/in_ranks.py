@@ -32,8 +32,7 @@ TAKEN_FOR_GLOO = "test_accumulate_gradients_no_sync"
 
 def suite(size: int):
     """The class of torch's tests, made for gloo."""
-    folder = tempfile.mkdtemp()
-    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(size), TEMP_DIR=folder)
+    os.environ.update(BACKEND="gloo", WORLD_SIZE=str(size), TEMP_DIR=tempfile.mkdtemp())
     set_rng_seed()  # models are made when it is imported
     from torch.testing._internal.distributed import distributed_test
 
@@ -82,8 +81,7 @@ def run_one(comm, module, tests, name: str, backend: str) -> list[str]:
     comm.Barrier()
     set_rng_seed()
     module.BACKEND = "gloo" if name.startswith(TAKEN_FOR_GLOO) else backend
-    own = outcome_of(test, name)
-    outcomes = comm.allgather(own)
+    outcomes = comm.allgather(outcome_of(test, name))
     if not any(outcome not in ("", "skip") for outcome in outcomes) and dist.is_initialized():
         dist.destroy_process_group()
     return outcomes
@@ -95,8 +93,7 @@ def main() -> None:
     module, tests = suite(comm.size)
     if names == ["--list"]:
         if comm.rank == 0:
-            found = unittest.TestLoader().getTestCaseNames(tests)
-            Path(report).write_text(json.dumps(found))
+            Path(report).write_text(json.dumps(unittest.TestLoader().getTestCaseNames(tests)))
         return
     control = comm.Dup()
     for name in names:

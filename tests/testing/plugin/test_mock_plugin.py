@@ -22,20 +22,106 @@ def run(pytester, monkeypatch):
     return run
 
 
-def test_a_marked_test_runs_once_for_each_count_that_is_chosen(run):
-    result = run(
-        """
+COUNTS = """
     @pytest.mark.ranks(1, 2, 3)
     def test_size(world):
         assert ax.all_gather_object(world.rank) == list(range(world.size))
-    """,
-        "-v",
-        *("-k", "not 2ranks"),
-    )
-    result.assert_outcomes(passed=2, deselected=1)
-    result.stdout.fnmatch_lines(
-        ["*mock ranks (threads)*", "*test_size?1rank? PASSED*", "*test_size?3ranks? PASSED*"]
-    )
+"""
+HANGS = """
+    import torch
+
+    def wait_in_vain(world):
+        world.default_group.barrier()
+
+    @pytest.mark.ranks(3)
+    @pytest.mark.rank_timeout(0.3)
+    def test_it(world):
+        if world.rank == 1:
+            world.default_group.recv(torch.ones(1), 0)
+        wait_in_vain(world)
+
+    def test_next():
+        pass
+"""
+SKIPS = """
+    @pytest.mark.ranks(2)
+    def test_skipped_on_some(world):
+        if world.rank == 1:
+            pytest.skip("not here")
+
+    @pytest.mark.ranks(2)
+    def test_skipped_on_all(world):
+        pytest.skip("nowhere")
+
+    @pytest.mark.ranks(2)
+    def test_a_skip_is_no_excuse(world):
+        if world.rank == 0:
+            pytest.skip("not here")
+        assert False
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.xfail(strict=True, raises=ValueError)
+    def test_expected(world):
+        if world.rank == 1:
+            raise ValueError
+
+    @pytest.mark.ranks(2)
+    @pytest.mark.xfail(strict=True)
+    def test_unexpected_pass(world):
+        pass
+
+    @pytest.mark.ranks(2)
+    def test_by_call(world):
+        if world.rank == 0:
+            pytest.xfail("known")
+
+    @pytest.mark.ranks(2)
+    def test_an_expected_failure_is_no_excuse(world):
+        if world.rank == 0:
+            pytest.xfail("known")
+        raise ValueError("not known")
+"""
+FIXTURES = """
+    @pytest.fixture
+    def shared():
+        return [2]
+
+    @pytest.fixture
+    def own(world):
+        return world.rank
+
+    @pytest.mark.ranks(2)
+    def test_both(world, shared, own):
+        shared.append(own)
+        world.default_group.barrier()
+        assert sorted(shared) == [0, 1, 2]
+"""
+SESSIONS = {
+    "a marked test runs once for each count that is chosen": (
+        (COUNTS, "-v", "-k", "not 2ranks"),
+        {"passed": 2, "deselected": 1},
+        ["*mock ranks (threads)*", "*test_size?1rank? PASSED*", "*test_size?3ranks? PASSED*"],
+    ),
+    "a test that hangs fails with all stacks and the run goes on": (
+        (HANGS,),
+        {"failed": 1, "passed": 1},
+        ["ranks 0, 1, 2 of 3 mock ranks did not end within 0.3 s", "*stack of ranks 0, 2*", "*in wait_in_vain"],
+    ),
+    "skips and expected failures": (
+        (SKIPS, "-rs"),
+        {"passed": 1, "skipped": 1, "failed": 3, "xfailed": 2},
+        ["rank 1: ValueError: not known", "SKIPPED ?1? *nowhere"],
+    ),
+    "fixtures are shared unless they need a rank": ((FIXTURES,), {"passed": 1}, []),
+    "without xdist the plugin is as always": (("def test_it(): pass", "-p", "no:xdist"), {"passed": 1}, []),
+}
+
+
+@pytest.mark.parametrize(("session", "outcomes", "lines"), SESSIONS.values(), ids=SESSIONS)
+def test_sessions(run, session, outcomes, lines):
+    result = run(*session)
+    result.assert_outcomes(**outcomes)
+    result.stdout.fnmatch_lines(lines)
 
 
 def test_failures(run):
@@ -82,29 +168,6 @@ def test_failures(run):
     result.stdout.no_fnmatch_line("rank 0: assert*")
 
 
-def test_a_test_that_hangs_fails_with_all_stacks_and_the_run_goes_on(run):
-    result = run("""
-    import torch
-
-    def wait_in_vain(world):
-        world.default_group.barrier()
-
-    @pytest.mark.ranks(3)
-    @pytest.mark.rank_timeout(0.3)
-    def test_it(world):
-        if world.rank == 1:
-            world.default_group.recv(torch.ones(1), 0)
-        wait_in_vain(world)
-
-    def test_next():
-        pass
-    """)
-    result.assert_outcomes(failed=1, passed=1)
-    result.stdout.fnmatch_lines(
-        ["ranks 0, 1, 2 of 3 mock ranks did not end within 0.3 s", "*stack of ranks 0, 2*", "*in wait_in_vain"]
-    )
-
-
 def test_a_failure_is_shown_with_the_time_out_that_it_led_to(run, monkeypatch):
     monkeypatch.setattr(mock_ranks, "_RELEASE_SECONDS", 0.0)  # nothing can release rank 0
     result = run(
@@ -129,74 +192,9 @@ def test_a_failure_is_shown_with_the_time_out_that_it_led_to(run, monkeypatch):
     )
 
 
-def test_skips_and_expected_failures(run):
-    result = run(
-        """
-    @pytest.mark.ranks(2)
-    def test_skipped_on_some(world):
-        if world.rank == 1:
-            pytest.skip("not here")
-
-    @pytest.mark.ranks(2)
-    def test_skipped_on_all(world):
-        pytest.skip("nowhere")
-
-    @pytest.mark.ranks(2)
-    def test_a_skip_is_no_excuse(world):
-        if world.rank == 0:
-            pytest.skip("not here")
-        assert False
-
-    @pytest.mark.ranks(2)
-    @pytest.mark.xfail(strict=True, raises=ValueError)
-    def test_expected(world):
-        if world.rank == 1:
-            raise ValueError
-
-    @pytest.mark.ranks(2)
-    @pytest.mark.xfail(strict=True)
-    def test_unexpected_pass(world):
-        pass
-
-    @pytest.mark.ranks(2)
-    def test_by_call(world):
-        if world.rank == 0:
-            pytest.xfail("known")
-
-    @pytest.mark.ranks(2)
-    def test_an_expected_failure_is_no_excuse(world):
-        if world.rank == 0:
-            pytest.xfail("known")
-        raise ValueError("not known")
-    """,
-        "-rs",
-    )
-    result.assert_outcomes(passed=1, skipped=1, failed=3, xfailed=2)
-    result.stdout.fnmatch_lines(["rank 1: ValueError: not known", "SKIPPED ?1? *nowhere"])
-
-
-def test_fixtures_are_shared_unless_they_need_a_rank(run):
-    result = run("""
-    @pytest.fixture
-    def shared():
-        return [2]
-
-    @pytest.fixture
-    def own(world):
-        return world.rank
-
-    @pytest.mark.ranks(2)
-    def test_both(world, shared, own):
-        shared.append(own)
-        world.default_group.barrier()
-        assert sorted(shared) == [0, 1, 2]
-    """)
-    result.assert_outcomes(passed=1)
-
-
 @pytest.mark.parametrize(("marker", "argument"), [("ranks(2)", ""), ("mpi", ""), ("xfail", "world, ")])
 def test_examples_of_hypothesis_on_ranks_are_refused(run, marker, argument):
-    source = f"""
+    result = run(f"""
     from hypothesis import given, strategies as st
 
     class Test:
@@ -204,8 +202,7 @@ def test_examples_of_hypothesis_on_ranks_are_refused(run, marker, argument):
         @given(number=st.integers())
         def test_it(self, {argument}number):
             pass
-    """
-    result = run(source)
+    """)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*test_it*got a hypothesis test on ranks*Draw from a generator*"])
 
@@ -241,25 +238,11 @@ def test_markers_of_pytest_mpi(run, plugins):
     run(MPI_MARKERS, "--strict-markers", *plugins).assert_outcomes(passed=2, skipped=1)
 
 
-@pytest.mark.parametrize(
-    ("marker", "said"),
-    [
-        ("ranks()", "got ranks()"),
-        ("ranks(0)", "got ranks(0)"),
-        ("ranks(2, 2)", "got ranks(2, 2)"),
-        ("ranks('2')", "got ranks('2')"),
-        ("ranks(n=2)", "got ranks(n=2)"),
-    ],
-)
-def test_wrong_markers_are_refused(run, marker, said):
-    result = run(f"""
-    @pytest.mark.{marker}
-    def test_it(world):
-        pass
-    """)
+@pytest.mark.parametrize("marker", ["ranks()", "ranks(0)", "ranks(2, 2)", "ranks('2')", "ranks(n=2)"])
+def test_wrong_markers_are_refused(run, marker):
+    result = run(f"@pytest.mark.{marker}\ndef test_it(world): pass")
     result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*test_it: ranks: expected different numbers of ranks*"])
-    assert said in str(result.stdout)
+    result.stdout.fnmatch_lines([f"*test_it: ranks: expected different numbers of ranks*, got {marker}*"])
 
 
 @pytest.mark.parametrize(
@@ -295,7 +278,3 @@ def test_under_mpirun_n_auto_starts_no_workers_and_a_number_is_refused(request, 
     result = run("def test_it(): pass", "-n", "2")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*xdist's -n and mpirun cannot be combined*-n auto starts none*"])
-
-
-def test_without_xdist_the_plugin_is_as_always(run):
-    run("def test_it(): pass", "-p", "no:xdist").assert_outcomes(passed=1)

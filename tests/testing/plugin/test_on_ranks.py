@@ -18,8 +18,7 @@ def test_the_world_has_exactly_the_ranks_of_the_marker(world, group, rank_count)
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("factor", [3, 5])
 def test_a_test_with_other_parameters_need_not_ask_for_its_world(factor):
-    tensor = torch.tensor([factor * ax.get_rank()])
-    ax.all_reduce(tensor)
+    ax.all_reduce(tensor := torch.tensor([factor * ax.get_rank()]))
     assert tensor.item() == factor * (ax.get_world_size() - 1)
 
 

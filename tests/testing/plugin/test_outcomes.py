@@ -54,10 +54,9 @@ OTHER = RankOutcome("failed", "bang", "a.py:2: bang", "the whole of bang")
 def test_each_different_failure_appears_once_with_its_ranks():
     report = _report("passed")
     apply_verdict(report, merge_outcomes({0: PASSED, 1: FAILED, 2: OTHER, 3: FAILED}), 0)
-    assert report.outcome == "failed"
+    assert (report.outcome, report.longrepr.reprcrash.message) == ("failed", "ranks 1, 3: boom; rank 2: bang")
     assert report.longreprtext.startswith("ranks 1, 3: boom\nrank 2: bang\n")
     assert [report.longreprtext.count(f"the whole of {each}") for each in ("boom", "bang")] == [1, 1]
-    assert report.longrepr.reprcrash.message == "ranks 1, 3: boom; rank 2: bang"
 
 
 def test_failures_that_differ_in_an_address_only_are_the_same():
@@ -130,6 +129,5 @@ def test_texts_of_ranks():
 )
 def test_different_collections_say_where_they_differ(other, said):
     stop = merge_collected({0: ["a", "b"], 1: other})
-    assert stop.exit_code == 4
-    assert merge_collected({0: other, 1: other}) is None
+    assert (stop.exit_code, merge_collected({0: other, 1: other})) == (4, None)
     assert stop.reason.endswith(f"The first difference is\n  {said}")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from helpers import REPOSITORY
+from helpers.compare import assert_said
 from helpers.limits import limit
 
 from axonmpi.testing import LaunchResult, launch
@@ -85,24 +86,21 @@ def test_a_session_that_passes(tmp_path):
     page = (REPOSITORY / "docs/testing.md").read_text()
     for name, source in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.S):
         (tmp_path / name).write_text(source)
-    ini = "addopts = -n auto --dist loadfile"
     options = ("test_sum.py", "test_random.py", "--seed=7", "-v", "-rs", "--junitxml=results.xml")
-    result = mpirun_pytest(tmp_path, PASSING, *options, ini=ini)
-    assert result.returncode == 0, result.stdout + result.stderr
-    for said in (
+    result = mpirun_pytest(tmp_path, PASSING, *options, ini="addopts = -n auto --dist loadfile")
+    assert (result.returncode, result.leftover) == (0, ()), result.stdout + result.stderr
+    assert_said(
+        result.stdout,
         "= 12 passed, 3 skipped, 1 deselected, 1 xfailed",
         "axonmpi: 2 ranks under MPI; all ranks run tests without a rank marker",
         "axonmpi: tests for more than 2 ranks were left out: 1",
         "rank 0: Skipped: nowhere, not on 0; rank 1: Skipped: nowhere, not on 1",
-    ):
-        assert said in result.stdout
-    for said in ("test session starts", "test_on_all PASSED", "UserWarning: seen by all"):
-        assert result.stdout.count(said) == 1
+    )
+    assert_said(result.stdout, "test session starts", "test_on_all PASSED", "UserWarning: seen by all", times=1)
     assert sorted(re.findall(r"said by \d", result.stderr)) == ["said by 0", "said by 1"]
     assert re.search(
         r"warnings on other ranks only =+\n---- rank 1 ----\n.*UserWarning: seen by one", result.stdout
     )
-    assert result.leftover == ()
 
 
 FAILING = """
@@ -157,27 +155,24 @@ def test_after_all_that(world):
 def test_a_session_that_fails(tmp_path):
     result = mpirun_pytest(tmp_path, FAILING)
     out = result.stdout
-    assert result.returncode == 1, out + result.stderr
+    assert (result.returncode, result.leftover) == (1, ()), out + result.stderr
     assert re.search(r"= 4 failed, 2 passed, .*2 errors in", out)
-    for said in (
+    assert_said(
+        out,
         "\nrank 0: assert 2 == 99\nrank 1: ValueError: one\n",
         "rank 1: SystemExit: 3",
         "rank 1: AssertionError: in setup",
         "rank 1: AssertionError: in teardown",
-    ):
-        assert said in out
-    for said in (
+    )
+    once = (
         "E       assert 2 == 99",
         '>           raise ValueError("one")',
         "E       AssertionError: on the only rank",
-    ):
-        assert out.count(said) == 1
+    )
+    assert_said(out, *once, "short test summary info", times=1)
     for rank in range(2):
         assert re.search(rf"Captured stdout call \(rank {rank}\) -+\nsaid by {rank}\n", out)
-    assert "must not run" not in out
-    assert out.count("short test summary info") == 1
-    assert "ends the job" not in result.stderr
-    assert result.leftover == ()
+    assert_said(out + result.stderr, "must not run", "ends the job", times=0)
 
 
 STUCK = """
@@ -207,7 +202,8 @@ def test_a_rank_that_does_not_end_a_test_ends_the_job_and_all_is_printed(tmp_pat
     result = mpirun_pytest(tmp_path, STUCK, ini=f"axonmpi_{setting} = 1")
     out, err = result.stdout, result.stderr
     assert (result.returncode, result.timed_out, result.leftover) == (1, False, ()), out + err
-    for printed in (
+    assert_said(
+        err,
         said,
         "---- failure of rank 1 ----\n",
         "E           ValueError: the cause",
@@ -215,8 +211,8 @@ def test_a_rank_that_does_not_end_a_test_ends_the_job_and_all_is_printed(tmp_pat
         "---- output of rank 0 ----\nsaid by 0\n",
         "---- Captured stdout call ----\nsaid by 1\n",
         "---- stack of rank 1 ----\n(in the test runner)\n",
-    ):
-        assert err.count(printed) == 1, err
+        times=1,
+    )
     assert re.search(r"---- stack of rank 0 ----\nThread .*\n.* in go_round_and_round\n.* in test_stuck\n", err)
 
 
