@@ -30,8 +30,10 @@ _WATCHDOG = "observe/watchdog.py"
 """In the stacks of threads that say nothing about the program."""
 _QUESTION, _WAKING = b"?", b"!"
 ANSWER_SECONDS = 2.0
+_END = b"\0"
+"""What a watchdog writes after the stacks; the signal's handler cannot."""
 _SETTLE_SECONDS = 0.05
-"""How long a file that has grown must not grow any more."""
+"""How long what the handler writes must not grow any more."""
 
 
 class HasFileno(Protocol):
@@ -77,6 +79,7 @@ class Questions:
     def answer(self) -> None:
         """Write the stacks down; local."""
         faulthandler.dump_traceback(self._answers, all_threads=True)
+        os.write(self._answers, _END)
 
 
 def stacks_of(
@@ -107,12 +110,13 @@ def stacks_of(
     def silent() -> list[RankPage]:
         return [page for page, before in asked.items() if _size(page) == before]
 
-    if not wait_until(lambda: not silent(), Backoff(0, 0.01), limit):
-        for page in silent():
-            _ask_by_signal(page)
-        wait_until(lambda: not silent(), Backoff(0, 0.01), limit)
+    wait_until(lambda: not silent(), Backoff(0, 0.01), limit)
+    by_signal = silent()
+    for page in by_signal:
+        _ask_by_signal(page)
+    wait_until(lambda: not silent(), Backoff(0, 0.01), limit)
     for page, before in asked.items():
-        stacks[page.rank] = _written(page, before) or "(no stack: no answer)"
+        stacks[page.rank] = _written(page, before, settles=page in by_signal) or "(no stack: no answer)"
     return dict(sorted(stacks.items()))
 
 
@@ -131,22 +135,26 @@ def _ask_by_signal(page: RankPage) -> None:
             os.kill(page.pid, page.stacks_by)
 
 
-def _written(page: RankPage, before: int) -> str:
-    """Return what a rank has written, once it writes no more."""
+def _written(page: RankPage, before: int, *, settles: bool) -> str:
+    """Return what a rank has written, once it is whole, or writes no more where nothing else tells."""
     seen = [before]
 
-    def settled() -> bool:
+    def is_whole() -> bool:
         seen.append(_size(page))
-        return seen[-1] == seen[-2]
+        return seen[-1] == seen[-2] if settles else _answer(page, before).endswith(_END)
 
-    wait_until(settled, Backoff(0, _SETTLE_SECONDS), ANSWER_SECONDS)
+    wait_until(is_whole, Backoff(0, _SETTLE_SECONDS), ANSWER_SECONDS)
+    threads = _answer(page, before).replace(_END, b"").decode(errors="replace").split("\n\n")
+    return "\n\n".join(thread.strip() for thread in threads if _WATCHDOG not in thread).strip()
+
+
+def _answer(page: RankPage, before: int) -> bytes:
     try:
         with _answers_of(page.path).open("rb") as file:
             file.seek(before)
-            threads = file.read().decode(errors="replace").split("\n\n")
+            return file.read()
     except OSError:
-        return ""
-    return "\n\n".join(thread.strip() for thread in threads if _WATCHDOG not in thread).strip()
+        return b""
 
 
 def _size(page: RankPage) -> int:

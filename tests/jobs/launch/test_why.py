@@ -45,7 +45,7 @@ def test_a_rank_that_never_comes(tmp_path, capsys, caplog, monkeypatch):
         assert wait_for(lambda: mark.exists() or not job.is_running, limit(30)), job.output
         pages = pages_with(job.ranks())
         name, culprit = pages[0].job, pages[1].pid
-        assert wait_for(lambda: pages[0].current() and pages[2].current(), limit(30))
+        assert wait_for(lambda: examine(pages, stacks=False).diagnosis.behind == (1,), limit(30))
 
         code, said = why(capsys, name)
         waiting = (
