@@ -143,7 +143,8 @@ def _through_shared_memory(means: _Means, node: Any, timeout: float | None) -> C
     fence = None if platform.machine() in STRONGLY_ORDERED else Fence(mpi, node)
     processes, names = zip(*node.allgather((os.getpid(), comm.rank)), strict=True)
     sync = fence.sync if fence else None
-    # Nobody sends on this communicator. Asked for the own rank, MPICH would not look at what goes to others.
+    # Probing a peer makes MPI progress; MPICH makes none when a rank probes itself. This communicator carries no
+    # messages, so the probe never finds one.
     progress = functools.partial(node.Iprobe, (node.rank + 1) % node.size)
     barrier = NodeBarrier(control, sync, list(processes), list(names), timeout, progress)
     release: list[Callable[[], None]] = [node.Free] if fence is None else [fence.free, node.Free]

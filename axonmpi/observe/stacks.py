@@ -31,9 +31,9 @@ _WATCHDOG = "observe/watchdog.py"
 _QUESTION, _WAKING = b"?", b"!"
 ANSWER_SECONDS = 2.0
 _END = b"\0"
-"""What a watchdog writes after the stacks; the signal's handler cannot."""
+"""Marks the end of a watchdog's answer. The signal handler cannot write it."""
 _SETTLE_SECONDS = 0.05
-"""How long what the handler writes must not grow any more."""
+"""A signal handler's answer counts as complete when it has not grown for this long."""
 
 
 class HasFileno(Protocol):
@@ -116,7 +116,7 @@ def stacks_of(
         _ask_by_signal(page)
     wait_until(lambda: not silent(), Backoff(0, 0.01), limit)
     for page, before in asked.items():
-        stacks[page.rank] = _written(page, before, settles=page in by_signal) or "(no stack: no answer)"
+        stacks[page.rank] = _complete_answer(page, before, by_signal=page in by_signal) or "(no stack: no answer)"
     return dict(sorted(stacks.items()))
 
 
@@ -135,23 +135,30 @@ def _ask_by_signal(page: RankPage) -> None:
             os.kill(page.pid, page.stacks_by)
 
 
-def _written(page: RankPage, before: int, *, settles: bool) -> str:
-    """Return what a rank has written, once it is whole, or writes no more where nothing else tells."""
-    seen = [before]
+def _complete_answer(page: RankPage, offset: int, *, by_signal: bool) -> str:
+    """Wait until a rank's answer is complete, and return it.
 
-    def is_whole() -> bool:
-        seen.append(_size(page))
-        return seen[-1] == seen[-2] if settles else _answer(page, before).endswith(_END)
+    Args:
+        page: The page of the rank.
+        offset: Size of the answer file, in bytes, before the question.
+        by_signal: Whether the signal handler writes the answer.
+    """
+    sizes = [offset]
 
-    wait_until(is_whole, Backoff(0, _SETTLE_SECONDS), ANSWER_SECONDS)
-    threads = _answer(page, before).replace(_END, b"").decode(errors="replace").split("\n\n")
+    def is_complete() -> bool:
+        sizes.append(_size(page))
+        return sizes[-1] == sizes[-2] if by_signal else _answer(page, offset).endswith(_END)
+
+    wait_until(is_complete, Backoff(0, _SETTLE_SECONDS), ANSWER_SECONDS)
+    threads = _answer(page, offset).replace(_END, b"").decode(errors="replace").split("\n\n")
     return "\n\n".join(thread.strip() for thread in threads if _WATCHDOG not in thread).strip()
 
 
-def _answer(page: RankPage, before: int) -> bytes:
+def _answer(page: RankPage, offset: int) -> bytes:
+    """Read the answer file from an offset; empty if there is no file."""
     try:
         with _answers_of(page.path).open("rb") as file:
-            file.seek(before)
+            file.seek(offset)
             return file.read()
     except OSError:
         return b""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from helpers.limits import limit
@@ -70,6 +71,20 @@ def test_a_rank_whose_threads_end_all_the_time_can_be_asked(rank: RankPage, monk
     monkeypatch.setattr(stacks, "_SETTLE_SECONDS", 0.0)
     for _ in range(100):
         assert "in sleep" in stacks_of([rank], limit=limit(20))[0]
+
+
+def test_an_answer_that_is_written_in_parts_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may be preempted within its answer; each nap of the reader lets it write the next part."""
+    parts = [b"File one\n", b"", b"", b"File two\n\0"]
+
+    def write(*_: object) -> None:
+        with (tmp_path / "page.stacks").open("ab") as file:
+            file.write(parts.pop(0))
+
+    monkeypatch.setattr(stacks, "_ask", write)
+    monkeypatch.setattr(Backoff, "rest", write)
+    page = Mock(rank=3, path=tmp_path / "page", stacks_by=0)
+    assert stacks_of([page]) == {3: "File one\nFile two"}
 
 
 @pytest.mark.parametrize("rank", [hold_the_lock], indirect=True)

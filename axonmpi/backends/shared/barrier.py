@@ -29,7 +29,7 @@ from ..tuning import (
     BARRIER_NAP_SECONDS,
     BARRIER_YIELDS,
     LONGEST_BARRIER_NAP_SECONDS,
-    MESSAGES_PER_NAP,
+    PROGRESS_CALLS_PER_NAP,
 )
 from .segment import Segment
 
@@ -64,13 +64,13 @@ class NodeBarrier:
     """The barrier of one group's ranks on a node.
 
     Args:
-        segment: Shared memory with a page or more for each rank; beyond the first 256 bytes of each rank's it is
-            free for others.
-        sync: A full memory barrier, None where the processor needs none.
-        processes: Process number of each local rank.
-        names: Number of each local rank in the group.
-        timeout: Seconds after which a rank that waits gives up; None never does.
-        progress: Lets MPI go on with the messages that this rank has begun to send.
+        segment: Shared memory with at least one page for each rank. The barrier uses the first 256 bytes of each
+            rank's region.
+        sync: A full memory barrier, or None if the processor needs none.
+        processes: Process ID of each local rank.
+        names: Rank in the group of each local rank.
+        timeout: Seconds after which a waiting rank raises. None waits without limit.
+        progress: A call in which MPI makes progress on pending sends.
 
     Attributes:
         count: How many barriers this rank has passed; the same on all ranks between two barriers.
@@ -144,17 +144,11 @@ class NodeBarrier:
         began = checked = time.monotonic()
         backoff = Backoff(0, BARRIER_NAP_SECONDS, LONGEST_BARRIER_NAP_SECONDS)
         while words[word] < count:
-            self._send_on()
+            # A peer may need a pending message before it arrives. MPICH sends one message for each call.
+            for _ in range(PROGRESS_CALLS_PER_NAP):
+                self._progress()
             backoff.rest()
             checked = self._check(word, peer, count, what, began, checked)
-
-    def _send_on(self) -> None:
-        """Let MPI go on with sending: another rank may wait for a message before it arrives.
-
-        MPICH sends one message of those that wait for room at each call.
-        """
-        for _ in range(MESSAGES_PER_NAP):
-            self._progress()
 
     def _check(self, word: int, peer: int, count: int, what: object, began: float, checked: float) -> float:
         """Raise if the time is up or the other rank is lost; returns when that was looked at last."""
@@ -188,17 +182,19 @@ class NodeBarrier:
     def check_alive(
         self, what: object, peers: Iterable[int] | None = None, *, unless: Callable[[], bool] = lambda: False
     ) -> None:
-        """Raise if the process of another rank of the node has ended; local. Lets MPI go on with sending.
+        """Raise if the process of another rank on this node has ended; local.
+
+        MPI makes progress on pending sends, as in any other wait.
 
         Args:
-            what: What waits.
-            peers: Local ranks to look at; None: all, at most every tenth of a second.
-            unless: Says whether a rank that has ended had come before.
+            what: The waiting operation, for messages.
+            peers: Local ranks to check. None checks all of them, at most every 0.1 s.
+            unless: Returns True if a rank that has ended had reached the barrier.
 
         Raises:
             RankFailedError: A process has ended.
         """
-        self._send_on()
+        self._progress()
         if peers is None:
             now = time.monotonic()
             if now - self._checked < BARRIER_CHECK_SECONDS:
