@@ -96,7 +96,9 @@ def test_a_message_of_another_size_for_a_posted_receive(group) -> None:
 @pytest.mark.not_over_double("a message goes before the collectives called after it")
 @pytest.mark.parametrize("last", ["barrier", "counter"])
 def test_who_waits_elsewhere_goes_on_sending(group, last) -> None:
-    """More messages than an MPI library takes at once: the receiver comes to what is waited for after the last."""
+    """Start more messages than an MPI library takes at once. The receiver arrives after the last one."""
+    if len(group.backend.node_ranks) < group.size:
+        pytest.skip("counters are shared by the ranks of one node")
     count, received = 1000, torch.tensor(-1)
     counters = group.backend.node_counters(2)
     if group.rank == 0:
