@@ -6,7 +6,6 @@ Ranks that share memory (MPI's `COMM_TYPE_SHARED`, not host names) communicate t
 
 from __future__ import annotations
 
-import functools
 import os
 import platform
 from collections.abc import Callable
@@ -143,10 +142,9 @@ def _through_shared_memory(means: _Means, node: Any, timeout: float | None) -> C
     fence = None if platform.machine() in STRONGLY_ORDERED else Fence(mpi, node)
     processes, names = zip(*node.allgather((os.getpid(), comm.rank)), strict=True)
     sync = fence.sync if fence else None
-    # Probing a peer makes MPI progress; MPICH makes none when a rank probes itself. This communicator carries no
-    # messages, so the probe never finds one.
-    progress = functools.partial(node.Iprobe, (node.rank + 1) % node.size)
-    barrier = NodeBarrier(control, sync, list(processes), list(names), timeout, progress)
+    # A probe for any source makes MPICH progress within the node and between nodes; one with a source does so only
+    # towards that rank. This communicator carries no messages, so the probe never finds one.
+    barrier = NodeBarrier(control, sync, list(processes), list(names), timeout, node.Iprobe)
     release: list[Callable[[], None]] = [node.Free] if fence is None else [fence.free, node.Free]
     arena = Arena(node)
     connection: Connection

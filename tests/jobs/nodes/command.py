@@ -12,6 +12,7 @@ its limits hold, and where all tests pass.
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -152,12 +153,15 @@ def medians(rounds: list[dict[str, float]]) -> list[str]:
 
 def tests(options: argparse.Namespace) -> int:
     """Run tests of conformance, nodes and torch.distributed on ranks in several places, until one fails."""
+    seed = str(options.seed)
+    print(f"--seed {seed}", flush=True)
     files = [str(HERE / "on_nodes.py"), str(HERE.parents[1] / "conformance")]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--seed", seed, *options.given, *files]
+    operations = [str(HERE.parents[1] / "interop/every_operation.py"), seed]
     with Nodes(max(len(ranks) for ranks, _ in PLACES)) as nodes:
         for ranks, placement in PLACES:
             print(f"==== {placement}: {', '.join(map(str, ranks))} ranks on the nodes", flush=True)
-            command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *options.given, *files]
-            for each in (command, [str(HERE.parents[1] / "interop/every_operation.py")]):
+            for each in (command, operations):
                 print(nodes.run(ranks, *each, timeout=options.timeout, placement=placement), end="", flush=True)
     return 0
 
@@ -192,6 +196,7 @@ def main() -> int:
     made[steps].add_argument("--nodes", type=int, nargs="+", default=(2, 4), help="default: 2 4")
     made[steps].add_argument("--rounds", type=int, default=3, help="turns of each tree (default: 3)")
     made[steps].add_argument("--blocks", type=int, default=11, help="steps of a turn (default: 11)")
+    made[tests].add_argument("--seed", type=int, default=random.randrange(10**6), help="default: drawn")
     made[tests].usage = "run nodes tests [--timeout S] [--seed N] [options of pytest]"
     made[job].add_argument("--rate", help="bandwidth of each node in each direction, such as 1gbit")
     made[job].add_argument("--ranks", type=numbers, default=(2, 2), help="ranks on each node (default: 2,2)")
