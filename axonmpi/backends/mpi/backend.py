@@ -345,7 +345,10 @@ class MpiBackend(Backend):
             raise ValueError(
                 f"irecv_any: expected fewer than {self.max_message_bytes} bytes, got {tensor.nbytes}; name the rank"
             )
-        return self._irecv(tensor, self._mpi.ANY_SOURCE, tag)
+        flat = flat_elements(tensor)
+        work = self._messages.receive_any_work(as_bytes(flat), tag, lambda: write_back(flat, tensor))
+        work.waiting = functools.partial(self.waiting, "wait for irecv", -1, tag=tag)
+        return work
 
     # ---- memory -------------------------------------------------------------------------------------------
 

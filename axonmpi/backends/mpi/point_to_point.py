@@ -7,16 +7,18 @@ of another size is an error that says both sizes, never a message cut short.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from ...errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorError
 from ...types import Seconds, Work
 from ...utils.arguments import seconds
 from ...utils.waiting import Backoff, wait_until
-from ..buffers import buffer_of
+from ..buffers import buffer_of, empty
 from ..network.agreement import TAG_OF_AGREEMENT
 from ..tuning import HANDSHAKE_YIELDS, POLL_SECONDS
 from ..worker import Waiting, unheard
@@ -43,6 +45,7 @@ class MessagePort:
         comm: The communicator.
         first_tag: What tags are counted from, so that messages of different kinds never meet.
         abandoned: Requests and memory of messages that were under way when their Work was dropped.
+        unmatched: Receives from any rank whose message has not come, in the order of their calls.
     """
 
     def __init__(self, mpi: Any, comm: MPI.Intracomm, first_tag: int) -> None:
@@ -50,11 +53,13 @@ class MessagePort:
         self.comm = comm
         self.first_tag = first_tag
         self.abandoned: list[tuple[list[Any], Tensor]] = []
+        self.unmatched: list[ReceiveFromAny] = []
+        self._matching = threading.Lock()
 
     def send(self, data: Tensor, dst: int, tag: int, limit: int) -> None:
         """Send `data` (bytes) in messages of at most `limit` bytes; returns when it may be changed."""
         for piece in _pieces(data, limit):
-            self.comm.Send(self._spec(piece), dst, self.first_tag + tag)
+            self.comm.Send(self.spec(piece), dst, self.first_tag + tag)
 
     def receive(self, data: Tensor, src: int, tag: int, limit: int) -> None:
         """Receive exactly as many bytes as `data` has."""
@@ -63,7 +68,7 @@ class MessagePort:
             message, sent = self._probe(src, tag)
             if sent != piece.numel():
                 raise _wrong_size(data, src, arrived + self._drop(message, sent, src, tag, limit))
-            message.Recv(self._spec(piece))
+            message.Recv(self.spec(piece))
             arrived += sent
 
     def _probe(self, src: int, tag: int) -> tuple[Any, int]:
@@ -84,11 +89,11 @@ class MessagePort:
 
     def start_send(self, data: Tensor, dst: int, tag: int, limit: int) -> list[Any]:
         """Begin to send `data`; returns MPI requests, which hold on to it."""
-        return [self.comm.Isend(self._spec(piece), dst, self.first_tag + tag) for piece in _pieces(data, limit)]
+        return [self.comm.Isend(self.spec(piece), dst, self.first_tag + tag) for piece in _pieces(data, limit)]
 
     def start_receive(self, data: Tensor, src: int, tag: int, limit: int) -> list[Any]:
         """Begin to receive into `data`; returns MPI requests."""
-        return [self.comm.Irecv(self._spec(piece), src, self.first_tag + tag) for piece in _pieces(data, limit)]
+        return [self.comm.Irecv(self.spec(piece), src, self.first_tag + tag) for piece in _pieces(data, limit)]
 
     def send_work(self, data: Tensor, dst: int, tag: int, limit: int) -> RequestWork:
         """Begin to send `data`; returns the Work."""
@@ -105,9 +110,35 @@ class MessagePort:
                 raise _wrong_size(data, src, received)
             finish()
 
-        from_any = src == self.mpi.ANY_SOURCE
-        sender = "any rank" if from_any else f"rank {src}"
-        return RequestWork(self, requests, data, f"irecv from {sender}", check, from_any=from_any)
+        return RequestWork(self, requests, data, f"irecv from rank {src}", check)
+
+    def receive_any_work(self, data: Tensor, tag: int, finish: Callable[[], None]) -> ReceiveFromAny:
+        """Receive one message into `data` from whichever rank sends first; the Work calls `finish` then."""
+        self._forget_ended()
+        work = ReceiveFromAny(self, data, tag, finish)
+        with self._matching:
+            self.unmatched.append(work)
+        return work
+
+    def match_messages(self) -> None:
+        """Give the messages that have come to the receives from any rank, the earliest receive first.
+
+        MPICH 5.0 never completes some requests of `Irecv(ANY_SOURCE)` whose message comes from another node, so the
+        source is found by a probe.
+        """
+        with self._matching:
+            without: set[int] = set()  # tags; a message that comes now is not for a later receive
+            for work in list(self.unmatched):
+                if work.tag not in without and not self._match(work):
+                    without.add(work.tag)
+            self.unmatched = [work for work in self.unmatched if not work.is_matched]
+
+    def _match(self, work: ReceiveFromAny) -> bool:
+        status = self.mpi.Status()
+        message = self.comm.Improbe(self.mpi.ANY_SOURCE, self.first_tag + work.tag, status)
+        if message is not None:
+            work.take(message, status.Get_source(), status.Get_count(self.mpi.BYTE))
+        return work.is_matched
 
     def _forget_ended(self) -> None:
         if self.abandoned:
@@ -120,7 +151,8 @@ class MessagePort:
             return True
         return ended
 
-    def _spec(self, piece: Tensor) -> list[Any]:
+    def spec(self, piece: Tensor) -> list[Any]:
+        """Return the memory of `piece` (bytes) as mpi4py takes it."""
         return [buffer_of(self.mpi, piece), piece.numel(), self.mpi.BYTE]
 
 
@@ -138,44 +170,43 @@ class RequestWork(Work):
         data: Tensor,
         what: str,
         complete: Callable[[int], None] | None = None,
-        *,
-        from_any: bool = False,
     ) -> None:
         self._port = port
         self._requests = requests
         self._data: Tensor | None = data  # must live until MPI is through with it
         self._what = what
         self._complete = complete
-        self._from_any = from_any
         self._error: Exception | None = None
         self.waiting: Waiting = unheard
-        self._source: int | None = None
 
     def wait(self, timeout: Seconds | None = None) -> None:
         """Block until the messages are through; see `Work.wait`."""
         limit = seconds("timeout", timeout, positive=False)
         if not self.done():
             with self.waiting(gives_up=limit is not None):
-                if limit is None:
-                    self._ask(self._port.mpi.Request.Waitall)
-                else:
-                    self._poll(limit)
+                self._block(limit)
         if self._error is not None:
             raise self._error
 
-    def _poll(self, timeout: float) -> None:
+    def _block(self, timeout: float | None) -> None:
+        if timeout is None:
+            self._ask(self._port.mpi.Request.Waitall)
+        else:
+            self._poll(timeout)
+
+    def _poll(self, timeout: float | None) -> None:
         # Polling is what makes MPI progress; between polls the core belongs to others.
         if not wait_until(self.done, Backoff(HANDSHAKE_YIELDS, 0, POLL_SECONDS), timeout):
             raise CollectiveTimeoutError(f"{self._what} was not complete after {timeout:g} s")
 
     def done(self) -> bool:
-        """Say whether the messages are through or have failed, without blocking."""
+        """Return True if the messages are through or have failed, without blocking."""
         return self._ask(self._port.mpi.Request.Testall)
 
     def result(self) -> int | None:
-        """Wait, and return the rank that has sent what came from any rank; None of other messages."""
+        """Wait; returns None."""
         self.wait()
-        return self._source
+        return None
 
     def _ask(self, are_through: Callable[[list[Any], list[Any]], bool]) -> bool:
         """Say whether the messages are through by what MPI answers, and keep how they have ended."""
@@ -185,8 +216,6 @@ class RequestWork(Work):
         try:
             if not are_through(self._requests, statuses):
                 return False
-            if self._from_any:
-                self._source = statuses[0].Get_source()
             if self._complete is not None:
                 self._complete(sum(status.Get_count(self._port.mpi.BYTE) for status in statuses))
         except self._port.mpi.Exception as error:
@@ -211,6 +240,57 @@ class RequestWork(Work):
     def __del__(self) -> None:
         if self._data is not None:  # nobody waited, but MPI still reads or writes the memory
             self._port.abandoned.append((self._requests, self._data))
+
+
+class ReceiveFromAny(RequestWork):
+    """A receive from whichever rank sends first: without a request until its message has come.
+
+    Attributes:
+        tag: Of the message.
+    """
+
+    def __init__(self, port: MessagePort, data: Tensor, tag: int, finish: Callable[[], None]) -> None:
+        super().__init__(port, [], data, "irecv from any rank", self._end)
+        self.tag = tag
+        self._finish = finish
+        self._source: int | None = None
+
+    @property
+    def is_matched(self) -> bool:
+        """Whether the message has come, perhaps not all of it."""
+        return bool(self._requests)
+
+    def take(self, message: Any, source: int, sent: int) -> None:
+        """Begin to receive a message of `sent` bytes from rank `source`."""
+        assert self._data is not None
+        self._source = source
+        if sent != self._data.numel():
+            self._error = _wrong_size(self._data, source, sent)
+            # It is received nevertheless, so that it is not in the way of the next one.
+            self._data = empty((sent,), torch.uint8)
+        self._requests = [message.Irecv(self._port.spec(self._data))]
+
+    def done(self) -> bool:
+        """Return True once the message is there or has failed, without blocking."""
+        if not self.is_matched:
+            self._port.match_messages()
+        return self.is_matched and super().done()
+
+    def result(self) -> int | None:
+        """Wait, and return the rank that has sent the message."""
+        self.wait()
+        return self._source
+
+    def _block(self, timeout: float | None) -> None:
+        self._poll(timeout)
+
+    def _end(self, _: int) -> None:
+        if self._error is None:
+            self._finish()
+
+    def __del__(self) -> None:
+        if self.is_matched:
+            super().__del__()
 
 
 def _pieces(data: Tensor, limit: int) -> tuple[Tensor, ...]:

@@ -1,0 +1,32 @@
+"""Receives from any rank, which only MPI has."""
+
+import pytest
+import torch
+
+from axonmpi import CollectiveMismatchError
+
+pytestmark = [pytest.mark.ranks(2, 4), pytest.mark.mpi]
+
+
+def test_receives_from_any_rank_match_in_the_order_of_their_calls(group) -> None:
+    """Each sender's messages arrive in order; one of another size names its sender and leaves the next alone."""
+    others = range(1, group.size)
+    if group.rank:
+        for number, elements in enumerate((2, 3, 2)):
+            group.send(torch.full((elements,), 10 * number + group.rank), 0, tag=4)
+        group.barrier()
+        return
+    arrived: dict[int, list[int]] = {rank: [] for rank in others}
+    tensors = [torch.zeros(2, dtype=torch.int64) for _ in range(3 * len(others))]
+    works = [group.backend.irecv_any(tensor, tag=4) for tensor in tensors]
+    works[-1].done()  # asks for the others', too
+    refused: list[str] = []
+    for work, tensor in zip(works, tensors, strict=True):
+        try:
+            arrived[work.result()].append(int(tensor[0]))
+        except CollectiveMismatchError as error:
+            refused.append(str(error).split(";")[0])
+    expected = [f"recv: expected 16 bytes from rank {rank}, which sent 24" for rank in others]
+    assert sorted(refused) == expected
+    assert arrived == {rank: [rank, 20 + rank] for rank in others}
+    group.barrier()
