@@ -163,3 +163,16 @@ def test_a_second_world_and_a_closed_group_in_a_job_that_runs(world) -> None:
         message = r"fail\(\) is for mock ranks; a rank that raises under MPI ends the job"
         refused(TypeError, (lambda: world.fail(RuntimeError("broken")), message))
     assert ax.all_gather_object(1) == [1] * world.size
+
+
+@pytest.mark.ranks(2, 4)
+def test_a_world_closes_the_worlds_that_it_has_made(world) -> None:
+    known = world.groups
+    part = world.subworld(2)
+    assert (part is None) == (world.rank >= 2)
+    world.close_groups(known)
+    assert world.groups == known
+    if part is not None:
+        with pytest.raises(CommunicatorError, match="closed"):
+            part.default_group.all_reduce_sum(torch.ones(1))
+    world.barrier()

@@ -110,6 +110,14 @@ def test_alone_it_is_a_world_of_one_and_others_are_left_alone() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_importing_the_library_registers_the_backend_where_torch_may_not() -> None:
+    asks = "import torch.distributed as dist; print(dist.is_backend_available('axonmpi'))"
+    env = {**without_launcher_variables(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    program = [sys.executable, "-c", f"{asks}; import axonmpi; {asks}"]
+    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=limit(60), check=False)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
 def test_the_entry_point_raises_nothing_whatever_torch_has_become(monkeypatch) -> None:
     monkeypatch.delattr(torch.distributed.Backend, "AXONMPI", raising=False)
     monkeypatch.delattr(sys.modules["torch.distributed.rendezvous"], "_rendezvous_handlers")
