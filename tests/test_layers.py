@@ -2,8 +2,6 @@
 
 import ast
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -11,7 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from helpers.limits import limit
+from helpers.programs import run_alone
 
 import axonmpi
 
@@ -253,9 +251,7 @@ assert not missing, missing
 
 
 def test_importing_starts_nothing() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", STARTS_NOTHING], capture_output=True, text=True, timeout=limit(60)
-    )
+    done = run_alone(STARTS_NOTHING, "-W", "error")
     assert done.returncode == 0, done.stderr
 
 

@@ -564,7 +564,10 @@ class Backend(Runner):
         return work
 
     def irecv_any(self, tensor: Tensor, tag: int = 0) -> Work:
-        """Begin to receive from whichever rank sends first; `result()` of the Work is its rank. See `irecv`."""
+        """Begin to receive from whichever rank sends first; `result()` of the Work is its rank. See `irecv`.
+
+        Under MPICH on several nodes the message is taken while this rank waits for a message, not before.
+        """
         check_tag(tag)
         tensor = check_writable(tensor, self.name, self.device_types)
         work: Work = self._message("irecv", lambda into, _, tag: self._irecv_any(into, tag), tensor, -1, tag)

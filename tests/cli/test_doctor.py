@@ -4,7 +4,6 @@ import json
 import mmap
 import re
 import resource
-import subprocess
 import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -14,6 +13,7 @@ import pytest
 import torch
 from helpers.compare import assert_said
 from helpers.limits import limit
+from helpers.programs import run_alone
 
 from axonmpi.backends.nccl import devices, library
 from axonmpi.cli import main
@@ -23,7 +23,6 @@ from axonmpi.cli.doctor.findings import Finding, as_json, as_text, problem_of
 from axonmpi.errors import NcclError
 from axonmpi.launch import start as runtime
 from axonmpi.launch.topology import Topology
-from axonmpi.launch.variables import without_launcher_variables
 from axonmpi.testing import launch
 from axonmpi.utils.device import KINDS, Device
 
@@ -41,8 +40,7 @@ for rank in ("1", "0"):
 
 
 def test_a_single_process():
-    program, env = [sys.executable, "-c", ALONE], without_launcher_variables()
-    ended = subprocess.run(program, env=env, capture_output=True, text=True, timeout=limit(60), check=False)
+    ended = run_alone(ALONE)
     assert ended.returncode == 0, ended.stderr
     library = runtime.library_info()
     well, silent, speaks, last = ended.stdout.split("END ")

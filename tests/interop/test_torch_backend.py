@@ -1,6 +1,5 @@
 """torch.distributed over MPI: every operation, and how jobs end that cannot go on."""
 
-import subprocess
 import sys
 
 import pytest
@@ -9,9 +8,9 @@ from helpers import TESTS, WITH_HELPERS
 from helpers.compare import assert_said
 from helpers.limits import limit
 from helpers.over_gloo import equals_gloo
+from helpers.programs import run_alone
 
 from axonmpi.interop import autoload
-from axonmpi.launch.variables import without_launcher_variables
 from axonmpi.testing import launch
 
 
@@ -105,16 +104,13 @@ for given in {}, {"store": dist.HashStore(), "rank": 0, "world_size": 2}:
 
 
 def test_alone_it_is_a_world_of_one_and_others_are_left_alone() -> None:
-    program, env = [sys.executable, "-c", ALONE], without_launcher_variables()
-    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=limit(60), check=False)
+    done = run_alone(ALONE)
     assert done.returncode == 0, done.stderr
 
 
 def test_importing_the_library_registers_the_backend_where_torch_may_not() -> None:
     asks = "import torch.distributed as dist; print(dist.is_backend_available('axonmpi'))"
-    env = {**without_launcher_variables(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    program = [sys.executable, "-c", f"{asks}; import axonmpi; {asks}"]
-    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=limit(60), check=False)
+    done = run_alone(f"{asks}; import axonmpi; {asks}", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
     assert done.stdout.split() == ["False", "True"], done.stderr
 
 

@@ -160,6 +160,8 @@ class MpiBackend(Backend):
         self._agree = self._connection.agree
         self._node_ranks = self._connection.node_ranks
         self.path = self._connection.path
+        is_open_mpi = self._mpi.Get_library_version().startswith("Open MPI")
+        self._posts_from_any = is_open_mpi or len(self._node_ranks) == self.size
         self.grace = 1.0 if timeout is not None and self.path != "plain" else 0.0
         if self.path == "node":  # at its barriers, one of which each collective begins with
             self.kept_timeout = self.timeout
@@ -345,8 +347,10 @@ class MpiBackend(Backend):
             raise ValueError(
                 f"irecv_any: expected fewer than {self.max_message_bytes} bytes, got {tensor.nbytes}; name the rank"
             )
+        if self._posts_from_any:
+            return self._irecv(tensor, self._mpi.ANY_SOURCE, tag)
         flat = flat_elements(tensor)
-        work = self._messages.receive_any_work(as_bytes(flat), tag, lambda: write_back(flat, tensor))
+        work = self._messages.match_later(as_bytes(flat), tag, lambda: write_back(flat, tensor))
         work.waiting = functools.partial(self.waiting, "wait for irecv", -1, tag=tag)
         return work
 

@@ -11,14 +11,13 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from ...errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorError
 from ...types import Seconds, Work
 from ...utils.arguments import seconds
 from ...utils.waiting import Backoff, wait_until
-from ..buffers import buffer_of, empty
+from ..buffers import buffer_of
 from ..network.agreement import TAG_OF_AGREEMENT
 from ..tuning import HANDSHAKE_YIELDS, POLL_SECONDS
 from ..worker import Waiting, unheard
@@ -58,6 +57,9 @@ class MessagePort:
 
     def send(self, data: Tensor, dst: int, tag: int, limit: int) -> None:
         """Send `data` (bytes) in messages of at most `limit` bytes; returns when it may be changed."""
+        if self.unmatched:
+            self.send_work(data, dst, tag, limit).wait()
+            return
         for piece in _pieces(data, limit):
             self.comm.Send(self.spec(piece), dst, self.first_tag + tag)
 
@@ -105,27 +107,22 @@ class MessagePort:
         self._forget_ended()
         requests = self.start_receive(data, src, tag, limit)
 
-        def check(received: int) -> None:
-            if received != data.numel():
-                raise _wrong_size(data, src, received)
-            finish()
+        from_any = src == self.mpi.ANY_SOURCE
+        sender = "any rank" if from_any else f"rank {src}"
+        return RequestWork(self, requests, data, f"irecv from {sender}", finish, from_any=from_any)
 
-        return RequestWork(self, requests, data, f"irecv from rank {src}", check)
+    def match_later(self, data: Tensor, tag: int, finish: Callable[[], None]) -> ReceiveFromAny:
+        """Receive one message from whichever rank sends first, found by a probe while this rank waits for messages.
 
-    def receive_any_work(self, data: Tensor, tag: int, finish: Callable[[], None]) -> ReceiveFromAny:
-        """Receive one message into `data` from whichever rank sends first; the Work calls `finish` then."""
-        self._forget_ended()
+        MPICH 5.0 never completes some requests of `Irecv(ANY_SOURCE)` whose message comes from another node.
+        """
         work = ReceiveFromAny(self, data, tag, finish)
         with self._matching:
             self.unmatched.append(work)
         return work
 
     def match_messages(self) -> None:
-        """Give the messages that have come to the receives from any rank, the earliest receive first.
-
-        MPICH 5.0 never completes some requests of `Irecv(ANY_SOURCE)` whose message comes from another node, so the
-        source is found by a probe.
-        """
+        """Give the messages that have come to the receives from any rank, the earliest receive first; local."""
         with self._matching:
             without: set[int] = set()  # tags; a message that comes now is not for a later receive
             for work in list(self.unmatched):
@@ -134,10 +131,9 @@ class MessagePort:
             self.unmatched = [work for work in self.unmatched if not work.is_matched]
 
     def _match(self, work: ReceiveFromAny) -> bool:
-        status = self.mpi.Status()
-        message = self.comm.Improbe(self.mpi.ANY_SOURCE, self.first_tag + work.tag, status)
+        message = self.comm.Improbe(self.mpi.ANY_SOURCE, self.first_tag + work.tag)
         if message is not None:
-            work.take(message, status.Get_source(), status.Get_count(self.mpi.BYTE))
+            work.take(message)
         return work.is_matched
 
     def _forget_ended(self) -> None:
@@ -169,30 +165,31 @@ class RequestWork(Work):
         requests: list[Any],
         data: Tensor,
         what: str,
-        complete: Callable[[int], None] | None = None,
+        finish: Callable[[], None] | None = None,
+        *,
+        from_any: bool = False,
     ) -> None:
         self._port = port
         self._requests = requests
         self._data: Tensor | None = data  # must live until MPI is through with it
         self._what = what
-        self._complete = complete
+        self._finish = finish
+        self._from_any = from_any
         self._error: Exception | None = None
         self.waiting: Waiting = unheard
+        self._source: int | None = None
 
     def wait(self, timeout: Seconds | None = None) -> None:
         """Block until the messages are through; see `Work.wait`."""
         limit = seconds("timeout", timeout, positive=False)
         if not self.done():
             with self.waiting(gives_up=limit is not None):
-                self._block(limit)
+                if limit is None and not self._port.unmatched:
+                    self._ask(self._port.mpi.Request.Waitall)
+                else:
+                    self._poll(limit)
         if self._error is not None:
             raise self._error
-
-    def _block(self, timeout: float | None) -> None:
-        if timeout is None:
-            self._ask(self._port.mpi.Request.Waitall)
-        else:
-            self._poll(timeout)
 
     def _poll(self, timeout: float | None) -> None:
         # Polling is what makes MPI progress; between polls the core belongs to others.
@@ -201,12 +198,14 @@ class RequestWork(Work):
 
     def done(self) -> bool:
         """Return True if the messages are through or have failed, without blocking."""
+        if self._port.unmatched:
+            self._port.match_messages()
         return self._ask(self._port.mpi.Request.Testall)
 
     def result(self) -> int | None:
-        """Wait; returns None."""
+        """Wait, and return the rank whose message a receive from any rank got; None for other messages."""
         self.wait()
-        return None
+        return self._source
 
     def _ask(self, are_through: Callable[[list[Any], list[Any]], bool]) -> bool:
         """Say whether the messages are through by what MPI answers, and keep how they have ended."""
@@ -216,8 +215,13 @@ class RequestWork(Work):
         try:
             if not are_through(self._requests, statuses):
                 return False
-            if self._complete is not None:
-                self._complete(sum(status.Get_count(self._port.mpi.BYTE) for status in statuses))
+            if self._finish is not None:
+                source = statuses[0].Get_source()
+                received = sum(status.Get_count(self._port.mpi.BYTE) for status in statuses)
+                if received != self._data.numel():
+                    raise _wrong_size(self._data, source, received)
+                self._source = source if self._from_any else None
+                self._finish()
         except self._port.mpi.Exception as error:
             self._error = self._failure(error, statuses)
         except Exception as error:
@@ -243,50 +247,28 @@ class RequestWork(Work):
 
 
 class ReceiveFromAny(RequestWork):
-    """A receive from whichever rank sends first: without a request until its message has come.
+    """A receive from whichever rank sends first, without a request until its message has come.
 
     Attributes:
         tag: Of the message.
     """
 
     def __init__(self, port: MessagePort, data: Tensor, tag: int, finish: Callable[[], None]) -> None:
-        super().__init__(port, [], data, "irecv from any rank", self._end)
+        super().__init__(port, [], data, "irecv from any rank", finish, from_any=True)
         self.tag = tag
-        self._finish = finish
-        self._source: int | None = None
 
     @property
     def is_matched(self) -> bool:
         """Whether the message has come, perhaps not all of it."""
         return bool(self._requests)
 
-    def take(self, message: Any, source: int, sent: int) -> None:
-        """Begin to receive a message of `sent` bytes from rank `source`."""
+    def take(self, message: Any) -> None:
+        """Begin to receive a message that a probe has found."""
         assert self._data is not None
-        self._source = source
-        if sent != self._data.numel():
-            self._error = _wrong_size(self._data, source, sent)
-            # It is received nevertheless, so that it is not in the way of the next one.
-            self._data = empty((sent,), torch.uint8)
         self._requests = [message.Irecv(self._port.spec(self._data))]
 
-    def done(self) -> bool:
-        """Return True once the message is there or has failed, without blocking."""
-        if not self.is_matched:
-            self._port.match_messages()
-        return self.is_matched and super().done()
-
-    def result(self) -> int | None:
-        """Wait, and return the rank that has sent the message."""
-        self.wait()
-        return self._source
-
-    def _block(self, timeout: float | None) -> None:
-        self._poll(timeout)
-
-    def _end(self, _: int) -> None:
-        if self._error is None:
-            self._finish()
+    def _ask(self, are_through: Callable[[list[Any], list[Any]], bool]) -> bool:
+        return self.is_matched and super()._ask(are_through)
 
     def __del__(self) -> None:
         if self.is_matched:
