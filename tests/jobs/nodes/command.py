@@ -155,7 +155,8 @@ def tests(options: argparse.Namespace) -> int:
     """Run tests of conformance, nodes and torch.distributed on ranks in several places, until one fails."""
     seed = str(options.seed)
     print(f"--seed {seed}", flush=True)
-    files = [str(HERE / "on_nodes.py"), str(HERE.parents[1] / "conformance")]
+    folders = [str(HERE.parents[1] / folder) for folder in ("conformance", "backends/mpi")]
+    files = [str(HERE / "on_nodes.py"), *folders]
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--seed", seed, *options.given, *files]
     operations = [str(HERE.parents[1] / "interop/every_operation.py"), seed]
     with Nodes(max(len(ranks) for ranks, _ in PLACES)) as nodes:
