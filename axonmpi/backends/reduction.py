@@ -29,7 +29,7 @@ __all__ = [
     "Reduction",
     "check_reducible",
     "choose_reduction",
-    "plain_binary",
+    "is_plain_sum",
     "reduce_in_rank_order",
     "reduce_rows_into",
     "reduce_wide_into",
@@ -140,9 +140,8 @@ def choose_reduction(dtype: torch.dtype, op: ReduceOp, ranks: int) -> Reduction:
     is_rounded_once = ranks == 2 and dtype in _ROUNDED_ONCE and op is not ReduceOp.AVERAGE
     if dtype in _ACCUMULATE_IN and not is_rounded_once:
         return Reduction(partial(_reduce_wide, op=op, wide=_ACCUMULATE_IN[dtype]), False)
-    if op is ReduceOp.AVERAGE:
-        return Reduction(_average, ranks == 2)
-    return Reduction(partial(_fold, binary=_BINARY[op]), ranks == 2)
+    fold = partial(_fold, binary=_binary(dtype, op))
+    return Reduction(partial(_average, fold=fold) if op is ReduceOp.AVERAGE else fold, ranks == 2)
 
 
 def reduce_wide_into(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
@@ -156,7 +155,7 @@ def reduce_wide_into(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None
     if out.dtype == parts[0].dtype:
         reduce_in_rank_order(parts, op, out)
         return
-    binary = _BINARY[op]
+    binary = _binary(out.dtype, op)
     out.copy_(parts[0])
     term = _workspace(out, out.dtype)[1] if len(parts) > 1 else out
     for part in parts[1:]:
@@ -210,10 +209,10 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return _ACCUMULATE_IN.get(dtype, dtype)
 
 
-def plain_binary(dtype: torch.dtype, op: ReduceOp) -> Callable[..., Tensor] | None:
-    """Return the function of two tensors that is all there is to this reduction, or None if there is more to it."""
-    special = dtype is torch.bool or dtype in _ACCUMULATE_IN or dtype in _SIGNED_TWIN or op is ReduceOp.AVERAGE
-    return None if special else _BINARY[op]
+def is_plain_sum(dtype: torch.dtype, op: ReduceOp) -> bool:
+    """Return True if a single call of `torch.add` adds two tensors."""
+    special = dtype is torch.bool or dtype.is_complex or dtype in _ACCUMULATE_IN or dtype in _SIGNED_TWIN
+    return op is ReduceOp.SUM and not special
 
 
 def _fold(parts: Sequence[Tensor], out: Tensor, binary: Callable[..., Tensor]) -> None:
@@ -225,8 +224,18 @@ def _fold(parts: Sequence[Tensor], out: Tensor, binary: Callable[..., Tensor]) -
         binary(out, part, out=out)
 
 
-def _average(parts: Sequence[Tensor], out: Tensor) -> None:
-    _fold(parts, out, torch.add)
+def _binary(dtype: torch.dtype, op: ReduceOp) -> Callable[..., Tensor]:
+    """Return the function that combines two tensors."""
+    return _add_complex if dtype.is_complex and _BINARY[op] is torch.add else _BINARY[op]
+
+
+def _add_complex(first: Tensor, second: Tensor, *, out: Tensor) -> Tensor:
+    """Add real and imaginary parts. `torch.add` computes `first + 1 * second`: NaN where `second` is infinite."""
+    return torch.add(torch.view_as_real(first), torch.view_as_real(second), out=torch.view_as_real(out))
+
+
+def _average(parts: Sequence[Tensor], out: Tensor, fold: Callable[[Sequence[Tensor], Tensor], None]) -> None:
+    fold(parts, out)
     out.div_(len(parts))
 
 
@@ -237,7 +246,7 @@ def _reduce_wide(parts: Sequence[Tensor], out: Tensor, op: ReduceOp, wide: torch
             _reduce_wide([part[at : at + rows] for part in parts], out[at : at + rows], op, wide)
         return
     total, term = _workspace(out, wide)
-    binary = _BINARY[op]
+    binary = _binary(wide, op)
     total.copy_(parts[0])
     for part in parts[1:]:
         term.copy_(part)

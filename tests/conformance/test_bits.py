@@ -4,6 +4,7 @@ On several nodes that is the order on each node, and then that of the nodes, whe
 """
 
 import functools
+import itertools
 import math
 import os
 from collections.abc import Sequence
@@ -150,6 +151,48 @@ def test_another_order_would_show() -> None:
             for order in ([range(4)], [[3, 2, 1, 0]], [[0, 1], [2, 3]])
         )
         assert not any(same_numbers(other, wanted, ReduceOp.SUM) for other in others)
+
+
+def special_values(dtype: torch.dtype) -> Tensor:
+    """Zeros, ones, infinities, the largest and the smallest, and NaN of both signs with several payloads."""
+    real = dtype.to_real()
+    limits = torch.finfo(real)
+    numbers = [
+        sign * value for sign in (1, -1) for value in (0.0, 1.0, INF, limits.max, limits.smallest_normal / 2)
+    ]
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[real.itemsize]
+    quiet = torch.tensor([NAN], dtype=real).view(integer)
+    nans = torch.cat([quiet | 1, quiet | 5, (quiet | 3) ^ torch.iinfo(integer).min]).view(real)
+    found = torch.cat([torch.tensor(numbers, dtype=real), nans])
+    return torch.view_as_complex(torch.cartesian_prod(found, found)) if dtype.is_complex else found
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.complex128], ids=str)
+def test_ranks_agree_on_every_bit_of_special_values(world, dtype) -> None:
+    """Each value of a rank meets each of the others': NaN has the same payload and sign on all ranks, too."""
+    if world.num_nodes > 1 and os.environ.get("AXONMPI_SUMS") != "ordered":
+        pytest.skip("MPI libraries add NaN of two nodes in either order")
+    values = special_values(dtype)
+    own = values.repeat(len(values)) if world.rank % 2 else values.repeat_interleave(len(values))
+    pieces = [own, *own[:270].split(27), *own[: 5 * len(values) : 7].split(1)]
+    with places_in(world, "ordinary", 0) as places:
+        for piece, op in itertools.product(pieces, reductions(dtype)):
+            for name, result in all_results(places, piece, op).items():
+                assert agree_on_bits(places.group, result), (name, len(piece), op)
+
+
+@pytest.mark.ranks(2)
+def test_complex_infinities_add_up(group) -> None:
+    """As in numpy; torch's own sum depends on the order."""
+    values = special_values(torch.complex64)
+    left, right = values.repeat_interleave(len(values)), values.repeat(len(values))
+    tensor = right.clone() if group.rank else left.clone()
+    group.all_reduce(tensor, ReduceOp.SUM)
+    with np.errstate(invalid="ignore"):
+        expected = np.add(left.numpy(), right.numpy())
+    assert np.array_equal(tensor.real.numpy(), expected.real, equal_nan=True)
+    assert np.array_equal(tensor.imag.numpy(), expected.imag, equal_nan=True)
 
 
 @pytest.mark.ranks(2, 4)

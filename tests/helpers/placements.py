@@ -122,6 +122,6 @@ def is_shared(tensor: Tensor) -> bool:
 
 def agree_on_bits(group: ProcessGroup, tensor: Tensor) -> bool:
     """Whether all ranks have the same bits; collective, by way of digests."""
-    own = tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    own = tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
     digests = group.all_gather_object((tensor.dtype, tensor.shape, hashlib.sha256(own.numpy().data).hexdigest()))
     return len(set(digests)) == 1

@@ -36,7 +36,7 @@ from ...utils.cache import BoundedCache
 from ..buffers import bytes_of
 from ..call import Call
 from ..connection import Limits
-from ..reduction import Reduction, choose_reduction, plain_binary
+from ..reduction import Reduction, choose_reduction, is_plain_sum
 from ..tuning import (
     CHUNK_BYTES,
     MAX_VIEWS,
@@ -171,8 +171,8 @@ class _Replicated(_Strategy):
             [part.view(call.shape) for part in views_of(buffers, 0, call.nbytes, self._dtype)]
             for buffers in staging.buffers
         ]
-        # The sum of two is the same in either order, and the own part is in the tensor already.
-        adds = memory.handshake.size == 2 and plain_binary(self._dtype, self._op) is torch.add
+        # The own part of a sum of two is in the tensor already.
+        adds = memory.handshake.size == 2 and is_plain_sum(self._dtype, self._op)
         self._other = [parts[1 - rank] for parts in self._parts] if adds else None
         self._sources: BoundedCache[int, Bytes] = BoundedCache(256)
 
@@ -190,10 +190,12 @@ class _Replicated(_Strategy):
         """Reduce what all ranks have put in; local, after they have met."""
         if not self._gets_result:
             return
-        if self._other is not None:
-            tensor.add_(self._other[index])
-        else:
+        if self._other is None:
             self._reduction.run(self._parts[index], tensor)
+        elif self._rank == 0:
+            tensor.add_(self._other[index])
+        else:  # in this order: of two that are no numbers the first one's bits stay, and complex parts differ, too
+            torch.add(self._other[index], tensor, out=tensor)
 
 
 class _Slices:
