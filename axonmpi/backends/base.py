@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from inspect import isfunction
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ..errors import CommunicatorError, DtypeError
 from ..types import ReduceOp, Seconds, Work
 from ..utils.arguments import member
 from ..utils.cache import BoundedCache
+from ..utils.torch_internals import skip_in_compile
 from .call import Call, Layout
 from .checks import (
     check_dtype,
@@ -678,3 +680,9 @@ class Backend(Runner):
 
     def _irecv_any(self, tensor: Tensor, tag: int) -> Work:
         raise CommunicatorError(f"the {self.name} backend receives from a named rank only")
+
+
+# Compiled code calls a collective by a break of its graph: the checks read what traced tensors do not have.
+for _name, _method in vars(Backend).items():
+    if isfunction(_method) and not _name.startswith("_"):
+        skip_in_compile(_method)

@@ -99,13 +99,14 @@ def scale_all(tensors: Iterable[Tensor], factor: float) -> None:
 
 
 def skip_in_compile(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Decorate a function that torch.compile shall not look into, nor into what it calls; costs nothing in calls.
+    """Decorate a function that compiled code calls by a break of its graph; costs nothing in calls.
 
-    Unlike `outside_compile` it is for code that compiled code reaches by a break of its graph alone.
+    torch.compile looks neither into it nor into the functions that it calls.
     """
     skip = _eval_frame._FrameAction.SKIP
     strategy = _eval_frame._FrameExecStrategy(skip, skip)
     _eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    function.__dict__["_torchdynamo_disable"] = True  # by which callers that are being traced know it
     return function
 
 
