@@ -9,8 +9,9 @@ other is there, and answer whatever the processes do, so a busy or stopped rank 
     the end without a word         its process has gone
     an error after 4 s             the other node has gone, or the network to it
 
-The ranks tell each other over MPI where they listen, and a secret. Where they do not reach each other in 2 s,
-because of a firewall, there is no connection, and a node that has gone is noticed as any rank that does not come.
+The ranks tell each other over MPI where they listen, and a secret. Both ends prove to each other that they know it,
+without sending it, before anything else is read. Where they do not reach each other in 2 s, because of a firewall,
+there is no connection, which rank 0 says, and a node that has gone is noticed as any rank that does not come.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import selectors
 import socket
 import struct
 import time
+from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import partial
@@ -48,7 +50,12 @@ ANSWER_SECONDS = 1.0
 _PLACE_BYTES = 2048
 _MAX_ADDRESSES = 16
 _SECRET_BYTES = 16
+_NONCE_BYTES = 16
+_PROOF_BYTES = 32
+_MAX_STRANGERS = 256
+"""How many callers that have not proved themselves keep a connection: fewer than open files are usually allowed."""
 _YES = b"+"
+_BACKLOG = 1024
 _SAID_BYTES = 1000
 """How much of a line is sent."""
 _SIOCGIFADDR = 0x8915
@@ -66,7 +73,7 @@ class Place:
         ranks: The ranks of its node in words.
         addresses: Of the node.
         port: Where it listens.
-        secret: What a connection begins with, in hexadecimal.
+        secret: Key of the proofs that a connection begins with, in hexadecimal.
     """
 
     rank: int
@@ -172,7 +179,7 @@ def links() -> list[Link]:
     return _links
 
 
-def connect(mpi: Any, comm: Any, node: Any, topology: Topology) -> None:
+def connect(mpi: Any, comm: Any, node: Any, topology: Topology) -> str:
     """Connect the lowest rank of this node to those of the next nodes; collective, does nothing on one node.
 
     Args:
@@ -180,28 +187,35 @@ def connect(mpi: Any, comm: Any, node: Any, topology: Topology) -> None:
         comm: All ranks.
         node: Those of this node.
         topology: Where this rank is.
+
+    Returns:
+        The reason if there is no connection to the next node; empty if there is, or need not be.
     """
     if topology.num_nodes == 1:
-        return
+        return ""
     ranks = node.gather(comm.rank)
     firsts = comm.Split(mpi.UNDEFINED if node.rank else 0, comm.rank)
     if node.rank:
-        return
+        return ""
     with contextlib.closing(listen()) as listener:
         secret = secrets.token_hex(_SECRET_BYTES)
         port = 0 if listener.fileno() < 0 else listener.getsockname()[1]
         own = Place(comm.rank, os.uname().nodename, name_ranks(ranks), _addresses(), port, secret)
         before, after = _exchange(firsts, _as_bytes(own))
         ring = (Place(**json.loads(bytes(each).rstrip(b"\0"))) for each in (before, after))
-        _links.extend(_agreed(firsts, listener, own, *ring))
+        agreed, reason = _agreed(firsts, listener, own, *ring)
+    _links.extend(agreed)
     firsts.Free()
     os.register_at_fork(after_in_child=_leave_to_parent)
     exits.at_failure(partial(_tell_end, f"rank {comm.rank} has failed"))
     exits.before_finalize(_say_goodbye)
+    return reason
 
 
-def _agreed(firsts: Any, listener: socket.socket, own: Place, before: Place, after: Place) -> list[Link]:
-    """Return the connections that both ends have."""
+def _agreed(
+    firsts: Any, listener: socket.socket, own: Place, before: Place, after: Place
+) -> tuple[list[Link], str]:
+    """Return the connections that both ends have, and why there is none to the next node."""
     calls, called = firsts.size > 2 or firsts.rank == 0, firsts.size > 2 or firsts.rank == 1
     found = meet(listener, own.secret if called else "", after if calls else None)
     has = [np.array([each is not None], np.uint8) for each in found]
@@ -212,7 +226,12 @@ def _agreed(firsts: Any, listener: socket.socket, own: Place, before: Place, aft
             agreed.append(Link(connection, place))
         elif connection is not None:
             connection.close()
-    return agreed
+    if not calls or (found[1] is not None and has_after[0]):
+        return agreed, ""
+    return agreed, (
+        f"no connection to node {after.host} in {CONNECT_SECONDS:g} s: if it goes, ranks notice late; let nodes "
+        "connect to each other on any port"
+    )
 
 
 def _exchange(firsts: Any, to_after: Any, to_before: Any = None) -> tuple[Any, Any]:
@@ -235,9 +254,9 @@ def _as_bytes(place: Place) -> Any:
 def listen() -> socket.socket:
     """Return a socket that listens on all addresses of this node; a closed one if there can be none; local."""
     with contextlib.suppress(OSError, ValueError):  # there may be no IPv6
-        return socket.create_server(("::", 0), family=socket.AF_INET6, backlog=64, dualstack_ipv6=True)
+        return socket.create_server(("::", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     with contextlib.suppress(OSError):
-        return socket.create_server(("", 0), backlog=64)
+        return socket.create_server(("", 0), backlog=_BACKLOG)
     closed = socket.socket()
     closed.close()
     return closed
@@ -250,7 +269,7 @@ def meet(
 
     Args:
         listener: Where to wait.
-        secret: What the caller knows, in hexadecimal; empty if none is to be waited for.
+        secret: Secret that the caller knows, in hexadecimal; empty if none is to be waited for.
         after: Whom to call; None: nobody.
         limit: Seconds.
 
@@ -272,6 +291,39 @@ def meet(
     return meeting.caller, meeting.called
 
 
+_Talk = Generator[tuple[bytes, int], bytes, None]
+"""One end's part of the proof that both know the secret: yields bytes to send and the length of the answer."""
+
+
+def _call(secret: bytes, address: str) -> _Talk:
+    """Prove to the rank at an address that this one knows its secret, which itself is never sent."""
+    own = secrets.token_bytes(_NONCE_BYTES)
+    answer = yield own, _NONCE_BYTES + _PROOF_BYTES
+    nonces = own + answer[:_NONCE_BYTES]
+    _check(answer[_NONCE_BYTES:], _proof(secret, "called", nonces, address))
+    _check((yield _proof(secret, "caller", nonces, address), len(_YES)), _YES)
+
+
+def _answer(secret: bytes, address: str) -> _Talk:
+    """The same for the rank that is called, at one of its addresses."""
+    own = secrets.token_bytes(_NONCE_BYTES)
+    nonces = (yield b"", _NONCE_BYTES) + own
+    _check(
+        (yield own + _proof(secret, "called", nonces, address), _PROOF_BYTES),
+        _proof(secret, "caller", nonces, address),
+    )
+
+
+def _proof(secret: bytes, role: str, nonces: bytes, address: str) -> bytes:
+    # With the address, no stranger that listens at another one can pass a proof on.
+    return hmac.digest(secret, f"{role} {address} ".encode() + nonces, "sha256")
+
+
+def _check(answer: bytes, expected: bytes) -> None:
+    if not hmac.compare_digest(answer, expected):
+        raise ConnectionError("a stranger")
+
+
 class _Meeting:
     """Calls under way, in both directions."""
 
@@ -281,52 +333,108 @@ class _Meeting:
         self.ready = selectors.DefaultSelector()
         self._secret = bytes.fromhex(secret)
         self._after = after
-        self._strangers: list[socket.socket] = []
+        self._calls: list[_Call] = []
 
     def is_over(self) -> bool:
         return (not self._secret or self.caller is not None) and (self._after is None or self.called is not None)
 
     def end(self) -> None:
         self.ready.close()
-        for each in self._strangers:
-            if each not in (self.caller, self.called):
-                each.close()
+        for each in self._calls:
+            each.connection.close()
 
     def call(self, address: str, port: int) -> None:
+        assert self._after is not None
         caller = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         caller.setblocking(False)
-        self._strangers.append(caller)
+        call = _Call(caller, _call(bytes.fromhex(self._after.secret), address), is_own=True)
+        self._calls.append(call)
         with contextlib.suppress(OSError):
             caller.connect_ex((address, port))
-            self.ready.register(caller, selectors.EVENT_WRITE, self.introduce)
-
-    def introduce(self, caller: socket.socket) -> None:
-        assert self._after is not None
-        try:
-            caller.send(bytes.fromhex(self._after.secret))
-            self.ready.modify(caller, selectors.EVENT_READ, self.hear)
-        except OSError:
-            self.ready.unregister(caller)
-
-    def hear(self, caller: socket.socket) -> None:
-        self.ready.unregister(caller)
-        with contextlib.suppress(OSError):
-            if caller.recv(1) == _YES and self.called is None:
-                self.called = caller
+            self.ready.register(caller, selectors.EVENT_WRITE, lambda _: self._begin(call))
 
     def accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
             stranger, _ = listener.accept()
             stranger.setblocking(False)
-            self._strangers.append(stranger)
-            self.ready.register(stranger, selectors.EVENT_READ, self.examine)
+            address = stranger.getsockname()[0].removeprefix("::ffff:")
+            call = _Call(stranger, _answer(self._secret, address), is_own=False)
+            self._calls.append(call)
+            self.ready.register(stranger, selectors.EVENT_READ, lambda _: self._go_on(call))
+            call.begin()
+        # The rank that is waited for speaks at once: silent ones must not keep it out by taking all descriptors.
+        accepted = [each for each in self._calls if not each.is_own]
+        if len(accepted) > _MAX_STRANGERS:
+            self._refuse(accepted[0])
 
-    def examine(self, stranger: socket.socket) -> None:
-        self.ready.unregister(stranger)
-        with contextlib.suppress(OSError):
-            if self.caller is None and hmac.compare_digest(stranger.recv(_SECRET_BYTES), self._secret):
-                stranger.send(_YES)
-                self.caller = stranger
+    def _begin(self, call: _Call) -> None:
+        try:
+            call.begin()
+            self.ready.modify(call.connection, selectors.EVENT_READ, lambda _: self._go_on(call))
+        except OSError:  # nobody listens at this address
+            self._refuse(call)
+
+    def _go_on(self, call: _Call) -> None:
+        try:
+            if not call.go_on():
+                return
+            if (self.called if call.is_own else self.caller) is not None:
+                raise ConnectionError("another address has led here before")
+            if not call.is_own:
+                call.connection.send(_YES)
+        except OSError:
+            self._refuse(call)
+            return
+        self.ready.unregister(call.connection)
+        self._calls.remove(call)
+        if call.is_own:
+            self.called = call.connection
+        else:
+            self.caller = call.connection
+
+    def _refuse(self, call: _Call) -> None:
+        if call.connection in self.ready.get_map():
+            self.ready.unregister(call.connection)
+        call.connection.close()
+        self._calls.remove(call)
+
+
+class _Call:
+    """A connection whose other end has not proved yet that it knows the secret.
+
+    Args:
+        connection: The socket, non-blocking.
+        talk: What is sent and received.
+        is_own: Whether this rank has called.
+    """
+
+    def __init__(self, connection: socket.socket, talk: _Talk, *, is_own: bool) -> None:
+        self.connection = connection
+        self.is_own = is_own
+        self._talk = talk
+        self._received = b""
+        self._wanted = 0
+
+    def begin(self) -> None:
+        """Send the first bytes."""
+        first, self._wanted = next(self._talk)
+        self.connection.send(first)
+
+    def go_on(self) -> bool:
+        """Receive more of an answer; return whether the other end has proved itself, OSError if it cannot."""
+        data = self.connection.recv(self._wanted - len(self._received))
+        if not data:
+            raise ConnectionError("the other end has gone")
+        self._received += data
+        if len(self._received) < self._wanted:
+            return False
+        try:
+            reply, self._wanted = self._talk.send(self._received)
+        except StopIteration:
+            return True
+        self._received = b""
+        self.connection.send(reply)
+        return False
 
 
 def _addresses() -> list[str]:
