@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 from helpers.limits import limit
 
-from axonmpi.launch import node_links
-from axonmpi.launch.node_links import Link, LinkState, Place, listen, meet
+from axonmpi.launch import node_calls
+from axonmpi.launch.node_calls import Place, listen, meet
+from axonmpi.launch.node_links import Link, LinkState
 from axonmpi.observe import neighbours
 from axonmpi.utils.waiting import Backoff, wait_until
 
@@ -109,14 +110,14 @@ def test_a_call_in_parts_is_heard() -> None:
         waiting = pool.submit(meet, listener, SECRET, None, limit(5))
         caller.connect(("127.0.0.1", listener.getsockname()[1]))
         caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        talk = node_links._call(bytes.fromhex(SECRET), "127.0.0.1")
+        talk = node_calls._call(bytes.fromhex(SECRET), "127.0.0.1")
         sent, wanted = next(talk)
         for byte in sent:
             caller.send(bytes([byte]))
         proof, wanted = talk.send(caller.recv(wanted, socket.MSG_WAITALL))
         for byte in proof:
             caller.send(bytes([byte]))
-        assert caller.recv(wanted) == node_links._YES
+        assert caller.recv(wanted) == node_calls._YES
         waiting.result()[0].close()
 
 
