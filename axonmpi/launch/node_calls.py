@@ -1,8 +1,8 @@
 """Connections between ranks of two nodes, which prove to each other that they know a secret.
 
 The secret, which ranks tell each other over MPI, is never sent: each end sends a random number, and a digest of
-both numbers, the address that was called and the secret. Nothing else is read before. Anyone can connect, so callers
-that send something else, or nothing, are dropped, and the rank that is waited for still gets in.
+both numbers, the address that was called and the secret. Nothing else is read before. Anyone can connect, so
+callers that send something else, or nothing, are dropped, and the rank that is waited for still gets in.
 """
 
 from __future__ import annotations
