@@ -15,6 +15,7 @@ last model that has files in it, or with the job.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 import weakref
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from ..errors import CollectiveTimeoutError
 from ..groups.world import ProcessGroup
+from ..launch.board import open_own
 from ..types import Seconds, Work
 from ..utils.arguments import seconds
 from ..utils.device import Device
@@ -70,23 +72,30 @@ class Files:
         numel = prod(shape)
         if not numel:
             return torch.zeros(tuple(shape), dtype=dtype, device="cpu")
-        path = self._make(numel * dtype.itemsize) if group is None or group.rank == 0 else None
-        shared = path if group is None else group.broadcast_object(path)
+        made = self._make(numel * dtype.itemsize) if group is None or group.rank == 0 else None
+        shared = made if group is None else group.broadcast_object(made)
+        assert shared is not None
         try:
-            return torch.from_file(str(shared), shared=True, size=numel, dtype=dtype).view(tuple(shape))
+            descriptor = _open_made(*shared)
+            try:
+                path = f"/proc/self/fd/{descriptor}"
+                return torch.from_file(path, shared=True, size=numel, dtype=dtype).view(tuple(shape))
+            finally:
+                os.close(descriptor)
         finally:
             if group is not None:
                 group.barrier()  # all have mapped it
-            if path is not None:
-                path.unlink()
+            if made is not None:
+                made[0].unlink()
 
-    def _make(self, nbytes: int) -> Path:
+    def _make(self, nbytes: int) -> tuple[Path, int]:
+        """Return path and inode of a new file."""
         descriptor, name = self._new_file()
         try:
             os.ftruncate(descriptor, nbytes)
+            return Path(name), os.fstat(descriptor).st_ino
         finally:
             os.close(descriptor)
-        return Path(name)
 
     def _new_file(self) -> tuple[int, str]:
         """Return descriptor and path of an empty file, whether or not others remove the empty folder meanwhile."""
@@ -96,6 +105,17 @@ class Files:
                 return tempfile.mkstemp(prefix="axonmpi-", dir=self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         return tempfile.mkstemp(prefix="axonmpi-", dir=self.folder)
+
+
+def _open_made(path: Path, inode: int) -> int:
+    """Open a file that this rank or another one has made; OSError where its name has become another file's."""
+    descriptor = open_own(path, os.O_RDWR)
+    if os.fstat(descriptor).st_ino != inode:
+        os.close(descriptor)
+        raise PermissionError(
+            errno.EPERM, "expected the file that was made there, other users can exchange it", str(path)
+        )
+    return descriptor
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:

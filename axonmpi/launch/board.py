@@ -1,15 +1,21 @@
-"""This process's page, and the folder in which the pages of a user's ranks on a node lie.
+"""This process's page, and the folders in which the pages of a user's ranks on a node lie.
 
 The page of a job of one rank, of mock ranks, and of a rank where there is no /dev/shm, is memory of the process
 itself. Pages are removed at the end of the job, or, where it has failed, when the next job starts.
+
+Every user can make names in /dev/shm. So a folder counts only if it is a directory of this user's that nobody else
+can open. Where another user has taken the plain name, the folder has a random one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import mmap
 import os
+import re
+import secrets
 import stat
 import sys
 import threading
@@ -24,9 +30,11 @@ from .page import GROUPS_AT, IDENTITY_AT, PAGE_BYTES, Header, Page, Phase
 __all__ = [
     "SHARED_MEMORY",
     "enter_phase",
-    "folder_of_pages",
+    "folders_of_pages",
     "identity_of",
-    "open_folder",
+    "is_own",
+    "make_folder",
+    "open_own",
     "own_page",
     "phase",
     "publish",
@@ -34,9 +42,11 @@ __all__ = [
     "remove_stale",
 ]
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (the folder of pages in it is opened with care)
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (folders in it are used once their owner is known)
 MAKING_SECONDS = 60.0
 """A page without a name that is older was left behind."""
+_NAME = re.compile(r"[0-9a-f]{8}-(\d+|node)(\.\w+)?")
+"""Names of pages and of files beside them. Files with other names are left alone."""
 
 _own: Page | None = None
 
@@ -68,15 +78,68 @@ def phase(during: Phase) -> Iterator[None]:
         enter_phase(before)
 
 
-def folder_of_pages() -> Path:
-    """Return the folder of this user's pages, whether it is there or not; local."""
-    return SHARED_MEMORY / f"axonmpi-{os.geteuid()}"
+def folders_of_pages() -> list[Path]:
+    """Return the folders of this user's pages that nobody else can open; local."""
+    try:
+        names = os.listdir(SHARED_MEMORY) if _keeps_names() else []
+    except OSError:
+        return []
+    plain = _plain_name()
+    paths = [SHARED_MEMORY / name for name in sorted(names) if name == plain or name.startswith(f"{plain}-")]
+    return [path for path in paths if is_own(path)]
 
 
-def publish(job: str, identity: dict[str, Any]) -> str:
+def make_folder() -> Path | str:
+    """Return the folder for the pages of a new job, or why there can be none; local, makes it if necessary."""
+    if not SHARED_MEMORY.is_dir():
+        return f"there is no {SHARED_MEMORY}: mount a tmpfs there"
+    if not _keeps_names():
+        return f"other users can exchange files in {SHARED_MEMORY}: expected mode 1777, set it with chmod 1777"
+    plain = SHARED_MEMORY / _plain_name()
+    for path in (plain, *folders_of_pages(), plain.with_name(f"{plain.name}-{secrets.token_hex(8)}")):
+        try:
+            _make_own(path)
+            return path
+        except PermissionError:  # another user's, or one that others can open
+            continue
+        except OSError as error:
+            return f"{path}: {error.strerror}"
+    return f"no folder can be made in {SHARED_MEMORY}"
+
+
+def _plain_name() -> str:
+    return f"axonmpi-{os.geteuid()}"
+
+
+def _keeps_names() -> bool:
+    """Return whether other users cannot remove or rename this user's files in the folder for shared memory."""
+    found = SHARED_MEMORY.stat()
+    others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return found.st_uid in (0, os.geteuid()) and (not others_write or bool(found.st_mode & stat.S_ISVTX))
+
+
+def is_own(path: Path) -> bool:
+    """Return whether a path is a directory, not a link to one, of this user that nobody else can open."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def _make_own(path: Path) -> None:
+    """Make a folder of this user's own; raises PermissionError if there is anything else."""
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    if not is_own(path):
+        raise PermissionError(errno.EPERM, "expected a folder of this user that nobody else can open", str(path))
+
+
+def publish(folder: Path, job: str, identity: dict[str, Any]) -> str:
     """Make this process's page one that others can read; local, before the rank has groups.
 
     Args:
+        folder: Folder of `make_folder`, called on one rank of the node.
         job: Name of the job, the same on all its ranks.
         identity: What the page says of the rank: at least `rank`.
 
@@ -84,11 +147,12 @@ def publish(job: str, identity: dict[str, Any]) -> str:
         Why that cannot be; empty if it can.
     """
     global _own
-    path = folder_of_pages() / f"{job}-{identity['rank']}"
+    path = folder / f"{job}-{identity['rank']}"
     try:
+        _make_own(folder)  # in a container, /dev/shm may be another one than that of the rank that chose the name
         memory = _create(path)
     except OSError as error:
-        return f"{path}: {error.strerror}"
+        return f"{folder}: {error.strerror}"
     _own = Page(memory, path)
     here = process(os.getpid())
     _own.sign(
@@ -115,8 +179,11 @@ def identity_of(page: Path) -> dict[str, Any]:
     Raises:
         OSError: There is no such page.
     """
-    with open(page, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW)) as file:
-        head = file.read(GROUPS_AT)
+    file = open_own(page)
+    try:
+        head = os.read(file, GROUPS_AT)
+    finally:
+        os.close(file)
     nbytes = int.from_bytes(head[8 * Header.IDENTITY_BYTES :][:8], sys.byteorder)
     found: dict[str, Any] = json.loads(head[IDENTITY_AT : IDENTITY_AT + nbytes]) if nbytes else {}
     return found
@@ -125,8 +192,9 @@ def identity_of(page: Path) -> dict[str, Any]:
 def remove_stale() -> None:
     """Remove the pages of jobs whose processes are gone, with the files that they name; local."""
     jobs: dict[str, list[Path]] = {}
-    for path in folder_of_pages().glob("*-*"):
-        jobs.setdefault(path.name.partition("-")[0], []).append(path)
+    for folder in folders_of_pages():
+        for path in filter(lambda path: _NAME.fullmatch(path.name), folder.iterdir()):
+            jobs.setdefault(path.name.partition("-")[0], []).append(path)
     for files in jobs.values():
         with contextlib.suppress(OSError, ValueError):
             if all(map(_is_stale, files)):
@@ -161,13 +229,8 @@ def _leave_to_parent() -> None:
 
 
 def _create(path: Path) -> mmap.mmap:
-    """Make a file for a page in the user's folder, which nobody else may write to; raises OSError."""
-    folder = open_folder(path.parent, make=True)
-    try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        file = os.open(path.name, flags, 0o600, dir_fd=folder)
-    finally:
-        os.close(folder)
+    """Make a file for a page; raises OSError."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(file, 0, PAGE_BYTES)  # or writing would be a bus error where /dev/shm is full
         return mmap.mmap(file, PAGE_BYTES)
@@ -178,18 +241,15 @@ def _create(path: Path) -> mmap.mmap:
         os.close(file)
 
 
-def open_folder(path: Path, *, make: bool = False) -> int:
-    """Open the folder of pages; returns a file descriptor; local.
+def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file of this user's; returns a file descriptor; local, never blocks.
 
     Raises:
-        OSError: It is not there, or another user could read or write what is in it.
+        OSError: There is none, or it is a link, another kind of file, or another user's.
     """
-    if make:
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    found = os.fstat(folder)
-    if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        os.close(folder)
-        raise PermissionError(1, "expected a folder of this user's own that nobody else can open", str(path))
-    return folder
+    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        os.close(file)
+        raise PermissionError(errno.EPERM, "expected a regular file of this user", str(path))
+    return file

@@ -4,13 +4,18 @@ Its daemon on a node takes a closed connection of a rank for the end of the job:
 and if the rank has left by `os._exit(0)` the job ends with exit code 0 and no word, or, on several nodes, not at
 all. So each rank holds the connection of the next rank of its node open, too. When that one goes, the others raise
 an error, or the watchdog ends the job; in both cases the exit code tells.
+
+Who has the connection can start programs as the job's user. So it goes through a socket in the folder of pages,
+which no other user can reach. Without a parent in common, ranks inherit nothing of each other, and `pidfd_getfd`
+needs the rights of a debugger, which Yama and containers withhold.
 """
 
 from __future__ import annotations
 
-import contextlib
+import array
 import os
 import socket
+from pathlib import Path
 from typing import Any
 
 from .variables import detect_launchers, number_in
@@ -18,39 +23,50 @@ from .variables import detect_launchers, number_in
 __all__ = ["hold"]
 
 _SECONDS = 5.0
-"""How long a rank waits for the connection of its neighbour, which is there at once or never."""
+"""Limit of the wait for the next rank's connection, once all ranks of the node have their sockets."""
 
 _held: list[int] = []
 
 
-def hold(node: Any, job: str) -> None:
+def hold(node: Any, folder: Path, job: str) -> str:
     """Hold the connection of the next rank of this node; collective over them, does nothing elsewhere.
 
     Args:
         node: Communicator of the node's ranks.
+        folder: Folder of pages, checked.
         job: Name of the job.
+
+    Returns:
+        The reason if this rank cannot hold the connection; empty if it does, or need not.
     """
     own = number_in(None, "PMI_FD")
     if own is None or node.size == 1 or all(launcher.name != "MPICH" for launcher in detect_launchers()):
-        return
-    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as before:
-        listener.settimeout(_SECONDS)
-        with contextlib.suppress(OSError):
-            listener.bind(_address(job, node.rank))
-            listener.listen(1)
-        node.Barrier()
-        with contextlib.suppress(OSError):  # ranks in containers of their own have no such sockets in common
-            before.connect(_address(job, (node.rank - 1) % node.size))
-            socket.send_fds(before, [b"x"], [own])
-            following, _ = listener.accept()
-            with following:
-                following.settimeout(_SECONDS)
-                _, files, _, _ = socket.recv_fds(following, 1, 1)
-            for file in files:
-                os.set_inheritable(file, False)
-            _held.extend(files)
+        return ""
+    addresses = [folder / f"{job}-{rank}.line" for rank in range(node.size)]
+    address, before = addresses[node.rank], addresses[node.rank - 1]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
+        line.settimeout(_SECONDS)
+        reason = _reason_of(line.bind, str(address))
+        if any(node.allgather(reason)):
+            return reason
+        files = array.array("i", [own])
+        reason = _reason_of(line.sendmsg, [b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)], 0, str(before))
+        reason = reason or _reason_of(_receive, line)
+        address.unlink()
+    return reason
 
 
-def _address(job: str, rank: int) -> str:
-    """The name of a socket that is in no folder."""
-    return f"\0axonmpi-{job}-{rank}"
+def _receive(line: socket.socket) -> None:
+    _, files, _, _ = socket.recv_fds(line, 1, 1)
+    for file in files:
+        os.set_inheritable(file, False)
+    _held.extend(files)
+
+
+def _reason_of(action: Any, *arguments: Any) -> str:
+    """Return why an action is not possible; empty if it is."""
+    try:
+        action(*arguments)
+    except OSError as error:
+        return f"the launcher's connection cannot be passed on: {error}"
+    return ""

@@ -9,23 +9,21 @@ other is there, and answer whatever the processes do, so a busy or stopped rank 
     the end without a word         its process has gone
     an error after 4 s             the other node has gone, or the network to it
 
-The ranks tell each other over MPI where they listen, and a secret. Where they do not reach each other in 2 s,
-because of a firewall, there is no connection, and a node that has gone is noticed as any rank that does not come.
+The ranks tell each other over MPI where they listen, and a secret. Both ends prove to each other that they know it,
+without sending it, before anything else is read. Where they do not reach each other in 2 s, because of a firewall,
+there is no connection, which rank 0 says, and a node that has gone is noticed as any rank that does not come.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hmac
 import json
 import os
 import secrets
-import selectors
 import socket
 import struct
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -35,11 +33,11 @@ import numpy as np
 
 from ..utils.text import name_ranks
 from . import exit as exits
+from .node_calls import CONNECT_SECONDS, Place, listen, meet
 from .topology import Topology
 
-__all__ = ["Link", "LinkState", "Place", "connect", "links", "listen", "meet"]
+__all__ = ["Link", "LinkState", "connect", "links"]
 
-CONNECT_SECONDS = 2.0
 PROBE_SECONDS = 1
 LOST_SECONDS = 4
 """After so long without an answer a connection is lost."""
@@ -48,33 +46,11 @@ ANSWER_SECONDS = 1.0
 _PLACE_BYTES = 2048
 _MAX_ADDRESSES = 16
 _SECRET_BYTES = 16
-_YES = b"+"
 _SAID_BYTES = 1000
 """How much of a line is sent."""
 _SIOCGIFADDR = 0x8915
 
 _links: list[Link] = []
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the lowest rank of a node is to be reached.
-
-    Attributes:
-        rank: Its number.
-        host: Name of its node.
-        ranks: The ranks of its node in words.
-        addresses: Of the node.
-        port: Where it listens.
-        secret: What a connection begins with, in hexadecimal.
-    """
-
-    rank: int
-    host: str
-    ranks: str
-    addresses: list[str]
-    port: int
-    secret: str
 
 
 class LinkState(Enum):
@@ -172,7 +148,7 @@ def links() -> list[Link]:
     return _links
 
 
-def connect(mpi: Any, comm: Any, node: Any, topology: Topology) -> None:
+def connect(mpi: Any, comm: Any, node: Any, topology: Topology) -> str:
     """Connect the lowest rank of this node to those of the next nodes; collective, does nothing on one node.
 
     Args:
@@ -180,28 +156,35 @@ def connect(mpi: Any, comm: Any, node: Any, topology: Topology) -> None:
         comm: All ranks.
         node: Those of this node.
         topology: Where this rank is.
+
+    Returns:
+        The reason if there is no connection to the next node; empty if there is, or need not be.
     """
     if topology.num_nodes == 1:
-        return
+        return ""
     ranks = node.gather(comm.rank)
     firsts = comm.Split(mpi.UNDEFINED if node.rank else 0, comm.rank)
     if node.rank:
-        return
+        return ""
     with contextlib.closing(listen()) as listener:
         secret = secrets.token_hex(_SECRET_BYTES)
         port = 0 if listener.fileno() < 0 else listener.getsockname()[1]
         own = Place(comm.rank, os.uname().nodename, name_ranks(ranks), _addresses(), port, secret)
         before, after = _exchange(firsts, _as_bytes(own))
         ring = (Place(**json.loads(bytes(each).rstrip(b"\0"))) for each in (before, after))
-        _links.extend(_agreed(firsts, listener, own, *ring))
+        agreed, reason = _agreed(firsts, listener, own, *ring)
+    _links.extend(agreed)
     firsts.Free()
     os.register_at_fork(after_in_child=_leave_to_parent)
     exits.at_failure(partial(_tell_end, f"rank {comm.rank} has failed"))
     exits.before_finalize(_say_goodbye)
+    return reason
 
 
-def _agreed(firsts: Any, listener: socket.socket, own: Place, before: Place, after: Place) -> list[Link]:
-    """Return the connections that both ends have."""
+def _agreed(
+    firsts: Any, listener: socket.socket, own: Place, before: Place, after: Place
+) -> tuple[list[Link], str]:
+    """Return the connections that both ends have, and why there is none to the next node."""
     calls, called = firsts.size > 2 or firsts.rank == 0, firsts.size > 2 or firsts.rank == 1
     found = meet(listener, own.secret if called else "", after if calls else None)
     has = [np.array([each is not None], np.uint8) for each in found]
@@ -212,7 +195,12 @@ def _agreed(firsts: Any, listener: socket.socket, own: Place, before: Place, aft
             agreed.append(Link(connection, place))
         elif connection is not None:
             connection.close()
-    return agreed
+    if not calls or (found[1] is not None and has_after[0]):
+        return agreed, ""
+    return agreed, (
+        f"no connection to node {after.host} in {CONNECT_SECONDS:g} s: if it goes, ranks notice late; let nodes "
+        "connect to each other on any port"
+    )
 
 
 def _exchange(firsts: Any, to_after: Any, to_before: Any = None) -> tuple[Any, Any]:
@@ -229,104 +217,7 @@ def _as_bytes(place: Place) -> Any:
     return np.frombuffer(json.dumps(asdict(place)).encode().ljust(_PLACE_BYTES, b"\0"), np.uint8)
 
 
-# ---- connecting -------------------------------------------------------------------------------------------------
-
-
-def listen() -> socket.socket:
-    """Return a socket that listens on all addresses of this node; a closed one if there can be none; local."""
-    with contextlib.suppress(OSError, ValueError):  # there may be no IPv6
-        return socket.create_server(("::", 0), family=socket.AF_INET6, backlog=64, dualstack_ipv6=True)
-    with contextlib.suppress(OSError):
-        return socket.create_server(("", 0), backlog=64)
-    closed = socket.socket()
-    closed.close()
-    return closed
-
-
-def meet(
-    listener: socket.socket, secret: str, after: Place | None, limit: float = CONNECT_SECONDS
-) -> tuple[socket.socket | None, socket.socket | None]:
-    """Wait for a call, and call another rank at all of its addresses at once; local.
-
-    Args:
-        listener: Where to wait.
-        secret: What the caller knows, in hexadecimal; empty if none is to be waited for.
-        after: Whom to call; None: nobody.
-        limit: Seconds.
-
-    Returns:
-        The connections to the caller and to the called; None where there is none.
-    """
-    meeting = _Meeting(secret, after)
-    if secret and listener.fileno() >= 0:
-        listener.setblocking(False)
-        meeting.ready.register(listener, selectors.EVENT_READ, meeting.accept)
-    if after is not None:
-        for address in after.addresses:
-            meeting.call(address, after.port)
-    until = time.monotonic() + limit
-    while not meeting.is_over() and (left := until - time.monotonic()) > 0:
-        for key, _ in meeting.ready.select(left):
-            key.data(key.fileobj)
-    meeting.end()
-    return meeting.caller, meeting.called
-
-
-class _Meeting:
-    """Calls under way, in both directions."""
-
-    def __init__(self, secret: str, after: Place | None) -> None:
-        self.caller: socket.socket | None = None
-        self.called: socket.socket | None = None
-        self.ready = selectors.DefaultSelector()
-        self._secret = bytes.fromhex(secret)
-        self._after = after
-        self._strangers: list[socket.socket] = []
-
-    def is_over(self) -> bool:
-        return (not self._secret or self.caller is not None) and (self._after is None or self.called is not None)
-
-    def end(self) -> None:
-        self.ready.close()
-        for each in self._strangers:
-            if each not in (self.caller, self.called):
-                each.close()
-
-    def call(self, address: str, port: int) -> None:
-        caller = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        caller.setblocking(False)
-        self._strangers.append(caller)
-        with contextlib.suppress(OSError):
-            caller.connect_ex((address, port))
-            self.ready.register(caller, selectors.EVENT_WRITE, self.introduce)
-
-    def introduce(self, caller: socket.socket) -> None:
-        assert self._after is not None
-        try:
-            caller.send(bytes.fromhex(self._after.secret))
-            self.ready.modify(caller, selectors.EVENT_READ, self.hear)
-        except OSError:
-            self.ready.unregister(caller)
-
-    def hear(self, caller: socket.socket) -> None:
-        self.ready.unregister(caller)
-        with contextlib.suppress(OSError):
-            if caller.recv(1) == _YES and self.called is None:
-                self.called = caller
-
-    def accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            stranger, _ = listener.accept()
-            stranger.setblocking(False)
-            self._strangers.append(stranger)
-            self.ready.register(stranger, selectors.EVENT_READ, self.examine)
-
-    def examine(self, stranger: socket.socket) -> None:
-        self.ready.unregister(stranger)
-        with contextlib.suppress(OSError):
-            if self.caller is None and hmac.compare_digest(stranger.recv(_SECRET_BYTES), self._secret):
-                stranger.send(_YES)
-                self.caller = stranger
+# ---- addresses --------------------------------------------------------------------------------------------------
 
 
 def _addresses() -> list[str]:

@@ -8,6 +8,7 @@ ranks look up each other's files by name later on, so these are removed when the
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -29,17 +30,21 @@ def remove_at_abort() -> None:
     _remove(_mapped(_AT_ABORT))
 
 
-def _mapped(beginnings: tuple[str, ...]) -> set[Path]:
-    """Return the files with such names that this process has mapped."""
+def _mapped(beginnings: tuple[str, ...]) -> set[tuple[Path, int]]:
+    """Return paths and inodes of files with such names that this process has mapped."""
     try:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     except OSError:
         return set()
-    files = {Path(line.split(maxsplit=5)[5]) for line in lines if line.count("/")}
-    return {file for file in files if file.parent == SHARED_MEMORY and file.name.startswith(beginnings)}
+    fields = [line.split(maxsplit=5) for line in lines if line.count("/")]
+    files = {(Path(path), int(inode)) for *_, inode, path in fields}
+    return {each for each in files if each[0].parent == SHARED_MEMORY and each[0].name.startswith(beginnings)}
 
 
-def _remove(files: Iterable[Path]) -> None:
-    for file in files:
+def _remove(files: Iterable[tuple[Path, int]]) -> None:
+    """Remove names of files, unless they have become names of other files, or of another user's."""
+    for path, inode in files:
         with contextlib.suppress(OSError):
-            file.unlink()
+            found = path.lstat()
+            if (found.st_ino, found.st_uid) == (inode, os.geteuid()):
+                path.unlink()

@@ -25,7 +25,7 @@ import torch
 
 from ..errors import LaunchError
 from ..utils.arguments import integer
-from ..utils.text import name_ranks
+from ..utils.text import lines_of_ranks, name_ranks, ranks_by_text
 from . import board, children, lifeline, node_links, segments
 from . import exit as exits
 from .check import MpiLibrary, check_launch, check_protocol, check_room
@@ -159,15 +159,24 @@ def _publish_page(mpi: Any, comm: Any, local: Any, topology: Topology) -> None:
     job = np.array([secrets.randbits(32)])
     comm.Bcast(job)
     local.Barrier()
+    folder: Path | str = ""
     if local.rank == 0:
         board.remove_stale()
         segments.remove_names()
+        folder = board.make_folder()
+    folder = local.bcast(folder)
     name = f"{job[0]:08x}"
-    lifeline.hold(local, name)
-    node_links.connect(mpi, comm, local, topology)
-    if not board.publish(name, asdict(topology)):
+    reason = folder if isinstance(folder, str) else board.publish(folder, name, asdict(topology))
+    if not reason:
         exits.before_finalize(board.remove_own)
-    local.Barrier()  # nobody counts the pages of this node's ranks before all of them are there
+    # Nobody counts the pages of this node's ranks before all of them are there.
+    if isinstance(folder, Path) and not any(local.allgather(reason)):
+        reason = lifeline.hold(local, folder, name)
+    unwatched = f"a rank that stalls is not noticed, or not explained: {reason}" if reason else ""
+    unconnected = node_links.connect(mpi, comm, local, topology)
+    complaints = _complaints(mpi, comm, "; ".join(filter(None, [unwatched, unconnected])))
+    if complaints and comm.rank == 0:
+        warnings.warn(lines_of_ranks(ranks_by_text(complaints).items()), RuntimeWarning, stacklevel=2)
 
 
 def check_arguments(init_method: object, num_threads: object) -> None:
@@ -259,13 +268,18 @@ def _init(mpi: Any) -> None:
 def _agree_on_launch(mpi: Any, comm: Any, library: MpiLibrary) -> None:
     """Raise on all ranks if on any rank the launcher and MPI disagree."""
     own = check_launch(detect_launchers(), comm.rank, comm.size, library)
-    is_wrong = np.array([own is not None])
+    if complaints := _complaints(mpi, comm, own or ""):
+        where = f"on {name_ranks(complaints)} " if comm.size > 1 else ""
+        raise LaunchError(where + next(iter(complaints.values())))
+
+
+def _complaints(mpi: Any, comm: Any, own: str) -> dict[int, str]:
+    """Return the complaints of ranks, by rank; collective, one small reduction where there are none."""
+    is_wrong = np.array([bool(own)])
     comm.Allreduce(mpi.IN_PLACE, is_wrong, mpi.LOR)
     if not is_wrong[0]:
-        return
-    complaints = {rank: complaint for rank, complaint in enumerate(comm.allgather(own)) if complaint}
-    where = f"on {name_ranks(complaints)} " if comm.size > 1 else ""
-    raise LaunchError(where + next(iter(complaints.values())))
+        return {}
+    return {rank: complaint for rank, complaint in enumerate(comm.allgather(own)) if complaint}
 
 
 # ---- threads ----------------------------------------------------------------------------------------------------

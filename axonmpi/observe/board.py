@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..launch.board import folder_of_pages, identity_of, open_folder
+from ..launch.board import folders_of_pages, identity_of, open_own
 from ..launch.page import (
     GROUP_BYTES,
     GROUPS,
@@ -194,7 +194,7 @@ class RankPage:
         self.identity: dict[str, Any] = identity_of(path)
         if not self.identity:
             raise ValueError(f"{path} is no page yet")
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        file = open_own(path)
         try:
             self._memory = mmap.mmap(file, PAGE_BYTES, prot=mmap.PROT_READ)
         finally:
@@ -315,14 +315,8 @@ class RankPage:
 
 
 def _pages() -> Iterator[RankPage]:
-    """All pages of this user on this node; none where the folder is missing or not safe."""
-    folder = folder_of_pages()
-    try:
-        os.close(open_folder(folder))
-        paths = sorted(folder.iterdir())
-    except OSError:
-        return
-    for path in paths:
+    """All pages of this user on this node."""
+    for path in sorted(path for folder in folders_of_pages() for path in folder.iterdir()):
         if not path.suffix:
             try:
                 yield RankPage(path)

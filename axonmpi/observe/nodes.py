@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from ..launch.board import is_own, open_own
 from .board import Condition, RankPage
 from .judgement import Standing
 
@@ -35,7 +36,8 @@ def tell_others(folder: Path, standings: Mapping[int, Standing], going_on: Colle
     own = folder / f"{first.job}-{first.host}"
     draft = own.with_suffix(".draft")
     shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    draft.mkdir(mode=0o700)
     for standing in standings.values():
         shutil.copyfile(standing.page.path, draft / standing.page.path.name)
     told = {rank: standing.condition.value for rank, standing in standings.items()}
@@ -57,12 +59,14 @@ def read_others(folder: Path, own: RankPage) -> tuple[dict[int, Standing], set[i
     standings: dict[int, Standing] = {}
     going_on: set[int] = set()
     for node in folder.glob(f"{own.job}-*"):
-        if node.suffix == ".draft" or node.name == f"{own.job}-{own.host}":
+        is_told = node.suffix != ".draft" and node.name != f"{own.job}-{own.host}"
+        if not is_told or not is_own(node):  # other users may write to the folder
             continue
-        told = json.loads((node / _STANDINGS).read_text())
+        with open(open_own(node / _STANDINGS), encoding="utf-8") as file:
+            told = json.load(file)
         going_on |= set(told["going_on"])
-        for file in node.glob(f"{own.job}-*"):
-            page = RankPage(file)
+        for path in node.glob(f"{own.job}-*"):
+            page = RankPage(path)
             condition = Condition(told["conditions"][str(page.rank)])
             standings[page.rank] = Standing(page, condition, page.phase, page.latest, page.current())
     return standings, going_on

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Protocol
 
-from ..launch.board import own_page
+from ..launch.board import open_own, own_page
 from ..launch.page import Header
 from ..utils.waiting import Backoff, wait_until
 from .board import Condition, RankPage
@@ -157,7 +157,7 @@ def _complete_answer(page: RankPage, offset: int, *, by_signal: bool) -> str:
 def _answer(page: RankPage, offset: int) -> bytes:
     """Read the answer file from an offset; empty if there is no file."""
     try:
-        with _answers_of(page.path).open("rb") as file:
+        with open(open_own(_answers_of(page.path)), "rb") as file:
             file.seek(offset)
             return file.read()
     except OSError:

@@ -1,6 +1,7 @@
 """How much memory sharded training takes, counted by hand, and what lies in files."""
 
 import gc
+import os
 import sys
 import tempfile
 import weakref
@@ -261,6 +262,30 @@ def test_a_folder_that_another_rank_removes_meanwhile_is_made_anew(tmp_path, mon
 
     monkeypatch.setattr(tempfile, "mkstemp", remove_first)
     assert (files.zeros((2, 3), torch.float32).tolist(), len(removed)) == ([[0.0] * 3] * 2, 3)
+
+
+EXCHANGES = {
+    "link": lambda path, victim: path.symlink_to(victim),
+    "other file": lambda path, victim: path.hardlink_to(victim),
+    "FIFO": lambda path, victim: os.mkfifo(path),
+}
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
+def test_a_file_whose_name_has_become_another_files_is_not_written(tmp_path, monkeypatch, exchange):
+    files, make, victim = Files(tmp_path), Files._make, tmp_path / "victim"
+    victim.write_bytes(b"mine")
+
+    def make_and_lose(self: Files, nbytes: int) -> tuple[Path, int]:
+        path, inode = make(self, nbytes)
+        path.rename(path.with_name("away"))
+        exchange(path, victim)
+        return path, inode
+
+    monkeypatch.setattr(Files, "_make", make_and_lose)
+    with pytest.raises(OSError, match=r"expected|symbolic links"):
+        files.zeros((64,), torch.float32)
+    assert victim.read_bytes() == b"mine"
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_mount(), reason="no folder is known to be memory")

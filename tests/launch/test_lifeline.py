@@ -5,6 +5,8 @@ import socket
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
@@ -23,19 +25,35 @@ def launcher(monkeypatch):
         yield mine, own
 
 
-def hold_on(ranks: int, of: int | None = None) -> list[int]:
-    """Have ranks of a node, threads with one connection, hold the next one's; return the descriptors."""
-    barrier, job = threading.Barrier(ranks), uuid.uuid4().hex
-    nodes = [SimpleNamespace(rank=rank, size=of or ranks, Barrier=barrier.wait) for rank in range(ranks)]
+@pytest.fixture
+def folder():
+    """A folder with a path short enough for sockets."""
+    with TemporaryDirectory() as path:
+        yield Path(path)
+
+
+class Node(SimpleNamespace):
+    """The communicator of a node, ranks of which are threads."""
+
+    def allgather(self, value: str) -> list[str]:
+        self.values[self.rank] = value
+        self.barrier.wait()
+        return self.values
+
+
+def hold_on(ranks: int, folder: Path) -> list[str]:
+    """Have ranks of a node, threads with one connection, hold the next one's; return their reasons."""
+    shared = {"size": ranks, "values": [""] * ranks, "barrier": threading.Barrier(ranks)}
+    nodes = [Node(rank=rank, **shared) for rank in range(ranks)]
     with ThreadPoolExecutor(ranks) as pool:
-        list(pool.map(lifeline.hold, nodes, [job] * ranks))
-    return lifeline._held
+        return list(pool.map(lifeline.hold, nodes, [folder] * ranks, [uuid.uuid4().hex[:8]] * ranks))
 
 
-def test_a_connection_ends_when_the_rank_before_has_gone_too(launcher) -> None:
+def test_a_connection_ends_when_the_rank_before_has_gone_too(launcher, folder) -> None:
     mine, own = launcher
-    held = hold_on(3)
-    assert (len(set(held)), any(map(os.get_inheritable, held))) == (3, False)
+    assert hold_on(3, folder) == [""] * 3
+    held = lifeline._held
+    assert (len(set(held)), any(map(os.get_inheritable, held)), list(folder.iterdir())) == (3, False, [])
     own.close()
     mine.setblocking(False)
     for file in held:
@@ -46,11 +64,19 @@ def test_a_connection_ends_when_the_rank_before_has_gone_too(launcher) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "of", "lacks"),
-    [(1, 1, []), (2, 2, ["PMI_FD"]), (2, 2, ["MPI_LOCALRANKID"]), (1, 2, [])],
-    ids=["alone", "without a connection", "under another launcher", "where nobody comes"],
+    ("ranks", "lacks", "below", "reasons"),
+    [
+        (1, [], "", {""}),
+        (2, ["PMI_FD"], "", {""}),
+        (2, ["MPI_LOCALRANKID"], "", {""}),
+        (2, [], "nowhere", {"the launcher's connection cannot be passed on: [Errno 2] No such file or directory"}),
+    ],
+    ids=["alone", "without a connection", "under another launcher", "without a folder"],
 )
-def test_a_rank_that_cannot_hold_a_connection_goes_on(launcher, monkeypatch, ranks, of, lacks) -> None:
+def test_a_rank_that_cannot_hold_a_connection_goes_on(
+    launcher, folder, monkeypatch, ranks, lacks, below, reasons
+) -> None:
     for name in lacks:
         monkeypatch.delenv(name)
-    assert hold_on(ranks, of) == []
+    assert set(hold_on(ranks, folder / below)) == reasons
+    assert lifeline._held == []

@@ -2,12 +2,15 @@
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 from helpers.limits import limit
 
-from axonmpi.launch.node_links import Link, LinkState, Place, listen, meet
+from axonmpi.launch import node_calls
+from axonmpi.launch.node_calls import Place, listen, meet
+from axonmpi.launch.node_links import Link, LinkState
 from axonmpi.observe import neighbours
 from axonmpi.utils.waiting import Backoff, wait_until
 
@@ -70,6 +73,70 @@ def test_a_stranger_is_not_let_in_and_nobody_answers_where_nobody_is() -> None:
         assert waiting.result() == (None, None)
         nowhere = place(listener)
     assert meet(listener, "", nowhere, 0.2) == (None, None)
+
+
+def silent(address: tuple[str, int]) -> list[socket.socket]:
+    return [socket.create_connection(address)]
+
+
+def crowd(address: tuple[str, int]) -> list[socket.socket]:
+    return [socket.create_connection(address) for _ in range(400)]
+
+
+def garbage(address: tuple[str, int]) -> list[socket.socket]:
+    strangers = [socket.create_connection(address) for _ in range(8)]
+    for stranger, data in zip(
+        strangers, [b"\xff" * 4096, b"{", bytes.fromhex(SECRET), b"\0" * 48] * 2, strict=True
+    ):
+        stranger.sendall(data)
+    return strangers
+
+
+@pytest.mark.parametrize("come", [silent, crowd, garbage])
+def test_strangers_that_come_first_do_not_keep_the_caller_out(come) -> None:
+    with listen() as listener, ThreadPoolExecutor() as pool, ExitStack() as stack:
+        waiting = pool.submit(meet, listener, SECRET, None, limit(5))
+        for stranger in come(("127.0.0.1", listener.getsockname()[1])):
+            stack.enter_context(stranger)
+        called = meet(listener, "", place(listener), limit(5))[1]
+        caller = waiting.result()[0]
+        with called, caller:
+            called.sendall(b"here")
+            assert caller.recv(4) == b"here"
+
+
+def test_a_call_in_parts_is_heard() -> None:
+    with listen() as listener, ThreadPoolExecutor() as pool, socket.socket() as caller:
+        waiting = pool.submit(meet, listener, SECRET, None, limit(5))
+        caller.connect(("127.0.0.1", listener.getsockname()[1]))
+        caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        talk = node_calls._call(bytes.fromhex(SECRET), "127.0.0.1")
+        sent, wanted = next(talk)
+        for byte in sent:
+            caller.send(bytes([byte]))
+        proof, wanted = talk.send(caller.recv(wanted, socket.MSG_WAITALL))
+        for byte in proof:
+            caller.send(bytes([byte]))
+        assert caller.recv(wanted) == node_calls._YES
+        waiting.result()[0].close()
+
+
+def test_a_stranger_that_listens_is_not_told_the_secret_and_cannot_pass_a_proof_on() -> None:
+    """The stranger has an address of the other node, and relays to the rank itself."""
+    received = b""
+    with listen() as listener, socket.create_server(("127.0.0.2", 0)) as trap, ThreadPoolExecutor() as pool:
+        waiting = pool.submit(meet, listener, SECRET, None, 1.0)
+        told = place(listener, addresses=["127.0.0.2"], port=trap.getsockname()[1])
+        calling = pool.submit(meet, listener, "", told, 1.0)
+        victim, _ = trap.accept()
+        with victim, socket.create_connection(("127.0.0.1", listener.getsockname()[1])) as relay:
+            received += victim.recv(4096)
+            relay.sendall(received)
+            victim.sendall(relay.recv(4096))
+            received += victim.recv(4096)
+            assert (calling.result(), waiting.result()) == ((None, None), (None, None))
+    assert received
+    assert bytes.fromhex(SECRET) not in received
 
 
 @pytest.fixture

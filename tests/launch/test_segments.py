@@ -37,3 +37,14 @@ def test_files_of_the_library_that_this_process_has_mapped(tmp_path, monkeypatch
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {*MAPPED, "mpich_shm_of_another_job", "folder"} - {*removed}
     assert elsewhere.exists(), mappings
+
+
+def test_a_name_that_has_become_another_files_stays(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(segments, "SHARED_MEMORY", tmp_path)
+    names = [tmp_path / name for name in ("mpich_shm_1", "mpich_shm_2")]
+    mappings = [in_file(path) for path in names]
+    files = segments._mapped(("mpich_shm_",))
+    names[0].rename(tmp_path / "away")
+    names[0].touch()
+    segments._remove(files)
+    assert ({path.name for path in tmp_path.iterdir()}, len(mappings)) == ({"away", "mpich_shm_1"}, 2)

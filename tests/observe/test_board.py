@@ -17,6 +17,7 @@ from axonmpi.observe import Condition, RankPage, job_names, pages_of, stacks_of
 # Python 3.12 and later: the child only runs Python
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 SHAPE = (3, 4, 5, 6, 7)
+GONE, LIVES = "0" * 8, "1" * 8
 
 
 @pytest.fixture
@@ -24,12 +25,12 @@ def folder(tmp_path, monkeypatch):
     """The folder of this user's pages, which is not there yet."""
     monkeypatch.setattr(board, "SHARED_MEMORY", tmp_path)
     monkeypatch.setattr(board, "_own", None)
-    return board.folder_of_pages()
+    return tmp_path / f"axonmpi-{os.geteuid()}"
 
 
 def published(job: str = "job", rank: int = 0, size: int = 2) -> board.Page:
     """Make this process's page that of a rank."""
-    assert board.publish(job, asdict(Topology.of([0] * size, rank))) == ""
+    assert board.publish(board.make_folder(), job, asdict(Topology.of([0] * size, rank))) == ""
     return board.own_page()
 
 
@@ -108,17 +109,92 @@ def obstruct_open(folder: Path) -> None:
     folder.chmod(0o777)
 
 
-OBSTACLES = {"open": obstruct_open, "link": lambda folder: folder.symlink_to(folder.parent), "file": Path.touch}
+def obstruct_with_link(folder: Path) -> None:
+    """Lead to a folder of the user's, with files that look like those of a job that has ended."""
+    target = folder.parent / "mine"
+    target.mkdir(mode=0o700)
+    for name in ("train-0001.csv", "0123abcd-0.csv"):
+        (target / name).touch()
+    folder.symlink_to(target)
+
+
+def obstruct_as_stranger(folder: Path) -> None:
+    folder.mkdir(mode=0o777)
+    os.chown(folder, 12345, 12345)
+
+
+OBSTACLES = {
+    "open": obstruct_open,
+    "link": obstruct_with_link,
+    "file": Path.touch,
+    "FIFO": os.mkfifo,
+    "another user's": obstruct_as_stranger,
+}
 
 
 @pytest.mark.parametrize("obstruct", OBSTACLES.values(), ids=OBSTACLES)
-def test_a_folder_that_is_not_safe_is_not_used(folder, obstruct) -> None:
-    folder.parent.chmod(0o700)  # where the link leads to is safe
+def test_a_folder_that_is_not_safe_is_not_used_and_another_one_is(folder, obstruct) -> None:
+    if obstruct is obstruct_as_stranger and os.geteuid():
+        pytest.skip("only root can give a folder away")
     obstruct(folder)
-    assert str(folder) in board.publish("job", asdict(Topology.of([0, 0], 0)))
+    files = sorted(folder.parent.rglob("*"))
+    board.remove_stale()
+    assert sorted(folder.parent.rglob("*")) == files
+    own = published().path.parent
+    assert (own.name.startswith(f"{folder.name}-"), own.stat().st_mode & 0o777) == (True, 0o700)
+    assert board.make_folder() != folder
+    assert [page.path.parent for page in pages_of("job")] == [own]
+    board.remove_stale()
+    board.remove_own()
+    assert (list(own.iterdir()), set(files) - set(folder.parent.rglob("*"))) == ([], set())
+
+
+def test_files_that_are_none_of_the_library_stay(folder) -> None:
+    folder.mkdir(mode=0o700)
+    kept = {"train-0001.csv", "model-0", "0123abcd-0.tar.gz", "0123ABCD-1"}
+    for name in (*kept, "0123abcd-node.ended"):
+        (folder / name).touch()
+    board.remove_stale()
+    assert {path.name for path in folder.iterdir()} == kept
+
+
+def fifo(folder: Path) -> None:
+    os.mkfifo(folder / "job-0")  # to open it would block for ever
+
+
+def link(folder: Path) -> None:
+    (folder / "job-0").symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("plant", [fifo, link])
+def test_only_regular_files_are_read(folder, plant) -> None:
+    folder.mkdir(mode=0o700)
+    plant(folder)
     assert pages_of("job") == []
+    with pytest.raises(OSError, match=r"regular file|symbolic links"):
+        board.open_own(folder / "job-0")
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"), [(lambda path: path.chmod(0o777), "1777"), (Path.rmdir, "there is no")]
+)
+def test_where_names_can_be_exchanged_there_are_no_pages_and_it_is_said(
+    tmp_path, monkeypatch, make, expected
+) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    make(shared)
+    monkeypatch.setattr(board, "SHARED_MEMORY", shared)
+    assert expected in board.make_folder()
+    assert board.folders_of_pages() == []
+
+
+def test_a_rank_without_a_page_that_others_see_has_one_of_its_own(folder) -> None:
+    folder.touch()
+    assert str(folder) in board.publish(folder, "job", asdict(Topology.of([0, 0], 0)))
     log = board.own_page().join(0, 2, 1)
-    log.leave(log.enter(describe("barrier")))  # in memory of its own
+    log.leave(log.enter(describe("barrier")))
+    assert pages_of("job") == []
 
 
 def in_a_fork(function, *arguments) -> None:
@@ -131,14 +207,14 @@ def in_a_fork(function, *arguments) -> None:
 
 def test_pages_of_processes_that_are_gone_are_removed(folder) -> None:
     for rank in range(2):
-        in_a_fork(published, "gone", rank)
-    (folder / "gone-0.stacks").touch()
-    published("lives")
-    assert [page.condition() for page in pages_of("gone")] == [Condition.GONE] * 2
-    assert stacks_of(pages_of("gone")) == dict.fromkeys(range(2), "(no stack: the process has ended)")
-    assert set(job_names()) == {"lives", "gone"}
+        in_a_fork(published, GONE, rank)
+    (folder / f"{GONE}-0.stacks").touch()
+    published(LIVES)
+    assert [page.condition() for page in pages_of(GONE)] == [Condition.GONE] * 2
+    assert stacks_of(pages_of(GONE)) == dict.fromkeys(range(2), "(no stack: the process has ended)")
+    assert set(job_names()) == {LIVES, GONE}
     board.remove_stale()
-    assert [path.name for path in folder.iterdir()] == ["lives-0"]
+    assert [path.name for path in folder.iterdir()] == [f"{LIVES}-0"]
     board.remove_own()
     assert list(folder.iterdir()) == []
 

@@ -23,7 +23,7 @@ class Ranks:
     def __init__(self) -> None:
         self.pages, self.logs = [], []
         for rank in range(3):
-            assert board.publish("job", asdict(Topology.of([0, 0, 0], rank))) == ""
+            assert board.publish(board.make_folder(), "job", asdict(Topology.of([0, 0, 0], rank))) == ""
             page = board.own_page()
             groups = {WORLD: 3, SPREAD: 6} if rank == 2 else {WORLD: 3, SPREAD: 6, PAIR: 2}
             self.pages.append(page)

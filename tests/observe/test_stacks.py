@@ -47,7 +47,7 @@ def hold_the_lock() -> None:
 
 def run(function: Callable[[], None]) -> None:
     """Be a rank with a page, in a function."""
-    assert not board.publish("asked", asdict(Topology.of([0], 0)))
+    assert not board.publish(board.make_folder(), "asked", asdict(Topology.of([0], 0)))
     watch(0)
     function()
 

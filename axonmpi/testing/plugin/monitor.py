@@ -27,7 +27,7 @@ import _pytest
 import pluggy
 import pytest
 
-from ...launch.board import folder_of_pages, own_page
+from ...launch.board import own_page
 from ...launch.exit import end_job
 from ...observe import Condition, pages_of, stacks_of
 from ...utils import waiting
@@ -82,8 +82,9 @@ class Monitor:
         self._output = output
         self._earlier = earlier
         # Without /dev/shm there is no record and no job's name: then each rank is the first.
-        self._job = str(own_page().identity.get("job", secrets.token_hex(4)))
-        self._file = folder_of_pages() / f"{self._job}-node.reports"
+        page = own_page()
+        self._job = str(page.identity.get("job", secrets.token_hex(4)))
+        self._file = None if page.path is None else page.path.with_name(f"{self._job}-node.reports")
         self._limits: list[_Limit] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="axonmpi test monitor", daemon=True)
@@ -114,15 +115,16 @@ class Monitor:
         while not self._stop.wait(_POLL_SECONDS):
             now = time.monotonic()
             reason = next((limit.reason for limit in tuple(self._limits) if now > limit.deadline), "")
-            if reason or self._file.exists():
+            if reason or (self._file is not None and self._file.exists()):
                 self._end_job(reason)
 
     def _end_job(self, reason: str) -> None:
         """Report; then, as the first rank of the node, print all reports and stacks and end the job."""
         failures = [limit.failure for limit in tuple(self._limits) if limit.failure]
         own = _Report(self._rank, reason, "\n".join(failures), self._output())
-        with suppress(OSError), self._file.open("ab", buffering=0) as file:
-            file.write(f"{json.dumps(own)}\n".encode())
+        if self._file is not None:
+            with suppress(OSError), self._file.open("ab", buffering=0) as file:
+                file.write(f"{json.dumps(own)}\n".encode())
         first = next(iter(self._reports()), own)
         if first.rank != self._rank and self._stop.wait(_OTHERS_SECONDS):
             return
@@ -135,6 +137,8 @@ class Monitor:
 
     def _reports(self) -> list[_Report]:
         """Return the reports of the ranks so far, the first one first."""
+        if self._file is None:
+            return []
         try:
             *lines, _ = self._file.read_text().split("\n")  # the last line is empty, or being written
         except OSError:
