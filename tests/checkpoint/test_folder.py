@@ -36,7 +36,9 @@ def names(root):
     """What is in a folder once all ranks are here; `latest` with its target."""
     ax.barrier()
     found = sorted(
-        f"{path.name} -> {os.readlink(path)}" if path.is_symlink() else path.name for path in root.iterdir()
+        f"{path.name} -> {os.readlink(path)}" if path.is_symlink() else path.name
+        for path in root.iterdir()
+        if path.name != ".latest.axonmpi-lock"
     )
     ax.barrier()
     return found
@@ -163,6 +165,8 @@ def killed_while_saving(root):
     (root / "latest").symlink_to("step-00000002")
     (root / "latest.partial").symlink_to("step-00000003")
     (root / "notes.partial").write_text("somebody's own")
+    for name in ("step-00000003", "step-00000004", "latest"):
+        (root / f".{name}.axonmpi-lock").write_text("axonmpi: a process that was killed\n")
 
 
 @pytest.mark.ranks(*RANKS)
