@@ -53,8 +53,8 @@ class CheckpointFolder:
     """The checkpoints of one run: saves them, keeps the newest, finds and loads the newest whole one.
 
     Construction is collective, and so is every method. It removes what a killed job has left half written or half
-    deleted; so one job at a time has such an object, and another job gets an error that names it. Programs that only
-    read load `root/latest` instead.
+    deleted; so one job at a time has such an object, and another one gets an error that names it. Programs that
+    only read load `root/latest` instead.
 
     Args:
         root: The folder, the same on all ranks and on a file system that all of them see; made if it is missing.
@@ -280,9 +280,11 @@ class CheckpointFolder:
 
     def _tidy(self) -> None:
         """Remove what a killed job has left, and let `latest` lead to the newest checkpoint that looks whole."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        if not os.path.lexists(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+        left = sorted(self.root.iterdir())
         self._lock = self._locked()
-        for path in sorted(self.root.iterdir()):
+        for path in left:
             if match := _LEFT_LOCK.fullmatch(path.name):
                 recover(self.root / match[1])
             elif self._lock.may_tidy and _DELETED.fullmatch(path.name):

@@ -176,7 +176,7 @@ def _load(
         with raised_on_all(ranks.all.backend):
             optimized, give = _prepared(optimizer, described, contents)
             rows, restore = prepare_random(ranks.all, contents.specs("random"))
-        # Into memory of their own, and then once through the model's files: damage shows before anything is changed.
+        # Into memory of their own, and then all of the model's files: damage shows before anything is changed.
         others = [(part.name, part) for part in [*optimized, *rows]]
         read_parts(contents.folder, [*files["optimizer"], *files["random"]], others, ranks, contents.checksums)
         check_blocks(contents.folder, files["model"], ranks, contents.checksums)

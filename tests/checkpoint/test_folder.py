@@ -159,6 +159,7 @@ def test_if_all_are_damaged_nothing_begins_anew(world, shared_tmp_path):
 def killed_while_saving(root):
     """Leave step 2, and step 3 as it is while another one takes its place."""
     shutil.copytree(root / "step-00000003", root / "step-00000004.partial")
+    (root / "step-00000004.partial/state.json").unlink()
     (root / "step-00000001").rename(root / "step-00000001.deleted")
     (root / "step-00000003").rename(root / "step-00000003.previous")
     (root / "latest").unlink()

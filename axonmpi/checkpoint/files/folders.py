@@ -49,7 +49,7 @@ def find_checkpoint(path: Path) -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[Lock]:
-    """Let no other job save to a path in the `with` block, and in the end undo what it has not finished; on one rank.
+    """Keep other jobs from a path, and undo at the end of the block a save that is not complete; on one rank.
 
     Raises:
         OSError: Another job saves to it, or the lock cannot be made.

@@ -58,8 +58,8 @@ def check_file(path: Path, sums: Checksums) -> None:
     size = regular_size(path)
     if block_count(size) != len(sums):
         raise CheckpointError(
-            f"{path}: has {size} bytes, and {CHECKSUMS_FILE} has checksums of {len(sums)} blocks of 1 MiB: it is cut "
-            "off, or of another checkpoint"
+            f"{path}: has {size} bytes, and {CHECKSUMS_FILE} has checksums of {len(sums)} blocks of 1 MiB: it is "
+            "cut off, or of another checkpoint"
         )
     if path.suffix != ".safetensors":
         data = read_small(path)

@@ -119,8 +119,8 @@ def _try(file: int, path: Path) -> bool:
     except OSError as error:
         if error.errno in _NO_LOCKS:
             warnings.warn(
-                f"{path}: this file system has no locks ({error.strerror}), so nothing keeps a second job from saving "
-                "to the same path: give each job one of its own, or have it mounted with locks",
+                f"{path}: this file system has no locks ({error.strerror}), so nothing keeps a second job from "
+                "saving to the same path: give each job one of its own, or have it mounted with locks",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -22,7 +22,7 @@ MOST_BYTES = 1 << 30
 
 
 def regular_size(path: Path) -> int:
-    """Return the bytes of a file, which is looked at before it is opened: to open a pipe or a device may hang; local.
+    """Return the bytes of a file without opening it, since to open a pipe or a device may hang; local.
 
     Raises:
         CheckpointError: There is none, or it is no regular file.

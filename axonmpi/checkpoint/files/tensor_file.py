@@ -165,7 +165,7 @@ def _file(name: str, specs: list[TensorSpec], metadata: Mapping[str, str]) -> Te
     length = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES - 8
     if length > _LONGEST_HEADER:
         raise CheckpointError(
-            f"{name}: its {len(specs)} tensors need a header of {length} bytes, and readers take {_LONGEST_HEADER}: "
+            f"{name}: its {len(specs)} tensors need a header of {length} bytes, readers take {_LONGEST_HEADER}: "
             "choose a smaller max_file_size"
         )
     header = length.to_bytes(8, "little") + text.ljust(length)
@@ -257,9 +257,9 @@ def _metadata(described: Any) -> dict[str, str]:
 def _entry(name: str, described: Any, begin: int) -> TensorEntry:
     if isinstance(described, list):  # as Rust's readers take it, too
         described = dict(zip(_FIELDS, described, strict=True))
-    code, shape, (start, stop) = (described[field] for field in _FIELDS)
-    for field, value in described.items():
-        if field not in _FIELDS:
+    code, shape, (start, stop) = (described[key] for key in _FIELDS)
+    for key, value in described.items():
+        if key not in _FIELDS:
             _check_depth(value, _DEEPEST)
     if not isinstance(code, str) or code not in _DTYPES:
         raise ValueError(f"{name!r} has dtype {code!r}, which torch has not")

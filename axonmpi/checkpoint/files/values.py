@@ -35,7 +35,7 @@ def encoded(value: Any, where: str, levels: int = 0) -> Any:
         levels: How many containers it is in.
 
     Raises:
-        ValueError: Something in it is of another type, or it is nested more than 100 deep, as if it contains itself.
+        ValueError: Something in it is of another type, or it is nested more than 100 deep, or contains itself.
     """
     if levels > _MOST_LEVELS:
         raise ValueError(

@@ -268,8 +268,8 @@ def _check_saveable(name: str, tensor: Tensor) -> None:
         raise ValueError(f"model: {name!r} is sparse ({tensor.layout}), which a file of tensors cannot hold")
     if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise ValueError(
-            f"model: {name!r} is expanded, so several of its elements are the same memory, and a load could not set "
-            "them: call contiguous() first"
+            f"model: {name!r} is expanded, so several of its elements are the same memory, and a load could not "
+            "set them: call contiguous() first"
         )
 
 
