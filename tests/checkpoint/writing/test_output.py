@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -162,3 +163,16 @@ def test_of_two_saves_with_one_path_the_second_is_refused(world, small, tmp_path
     write_checkpoint(*small)
     assert os.listdir(tmp_path) == ["it"]
     check_file(tmp_path / "it", {"a": torch.ones(5)})
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", ["it.partial", "it.previous"])
+def test_a_folder_that_no_save_has_left_stays(world, small, name, tmp_path):
+    """Somebody's copy of a checkpoint may well have such a name."""
+    write_checkpoint(*small)
+    shutil.copytree(tmp_path / "it", tmp_path / name)
+    refused(
+        CheckpointError, *[(lambda: write_checkpoint(*small), f"{name}: it is in the way of saves to 'it'")] * 2
+    )
+    check_file(tmp_path / name, {"a": torch.ones(5)})
+    assert sorted(os.listdir(tmp_path)) == ["it", name]

@@ -93,7 +93,9 @@ def kill_one_of_two(root: Path, kind: str, ranks: int, chance: random.Random) ->
         send(signal.SIGKILL, second.ranks())
         second.wait(limit(20))
         refusals = re.findall("refused: .*", one.output + other.output)
-        named = re.compile(rf"process ({'|'.join(map(str, processes))}) on {re.escape(socket.gethostname())}.*saving.py")
+        named = re.compile(
+            rf"process ({'|'.join(map(str, processes))}) on {re.escape(socket.gethostname())}.*saving.py"
+        )
         strange = [text for text in refusals if not named.search(text)]
         assert not strange, strange
         check_whole(newest_in(root, kind))
