@@ -139,7 +139,6 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _owner() -> bytes:
-    job = os.environ.get("SLURM_JOB_ID")
-    where = f"process {os.getpid()} on {socket.gethostname()}{f' in Slurm job {job}' if job else ''}"
+    where = f"process {os.getpid()} on {socket.gethostname()}"
     program = " ".join(sys.argv).encode("unicode_escape", "backslashreplace").decode()[:200]
     return _BEGIN + f"{where}, since {time.strftime('%Y-%m-%d %H:%M:%S')}: {program}\n".encode()
