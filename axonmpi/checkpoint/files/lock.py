@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import socket
 import sys
@@ -26,6 +27,7 @@ __all__ = ["SUFFIX", "Lock", "lock_of"]
 SUFFIX = ".axonmpi-lock"
 _BEGIN = b"axonmpi: "
 _MOST_BYTES = 4096
+_MOST_LOOKS, _NAP_SECONDS = 500, 0.01
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _held: set[Path] = set()
@@ -93,24 +95,26 @@ def _release(path: Path, file: int, process: int, *, keep: bool = False) -> None
 
 def _opened(path: Path) -> tuple[int, bytes]:
     """Return the locked file, and what it says of an owner that has ended without a release."""
-    while True:
+    for look in itertools.count():
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             has_it = _try(file, path)
             text = os.pread(file, _MOST_BYTES, 0)
             if text and not text.startswith(_BEGIN):
                 raise FileExistsError(errno.EEXIST, "it is no lock of a save: move it away", str(path))
-            if not has_it:
-                owner = text.removeprefix(_BEGIN).decode("utf-8", "replace").strip() or "it has just begun"
+            if not has_it and (text or look == _MOST_LOOKS):
+                owner = text.removeprefix(_BEGIN).decode("utf-8", "replace").strip() or "it does not say which"
                 raise BlockingIOError(
                     errno.EAGAIN, f"another job saves there: {owner}; give each job a path of its own", str(path)
                 )
-            if _is_at(file, path):  # else its owner has removed it meanwhile
+            if has_it and _is_at(file, path):  # else its owner has removed it meanwhile
                 return file, text
         except BaseException:
             os.close(file)
             raise
         os.close(file)
+        time.sleep(_NAP_SECONDS)  # its owner writes a line at once, or removes it
+    raise AssertionError
 
 
 def _try(file: int, path: Path) -> bool:

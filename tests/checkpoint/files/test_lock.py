@@ -64,3 +64,15 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: p
         Lock(lock_of(tmp_path / "it")).release()
     assert os.listdir(tmp_path) == []
     assert not locks._held
+
+
+def test_an_owner_that_has_not_written_its_line_yet_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "it"
+    with another_job(path) as job:
+        line = lock_of(path).read_bytes()
+        os.truncate(lock_of(path), 0)
+        monkeypatch.setattr(locks.time, "sleep", lambda _: lock_of(path).write_bytes(line))
+        refused(BlockingIOError, (lambda: Lock(lock_of(path)), f"another job saves there: process {job.pid} on "))
+        job.communicate()
