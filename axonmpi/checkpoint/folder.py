@@ -4,17 +4,21 @@
     ROOT/step-00000200              the newest one
     ROOT/latest -> step-00000200    for programs that only read
     ROOT/step-00000050.deleted      on its way out; like .partial, removed by the next start
+    ROOT/.latest.axonmpi-lock       held by the job that saves
 
 Rank 0 looks and tidies up, and tells the others. A checkpoint counts if it looks whole: all its files are there, as
-long as their headers say. Damage inside is found when it is loaded, and then the one before is taken.
+long as their headers say, and all but the values of tensors is as it was written. Damage inside of these is found
+when it is loaded, and then the one before is taken.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,17 +33,19 @@ from ..groups.world import group_of_this_rank
 from ..types import Seconds
 from ..utils.arguments import either_group_name, integer
 from .background import Background
-from .files.folders import STATE_FILE, partial_of, recover
-from .files.tensor_file import read_header
+from .files.folders import check_own, partial_of, recover
+from .files.intact import damage_of
+from .files.lock import SUFFIX, Lock, lock_of
 from .loading import CheckpointInfo, load_checkpoint
 from .saving import save_checkpoint
-from .writing.job import CHECKSUMS
 
 __all__ = ["CheckpointFolder"]
 
 LATEST = "latest"
 _STEP = re.compile(r"step-(\d{8,})")
-_LEFT_OVER = re.compile(r"(step-\d{8,}|latest)\.(partial|previous|deleted)")
+_LEFT_LOCK = re.compile(rf"\.(step-\d{{8,}}){re.escape(SUFFIX)}")
+_DELETED = re.compile(r"step-\d{8,}\.deleted")
+_locks: weakref.WeakValueDictionary[Path, Lock] = weakref.WeakValueDictionary()
 T = TypeVar("T")
 
 
@@ -47,10 +53,11 @@ class CheckpointFolder:
     """The checkpoints of one run: saves them, keeps the newest, finds and loads the newest whole one.
 
     Construction is collective, and so is every method. It removes what a killed job has left half written or half
-    deleted; so one job at a time has such an object. Programs that only read load `root/latest` instead.
+    deleted; so one job at a time has such an object, and another one gets an error that names it. Programs that
+    only read load `root/latest` instead.
 
     Args:
-        root: The folder, the same on all ranks and on a file system that all of them see; made when first needed.
+        root: The folder, the same on all ranks and on a file system that all of them see; made if it is missing.
         keep: How many checkpoints to keep, at least 1; None keeps all.
         group: The ranks that have parts of the model; None means all.
 
@@ -60,7 +67,7 @@ class CheckpointFolder:
 
     Raises:
         ValueError: `keep` is below 1, or ranks have different arguments; on all ranks.
-        CheckpointError: The folder cannot be read or tidied up; on all ranks.
+        CheckpointError: The folder cannot be read or tidied up, or another job has it; on all ranks.
     """
 
     @either_group_name
@@ -79,6 +86,7 @@ class CheckpointFolder:
             "Give all ranks the same folder, on a file system that all of them see.",
         )
         self._saving: Background | None = None
+        self._lock: Lock | None = None  # of rank 0
         self._on_first(self._tidy)
 
     # ---- saving ---------------------------------------------------------------------------------------------
@@ -143,20 +151,39 @@ class CheckpointFolder:
             if step not in found:  # it could not be written
                 return
             self._point_to(found[step])
-            whole = sorted((each for each in found if each <= step and not _damage_of(found[each])), reverse=True)
+            whole = sorted((each for each in found if each <= step and not damage_of(found[each])), reverse=True)
             oldest = whole[: self.keep][-1] if whole else 0
-            for each, path in found.items():
-                if not oldest <= each <= step:
-                    _delete(path)
+            for each in found.keys() - range(oldest, step + 1):
+                self._delete(found[each])
         except OSError as error:
-            warnings.warn(f"{self.root}: cannot be tidied up: {_text_of(error)}", RuntimeWarning, stacklevel=2)
+            self._say_untidy(error)
+
+    def _delete(self, path: Path) -> None:
+        """Remove a checkpoint: at any instant it is there, or to be removed by the next start."""
+        going = path.with_name(f"{path.name}.deleted")
+        try:
+            check_own(path)
+            assert self._lock is not None
+            if going.exists() and self._lock.may_tidy:
+                shutil.rmtree(going)
+            path.rename(going)
+            self._lock.may_tidy = True
+            shutil.rmtree(going)
+        except OSError as error:
+            self._say_untidy(error)
+
+    def _say_untidy(self, error: OSError) -> None:
+        warnings.warn(f"{self.root}: cannot be tidied up: {_text_of(error)}", RuntimeWarning, stacklevel=2)
 
     def _point_to(self, path: Path) -> None:
         """Let `latest` lead to a checkpoint, at any instant to this one or to the one before."""
-        fresh = partial_of(self.root / LATEST)
+        latest, fresh = self.root / LATEST, partial_of(self.root / LATEST)
+        for each in (latest, fresh):
+            if os.path.lexists(each) and not each.is_symlink():
+                raise FileExistsError(errno.EEXIST, "it is no link to a checkpoint: move it away", str(each))
         fresh.unlink(missing_ok=True)
         fresh.symlink_to(path.name)
-        fresh.replace(self.root / LATEST)
+        fresh.replace(latest)
 
     # ---- loading --------------------------------------------------------------------------------------------
 
@@ -206,7 +233,7 @@ class CheckpointFolder:
         found = self._found()
         whole = []
         for step in sorted(found, reverse=True):
-            if damage := _damage_of(found[step]):
+            if damage := damage_of(found[step]):
                 self._warn(f"{damage}; {found[step].name} is not used")
             else:
                 whole.append(found[step])
@@ -236,6 +263,14 @@ class CheckpointFolder:
         found: T = value
         return found
 
+    def _locked(self) -> Lock:
+        """Return the lock of the folder, which all such objects of this process have in common."""
+        path = Path(os.path.realpath(self.root))
+        lock = _locks.get(path)
+        if lock is None:
+            lock = _locks[path] = Lock(lock_of(path / LATEST))
+        return lock
+
     def _found(self) -> dict[int, Path]:
         """Return all checkpoints by their steps, whole or not."""
         if not self.root.exists():
@@ -245,20 +280,20 @@ class CheckpointFolder:
 
     def _tidy(self) -> None:
         """Remove what a killed job has left, and let `latest` lead to the newest checkpoint that looks whole."""
-        if not self.root.exists():
-            return
-        for path in sorted(self.root.iterdir()):
-            if not (match := _LEFT_OVER.fullmatch(path.name)):
-                continue
-            if match[1] == LATEST:
-                path.unlink()
-            elif match[2] == "deleted":
-                shutil.rmtree(path)
-            else:
+        if not os.path.lexists(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+        left = sorted(self.root.iterdir())
+        self._lock = self._locked()
+        for path in left:
+            if match := _LEFT_LOCK.fullmatch(path.name):
                 recover(self.root / match[1])
+            elif self._lock.may_tidy and _DELETED.fullmatch(path.name):
+                shutil.rmtree(path)
         found = self._found()
-        newest = next((found[step] for step in sorted(found, reverse=True) if not _damage_of(found[step])), None)
+        newest = next((found[step] for step in sorted(found, reverse=True) if not damage_of(found[step])), None)
         latest = self.root / LATEST
+        if self._lock.may_tidy and partial_of(latest).is_symlink():
+            partial_of(latest).unlink()
         if newest is not None and (not latest.is_symlink() or os.readlink(latest) != newest.name):
             self._point_to(newest)
 
@@ -288,27 +323,6 @@ class _SaveAndTidy(Background):
     def claim(self) -> None:
         """Leave it to the caller of `wait` to hear of an error; local."""
         self._save.claim()
-
-
-def _damage_of(path: Path) -> str:
-    """Say what is missing of a checkpoint, by the names and sizes of its files; empty if nothing is; local."""
-    try:
-        if not (path / STATE_FILE).stat().st_size:
-            return f"{path / STATE_FILE}: is empty"
-        for name in [f"{CHECKSUMS}.safetensors", *read_header(path / f"{CHECKSUMS}.safetensors").entries]:
-            read_header(path / name)
-    except (OSError, CheckpointError) as error:
-        return _text_of(error)
-    return ""
-
-
-def _delete(path: Path) -> None:
-    """Remove a checkpoint: at any instant it is there, or to be removed by the next start."""
-    going = path.with_name(f"{path.name}.deleted")
-    if going.exists():
-        shutil.rmtree(going)
-    path.rename(going)
-    shutil.rmtree(going)
 
 
 def _text_of(error: Exception) -> str:

@@ -32,7 +32,7 @@ from .parts.optimizer_parts import prepare_optimizer
 from .parts.part import Part
 from .parts.random_state import prepare_random
 from .ranks import CheckpointRanks, ranks_of
-from .reading import read_parts
+from .reading import check_blocks, read_parts
 from .saving import Stateful
 
 __all__ = ["CheckpointInfo", "load_checkpoint"]
@@ -99,8 +99,9 @@ def load_checkpoint(
         TypeError: An argument is of the wrong type.
         ValueError: Ranks have different arguments, or what is there does not fit; on all ranks. Model and optimizer
             are as they were; of schedule, scaler and sampler one may have been loaded before the next refused.
-        CheckpointError: There is no checkpoint, or it is damaged; on all ranks. Names files, tensors and ranks. If
-            the damage shows while tensors are read, the values of the model are undefined: load another checkpoint.
+        CheckpointError: There is no checkpoint, or it is damaged; on all ranks. Names files, tensors and ranks.
+            Nothing has been changed, except where a file cannot be read any more that could be a moment before, or
+            changes meanwhile: then the values of the model are undefined.
     """
     ranks = ranks_of(group_of_this_rank(group, "group"))
     ranks.settle()
@@ -175,12 +176,15 @@ def _load(
         with raised_on_all(ranks.all.backend):
             optimized, give = _prepared(optimizer, described, contents)
             rows, restore = prepare_random(ranks.all, contents.specs("random"))
+        # Into memory of their own, and then all of the model's files: damage shows before anything is changed.
+        others = [(part.name, part) for part in [*optimized, *rows]]
+        read_parts(contents.folder, [*files["optimizer"], *files["random"]], others, ranks, contents.checksums)
+        check_blocks(contents.folder, files["model"], ranks, contents.checksums)
+        with raised_on_all(ranks.all.backend):
             for name, stateful in states.items():
                 if stateful is not None:
                     stateful.load_state_dict(decoded(state[name]))
         read_parts(contents.folder, files["model"], fit.parts, ranks, contents.checksums, dtype=dtype)
-        others = [(part.name, part) for part in [*optimized, *rows]]
-        read_parts(contents.folder, [*files["optimizer"], *files["random"]], others, ranks, contents.checksums)
         described.loaded(_extra_in(contents))
     give()
     restore()

@@ -32,7 +32,7 @@ from .parts.boxes import Box, boxes_of_range, strides_of
 from .parts.part import Part
 from .ranks import CheckpointRanks
 
-__all__ = ["WINDOW_BYTES", "read_parts"]
+__all__ = ["WINDOW_BYTES", "check_blocks", "read_parts"]
 
 WINDOW_BYTES = 4 << 20
 _BEFORE = 4096  # bytes of the window before, for elements that begin in it
@@ -81,6 +81,41 @@ def read_parts(
                 with _noted(problems):
                     source.open()
                 windows.read(source, blocks, problems)
+    _raise_on_all(problems, ranks)
+
+
+def check_blocks(
+    folder: Path,
+    files: Sequence[TensorFile],
+    ranks: CheckpointRanks,
+    checksums: Mapping[str, npt.NDArray[np.uint32]],
+) -> None:
+    """Compare all blocks of files with their checksums, each block by one rank; collective.
+
+    Args:
+        folder: Where the files are.
+        files: The same on all ranks; those without checksums are left out.
+        ranks: Who reads.
+        checksums: By name of a file, uint32 [blocks].
+
+    Raises:
+        CheckpointError: Something cannot be read, or is damaged; on all ranks. Names files, tensors and ranks.
+    """
+    problems: list[str] = []
+    memory = memoryview(bytearray(BLOCK_BYTES))  # one block, which stays in the processor's cache
+    for file in files:
+        if file.name in checksums:
+            start, stop = split_range(block_count(file.size), ranks.all.size, ranks.all.rank)
+            with closing(_Source(folder / file.name, file, (), checksums[file.name], None)) as source:
+                with _noted(problems):
+                    source.open()
+                for block in range(start, stop):
+                    with _noted(problems):
+                        source.read(block, memory)
+    _raise_on_all(problems, ranks)
+
+
+def _raise_on_all(problems: Sequence[str], ranks: CheckpointRanks) -> None:
     if text := text_of_problems(ranks.all.all_gather_object("\n  ".join(problems))):
         raise CheckpointError(text)
 
@@ -187,7 +222,7 @@ class _Source:
             CheckpointError: It cannot be opened, or has another size than it had for rank 0.
         """
         try:
-            check_size(self._path, self._file, self._path.stat().st_size)
+            check_size(self._path, self._file, self._path.stat().st_size, self._file.size)
             self._opened = self._path.open("rb", buffering=0)
         except OSError as error:
             raise CheckpointError(f"{self._path}: cannot be opened: {error.strerror}") from error

@@ -26,8 +26,8 @@ from ..utils.arguments import check_flags, either_group_name, integer
 from ..wrapping.partial import parameters_of
 from .agreed import agree
 from .background import Background
-from .files.contents import FORMAT, VERSION
 from .files.folders import STATE_FILE
+from .files.state_file import FORMAT, VERSION
 from .files.tensor_file import TensorFile, index_of
 from .files.values import encoded
 from .parts.model_parts import ModelParts, model_parts
@@ -169,6 +169,8 @@ def _save(
             if optimized is not None:
                 parts["optimizer"] = [dataclasses.replace(part, may_wait=True) for part in optimized.parts]
             parts["random"] = random_parts(ranks.all)
+            for kind, own in parts.items():
+                _check_names(kind, [part.name for part in own])
         ranks.agreed, share = agree(ranks.all, parts, notes, max_file_size, ranks.agreed)
         known, files = ranks.agreed.catalogue, ranks.agreed.files
         config = known.notes.pop("config")
@@ -181,6 +183,18 @@ def _save(
         with raised_on_all(ranks.all.backend):
             snapshot = _snapshot(job.share)
     return _write_beside(job, snapshot, optimizer, ranks)
+
+
+def _check_names(kind: str, names: Sequence[str]) -> None:
+    """Raise if a file cannot have tensors of these names."""
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{kind}: two tensors would have the name {twice!r} in the file: rename one of them")
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{kind}: {name!r} is no Unicode text, which names in a file are: rename it") from None
 
 
 def _snapshot(share: Share) -> Snapshot:

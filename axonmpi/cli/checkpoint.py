@@ -30,7 +30,7 @@ from ..comm import destroy_process_group, init_process_group
 from ..errors import CheckpointError
 from ..launch.variables import is_first_launched, launched_ranks
 from ..train.report.terminal import terminal_width
-from ..utils.text import counted
+from ..utils.text import counted, printable
 from . import parse_arguments, print_on_first_rank, refuse
 
 __all__ = ["main"]
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return run(options)
     except CheckpointError as error:
-        return refuse(f"{_PROGRAM} {options.action}", str(error))
+        return refuse(f"{_PROGRAM} {options.action}", printable(str(error)))
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -85,7 +85,7 @@ def _verify(options: argparse.Namespace) -> int:
         found = verify_checkpoint(
             options.path, group=None if world is None else world.default_group, progress=progress
         )
-    print_on_first_rank(_json_of(found) if options.json else _text_of(options.path, found))
+    print_on_first_rank(_json_of(found) if options.json else printable(_text_of(options.path, found)))
     if world is not None:
         destroy_process_group()
     return 0 if found.is_whole else _DAMAGED
@@ -128,7 +128,7 @@ def _convert(options: argparse.Namespace) -> int:
     beside = "" if made.optimizer_state is None else f", {counted(len(made.optimizer), 'tensor')} of the optimizer"
     print(f"{options.target}: {counted(len(made.model), 'tensor')} of the model{beside}")
     for left_out in made.left_out:
-        print(f"left out: {left_out}")
+        print(f"left out: {printable(left_out)}")
     return 0
 
 

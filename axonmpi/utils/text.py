@@ -14,6 +14,7 @@ __all__ = [
     "lines_of_ranks",
     "listed",
     "name_ranks",
+    "printable",
     "ranks_by_text",
     "text_of_problems",
 ]
@@ -91,6 +92,14 @@ def counted(number: int, word: str, words: str = "") -> str:
         words: Its plural, if that is not `word` and an s.
     """
     return f"{number} {word if number == 1 else words or word + 's'}"
+
+
+def printable(text: str) -> str:
+    """Return a text without characters that a terminal obeys, such as escape sequences; lines stay; local."""
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode("ascii")
+        for letter in text
+    )
 
 
 def in_ranges(numbers: Sequence[int], separator: str = " ", most: int | None = None) -> str:

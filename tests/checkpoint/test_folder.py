@@ -36,7 +36,9 @@ def names(root):
     """What is in a folder once all ranks are here; `latest` with its target."""
     ax.barrier()
     found = sorted(
-        f"{path.name} -> {os.readlink(path)}" if path.is_symlink() else path.name for path in root.iterdir()
+        f"{path.name} -> {os.readlink(path)}" if path.is_symlink() else path.name
+        for path in root.iterdir()
+        if path.name != ".latest.axonmpi-lock"
     )
     ax.barrier()
     return found
@@ -157,12 +159,15 @@ def test_if_all_are_damaged_nothing_begins_anew(world, shared_tmp_path):
 def killed_while_saving(root):
     """Leave step 2, and step 3 as it is while another one takes its place."""
     shutil.copytree(root / "step-00000003", root / "step-00000004.partial")
+    (root / "step-00000004.partial/state.json").unlink()
     (root / "step-00000001").rename(root / "step-00000001.deleted")
     (root / "step-00000003").rename(root / "step-00000003.previous")
     (root / "latest").unlink()
     (root / "latest").symlink_to("step-00000002")
     (root / "latest.partial").symlink_to("step-00000003")
     (root / "notes.partial").write_text("somebody's own")
+    for name in ("step-00000003", "step-00000004", "latest"):
+        (root / f".{name}.axonmpi-lock").write_text("axonmpi: a process that was killed\n")
 
 
 @pytest.mark.ranks(*RANKS)

@@ -347,7 +347,7 @@ def test_a_checkpoint_is_found_that_was_being_replaced(world: ax.World, shared_t
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: os.unlink(path / "model.safetensors"), "expected model.safetensors or"),
+        (lambda path: os.unlink(path / "model.safetensors"), "model.safetensors: cannot be read: No such file"),
         (lambda path: os.truncate(path / "model.safetensors", 5000), "cut off in"),
         (
             lambda path: os.truncate(path / "optimizer.safetensors", 5),
@@ -359,11 +359,11 @@ def test_a_checkpoint_is_found_that_was_being_replaced(world: ax.World, shared_t
         (lambda path: (path / "state.json").write_text('["model"]'), "it is damaged"),
         (
             lambda path: (path / "state.json").write_text('{"format": "axonmpi checkpoint", "version": 99}'),
-            "of version 1 at the most, got 'axonmpi checkpoint' of version 99",
+            "of version 2 at the most, got 'axonmpi checkpoint' of version 99",
         ),
         (
             lambda path: save_file({"model.safetensors": torch.ones(7)}, path / "checksums.safetensors"),
-            "checksums of",
+            "checksums.safetensors: it is damaged, or of another checkpoint than state.json",
         ),
     ],
 )
@@ -374,3 +374,71 @@ def test_damage_is_told_to_all_ranks(world: ax.World, damage: Any, message: str,
     on_first(damage, path)
     model = whole_model(seed=1)
     refused(ax.CheckpointError, [message, str(path)], path, model, optimizer_for(model.parameters()))
+
+
+def as_version_1(path: Path) -> None:
+    state = json.loads((path / "state.json").read_text())
+    for name in ("checksums", "checksum"):
+        del state[name]
+    (path / "state.json").write_text(json.dumps({**state, "version": 1}))
+
+
+def with_value(path: Path, *keys: Any, value: Any) -> None:
+    as_version_1(path)
+    state = json.loads((path / "state.json").read_text())
+    at = state
+    for key in keys[:-1]:
+        at = at[key]
+    at[keys[-1]] = value
+    (path / "state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.ranks(1)
+def test_a_checkpoint_of_version_1_is_loaded(world: ax.World, tmp_path: Path) -> None:
+    model = trained(tmp_path)
+    as_version_1(tmp_path / "it")
+    loaded = whole_model(seed=1)
+    assert load_checkpoint(tmp_path / "it", loaded, optimizer_for(loaded.parameters())).step == 2
+    assert_equal(loaded.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (["step"], -1),
+        (["step"], True),
+        (["step"], 2.0),
+        (["epoch"], 1 << 63),
+        (["more"], 1),
+        (["layout", "ranks"], 0),
+        (["versions"], []),
+        (["model", "aliases"], {"a": 1}),
+        (["extra"], {"<tuple>": 3}),
+        (["extra"], {"<dtype>": "float"}),
+        (["optimizer", "class"], None),
+        (["optimizer", "groups"], {}),
+        (["optimizer", "values"], None),
+    ],
+    ids=str,
+)
+@pytest.mark.ranks(1)
+def test_values_of_other_types_are_refused_by_name(
+    world: ax.World, keys: list[str], value: Any, tmp_path: Path
+) -> None:
+    """Version 1 has no checksum of its state."""
+    trained(tmp_path)
+    with_value(tmp_path / "it", *keys, value=value)
+    model = whole_model(seed=1)
+    named = ".*" if keys == ["optimizer", "groups"] else keys[-1]
+    message = rf"state.json: it is damaged: .*{named}"
+    refused(ax.CheckpointError, [message], tmp_path / "it", model, optimizer_for(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer.safetensors", "state.json", "checksums.safetensors", "random.safetensors"]
+)
+@pytest.mark.ranks(1)
+def test_a_missing_file_is_named_also_if_it_is_not_asked_for(world: ax.World, name: str, tmp_path: Path) -> None:
+    trained(tmp_path)
+    os.unlink(tmp_path / "it" / name)
+    refused(ax.CheckpointError, [rf"it/{name}: "], tmp_path / "it", whole_model(seed=1), random=False)

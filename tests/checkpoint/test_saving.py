@@ -143,3 +143,39 @@ def test_the_next_save_waits_and_tells(world, tmp_path):
     refused(ax.CheckpointError, (save, "no checkpoint, so it is not replaced"))
     save()
     assert sorted(os.listdir(tmp_path)) == ["one", "three", "two"]
+
+
+# ---- what a file cannot hold ------------------------------------------------------------------------------------
+
+
+def two_of_one_name():
+    model = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    model._parameters["a.weight"] = nn.Parameter(torch.ones(2, 2))
+    return model
+
+
+def of_wrapper_and_module():
+    model = nn.ModuleDict({"_orig_mod": nn.Linear(2, 2)})
+    model.weight = nn.Parameter(torch.ones(2, 2))
+    return model
+
+
+def with_parameter(name, tensor):
+    model = nn.Module()
+    model._parameters[name] = nn.Parameter(tensor)
+    return model
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (two_of_one_name, "two different tensors have the name 'a.weight'"),
+        (of_wrapper_and_module, "two different tensors have the name 'weight'"),
+        (lambda: with_parameter("wide", torch.zeros(1).expand(4)), "'wide' is expanded"),
+        (lambda: with_parameter("half \ud800", torch.zeros(4)), r"'half \\ud800' is no Unicode text"),
+    ],
+)
+def test_a_tensor_that_a_file_cannot_hold_is_named(world, make, message, shared_tmp_path):
+    refused(ValueError, (lambda: ax.save_checkpoint(shared_tmp_path / "it", make()), message))
+    assert os.listdir(shared_tmp_path) == []

@@ -1,6 +1,7 @@
 """`axonmpi checkpoint`: what it prints, its exit codes, and ranks that share the work."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -62,6 +63,42 @@ def test_it_is_told_what_there_is_and_what_cannot_be_done(arguments, code, texts
     told, untold = (err, out) if code == 2 else (out, err)
     assert (ended, untold) == (code, "")
     assert_said(told, *texts)
+
+
+def odd_files(folder):
+    """Make files that are none, and files with anything in them."""
+    for name in ("model.safetensors", "state.json"):
+        (folder / f"pipe-{name}").mkdir()
+        os.mkfifo(folder / f"pipe-{name}" / name)
+    torch.save({"a\x1b[31m": torch.zeros(1).expand(4)}, folder / "odd.pt")
+    torch.save({"a\x1b[31m": torch.zeros(4, device="meta")}, folder / "meta.pt")
+    for number, groups in enumerate((None, [3], [{}], [{"params": 3}])):
+        optimizer = {"state": {}, "param_groups": groups}
+        torch.save({"model": {"a": torch.ones(2)}, "optimizer": optimizer}, folder / f"groups{number}.pt")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "texts"),
+    [
+        ("inspect /", 2, ["error: /: expected a folder with"]),
+        ("inspect pipe-model.safetensors", 2, ["got a named pipe"]),
+        ("verify pipe-model.safetensors", 1, ["got a named pipe"]),
+        ("inspect pipe-state.json", 2, ["got a named pipe"]),
+        ("verify pipe-state.json", 1, ["got a named pipe"]),
+        ("inspect odd.pt --tensors", 0, [r"a\x1b[31m"]),
+        ("convert odd.pt odd", 0, ["1 tensor of the model"]),
+        ("convert meta.pt meta", 2, [r"'a\x1b[31m' is on the meta device"]),
+        *(
+            (f"convert groups{number}.pt new", 2, ["a list of dicts, each with a list of 'params'"])
+            for number in range(4)
+        ),
+    ],
+)
+def test_any_file_ends_with_a_line(arguments, code, texts, folder, capsys):
+    odd_files(folder)
+    ended, out, err = run(capsys, *arguments.split())
+    assert (ended, "\x1b" in out + err) == (code, False)
+    assert_said(err if code == 2 else out, *texts)
 
 
 def test_there_is_no_more_than_is_asked_for(folder, capsys):

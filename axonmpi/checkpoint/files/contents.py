@@ -5,7 +5,6 @@ A folder without `state.json`, or a single file, is another tool's: it has weigh
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,15 +15,15 @@ import numpy.typing as npt
 
 from ...errors import CheckpointError
 from .checksums import BLOCK_BYTES, block_count, crc32
-from .folders import STATE_FILE, find_checkpoint, partial_of
+from .folders import find_checkpoint, partial_of
+from .intact import check_file, read_checksums
+from .state_file import CHECKSUMS_FILE, read_state
 from .tensor_file import TensorFile, TensorSpec, read_header, read_headers
 
-__all__ = ["FORMAT", "KINDS", "VERSION", "Contents", "read_contents", "read_state"]
+__all__ = ["KINDS", "Contents", "read_contents"]
 
-FORMAT, VERSION = "axonmpi checkpoint", 1
 KINDS = ("model", "optimizer", "random")
 """What a checkpoint has files of tensors of."""
-_CHECKSUMS = "checksums.safetensors"
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,8 @@ class Contents:
 def read_contents(path: Path, kinds: Collection[str] = KINDS) -> Contents:
     """Read what is in a checkpoint, in a folder of `transformers`, or in a single `.safetensors` file; local.
 
+    Of a checkpoint all files have to be there in their sizes. All but the values of tensors is read and checked.
+
     Args:
         path: The folder or file. A checkpoint is found also if a job was killed while it replaced it.
         kinds: The files of tensors whose headers are read.
@@ -68,59 +69,27 @@ def read_contents(path: Path, kinds: Collection[str] = KINDS) -> Contents:
         )
         raise CheckpointError(f"{path}: expected a checkpoint or a .safetensors file there, found none{unfinished}")
     state = read_state(folder)
-    chosen = [kind for kind in kinds if state or kind == "model"]
-    files = {kind: _files_in(folder, kind) if kind in chosen else [] for kind in KINDS}
-    checksums = _checksums_in(folder, [file for of_kind in files.values() for file in of_kind]) if state else {}
+    if not state:
+        return Contents(folder, {kind: read_headers(folder, kind) if kind == "model" else [] for kind in KINDS})
+    checksums = read_checksums(folder, state)
+    for name, sums in checksums.items():
+        check_file(folder / name, sums)
+    files = {kind: _files_in(folder, kind, checksums) if kind in kinds else [] for kind in KINDS}
+    for file in (file for of_kind in files.values() for file in of_kind):
+        _check_header(folder / file.name, file, checksums[file.name])
     return Contents(folder, files, checksums, state)
 
 
-def _files_in(folder: Path, kind: str) -> list[TensorFile]:
-    names = (f"{kind}.safetensors", f"{kind}.safetensors.index.json")
-    if kind != "model" and not any((folder / name).exists() for name in names):
+def _files_in(folder: Path, kind: str, names: Collection[str]) -> list[TensorFile]:
+    own = {name for name in names if name.startswith((f"{kind}.", f"{kind}-")) and name.endswith(".safetensors")}
+    if kind != "model" and not own:
         return []
-    return read_headers(folder, kind)
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """Read `state.json`, empty if there is none; local.
-
-    Raises:
-        CheckpointError: It is damaged, or of a newer version.
-    """
-    path = folder / STATE_FILE
-    if not path.exists():
-        return {}
-    try:
-        state: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        known, version = state["format"], state["version"]
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: expected the state of a checkpoint, it is damaged: {error}") from None
-    if known != FORMAT or not isinstance(version, int) or version > VERSION:
+    files = read_headers(folder, kind)
+    if strange := sorted(own ^ {file.name for file in files}):
         raise CheckpointError(
-            f"{path}: expected {FORMAT!r} of version {VERSION} at the most, got {known!r} of version {version!r}; "
-            "a newer axonmpi may read it"
+            f"{folder / strange[0]}: {CHECKSUMS_FILE} and the other files of the checkpoint do not agree on it"
         )
-    return state
-
-
-# ---- checksums --------------------------------------------------------------------------------------------------
-
-
-def _checksums_in(folder: Path, files: Sequence[TensorFile]) -> dict[str, npt.NDArray[np.uint32]]:
-    """Return the checksums of files, by which their headers are checked here."""
-    path = folder / _CHECKSUMS
-    known = read_header(path).entries
-    data = path.read_bytes()
-    checksums = {}
-    for file in files:
-        entry = known.get(file.name)
-        if entry is None or entry.spec.nbytes != 4 * block_count(file.size):
-            raise CheckpointError(f"{path}: has not the checksums of {file.name} with {file.size} bytes")
-        checksums[file.name] = np.frombuffer(data[entry.start : entry.stop], dtype="<u4")
-        _check_header(folder / file.name, file, checksums[file.name])
-    return checksums
+    return files
 
 
 def _check_header(path: Path, file: TensorFile, checksums: npt.NDArray[np.uint32]) -> None:

@@ -1,92 +1,140 @@
 """The folder of a checkpoint: it is whole, or it is not there.
 
-    PATH.partial     is being written; renamed to PATH when all is on the disk
-    PATH             a whole checkpoint
-    PATH.previous    what PATH was, while it is replaced
+    PATH.partial              is being written; renamed to PATH when all is on the disk
+    PATH                      a whole checkpoint
+    PATH.previous             PATH as it was, while it is replaced
+    .PATH.axonmpi-lock        held by the job that saves
 
-A job that is killed leaves one of the last two whole. The next start removes the others.
+A job that is killed leaves one of the last two checkpoints whole, and its lock. By the lock, the next save knows
+that the others are left over, and removes them. Folders of these names without a lock are somebody's own.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from .intact import damage_of
+from .lock import Lock, lock_of
+from .state_file import STATE_FILE
 from .tensor_file import TensorFile
 
-__all__ = ["STATE_FILE", "find_checkpoint", "finish", "partial_of", "prepare", "recover"]
+__all__ = ["STATE_FILE", "check_own", "find_checkpoint", "finish", "locked", "partial_of", "prepare", "recover"]
 
-STATE_FILE = "state.json"
+_OWN = re.compile(
+    r"(model|optimizer|random|checksums)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|state\.json|config\.json"
+    r"|\.nfs.*"  # files that were deleted while a program has them open
+)
 
 
 def partial_of(path: Path) -> Path:
     """Return the folder in which a checkpoint is written."""
-    return path.with_name(path.name + ".partial")
+    return path.parent / f"{path.name}.partial"
 
 
 def _previous_of(path: Path) -> Path:
-    return path.with_name(path.name + ".previous")
+    return path.parent / f"{path.name}.previous"
 
 
 def find_checkpoint(path: Path) -> Path:
     """Return where a checkpoint is, also if a job was killed while it replaced it; local."""
     previous = _previous_of(path)
-    return previous if not path.exists() and (previous / STATE_FILE).exists() else path
+    return previous if not os.path.lexists(path) and (previous / STATE_FILE).exists() else path
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[Lock]:
+    """Keep other jobs from a path, and undo at the end of the block a save that is not complete; on one rank.
+
+    Raises:
+        OSError: Another job saves to it, or the lock cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = Lock(lock_of(path))
+    try:
+        yield lock
+    finally:
+        with suppress(OSError):
+            _undo(path, lock)
+        left = os.path.lexists(partial_of(path)) or os.path.lexists(_previous_of(path))
+        lock.release(keep=lock.may_tidy and left)
 
 
 def recover(path: Path) -> None:
-    """Undo what is left of a save to `path` that did not come to its end; on one rank.
+    """Undo what a killed job has left of a save to `path`; on one rank.
 
     Raises:
-        OSError: It cannot be done.
+        OSError: It cannot be done, or another job saves to it.
     """
-    _remove(partial_of(path))
-    previous = _previous_of(path)
-    if path.exists():
-        _remove(previous)
-    elif (previous / STATE_FILE).exists():
+    with locked(path) as lock:
+        _undo(path, lock)
+
+
+def _undo(path: Path, lock: Lock) -> None:
+    """Remove what a save has left; a whole checkpoint stays unless another whole one takes its place."""
+    if not lock.may_tidy:
+        return
+    partial, previous = partial_of(path), _previous_of(path)
+    if os.path.lexists(previous) and not os.path.lexists(path):
         previous.rename(path)
+    if os.path.lexists(partial) and not os.path.lexists(path) and not damage_of(partial):
+        partial.rename(path)  # only the name was missing
+    _remove(partial)
+    if os.path.lexists(previous) and (not damage_of(path) or damage_of(previous)):
+        _remove(previous)
 
 
-def _foreign(folder: Path) -> list[str]:
-    """Return what is in a folder that no checkpoint has; `.nfs` are deleted files that a program has open."""
-    names = [path.name for path in folder.iterdir() if path.suffix not in (".safetensors", ".json")]
-    return [name for name in names if not name.startswith(".nfs")]
+def check_own(folder: Path) -> None:
+    """Raise if a folder has something in it that no checkpoint has; local.
 
-
-def _check_own(folder: Path) -> None:
-    if foreign := _foreign(folder):
+    Raises:
+        FileExistsError: Names it.
+    """
+    if foreign := sorted(path.name for path in folder.iterdir() if not _OWN.fullmatch(path.name)):
         message = f"it has {foreign[0]!r} in it, which is of no checkpoint, and would be removed: move that away"
         raise FileExistsError(errno.EEXIST, message, str(folder))
 
 
 def _remove(folder: Path) -> None:
-    if folder.exists():
-        _check_own(folder)
+    if os.path.lexists(folder):
+        check_own(folder)
         shutil.rmtree(folder)
 
 
-def prepare(path: Path, files: Iterable[TensorFile]) -> int:
+def prepare(path: Path, files: Iterable[TensorFile], lock: Lock) -> int:
     """Make the folder and the files of tensors, in their sizes; on one rank.
+
+    Args:
+        path: Of the checkpoint.
+        files: The files of tensors.
+        lock: Of the path.
 
     Returns:
         The open folder, for `finish`: no other folder can be taken for it.
 
     Raises:
-        OSError: They cannot be made, or `path` is there and is no checkpoint.
+        OSError: They cannot be made, or something is there that is not to be replaced.
     """
-    recover(path)
-    if path.exists() and not (path / STATE_FILE).exists():
-        raise FileExistsError(
-            17, "it is there and is no checkpoint, so it is not replaced; choose another path", str(path)
-        )
-    if path.exists():
-        _check_own(path)
-    partial = partial_of(path)
-    partial.mkdir(parents=True)
+    _undo(path, lock)
+    partial, previous = partial_of(path), _previous_of(path)
+    for beside in (partial, previous):
+        if os.path.lexists(beside):
+            message = (
+                f"it is in the way of saves to {path.name!r}, and cannot be known to be left over: move it away"
+            )
+            raise FileExistsError(errno.EEXIST, message, str(beside))
+    if os.path.lexists(path):
+        if not (path / STATE_FILE).exists():
+            message = "it is there and is no checkpoint, so it is not replaced; choose another path"
+            raise FileExistsError(errno.EEXIST, message, str(path))
+        check_own(path)
+    lock.may_tidy = True
+    partial.mkdir()
     for file in files:
         with (partial / file.name).open("wb") as opened:
             opened.write(file.header)
@@ -99,7 +147,7 @@ def finish(path: Path, opened: int, texts: Mapping[str, bytes]) -> None:
 
     Args:
         path: Of the checkpoint.
-        opened: What `prepare` returned.
+        opened: The open folder that `prepare` returned.
         texts: The content of the small files, by their names.
 
     Raises:

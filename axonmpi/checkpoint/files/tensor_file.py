@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...utils.partition import bucket_by_size
+from .small_files import check_plain_name, read_small, regular_size, strict_json
 
 __all__ = [
     "PAGE_BYTES",
@@ -39,7 +39,11 @@ __all__ = [
 ]
 
 PAGE_BYTES = 4096
-_LONGEST_HEADER = 1 << 30
+_LONGEST_HEADER = 100_000_000
+"""Bytes, as `safetensors` has it."""
+_DEEPEST = 125
+"""Levels of lists in a field that the format does not have, as `safetensors` reads it."""
+_MOST_BITS = 1 << 64
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -47,6 +51,9 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -59,6 +66,7 @@ _DTYPES = {
     "C64": torch.complex64,
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_FIELDS = ("dtype", "shape", "data_offsets")
 _METADATA = "__metadata__"
 
 
@@ -155,6 +163,11 @@ def _file(name: str, specs: list[TensorSpec], metadata: Mapping[str, str]) -> Te
         at += spec.nbytes
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
     length = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES - 8
+    if length > _LONGEST_HEADER:
+        raise CheckpointError(
+            f"{name}: its {len(specs)} tensors need a header of {length} bytes, readers take {_LONGEST_HEADER}: "
+            "choose a smaller max_file_size"
+        )
     header = length.to_bytes(8, "little") + text.ljust(length)
     starts = {spec.name: described[spec.name]["data_offsets"][0] for spec in specs}
     entries = {spec.name: TensorEntry(spec, len(header) + starts[spec.name]) for spec in specs}
@@ -189,13 +202,18 @@ def read_headers(folder: Path, stem: str) -> list[TensorFile]:
     if not index.exists():
         raise CheckpointError(f"{folder}: expected {single.name} or {index.name} in it, found neither")
     try:
-        named: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
-        files = [read_header(folder / name) for name in sorted(set(named.values()))]
+        named: dict[str, str] = strict_json(read_small(index))["weight_map"]
+        names = sorted({check_plain_name(name) for name in named.values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{index}: expected an index of safetensors files, with a weight_map: {error}"
         ) from None
-    found = {name: file.name for file in files for name in file.entries}
+    files = [read_header(folder / name) for name in names]
+    found: dict[str, str] = {}
+    for file in files:
+        if twice := found.keys() & file.entries.keys():
+            raise CheckpointError(f"{folder / file.name}: has {min(twice)!r}, which {found[min(twice)]} has, too")
+        found |= dict.fromkeys(file.entries, file.name)
     if wrong := [name for name in named if found.get(name) != named[name]]:
         raise CheckpointError(f"{index}: says that {named[wrong[0]]} has {wrong[0]!r}, which it has not")
     return files
@@ -207,9 +225,9 @@ def read_header(path: Path) -> TensorFile:
     Raises:
         CheckpointError: There is no such file, it is no safetensors file, or it is shorter or longer than it says.
     """
+    size = regular_size(path)
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
                 raise CheckpointError(f"{path}: this is no safetensors file, or only the beginning of one")
@@ -217,42 +235,79 @@ def read_header(path: Path) -> TensorFile:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     try:
-        described = json.loads(text)
-        metadata = described.pop(_METADATA, {})
-        entries = {name: _entry(name, entry, 8 + length) for name, entry in described.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        described = strict_json(text)
+        metadata = _metadata(described.pop(_METADATA, None))
+        entries = [_entry(name, entry, 8 + length) for name, entry in described.items()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: this is no safetensors file, its header is damaged: {error}") from None
-    ordered = sorted(entries.values(), key=lambda entry: (entry.start, entry.stop))
+    ordered = sorted(entries, key=lambda entry: (entry.start, entry.stop))
     file_made = TensorFile(path.name, {entry.spec.name: entry for entry in ordered}, size, b"", metadata)
-    _check_without_gaps(path, ordered, 8 + length)
-    check_size(path, file_made, size)
+    end = _end_without_gaps(path, ordered, 8 + length)
+    check_size(path, file_made, size, end)
     return file_made
 
 
-def _entry(name: str, described: Mapping[str, Any], begin: int) -> TensorEntry:
-    start, stop = described["data_offsets"]
-    if described["dtype"] not in _DTYPES:
-        raise ValueError(f"{name!r} has dtype {described['dtype']!r}, which torch has not")
-    spec = TensorSpec(name, _DTYPES[described["dtype"]], tuple(map(int, described["shape"])))
-    if min(spec.shape, default=0) < 0 or stop - start != spec.nbytes:
+def _metadata(described: Any) -> dict[str, str]:
+    metadata = {} if described is None else described
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"expected texts by name in {_METADATA!r}")
+    return metadata
+
+
+def _entry(name: str, described: Any, begin: int) -> TensorEntry:
+    if isinstance(described, list):  # as Rust's readers take it, too
+        described = dict(zip(_FIELDS, described, strict=True))
+    code, shape, (start, stop) = (described[key] for key in _FIELDS)
+    for key, value in described.items():
+        if key not in _FIELDS:
+            _check_depth(value, _DEEPEST)
+    if not isinstance(code, str) or code not in _DTYPES:
+        raise ValueError(f"{name!r} has dtype {code!r}, which torch has not")
+    if not isinstance(shape, list):
+        raise ValueError(f"{name!r} has no list as its shape")
+    if not all(type(number) is int and 0 <= number < _MOST_BITS >> 1 for number in (*shape, start, stop)):
+        raise ValueError(f"{name!r} has a shape or offsets that are not whole numbers from 0 to 2^63")
+    spec = TensorSpec(name, _DTYPES[code], tuple(shape))
+    bits = 1
+    for number in (*shape, 8 * spec.dtype.itemsize):
+        bits *= number
+        if bits >= _MOST_BITS:
+            raise ValueError(f"{name!r} has shape {shape}, which is too large")
+    if stop - start != spec.nbytes:
         raise ValueError(f"{name!r} has {stop - start} bytes, expected {spec.nbytes}")
-    return TensorEntry(spec, begin + int(start))
+    return TensorEntry(spec, begin + start)
 
 
-def _check_without_gaps(path: Path, ordered: list[TensorEntry], begin: int) -> None:
+def _check_depth(value: Any, left: int) -> None:
+    if not isinstance(value, list | dict):
+        return
+    if not left:
+        raise ValueError("it is nested too deeply")
+    for item in value.values() if isinstance(value, dict) else value:
+        _check_depth(item, left - 1)
+
+
+def _end_without_gaps(path: Path, ordered: list[TensorEntry], begin: int) -> int:
+    """Return the offset after the last tensor."""
     for entry in ordered:
         if entry.start != begin:
             raise CheckpointError(f"{path}: its header is damaged: {entry.spec.name!r} is not where it has to be")
         begin = entry.stop
+    return begin
 
 
-def check_size(path: Path, file: TensorFile, size: int) -> None:
-    """Raise unless a file has as many bytes as its tensors need; local.
+def check_size(path: Path, file: TensorFile, size: int, end: int) -> None:
+    """Raise unless a file has as many bytes as its header says; local.
+
+    Args:
+        path: Of the file.
+        file: Its tensors.
+        size: Bytes that it has.
+        end: Bytes that its header says.
 
     Raises:
         CheckpointError: Naming the first tensor that is cut off.
     """
-    end = max((entry.stop for entry in file.entries.values()), default=size)
     if size < end:
         cut = next(entry.spec.name for entry in file.entries.values() if entry.stop > size)
         raise CheckpointError(f"{path}: expected {end} bytes, got {size}: it is cut off in {cut!r}")

@@ -19,19 +19,30 @@ from torch import Tensor
 __all__ = ["decoded", "encoded"]
 
 _MOST_ELEMENTS = 4096
+_MOST_LEVELS = 100
+_MOST_BITS = 4096
+_MOST_LETTERS = 80
+_KINDS = ("<Tensor>", "<dtype>", "<tuple>", "<dict>", "<Counter>")
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-def encoded(value: Any, where: str) -> Any:
+def encoded(value: Any, where: str, levels: int = 0) -> Any:
     """Return what JSON can hold of a value; local.
 
     Args:
         value: Texts, numbers, None, small tensors, `torch.dtype`s, and lists, tuples, dicts and Counters of such.
-        where: What the value is, for the message.
+        where: Name of the value, for messages.
+        levels: How many containers it is in.
 
     Raises:
-        ValueError: Something in it is of another type.
+        ValueError: Something in it is of another type, or it is nested more than 100 deep, or contains itself.
     """
+    if levels > _MOST_LEVELS:
+        raise ValueError(
+            f"{where[:_MOST_LETTERS]} ...: is nested more than {_MOST_LEVELS} deep, or contains itself"
+        )
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        raise ValueError(f"{where}: expected a whole number of at most {_MOST_BITS} bits, got {value.bit_length()}")
     if value is None or type(value) in (bool, str, int, float):
         return value
     if isinstance(value, Tensor):
@@ -43,20 +54,22 @@ def encoded(value: Any, where: str) -> Any:
     if isinstance(value, torch.dtype):
         return {"<dtype>": str(value)}
     if type(value) in (list, tuple, torch.Size):
-        items = [encoded(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        items = [encoded(item, f"{where}[{index}]", levels + 1) for index, item in enumerate(value)]
         return items if type(value) is list else {"<tuple>": items}
     if type(value) in (dict, OrderedDict, Counter):
-        return _encoded_dict(value, where)
+        return _encoded_dict(value, where, levels + 1)
     raise ValueError(
         f"{where}: a checkpoint holds None, numbers, texts, small tensors, and lists, tuples and dicts of these, "
         f"got {type(value).__name__}"
     )
 
 
-def _encoded_dict(value: dict[Any, Any], where: str) -> Any:
+def _encoded_dict(value: dict[Any, Any], where: str, levels: int) -> Any:
     if type(value) is not Counter and all(type(key) is str and not key.startswith("<") for key in value):
-        return {key: encoded(item, f"{where}[{key!r}]") for key, item in value.items()}
-    pairs = [[encoded(key, where), encoded(item, f"{where}[{key!r}]")] for key, item in value.items()]
+        return {key: encoded(item, f"{where}[{key!r}]", levels) for key, item in value.items()}
+    pairs = [
+        [encoded(key, where, levels), encoded(item, f"{where}[{key!r}]", levels)] for key, item in value.items()
+    ]
     return {"<Counter>" if type(value) is Counter else "<dict>": pairs}
 
 
@@ -67,12 +80,18 @@ def _numbers(tensor: Tensor) -> list[Any]:
 
 
 def decoded(value: Any) -> Any:
-    """Return the value that `encoded` was given; local."""
+    """Return the value that `encoded` was given; local.
+
+    Raises:
+        ValueError: It has a type that no checkpoint has. Others where the values do not fit their types.
+    """
     if isinstance(value, list):
         return [decoded(item) for item in value]
     if not isinstance(value, dict):
         return value
     kind = next(iter(value), "")
+    if kind.startswith("<") and (len(value) > 1 or kind not in _KINDS):
+        raise ValueError(f"{kind!r} is no type that a checkpoint has")
     if kind == "<Tensor>":
         return _tensor(*value[kind])
     if kind == "<dtype>":

@@ -105,6 +105,7 @@ class ModelParts:
     # ---- making ------------------------------------------------------------------------------------------------
 
     def _add_all(self, root: _Root) -> None:
+        _check_names(root.module)
         lives = {id(tensor) for tensor in (*root.module.parameters(), *root.module.buffers())}
         others: dict[str, Any] = {}
         for name, value in root.module.state_dict(keep_vars=True).items():
@@ -265,6 +266,20 @@ def _check_saveable(name: str, tensor: Tensor) -> None:
         raise ValueError(f"model: {name!r} is on the meta device: call the model's to_empty(device=...) first")
     if tensor.is_sparse or tensor.layout != torch.strided:
         raise ValueError(f"model: {name!r} is sparse ({tensor.layout}), which a file of tensors cannot hold")
+    if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise ValueError(
+            f"model: {name!r} is expanded, so several of its elements are the same memory, and a load could not "
+            "set them: call contiguous() first"
+        )
+
+
+def _check_names(module: nn.Module) -> None:
+    """Raise if two tensors of a module have one name: a state dict would have one of them only."""
+    known: dict[str, Tensor] = {}
+    for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
+        for name, tensor in named:
+            if known.setdefault(_plain(name), tensor) is not tensor:
+                raise ValueError(f"model: two different tensors have the name {_plain(name)!r}: rename one of them")
 
 
 def _plain(name: str) -> str:

@@ -41,12 +41,13 @@ def open_material(path: Path, *, trust: bool = False, only_model: bool = False) 
     Raises:
         CheckpointError: It is of no known format, not trusted, or damaged.
     """
-    kind = format_of(path)
-    if kind == "torch":
-        return from_torch_file(path, only_model=only_model)
-    if kind == "dcp":
-        return from_dcp(path, trust=trust, only_model=only_model)
-    return from_safetensors(path)
+    with _errors_named(path, "read"):
+        kind = format_of(path)
+        if kind == "torch":
+            return from_torch_file(path, only_model=only_model)
+        if kind == "dcp":
+            return from_dcp(path, trust=trust, only_model=only_model)
+        return from_safetensors(path)
 
 
 def convert_checkpoint(
@@ -87,7 +88,7 @@ def convert_checkpoint(
     chosen: Format = _format_by_name(into) if to is None else to
     if chosen not in FORMATS:
         raise ValueError(f"to: expected one of {', '.join(map(repr, FORMATS))}, got {to!r}")
-    if into.exists() and not overwrite:
+    if os.path.lexists(into) and not overwrite:
         raise CheckpointError(f"{into}: it is there already: choose another name, or replace it by --overwrite")
     material = open_material(of, trust=trust, only_model=only_model)
     if only_model:
@@ -95,7 +96,7 @@ def convert_checkpoint(
     _note_what_is_left_out(material, chosen)
     if material.optimizer_state is not None and chosen == "checkpoint":
         _set_class(of, material.optimizer_state, optimizer)
-    with _errors_named(into):
+    with _errors_named(into, "written"):
         _write(material, into, chosen, progress)
     return material
 
@@ -131,8 +132,9 @@ def _write(material: Material, path: Path, to: Format, progress: Progress) -> No
         raise CheckpointError(f"{path}: it is another folder, so it is not replaced: choose another name")
     writers = {"safetensors": write_safetensors, "torch": write_torch_file, "dcp": write_dcp}
     partial = partial_of(path)
+    if os.path.lexists(partial):
+        raise CheckpointError(f"{partial}: it is in the way: move it away, or choose another name than {path.name}")
     try:
-        _remove(partial)
         writers[to](material, partial, progress)
         if path.is_dir():
             _remove(path)
@@ -149,8 +151,13 @@ def _remove(path: Path) -> None:
 
 
 @contextmanager
-def _errors_named(path: Path) -> Iterator[None]:
+def _errors_named(path: Path, what: str) -> Iterator[None]:
+    """Raise a CheckpointError for whatever is wrong: files of other programs can have anything in them."""
     try:
         yield
+    except CheckpointError:
+        raise
     except OSError as error:
-        raise CheckpointError(f"{error.filename or path}: cannot be written: {error.strerror or error}") from error
+        raise CheckpointError(f"{error.filename or path}: cannot be {what}: {error.strerror or error}") from error
+    except Exception as error:
+        raise CheckpointError(f"{path}: cannot be {what}: {type(error).__name__}: {error}") from error

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ..files.small_files import regular_size
 from .material import Material, Progress, files_in, total_bytes
 from .nested import nested_dict, take_nested
 
@@ -37,6 +38,9 @@ def from_dcp(path: Path, *, trust: bool, only_model: bool) -> Material:
             f"{path}: this is a folder of torch.distributed.checkpoint, whose metadata is a pickle, and reading it "
             "runs whatever is in it: if you trust it, add --trust"
         )
+    for inner in path.iterdir():
+        if not inner.is_dir():
+            regular_size(inner)  # to open a pipe would hang
     from torch.distributed.checkpoint.filesystem import FileSystemReader  # takes a second to import
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

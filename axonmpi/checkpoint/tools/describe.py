@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...utils.text import aligned, counted
+from ...utils.text import aligned, counted, printable
 from ..files.values import decoded, encoded
 from .convert import open_material
 from .material import Material
@@ -90,6 +90,7 @@ def text_of(described: Mapping[str, Any], *, all_tensors: bool) -> str:
         described: What `describe_checkpoint` returned.
         all_tensors: Whether each tensor has a line.
     """
+    described = _on_one_line(described)
     blocks = [[f"{described['path']}: {_FORMATS[described['format']]}", *_facts(described)]]
     blocks.append(
         aligned([["file", "size"], *([file["name"], _size(file["bytes"])] for file in described["files"])], [0])
@@ -99,6 +100,15 @@ def text_of(described: Mapping[str, Any], *, all_tensors: bool) -> str:
         rows = [[each["kind"], each["name"], each["dtype"], str(each["shape"])] for each in described["tensors"]]
         blocks.append(aligned([["in", "tensor", "dtype", "shape"], *rows], [0, 1, 2, 3]))
     return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _on_one_line(value: Any) -> Any:
+    """Return values whose texts, which are of any file, neither end a line nor steer a terminal."""
+    if isinstance(value, str):
+        return printable(value.replace("\n", "\\n"))
+    if isinstance(value, Mapping):
+        return {_on_one_line(key): _on_one_line(item) for key, item in value.items()}
+    return [_on_one_line(item) for item in value] if isinstance(value, list) else value
 
 
 def _facts(described: Mapping[str, Any]) -> Iterable[str]:

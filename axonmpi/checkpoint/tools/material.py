@@ -6,9 +6,9 @@ PyTorch DCP                       tensors are on the meta device until `fetch` r
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,8 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ..files.contents import Contents, read_contents
 from ..files.folders import STATE_FILE, find_checkpoint
+from ..files.small_files import read_small, strict_json
+from ..files.state_file import CHECKSUMS_FILE
 from ..files.tensor_file import TensorFile
 from ..files.values import decoded
 
@@ -100,7 +102,7 @@ def format_of(path: Path) -> Format:
             f"{path}: expected a file named .safetensors, {', '.join(TORCH_SUFFIXES)}, or a folder"
         )
     folder = find_checkpoint(path)
-    if (folder / STATE_FILE).is_file():
+    if os.path.lexists(folder / STATE_FILE) or os.path.lexists(folder / CHECKSUMS_FILE):
         return "checkpoint"
     if (folder / DCP_METADATA).is_file():
         return "dcp"
@@ -149,8 +151,8 @@ def _take_state(made: Material, state: Mapping[str, Any]) -> None:
 def _config_in(folder: Path) -> dict[str, Any] | None:
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text("utf-8")) if path.exists() else None
-    except (OSError, ValueError) as error:
+        config = strict_json(read_small(path), constants=True) if os.path.lexists(path) else None
+    except ValueError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
     return config if isinstance(config, dict) else None
 

@@ -96,9 +96,11 @@ def _take_model(made: Material, source: str, values: Mapping[str, Any]) -> None:
         if isinstance(value, Tensor):
             if value.layout != torch.strided or value.is_quantized:
                 raise CheckpointError(f"{source}: {name!r} is {value.layout}, expected a plain tensor")
+            if value.is_meta and made.format != "dcp":
+                raise CheckpointError(f"{source}: {name!r} is on the meta device: it has no values")
             first = names.setdefault(_memory_of(value), name)
             if first == name:
-                made.model[name] = value.detach() if value.requires_grad else value
+                made.model[name] = (value.detach() if value.requires_grad else value).contiguous()
             else:
                 made.aliases[name] = first
         else:

@@ -65,6 +65,7 @@ def take_optimizer(made: Material, where: str, given: Any) -> None:
     if not isinstance(given, Mapping) or "param_groups" not in given:
         raise CheckpointError(f"{where}: expected an optimizer's state_dict(), with 'state' and 'param_groups'")
     groups: Sequence[Mapping[str, Any]] = given["param_groups"]
+    _check_groups(where, groups, given.get("state", {}))
     kept = {str(key): value for key, value in given.get("state", {}).items()}
     names = _names(made, where, groups, kept)
     state: dict[str, Any] = {"class": None, "groups": {}, "parameters": {}, "values": {}}
@@ -87,6 +88,19 @@ def take_optimizer(made: Material, where: str, given: Any) -> None:
             else:
                 state["values"][full] = encoded(value, f"{where}: state {full!r}")
     made.optimizer_state = state
+
+
+def _check_groups(where: str, groups: Any, kept: Any) -> None:
+    if not isinstance(groups, list | tuple) or not all(map(_is_group, groups)):
+        raise CheckpointError(
+            f"{where}: expected 'param_groups' to be a list of dicts, each with a list of 'params'"
+        )
+    if not isinstance(kept, Mapping) or not all(isinstance(value, Mapping) for value in kept.values()):
+        raise CheckpointError(f"{where}: expected 'state' to be a dict of dicts, one for each parameter")
+
+
+def _is_group(group: Any) -> bool:
+    return isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple)
 
 
 def _names(

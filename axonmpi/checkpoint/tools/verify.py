@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,12 @@ from ...groups.process_group import ProcessGroup
 from ...utils.partition import split_range
 from ...utils.text import counted, in_ranges
 from ..files.checksums import BLOCK_BYTES, block_count, crc32
-from ..files.contents import KINDS, read_state
-from ..files.folders import STATE_FILE, find_checkpoint
+from ..files.contents import KINDS
+from ..files.folders import find_checkpoint
+from ..files.intact import read_checksums
+from ..files.small_files import regular_size
+from ..files.state_file import CHECKSUMS_FILE, STATE_FILE, read_state
 from ..files.tensor_file import TensorFile, read_header, read_headers
-from ..writing.job import CHECKSUMS
 from .material import Progress, format_of
 
 __all__ = ["Damage", "Verification", "verify_checkpoint"]
@@ -100,8 +102,11 @@ def verify_checkpoint(
     headers = {name: header for name in sums if (header := _header(folder, name, sums[name], made)) is not None}
     if not made.damages:
         _check_index(folder, sums, made)
-    for name, blocks in _damaged_blocks(folder, made.files, headers, sums, group, progress).items():
-        made.damages.append(_damage(name, blocks, made.files[name], headers.get(name)))
+    others = {path.name for path in folder.glob("*.safetensors")} - {*sums, CHECKSUMS_FILE}
+    made.damages += [Damage(name, "is not of this checkpoint") for name in sorted(others)]
+    sizes = made.files | _small_sizes(folder, sums, made)
+    for name, blocks in _damaged_blocks(folder, sizes, headers, sums, group, progress).items():
+        made.damages.append(_damage(name, blocks, sizes[name], headers.get(name)))
     return made
 
 
@@ -119,33 +124,49 @@ def _check_foreign(path: Path, made: Verification) -> None:
 
 def _small_files(folder: Path, made: Verification) -> dict[str, Checksums]:
     """Check `state.json`, and return the checksums of files by their names."""
-    name = f"{CHECKSUMS}.safetensors"
+    state: dict[str, Any] = {}
     try:
-        read_state(folder)
+        state = read_state(folder)
     except CheckpointError as error:
         made.damages.append(_of(error, folder, STATE_FILE))
     try:
-        entries = read_header(folder / name).entries
-        data = (folder / name).read_bytes()
-    except (CheckpointError, OSError) as error:
+        return read_checksums(folder, state)
+    except CheckpointError as error:
         made.has_checksums = False
-        made.damages.append(_of(error, folder, name))
+        made.damages.append(_of(error, folder, CHECKSUMS_FILE))
         return {}
-    return {each: np.frombuffer(data[entry.start : entry.stop], dtype="<u4") for each, entry in entries.items()}
+
+
+def _small_sizes(folder: Path, sums: Mapping[str, Checksums], made: Verification) -> dict[str, int]:
+    """Return the bytes of the files without tensors."""
+    sizes = {}
+    for name in sums:
+        if not name.endswith(".safetensors"):
+            try:
+                sizes[name] = regular_size(folder / name)
+            except CheckpointError as error:
+                made.damages.append(_of(error, folder, name))
+            else:
+                made.damages += _other_size(name, sizes[name], sums[name])
+    return sizes
+
+
+def _other_size(name: str, size: int, sums: Checksums) -> list[Damage]:
+    if block_count(size) == len(sums):
+        return []
+    return [Damage(name, f"has {size} bytes, and checksums of {counted(len(sums), 'block')}")]
 
 
 def _header(folder: Path, name: str, sums: Checksums, made: Verification) -> TensorFile | None:
-    try:
-        made.files[name] = (folder / name).stat().st_size
-        header = read_header(folder / name)
-    except OSError as error:
-        made.damages.append(Damage(name, f"cannot be read: {error.strerror}"))
+    if not name.endswith(".safetensors"):
         return None
+    try:
+        made.files[name] = regular_size(folder / name)
+        header = read_header(folder / name)
     except CheckpointError as error:
         made.damages.append(_of(error, folder, name))
         return None
-    if block_count(header.size) != len(sums):
-        made.damages.append(Damage(name, f"has {header.size} bytes, and checksums of {len(sums)} blocks"))
+    made.damages += _other_size(name, header.size, sums)
     return header
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...backends import LocalBackend
 from ...groups.process_group import ProcessGroup
 from ...utils.partition import bucket_by_size
-from ..files.contents import FORMAT, VERSION
+from ..files.state_file import FORMAT, VERSION, check_state
 from ..files.tensor_file import TensorSpec, lay_out
 from ..files.values import encoded
 from ..ranks import CheckpointRanks
@@ -65,7 +65,19 @@ def _state(material: Material) -> dict[str, Any]:
     state |= _encoded(material.values, material.left_out)
     state["model"] = {"aliases": material.aliases, "extra": _encoded(material.extra_state, material.left_out)}
     state["optimizer"] = material.optimizer_state
+    for key in ("step", "epoch"):
+        state[key] = _count(key, material.values.get(key), material.left_out)
+    check_state(state)
     return state
+
+
+def _count(name: str, value: Any, left_out: list[str]) -> int:
+    """Return a number of steps or epochs, which other programs have as tensors, too; 0 where it is none."""
+    plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if plain is None or (isinstance(plain, int | float) and plain == abs(int(plain)) < 1 << 63):
+        return int(plain or 0)
+    left_out.append(f"{name} ({type(value).__name__}), which is no number of {name}s")
+    return 0
 
 
 def _encoded(values: Mapping[str, Any], left_out: list[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -21,17 +21,17 @@ import torch
 from ...errors import CheckpointError
 from ...launch.settings import writes_by_mpi
 from ...utils.text import text_of_problems
-from ..files.checksums import combined
-from ..files.folders import finish, partial_of, prepare, recover
+from ..files.checksums import BlockSums, combined
+from ..files.folders import STATE_FILE, finish, locked, partial_of, prepare
+from ..files.state_file import CHECKSUMS_FILE, sealed
 from ..files.tensor_file import TensorFile, TensorSpec, lay_out
 from ..ranks import CheckpointRanks
 from .output import Output, Trouble
 from .plan import Share
 from .scattered import write_scattered
 
-__all__ = ["CHECKSUMS", "Job", "write_checkpoint"]
+__all__ = ["Job", "write_checkpoint"]
 
-CHECKSUMS = "checksums"
 T = TypeVar("T")
 
 
@@ -72,7 +72,8 @@ def write_checkpoint(job: Job, ranks: CheckpointRanks, copy: Callable[[], None] 
         opened = 0
         if is_first:
             with trouble.noting(job.path):
-                opened = prepare(job.path, job.files)
+                lock = stack.enter_context(locked(job.path))
+                opened = prepare(job.path, job.files, lock)
                 stack.callback(os.close, opened)
         _check_complete(job, _check(job, ranks, trouble, (_digest(job.files), job.nbytes)), trouble)
         shares = _write(job, ranks, trouble)
@@ -83,7 +84,8 @@ def write_checkpoint(job: Job, ranks: CheckpointRanks, copy: Callable[[], None] 
                 for file, of_ranks in zip(job.files, zip(*told, strict=True), strict=True)
             }
             with trouble.noting(job.path):
-                finish(job.path, opened, {f"{CHECKSUMS}.safetensors": _checksums(sums), **job.texts})
+                finish(job.path, opened, _small_files(job.texts, sums))
+            stack.close()  # before the others go on: then nothing is there but the checkpoint
         _check(job, ranks, trouble, None)
 
 
@@ -125,15 +127,25 @@ def _check(job: Job, ranks: CheckpointRanks, trouble: Trouble, own: T) -> list[T
     """Return what all ranks have, or raise on all if one of them is in trouble; collective."""
     told = ranks.all.all_gather_object((trouble.text, own))
     if text := text_of_problems([problem for problem, _ in told]):
-        if ranks.all.rank == 0:
-            with suppress(Exception):
-                recover(job.path)
         raise CheckpointError(f"{job.path}: the checkpoint was not written: {text}")
     return [value for _, value in told]
+
+
+def _small_files(texts: Mapping[str, bytes], sums: Mapping[str, npt.NDArray[np.uint32]]) -> dict[str, bytes]:
+    """Return the content of the small files by name; checksums cover all of them."""
+    sums = {**sums, **{name: _sums_of(text) for name, text in texts.items() if name != STATE_FILE}}
+    checksums = _checksums(sums)
+    return {**texts, CHECKSUMS_FILE: checksums, STATE_FILE: sealed(texts[STATE_FILE], checksums)}
+
+
+def _sums_of(text: bytes) -> npt.NDArray[np.uint32]:
+    sums = BlockSums(len(text))
+    sums.add(0, memoryview(text))
+    return combined(len(text), [sums.shares()])
 
 
 def _checksums(sums: Mapping[str, npt.NDArray[np.uint32]]) -> bytes:
     """Return a file of tensors of the blocks' checksums, one for each file."""
     specs = [TensorSpec(name, torch.uint32, values.shape) for name, values in sums.items()]
-    (file,) = lay_out(CHECKSUMS, specs, {}, 1 << 62)
+    (file,) = lay_out(CHECKSUMS_FILE.removesuffix(".safetensors"), specs, {}, 1 << 62)
     return file.header + b"".join(sums[name].astype("<u4").tobytes() for name in file.entries)

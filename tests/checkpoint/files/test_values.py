@@ -64,6 +64,10 @@ class Colour(str):
     """A text of a type of its own."""
 
 
+ITSELF = []
+ITSELF.append({"a": ITSELF})
+
+
 def test_other_values_are_refused_by_place():
     assert encoded(np.float64(0.5), "extra") == 0.5
     refused(
@@ -72,4 +76,8 @@ def test_other_values_are_refused_by_place():
         (lambda: encoded(torch.zeros(5000), "extra"), "4096 elements, got 5000"),
         (lambda: encoded(np.longdouble(0.5), "extra"), "got longdouble"),
         (lambda: encoded(Colour("red"), "extra"), "got Colour"),
+        (lambda: encoded(ITSELF, "extra"), r"extra\[0\]\['a'\].*contains itself"),
+        (lambda: encoded({"a": 1 << 20000}, "extra"), r"extra\['a'\]: .* 4096 bits, got 20001"),
+        (lambda: decoded({"<tuple>": [], "more": 1}), "no type that a checkpoint has"),
+        (lambda: decoded({"<set>": []}), "no type that a checkpoint has"),
     )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from helpers.checkpoints import assert_checksums, by_name, on_first
 from helpers.compare import assert_equal, refused
 from safetensors.torch import load_file
 
-from axonmpi.checkpoint.files.folders import prepare
 from axonmpi.checkpoint.parts.boxes import Box
 from axonmpi.checkpoint.parts.part import Part, Piece
 from axonmpi.checkpoint.ranks import ranks_of
@@ -126,6 +126,7 @@ def test_what_is_no_checkpoint_is_not_replaced(world, shared_tmp_path):
 @pytest.mark.parametrize("when", ["partial", "moved", "renamed"])
 def test_the_next_save_tidies_up_after_a_killed_one(world, small, when, tmp_path):
     write_checkpoint(*small)
+    (tmp_path / ".it.axonmpi-lock").write_text("axonmpi: a process that was killed\n")
     (tmp_path / "it/state.json").write_text(json.dumps("the first"))
     if when == "moved":
         (tmp_path / "it").rename(tmp_path / "it.previous")
@@ -134,7 +135,8 @@ def test_the_next_save_tidies_up_after_a_killed_one(world, small, when, tmp_path
         left.mkdir()
         (left / "model.safetensors").write_text("half")
     write_checkpoint(*small)
-    assert (os.listdir(tmp_path), (tmp_path / "it/state.json").read_text()) == (["it"], "{}")
+    assert os.listdir(tmp_path) == ["it"]
+    assert json.loads((tmp_path / "it/state.json").read_text())["any"] == "thing"
     check_file(tmp_path / "it", {"a": torch.ones(5)})
 
 
@@ -149,15 +151,28 @@ def test_a_file_of_the_users_in_a_checkpoint_is_not_removed(world, small, tmp_pa
 
 
 @pytest.mark.ranks(1)
-def test_of_two_jobs_with_one_path_the_first_is_told(world, small, tmp_path, monkeypatch):
-    job, write_rest = small[0], jobs.write_scattered
+def test_of_two_saves_with_one_path_the_second_is_refused(world, small, tmp_path, monkeypatch):
+    write_rest = jobs.write_scattered
 
     def another_comes(*args):
         monkeypatch.undo()
-        write_checkpoint(*small)
-        prepare(job.path, job.files)  # of a third one
+        refused(CheckpointError, (lambda: write_checkpoint(*small), "this process saves there already"))
         write_rest(*args)
 
     monkeypatch.setattr(jobs, "write_scattered", another_comes)
-    refused(CheckpointError, (lambda: write_checkpoint(*small), "another job saves to the same path"))
+    write_checkpoint(*small)
+    assert os.listdir(tmp_path) == ["it"]
     check_file(tmp_path / "it", {"a": torch.ones(5)})
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", ["it.partial", "it.previous"])
+def test_a_folder_that_no_save_has_left_stays(world, small, name, tmp_path):
+    """Somebody's copy of a checkpoint may well have such a name."""
+    write_checkpoint(*small)
+    shutil.copytree(tmp_path / "it", tmp_path / name)
+    refused(
+        CheckpointError, *[(lambda: write_checkpoint(*small), f"{name}: it is in the way of saves to 'it'")] * 2
+    )
+    check_file(tmp_path / name, {"a": torch.ones(5)})
+    assert sorted(os.listdir(tmp_path)) == ["it", name]

@@ -2,6 +2,7 @@
 
     saving.py FOLDER                 until it is killed
     saving.py FOLDER NUMBER SEED     so many times on a small disk
+    saving.py FOLDER path|folder     until it is killed, beside another job that saves there, too
 
 Some saves go on beside the program, the others do not.
 """
@@ -113,9 +114,33 @@ def save_on_full_disk(root: Path, number: int, seed: int) -> None:
         print("the checkpoint before was whole after each, and nothing else was left")
 
 
+def save_beside_another(root: Path, kind: str) -> None:
+    """Save to one path, or to one `CheckpointFolder`, and say what comes of it; refusals name the other job."""
+    model, optimizer = trained()
+    step, folder = 0, None
+    while True:
+        step += 1
+        fill(model, optimizer, step)
+        try:
+            if kind == "folder":
+                folder = folder or ax.CheckpointFolder(root, keep=2)
+                work = folder.save(model, optimizer, step=step, blocking=step % 2 == 0)
+            else:
+                work = ax.save_checkpoint(root / "it", model, optimizer, step=step, blocking=step % 2 == 0)
+            if work is not None:
+                work.wait()
+            line = "saved"
+        except ax.CheckpointError as error:
+            line = f"refused: {error}"
+        if ax.is_main_process():
+            os.write(1, f"{line}\n".encode())
+
+
 def main() -> None:
     ax.init_process_group()
     folder, *arguments = sys.argv[1:]
+    if arguments in (["path"], ["folder"]):
+        save_beside_another(Path(folder), *arguments)
     save = save_on_full_disk if arguments else save_until_killed
     save(Path(folder), *map(int, arguments))
 
