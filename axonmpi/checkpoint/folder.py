@@ -57,7 +57,7 @@ class CheckpointFolder:
     only read load `root/latest` instead.
 
     Args:
-        root: The folder, the same on all ranks and on a file system that all of them see; made if it is missing.
+        root: The folder, the same on all ranks and on a file system that all of them see; made when first needed.
         keep: How many checkpoints to keep, at least 1; None keeps all.
         group: The ranks that have parts of the model; None means all.
 
@@ -87,7 +87,7 @@ class CheckpointFolder:
         )
         self._saving: Background | None = None
         self._lock: Lock | None = None  # of rank 0
-        self._on_first(self._tidy)
+        self._is_locked = self._on_first(self._tidy)
 
     # ---- saving ---------------------------------------------------------------------------------------------
 
@@ -122,6 +122,8 @@ class CheckpointFolder:
         with raised_on_all(self._group.backend):
             step = integer("step", step, minimum=0)
         self._wait()
+        if not self._is_locked:
+            self._is_locked = self._on_first(self._take)
         path = self.path_of(step)
         work = save_checkpoint(path, model, optimizer, step=step, blocking=blocking, group=self._group, **others)
         if work is None:
@@ -278,10 +280,19 @@ class CheckpointFolder:
         matches = ((_STEP.fullmatch(path.name), path) for path in self.root.iterdir())
         return {int(match[1]): path for match, path in matches if match}
 
-    def _tidy(self) -> None:
-        """Remove what a killed job has left, and let `latest` lead to the newest checkpoint that looks whole."""
-        if not os.path.lexists(self.root):
-            self.root.mkdir(parents=True, exist_ok=True)
+    def _take(self) -> bool:
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._lock = self._locked()
+        return True
+
+    def _tidy(self) -> bool:
+        """Remove what a killed job has left, and let `latest` lead to the newest checkpoint that looks whole.
+
+        Returns:
+            Whether there is a folder, which is then locked.
+        """
+        if not self.root.exists():
+            return False
         left = sorted(self.root.iterdir())
         self._lock = self._locked()
         for path in left:
@@ -296,6 +307,7 @@ class CheckpointFolder:
             partial_of(latest).unlink()
         if newest is not None and (not latest.is_symlink() or os.readlink(latest) != newest.name):
             self._point_to(newest)
+        return True
 
 
 class _SaveAndTidy(Background):
