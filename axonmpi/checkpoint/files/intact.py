@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint are those that were written, by `state.json` and `checksums.safetensors`."""
+"""Checks of the files of a checkpoint against `state.json` and `checksums.safetensors`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Locks by which two jobs do not save to one place.
+"""Locks that keep two jobs from saving to one path.
 
     .NAME.axonmpi-lock      one line: the process that has it, and its program
 
-The kernel knows whether a lock is held, also that of a server of NFS 4 or Lustre: it ends with the process, however
-that ends and wherever it ran. The file stays after a kill, and tells the next job that what lies beside the
-checkpoint was left by a save, and belongs to nobody. Readers take no lock.
+The kernel, or the server of NFS 4 or Lustre, releases a lock when its process ends, however and wherever. The file
+stays after a kill, and tells the next job that working folders beside the checkpoint were left by a save. Readers
+take no lock.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _release(path: Path, file: int, process: int, *, keep: bool = False) -> None
 
 
 def _opened(path: Path) -> tuple[int, bytes]:
-    """Return the locked file, and what it says of an owner that has ended without a release."""
+    """Return the locked file, and the line of an owner that has ended without a release."""
     for look in itertools.count():
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:

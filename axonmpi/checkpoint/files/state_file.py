@@ -1,4 +1,4 @@
-"""The file `state.json`: everything of a checkpoint but tensors, and the last word on what belongs to it.
+"""The file `state.json`: values of a checkpoint that are no tensors, and the checksums of its files.
 
     {
       "format": "axonmpi checkpoint",
@@ -8,8 +8,7 @@
       "checksum": "9be07d42"        CRC-32 of all bytes above, up to the comma before this line
     }
 
-So a file that is damaged, or taken from another checkpoint, is found by reading from here. Version 1 has neither of
-the two lines.
+A damaged file, or a file of another checkpoint, does not fit this chain. Version 1 has neither of the two lines.
 """
 
 from __future__ import annotations

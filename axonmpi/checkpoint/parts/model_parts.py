@@ -274,7 +274,7 @@ def _check_saveable(name: str, tensor: Tensor) -> None:
 
 
 def _check_names(module: nn.Module) -> None:
-    """Raise if two tensors of a module have one name: a state dict would have one of them only."""
+    """Raise if two tensors of a module have one name, of which a state dict would lose one."""
     known: dict[str, Tensor] = {}
     for named in (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)):
         for name, tensor in named:

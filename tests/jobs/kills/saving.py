@@ -67,7 +67,7 @@ def save_until_killed(root: Path) -> None:
     newest = folder.latest()
     if ax.is_main_process() and newest is not None:
         assert check_whole(Path(newest))["step"] == step
-        names = os.listdir(root)
+        names = [name for name in os.listdir(root) if name != ".latest.axonmpi-lock"]  # of this job
         strays = [name for name in names if name != "latest" and (not name.startswith("step-") or "." in name)]
         assert not strays, names
         assert len(names) <= 4, names  # one more than is kept, until the next save
