@@ -231,7 +231,10 @@ def _binary(dtype: torch.dtype, op: ReduceOp) -> Callable[..., Tensor]:
 
 def _add_complex(first: Tensor, second: Tensor, *, out: Tensor) -> Tensor:
     """Add real and imaginary parts. `torch.add` computes `first + 1 * second`: NaN where `second` is infinite."""
-    return torch.add(torch.view_as_real(first), torch.view_as_real(second), out=torch.view_as_real(out))
+    parts = torch.view_as_real(first.resolve_conj()), torch.view_as_real(second.resolve_conj())
+    if out.is_conj():
+        return out.copy_(torch.view_as_complex(torch.add(*parts)))
+    return torch.add(*parts, out=torch.view_as_real(out))
 
 
 def _average(parts: Sequence[Tensor], out: Tensor, fold: Callable[[Sequence[Tensor], Tensor], None]) -> None:

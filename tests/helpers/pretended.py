@@ -195,11 +195,15 @@ class PretendedComm:
     # ---- collectives of lanes, which have no result ----------------------------------------------------------
 
     @own
+    def Bcast(self, data: Any, root: int = 0) -> None:
+        self.real.Bcast(data)
+
+    @own
     def _nothing(self, *arguments: Any) -> Any:
         return self._mpi.REQUEST_NULL
 
     Iallreduce = Ialltoall = Ialltoallv = Iallgather = Iallgatherv = Ibcast = _nothing
-    Alltoall = Alltoallv = Allgatherv = Bcast = _nothing
+    Alltoall = Alltoallv = Allgatherv = _nothing
 
 
 class _HeardAgreement(Agreement):
