@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import axonmpi as ax
 
-__all__ = ["assert_checksums", "by_name", "cut_off", "flip", "on_first", "refused_on_all"]
+__all__ = ["assert_checksums", "by_name", "cut_off", "entries", "flip", "on_first", "refused_on_all"]
 
 
 def assert_checksums(folder: Path) -> None:
@@ -29,6 +29,11 @@ def by_name(values: Mapping[str, Any]) -> dict[str, Any]:
 def cut_off(path: Path, size: int = 1) -> None:
     """Take so many bytes off the end of a file."""
     os.truncate(path, path.stat().st_size - size)
+
+
+def entries(folder: Path) -> list[Path]:
+    """Return everything below a folder, but for the locks of this process, which last as long as their objects."""
+    return sorted(path for path in folder.rglob("*") if path.suffix != ".axonmpi-lock")
 
 
 def flip(path: Path, *offsets: int) -> None:
