@@ -230,7 +230,7 @@ def _binary(dtype: torch.dtype, op: ReduceOp) -> Callable[..., Tensor]:
 
 
 def _add_complex(first: Tensor, second: Tensor, *, out: Tensor) -> Tensor:
-    """Add real and imaginary parts. `torch.add` computes `first + 1 * second`: NaN where `second` is infinite."""
+    """Add real and imaginary parts: `torch.add` computes `first + 1 * second`, NaN for an infinite `second`."""
     parts = torch.view_as_real(first.resolve_conj()), torch.view_as_real(second.resolve_conj())
     if out.is_conj():
         return out.copy_(torch.view_as_complex(torch.add(*parts)))

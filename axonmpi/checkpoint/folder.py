@@ -52,9 +52,9 @@ T = TypeVar("T")
 class CheckpointFolder:
     """The checkpoints of one run: saves them, keeps the newest, finds and loads the newest whole one.
 
-    Construction is collective, and so is every method. It removes what a killed job has left half written or half
-    deleted; so one job at a time has such an object, and another one gets an error that names it. Programs that
-    only read load `root/latest` instead.
+    Construction is collective, and so is every method. Construction removes checkpoints that a killed job has left
+    half written or half deleted. One job at a time has such an object for a root; a second job gets an error that
+    names the first. Programs that only read load `root/latest` instead.
 
     Args:
         root: The folder, the same on all ranks and on a file system that all of them see; made when first needed.

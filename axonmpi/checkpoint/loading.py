@@ -76,10 +76,10 @@ def load_checkpoint(
     random: bool = True,
     group: ProcessGroup | None = None,
 ) -> CheckpointInfo:
-    """Read a model, and what is needed to go on training it, whatever ranks and layout have saved it; collective.
+    """Read a model and its training state, saved by any number of ranks in any layout; collective.
 
-    Each rank gets its own parts of the tensors; the ranks of a node read what any of them needs once. A folder of
-    `transformers` and a `.safetensors` file of any tool are read, too, as initial weights.
+    Each rank gets its own shards. The ranks of a node share the reading of blocks that several of them need. A
+    folder of `transformers` and a `.safetensors` file of any tool are read, too, as initial weights.
 
     Args:
         path: A checkpoint, a folder with `model.safetensors` or its index, or a `.safetensors` file; the same on

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 from ..errors import CollectiveTimeoutError
 from ..groups.world import ProcessGroup
-from ..launch.board import open_own
 from ..types import Seconds, Work
 from ..utils.arguments import seconds
 from ..utils.device import Device
+from ..utils.own_files import open_own
 from ..utils.torch_internals import plain_tensors
 from ..utils.waiting import network_backoff, wait_until
 
@@ -108,7 +108,7 @@ class Files:
 
 
 def _open_made(path: Path, inode: int) -> int:
-    """Open a file that this rank or another one has made; OSError where its name has become another file's."""
+    """Open a file by path and inode; OSError if the path leads to another file now."""
     descriptor = open_own(path, os.O_RDWR)
     if os.fstat(descriptor).st_ino != inode:
         os.close(descriptor)

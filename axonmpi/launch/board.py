@@ -1,10 +1,10 @@
-"""This process's page, and the folders in which the pages of a user's ranks on a node lie.
+"""Page of this process, and folders with the pages of a user's ranks on a node.
 
-The page of a job of one rank, of mock ranks, and of a rank where there is no /dev/shm, is memory of the process
-itself. Pages are removed at the end of the job, or, where it has failed, when the next job starts.
+The page is a file in /dev/shm. It is memory of the process alone in a job of one rank, for mock ranks, and without
+/dev/shm. Pages are removed at the end of the job, or, after a failure, when the next job starts.
 
-Every user can make names in /dev/shm. So a folder counts only if it is a directory of this user's that nobody else
-can open. Where another user has taken the plain name, the folder has a random one.
+Every user can make names in /dev/shm. So a folder counts only if it belongs to this user and nobody else can open
+it. If another user has taken the plain name, the folder has a random one.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..utils.own_files import is_own_folder, open_own
 from ..utils.processes import namespace, process
 from .page import GROUPS_AT, IDENTITY_AT, PAGE_BYTES, Header, Page, Phase
 
 __all__ = [
     "SHARED_MEMORY",
     "enter_phase",
-    "folders_of_pages",
+    "files_of_pages",
     "identity_of",
-    "is_own",
     "make_folder",
-    "open_own",
     "own_page",
     "phase",
     "publish",
@@ -78,15 +77,24 @@ def phase(during: Phase) -> Iterator[None]:
         enter_phase(before)
 
 
-def folders_of_pages() -> list[Path]:
-    """Return the folders of this user's pages that nobody else can open; local."""
+def files_of_pages() -> list[Path]:
+    """Return the files in this user's folders of pages: pages and the files beside them; local."""
+    files: list[Path] = []
+    for folder in _folders():
+        with contextlib.suppress(OSError):
+            files += sorted(folder.iterdir())
+    return files
+
+
+def _folders() -> list[Path]:
+    """Return the folders of this user's pages that nobody else can open."""
     try:
         names = os.listdir(SHARED_MEMORY) if _keeps_names() else []
     except OSError:
         return []
     plain = _plain_name()
     paths = [SHARED_MEMORY / name for name in sorted(names) if name == plain or name.startswith(f"{plain}-")]
-    return [path for path in paths if is_own(path)]
+    return [path for path in paths if is_own_folder(path)]
 
 
 def make_folder() -> Path | str:
@@ -96,7 +104,7 @@ def make_folder() -> Path | str:
     if not _keeps_names():
         return f"other users can exchange files in {SHARED_MEMORY}: expected mode 1777, set it with chmod 1777"
     plain = SHARED_MEMORY / _plain_name()
-    for path in (plain, *folders_of_pages(), plain.with_name(f"{plain.name}-{secrets.token_hex(8)}")):
+    for path in (plain, *_folders(), plain.with_name(f"{plain.name}-{secrets.token_hex(8)}")):
         try:
             _make_own(path)
             return path
@@ -118,20 +126,11 @@ def _keeps_names() -> bool:
     return found.st_uid in (0, os.geteuid()) and (not others_write or bool(found.st_mode & stat.S_ISVTX))
 
 
-def is_own(path: Path) -> bool:
-    """Return whether a path is a directory, not a link to one, of this user that nobody else can open."""
-    try:
-        found = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-
-
 def _make_own(path: Path) -> None:
     """Make a folder of this user's own; raises PermissionError if there is anything else."""
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    if not is_own(path):
+    if not is_own_folder(path):
         raise PermissionError(errno.EPERM, "expected a folder of this user that nobody else can open", str(path))
 
 
@@ -149,7 +148,7 @@ def publish(folder: Path, job: str, identity: dict[str, Any]) -> str:
     global _own
     path = folder / f"{job}-{identity['rank']}"
     try:
-        _make_own(folder)  # in a container, /dev/shm may be another one than that of the rank that chose the name
+        _make_own(folder)  # the rank that has made it may be in a container with another /dev/shm
         memory = _create(path)
     except OSError as error:
         return f"{folder}: {error.strerror}"
@@ -192,8 +191,8 @@ def identity_of(page: Path) -> dict[str, Any]:
 def remove_stale() -> None:
     """Remove the pages of jobs whose processes are gone, with the files that they name; local."""
     jobs: dict[str, list[Path]] = {}
-    for folder in folders_of_pages():
-        for path in filter(lambda path: _NAME.fullmatch(path.name), folder.iterdir()):
+    for path in files_of_pages():
+        if _NAME.fullmatch(path.name):
             jobs.setdefault(path.name.partition("-")[0], []).append(path)
     for files in jobs.values():
         with contextlib.suppress(OSError, ValueError):
@@ -239,17 +238,3 @@ def _create(path: Path) -> mmap.mmap:
         raise
     finally:
         os.close(file)
-
-
-def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file of this user's; returns a file descriptor; local, never blocks.
-
-    Raises:
-        OSError: There is none, or it is a link, another kind of file, or another user's.
-    """
-    file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        os.close(file)
-        raise PermissionError(errno.EPERM, "expected a regular file of this user", str(path))
-    return file

@@ -29,14 +29,14 @@ _BACKLOG = 1024
 
 @dataclass(frozen=True)
 class Place:
-    """Where the lowest rank of a node is to be reached.
+    """Address of the lowest rank of a node.
 
     Attributes:
-        rank: Its number.
-        host: Name of its node.
-        ranks: The ranks of its node in words.
-        addresses: Of the node.
-        port: Where it listens.
+        rank: Its world rank.
+        host: Name of the node.
+        ranks: Names of the node's ranks, for messages.
+        addresses: IP addresses of the node.
+        port: TCP port of the listening socket.
         secret: Key of the proofs that a connection begins with, in hexadecimal.
     """
 
@@ -65,9 +65,9 @@ def meet(
     """Wait for a call, and call another rank at all of its addresses at once; local.
 
     Args:
-        listener: Where to wait.
+        listener: Listening socket of this rank.
         secret: Secret that the caller knows, in hexadecimal; empty if none is to be waited for.
-        after: Whom to call; None: nobody.
+        after: The rank to call; None calls nobody.
         limit: Seconds.
 
     Returns:
@@ -92,8 +92,8 @@ _Talk = Generator[tuple[bytes, int], bytes, None]
 """One end's part of the proof that both know the secret: yields bytes to send and the length of the answer."""
 
 
-def _call(secret: bytes, address: str) -> _Talk:
-    """Prove to the rank at an address that this one knows its secret, which itself is never sent."""
+def _prove_caller(secret: bytes, address: str) -> _Talk:
+    """Prove to the rank at an address that this rank knows its secret, without sending the secret."""
     own = secrets.token_bytes(_NONCE_BYTES)
     answer = yield own, _NONCE_BYTES + _PROOF_BYTES
     nonces = own + answer[:_NONCE_BYTES]
@@ -101,8 +101,8 @@ def _call(secret: bytes, address: str) -> _Talk:
     _check((yield _proof(secret, "caller", nonces, address), len(_YES)), _YES)
 
 
-def _answer(secret: bytes, address: str) -> _Talk:
-    """The same for the rank that is called, at one of its addresses."""
+def _prove_called(secret: bytes, address: str) -> _Talk:
+    """Prove to a caller of one of this rank's addresses that this rank knows the secret."""
     own = secrets.token_bytes(_NONCE_BYTES)
     nonces = (yield b"", _NONCE_BYTES) + own
     _check(
@@ -112,7 +112,7 @@ def _answer(secret: bytes, address: str) -> _Talk:
 
 
 def _proof(secret: bytes, role: str, nonces: bytes, address: str) -> bytes:
-    # With the address, no stranger that listens at another one can pass a proof on.
+    # The address is part of the proof, so a stranger that listens at another address cannot relay it.
     return hmac.digest(secret, f"{role} {address} ".encode() + nonces, "sha256")
 
 
@@ -144,7 +144,7 @@ class _Meeting:
         assert self._after is not None
         caller = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         caller.setblocking(False)
-        call = _Call(caller, _call(bytes.fromhex(self._after.secret), address), is_own=True)
+        call = _Call(caller, _prove_caller(bytes.fromhex(self._after.secret), address), is_own=True)
         self._calls.append(call)
         with contextlib.suppress(OSError):
             caller.connect_ex((address, port))
@@ -155,7 +155,7 @@ class _Meeting:
             stranger, _ = listener.accept()
             stranger.setblocking(False)
             address = stranger.getsockname()[0].removeprefix("::ffff:")
-            call = _Call(stranger, _answer(self._secret, address), is_own=False)
+            call = _Call(stranger, _prove_called(self._secret, address), is_own=False)
             self._calls.append(call)
             self.ready.register(stranger, selectors.EVENT_READ, lambda _: self._go_on(call))
             call.begin()

@@ -1,17 +1,17 @@
-"""What tells a node that another node, or the network between them, has gone.
+"""Connections between nodes, by which a node notices the loss of another node or of the network.
 
-The lowest rank of each node keeps a TCP connection to that of the next node, in a ring: two for each node, however
-many nodes there are. Nothing is sent while the job goes on. Both kernels ask each other every second whether the
-other is there, and answer whatever the processes do, so a busy or stopped rank is none that has gone. Then
+The lowest rank of each node keeps a TCP connection to the lowest rank of the next node, in a ring: two for each
+node, however many nodes there are. No data goes through it while the job goes on. Both kernels probe the connection
+every second, and answer without the processes, so a busy or stopped rank does not count as lost. A connection shows
 
     a goodbye, and the end         the other rank has come to the end of its program
     a line, and the end            it has ended the job, and the line says why
     the end without a word         its process has gone
     an error after 4 s             the other node has gone, or the network to it
 
-The ranks tell each other over MPI where they listen, and a secret. Both ends prove to each other that they know it,
-without sending it, before anything else is read. Where they do not reach each other in 2 s, because of a firewall,
-there is no connection, which rank 0 says, and a node that has gone is noticed as any rank that does not come.
+The ranks exchange addresses and secrets over MPI. Both ends prove that they know the secret, without sending it,
+before anything else is read. If a firewall keeps them from connecting within 2 s, rank 0 says so, and a lost node
+is noticed as late as any other rank that does not come.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ def connect(mpi: Any, comm: Any, node: Any, topology: Topology) -> str:
 
     Args:
         mpi: The module `mpi4py.MPI`.
-        comm: All ranks.
-        node: Those of this node.
-        topology: Where this rank is.
+        comm: Communicator of all ranks.
+        node: Communicator of this node's ranks.
+        topology: Placement of this rank.
 
     Returns:
         The reason if there is no connection to the next node; empty if there is, or need not be.

@@ -159,22 +159,22 @@ def _publish_page(mpi: Any, comm: Any, local: Any, topology: Topology) -> None:
     job = np.array([secrets.randbits(32)])
     comm.Bcast(job)
     local.Barrier()
-    folder: Path | str = ""
+    folder: Path | str = ""  # or the reason why there is none
     if local.rank == 0:
         board.remove_stale()
         segments.remove_names()
         folder = board.make_folder()
     folder = local.bcast(folder)
     name = f"{job[0]:08x}"
-    reason = folder if isinstance(folder, str) else board.publish(folder, name, asdict(topology))
-    if not reason:
+    unwatched = folder if isinstance(folder, str) else board.publish(folder, name, asdict(topology))
+    if not unwatched:
         exits.before_finalize(board.remove_own)
-    # Nobody counts the pages of this node's ranks before all of them are there.
-    if isinstance(folder, Path) and not any(local.allgather(reason)):
-        reason = lifeline.hold(local, folder, name)
-    unwatched = f"a rank that stalls is not noticed, or not explained: {reason}" if reason else ""
-    unconnected = node_links.connect(mpi, comm, local, topology)
-    complaints = _complaints(mpi, comm, "; ".join(filter(None, [unwatched, unconnected])))
+    lacks = [f"a rank that stalls is not noticed: {unwatched}" if unwatched else ""]
+    # The watchdog counts the pages of the node's ranks; the allgather ends once all of them are made.
+    if isinstance(folder, Path) and not any(local.allgather(unwatched)):
+        lacks.append(lifeline.hold(local, folder, name))
+    lacks.append(node_links.connect(mpi, comm, local, topology))
+    complaints = _complaints(mpi, comm, "; ".join(filter(None, lacks)))
     if complaints and comm.rank == 0:
         warnings.warn(lines_of_ranks(ranks_by_text(complaints).items()), RuntimeWarning, stacklevel=2)
 
@@ -274,7 +274,7 @@ def _agree_on_launch(mpi: Any, comm: Any, library: MpiLibrary) -> None:
 
 
 def _complaints(mpi: Any, comm: Any, own: str) -> dict[int, str]:
-    """Return the complaints of ranks, by rank; collective, one small reduction where there are none."""
+    """Return the complaints of all ranks by rank; collective, a single reduction if no rank complains."""
     is_wrong = np.array([bool(own)])
     comm.Allreduce(mpi.IN_PLACE, is_wrong, mpi.LOR)
     if not is_wrong[0]:

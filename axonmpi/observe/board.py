@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..launch.board import folders_of_pages, identity_of, open_own
+from ..launch.board import files_of_pages, identity_of
 from ..launch.page import (
     GROUP_BYTES,
     GROUPS,
@@ -39,6 +39,7 @@ from ..launch.page import (
     Phase,
 )
 from ..types import ReduceOp
+from ..utils.own_files import open_own
 from ..utils.processes import namespace, process, traced_by
 
 __all__ = ["Condition", "Group", "Operation", "RankPage", "job_names", "last_words", "page_of_process", "pages_of"]
@@ -316,7 +317,7 @@ class RankPage:
 
 def _pages() -> Iterator[RankPage]:
     """All pages of this user on this node."""
-    for path in sorted(path for folder in folders_of_pages() for path in folder.iterdir()):
+    for path in files_of_pages():
         if not path.suffix:
             try:
                 yield RankPage(path)

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from ..launch.board import is_own, open_own
+from ..utils.own_files import is_own_folder, open_own
 from .board import Condition, RankPage
 from .judgement import Standing
 
@@ -60,7 +60,7 @@ def read_others(folder: Path, own: RankPage) -> tuple[dict[int, Standing], set[i
     going_on: set[int] = set()
     for node in folder.glob(f"{own.job}-*"):
         is_told = node.suffix != ".draft" and node.name != f"{own.job}-{own.host}"
-        if not is_told or not is_own(node):  # other users may write to the folder
+        if not is_told or not is_own_folder(node):  # other users may write to the folder
             continue
         with open(open_own(node / _STANDINGS), encoding="utf-8") as file:
             told = json.load(file)

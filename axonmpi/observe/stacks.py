@@ -17,8 +17,9 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Protocol
 
-from ..launch.board import open_own, own_page
+from ..launch.board import own_page
 from ..launch.page import Header
+from ..utils.own_files import open_own
 from ..utils.waiting import Backoff, wait_until
 from .board import Condition, RankPage
 

@@ -69,7 +69,12 @@ def test_a_connection_ends_when_the_rank_before_has_gone_too(launcher, folder) -
         (1, [], "", {""}),
         (2, ["PMI_FD"], "", {""}),
         (2, ["MPI_LOCALRANKID"], "", {""}),
-        (2, [], "nowhere", {"the launcher's connection cannot be passed on: [Errno 2] No such file or directory"}),
+        (
+            2,
+            [],
+            "nowhere",
+            {"No such file or directory"},
+        ),
     ],
     ids=["alone", "without a connection", "under another launcher", "without a folder"],
 )
@@ -78,5 +83,5 @@ def test_a_rank_that_cannot_hold_a_connection_goes_on(
 ) -> None:
     for name in lacks:
         monkeypatch.delenv(name)
-    assert set(hold_on(ranks, folder / below)) == reasons
+    assert {reason.rpartition("] ")[2] for reason in hold_on(ranks, folder / below)} == reasons
     assert lifeline._held == []

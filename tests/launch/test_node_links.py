@@ -110,7 +110,7 @@ def test_a_call_in_parts_is_heard() -> None:
         waiting = pool.submit(meet, listener, SECRET, None, limit(5))
         caller.connect(("127.0.0.1", listener.getsockname()[1]))
         caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        talk = node_calls._call(bytes.fromhex(SECRET), "127.0.0.1")
+        talk = node_calls._prove_caller(bytes.fromhex(SECRET), "127.0.0.1")
         sent, wanted = next(talk)
         for byte in sent:
             caller.send(bytes([byte]))

@@ -13,6 +13,7 @@ from axonmpi.launch import board
 from axonmpi.launch.page import OPERATION_BYTES, OPERATIONS, OPERATIONS_AT, Phase, describe
 from axonmpi.launch.topology import Topology
 from axonmpi.observe import Condition, RankPage, job_names, pages_of, stacks_of
+from axonmpi.utils.own_files import open_own
 
 # Python 3.12 and later: the child only runs Python
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -172,7 +173,7 @@ def test_only_regular_files_are_read(folder, plant) -> None:
     plant(folder)
     assert pages_of("job") == []
     with pytest.raises(OSError, match=r"regular file|symbolic links"):
-        board.open_own(folder / "job-0")
+        open_own(folder / "job-0")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_where_names_can_be_exchanged_there_are_no_pages_and_it_is_said(
     make(shared)
     monkeypatch.setattr(board, "SHARED_MEMORY", shared)
     assert expected in board.make_folder()
-    assert board.folders_of_pages() == []
+    assert board.files_of_pages() == []
 
 
 def test_a_rank_without_a_page_that_others_see_has_one_of_its_own(folder) -> None:

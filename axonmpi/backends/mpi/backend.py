@@ -160,8 +160,7 @@ class MpiBackend(Backend):
         self._agree = self._connection.agree
         self._node_ranks = self._connection.node_ranks
         self.path = self._connection.path
-        is_open_mpi = self._mpi.Get_library_version().startswith("Open MPI")
-        self._posts_from_any = is_open_mpi or len(self._node_ranks) == self.size
+        self._is_open_mpi = self._mpi.Get_library_version().startswith("Open MPI")
         self.grace = 1.0 if timeout is not None and self.path != "plain" else 0.0
         if self.path == "node":  # at its barriers, one of which each collective begins with
             self.kept_timeout = self.timeout
@@ -199,7 +198,7 @@ class MpiBackend(Backend):
     def gathers_ahead(self) -> bool:
         """Whether what is gathered before it is used, beside computation, is there sooner for that."""
         # With Open MPI steps of fully sharded training took an eighth longer for it.
-        is_late = self.path == "plain" and self._mpi.Get_library_version().startswith("Open MPI")
+        is_late = self.path == "plain" and self._is_open_mpi
         return self.overlaps and (self.cores.spare or not is_late)
 
     def set_timeout(self, timeout: Seconds | None) -> None:
@@ -347,7 +346,7 @@ class MpiBackend(Backend):
             raise ValueError(
                 f"irecv_any: expected fewer than {self.max_message_bytes} bytes, got {tensor.nbytes}; name the rank"
             )
-        if self._posts_from_any:
+        if self._is_open_mpi or len(self._node_ranks) == self.size:
             return self._irecv(tensor, self._mpi.ANY_SOURCE, tag)
         flat = flat_elements(tensor)
         work = self._messages.match_later(as_bytes(flat), tag, lambda: write_back(flat, tensor))

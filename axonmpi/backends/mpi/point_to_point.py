@@ -41,10 +41,10 @@ class MessagePort:
 
     Attributes:
         mpi: The module `mpi4py.MPI`.
-        comm: The communicator.
-        first_tag: What tags are counted from, so that messages of different kinds never meet.
-        abandoned: Requests and memory of messages that were under way when their Work was dropped.
-        unmatched: Receives from any rank whose message has not come, in the order of their calls.
+        comm: Communicator of the messages.
+        first_tag: MPI tag of tag 0. Ports of one communicator have disjoint ranges of MPI tags.
+        abandoned: Pending requests, and their memory, of a Work that nobody has waited for.
+        unmatched: Receives from any rank without a message yet, in the order of their calls.
     """
 
     def __init__(self, mpi: Any, comm: MPI.Intracomm, first_tag: int) -> None:
@@ -122,12 +122,13 @@ class MessagePort:
         return work
 
     def match_messages(self) -> None:
-        """Give the messages that have come to the receives from any rank, the earliest receive first; local."""
+        """Match pending receives from any rank with arrived messages, in the order of the receives; local."""
         with self._matching:
-            without: set[int] = set()  # tags; a message that comes now is not for a later receive
-            for work in list(self.unmatched):
-                if work.tag not in without and not self._match(work):
-                    without.add(work.tag)
+            # A message that arrives after the probe of an earlier receive must not go to a later one.
+            waiting_tags: set[int] = set()
+            for work in self.unmatched:
+                if work.tag not in waiting_tags and not self._match(work):
+                    waiting_tags.add(work.tag)
             self.unmatched = [work for work in self.unmatched if not work.is_matched]
 
     def _match(self, work: ReceiveFromAny) -> bool:
@@ -259,7 +260,7 @@ class ReceiveFromAny(RequestWork):
 
     @property
     def is_matched(self) -> bool:
-        """Whether the message has come, perhaps not all of it."""
+        """Whether a message is matched with this receive; its data may still be arriving."""
         return bool(self._requests)
 
     def take(self, message: Any) -> None:

@@ -194,7 +194,7 @@ class _Replicated(_Strategy):
             self._reduction.run(self._parts[index], tensor)
         elif self._rank == 0:
             tensor.add_(self._other[index])
-        else:  # in this order: of two that are no numbers the first one's bits stay, and complex parts differ, too
+        else:  # the order of rank 0: a sum of two NaN has the bits of the first
             torch.add(self._other[index], tensor, out=tensor)
 
 

@@ -76,14 +76,14 @@ def recover(path: Path) -> None:
 
 
 def _undo(path: Path, lock: Lock) -> None:
-    """Remove what a save has left; a whole checkpoint stays unless another whole one takes its place."""
+    """Remove working folders of an incomplete save; the last whole checkpoint stays, under its name."""
     if not lock.may_tidy:
         return
     partial, previous = partial_of(path), _previous_of(path)
     if os.path.lexists(previous) and not os.path.lexists(path):
         previous.rename(path)
     if os.path.lexists(partial) and not os.path.lexists(path) and not damage_of(partial):
-        partial.rename(path)  # only the name was missing
+        partial.rename(path)  # complete, but for its name
     _remove(partial)
     if os.path.lexists(previous) and (not damage_of(path) or damage_of(previous)):
         _remove(previous)

@@ -27,12 +27,12 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 
 
 def encoded(value: Any, where: str, levels: int = 0) -> Any:
-    """Return what JSON can hold of a value; local.
+    """Return a value as JSON has it; local.
 
     Args:
         value: Texts, numbers, None, small tensors, `torch.dtype`s, and lists, tuples, dicts and Counters of such.
         where: Name of the value, for messages.
-        levels: How many containers it is in.
+        levels: Number of containers around the value.
 
     Raises:
         ValueError: Something in it is of another type, or it is nested more than 100 deep, or contains itself.

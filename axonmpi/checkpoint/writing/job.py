@@ -132,7 +132,7 @@ def _check(job: Job, ranks: CheckpointRanks, trouble: Trouble, own: T) -> list[T
 
 
 def _small_files(texts: Mapping[str, bytes], sums: Mapping[str, npt.NDArray[np.uint32]]) -> dict[str, bytes]:
-    """Return the content of the small files by name; checksums cover all of them."""
+    """Return the content of the small files by name, with the checksums of all files."""
     sums = {**sums, **{name: _sums_of(text) for name, text in texts.items() if name != STATE_FILE}}
     checksums = _checksums(sums)
     return {**texts, CHECKSUMS_FILE: checksums, STATE_FILE: sealed(texts[STATE_FILE], checksums)}
