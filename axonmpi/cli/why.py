@@ -119,7 +119,7 @@ def examine(pages: Sequence[RankPage], *, stacks: bool = True, folder: Path | No
     standings = look_at(pages)
     going_on = {rank for rank, standing in standings.items() if standing.latest != before[rank]}
     written = stacks_of(pages) if stacks else {}
-    sites = {page.rank: site_in(written.get(page.rank, ""), page.identity["main_thread"]) for page in pages}
+    sites = {page.rank: site_in(written.get(page.rank, ""), page.thread) for page in pages}
     if folder is not None:
         tell_others(folder, standings, going_on)
         others, also_going_on = read_others(folder, pages[0])

@@ -45,8 +45,6 @@ __all__ = [
 ]
 
 BACKENDS = ("mpi", "nccl", "mpi+nccl", "mock")
-WATCHDOG_GRACE_SECONDS = 60.0
-"""How long the watchdog leaves a rank that has waited for its time-out to the error that it raises."""
 _MISSING = {
     "gloo": "; tensors on the CPU are sent by 'mpi', with the job started by mpirun or srun",
 }
@@ -118,7 +116,7 @@ class World:
         else:
             started = runtime.start_world(init_method, num_threads=num_threads)
             alone = started.comm is None
-            watch(waiting_limit() if timeout is None else timeout + WATCHDOG_GRACE_SECONDS)
+            watch(waiting_limit(timeout))
             own = LocalBackend(timeout=timeout) if alone else MpiBackend(started.comm, timeout=timeout)
             gpus = None if backend == "mpi" else NcclBackend.for_world(own, started.topology)
             world = cls(gpus or own, started.topology)

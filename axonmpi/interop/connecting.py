@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from ..backends import Backend, LocalBackend, MpiBackend
 from ..errors import LaunchError
+from ..launch.settings import waiting_limit
 from ..launch.start import start_mpi, start_world
+from ..observe import watch
 from .rendezvous import check_place
 
 __all__ = ["backend_of_all", "backend_of_some"]
@@ -25,6 +27,7 @@ def backend_of_all(rank: int, size: int, timeout: float) -> Backend:
     """
     started = start_world()
     check_place(started, rank, size)
+    watch(waiting_limit(timeout))
     return LocalBackend() if started.comm is None else MpiBackend(started.comm, timeout=timeout)
 
 

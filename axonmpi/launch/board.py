@@ -18,7 +18,6 @@ import re
 import secrets
 import stat
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,7 +161,6 @@ def publish(folder: Path, job: str, identity: dict[str, Any]) -> str:
             "parent": os.getppid(),
             "namespace": namespace(),
             "host": os.uname().nodename,
-            "main_thread": threading.main_thread().ident,
             "wall_clock": time.time_ns() - time.monotonic_ns(),
             "program": " ".join(sys.argv)[:512],
             **identity,

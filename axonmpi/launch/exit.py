@@ -164,6 +164,7 @@ class _Job:
         self.size: int = mpi.COMM_WORLD.Get_size()
         self.meeting: Any = None
         self.patient = False
+        self._has_met = False
         self._mpi = mpi
         self._finalize = finalize
         self._rank: int = mpi.COMM_WORLD.Get_rank()
@@ -200,9 +201,10 @@ class _Job:
             self._print(str(code))
             code = 1
         self._code = (code or 0) & 0xFF
-        if self._code:
+        if not self._is_patient_with(self._code):
             # Python is about to wait for the program's other threads, and they may be waiting for other ranks.
             self._meet_or_abort(self._code)
+            self._has_met = True
         return code
 
     def end(self) -> None:
@@ -212,8 +214,10 @@ class _Job:
             return
         code = self._exit_code()
         try:
-            if not self._code:  # else they have met
+            if not self._has_met:
                 self._meet_or_abort(code)
+            self.patient = True
+            self._meet_or_abort(code)  # once more: ranks that have met early have waited for their threads since
             self._close(code)
             if self._finalize:
                 self._mpi.Finalize()
@@ -238,22 +242,26 @@ class _Job:
         """Wait for the ends of all ranks, after an error for a moment only; return whether all have come."""
         if self.size == 1:
             return True
-        board.enter_phase(Phase.ENDING)
         if self.meeting is None:
             return code in _NO_FAILURE  # MPI_Finalize waits as well, if less gently
-        gives_up = code not in _NO_FAILURE and not self.patient
+        is_patient = self._is_patient_with(code)
         backoff = Backoff(0, 1e-4, 0.02)  # the other ranks may need this core
         try:
-            all_are_there = self.meeting.Ibarrier().Test
-            if wait_until(all_are_there, backoff, FAILED_MEETING_SECONDS if gives_up else PATIENCE_SECONDS):
-                return True
-            if gives_up:
-                return False
-            self._print("has come to the end of its program and waits for the other ranks")
-            return wait_until(all_are_there, backoff)
+            with board.phase(Phase.ENDING):
+                all_are_there = self.meeting.Ibarrier().Test
+                if wait_until(all_are_there, backoff, PATIENCE_SECONDS if is_patient else FAILED_MEETING_SECONDS):
+                    return True
+                if not is_patient:
+                    return False
+                self._print("has come to the end of its program and waits for the other ranks")
+                return wait_until(all_are_there, backoff)
         except self._mpi.Exception as error:
             self._print(f"could not wait for the other ranks' ends: {error}")
             return False
+
+    def _is_patient_with(self, code: int) -> bool:
+        """Say whether a rank that ends with this code waits for the others as long as they need."""
+        return code in _NO_FAILURE or self.patient
 
     def _close(self, code: int) -> None:
         """Run the callables of `before_finalize`; abort if they fail, end the process if they block."""

@@ -71,6 +71,8 @@ class Header(IntEnum):
     LATEST: the number of its latest operation.
     STACKS_BY: the signal at which the rank writes its stacks down; 0: it does not.
     LOOKED: how often its watchdog has looked.
+    THREAD: the thread in whose operations the program waits: the main thread, and after it one of those that
+        Python waits for.
     """
 
     VERSION = 0
@@ -80,11 +82,12 @@ class Header(IntEnum):
     LATEST = 4
     STACKS_BY = 5
     LOOKED = 6
+    THREAD = 7
 
 
 # ---- the layout -------------------------------------------------------------------------------------------------
 
-VERSION = 1
+VERSION = 2
 IDENTITY_AT = 512
 GROUPS_AT = 4096
 GROUPS, GROUP_BYTES = 256, 64
@@ -164,6 +167,7 @@ class Page:
         assert len(text) <= GROUPS_AT - IDENTITY_AT, "a page has no room for so much"
         self.memory[IDENTITY_AT : IDENTITY_AT + len(text)] = text
         self.words[Header.VERSION] = VERSION
+        self.words[Header.THREAD] = threading.main_thread().ident or 0
         self.words[Header.IDENTITY_BYTES] = len(text)
 
     def join(

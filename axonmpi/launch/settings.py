@@ -29,6 +29,8 @@ __all__ = [
     "writes_by_mpi",
 ]
 
+RAISING_SECONDS = 60.0
+"""How long after its time-out an operation may take to raise its error."""
 _MPICH_WITH_BOTH = re.compile(r"MPICH Device:\s+ch4:(ucx.*ofi|ofi.*ucx)")
 
 
@@ -154,12 +156,17 @@ def stop_signal() -> signal.Signals:
     return found
 
 
-def waiting_limit() -> float:
+def waiting_limit(timeout: float | None = None) -> float:
     """Return how many seconds a rank may wait before the job is ended, 0 for ever: `AXONMPI_TIMEOUT`; local.
+
+    Args:
+        timeout: Seconds after which operations raise by themselves, and the job is ended only a minute later.
 
     Raises:
         ValueError: The variable is no number of seconds.
     """
+    if timeout is not None:
+        return timeout + RAISING_SECONDS
     setting = os.environ.get("AXONMPI_TIMEOUT", "3600")
     try:
         limit = float(setting)

@@ -4,7 +4,7 @@ from .board import Condition, Group, Operation, RankPage, job_names, last_words,
 from .judgement import Standing, in_vain, look_at
 from .report import cause_of, table_of, text_of_stacks
 from .stacks import stacks_of
-from .watchdog import watch, write_to
+from .watchdog import still_under_way, watch, write_to
 
 __all__ = [
     "Condition",
@@ -20,6 +20,7 @@ __all__ = [
     "page_of_process",
     "pages_of",
     "stacks_of",
+    "still_under_way",
     "table_of",
     "text_of_stacks",
     "watch",

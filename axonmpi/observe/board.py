@@ -162,6 +162,11 @@ class Operation:
         return f"{self.name}({', '.join(parts)})"
 
     @property
+    def which(self) -> str:
+        """The same, and which of its group's collectives it is."""
+        return f"{self}, collective {self.call} of {self.group}" if self.call else str(self)
+
+    @property
     def _peer_word(self) -> str:
         if self.name in _WITH_DIM:
             return "dim"
@@ -232,6 +237,11 @@ class RankPage:
         return int(self._words[Header.LOOKED])
 
     @property
+    def thread(self) -> int:
+        """The thread in whose operations the program waits: the main thread until that has ended."""
+        return int(self._words[Header.THREAD])
+
+    @property
     def groups(self) -> list[Group]:
         """The groups that it is in, the oldest first."""
         return [group for group in map(self._group, range(GROUPS)) if group is not None]
@@ -281,9 +291,9 @@ class RankPage:
         return self._read(self._records[np.flatnonzero(self._records["left"] < 0)])
 
     def current(self) -> Operation | None:
-        """Return the innermost operation that the main thread is in; None if it is outside of all."""
-        main = self.identity["main_thread"]
-        return next((each for each in reversed(self.unfinished()) if each.thread == main), None)
+        """Return the innermost operation that its `thread` is in; None if that is outside of all."""
+        thread = self.thread
+        return next((each for each in reversed(self.unfinished()) if each.thread == thread), None)
 
     def _read(self, records: NDArray[np.void]) -> list[Operation]:
         whole = (records["number"] == records["again"]) & (records["number"] > 0)

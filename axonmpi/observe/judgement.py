@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from ..launch.page import OPERATIONS, Phase
 from .board import Condition, Operation, RankPage
 
-__all__ = ["Standing", "in_vain", "look_at"]
+__all__ = ["Standing", "awaited_by", "awaited_in", "in_vain", "look_at"]
 
 _SENDS, _RECEIVES = ("send", "isend"), ("recv", "irecv")
 
@@ -33,7 +33,7 @@ class Standing:
         condition: What has become of its process.
         phase: What it is about.
         latest: The number of its latest operation.
-        operation: What its main thread is in; None if it is outside of all operations.
+        operation: What the page's `thread` is in; None if it is outside of all operations.
     """
 
     page: RankPage
@@ -60,9 +60,7 @@ class Standing:
     def __str__(self) -> str:
         doing = "at the end of its program" if self.is_ending else "outside of all operations"
         if self.operation is not None and not self.is_ending:
-            doing = f"in {self.operation}"
-            if self.operation.call:
-                doing += f", collective {self.operation.call} of {self.operation.group}"
+            doing = f"in {self.operation.which}"
         elif self.phase not in (Phase.OTHER, Phase.ENDING):
             doing += f", in {self.phase.name.lower()}"
         return f"{self.condition.value}, {doing}" if self.condition is not Condition.LIVES else doing
@@ -98,10 +96,17 @@ def awaited_by(rank: int, standings: Mapping[int, Standing]) -> set[int]:
     operation = own.operation
     if operation is None or operation.group is None or operation.group.gives_up:
         return set()
+    return awaited_in(operation, own.page, standings)
+
+
+def awaited_in(operation: Operation, own: RankPage, standings: Mapping[int, Standing]) -> set[int]:
+    """Return the ranks of this node that have not done their part of an operation of a rank yet; local."""
+    if operation.group is None:
+        return set()
     if operation.call:
         return {other for other, standing in standings.items() if _keeps_waiting(operation, standing)}
     peer = None if operation.peer is None else operation.group.world_rank(operation.peer)
-    if peer is None or peer == rank or peer not in standings or _is_met(operation, own.page, standings[peer].page):
+    if peer is None or peer == own.rank or peer not in standings or _is_met(operation, own, standings[peer].page):
         return set()
     return {peer}
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -28,17 +29,17 @@ from functools import partial
 
 from ..launch import exit as exits
 from ..launch.board import own_page
-from ..launch.page import Header
+from ..launch.page import Header, Page
 from ..launch.settings import dump_folder
 from ..utils.text import counted, name_ranks
 from .board import Condition, RankPage, pages_of
 from .flight_recorder import dump
-from .judgement import Standing, awaited_by, in_vain, look_at
+from .judgement import Standing, awaited_by, awaited_in, in_vain, look_at
 from .neighbours import Neighbours
 from .report import cause_of, table_of, text_of_stacks
 from .stacks import HasFileno, Questions, stacks_of
 
-__all__ = ["Watchdog", "watch", "write_to"]
+__all__ = ["Watchdog", "still_under_way", "watch", "write_to"]
 
 LOOK_SECONDS = 0.5
 SECONDS_AFTER_END = 3.0
@@ -85,6 +86,29 @@ def watch(limit: float) -> None:
         exits.before_finalize(_watchdog.stop)
         _watchdog.start()
     _watchdog.limit = limit
+
+
+def still_under_way() -> str:
+    """Say which operation of another thread is not over at the end of the program; empty if all are; local."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for name, thread in own_page().under_way():
+        operation, awaited = _unmet_in(thread)
+        ranks = f"{name_ranks(awaited)} {'have' if len(awaited) > 1 else 'has'}" if awaited else "another rank has"
+        return (
+            f"{operation or name} in thread {names.get(thread, thread)!r} was still under way when the program "
+            f"ended: {ranks} not met it; wait for every Work, and for threads that communicate"
+        )
+    return ""
+
+
+def _unmet_in(thread: int) -> tuple[str, set[int]]:
+    """Return what a thread of this rank waits in, and the ranks of this node that have not met it."""
+    if _watchdog is None:
+        return "", set()
+    standings = look_at(_watchdog.pages)
+    own = standings[own_page().identity["rank"]].page
+    operation = next((each for each in own.unfinished() if each.thread == thread), None)
+    return ("", set()) if operation is None else (operation.which, awaited_in(operation, own, standings))
 
 
 @dataclass
@@ -149,6 +173,7 @@ class Watchdog:
         while not self._wait(LOOK_SECONDS, self._neighbours.open()):
             before, looked = looked, time.monotonic()
             self._own.words[Header.LOOKED] += 1
+            self._own.words[Header.THREAD] = _thread_to_watch(self._own)
             passed = min(looked - before, 2 * LOOK_SECONDS)  # it was not there for the rest
             self._end_without_launcher()
             if not any(self._looks(page, passed) for page in self.pages if page.rank < self._rank):
@@ -261,6 +286,26 @@ class Watchdog:
         except OSError:  # /dev/shm is full
             return True
         return True
+
+
+def _thread_to_watch(page: Page) -> int:
+    """Return the main thread, or once that has ended a thread that Python waits for, first one that computes."""
+    main = threading.main_thread()
+    others = [thread.ident for thread in threading.enumerate() if not thread.daemon and thread is not main]
+    if _main_has_ended() and (idents := [ident for ident in others if ident is not None]):
+        communicating = {thread for _, thread in page.under_way()}
+        return min(idents, key=lambda ident: ident in communicating)
+    return main.ident or 0
+
+
+def _main_has_ended() -> bool:
+    """Say whether the main thread has left the program, and waits for the other threads."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    if frame is None:
+        return False
+    return frame.f_code.co_name == "_shutdown" and frame.f_code.co_filename == threading.__file__
 
 
 def _text_of_left(left: Collection[int], pages: Iterable[RankPage]) -> str:

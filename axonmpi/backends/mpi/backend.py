@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from ...launch import board
 from ...launch import exit as exits
 from ...launch import start as runtime
 from ...launch.cpu import CoreShare, core_share
+from ...observe import still_under_way
 from ...types import Seconds, Work
 from ...utils.partition import split_range
 from ..base import Backend
@@ -57,15 +57,9 @@ def _close_all() -> None:
     Raises:
         CommunicatorError: An operation is under way.
     """
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
     stopped = [backend.stop_worker(timeout=4.0) for backend in list(_live)]
-    for operation, thread in board.own_page().under_way():
-        raise CommunicatorError(
-            f"{operation} in thread {names.get(thread, thread)!r} was still under way when the program ended: "
-            "another rank has not met it; wait for every Work, and for threads that communicate"
-        )
-    if not all(stopped):
-        raise CommunicatorError("an asynchronous operation was still under way when the program ended")
+    if (text := still_under_way()) or not all(stopped):
+        raise CommunicatorError(text or "an asynchronous operation was still under way when the program ended")
     for backend in list(_live):
         backend.invalidate("the program has ended, and MPI with it")
 

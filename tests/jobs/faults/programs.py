@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
@@ -320,6 +321,34 @@ def thread_at_the_end(world: ax.World) -> None:
     mark()
     if world.rank == CULPRIT:
         threading.Thread(target=ax.recv, args=(torch.ones(4), 0), daemon=True).start()
+
+
+def thread_goes_on(world: ax.World) -> None:
+    """A thread of the culprit, for which Python waits, is in a collective, and the other ranks end."""
+    if world.rank == CULPRIT:
+        threading.Thread(target=ax.all_reduce, args=(torch.ones(4),)).start()
+    mark()
+
+
+def pool_goes_on(world: ax.World) -> None:
+    """The same with a thread of a pool, in an operation of another thread."""
+    if world.rank == CULPRIT:
+        work = ax.all_reduce(torch.ones(4), async_op=True)
+        ThreadPoolExecutor().submit(work.wait)
+    mark()
+
+
+def calls_at_exit(world: ax.World) -> None:
+    """The culprit calls a collective when its main thread has ended."""
+    if world.rank == CULPRIT:
+        atexit.register(ax.all_reduce, torch.ones(4))
+    mark()
+
+
+def thread_of_failed(world: ax.World) -> NoReturn:
+    """All ranks fail at the same time, and a thread of the culprit waits."""
+    thread_goes_on(world)
+    sys.exit(3)
 
 
 def main() -> None:

@@ -46,6 +46,7 @@ class Fault:
     quick: bool = False
 
 
+ALONE_AT_THE_END = (r"ranks? .*\b2\b.* come to the end of .* while rank 1 waits in (all_reduce|wait)",)
 ERROR = (r"\[rank 1\] ValueError: the injected error",)
 
 
@@ -110,7 +111,8 @@ FAULTS = (
     ),
     Fault(
         "dropped_work", "nobody waits for an operation that the other ranks never meet",
-        (r"\[rank 1\] .*all_reduce.* was still under way when the program ended",), code=None, seconds=15.0,
+        (r"\[rank 1\] .*all_reduce.* still under way when the program ended: .*rank.* ha(s|ve) not met it",),
+        code=None, seconds=15.0,
     ),
     Fault(
         "closed_in_use", "a group is closed while an operation is under way",
@@ -119,8 +121,12 @@ FAULTS = (
     Fault("after_the_end", "a collective after the end of MPI", (r"CommunicatorError: .*has ended",), code=0),
     Fault(
         "thread_at_the_end", "a rank ends while a thread of it waits",
-        (r"\[rank 1\] .*recv in thread .* was still under way when the program ended",),
+        (r"\[rank 1\] .*recv.* in thread .* was still under way when the program ended",),
     ),
+    Fault("thread_goes_on", "a thread of a rank waits for ranks at their end", ALONE_AT_THE_END, quick=True),
+    Fault("pool_goes_on", "a thread of a pool waits for ranks at their end", ALONE_AT_THE_END),
+    Fault("calls_at_exit", "a rank calls a collective at its exit", ALONE_AT_THE_END),
+    Fault("thread_of_failed", "ranks exit with code 3 while a thread waits for them", ALONE_AT_THE_END),
     Fault(
         "healthy", "the link between nodes is cut",
         (r"RankFailedError: the link from node n\d to node n\d .* is lost", r"other nodes: not known"),
