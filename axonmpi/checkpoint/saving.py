@@ -261,11 +261,11 @@ def _state_of(name: str, stateful: Stateful | None) -> Any:
 
 def versions_here() -> dict[str, str]:
     """Return the versions of the programs that save."""
-    return {
-        "axonmpi": metadata.version("axonmpi"),
-        "torch": metadata.version("torch"),
-        "python": platform.python_version(),
-    }
+    try:
+        own = metadata.version("axonmpi")
+    except metadata.PackageNotFoundError:  # its folder is on PYTHONPATH
+        own = "unknown"
+    return {"axonmpi": own, "torch": metadata.version("torch"), "python": platform.python_version()}
 
 
 def texts_of(

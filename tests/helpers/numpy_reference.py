@@ -156,5 +156,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same dtype, shape and bits, not-a-numbers included."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    first, second = (torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1)) for t in (a, b))
+    # The sign first: torch 2.11 loses it where it copies a negated view from a GPU.
+    first, second = (torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1).resolve_neg()) for t in (a, b))
     return not len(first) or torch.equal(first.view(torch.uint8), second.view(torch.uint8))

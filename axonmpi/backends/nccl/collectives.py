@@ -113,7 +113,7 @@ class StreamCollectives:
             self._reduce_gathered(tensor, op, tensor if writes else None)
             return
         with self._written(tensor, reduced_dtype(tensor.dtype), writes=writes) as values:
-            sent, name = reducible_view(values), nccl_op(self._core, tensor.dtype, op)
+            sent, name = reducible_view(values), nccl_op(self._core, tensor.dtype, op, self._size)
             self._communicator.reduce(sent, sent, name, root, stream=self._handle)
 
     def reduce_together(self, tensors: Sequence[Tensor], op: ReduceOp) -> None:
@@ -129,7 +129,7 @@ class StreamCollectives:
             ]
             with self._core.group():
                 for tensor, values in zip(tensors, memory, strict=True):
-                    sent, name = reducible_view(values), nccl_op(self._core, tensor.dtype, op)
+                    sent, name = reducible_view(values), nccl_op(self._core, tensor.dtype, op, self._size)
                     self._communicator.allreduce(sent, sent, name, stream=self._handle)
 
     def _reduce_gathered(self, tensor: Tensor, op: ReduceOp, target: Tensor | None) -> None:
@@ -188,7 +188,7 @@ class StreamCollectives:
             return
         if not moved.numel():
             return
-        name = nccl_op(self._core, dtype, op)
+        name = nccl_op(self._core, dtype, op, self._size)
         if len(set(rows)) == 1:
             self._communicator.reduce_scatter(reducible_view(moved), reducible_view(own), name, stream=self._handle)
             return

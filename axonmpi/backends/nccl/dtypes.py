@@ -75,8 +75,10 @@ def reducible_view(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor
 
 
-def nccl_op(core: Any, dtype: torch.dtype, op: ReduceOp) -> Any:
-    """Return NCCL's name of a reduction of tensors of a dtype; local."""
+def nccl_op(core: Any, dtype: torch.dtype, op: ReduceOp, ranks: int) -> Any:
+    """Return NCCL's name of a reduction of tensors of a dtype, in a group of so many ranks; local."""
+    if ranks == 1:
+        op = ReduceOp.SUM  # every reduction gives back what one rank has, but NCCL refuses the average of float8
     return core.NcclRedOp[(_LOGICAL if dtype is torch.bool else _OPS)[op]]
 
 

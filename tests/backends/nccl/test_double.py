@@ -51,6 +51,15 @@ def test_what_nccl4py_and_nccl_refuse(world: World) -> None:
     )
 
 
+@pytest.mark.ranks(1)
+def test_a_rank_alone_gets_back_what_it_has(world: World) -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16):
+        tensor = torch.arange(1, 4).to(dtype)
+        for op in (ReduceOp.AVERAGE, ReduceOp.SUM, ReduceOp.MAX):
+            world.default_group.all_reduce(tensor, op)
+            assert world.default_group.reduce_scatter(tensor, op).tolist() == tensor.tolist() == [1, 2, 3]
+
+
 @TWO_RANKS
 def test_nothing_of_a_group_in_which_a_call_fails_is_launched(world: World) -> None:
     gpu, nccl, stream = parts_of(world)

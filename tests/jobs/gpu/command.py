@@ -3,20 +3,20 @@ r"""All that can be checked on this machine's GPU, by one command, in less than 
 
     tests/jobs/run gpu [--out FILE.json] [--seconds 540]
 
-It runs on the Python that runs it, if that has torch (2.11 or newer) and numpy; axonmpi need not be installed. What
-else is there decides what is checked, and what is not there is named with the checks that are skipped for it:
+It needs a Python with torch (2.11 or newer), numpy and isal; axonmpi need not be installed. What else is there
+decides what is checked, and what is not there is named with the checks that are skipped for it:
 
     nccl4py          NCCL at one rank; without it the checks run on the GPU without communication
     NCCL 2.30        two and four ranks on one GPU (NCCL_MULTI_RANK_GPU_ENABLE=1)
     mpi4py, mpirun   ranks by MPI; without it two and four ranks check what needs no CPUs
     tyro             `axonmpi train --device cuda`; the trainer itself needs none
 
-Where wheels are missing and there is no network, bring them in a folder (say nccl4py, cuda-core, cuda-bindings,
-cuda-pathfinder, mpi4py and mpich, each in one version that is for this Python), and run the command with these. A
-wheel of nvidia-nccl-cu13 among them has to be preloaded, or torch loads its own libnccl first:
+Where wheels are missing and there is no network, bring them in a folder (say isal, nccl4py, cuda-core,
+cuda-bindings, cuda-pathfinder, mpi4py and mpich, each in one version for this Python), and run the command with
+these. A wheel of nvidia-nccl-cu13 among them has to be preloaded, or torch loads its own libnccl first:
 
     pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
-        --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 -d FOLDER nccl4py cuda-core mpich
+        --platform manylinux_2_28_x86_64 --platform manylinux_2_24_x86_64 -d FOLDER isal nccl4py cuda-core mpich
     python3 -m venv --system-site-packages env && env/bin/pip install --no-index --no-deps FOLDER/*.whl
     LD_PRELOAD=$(find env -name libnccl.so.2) env/bin/python tests/jobs/run gpu
 
