@@ -260,7 +260,7 @@ class _Job:
             return False
 
     def _is_patient_with(self, code: int) -> bool:
-        """Say whether a rank that ends with this code waits for the others as long as they need."""
+        """Return whether a rank that ends with this code waits for the others without limit."""
         return code in _NO_FAILURE or self.patient
 
     def _close(self, code: int) -> None:

@@ -163,7 +163,7 @@ class Operation:
 
     @property
     def which(self) -> str:
-        """The same, and which of its group's collectives it is."""
+        """The operation, with its number among the collectives of its group."""
         return f"{self}, collective {self.call} of {self.group}" if self.call else str(self)
 
     @property

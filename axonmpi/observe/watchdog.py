@@ -89,7 +89,7 @@ def watch(limit: float) -> None:
 
 
 def still_under_way() -> str:
-    """Say which operation of another thread is not over at the end of the program; empty if all are; local."""
+    """Return why the program cannot end: an operation of another thread is not over; empty if all are; local."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for name, thread in own_page().under_way():
         operation, awaited = _unmet_in(thread)
@@ -102,7 +102,7 @@ def still_under_way() -> str:
 
 
 def _unmet_in(thread: int) -> tuple[str, set[int]]:
-    """Return what a thread of this rank waits in, and the ranks of this node that have not met it."""
+    """Return the operation of a thread of this rank, and the ranks of this node that have not called it."""
     if _watchdog is None:
         return "", set()
     standings = look_at(_watchdog.pages)
@@ -289,17 +289,17 @@ class Watchdog:
 
 
 def _thread_to_watch(page: Page) -> int:
-    """Return the main thread, or once that has ended a thread that Python waits for, first one that computes."""
+    """Return the thread that this rank is judged by: the main thread, later a thread that Python waits for."""
     main = threading.main_thread()
     others = [thread.ident for thread in threading.enumerate() if not thread.daemon and thread is not main]
-    if _main_has_ended() and (idents := [ident for ident in others if ident is not None]):
+    if _main_thread_has_ended() and (idents := [ident for ident in others if ident is not None]):
         communicating = {thread for _, thread in page.under_way()}
-        return min(idents, key=lambda ident: ident in communicating)
+        return min(idents, key=lambda ident: ident in communicating)  # one that computes, if there is one
     return main.ident or 0
 
 
-def _main_has_ended() -> bool:
-    """Say whether the main thread has left the program, and waits for the other threads."""
+def _main_thread_has_ended() -> bool:
+    """Return whether Python has begun to wait for the other threads, at the end of the main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
