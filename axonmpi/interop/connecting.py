@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from ..backends import Backend, LocalBackend, MpiBackend
 from ..errors import LaunchError
-from ..launch.settings import waiting_limit
 from ..launch.start import start_mpi, start_world
 from ..observe import watch
 from .rendezvous import check_place
@@ -27,7 +26,7 @@ def backend_of_all(rank: int, size: int, timeout: float) -> Backend:
     """
     started = start_world()
     check_place(started, rank, size)
-    watch(waiting_limit(timeout))
+    watch(None)  # each group of torch has a time-out of its own
     return LocalBackend() if started.comm is None else MpiBackend(started.comm, timeout=timeout)
 
 

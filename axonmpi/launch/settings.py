@@ -156,7 +156,7 @@ def stop_signal() -> signal.Signals:
     return found
 
 
-def waiting_limit(timeout: float | None = None) -> float:
+def waiting_limit(timeout: float | None) -> float:
     """Return how many seconds a rank may wait before the job is ended, 0 for ever: `AXONMPI_TIMEOUT`; local.
 
     Args:

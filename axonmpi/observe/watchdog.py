@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -29,7 +28,7 @@ from functools import partial
 
 from ..launch import exit as exits
 from ..launch.board import own_page
-from ..launch.page import Header, Page
+from ..launch.page import Header
 from ..launch.settings import dump_folder
 from ..utils.text import counted, name_ranks
 from .board import Condition, RankPage, pages_of
@@ -62,13 +61,14 @@ def write_to(stream: int) -> None:
     _stream = stream
 
 
-def watch(limit: float) -> None:
+def watch(limit: float | None) -> None:
     """Begin to watch the ranks of this node, and to write stacks down when asked; local.
 
     It warns where there is no room for what that needs.
 
     Args:
-        limit: Seconds that a rank may wait; 0: for ever. If the watchdog runs already, the new limit holds.
+        limit: Seconds that a rank may wait; 0: for ever; None: the same, unless the watchdog runs already with a
+            limit. Else the new limit holds.
     """
     global _watchdog
     if (path := own_page().path) is None:
@@ -80,12 +80,13 @@ def watch(limit: float) -> None:
             text = f"this rank is not watched, and what it waits for has no limit: {path}: {error.strerror}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
             return
-        _watchdog = Watchdog(limit, questions)
+        _watchdog = Watchdog(limit or 0.0, questions)
         if (folder := dump_folder()) is not None:
             exits.at_failure(partial(dump, _watchdog.pages, folder))
         exits.before_finalize(_watchdog.stop)
         _watchdog.start()
-    _watchdog.limit = limit
+    if limit is not None:
+        _watchdog.limit = limit
 
 
 def still_under_way() -> str:
@@ -173,7 +174,7 @@ class Watchdog:
         while not self._wait(LOOK_SECONDS, self._neighbours.open()):
             before, looked = looked, time.monotonic()
             self._own.words[Header.LOOKED] += 1
-            self._own.words[Header.THREAD] = _thread_to_watch(self._own)
+            self._own.words[Header.THREAD] = self._thread_to_judge()
             passed = min(looked - before, 2 * LOOK_SECONDS)  # it was not there for the rest
             self._end_without_launcher()
             if not any(self._looks(page, passed) for page in self.pages if page.rank < self._rank):
@@ -192,6 +193,22 @@ class Watchdog:
             with suppress(OSError):
                 os.write(_stream, f"[rank {self._rank}] the launcher has gone, and the job ends\n".encode())
             exits.end_process(1)
+
+    def _thread_to_judge(self) -> int:
+        """Return the main thread, or at its end the thread that is left, or one that has waited for too long.
+
+        Of several threads another one may do what one waits for: then the rank counts as one that computes.
+        """
+        left = _threads_at_the_end()
+        if len(left) == 1:
+            return left[0]
+        if left and self.limit:
+            own = next(page for page in self.pages if page.rank == self._rank)
+            begun = time.monotonic_ns() - self.limit * 1e9
+            for operation in own.unfinished():
+                if operation.thread in left and operation.entered < begun:
+                    return operation.thread
+        return threading.main_thread().ident or 0
 
     def _looks(self, page: RankPage, passed: float) -> bool:
         """Say whether another rank's watchdog runs."""
@@ -288,24 +305,14 @@ class Watchdog:
         return True
 
 
-def _thread_to_watch(page: Page) -> int:
-    """Return the thread that this rank is judged by: the main thread, later a thread that Python waits for."""
+def _threads_at_the_end() -> list[int]:
+    """Return the threads that Python waits for once the main thread has ended; none before that."""
+    # While Python waits for pools of threads, the main thread counts as alive.
     main = threading.main_thread()
-    others = [thread.ident for thread in threading.enumerate() if not thread.daemon and thread is not main]
-    if _main_thread_has_ended() and (idents := [ident for ident in others if ident is not None]):
-        communicating = {thread for _, thread in page.under_way()}
-        return min(idents, key=lambda ident: ident in communicating)  # one that computes, if there is one
-    return main.ident or 0
-
-
-def _main_thread_has_ended() -> bool:
-    """Return whether Python has begun to wait for the other threads, at the end of the main thread."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_back is not None:
-        frame = frame.f_back
-    if frame is None:
-        return False
-    return frame.f_code.co_name == "_shutdown" and frame.f_code.co_filename == threading.__file__
+    if main.is_alive() and not getattr(threading, "_SHUTTING_DOWN", False):
+        return []
+    others = [thread for thread in threading.enumerate() if not thread.daemon and thread is not main]
+    return [thread.ident for thread in others if thread.ident is not None]
 
 
 def _text_of_left(left: Collection[int], pages: Iterable[RankPage]) -> str:

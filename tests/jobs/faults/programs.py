@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -335,6 +336,36 @@ def pool_goes_on(world: ax.World) -> None:
     if world.rank == CULPRIT:
         work = ax.all_reduce(torch.ones(4), async_op=True)
         ThreadPoolExecutor().submit(work.wait)
+    mark()
+
+
+def thread_is_awaited(world: ax.World) -> None:
+    """Another thread, which counts as one that computes, waits for the thread that waits in vain."""
+    if world.rank == CULPRIT:
+        waiting = threading.Thread(target=ax.all_reduce, args=(torch.ones(4),))
+        waiting.start()
+        threading.Thread(target=waiting.join).start()
+    mark()
+
+
+def threads_meet(world: ax.World) -> None:
+    """Two threads of rank 0 wait: one for the culprit, which waits for the other one, and that for rank 2."""
+
+    def do(*steps: tuple[Callable[..., object], int, int]) -> None:
+        for step, peer, tag in steps:
+            step(torch.ones(4), peer, tag=tag)
+
+    def late() -> None:
+        time.sleep(8.0)
+        do((ax.send, 0, 2))
+
+    threads = {
+        0: [partial(do, (ax.recv, 1, 1)), partial(do, (ax.recv, 2, 2), (ax.send, 1, 3))],
+        1: [partial(do, (ax.recv, 0, 3), (ax.send, 0, 1))],
+        2: [late],
+    }
+    for run in threads[world.rank]:
+        threading.Thread(target=run).start()
     mark()
 
 

@@ -126,6 +126,11 @@ FAULTS = (
     Fault("thread_goes_on", "a thread of a rank waits for ranks at their end", ALONE_AT_THE_END, quick=True),
     Fault("pool_goes_on", "a thread of a pool waits for ranks at their end", ALONE_AT_THE_END),
     Fault("calls_at_exit", "a rank calls a collective at its exit", ALONE_AT_THE_END),
+    Fault(
+        "thread_is_awaited", "a thread waits for ranks at their end, and another thread for that thread",
+        (r"rank 1 has waited .* for .*rank.* in all_reduce",), seconds=20.0, env={"AXONMPI_TIMEOUT": "5"},
+    ),
+    Fault("threads_meet", "none: threads communicate long after the main threads", (), code=0, seconds=20.0),
     Fault("thread_of_failed", "ranks exit with code 3 while a thread waits for them", ALONE_AT_THE_END),
     Fault(
         "healthy", "the link between nodes is cut",
