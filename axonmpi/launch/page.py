@@ -66,13 +66,13 @@ class Phase(IntEnum):
 class Header(IntEnum):
     """Words of the header, 8 bytes each.
 
-    VERSION, IDENTITY_BYTES: of the page, and of the text that says whose it is.
-    PHASE, PHASE_SINCE: what the rank is about, since when.
-    LATEST: the number of its latest operation.
-    STACKS_BY: the signal at which the rank writes its stacks down; 0: it does not.
-    LOOKED: how often its watchdog has looked.
-    THREAD: the thread in whose operations the program waits: the main thread, and after it one of those that
-        Python waits for.
+    VERSION: version of the layout.
+    IDENTITY_BYTES: length of the JSON text that identifies the rank.
+    PHASE, PHASE_SINCE: phase of the program, and when it began.
+    LATEST: number of the latest operation.
+    STACKS_BY: signal at which the rank writes its stacks to a file; 0 for none.
+    LOOKED: number of looks of the rank's watchdog.
+    THREAD: thread by which the rank is judged: the main thread, or after its end a thread that Python waits for.
     """
 
     VERSION = 0

@@ -26,14 +26,14 @@ _SENDS, _RECEIVES = ("send", "isend"), ("recv", "irecv")
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a rank was at one moment.
+    """State of a rank at one moment.
 
     Attributes:
-        page: Its page.
-        condition: What has become of its process.
-        phase: What it is about.
-        latest: The number of its latest operation.
-        operation: What the page's `thread` is in; None if it is outside of all operations.
+        page: Page of the rank.
+        condition: State of its process.
+        phase: Phase of its program.
+        latest: Number of its latest operation.
+        operation: Operation of the page's `thread`; None outside of operations.
     """
 
     page: RankPage

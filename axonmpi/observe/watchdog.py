@@ -67,8 +67,8 @@ def watch(limit: float | None) -> None:
     It warns where there is no room for what that needs.
 
     Args:
-        limit: Seconds that a rank may wait; 0: for ever; None: the same, unless the watchdog runs already with a
-            limit. Else the new limit holds.
+        limit: Seconds that a rank may wait; 0 means no limit; None keeps the limit of a running watchdog, and
+            means no limit otherwise.
     """
     global _watchdog
     if (path := own_page().path) is None:
@@ -91,15 +91,17 @@ def watch(limit: float | None) -> None:
 
 def still_under_way() -> str:
     """Return why the program cannot end: an operation of another thread is not over; empty if all are; local."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for name, thread in own_page().under_way():
-        operation, awaited = _unmet_in(thread)
-        ranks = f"{name_ranks(awaited)} {'have' if len(awaited) > 1 else 'has'}" if awaited else "another rank has"
-        return (
-            f"{operation or name} in thread {names.get(thread, thread)!r} was still under way when the program "
-            f"ended: {ranks} not met it; wait for every Work, and for threads that communicate"
-        )
-    return ""
+    found = own_page().under_way()
+    if not found:
+        return ""
+    name, thread = found[0]
+    operation, awaited = _unmet_in(thread)
+    names = {each.ident: each.name for each in threading.enumerate()}
+    ranks = f"{name_ranks(awaited)} {'have' if len(awaited) > 1 else 'has'}" if awaited else "another rank has"
+    return (
+        f"{operation or name} in thread {names.get(thread, thread)!r} was still under way when the program "
+        f"ended: {ranks} not met it; wait for every Work, and for threads that communicate"
+    )
 
 
 def _unmet_in(thread: int) -> tuple[str, set[int]]:
@@ -195,9 +197,10 @@ class Watchdog:
             exits.end_process(1)
 
     def _thread_to_judge(self) -> int:
-        """Return the main thread, or at its end the thread that is left, or one that has waited for too long.
+        """Return the thread whose operation decides whether this rank waits.
 
-        Of several threads another one may do what one waits for: then the rank counts as one that computes.
+        That is the main thread. After its end it is the only other thread that Python waits for. If there are
+        several, one may do what another waits for: then it is a thread that has exceeded the limit, if any.
         """
         left = _threads_at_the_end()
         if len(left) == 1:

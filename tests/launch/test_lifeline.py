@@ -69,12 +69,7 @@ def test_a_connection_ends_when_the_rank_before_has_gone_too(launcher, folder) -
         (1, [], "", {""}),
         (2, ["PMI_FD"], "", {""}),
         (2, ["MPI_LOCALRANKID"], "", {""}),
-        (
-            2,
-            [],
-            "nowhere",
-            {"No such file or directory"},
-        ),
+        (2, [], "nowhere", {"No such file or directory"}),
     ],
     ids=["alone", "without a connection", "under another launcher", "without a folder"],
 )

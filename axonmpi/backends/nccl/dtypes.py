@@ -78,7 +78,7 @@ def reducible_view(tensor: Tensor) -> Tensor:
 def nccl_op(core: Any, dtype: torch.dtype, op: ReduceOp, ranks: int) -> Any:
     """Return NCCL's name of a reduction of tensors of a dtype, in a group of so many ranks; local."""
     if ranks == 1:
-        op = ReduceOp.SUM  # every reduction gives back what one rank has, but NCCL refuses the average of float8
+        op = ReduceOp.SUM  # the same result, and NCCL refuses the average of float8 on one rank
     return core.NcclRedOp[(_LOGICAL if dtype is torch.bool else _OPS)[op]]
 
 
