@@ -91,7 +91,8 @@ def stacks_of(
     Args:
         pages: Of the ranks.
         own: Where this process is asked, if it is one of the ranks.
-        limit: Seconds that they have to answer, once by their watchdogs and once by the signal.
+        limit: Seconds that they have to begin an answer, once by their watchdogs and once by the signal, and
+            seconds that they have to complete it.
 
     Returns:
         By rank, as faulthandler writes them, innermost frame first; or in brackets why there are none.
@@ -117,7 +118,8 @@ def stacks_of(
         _ask_by_signal(page)
     wait_until(lambda: not silent(), Backoff(0, 0.01), limit)
     for page, before in asked.items():
-        stacks[page.rank] = _complete_answer(page, before, by_signal=page in by_signal) or "(no stack: no answer)"
+        answer = _complete_answer(page, before, limit, by_signal=page in by_signal)
+        stacks[page.rank] = answer or "(no stack: no answer)"
     return dict(sorted(stacks.items()))
 
 
@@ -136,12 +138,13 @@ def _ask_by_signal(page: RankPage) -> None:
             os.kill(page.pid, page.stacks_by)
 
 
-def _complete_answer(page: RankPage, offset: int, *, by_signal: bool) -> str:
+def _complete_answer(page: RankPage, offset: int, limit: float, *, by_signal: bool) -> str:
     """Wait until a rank's answer is complete, and return it.
 
     Args:
         page: The page of the rank.
         offset: Size of the answer file, in bytes, before the question.
+        limit: Seconds until what is there by then is returned.
         by_signal: Whether the signal handler writes the answer.
     """
     sizes = [offset]
@@ -150,7 +153,7 @@ def _complete_answer(page: RankPage, offset: int, *, by_signal: bool) -> str:
         sizes.append(_size(page))
         return sizes[-1] == sizes[-2] if by_signal else _answer(page, offset).endswith(_END)
 
-    wait_until(is_complete, Backoff(0, _SETTLE_SECONDS), ANSWER_SECONDS)
+    wait_until(is_complete, Backoff(0, _SETTLE_SECONDS), limit)
     threads = _answer(page, offset).replace(_END, b"").decode(errors="replace").split("\n\n")
     return "\n\n".join(thread.strip() for thread in threads if _WATCHDOG not in thread).strip()
 
