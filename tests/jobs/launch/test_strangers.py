@@ -64,10 +64,9 @@ def second_user():
 
 PLANTS = {
     "link": "ln -s {victim} /dev/shm/axonmpi-0",
-    "folder": "mkdir -m 777 /dev/shm/axonmpi-0",
-    "FIFO": "mkfifo /dev/shm/axonmpi-0",
     "folders": "mkdir -m 700 /dev/shm/axonmpi-0 && mkdir -m 777 /dev/shm/axonmpi-0-0123456789abcdef",
 }
+"""Other kinds of files are planted in `tests/observe/test_board.py`."""
 
 
 @pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
