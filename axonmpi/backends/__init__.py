@@ -16,7 +16,7 @@ from .ranks import check_different, check_parts, check_ranks, integer_array
 from .reduction import wide_dtype
 from .shared.counters import NodeCounters
 from .shared.segment import remedy
-from .worker import Worker
+from .worker import Worker, WorkerWork
 
 __all__ = [
     "MAX_TAG",
@@ -31,6 +31,7 @@ __all__ = [
     "NodeCounters",
     "Sizes",
     "Worker",
+    "WorkerWork",
     "all_gather_number",
     "all_gather_object",
     "all_reduce_coalesced",

@@ -27,7 +27,7 @@ def flat_elements(tensor: Tensor) -> Tensor:
 def write_back(flat: Tensor, tensor: Tensor) -> None:
     """Bring what MPI wrote into `flat` into the tensor, and tell autograd that the tensor has changed; local."""
     if flat.data_ptr() != tensor.data_ptr() or tensor.is_neg() or tensor.is_conj():
-        tensor.copy_(flat.view(tensor.shape))
+        tensor.detach().copy_(flat.view(tensor.shape))  # autograd may have marked it since
     else:
         torch.autograd.graph.increment_version(tensor)
 

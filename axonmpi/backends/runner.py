@@ -129,6 +129,7 @@ class Runner(ABC):
         note = self.notes.enter(call.description)
         number = self.notes.count
         self.notes.queue(note)
+        args = tuple(map(_without_history, args))
 
         def task() -> Any:
             self.notes.start(note)
@@ -235,3 +236,10 @@ class Runner(ABC):
     @abstractmethod
     def _release(self) -> None:
         """Release the communicator, and what it holds; collective."""
+
+
+def _without_history(argument: Any) -> Any:
+    """Return tensors as they are now: autograd may mark them as results while an operation is under way; local."""
+    if isinstance(argument, list):
+        return [_without_history(each) for each in argument]
+    return argument.detach() if isinstance(argument, Tensor) else argument

@@ -3,6 +3,8 @@
 MPI libraries hardly progress a non-blocking collective unless somebody polls it, but release Python's lock
 while they block. So an asynchronous operation is a blocking one on a thread of its own: one thread for each
 group, started by its first asynchronous operation, and operations run in the order in which they were started.
+Operations that begin on that thread, in a callback of one of torch's futures, run at once, before those that are
+queued: so the order is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ class WorkerWork(Work):
     """An operation queued on, or run by, a worker thread."""
 
     def __init__(
-        self, operation: str, task: Callable[[], Any], waiting: Waiting = unheard, waiters: set[int] | None = None
+        self, operation: str, task: Callable[[], Any], waiting: Waiting = unheard, worker: Worker | None = None
     ) -> None:
         self.operation = operation
         self._waiting = waiting
-        self._waiters = set() if waiters is None else waiters
+        self._worker = worker
         self._task: Callable[[], Any] | None = task
         self._site = call_site()
         self._finished = threading.Lock()
@@ -66,6 +68,8 @@ class WorkerWork(Work):
 
     def wait(self, timeout: Seconds | None = None) -> None:
         """Block until the operation is complete; see `Work.wait`."""
+        if not self._complete and self._worker is not None and self.is_own_thread:
+            self._worker.run_until(self)
         if not self._complete:
             limit = seconds("timeout", timeout, positive=False)
             with self._waiting(gives_up=limit is not None):
@@ -76,17 +80,23 @@ class WorkerWork(Work):
 
     def _block(self, timeout: float | None) -> None:
         limit = -1 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)
-        self._waiters.add(threading.get_ident())
+        waiters = set() if self._worker is None else self._worker.waiters
+        waiters.add(threading.get_ident())
         try:
             finished = self._finished.acquire(timeout=limit)
         finally:
-            self._waiters.discard(threading.get_ident())
+            waiters.discard(threading.get_ident())
         if not finished:
             raise CollectiveTimeoutError(
                 f"{self.operation} was not complete after {timeout:g} s: another rank has not called it, "
                 "or is still computing"
             )
         self._finished.release()
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether this is the thread that runs the operation."""
+        return self._worker is not None and self._worker.is_current
 
     def done(self) -> bool:
         """Say whether the operation is complete or has failed."""
@@ -110,7 +120,7 @@ class Worker:
         self._name = name
         self._queue: queue.SimpleQueue[WorkerWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._waiters: set[int] = set()
+        self.waiters: set[int] = set()
         self.started = 0  # written by callers only
         self.ended = 0  # written by the thread only
 
@@ -119,8 +129,13 @@ class Worker:
         """Whether an operation is queued or running."""
         return self.started != self.ended
 
+    @property
+    def is_current(self) -> bool:
+        """Whether this is the worker's thread."""
+        return self._thread is threading.current_thread()
+
     def submit(self, operation: str, task: Callable[[], Any], waiting: Waiting = unheard) -> WorkerWork:
-        """Queue `task` behind the operations already there.
+        """Queue `task` behind the operations already there, or run it now, on the worker's thread.
 
         Args:
             operation: What to call it.
@@ -130,14 +145,29 @@ class Worker:
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
-        work = WorkerWork(operation, task, waiting, self._waiters)
+        work = WorkerWork(operation, task, waiting, self)
+        if self.is_current:
+            work.run()
+            work.finish()
+            return work
         self.started += 1
         self._queue.put(work)
         return work
 
+    def run_until(self, wanted: WorkerWork) -> None:
+        """Run operations until this one is complete; on the worker's thread, within an operation.
+
+        Raises:
+            RuntimeError: It is the operation within which this is called, or an earlier one.
+        """
+        while not wanted.done():
+            if not self._run_next():
+                self._queue.put(None)
+                raise RuntimeError(f"{wanted.operation} cannot be waited for by what it runs itself")
+
     def close(self, timeout: float) -> bool:
         """End the thread after the operations already queued; False if it is still busy after `timeout` seconds."""
-        if self._thread is None or self._thread is threading.current_thread():
+        if self._thread is None or self.is_current:
             return True
         self._queue.put(None)
         self._thread.join(timeout)
@@ -146,12 +176,19 @@ class Worker:
         return ended
 
     def _loop(self) -> None:
-        compute_beside(self._waiters)
-        while (work := self._queue.get()) is not None:
-            work.run()
-            self.ended += 1  # before the thread that waits goes on, so that its next operation finds an idle worker
-            work.finish()
-            del work  # or the last operation's tensors would live until the next one
+        compute_beside(self.waiters)
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Run the next operation, once there is one; False if there will be none."""
+        work = self._queue.get()
+        if work is None:
+            return False
+        work.run()
+        self.ended += 1  # before the thread that waits goes on, so that its next operation finds an idle worker
+        work.finish()
+        return True
 
 
 class AtOnce:

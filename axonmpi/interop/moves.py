@@ -1,12 +1,13 @@
 """torch's collectives in terms of a `Backend`'s: results go into tensors that the caller has.
 
-Each function is collective over the backend's ranks, blocks, and takes tensors without autograd history. Lists of
-tensors go as the elements of each rank by one flat collective, and keep the caller's shapes.
+A function checks its arguments on the caller's thread and returns the collective, which blocks and may be called on
+another thread. Tensors have no autograd history. Lists of tensors go as the elements of each rank by one flat
+collective, and keep the caller's shapes. `all_reduce` is the collective itself: a small one has no time to lose.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from ..backends import Backend
 from ..backends import all_reduce_coalesced as coalesced
 from ..types import ReduceOp
-from .reductions import Factor, scale, scaled
+from .reductions import Factor, divide, scale, scaled, summed
 
 __all__ = [
     "all_gather",
@@ -31,6 +32,9 @@ __all__ = [
     "scatter",
 ]
 
+Move = Callable[[], None]
+"""A collective whose arguments are checked."""
+
 
 def all_reduce(backend: Backend, tensor: Tensor, op: ReduceOp, factor: Factor = None) -> None:
     """Reduce a tensor, dense or sparse, over all ranks, in place."""
@@ -39,13 +43,19 @@ def all_reduce(backend: Backend, tensor: Tensor, op: ReduceOp, factor: Factor = 
     if tensor.is_sparse:
         _all_reduce_sparse(backend, tensor, op)
     else:
-        backend.all_reduce(tensor, op)
+        backend.all_reduce(tensor, summed(op, tensor))
+        divide([tensor], op, backend.size)
 
 
-def all_reduce_coalesced(backend: Backend, tensors: Sequence[Tensor], op: ReduceOp, factor: Factor = None) -> None:
+def all_reduce_coalesced(backend: Backend, tensors: Sequence[Tensor], op: ReduceOp, factor: Factor = None) -> Move:
     """Reduce several tensors over all ranks, in place, as few large ones."""
-    scale(tensors, factor)
-    coalesced(backend, tensors, op)
+
+    def move() -> None:
+        scale(tensors, factor)
+        coalesced(backend, tensors, summed(op, *tensors))
+        divide(tensors, op, backend.size)
+
+    return move
 
 
 def _all_reduce_sparse(backend: Backend, tensor: Tensor, op: ReduceOp) -> None:
@@ -57,94 +67,132 @@ def _all_reduce_sparse(backend: Backend, tensor: Tensor, op: ReduceOp) -> None:
     tensor.copy_(torch.sparse_coo_tensor(indices, values, own.shape, check_invariants=False).coalesce())
 
 
-def reduce(backend: Backend, tensor: Tensor, root: int, op: ReduceOp, factor: Factor) -> None:
+def reduce(backend: Backend, tensor: Tensor, root: int, op: ReduceOp, factor: Factor) -> Move:
     """Reduce a tensor over all ranks, in place on the root, untouched on the others."""
-    if backend.rank == root:
-        scale([tensor], factor)
-    backend.reduce(scaled(tensor, factor) if backend.rank != root else tensor, root, op)
+
+    def move() -> None:
+        if backend.rank == root:
+            scale([tensor], factor)
+            backend.reduce(tensor, root, summed(op, tensor))
+            divide([tensor], op, backend.size)
+        else:
+            backend.reduce(scaled(tensor, factor), root, summed(op, tensor))
+
+    return move
 
 
-def all_gather(backend: Backend, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+def all_gather(backend: Backend, outputs: Sequence[Tensor], tensor: Tensor) -> Move:
     """Copy each rank's tensor into one of the outputs; ranks may differ in shape, not in dtype."""
     _check_count("all_gather", outputs, backend.size)
-    flat = backend.all_gather(tensor.reshape(-1))
-    _check_numel("all_gather", sum(output.numel() for output in outputs), flat.numel())
-    _copy_parts(outputs, flat)
+
+    def move() -> None:
+        flat = backend.all_gather(tensor.reshape(-1))
+        _check_numel("all_gather", sum(output.numel() for output in outputs), flat.numel())
+        parts = flat.split([output.numel() for output in outputs])
+        for output, part in zip(outputs, parts, strict=True):
+            output.copy_(part.view(output.shape))
+
+    return move
 
 
-def all_gather_coalesced(backend: Backend, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]) -> None:
+def all_gather_coalesced(
+    backend: Backend, outputs: Sequence[Sequence[Tensor]], tensors: Sequence[Tensor]
+) -> list[Move]:
     """Copy the ranks' lists of tensors into one list for each rank."""
     _check_count("all_gather_coalesced", outputs, backend.size)
-    for number, tensor in enumerate(tensors):
+    return [
         all_gather(backend, [of_rank[number] for of_rank in outputs], tensor)
+        for number, tensor in enumerate(tensors)
+    ]
 
 
-def all_gather_single(backend: Backend, output: Tensor, tensor: Tensor) -> None:
+def all_gather_single(backend: Backend, output: Tensor, tensor: Tensor) -> Move:
     """Copy the ranks' tensors, of one shape, one after the other into the output."""
     _check_numel("all_gather_single", output.numel(), backend.size * tensor.numel())
-    if output.is_contiguous():
-        backend.all_gather_flat(output.view(-1), tensor)
-    else:
-        output.copy_(backend.all_gather(tensor.reshape(-1)).view(output.shape))
+
+    def move() -> None:
+        if output.is_contiguous():
+            backend.all_gather_flat(output.view(-1), tensor)
+        else:
+            output.copy_(backend.all_gather(tensor.reshape(-1)).view(output.shape))
+
+    return move
 
 
 def reduce_scatter(
     backend: Backend, output: Tensor, tensors: Sequence[Tensor], op: ReduceOp, factor: Factor = None
-) -> None:
+) -> Move:
     """Reduce one tensor for each rank over all ranks, and put the own one into the output."""
     _check_count("reduce_scatter", tensors, backend.size)
     _check_numel("reduce_scatter", output.numel(), tensors[backend.rank].numel())
     sizes = [tensor.numel() for tensor in tensors]
-    target = output.view(-1) if output.is_contiguous() else output.new_empty(output.numel())
-    backend.reduce_scatter_into(target, [scaled(tensor, factor) for tensor in tensors], sizes, op)
-    if target.data_ptr() != output.data_ptr():
-        output.copy_(target.view(output.shape))
+
+    def move() -> None:
+        target = output.view(-1) if output.is_contiguous() else output.new_empty(output.numel())
+        parts = [scaled(tensor, factor) for tensor in tensors]
+        backend.reduce_scatter_into(target, parts, sizes, summed(op, output))
+        divide([target], op, backend.size)
+        if target.data_ptr() != output.data_ptr():
+            output.copy_(target.view(output.shape))
+
+    return move
 
 
 def reduce_scatter_single(
     backend: Backend, output: Tensor, tensor: Tensor, op: ReduceOp, factor: Factor = None
-) -> None:
+) -> Move:
     """Reduce a tensor, cut evenly, over all ranks, and put the own part into the output."""
     _check_numel("reduce_scatter_single", tensor.numel(), backend.size * output.numel())
-    reduce_scatter(backend, output, tensor.reshape(-1).tensor_split(backend.size), op, factor)
+    return reduce_scatter(backend, output, tensor.reshape(-1).tensor_split(backend.size), op, factor)
 
 
-def gather(backend: Backend, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> None:
+def gather(backend: Backend, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Move:
     """Copy each rank's tensor into one of the root's outputs; ranks may differ in shape, not in dtype."""
     if backend.rank == root:
         _check_count("gather", outputs, backend.size)
-    parts = backend.gather(tensor.reshape(-1), root)
-    for output, part in zip(outputs, parts or (), strict=True):
-        _check_numel("gather", output.numel(), part.numel())
-        output.copy_(part.view(output.shape))
+
+    def move() -> None:
+        parts = backend.gather(tensor.reshape(-1), root)
+        for output, part in zip(outputs, parts or (), strict=True):
+            _check_numel("gather", output.numel(), part.numel())
+            output.copy_(part.view(output.shape))
+
+    return move
 
 
-def scatter(backend: Backend, output: Tensor, tensors: Sequence[Tensor], root: int) -> None:
+def scatter(backend: Backend, output: Tensor, tensors: Sequence[Tensor], root: int) -> Move:
     """Copy one of the root's tensors, all of one shape, into each rank's output."""
-    flat = None
     if backend.rank == root:
         _check_count("scatter", tensors, backend.size)
         for tensor in tensors:
             _check_numel("scatter", output.numel(), tensor.numel())
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    part = backend.scatter(flat, root)
-    _check_numel("scatter", output.numel(), part.numel())
-    output.copy_(part.view(output.shape))
+
+    def move() -> None:
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]) if backend.rank == root else None
+        part = backend.scatter(flat, root)
+        _check_numel("scatter", output.numel(), part.numel())
+        output.copy_(part.view(output.shape))
+
+    return move
 
 
-def all_to_all(backend: Backend, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+def all_to_all(backend: Backend, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> Move:
     """Send each rank one of the tensors, and copy what it sends here into one of the outputs."""
     _check_count("all_to_all", outputs, backend.size)
     _check_count("all_to_all", tensors, backend.size)
-    parts = backend.all_to_all([tensor.reshape(-1) for tensor in tensors])
-    for output, part in zip(outputs, parts, strict=True):
-        _check_numel("all_to_all", output.numel(), part.numel())
-        output.copy_(part.view(output.shape))
+
+    def move() -> None:
+        parts = backend.all_to_all([tensor.reshape(-1) for tensor in tensors])
+        for output, part in zip(outputs, parts, strict=True):
+            _check_numel("all_to_all", output.numel(), part.numel())
+            output.copy_(part.view(output.shape))
+
+    return move
 
 
 def all_to_all_single(
     backend: Backend, output: Tensor, tensor: Tensor, output_sizes: list[int], sizes: list[int]
-) -> None:
+) -> Move:
     """Send each rank a part of a tensor, cut along dim 0, and put the received parts one after the other.
 
     Args:
@@ -154,7 +202,7 @@ def all_to_all_single(
         output_sizes: Size along dim 0 of what comes from each rank; none: equal parts.
         sizes: Size along dim 0 of what goes to each rank; none: equal parts.
     """
-    all_to_all(backend, _cut(output, output_sizes, backend.size), _cut(tensor, sizes, backend.size))
+    return all_to_all(backend, _cut(output, output_sizes, backend.size), _cut(tensor, sizes, backend.size))
 
 
 def _cut(tensor: Tensor, sizes: list[int], ranks: int) -> Sequence[Tensor]:
@@ -167,12 +215,6 @@ def _cut(tensor: Tensor, sizes: list[int], ranks: int) -> Sequence[Tensor]:
     if sum(sizes) != whole:
         raise ValueError(f"all_to_all_single: expected split sizes that add up to {whole}, got {sizes}")
     return list(tensor.split(sizes))
-
-
-def _copy_parts(outputs: Sequence[Tensor], flat: Tensor) -> None:
-    parts = flat.split([output.numel() for output in outputs])
-    for output, part in zip(outputs, parts, strict=True):
-        output.copy_(part.view(output.shape))
 
 
 def _check_count(operation: str, given: Sequence[object], ranks: int) -> None:

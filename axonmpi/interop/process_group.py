@@ -66,8 +66,13 @@ def _register_with_exits() -> None:
     exits.before_finalize(_end_threads)
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach() if tensor.requires_grad else tensor
+_plain = Tensor.detach
+"""Of a tensor that autograd may mark as a result only when the operation is under way, too."""
+
+
+def _in_turn(moves: Sequence[Callable[[], object]]) -> None:
+    for move in moves:
+        move()
 
 
 def _plain_list(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -130,8 +135,8 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: list[Tensor], opts: Any = _REDUCE) -> TorchWork:
         """Reduce one tensor over all ranks, in place; collective."""
         tensor = tensors[0]
-        if tensor.requires_grad:
-            tensor = tensor.detach()
+        if opts.asyncOp or tensor.requires_grad:  # a small one that blocks has no time to lose
+            tensor = _plain(tensor)
         # Not by a partial: of a small one that is a noticeable part.
         return self._run(
             "all_reduce", opts, tensors, moves.all_reduce, self._backend, tensor, *reduction_of(opts.reduceOp)
@@ -141,14 +146,14 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _REDUCE) -> TorchWork:
         """Reduce several tensors over all ranks, in place, as few large ones; collective."""
         op, factor = reduction_of(opts.reduceOp)
-        move = partial(moves.all_reduce_coalesced, self._backend, _plain_list(tensors), op, factor)
+        move = moves.all_reduce_coalesced(self._backend, _plain_list(tensors), op, factor)
         return self._run("all_reduce_coalesced", opts, tensors, move)
 
     @skip_in_compile
     def reduce(self, tensors: list[Tensor], opts: Any) -> TorchWork:
         """Reduce one tensor over all ranks, in place on the root; collective."""
         op, factor = reduction_of(opts.reduceOp)
-        move = partial(moves.reduce, self._backend, _plain(tensors[0]), opts.rootRank, op, factor)
+        move = moves.reduce(self._backend, _plain(tensors[0]), opts.rootRank, op, factor)
         return self._run("reduce", opts, tensors, move)
 
     @skip_in_compile
@@ -158,7 +163,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Reduce one tensor for each rank, and keep the own one; collective."""
         op, factor = reduction_of(opts.reduceOp)
         inputs = _plain_list(input_tensors[0])
-        move = partial(moves.reduce_scatter, self._backend, _plain(output_tensors[0]), inputs, op, factor)
+        move = moves.reduce_scatter(self._backend, _plain(output_tensors[0]), inputs, op, factor)
         return self._run("reduce_scatter", opts, output_tensors, move)
 
     @skip_in_compile
@@ -172,13 +177,9 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> TorchWork:
         """Reduce several tensors, and keep the own part of each; collective."""
         op, factor = reduction_of(opts.reduceOp)
-        pairs = list(zip(_plain_list(output_tensors), _plain_list(input_tensors), strict=True))
-
-        def move() -> None:
-            for output, input in pairs:
-                moves.reduce_scatter_single(self._backend, output, input, op, factor)
-
-        return self._run("reduce_scatter_single", opts, output_tensors, move)
+        pairs = zip(_plain_list(output_tensors), _plain_list(input_tensors), strict=True)
+        found = [moves.reduce_scatter_single(self._backend, *pair, op, factor) for pair in pairs]
+        return self._run("reduce_scatter_single", opts, output_tensors, _in_turn, found)
 
     # ---- copies -------------------------------------------------------------------------------------------
 
@@ -194,7 +195,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> TorchWork:
         """Copy each rank's tensor into one of a list; collective."""
         outputs = _plain_list(output_tensors[0])
-        move = partial(moves.all_gather, self._backend, outputs, _plain(input_tensors[0]))
+        move = moves.all_gather(self._backend, outputs, _plain(input_tensors[0]))
         return self._run("all_gather", opts, output_tensors[0], move)
 
     @skip_in_compile
@@ -203,8 +204,8 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> TorchWork:
         """Copy several tensors of each rank into a list of that rank; collective."""
         outputs = list(map(_plain_list, output_lists))
-        move = partial(moves.all_gather_coalesced, self._backend, outputs, _plain_list(input_list))
-        return self._run("all_gather_coalesced", opts, list(chain.from_iterable(outputs)), move)
+        found = moves.all_gather_coalesced(self._backend, outputs, _plain_list(input_list))
+        return self._run("all_gather_coalesced", opts, list(chain.from_iterable(outputs)), _in_turn, found)
 
     @skip_in_compile
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = _GATHER) -> TorchWork:
@@ -216,32 +217,28 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, output_lists: list[Tensor], input_list: list[Tensor], opts: Any = _GATHER
     ) -> TorchWork:
         """Do that with several tensors of each rank; collective."""
-        pairs = list(zip(_plain_list(output_lists), _plain_list(input_list), strict=True))
-
-        def move() -> None:
-            for output, input in pairs:
-                moves.all_gather_single(self._backend, output, input)
-
-        return self._run("all_gather_single", opts, output_lists, move)
+        pairs = zip(_plain_list(output_lists), _plain_list(input_list), strict=True)
+        found = [moves.all_gather_single(self._backend, *pair) for pair in pairs]
+        return self._run("all_gather_single", opts, output_lists, _in_turn, found)
 
     @skip_in_compile
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> TorchWork:
         """Copy each rank's tensor into one of the root's list; collective."""
         outputs = _plain_list(output_tensors[0]) if output_tensors else []
-        move = partial(moves.gather, self._backend, outputs, _plain(input_tensors[0]), opts.rootRank)
+        move = moves.gather(self._backend, outputs, _plain(input_tensors[0]), opts.rootRank)
         return self._run("gather", opts, outputs, move)
 
     @skip_in_compile
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> TorchWork:
         """Copy one of the root's list of tensors to each rank; collective."""
         inputs = _plain_list(input_tensors[0]) if input_tensors else []
-        move = partial(moves.scatter, self._backend, _plain(output_tensors[0]), inputs, opts.rootRank)
+        move = moves.scatter(self._backend, _plain(output_tensors[0]), inputs, opts.rootRank)
         return self._run("scatter", opts, output_tensors, move)
 
     @skip_in_compile
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = _ALL) -> TorchWork:
         """Send one tensor to each rank, and receive one from each; collective."""
-        move = partial(moves.all_to_all, self._backend, _plain_list(output_tensors), _plain_list(input_tensors))
+        move = moves.all_to_all(self._backend, _plain_list(output_tensors), _plain_list(input_tensors))
         return self._run("all_to_all", opts, output_tensors, move)
 
     @skip_in_compile
@@ -251,7 +248,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> TorchWork:  # fmt: skip
         """Send each rank a part of a tensor, and receive one from each; collective."""
         sizes = list(output_split_sizes), list(input_split_sizes)
-        move = partial(moves.all_to_all_single, self._backend, _plain(output), _plain(input), *sizes)
+        move = moves.all_to_all_single(self._backend, _plain(output), _plain(input), *sizes)
         return self._run("all_to_all_single", opts, [output], move)
 
     @skip_in_compile

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from ..types import ReduceOp
 
-__all__ = ["Factor", "reduction_of", "scale", "scaled"]
+__all__ = ["Factor", "divide", "reduction_of", "scale", "scaled", "summed"]
 
 Factor = float | Tensor | None
 """What PREMUL_SUM multiplies each rank's values by before they are added; None: nothing."""
@@ -51,3 +52,26 @@ def scale(tensors: Iterable[Tensor], factor: Factor) -> None:
     if factor is not None:
         for tensor in tensors:
             tensor.copy_(tensor * factor)
+
+
+def summed(op: ReduceOp, *tensors: Tensor) -> ReduceOp:
+    """Return SUM for the AVERAGE of integers, which `divide` completes, any other reduction as it is; local."""
+    if op is ReduceOp.AVERAGE and any(map(_is_integral, tensors)):
+        return ReduceOp.SUM
+    return op
+
+
+def divide(sums: Iterable[Tensor], op: ReduceOp, ranks: int) -> None:
+    """Make averages of sums of integers, in place, rounded towards zero; nothing else; local.
+
+    Source: NCCL, whose `ncclAvg` does so.
+    """
+    if op is ReduceOp.AVERAGE:
+        for tensor in sums:
+            if _is_integral(tensor):
+                tensor.div_(ranks, rounding_mode="trunc")
+
+
+def _is_integral(tensor: Tensor) -> bool:
+    dtype = tensor.dtype
+    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)

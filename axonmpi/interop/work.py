@@ -15,6 +15,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.futures import Future
 
+from ..backends import WorkerWork
 from ..types import CompletedWork, Work
 
 __all__ = ["TorchWork", "complete_with", "completed"]
@@ -50,7 +51,10 @@ class TorchWork(dist.Work):
             CollectiveTimeoutError: Not complete in time.
             Exception: Whatever the operation itself raised.
         """
-        self._work.wait(timeout.total_seconds() if timeout else self._timeout)
+        if self._is_told_here():
+            self.get_future().wait()
+        else:
+            self._work.wait(timeout.total_seconds() if timeout else self._timeout)
         return True
 
     def get_future(self) -> Future[Any]:
@@ -69,7 +73,12 @@ class TorchWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Say whether the operation is complete or has failed, without blocking."""
-        return self._work.done()
+        return self._is_told_here() or self._work.done()
+
+    def _is_told_here(self) -> bool:
+        """Say whether this is a callback of the future, which runs before the operation counts as over; local."""
+        is_own_thread = isinstance(self._work, WorkerWork) and self._work.is_own_thread
+        return is_own_thread and self._future is not None and self._future.done()
 
     def is_success(self) -> bool:
         """Say whether the operation is complete and has not failed, without blocking."""

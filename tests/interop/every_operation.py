@@ -65,6 +65,15 @@ def reductions(group, members: list[int]) -> None:
             check_form(on_root, dist.reduce, own(me, dtype), members[-1], op)
             check_form(part, dist.reduce_scatter_single, result, given, op)
             check_form(part, dist.reduce_scatter, result, list(given.tensor_split(size)), op)
+    for dtype in (torch.int64, torch.int8):
+        own_integers = (torch.arange(-7, 8) * (1 + me)).to(dtype)
+        sums = torch.arange(-7, 8) * sum(1 + member for member in members)
+        average = sums.div(size, rounding_mode="trunc").to(dtype)
+        check(group, average, dist.all_reduce, own_integers, dist.ReduceOp.AVG)
+        on_root = average if rank == 0 else own_integers
+        check(group, on_root, dist.reduce, own_integers, members[0], dist.ReduceOp.AVG)
+        parts = [own_integers] * size
+        check(group, average, dist.reduce_scatter, torch.empty_like(average), parts, dist.ReduceOp.AVG)
     numbers = torch.arange(4.0)
     check(group, size * numbers / 2, dist.all_reduce, numbers, dist._make_nccl_premul_sum(0.5))
     dist.all_reduce(sparse := torch.sparse_coo_tensor([[rank, size]], [1.0, 2.0], (size + 1,)), group=group)
@@ -171,8 +180,30 @@ def groups() -> None:
     dist.destroy_process_group(own_half)
 
 
+def callbacks(group, members: list[int]) -> None:
+    """Callbacks of futures begin operations, wait for them, for their own and for one behind, in one order."""
+    size = group.size()
+    first, second, third, fourth, fifth = (torch.full((1000,), float(number)) for number in range(1, 6))
+    work = dist.all_reduce(first, group=group, async_op=True)
+
+    def again(future: torch.futures.Future) -> torch.Tensor:
+        assert (work.wait(), work.is_completed()) == (True, True)
+        (total,) = future.value()
+        dist.all_reduce(total, group=group, async_op=True).get_future().wait()
+        dist.all_reduce(second, group=group)
+        return total
+
+    chained = work.get_future().then(again)
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in (third, fourth)]
+    behind = works[0].get_future().then(lambda _: works[1].wait())
+    dist.all_reduce(fifth, group=group)
+    assert (chained.wait().unique().item(), behind.wait()) == (size**2, True)
+    found = [tensor.unique().item() for tensor in (second, third, fourth, fifth)]
+    assert found == [2 * size, 3 * size, 4 * size, 5 * size]
+
+
 def everything(group, members: list[int]) -> None:
-    for part in (reductions, copies, objects, messages):
+    for part in (reductions, copies, objects, messages, callbacks):
         part(group, members)
 
 
@@ -184,7 +215,8 @@ def refusals() -> None:
         (lambda: dist.all_gather([torch.empty(1)], torch.empty(1)), f"expected a list of {size}"),
         (lambda: dist.all_gather_single(torch.empty(1), torch.empty(3)), "sizes do not fit"),
         (lambda: dist.all_to_all_single(torch.empty(size + 1), torch.empty(size + 1)), "equal parts"),
-        (lambda: dist.all_reduce(torch.ones(1, dtype=torch.int64), dist.ReduceOp.AVG), "AVERAGE needs"),
+        (lambda: dist.all_gather([torch.empty(1)], torch.empty(1), async_op=True), f"expected a list of {size}"),
+        (lambda: dist.all_reduce(torch.ones(1, dtype=torch.bool), dist.ReduceOp.AVG), "AVERAGE needs"),
         (lambda: dist.isend(torch.ones(1), 0, tag=1 << 20), "tag: expected"),
         (lambda: dist.all_reduce(torch.empty(1, device="meta")), r"tensors on cpu, .* move it with .cpu\(\)"),
         (lambda: dist.group.WORLD._get_backend(torch.device("cuda")), r"axonmpi.init_process_group\(.nccl.\)"),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -116,6 +117,74 @@ def functional(rank: int, size: int) -> list[torch.Tensor]:
     ]
 
 
+class Begin(torch.autograd.Function):
+    """Begin a collective whose result autograd marks as a part of the graph before it is there."""
+
+    @staticmethod
+    def forward(ctx, own: torch.Tensor, begin, works: list[dist.Work]) -> torch.Tensor:
+        result, work = begin(own)
+        works.append(work)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad, None, None
+
+
+class End(torch.autograd.Function):
+    """Wait for it."""
+
+    @staticmethod
+    def forward(ctx, result: torch.Tensor, works: list[dist.Work]) -> torch.Tensor:
+        works.pop().wait()
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def begun_in_one_function_and_awaited_in_another(rank: int, size: int) -> list[torch.Tensor]:
+    def into(collective, numel: int):
+        def begin(own: torch.Tensor):
+            result = own.new_empty(numel)
+            return result, collective(result, own, async_op=True)
+
+        return begin
+
+    def in_place(collective, *arguments: object):
+        def begin(own: torch.Tensor):
+            result = own.clone()
+            return result, collective(result, *arguments, async_op=True)
+
+        return begin
+
+    length = 4096 * size
+    found = []
+    for begin in (
+        in_place(dist.all_reduce),
+        in_place(dist.broadcast, size - 1),
+        into(dist.all_to_all_single, length),
+        into(dist.all_gather_single, length * size),
+        into(dist.reduce_scatter_single, length // size),
+    ):
+        works: list[dist.Work] = []
+        own = (torch.arange(float(length)) * (rank + 1)).requires_grad_()
+        result = End.apply(Begin.apply(own * 2, begin, works), works)
+        assert result.requires_grad
+        found.append(result.detach())
+    return found
+
+
+def power_sgd(rank: int, size: int) -> list[torch.Tensor]:
+    """A hook whose callbacks begin collectives and wait for them."""
+    wrapped = DistributedDataParallel(model())
+    state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5)
+    wrapped.register_comm_hook(state, powerSGD_hook)
+    losses = train(wrapped, torch.optim.SGD(wrapped.parameters(), 1e-2), rank, steps=4)
+    return [losses, *(p.detach() for p in wrapped.parameters())]
+
+
 def compiled(rank: int, size: int) -> list[torch.Tensor]:
     group = dist.group.WORLD
 
@@ -129,7 +198,8 @@ def compiled(rank: int, size: int) -> list[torch.Tensor]:
     return [step(torch.arange(8.0) + rank), losses]
 
 
-PARTS = (ddp, fsdp2_and_dcp, dtensor, pipeline, functional, compiled)
+LATER = begun_in_one_function_and_awaited_in_another
+PARTS = (ddp, fsdp2_and_dcp, dtensor, pipeline, functional, LATER, power_sgd, compiled)
 
 
 def run(names: list[str]) -> dict[str, list[torch.Tensor]]:
