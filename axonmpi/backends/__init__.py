@@ -16,10 +16,11 @@ from .ranks import check_different, check_parts, check_ranks, integer_array
 from .reduction import wide_dtype
 from .shared.counters import NodeCounters
 from .shared.segment import remedy
-from .worker import Worker, WorkerWork
+from .worker import AtOnce, Worker, WorkerWork
 
 __all__ = [
     "MAX_TAG",
+    "AtOnce",
     "Backend",
     "LocalBackend",
     "LoggedCall",

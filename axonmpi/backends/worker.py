@@ -192,9 +192,16 @@ class Worker:
 
 
 class AtOnce:
-    """In place of a worker: runs operations when they are submitted."""
+    """In place of a worker: runs operations when they are submitted.
 
-    started = ended = 0
+    Args:
+        always: Whether blocking operations have to be submitted, too.
+    """
+
+    ended = 0
+
+    def __init__(self, *, always: bool = False) -> None:
+        self.started = int(always)
 
     def submit(self, operation: str, task: Callable[[], Any], waiting: Waiting = unheard) -> Work:
         """Run the operation; local."""

@@ -31,9 +31,16 @@ class Background(Work):
         self._told = False
         self._thread = threading.Thread(target=self._run, name=name)
 
-    def start(self) -> None:
-        """Begin; local."""
-        self._thread.start()
+    def start(self, *, beside: bool = True) -> None:
+        """Begin; local.
+
+        Args:
+            beside: Whether on the thread; False: on the caller's, to the end.
+        """
+        if beside:
+            self._thread.start()
+        else:
+            self._run()
 
     def _run(self) -> None:
         assert self._call is not None
@@ -52,9 +59,10 @@ class Background(Work):
         """Say whether it is complete or has failed."""
         return not self._thread.is_alive()
 
-    def join(self) -> None:
-        """Wait; local."""
-        self._thread.join()
+    def join(self, limit: float | None = None) -> None:
+        """Wait, so many seconds at most; local."""
+        if self._thread.ident is not None:
+            self._thread.join(limit)
 
     def wait(self, timeout: Seconds | None = None) -> None:
         """Wait until it is complete.
@@ -67,7 +75,7 @@ class Background(Work):
             Exception: What it has raised.
         """
         limit = seconds("timeout", timeout, positive=False)
-        self._thread.join(limit)
+        self.join(limit)
         if self._thread.is_alive():
             raise CollectiveTimeoutError(f"{self._thread.name} is not complete after {limit:g} s")
         if self._error is not None:
@@ -80,13 +88,13 @@ class Background(Work):
 
     def settle(self) -> None:
         """Wait, and raise an error that nobody was told; local."""
-        self._thread.join()
+        self.join()
         if not self._told:
             self.wait()
 
     def untold(self) -> str:
         """Wait, and return the text of an error that nobody was told, empty if there is none; local."""
-        self._thread.join()
+        self.join()
         text = "" if self._told or self._error is None else str(self._error)
         self._tell()
         return text

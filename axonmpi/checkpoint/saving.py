@@ -210,7 +210,7 @@ def _snapshot(share: Share) -> Snapshot:
 def _write_beside(
     job: Job, snapshot: Snapshot, optimizer: torch.optim.Optimizer | None, ranks: CheckpointRanks
 ) -> Work:
-    """Write a checkpoint on a thread; local."""
+    """Write a checkpoint on a thread, if another thread than the caller's may communicate; local then."""
 
     def write() -> None:
         write_checkpoint(job._replace(share=snapshot.share), ranks, snapshot.copy_rest)
@@ -220,7 +220,7 @@ def _write_beside(
     if optimizer is not None:
         _under_way[optimizer] = copied, work
     ranks.begin(work)
-    work.start()
+    work.start(beside=ranks.all.backend.allows_threads)
     if optimizer is None:
         copied.wait()
     return work

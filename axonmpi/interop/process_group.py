@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.futures import Future
 
-from ..backends import Backend, Worker
+from ..backends import AtOnce, Backend, Worker
 from ..errors import CommunicatorError
 from ..launch import exit as exits
 from ..observe import still_under_way
@@ -95,7 +95,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._ranks = list(ranks)
         self._store = store
         self._timeout = timeout
-        self._worker = Worker(f"axonmpi-torch-rank{backend.rank}")
+        self._worker = Worker(f"axonmpi-torch-rank{backend.rank}") if backend.allows_threads else AtOnce()
         self._sequence = 0
         self._name = self._description = ""
         _live.add(self)
@@ -283,7 +283,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return self._message(self._backend.irecv_any(_plain(tensors[0]), tag), tensors)
 
     def _message(self, work: Work, tensors: Sequence[Tensor]) -> TorchWork:
-        return TorchWork(work, tensors, self._backend.timeout)
+        return TorchWork(work, tensors, self._backend.timeout, may_wait_beside=self._backend.allows_threads)
 
     # ---- the names of torch 2.11 --------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ class TorchWork(dist.Work):
         tensors: What it writes, or sends.
         timeout: Seconds that `wait` waits if it is not told, None for ever.
         future: What is completed at its end, by somebody else; None: nothing is.
+        may_wait_beside: Whether another thread may wait for the operation.
     """
 
     def __init__(
@@ -37,12 +38,15 @@ class TorchWork(dist.Work):
         tensors: Sequence[Tensor] = (),
         timeout: float | None = None,
         future: Future[Any] | None = None,
+        *,
+        may_wait_beside: bool = True,
     ) -> None:
         super().__init__()
         self._work = work
         self._tensors = list(tensors)
         self._timeout = timeout
         self._future = future
+        self._may_wait_beside = may_wait_beside
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation is complete; torch's "no time-out" is one of zero.
@@ -58,8 +62,17 @@ class TorchWork(dist.Work):
         return True
 
     def get_future(self) -> Future[Any]:
-        """Return a future whose value is the list of tensors."""
+        """Return a future whose value is the list of tensors.
+
+        Raises:
+            RuntimeError: It is that of a message under way, and MPI may be called by one thread at a time only.
+        """
         if self._future is None:
+            if not (self._may_wait_beside or self._work.done()):
+                raise RuntimeError(
+                    "get_future: a thread would wait for the message, but MPI was started for one thread at a "
+                    "time; use wait(), or start MPI at MPI_THREAD_MULTIPLE"
+                )
             self._future = Future()
             if self._work.done():
                 self._complete()

@@ -106,8 +106,7 @@ def start_mpi() -> Any:
     program.
 
     Raises:
-        LaunchError: MPI is not installed, has ended, or cannot be used by several threads; or this is a child of
-            a rank.
+        LaunchError: MPI is not installed, or has ended; or this is a child of a rank.
     """
     children.refuse()
     mpi = _load()
@@ -242,11 +241,6 @@ def _initialize(mpi: Any) -> None:
         _init(mpi)
         if mpi.COMM_WORLD.Get_size() == 1:
             segments.remove_at_abort()  # Open MPI's would stay, and no other rank looks for it
-    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
-        raise LaunchError(
-            "MPI was started for one thread only, but asynchronous operations need MPI_THREAD_MULTIPLE: "
-            "call axonmpi.init_process_group() before importing mpi4py.MPI, or leave mpi4py.rc.threads alone"
-        )
     exits.install(mpi, finalize=started_here)
     children.watch(mpi.COMM_WORLD.Get_rank())
 

@@ -40,7 +40,7 @@ from ..ranks import Parts
 from ..shared.counters import NodeCounters
 from ..shared.segment import warn_no_shared_memory
 from ..tuning import MAX_MESSAGE_BYTES, PIECE_BYTES
-from ..worker import Worker
+from ..worker import AtOnce, Worker
 from .point_to_point import FIRST_TAG_OF_USERS, TAG_OF_PAIRS, MessagePort
 
 if TYPE_CHECKING:
@@ -135,14 +135,23 @@ class MpiBackend(Backend):
         self.failures = (self._mpi.Exception,)
         comm = self._mpi.COMM_WORLD if comm is None else comm
         rank = comm.Get_rank()
-        super().__init__(rank, comm.Get_size(), Worker(f"axonmpi-mpi-rank{rank}"), timeout=timeout)
+        level = self._mpi.Query_thread()
+        self.allows_threads = level >= self._mpi.THREAD_MULTIPLE
+        self._on_main_thread_alone = level < self._mpi.THREAD_SERIALIZED
+        worker = (
+            Worker(f"axonmpi-mpi-rank{rank}")
+            if self.allows_threads
+            else AtOnce(always=self._on_main_thread_alone)  # each operation is checked
+        )
+        super().__init__(rank, comm.Get_size(), worker, timeout=timeout)
         self.piece_bytes = PIECE_BYTES
         self.max_message_bytes = MAX_MESSAGE_BYTES
         with _making_communicators(self._mpi):
             self.mpi_comm = comm.Dup() if parent is None else comm
             self.cores: CoreShare = core_share(self._mpi, self.mpi_comm) if parent is None else parent.cores
             identity = _identity(self._mpi, self.mpi_comm)
-            self.notes = board.own_page().join(rank, self.size, *identity, gives_up=timeout is not None)
+            keeps_timeout = timeout is not None and self.allows_threads
+            self.notes = board.own_page().join(rank, self.size, *identity, gives_up=keeps_timeout)
             self._patience = Patience(self._mpi, oversubscribed=self.cores.oversubscribed)
             self._messages = MessagePort(self._mpi, self.mpi_comm, FIRST_TAG_OF_USERS)
             self._pairs = MessagePort(self._mpi, self.mpi_comm, TAG_OF_PAIRS)
@@ -160,7 +169,7 @@ class MpiBackend(Backend):
             self.kept_timeout = self.timeout
         # Ranks wait for a network asleep, so the thread that communicates takes little from the one that computes.
         self.over_network = self.path != "node"
-        self.overlaps = self.cores.spare or self.over_network
+        self.overlaps = self.allows_threads and (self.cores.spare or self.over_network)
         _live.add(self)
         _register_with_exits()
 
@@ -194,6 +203,15 @@ class MpiBackend(Backend):
         # With Open MPI steps of fully sharded training took an eighth longer for it.
         is_late = self.path == "plain" and self._is_open_mpi
         return self.overlaps and (self.cores.spare or not is_late)
+
+    def _check_open(self, operation: str) -> None:
+        super()._check_open(operation)
+        if self._on_main_thread_alone and not self._mpi.Is_thread_main():
+            raise CommunicatorError(
+                f"{operation}: MPI was started at {runtime.thread_level(self._mpi)}, so only the main thread may "
+                "communicate; call axonmpi.init_process_group() before anything starts MPI, or leave "
+                "mpi4py.rc.thread_level alone"
+            )
 
     def set_timeout(self, timeout: Seconds | None) -> None:
         """Change the time-out of operations from now on; local, to be done on all ranks."""
