@@ -91,8 +91,9 @@ VERSION = 2
 IDENTITY_AT = 512
 GROUPS_AT = 4096
 GROUPS, GROUP_BYTES = 256, 64
-"""A group: key, collectives called, own rank, ranks, world rank of rank 0, distance of world ranks (0: none), and
-whether its operations give up by themselves."""
+"""A group: key, collectives called, own rank, ranks, world rank of rank 0, distance of world ranks (0: none),
+whether its operations give up by themselves, whether the rank has closed it: another group may take its place."""
+_CLOSED = 7
 OPERATIONS_AT = GROUPS_AT + GROUPS * GROUP_BYTES
 OPERATIONS, OPERATION_BYTES = 2048, 160
 PAGE_BYTES = OPERATIONS_AT + OPERATIONS * OPERATION_BYTES
@@ -186,9 +187,10 @@ class Page:
         for _ in range(GROUPS):
             slot = next(self._groups) % GROUPS
             at = (GROUPS_AT + slot * GROUP_BYTES) // 8
-            if not self.words[at]:
-                entry = struct.pack("=6q", 0, rank, size, first, step, gives_up)
-                self.words[at + 1 : at + 7] = memoryview(entry).cast("q")
+            if not self.words[at] or self.words[at + _CLOSED]:
+                self.words[at] = 0
+                entry = struct.pack("=7q", 0, rank, size, first, step, gives_up, False)
+                self.words[at + 1 : at + 8] = memoryview(entry).cast("q")
                 self.words[at] = key
                 return GroupLog(self, slot, at)
         return GroupLog(self, _NO_GROUP, GROUPS_AT // 8 - 8)  # the last words of the header, which nobody reads
@@ -252,9 +254,9 @@ class GroupLog:
         self.leave(at)
 
     def close(self) -> None:
-        """Forget the group; local."""
+        """Note that this rank is out of the group's reach; local."""
         if self._slot != _NO_GROUP:
-            self._words[self._at] = 0
+            self._words[self._at + _CLOSED] = 1
 
 
 def _writers(page: Page, slot: int, counter: int) -> tuple[Enter, Leave]:

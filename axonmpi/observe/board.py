@@ -52,7 +52,9 @@ _RECORD = np.dtype(
         ("again", "i8"),
     ]
 )  # fmt: skip
-_GROUP = np.dtype([(name, "i8") for name in ("key", "count", "rank", "size", "first", "step", "gives_up", "_")])
+_GROUP = np.dtype(
+    [(name, "i8") for name in ("key", "count", "rank", "size", "first", "step", "gives_up", "closed")]
+)
 assert (_RECORD.itemsize, _GROUP.itemsize) == (OPERATION_BYTES, GROUP_BYTES)
 
 _WITH_DIM = ("all_gather", "reduce_scatter", "all_to_all")
@@ -70,7 +72,7 @@ class Condition(Enum):
 
 @dataclass(frozen=True)
 class Group:
-    """A group that a rank is in.
+    """A group that a rank is in, or was in.
 
     Attributes:
         key: The same on all ranks of the group, and on those of no other one.
@@ -80,6 +82,7 @@ class Group:
         first: The world's number of its rank 0.
         step: The distance of the world's numbers of its ranks; 0 if they have no common one.
         gives_up: Whether its operations raise after some time, because it has a time-out.
+        is_closed: Whether the rank has closed it.
     """
 
     key: int
@@ -89,6 +92,7 @@ class Group:
     first: int
     step: int
     gives_up: bool
+    is_closed: bool = False
 
     def world_rank(self, rank: int) -> int | None:
         """Return the world's number of a rank of the group; None where the page does not say; local."""
@@ -113,7 +117,7 @@ class Operation:
         number: Counts the operations of the rank, from 1.
         name: As the methods of `Backend`; or "wait" for a collective, "wait for isend", "wait for irecv", "stage
             send", "stage recv" (payloads of pipelines in shared memory), "end of program".
-        group: Where; None for a group that is closed.
+        group: Where; None for one of no group, or of more groups than a page has room for.
         call: Which of the group's collectives it is or waits for, from 1; 0 for messages.
         dtype: Name of the dtype, empty where there is none.
         shape: The first four sizes; -1 where ranks may differ.
@@ -244,18 +248,18 @@ class RankPage:
     @property
     def groups(self) -> list[Group]:
         """The groups that it is in, the oldest first."""
-        return [group for group in map(self._group, range(GROUPS)) if group is not None]
+        return [group for group in map(self._group, range(GROUPS)) if group is not None and not group.is_closed]
 
     def _group(self, slot: int) -> Group | None:
         if slot < 0:
             return None
-        key, count, rank, size, first, step, gives_up, _ = self._groups[slot].tolist()
-        return Group(key, count, rank, size, first, step, bool(gives_up)) if key else None
+        key, count, rank, size, first, step, gives_up, closed = self._groups[slot].tolist()
+        return Group(key, count, rank, size, first, step, bool(gives_up), bool(closed)) if key else None
 
-    def count_in(self, key: int) -> int | None:
-        """Return how many collectives it has called in a group; None if it is not in it."""
+    def group(self, key: int) -> Group | None:
+        """Return a group that it is in, or was in as far as the page goes back."""
         slots = np.flatnonzero(self._groups["key"] == key)
-        return int(self._groups["count"][slots[0]]) if len(slots) else None
+        return self._group(int(slots[0])) if len(slots) else None
 
     @cached_property
     def _can_be_seen(self) -> bool:

@@ -169,8 +169,11 @@ def _reason(standing: Standing, waiting: Standing, site: str) -> str:
     operation = waiting.operation
     if operation is None or operation.group is None or not operation.call:
         return reason
-    called = standing.page.count_in(operation.group.key)
-    return reason if called is None else f"{reason}, after {counted(called, 'collective')} of that group"
+    group = standing.page.group(operation.group.key)
+    if group is None:
+        return reason
+    closed = ", which it has closed" if group.is_closed else ""
+    return f"{reason}, after {counted(group.count, 'collective')} of that group{closed}"
 
 
 def seconds_in(standing: Standing) -> float:

@@ -2,10 +2,10 @@
 
 A rank that is in a collective waits for the ranks of the group that have not called it yet; one that is at its end
 waits for all that are not. It waits in vain if one of these never comes: because its process has ended or is
-stopped, or because it waits in vain itself. So
+stopped, because it has closed the group, or because it waits in vain itself. So
 
     in vain := all ranks that wait
-    again and again: leave out of it those that wait for nobody who is gone, stopped, or in it
+    again and again: leave out of it those that wait for nobody who is gone, stopped, out of the group, or in it
 
 What is left cannot go on, whatever the others do (the knot of Chandy, Misra and Haas 1983). Ranks that compute,
 ranks of other nodes, and a collective that all have called, however long its data takes, are never part of it.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from ..launch.page import OPERATIONS, Phase
 from .board import Condition, Operation, RankPage
 
-__all__ = ["Standing", "awaited_by", "awaited_in", "in_vain", "look_at"]
+__all__ = ["Standing", "awaited_by", "awaited_in", "closed_by", "in_vain", "look_at"]
 
 _SENDS, _RECEIVES = ("send", "isend"), ("recv", "irecv")
 
@@ -80,12 +80,22 @@ def in_vain(standings: Mapping[int, Standing]) -> dict[int, set[int]]:
     """
     lost = {rank for rank, standing in standings.items() if standing.is_lost}
     waits = {rank: awaited_by(rank, standings) for rank, standing in standings.items() if standing.waits}
+    closed = {rank: closed_by(standings[rank], standings) for rank in waits}
     while True:
         never_come = lost | waits.keys()
-        left = {rank: awaited & never_come for rank, awaited in waits.items() if awaited & never_come}
+        found = {rank: awaited & (never_come | closed[rank]) for rank, awaited in waits.items()}
+        left = {rank: awaited for rank, awaited in found.items() if awaited}
         if len(left) == len(waits):
             return left
         waits = {rank: waits[rank] for rank in left}
+
+
+def closed_by(own: Standing, standings: Mapping[int, Standing]) -> set[int]:
+    """Return the ranks of this node that have closed the group in which a rank waits; local."""
+    if own.operation is None or own.operation.group is None:
+        return set()
+    key = own.operation.group.key
+    return {rank for rank, other in standings.items() if (group := other.page.group(key)) and group.is_closed}
 
 
 def awaited_by(rank: int, standings: Mapping[int, Standing]) -> set[int]:
@@ -114,10 +124,10 @@ def awaited_in(operation: Operation, own: RankPage, standings: Mapping[int, Stan
 def _keeps_waiting(operation: Operation, other: Standing) -> bool:
     """Say whether a rank has not called a collective, or was lost in the middle of it."""
     assert operation.group is not None
-    count = other.page.count_in(operation.group.key)
-    if count is None:
+    group = other.page.group(operation.group.key)
+    if group is None:
         return False
-    return count < operation.call or (count == operation.call and other.is_lost)
+    return group.count < operation.call or (group.count == operation.call and other.is_lost)
 
 
 def _is_met(operation: Operation, own: RankPage, other: RankPage) -> bool:

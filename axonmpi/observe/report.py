@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ..utils.text import lines_of_ranks, name_ranks, ranks_by_text
 from .board import Condition
 from .diagnosis import diagnose
-from .judgement import Standing
+from .judgement import Standing, closed_by
 
 __all__ = ["cause_of", "table_of", "text_of_stacks"]
 
@@ -19,13 +19,15 @@ def table_of(standings: Mapping[int, Standing]) -> str:
 
 
 def cause_of(standings: Mapping[int, Standing], in_vain: Mapping[int, set[int]]) -> str:
-    """Say in a line why ranks wait in vain: who is gone or stopped, else who has ended, else who waits for whom."""
+    """Say in a line why ranks wait in vain: who is gone, stopped, at its end or out of the group, or who waits."""
     awaited = set().union(*in_vain.values())
     for condition in (Condition.GONE, Condition.STOPPED):
         if culprits := {rank for rank in awaited if standings[rank].condition is condition}:
             return _while_others_wait(standings, in_vain, culprits, condition.value)
     if culprits := {rank for rank in awaited if standings[rank].is_ending}:
         return _while_others_wait(standings, in_vain, culprits, "has come to the end of its program")
+    if culprits := {other for rank in in_vain for other in in_vain[rank] & closed_by(standings[rank], standings)}:
+        return _while_others_wait(standings, in_vain, culprits, "has closed the group")
     waits = (
         f"rank {rank} waits for {name_ranks(awaited)} in {standings[rank].operation}"
         for rank, awaited in sorted(in_vain.items())

@@ -243,7 +243,7 @@ def test_ranks_of_a_node_see_what_each_other_does(world) -> None:
     group.recv(message, 0, tag=4) if group.rank else group.send(message, 1, tag=4)
     world.barrier()
     key = RankPage(own.path).operations()[-2].group.key
-    assert [page.count_in(key) for page in pages[:2]] == [2, 2]
+    assert [page.group(key).count for page in pages[:2]] == [2, 2]
     did = [str(each) for each in pages[0].operations() if each.group is not None and each.group.key == key]
     assert [did[0], did[-1]] == ["all_reduce(float32 [3], SUM)", "send(float32 [2], dst=1, tag=4)"]
     world.barrier()

@@ -31,9 +31,6 @@ class Page:
     def group(self, key: int) -> Group:
         return Group(key, self.counts[key], self.rank, 4, 0, 1, False)
 
-    def count_in(self, key: int) -> int | None:
-        return self.counts.get(key)
-
     def operations(self) -> list[Operation]:
         return [operation(self.group(WORLD), "barrier", 5, left=1), *([self.current] if self.current else [])]
 

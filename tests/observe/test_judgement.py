@@ -8,7 +8,7 @@ import pytest
 from helpers.limits import limit
 
 from axonmpi.launch import board
-from axonmpi.launch.page import Phase, describe
+from axonmpi.launch.page import GROUPS, Phase, describe
 from axonmpi.launch.topology import Topology
 from axonmpi.observe import Condition, cause_of, in_vain, look_at, pages_of, table_of
 from axonmpi.utils.waiting import Backoff, wait_until
@@ -148,6 +148,23 @@ def test_a_rank_at_its_end_never_comes_but_waits_for_all(ranks) -> None:
     assert ranks.cause().endswith("have come to the end of their program while rank 0 waits in all_reduce()")
     ranks.end(0)
     assert ranks.in_vain() == {}
+
+
+def test_a_rank_that_has_closed_a_group_never_comes_to_it(ranks) -> None:
+    for rank in (1, 2):
+        ranks.do(rank, "barrier", SPREAD)
+        ranks.do(rank, "all_reduce")
+    ranks.enter(0, "all_reduce")
+    ranks.logs[1][WORLD].close()
+    assert ranks.in_vain() == {}  # it has done its part
+    ranks.do(2, "all_reduce")
+    ranks.logs[0][WORLD].leave(ranks.enter(0, "all_reduce"))
+    ranks.enter(0, "all_reduce")
+    assert ranks.in_vain() == {0: {1}}
+    assert ranks.cause().endswith("has closed the group while rank 0 waits in all_reduce()")
+    for key in range(10, 10 + GROUPS):
+        ranks.pages[1].join(1, 3, key, 0, 1)
+    assert pages_of("job")[1].group(WORLD) is None
 
 
 @pytest.mark.parametrize(
