@@ -217,6 +217,8 @@ ENDS = {
     "raises_in_thread": fail_in_thread,
     "raises_in_loader": lambda: list(DataLoader([0], num_workers=1, collate_fn=fail)),
     "ends": lambda: None,
+    "destroys": ax.destroy_process_group,
+    "closes": lambda: (ax.get_world().default_group.close(), loop()),
     "exits_0": lambda: sys.exit(0),
     "exits_256": lambda: sys.exit(256),
     "os_exit_0": lambda: os._exit(0),

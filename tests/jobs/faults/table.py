@@ -78,6 +78,8 @@ FAULTS = (
         (r"\brank 1: \w+\(", "CollectiveMismatchError"),
     ),
     Fault("ends", "a rank comes to the end of its program", gone("end"), code=None),
+    Fault("destroys", "a rank calls `destroy_process_group()` and ends", gone("end"), code=None),
+    Fault("closes", "a rank closes a group and goes on", gone("closed the group"), code=None),
     Fault("exits_0", "`sys.exit(0)` on a rank", gone("end"), code=None),
     Fault("exits_256", "`sys.exit(256)` on a rank", gone("end"), code=None),
     Fault("os_exit_0", "`os._exit(0)` on a rank", dead(9, "exit"), code=None, quick=True),
