@@ -95,6 +95,36 @@ def test_closing_runs_what_is_queued(worker, gate) -> None:
     assert worker.close(0.0)
 
 
+def test_a_task_that_submits_runs_it_at_once_and_may_wait_for_one_behind(worker, gate) -> None:
+    order: list[str] = []
+
+    def outer() -> None:
+        gate.wait(HANG)
+        worker.submit("inner", lambda: order.append("inner")).wait()
+        behind[0].wait()
+        order.append("outer")
+
+    first = worker.submit("outer", outer)
+    behind = [worker.submit("behind", lambda: order.append("behind"))]
+    gate.set()
+    first.wait(HANG)
+    assert (order, worker.busy) == (["inner", "behind", "outer"], False)
+
+
+def test_a_task_cannot_wait_for_itself(gate) -> None:
+    worker = Worker("waits for itself")
+    works = []
+
+    def waits() -> None:
+        gate.wait(HANG)
+        works[0].wait()
+
+    works.append(worker.submit("waits", waits))
+    gate.set()
+    assert worker.close(HANG)
+    refused(RuntimeError, (works[0].wait, "waits cannot be waited for by what it runs itself"))
+
+
 def test_what_a_task_holds_is_freed_when_it_has_ended(worker) -> None:
     held = threading.Event()
     watched = weakref.ref(held)
