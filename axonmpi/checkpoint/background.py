@@ -59,9 +59,12 @@ class Background(Work):
         """Say whether it is complete or has failed."""
         return not self._thread.is_alive()
 
-    def join(self, limit: float | None = None) -> None:
-        """Wait, so many seconds at most; local."""
-        if self._thread.ident is not None:
+    def join(self) -> None:
+        """Wait; local."""
+        self._join(None)
+
+    def _join(self, limit: float | None) -> None:
+        if self._thread.ident is not None:  # else it has run on the caller's thread
             self._thread.join(limit)
 
     def wait(self, timeout: Seconds | None = None) -> None:
@@ -75,7 +78,7 @@ class Background(Work):
             Exception: What it has raised.
         """
         limit = seconds("timeout", timeout, positive=False)
-        self.join(limit)
+        self._join(limit)
         if self._thread.is_alive():
             raise CollectiveTimeoutError(f"{self._thread.name} is not complete after {limit:g} s")
         if self._error is not None:
@@ -88,13 +91,13 @@ class Background(Work):
 
     def settle(self) -> None:
         """Wait, and raise an error that nobody was told; local."""
-        self.join()
+        self._join(None)
         if not self._told:
             self.wait()
 
     def untold(self) -> str:
         """Wait, and return the text of an error that nobody was told, empty if there is none; local."""
-        self.join()
+        self._join(None)
         text = "" if self._told or self._error is None else str(self._error)
         self._tell()
         return text

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..errors import LaunchError
+from ..errors import CommunicatorError, LaunchError
 from ..utils.arguments import integer
 from ..utils.text import lines_of_ranks, name_ranks, ranks_by_text
 from . import board, children, lifeline, node_links, segments
@@ -41,6 +41,7 @@ __all__ = [
     "MpiLibrary",
     "Started",
     "check_arguments",
+    "check_thread",
     "library_info",
     "speaks_of_launch",
     "start_mpi",
@@ -198,6 +199,19 @@ def thread_level(mpi: Any) -> str:
     """Name the thread level that MPI has granted, such as MPI_THREAD_MULTIPLE; local. MPI runs."""
     levels = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
     return {getattr(mpi, level.removeprefix("MPI_")): level for level in levels}[mpi.Query_thread()]
+
+
+def check_thread(mpi: Any, operation: str) -> None:
+    """Raise unless this is the thread that may call an MPI of one thread; local.
+
+    Raises:
+        CommunicatorError: It is another one.
+    """
+    if not mpi.Is_thread_main():
+        raise CommunicatorError(
+            f"{operation}: MPI was started at {thread_level(mpi)}, so only the main thread may communicate; call "
+            "axonmpi.init_process_group() before anything starts MPI, or leave mpi4py.rc.thread_level alone"
+        )
 
 
 # ---- MPI --------------------------------------------------------------------------------------------------------

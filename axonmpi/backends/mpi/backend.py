@@ -135,14 +135,9 @@ class MpiBackend(Backend):
         self.failures = (self._mpi.Exception,)
         comm = self._mpi.COMM_WORLD if comm is None else comm
         rank = comm.Get_rank()
-        level = self._mpi.Query_thread()
-        self.allows_threads = level >= self._mpi.THREAD_MULTIPLE
-        self._on_main_thread_alone = level < self._mpi.THREAD_SERIALIZED
-        worker = (
-            Worker(f"axonmpi-mpi-rank{rank}")
-            if self.allows_threads
-            else AtOnce(always=self._on_main_thread_alone)  # each operation is checked
-        )
+        self.allows_threads = self._mpi.Query_thread() >= self._mpi.THREAD_MULTIPLE
+        self._on_main_thread = self._mpi.Query_thread() < self._mpi.THREAD_SERIALIZED
+        worker = Worker(f"axonmpi-mpi-rank{rank}") if self.allows_threads else AtOnce(always=self._on_main_thread)
         super().__init__(rank, comm.Get_size(), worker, timeout=timeout)
         self.piece_bytes = PIECE_BYTES
         self.max_message_bytes = MAX_MESSAGE_BYTES
@@ -150,8 +145,8 @@ class MpiBackend(Backend):
             self.mpi_comm = comm.Dup() if parent is None else comm
             self.cores: CoreShare = core_share(self._mpi, self.mpi_comm) if parent is None else parent.cores
             identity = _identity(self._mpi, self.mpi_comm)
-            keeps_timeout = timeout is not None and self.allows_threads
-            self.notes = board.own_page().join(rank, self.size, *identity, gives_up=keeps_timeout)
+            gives_up = timeout is not None and self.allows_threads
+            self.notes = board.own_page().join(rank, self.size, *identity, gives_up=gives_up)
             self._patience = Patience(self._mpi, oversubscribed=self.cores.oversubscribed)
             self._messages = MessagePort(self._mpi, self.mpi_comm, FIRST_TAG_OF_USERS)
             self._pairs = MessagePort(self._mpi, self.mpi_comm, TAG_OF_PAIRS)
@@ -165,8 +160,7 @@ class MpiBackend(Backend):
         self.path = self._connection.path
         self._is_open_mpi = self._mpi.Get_library_version().startswith("Open MPI")
         self.grace = 1.0 if timeout is not None and self.path != "plain" else 0.0
-        if self.path == "node":  # at its barriers, one of which each collective begins with
-            self.kept_timeout = self.timeout
+        self.kept_timeout = self.timeout if self.path == "node" else None  # by barriers that collectives begin with
         # Ranks wait for a network asleep, so the thread that communicates takes little from the one that computes.
         self.over_network = self.path != "node"
         self.overlaps = self.allows_threads and (self.cores.spare or self.over_network)
@@ -206,12 +200,8 @@ class MpiBackend(Backend):
 
     def _check_open(self, operation: str) -> None:
         super()._check_open(operation)
-        if self._on_main_thread_alone and not self._mpi.Is_thread_main():
-            raise CommunicatorError(
-                f"{operation}: MPI was started at {runtime.thread_level(self._mpi)}, so only the main thread may "
-                "communicate; call axonmpi.init_process_group() before anything starts MPI, or leave "
-                "mpi4py.rc.thread_level alone"
-            )
+        if self._on_main_thread:
+            runtime.check_thread(self._mpi, operation)
 
     def set_timeout(self, timeout: Seconds | None) -> None:
         """Change the time-out of operations from now on; local, to be done on all ranks."""
