@@ -18,6 +18,7 @@ from typing import Any
 from ..errors import CollectiveTimeoutError, RankFailedError
 from ..types import Seconds, Work
 from ..utils.arguments import seconds
+from ..utils.torch_internals import skip_in_compile
 from ..utils.waiting import compute_beside
 from .call_site import call_site, called_at
 
@@ -66,6 +67,7 @@ class WorkerWork(Work):
         self._complete = True
         self._finished.release()
 
+    @skip_in_compile
     def wait(self, timeout: Seconds | None = None) -> None:
         """Block until the operation is complete; see `Work.wait`."""
         if not self._complete and self._worker is not None and self.is_own_thread:
