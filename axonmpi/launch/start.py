@@ -26,7 +26,7 @@ import torch
 from ..errors import CommunicatorError, LaunchError
 from ..utils.arguments import integer
 from ..utils.text import lines_of_ranks, name_ranks, ranks_by_text
-from . import board, children, lifeline, node_links, segments
+from . import arrival, board, children, lifeline, node_links, segments
 from . import exit as exits
 from .check import MpiLibrary, check_launch, check_protocol, check_room
 from .cpu import core_to_keep_to, count_of_node, keep_to_core, share_of_cores, usable_cores
@@ -270,7 +270,17 @@ def _init(mpi: Any) -> None:
     with warnings.catch_warnings():
         # mpi4py suspects some launches; all are checked here, and refused with more to go by.
         warnings.filterwarnings("ignore", message="suspicious MPI", category=RuntimeWarning)
-        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        with _watching_others():
+            mpi.Init_thread(mpi.THREAD_MULTIPLE)
+
+
+def _watching_others() -> contextlib.AbstractContextManager[None]:
+    """Notice ranks of this node that never come, on the first of them; local."""
+    for launcher in detect_launchers():
+        size, local_size = launcher.size or 1, launcher.local_size or 1
+        if launcher.rank is not None and local_size > 1 and launcher.local_rank == 0:
+            return arrival.watched(launcher.variables[0][0], size, local_size)
+    return contextlib.nullcontext()
 
 
 def _agree_on_launch(mpi: Any, comm: Any, library: MpiLibrary) -> None:

@@ -70,6 +70,20 @@ def test_an_exception_ends_the_job_with_one_traceback_after_all_output(job):
     assert (ended.err.count("Traceback"), ended.out.count("line")) == (1, 5000)
 
 
+def test_a_rank_that_ends_before_mpi_starts_ends_the_job(job):
+    ended = job(
+        3,
+        "",
+        before="""
+        import os
+        if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
+            os._exit(0)
+        """,
+    )
+    assert ended.code != 0
+    assert ended.err.count("axonmpi: rank 1 ended before axonmpi.init_process_group()") == 1
+
+
 def test_an_exit_of_one_rank_is_the_jobs_and_waits_for_no_thread(job):
     """Also where `sys.exit` was looked up before the world was started. Only 8 bits of a code count."""
     ended = job(

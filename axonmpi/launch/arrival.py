@@ -1,0 +1,116 @@
+"""A rank that ends before MPI is started, while the others wait in MPI's own start.
+
+    process manager of the node ── rank 0 ── in MPI_Init, which Python cannot interrupt
+                                │     └─ this program ── counts the ranks, once a second
+                                └─ rank 1 ── has ended
+
+Process managers leave the others waiting, so the first rank of each node starts this file as a program of its own,
+which needs nothing of the package. It ends with that rank, or as soon as MPI has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["watched"]
+
+LOOKS = 3
+"""So many looks, a second apart, have to agree: the process manager starts one rank after the other."""
+
+
+@contextlib.contextmanager
+def watched(variable: str, size: int, local_size: int) -> Iterator[None]:
+    """Let the job end if a rank of this node ends while the `with` block waits; local.
+
+    Args:
+        variable: The environment variable that has the rank's number.
+        size: Number of ranks.
+        local_size: Number of ranks on this node.
+    """
+    command = [sys.executable, "-I", "-S", __file__, variable, str(size), str(local_size)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as watcher:
+        try:
+            yield
+        finally:
+            assert watcher.stdin is not None
+            watcher.stdin.close()
+
+
+def _main(variable: str, size: int, local_size: int) -> None:
+    rank = os.getppid()
+    manager = _manager_of(rank, variable)
+    missed = 0
+    while manager and not select.select([sys.stdin], [], [], 1.0)[0]:
+        processes = _processes_below(manager, variable)
+        # Of a rank in a shell or a wrapper it is that which the manager waits for.
+        alive = {number for process, number in processes.items() if _parent_of(process) == manager}
+        missed = missed + 1 if len(alive) < local_size else 0
+        if missed == LOOKS and os.getppid() == rank:
+            sys.stderr.write(
+                f"axonmpi: {_missing(alive, size, local_size)} ended before axonmpi.init_process_group(), which "
+                "all ranks have to call: the others wait there. The job ends\n"
+            )
+            sys.stderr.flush()
+            for process in processes:  # they wait in MPI, and handle no other signal
+                if process != os.getpid():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
+            return
+
+
+def _missing(alive: set[int], size: int, local_size: int) -> str:
+    here = ", ".join(map(str, sorted(alive)))
+    missing = sorted(set(range(size)) - alive) if size == local_size else []
+    if not missing:
+        return f"one of the {local_size} ranks of this node, of which ranks {here} are left,"
+    return f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+
+
+def _manager_of(process: int, variable: str) -> int:
+    """Return the process that has started a rank, or a shell or wrapper around it; 0 if that cannot be seen."""
+    own = _number_in(process, variable)
+    while process > 1 and own:
+        process = _parent_of(process)
+        if _number_in(process, variable) != own:
+            return process
+    return 0
+
+
+def _processes_below(manager: int, variable: str) -> dict[int, int]:
+    """Return the processes of the ranks that a process manager has started, with the ranks' numbers."""
+    processes = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+    numbers = {process: _number_in(process, variable) for process in processes}
+    return {
+        process: int(number)
+        for process, number in numbers.items()
+        if number.isdecimal() and _manager_of(process, variable) == manager
+    }
+
+
+def _parent_of(process: int) -> int:
+    """Return the parent of a process; 0 for one that has ended."""
+    with contextlib.suppress(OSError):
+        state, parent = Path(f"/proc/{process}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()[:2]
+        return 0 if state in "ZX" else int(parent)
+    return 0
+
+
+def _number_in(process: int, variable: str) -> str:
+    """Return the rank's number in the environment of a process; empty if there is none, or it cannot be seen."""
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+            name, _, value = entry.partition(b"=")
+            if name.decode("utf-8", "replace") == variable:
+                return value.decode("utf-8", "replace")
+    return ""
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], *map(int, sys.argv[2:]))
