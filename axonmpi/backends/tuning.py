@@ -18,6 +18,7 @@ __all__ = [
     "COUNTER_YIELDS_OVERSUBSCRIBED",
     "FIRST_SEGMENT_BYTES",
     "HANDSHAKE_YIELDS",
+    "KEPT_FREE_BYTES",
     "LEAST_SLICE_BYTES",
     "LONGEST_BARRIER_NAP_SECONDS",
     "MAX_CALLS",
@@ -88,6 +89,8 @@ WIDE_ELEMENTS = 1 << 17
 
 FIRST_SEGMENT_BYTES = 64 << 20
 """Addresses for each rank in a group's first segment of symmetric memory; pages come with the tensors."""
+KEPT_FREE_BYTES = 64 << 20
+"""Memory of all ranks of a node together that free ranges of symmetric memory keep for the next tensors."""
 STAGING_BYTES = 32 << 20
 """Staging of all ranks together where each rank uses many buffers: more than their caches hold."""
 PROBE_BYTES = 256 << 10

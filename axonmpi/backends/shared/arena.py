@@ -2,6 +2,7 @@
 
 An `Arena` is a few large segments, carved into blocks. A block is freed when its last tensor is gone on all ranks,
 which they notice at different times: each notes it, and they compare notes the next time that they allocate.
+Free ranges keep some memory for the next blocks; the memory beyond that goes back to the system.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...utils.memory import flat_zeros
-from ..tuning import FIRST_SEGMENT_BYTES
+from ..tuning import FIRST_SEGMENT_BYTES, KEPT_FREE_BYTES
 from .segment import HUGE_PAGE, PAGE, Segment, remedy, round_up, warn_no_shared_memory
 
 if TYPE_CHECKING:
@@ -30,36 +31,39 @@ class FreeList:
 
     Args:
         size: Bytes to hand out.
+
+    Attributes:
+        ranges: Beginnings and ends of the free ranges, in order; neighbours are joined.
     """
 
     def __init__(self, size: int) -> None:
-        self._free = [(0, size)]
+        self.ranges = [(0, size)]
 
     def take(self, size: int, alignment: int) -> int | None:
         """Take `size` bytes; return where they begin, None if there is no such range."""
-        for index, (start, stop) in enumerate(self._free):
+        for index, (start, stop) in enumerate(self.ranges):
             begin = round_up(start, alignment)
             if begin + size <= stop:
                 rest = ((start, begin), (begin + size, stop))
-                self._free[index : index + 1] = [(low, high) for low, high in rest if low < high]
+                self.ranges[index : index + 1] = [(low, high) for low, high in rest if low < high]
                 return begin
         return None
 
     def give_back(self, start: int, size: int) -> None:
         """Return a range, which joins its neighbours."""
-        ranges = sorted([*self._free, (start, start + size)])
+        ranges = sorted([*self.ranges, (start, start + size)])
         merged: list[tuple[int, int]] = []
         for low, high in ranges:
             if merged and merged[-1][1] == low:
                 merged[-1] = (merged[-1][0], high)
             else:
                 merged.append((low, high))
-        self._free = merged
+        self.ranges = merged
 
     @property
     def largest(self) -> int:
         """Size of the largest free range."""
-        return max((stop - start for start, stop in self._free), default=0)
+        return max((stop - start for start, stop in self.ranges), default=0)
 
 
 class Block:
@@ -103,15 +107,19 @@ class Arena:
             nbytes: Its size.
             common: Back the first rank's memory only, which all ranks use; each asks for the pages of its part.
         """
-        self._collect()
+        has_freed = self._free_dropped()
         size = round_up(max(nbytes, 1), PAGE)
         alignment = HUGE_PAGE if size >= HUGE_PAGE else PAGE
-        block = self._find(size, alignment)
+        block, problem = self._find(size, alignment), None
         if block is None:
             problem = self._grow(size)
             block = self._find(size, alignment)
-            if block is None:
-                return problem or "no shared memory"
+        # The new block is no longer free, and no rank populates another one before all have come to the exchange
+        # below: a slow rank never returns pages that another rank has populated meanwhile.
+        if has_freed:
+            self._return_memory()
+        if block is None:
+            return problem or "no shared memory"
         own = self._populate(block, nbytes, common)
         problems = [text for text in self._comm.allgather(own) if text]
         if problems:
@@ -129,12 +137,27 @@ class Arena:
         low, high = (round_up(nbytes * part // ranks, PAGE) for part in (rank, rank + 1))
         return segment.populate(block.start + low, block.start + min(high, round_up(nbytes, PAGE)), 0)
 
-    def _collect(self) -> None:
-        """Free what all ranks have dropped; collective."""
+    def _free_dropped(self) -> bool:
+        """Free the blocks that all ranks have dropped; collective. Return True if there were any."""
         own = [self.dropped.pop() for _ in range(len(self.dropped))]
         for numbers in self._comm.allgather(own):
             self._droppers.update(numbers)
-        self.release(sorted(number for number, ranks in self._droppers.items() if ranks == self._comm.size))
+        numbers = sorted(number for number, ranks in self._droppers.items() if ranks == self._comm.size)
+        self.release(numbers)
+        return bool(numbers)
+
+    def _return_memory(self) -> None:
+        """Return the memory of free ranges in this rank's regions to the system, the first of them excepted; local.
+
+        Free ranges are taken in the same order, so that the kept memory is used first.
+        """
+        kept = KEPT_FREE_BYTES // self._comm.size // PAGE * PAGE
+        for segment, free in zip(self.segments, self._free, strict=True):
+            for start, stop in free.ranges:
+                first = min(start + kept, stop)
+                kept -= first - start
+                if first < stop:
+                    segment.give_back(first, stop)
 
     def _find(self, size: int, alignment: int) -> Block | None:
         for index, free in enumerate(self._free):

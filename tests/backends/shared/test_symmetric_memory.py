@@ -1,17 +1,19 @@
 """Symmetric memory of real ranks: whose it is, how long it lives, and what is remembered about tensors on it."""
 
+import ctypes
 import gc
 import itertools
 import math
 import os
 import random
+import time
 
 import pytest
 import torch
 from helpers.placements import REAL, is_shared, limits, shared_mappings
-from torch import Tensor
+from torch import Tensor, nn
 
-from axonmpi import ProcessGroup, ReduceOp, World
+from axonmpi import FSDP, ProcessGroup, ReduceOp, World
 from axonmpi.backends.shared import segment as shared_memory
 from axonmpi.backends.shared.arena import FreeList
 from axonmpi.backends.shared.segment import Segment
@@ -40,8 +42,17 @@ def mapped() -> int:
 def held() -> int:
     """Bytes of memory in all files that ranks share and this one keeps open."""
     with os.scandir("/proc/self/fd") as entries:
-        files = [entry.path for entry in entries if "memfd:axonmpi" in os.readlink(entry.path)]
-    return sum(os.stat(path).st_blocks * 512 for path in files)
+        files = [os.stat(entry.path) for entry in entries if "memfd:axonmpi" in os.readlink(entry.path)]
+    return sum({file.st_ino: file.st_blocks * 512 for file in files}.values())  # some have two descriptors
+
+
+def is_backed(tensor: Tensor) -> bool:
+    """Whether all pages of a tensor's memory are there, so that writing to it asks for none."""
+    pages = ctypes.create_string_buffer(-(-tensor.nbytes // PAGE))
+    libc = ctypes.CDLL(None, use_errno=True)
+    address, length = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes)
+    assert libc.mincore(address, length, pages) == 0, os.strerror(ctypes.get_errno())
+    return all(state & 1 for state in pages.raw)
 
 
 # ---- whose memory it is ---------------------------------------------------------------------------------------
@@ -164,6 +175,80 @@ def test_tensors_outlive_their_group_and_nothing_else_does(world) -> None:
     finally:
         gc.enable()
     assert after - before <= 3 * PAGE * world.size  # where the ranks met
+
+
+@REAL
+@pytest.mark.ranks(2, 4)
+def test_models_made_and_dropped_take_the_memory_of_one(world) -> None:
+    """Without waiting for garbage to be collected, in which they would take up ever more of it."""
+    group, taken = group_of(world), []
+    gc.collect()
+    gc.disable()
+    try:
+        before = held()
+        for number in range(30):
+            model = FSDP(
+                nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)]), group, mixed_precision=number % 3 == 0
+            )
+            if number % 2 == 0:
+                model(torch.ones(2, 1024)).sum().backward()
+                torch.optim.SGD(model.parameters(), lr=0.1).step()
+            del model
+            group.barrier()
+            taken.append(held() - before)
+            group.barrier()  # before anybody makes the next one
+    finally:
+        gc.enable()
+    assert max(taken[10:]) <= max(taken[:10]) <= (64 + 16) * MIB, [each // MIB for each in taken]
+
+
+@REAL
+@pytest.mark.ranks(2, 4)
+def test_memory_that_goes_back_to_the_system_is_nobody_s(world, monkeypatch, seed) -> None:
+    """Tensors of any sizes and ages, among ranges that go back and are asked for anew; one rank is slow at it."""
+    kept, give_back = 8 * PAGE * world.size, Segment.give_back
+
+    def slow_on_the_first(segment, start, stop, region=None) -> None:
+        if world.rank == 0:
+            time.sleep(0.001)
+        give_back(segment, start, stop, region)
+
+    monkeypatch.setattr("axonmpi.backends.shared.arena.KEPT_FREE_BYTES", kept)
+    monkeypatch.setattr(Segment, "give_back", slow_on_the_first)
+    group, drawn, live = group_of(world), random.Random(seed), {}
+    gc.collect()
+
+    def make(number: int) -> dict[int, Tensor]:
+        """Return a new tensor, or one that the ranks have in common: each writer's part of it, written."""
+        nbytes = drawn.choice([1, 10, 100, 1000]) * drawn.randint(1, PAGE)
+        if common := drawn.random() < 0.5:
+            tensor = group.node_empty((nbytes,), torch.uint8)
+        else:
+            tensor = group.symmetric_empty((nbytes,), torch.uint8)
+        assert is_backed(tensor)
+        parts = dict(enumerate(tensor.tensor_split(world.size))) if common else {world.rank: tensor}
+        parts[world.rank].fill_((number + world.rank) % 251)
+        return parts
+
+    def drop(number: int) -> None:
+        for writer, part in live.pop(number).items():
+            assert bool((part == (number + writer) % 251).all()), (number, writer)
+
+    small = allocated(group, 1, 1)
+    group.barrier()
+    before = held()
+    for number in range(150):
+        live[number] = make(number)
+        group.barrier()
+        for old in drawn.sample(sorted(live), drawn.randint(0, min(2, len(live)))):
+            drop(old)
+    for number in sorted(live):
+        drop(number)
+    other = allocated(group, 1, 1)  # ranks compare notes when they allocate
+    group.barrier()
+    assert held() - before <= kept + PAGE * world.size  # and `other`
+    assert is_backed(small)
+    assert is_backed(other)
 
 
 def test_free_ranges_never_overlap_and_join(seed) -> None:
