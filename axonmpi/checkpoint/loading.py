@@ -27,7 +27,7 @@ from ..utils.arguments import check_flags, either_group_name
 from .files.contents import Contents, read_contents
 from .files.tensor_file import TensorSpec
 from .files.values import decoded
-from .parts.model_parts import ModelParts, model_parts
+from .parts.model_parts import ModelParts, model_parts, reshaped_buffers
 from .parts.optimizer_parts import prepare_optimizer
 from .parts.part import Part
 from .parts.random_state import prepare_random
@@ -168,7 +168,22 @@ def _load(
     strict: bool,
     dtype: torch.dtype | None,
 ) -> CheckpointInfo:
-    described = model_parts(model, ranks.all)
+    with reshaped_buffers(model, contents.specs("model")):
+        return _load_into(
+            model_parts(model, ranks.all), contents, optimizer, states, ranks, strict=strict, dtype=dtype
+        )
+
+
+def _load_into(
+    described: ModelParts,
+    contents: Contents,
+    optimizer: torch.optim.Optimizer | None,
+    states: Mapping[str, Stateful | None],
+    ranks: CheckpointRanks,
+    *,
+    strict: bool,
+    dtype: torch.dtype | None,
+) -> CheckpointInfo:
     state, files = contents.state, contents.files
     with described.stable():
         fit = _fit(described, contents, ranks.all)

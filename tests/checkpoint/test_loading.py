@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from helpers.checkpoints import flip, on_first, refused_on_all
 from helpers.compare import assert_equal
 from helpers.layouts import laid_out, optimizer_for, train_alone, whole_model
+from helpers.models import built
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -442,3 +444,53 @@ def test_a_missing_file_is_named_also_if_it_is_not_asked_for(world: ax.World, na
     trained(tmp_path)
     os.unlink(tmp_path / "it" / name)
     refused(ax.CheckpointError, [rf"it/{name}: "], tmp_path / "it", whole_model(seed=1), random=False)
+
+
+# ---- buffers that get their shapes in a forward ------------------------------------------------------------------
+
+
+class Observed(nn.Module):
+    """Keeps the largest value of each column, as an observer of quantization does."""
+
+    def __init__(self, knows: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 5)
+        self.largest: Tensor
+        self.register_buffer("largest", torch.empty(0))
+        self.knows = knows
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.layer(x)
+        self.largest.resize_(5).copy_(result.detach().amax(0))
+        return result
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        saved = state.get(f"{prefix}largest")
+        if saved is not None and self.knows:
+            self.largest.resize_(saved.shape)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def observed(knows: bool = True) -> nn.Sequential:
+    return nn.Sequential(nn.Identity(), Observed(knows))
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("wrap", [nn.Sequential, ax.DDP, ax.FSDP])
+def test_modules_are_asked_for_buffers_of_other_shapes(world: ax.World, wrap: Any, shared_tmp_path: Path) -> None:
+    model = wrap(built(observed, 1))
+    model(torch.linspace(0, 1, 6).view(2, 3))
+    save_checkpoint(shared_tmp_path / "it", model)
+    largest = dict(model.named_buffers())
+    fresh = wrap(built(observed, 2))
+    load_checkpoint(shared_tmp_path / "it", fresh)
+    assert_equal(dict(fresh.named_buffers()), largest)
+    refused(
+        ValueError,
+        [r"largest': expected shape \[0\], got \[5\]"],
+        shared_tmp_path / "it",
+        wrap(built(partial(observed, knows=False))),
+    )
+    other = built(observed)
+    other[1].register_parameter("more", nn.Parameter(torch.ones(2)))
+    refused(ValueError, ["the model has, and it has not: .*more"], shared_tmp_path / "it", wrap(other))

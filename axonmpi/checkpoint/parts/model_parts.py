@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,11 +31,12 @@ from ...groups.world import ProcessGroup
 from ...pipeline import Pipeline
 from ...pipeline.state_names import StateNames
 from ...wrapping.state_names import Wrapper
+from ..files.tensor_file import TensorSpec
 from ..files.values import decoded, encoded
 from .holdings import ALONE, Copies, Holding, Layers
 from .part import Part
 
-__all__ = ["ModelParts", "model_parts"]
+__all__ = ["ModelParts", "model_parts", "reshaped_buffers"]
 
 
 class ModelParts:
@@ -241,6 +242,38 @@ def model_parts(model: nn.Module, group: ProcessGroup) -> ModelParts:
         else:
             made = ModelParts(model, [_Root.of(model)], {})
     return made
+
+
+@contextmanager
+def reshaped_buffers(model: nn.Module, specs: Mapping[str, TensorSpec]) -> Iterator[None]:
+    """Let modules give buffers the shapes that a file has, as `load_state_dict` does; local.
+
+    Observers of quantization, for instance, know the shapes of theirs after a forward only. Modules that do not see
+    to it are left alone. If the `with` block raises, the buffers are what they were.
+
+    Args:
+        model: Of which this rank has all buffers.
+        specs: What the file has, by name.
+    """
+    others = {
+        name: torch.zeros(specs[_plain(name)].shape, dtype=buffer.dtype, device=buffer.device)
+        for name, buffer in model.named_buffers()
+        if _plain(name) in specs and specs[_plain(name)].shape != buffer.shape
+    }
+    before: list[tuple[nn.Module, dict[str, Tensor]]] = []
+    if others:
+        before = [
+            (module, {key: buffer.clone() for key, buffer in module.named_buffers(recurse=False)})
+            for module in model.modules()
+        ]
+        with suppress(RuntimeError):  # of shapes that stay wrong, about which the caller says more
+            model.load_state_dict(others, strict=False)
+    try:
+        yield
+    except BaseException:
+        for module, copies in before:
+            module._buffers.update(copies)
+        raise
 
 
 def _of_stages(pipeline: Pipeline, names: StateNames) -> ModelParts:
