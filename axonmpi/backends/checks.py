@@ -115,6 +115,11 @@ def check_writable(tensor: Tensor, backend: str, device_types: tuple[str, ...]) 
     if _is_plain(tensor, device_types):
         return tensor
     check_tensor(tensor, backend, device_types)
+    if getattr(tensor, "is_shard", False):
+        raise ValueError(
+            "this operation would write over a shard of a parameter or gradient, of which other ranks have other "
+            "shards; FSDP averages gradients by itself, and values are set within `with fsdp.full_parameters():`"
+        )
     if not tensor.is_contiguous() and any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     ):

@@ -23,7 +23,7 @@ from ..launch.board import phase
 from ..launch.page import Phase
 from ..types import Work
 from ..utils.arguments import check_flags, either_group_name, integer
-from ..wrapping.partial import parameters_of
+from ..wrapping.optimizer_hooks import parameters_of
 from .agreed import agree
 from .background import Background
 from .files.folders import STATE_FILE

@@ -79,11 +79,14 @@ def check_same_model(module: nn.Module, group: ProcessGroup, arguments: Mapping[
 
     Raises:
         ValueError: Names the first argument, parameter or buffer that differs, and the ranks; or a module whose
-            parameters are divided over them; or a `SyncBatchNorm`; or a parameter without a shape.
+            parameters are divided over them; or a `SyncBatchNorm`, an embedding with `max_norm`, or a parameter
+            without a shape.
     """
     with raised_on_all(group.backend):
         check_not_divided(module, group)
         check_batch_norms(module)
+        if group.size > 1:
+            _check_embeddings(module)
     what, todo = "the model is not the same on all ranks", "Build and wrap the model in the same way on every rank."
     check_same(group.backend, _description(module, arguments), what, todo)
     for name, parameter in module.named_parameters():
@@ -105,6 +108,17 @@ def check_batch_norms(module: nn.Module) -> None:
                 f"module: {name or 'it'} is a torch.nn.SyncBatchNorm, which without torch.distributed is an "
                 "ordinary batch norm of each rank's own batch; use torch.nn.BatchNorm1d, 2d or 3d if that is "
                 "meant, and a norm that does not depend on the batch if not, such as torch.nn.GroupNorm"
+            )
+
+
+def _check_embeddings(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise ValueError(
+                f"module: {name or 'it'} is a {type(part).__name__} with max_norm={part.max_norm}, whose forward "
+                "changes the rows of this rank's batch, so that ranks drift apart; use max_norm=None, and after "
+                "each step weight.renorm_(norm_type, 0, max_norm) under torch.no_grad(), with FSDP within "
+                "`with fsdp.full_parameters():`"
             )
 
 

@@ -86,7 +86,7 @@ def is_shown_in_part(parameter: Tensor) -> bool:
     return getattr(parameter, _WHOLE, parameter.shape) != parameter.shape
 
 
-def elements_of(parameter: nn.Parameter) -> tuple[int, int] | None:
+def elements_of(parameter: Tensor) -> tuple[int, int] | None:
     """Return which elements of a larger parameter this one has; None for a whole one; local."""
     elements: tuple[int, int] | None = getattr(parameter, _ELEMENTS, None)
     return elements

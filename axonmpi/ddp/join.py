@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import CollectiveMismatchError, RankFailedError
 from ..types import ReduceOp
-from ..wrapping.partial import parameters_of
+from ..wrapping.optimizer_hooks import parameters_of
 from .reducer import Reducer
 
 __all__ = ["Join", "Stateful"]

@@ -36,7 +36,7 @@ from ..utils.text import name_ranks
 from ..utils.torch_internals import after_backward, in_backward, outside_compile
 from ..wrapping.autograd import hook_gradient
 from ..wrapping.backward import check_gradient, launch_in_order, watched_rank, weakly
-from ..wrapping.partial import mark_gradients
+from ..wrapping.optimizer_hooks import mark_gradients
 from .buckets import BUCKETS_BETWEEN_NODES, FIRST_BUCKET_BYTES, Bucket, divided_into_buckets
 
 __all__ = ["Reducer"]
@@ -116,7 +116,7 @@ class Reducer:
         """Reduce the gradients of these parameters from now on; collective if they differ from those before.
 
         Returns:
-            The parameters that are new.
+            The parameters that are new, or have another shape or dtype than before.
 
         Raises:
             ValueError: A parameter is no longer trained and has a gradient that was not averaged.
@@ -131,10 +131,10 @@ class Reducer:
                 )
         for hook in self._hooks.values():
             hook.remove()
-        known = set(self._parameters)
+        known = set(self._kinds)
         self._take(named_parameters)
         self._changed = {position_of[parameter]: None for _, parameter in changed if parameter in position_of}
-        return [parameter for parameter in self._parameters if parameter not in known]
+        return [parameter for parameter in self._parameters if _kind(parameter) not in known]
 
     @property
     def bucket_sizes(self) -> list[int]:

@@ -123,6 +123,11 @@ class DistributedDataParallel(Wrapper):
         self._before_forward()
         return self._after_forward(self.module(*args, **kwargs))
 
+    def call_method(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the module as its forward is called; collective as that is."""
+        self._before_forward()
+        return self._after_forward(getattr(self.module, name)(*args, **kwargs))
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Let gradients of forwards in this context accumulate on each rank; local.
 

@@ -7,7 +7,7 @@ the meta device never exists as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,7 @@ class Choices:
         groups: The ranks that share the parameters out, those that hold replicas, and where they compute.
         keeps: Whether parameters that forward gathers are kept for backward.
         precision: Dtypes.
+        kept: Modules that mixed precision leaves out, each with the outermost of them around it.
         by_parameters: Whether every parameter is whole on one rank.
         offload: Where parameters lie instead of memory of the device, if anywhere.
         param_init_fn: Initialises modules on the meta device, by default their `reset_parameters()`.
@@ -47,6 +48,7 @@ class Choices:
     groups: ShardingGroups
     keeps: bool
     precision: MixedPrecision
+    kept: Mapping[nn.Module, nn.Module]
     by_parameters: bool
     offload: Files | PinnedMemory | None
     param_init_fn: Initialiser | None
@@ -65,19 +67,21 @@ def build_flats(plans: Sequence[UnitPlan], choices: Choices) -> list[list[FlatPa
 
 
 def _flats_of(plan: UnitPlan, choices: Choices, loads: list[int]) -> list[FlatParameter]:
-    kinds: dict[tuple[torch.dtype, bool], list[Member]] = {}
+    kinds: dict[tuple[torch.dtype, bool, torch.dtype], list[Member]] = {}
     for member in plan.members:
-        kinds.setdefault((member.parameter.dtype, member.parameter.requires_grad), []).append(member)
+        dtype = member.parameter.dtype
+        is_kept = all(owner in choices.kept for owner, _ in member.owners)
+        compute = dtype if is_kept else choices.precision.compute_dtype(dtype)
+        kinds.setdefault((dtype, member.parameter.requires_grad, compute), []).append(member)
     groups = choices.groups
     stays = groups.on_one_node and not isinstance(choices.offload, PinnedMemory)
     flats = []
-    for (dtype, _), members in kinds.items():
+    for (dtype, _, compute), members in kinds.items():
         numels = [member.parameter.numel() for member in members]
         if choices.by_parameters:
             layout = by_parameters(numels, groups.shard.size, loads)
         else:
             layout = by_elements(numels, groups.shard.size)
-        compute = choices.precision.compute_dtype(dtype)
         state = State.KEPT if choices.keeps or plan.depth == 0 else State.LENT
         if stays and compute == dtype:
             state = State.RESIDENT

@@ -13,7 +13,9 @@ when it is needed. The buffer is on the device that computes; the shard, too, un
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +25,10 @@ from ..collectives.divided_parameters import divide, mark_part
 from ..groups.world import ProcessGroup
 from ..types import Work
 from ..utils.torch_internals import hooks_on
+from ..wrapping.partial import ShardOfParameter
 from .groups import ShardingGroups
 from .layout import Layout
-from .offload import Files, PinnedMemory
+from .offload import Files, OffloadedParameter, PinnedMemory
 from .unit_selection import Member
 
 __all__ = ["COMPUTED_WITH", "FlatParameter", "ShardedParameter", "State"]
@@ -58,7 +61,6 @@ class ShardedParameter:
 
     Attributes:
         name: Its name in the model.
-        owners: The modules that it is an attribute of, with the attribute's name.
         shape: Shape of the full parameter.
         numel: Elements of the full parameter.
         offset: Where it begins in the flat parameter.
@@ -70,13 +72,15 @@ class ShardedParameter:
 
     full: nn.Parameter
     own: Tensor
-    sharded: nn.Parameter
+    sharded: Any
 
     def __init__(self, member: Member, flat: FlatParameter, index: int) -> None:
         layout, rank = flat.layout, flat.group.rank
         self.name = member.name
-        self.owners = member.owners
-        self.flat = flat
+        # Modules have hooks that lead here, and the flat parameter has this one: both know each other only one way,
+        # so that the memory of a dropped model is free at once.
+        self._owners = [(weakref.ref(owner), attribute) for owner, attribute in member.owners]
+        self._flat = weakref.ref(flat)
         self.shape = member.parameter.shape
         self.numel = layout.numels[index]
         self.offset = layout.offsets[index]
@@ -85,6 +89,19 @@ class ShardedParameter:
         self._start = self.offset + self.bounds[0] - layout.bounds(rank)[0]
         self._original = member.parameter
         self._copy: Tensor | None = None
+
+    @property
+    def owners(self) -> list[tuple[nn.Module, str]]:
+        """The modules that it is an attribute of, with the attribute's name, those that were dropped left out."""
+        owners = [(owner(), attribute) for owner, attribute in self._owners]
+        return [(owner, attribute) for owner, attribute in owners if owner is not None]
+
+    @property
+    def flat(self) -> FlatParameter:
+        """The flat parameter that it lies in."""
+        flat = self._flat()
+        assert flat is not None
+        return flat
 
     @property
     def holders(self) -> range:
@@ -100,8 +117,16 @@ class ShardedParameter:
         """Make the sharded parameter a view of [S] elements; local."""
         self.own = self.view_in(shard)
         self.sharded = self._like_original(self.own)
-        mark_part(self.sharded, *self.bounds, self.shape)
+        first, last = self.bounds
+        mark_part(self.sharded, first, last, self.shape)
         divide(self.sharded, group)
+        self._is_divided = group.size > 1
+        self.sharded.ordinary, self.sharded.is_split = nn.Parameter, not self.flat.layout.keeps_whole
+        self.show(None)
+
+    def offload_state(self, files: Files) -> None:
+        """Let optimizers keep their state for the parameter in files; local."""
+        self.sharded.ordinary, self.sharded.files = OffloadedParameter, files
         self.show(None)
 
     def _like_original(self, view: Tensor) -> nn.Parameter:
@@ -123,9 +148,12 @@ class ShardedParameter:
 
     def show(self, copy: Tensor | None) -> None:
         """Let the sharded parameter show a copy of the full one, [*shape]; None: this rank's part; local."""
-        self._copy = copy
-        self.sharded.data = self._shown
-        self._made = _home_of(self.sharded)
+        self._copy, sharded = copy, self.sharded
+        sharded.__class__ = sharded.ordinary
+        sharded.data = self._shown
+        self._made = _home_of(sharded)
+        if copy is None and self._is_divided:
+            sharded.__class__ = ShardOfParameter
 
     @property
     def _shown(self) -> Tensor:
@@ -153,7 +181,8 @@ class ShardedParameter:
         Raises:
             ValueError: The parameter was replaced, changed in shape or dtype, unfrozen, or given a hook.
         """
-        sharded, expected = self.sharded, self._shown
+        sharded: nn.Parameter = self.sharded
+        expected = self._shown
         is_unfrozen = sharded.requires_grad and not self.flat.trains
         has_hooks = len(hooks_on(sharded)[0]) > 1  # one is our own
         is_moved = _home_of(sharded) != self._made

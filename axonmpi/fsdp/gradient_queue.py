@@ -22,10 +22,10 @@ from ..backends import wide_dtype
 from ..collectives.divided_parameters import Axis, axes_of, replicate
 from ..groups.world import ProcessGroup
 from ..types import ReduceOp, Work
-from ..utils.torch_internals import hooks_on
+from ..utils.torch_internals import hooks_on, plain_tensors
 from ..utils.waiting import network_backoff, wait_until
 from ..wrapping.backward import launch_in_order
-from ..wrapping.partial import mark_gradients, ordinary_gradients
+from ..wrapping.optimizer_hooks import mark_gradients, ordinary_gradients
 from .flat_parameter import FlatParameter, ShardedParameter
 from .groups import ShardingGroups
 from .offload import Files, PinnedMemory
@@ -157,14 +157,14 @@ class FlatGradient:
         self._download()
         if self.flat.pinned is not None:
             self.flat.pinned.block(self._copied)
-        own = [p for p, is_used in zip(self.flat.parameters, used, strict=True) if is_used and p.sharded.numel()]
-        with ordinary_gradients(parameter.sharded for parameter in own):
+        own = [p for p, is_used in zip(self.flat.parameters, used, strict=True) if is_used]
+        with plain_tensors(), ordinary_gradients(parameter.sharded for parameter in own):
             for parameter in own:
                 self._add(parameter, parameter.view_in(self._target))
+            hooks = [(hook, parameter.sharded) for parameter in own for hook in hooks_on(parameter.sharded)[1]]
         mark_gradients(self._divided)
-        for parameter in own:
-            for hook in hooks_on(parameter.sharded)[1]:
-                hook(parameter.sharded)
+        for hook, sharded in hooks:
+            hook(sharded)
         self.reset()
 
     def discard(self) -> None:

@@ -1,7 +1,12 @@
-"""Reading a parameter in a forward while its unit is not gathered is an error; optimizers may read it."""
+"""Errors of models that compute with something else than gathered parameters.
+
+Reading a parameter in a forward while its unit is not gathered, which optimizers may do; or a parameter that was
+added after wrapping.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +15,7 @@ from torch import nn
 from ..wrapping.partial import mark_state
 from .unit import Unit
 
-__all__ = ["GuardedParameters", "ScatteredParameterError", "guard"]
+__all__ = ["GuardedParameters", "Members", "ScatteredParameterError", "guard"]
 
 
 class ScatteredParameterError(ValueError):
@@ -52,9 +57,9 @@ class GuardedParameters(dict[str, Any]):
         where = f"unit {unit.name!r}" if unit.name else "the outermost unit"
         raise ScatteredParameterError(
             f"parameter {name!r} belongs to {where} and was used outside of that unit's forward, while its values "
-            "are spread over the ranks. Call the wrapped model (or the unit), put the modules that use the "
-            "parameter into one unit with units=..., or use it within `with fsdp.full_parameters():` "
-            "and torch.no_grad()"
+            "are spread over the ranks. Call the wrapped model (or the unit), call another method of the model "
+            "after fsdp.register_forward_method(name), put the modules that use the parameter into one unit with "
+            "units=..., or use it within `with fsdp.full_parameters():` and torch.no_grad()"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -63,6 +68,48 @@ class GuardedParameters(dict[str, Any]):
             "a sharded module cannot be copied or pickled: load the wrapper's .full_state_dict() into a module "
             "that is not wrapped, or save that"
         )
+
+
+class Members:
+    """The modules and parameters that a model had when it was wrapped.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)  # its hooks lead here
+        self._parameters = {id(parameter): parameter for parameter in model.parameters()}
+        self._note_modules(model)
+
+    def _note_modules(self, model: nn.Module) -> None:
+        self._modules = [weakref.ref(module) for module in model.modules()]
+        self._seen = self._ids()
+
+    def _ids(self) -> list[int]:
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        return [id(member) for module in modules for members in _members_of(module) for member in members.values()]
+
+    def check(self) -> None:
+        """Raise if the model has other parameters than it had; local.
+
+        Raises:
+            ValueError: Naming the first.
+        """
+        model = self._model()
+        if model is None or self._ids() == self._seen:
+            return
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in self._parameters:
+                raise ValueError(
+                    f"parameter {name!r} was added after wrapping: it is not sharded, and its gradient would stay "
+                    "each rank's own. Change the model before it is wrapped"
+                )
+        self._note_modules(model)  # such as an activation that was exchanged
+
+
+def _members_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._modules, module._parameters
 
 
 def guard(unit: Unit, may_read: Callable[[Unit, bool], bool]) -> None:

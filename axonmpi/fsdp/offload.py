@@ -161,23 +161,16 @@ class OffloadedParameter(nn.Parameter):
     files: Files
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, files: Files) -> OffloadedParameter:
-        """Return one in place of a parameter, with the same memory; local."""
-        offloaded = cls(parameter.data, requires_grad=parameter.requires_grad)
-        offloaded.__dict__.update(parameter.__dict__)
-        offloaded.files = files
-        return offloaded
-
-    @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Make tensors that are `like` this one in files; everything else is as usual."""
         kwargs = kwargs or {}
         with plain_tensors():
-            if function in _LIKE and isinstance(args[0], OffloadedParameter) and kwargs.get("device") is None:
+            files = getattr(args[0], "files", None) if function in _LIKE else None
+            if files is not None and kwargs.get("device") is None:
                 model = args[0]
-                made = model.files.zeros(model.shape, kwargs.get("dtype") or model.dtype)
+                made = files.zeros(model.shape, kwargs.get("dtype") or model.dtype)
                 if function is torch.ones_like:
                     made.fill_(1)
                 elif function is torch.full_like:

@@ -16,12 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from ..groups.world import ProcessGroup, group_of_this_rank
 from ..types import ReduceOp
 from ..utils.arguments import either_group_name, hint
-from ..wrapping.partial import OF_ALL_PARAMETERS, OF_WHOLE_PARAMETERS, ordinary_gradients, parameters_of
+from ..wrapping.optimizer_hooks import (
+    OF_ALL_PARAMETERS,
+    OF_WHOLE_PARAMETERS,
+    around_steps,
+    ordinary_gradients,
+    parameters_of,
+)
 from .construction import REPLACED
 from .flat_parameter import COMPUTED_WITH
 from .runtime import FSDPRuntime
@@ -51,11 +57,10 @@ def watch_optimizers(runtime: FSDPRuntime) -> None:
 
 @functools.cache
 def _install() -> None:
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    around_steps(_before_step, _after_step)
 
 
-def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer) -> None:
     runtimes = _runtimes_of(optimizer)
     for runtime in runtimes:
         _check_sees_enough(optimizer, runtime)
@@ -64,7 +69,7 @@ def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         runtime.begin_step()
 
 
-def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def _after_step(optimizer: Optimizer) -> None:
     for runtime in _runtimes_of(optimizer):
         _runtimes[runtime].add(optimizer)
         runtime.end_step()

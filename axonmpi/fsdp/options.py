@@ -6,12 +6,14 @@ import enum
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ..errors import DtypeError
 from ..utils.arguments import hint
 
 __all__ = ["CPUOffload", "MixedPrecision", "ShardingStrategy", "checked_precision"]
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -63,14 +65,18 @@ class MixedPrecision:
         reduce_dtype: Gradients are summed and rounded in it; None: in that of the gradients, or float32 if that
             has 16 bits.
         buffer_dtype: Floating-point buffers are converted to it once; None: not at all.
+        keep: Classes of modules that compute in the dtype of their parameters and buffers: what they are given is
+            converted to it, and what they return to `param_dtype`. Batch norms always do.
 
     Raises:
         DtypeError: One of them is no floating-point dtype.
+        TypeError: `keep` has something else than classes of modules.
     """
 
     param_dtype: torch.dtype | None = torch.bfloat16
     reduce_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
+    keep: tuple[type[nn.Module], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
@@ -80,6 +86,13 @@ class MixedPrecision:
                     f"{name}: expected torch.bfloat16, torch.float16, torch.float32, torch.float64 or "
                     f"None, got {dtype}"
                 )
+        for kept in self.keep if isinstance(self.keep, tuple | list) else (self.keep,):
+            if not (isinstance(kept, type) and issubclass(kept, nn.Module)):
+                raise TypeError(f"keep: expected classes of modules, such as (nn.LayerNorm,), got {kept!r}")
+
+    def keeps(self, module: nn.Module) -> bool:
+        """Say whether a module computes in the dtype of its own parameters; local."""
+        return isinstance(module, (*_BATCH_NORMS, *self.keep))
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which parameters of `dtype` compute; local."""

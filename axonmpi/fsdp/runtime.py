@@ -11,7 +11,7 @@ the end of backward. Where no backward follows a forward, the ranks meet when an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,14 +21,21 @@ from torch import Tensor
 
 from ..launch.board import enter_phase
 from ..launch.page import Phase
-from ..utils.torch_internals import after_backward, in_backward, next_sequence_number, outside_compile
+from ..utils.torch_internals import (
+    after_backward,
+    in_backward,
+    next_sequence_number,
+    outside_compile,
+    plain_tensors,
+)
 from ..wrapping.autograd import hook_gradient
 from ..wrapping.backward import check_gradient, watch_output, watched_rank, weakly
 from .flat_parameter import FlatParameter, ShardedParameter
 from .full_parameters import FullParameters
 from .gradient_queue import FlatGradient, GradientQueue
 from .groups import ShardingGroups
-from .guard import guard
+from .guard import Members, guard
+from .kept_precision import converted
 from .unit import Unit
 
 __all__ = ["FSDPRuntime"]
@@ -83,11 +90,16 @@ class FSDPRuntime:
         self._reading = False
         self._open = False
         self._cast = cast
+        model = units[0].module
+        assert model is not None
+        self._members = Members(model)
         self._watched_rank = watched_rank(groups.shard)
         for unit in units:
             guard(unit, self.may_read)
-            unit.module.register_forward_pre_hook(partial(self._before, unit), with_kwargs=True)
-            unit.module.register_forward_hook(partial(self._after_forward, unit), always_call=True)
+            module = unit.module
+            assert module is not None
+            module.register_forward_pre_hook(partial(self._before, unit), with_kwargs=True)
+            module.register_forward_hook(partial(self._after_forward, unit), always_call=True)
         for gradient in gradients:
             for parameter in gradient.flat.parameters:
                 node, _ = hook_gradient(parameter.full, weakly(self.on_gradient, gradient, parameter))
@@ -108,8 +120,17 @@ class FSDPRuntime:
         self._before_forward(unit)
         if self._cast is None:
             return None
-        converted = {key: _converted(value, self._cast) for key, value in kwargs.items()}
-        return tuple(_converted(value, self._cast) for value in args), converted
+        return converted((args, kwargs), self._cast)
+
+    def call(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Let another method of the model than its forward compute; collective as that is."""
+        model, output = self.units[0], None
+        args, kwargs = self._before(model, model.module, args, kwargs) or (args, kwargs)
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            self._after_forward(model, model.module, args, output)
+        return output
 
     @outside_compile
     def _before_forward(self, unit: Unit) -> None:
@@ -257,7 +278,8 @@ class FSDPRuntime:
         self._open_backward()
         gradient.arrived.add(parameter)
         if self.enabled:
-            self.queue.launch_complete()
+            with plain_tensors():
+                self.queue.launch_complete()
 
     def on_sharded_gradient(self, parameter: ShardedParameter, computed: Tensor) -> None:
         """Refuse gradients of the full parameters that users see: nobody would average them."""
@@ -298,10 +320,12 @@ class FSDPRuntime:
         """Take over values that were put elsewhere; collective while users see full parameters.
 
         Raises:
-            ValueError: A parameter was replaced, or changed in shape or dtype.
+            ValueError: A parameter was replaced or added, or changed in shape or dtype.
         """
-        for unit in self.units:
-            unit.take_changes()
+        with plain_tensors():
+            for unit in self.units:
+                unit.take_changes()
+        self._members.check()
         if self.gathered is not None:
             self.gathered.take_changes()
 
@@ -370,7 +394,3 @@ class FSDPRuntime:
         finally:
             gathered.hide()
             self.gathered = None
-
-
-def _converted(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from ..collectives.agreement import check_same
 from ..collectives.divided_parameters import axes_of
 from ..utils.arguments import check_flags
-from ..wrapping.partial import as_part_of_state, parameters_of
+from ..wrapping.optimizer_hooks import parameters_of
+from ..wrapping.partial import as_part_of_state
 from .flat_parameter import ShardedParameter
 from .groups import ShardingGroups
 from .runtime import FSDPRuntime

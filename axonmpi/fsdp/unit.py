@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from ..types import Work
-from ..utils.torch_internals import set_version
+from ..utils.torch_internals import plain_tensors, set_version
 from .flat_parameter import FlatParameter, ShardedParameter, State
 
 __all__ = ["LentBuffer", "Unit"]
@@ -21,14 +22,22 @@ class LentBuffer:
         memory: [bytes] uint8 that the ranks of a node have in common.
 
     Attributes:
-        holder: The unit whose parameters it holds, if any.
         users: How many units it is lent to.
     """
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-        self.holder: Unit | None = None
+        self._holder: weakref.ref[Unit] | None = None
         self.users = 0
+
+    @property
+    def holder(self) -> Unit | None:
+        """The unit whose parameters it holds, if any."""
+        return None if self._holder is None else self._holder()
+
+    @holder.setter
+    def holder(self, unit: Unit) -> None:
+        self._holder = weakref.ref(unit)
 
 
 class Unit:
@@ -54,7 +63,7 @@ class Unit:
         self, name: str, module: nn.Module, flats: Sequence[FlatParameter], lent: LentBuffer | None
     ) -> None:
         self.name = name
-        self.module = module
+        self._module = weakref.ref(module)  # has hooks that lead here
         self.flats = list(flats)
         self.parameters = [parameter for flat in flats for parameter in flat.parameters]
         self.is_resident = all(flat.is_resident for flat in flats)
@@ -67,6 +76,11 @@ class Unit:
         if lent is not None:
             lent.users += 1
             self._version_in_buffer = lent.users
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module, None once it was dropped."""
+        return self._module()
 
     @property
     def is_valid(self) -> bool:
@@ -86,11 +100,12 @@ class Unit:
 
     def show_full(self) -> None:
         """Let the modules have the full parameters; local."""
-        for parameter in self.parameters:
-            full, sharded = parameter.full, parameter.sharded
-            if full.requires_grad is not sharded.requires_grad:
-                full.requires_grad_(sharded.requires_grad)
-            _put(parameter, full)
+        with plain_tensors():
+            for parameter in self.parameters:
+                full, sharded = parameter.full, parameter.sharded
+                if full.requires_grad is not sharded.requires_grad:
+                    full.requires_grad_(sharded.requires_grad)
+                _put(parameter, full)
 
     def take_changes(self) -> None:
         """Take over values that were put elsewhere; local.

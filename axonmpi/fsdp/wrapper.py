@@ -23,8 +23,9 @@ from . import memory, state
 from .construction import Choices, build_flats, initialise, initialise_buffers, lend_buffers, places_of
 from .gradient_queue import FlatGradient
 from .groups import checked_groups, sharding_groups
+from .kept_precision import keep_precision, kept_modules
 from .memory import FSDPMemoryStats
-from .offload import Files, OffloadedParameter, PinnedMemory
+from .offload import Files, PinnedMemory
 from .optimizers import watch_optimizers
 from .options import CPUOffload, MixedPrecision, ShardingStrategy, checked_precision
 from .runtime import FSDPRuntime
@@ -132,6 +133,7 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             groups=self._groups,
             keeps=strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD),
             precision=precision,
+            kept=kept_modules(module, precision),
             by_parameters=shard_by == "parameters",
             offload=offload,
             param_init_fn=param_init_fn,
@@ -150,11 +152,11 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             unit = Unit(plan.name, plan.module, own, buffer)
             if isinstance(offload, Files):
                 for parameter in unit.parameters:
-                    parameter.sharded = OffloadedParameter.of(parameter.sharded, offload)
+                    parameter.offload_state(offload)
             unit.show_sharded()
             units.append(unit)
         initialise_buffers(self.module, choices)
-        self._init_buffers()
+        self._init_buffers(choices)
         # The outermost unit's last gradient is that of the first layer: it comes last.
         gradients = [
             FlatGradient(unit, flat, self._precision.sum_dtype(flat.compute_dtype), self._groups.replicas, offload)
@@ -163,13 +165,16 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
             if flat.trains
         ]
         self._runtime = FSDPRuntime(self._groups, units, gradients, self._precision.param_dtype)
+        runtime, computes_in = self._runtime, self._precision.param_dtype
+        if computes_in is not None:
+            keep_precision(dict.fromkeys(choices.kept.values()), computes_in, lambda: runtime.shows_copies)
         watch_optimizers(self._runtime)
 
-    def _init_buffers(self) -> None:
+    def _init_buffers(self, choices: Choices) -> None:
         """Bring rank 0's buffers to all ranks, in the dtype that was chosen."""
         dtype = self._precision.buffer_dtype
         for part in self.module.modules() if dtype is not None else ():
-            for name, buffer in part._buffers.items():
+            for name, buffer in part._buffers.items() if part not in choices.kept else ():
                 if buffer is not None and buffer.is_floating_point():
                     part._buffers[name] = buffer.to(dtype)
         buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
@@ -181,6 +186,10 @@ class FullyShardedDataParallel(Wrapper, ClipsGradients):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; collective."""
         return self.module(*args, **kwargs)
+
+    def call_method(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the module as its forward is called; collective as that is."""
+        return self._runtime.call(getattr(self.module, name), args, kwargs)
 
     @property
     def runtime(self) -> FSDPRuntime:

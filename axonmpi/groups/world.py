@@ -11,8 +11,10 @@ one for a while (`World.activate`), which is how mock ranks live side by side in
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from multiprocessing import parent_process
 
 from ..backends import (
     Backend,
@@ -203,6 +205,12 @@ class World:
     def _keep(self, group: ProcessGroup | World) -> None:
         """Remember a group of this rank until it is closed: else its communicators would never be released."""
         self._groups = [*self.groups, group]
+        if len(self._groups) == _MANY_GROUPS:
+            warnings.warn(
+                f"{_MANY_GROUPS} groups of this world are open, and an MPI library has room for some thousand; "
+                "close() those that are no longer used, or make each group once, before the loop",
+                stacklevel=3,
+            )
 
     @contextmanager
     def activate(self) -> Iterator[World]:
@@ -259,6 +267,7 @@ class World:
             set_process_world(None)
 
 
+_MANY_GROUPS = 100
 _thread = threading.local()
 _process_world: World | None = None
 
@@ -282,6 +291,12 @@ def get_world() -> World:
     """
     world: World | None = getattr(_thread, "world", None) or _process_world
     if world is None:
+        if parent_process() is not None:
+            raise CommunicatorError(
+                "no process group in this process, which another one has started, such as a worker of a "
+                "DataLoader: groups belong to the rank itself. Take what is needed there, such as "
+                "axonmpi.get_rank(), and hand it to the child, in its dataset for instance"
+            )
         raise CommunicatorError("no process group yet: call axonmpi.init_process_group() first")
     return world
 

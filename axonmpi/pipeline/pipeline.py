@@ -28,7 +28,7 @@ from ..collectives.agreement import check_same, raised_on_all
 from ..collectives.gradient_norm import ClipsGradients, Copies, copy_counts, divided_axes
 from ..groups.world import ProcessGroup, chosen_group, group_of_this_rank
 from ..utils.arguments import check_flags, check_functions, either_group_name, integer
-from ..wrapping.partial import mark_gradients
+from ..wrapping.optimizer_hooks import mark_gradients
 from .batches import batch_size, digest_of, joined, loss_weights, split_batch
 from .construction import ScheduleMaker, chosen_schedule, lay_out, own_modules, placement_for
 from .runtime.executor import Executor

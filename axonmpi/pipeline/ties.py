@@ -75,7 +75,7 @@ class TiedParameter:
         for other in others:
             total += other
         if self._backend is not None:
-            self._backend.all_reduce(total)
+            self._backend.all_reduce(total.as_subclass(Tensor))
         if self._before is not None:
             total += self._before
         for other in others:

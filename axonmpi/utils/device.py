@@ -14,9 +14,11 @@ nothing to order. No other file of the library uses `torch.cuda`.
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,26 @@ __all__ = [
     "gpu_identity",
     "peer_access",
 ]
+
+
+_collection = threading.Lock()
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Keep Python's garbage collector from running in the `with` block.
+
+    `Generator.get_state()` holds a mutex while it allocates. A collection there may run finalizers in Python, which
+    let another thread run, and if that waits for the mutex, neither goes on.
+    """
+    with _collection:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
 
 
 _STREAMS = 32
@@ -128,7 +150,8 @@ class Device:
 
     def random_state(self) -> Tensor:
         """Return the state of its default generator, [bytes] of uint8 on the CPU; local."""
-        return torch.get_rng_state()
+        with _without_collection():
+            return torch.get_rng_state()
 
     def set_random_state(self, state: Tensor) -> None:
         """Set the state of its default generator; local."""

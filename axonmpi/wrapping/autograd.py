@@ -5,6 +5,7 @@ The tensors of a model's output, the leaves below them, and hooks on the gradien
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,9 +15,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ..utils.torch_internals import engine_runs, hooks_on
-from .partial import mark_gradient
+from .optimizer_hooks import mark_gradient
 
-__all__ = ["accumulates_into", "hook_gradient", "is_watched", "leaf_below", "tensors_in"]
+__all__ = ["accumulates_into", "hook_gradient", "is_watched", "leaf_below", "map_tensors", "tensors_in"]
 
 _WATCHED = "_axonmpi_watched"
 _LEAF = "torch::autograd::AccumulateGrad"
@@ -35,6 +36,29 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         for field in dataclasses.fields(output):
             yield from tensors_in(getattr(output, field.name, None))
+
+
+def map_tensors(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """Return arguments of a model with their tensors converted, in containers as `tensors_in` has them; local.
+
+    Containers are copied, with all that they have besides.
+    """
+    if isinstance(value, Tensor):
+        return convert(value)
+    if isinstance(value, Mapping):
+        mapped: Any = copy.copy(value)
+        for key, item in value.items():
+            mapped[key] = map_tensors(item, convert)
+        return mapped
+    if isinstance(value, list | tuple):
+        items = [map_tensors(item, convert) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        mapped = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(mapped, field.name, map_tensors(getattr(value, field.name, None), convert))
+        return mapped
+    return value
 
 
 def leaf_below(tensor: Tensor) -> Node | None:

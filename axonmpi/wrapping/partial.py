@@ -1,84 +1,79 @@
-"""Tensors that are a rank's part of something, as users meet them.
+"""Tensor subclasses for one rank's part of a parameter, gradient or state.
 
-    part.grad                         its norm is that of a part: refused, as each rank would get another one
+    shard.norm()                      sees a part of the parameter or gradient: refused
     model.state_dict()["weight"]      a file of it could not be loaded as the model: refused
     optimizer.state_dict()["state"]   likewise
 
-They say what to call instead. In everything else they are tensors; what is made of one and has its shape, such as
-a copy, is one, too, and `tensor.as_subclass(torch.Tensor)` is none. Optimizers see gradients as ordinary tensors
-while they step, so that their own code stays as quick as it is.
+The errors say what to call instead. Elementwise results, such as copies, are of the same subclass;
+`tensor.as_subclass(torch.Tensor)` is an ordinary tensor.
 """
 
 from __future__ import annotations
 
-import functools
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..collectives.divided_parameters import axes_of, is_shown_in_part
 from ..utils.torch_internals import plain_tensors
+from .elementwise import Scope, fits_elements, is_view, name_of, scope_of
 
 __all__ = [
-    "OF_ALL_PARAMETERS",
-    "OF_WHOLE_PARAMETERS",
     "PartOfGradient",
     "PartOfState",
+    "Shard",
+    "ShardOfParameter",
     "as_part_of_state",
-    "mark_gradient",
-    "mark_gradients",
     "mark_state",
-    "ordinary_gradients",
-    "parameters_of",
-    "watch_optimizers",
 ]
-
-OF_ALL_PARAMETERS = (torch.optim.LBFGS,)
-"""Optimizers whose step takes products over all parameters."""
-OF_WHOLE_PARAMETERS = (torch.optim.Adafactor, torch.optim.Muon)
-"""Optimizers whose step on an element depends on the rest of its parameter."""
 
 
 class _Part(Tensor):
-    """A tensor with which some functions are refused."""
+    """A tensor that refuses some functions.
 
-    refused: frozenset[str]
+    Attributes:
+        refused: Plain names of the functions, see `name_of`.
+        error: Class of the error.
+        message: Text of the error.
+    """
+
+    refused: frozenset[str] = frozenset()
     error: type[Exception]
     message: str
+
+    @classmethod
+    def check(cls, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise if a function is refused; local."""
+        if name_of(function) in cls.refused:
+            raise cls.error(cls.message)
 
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Refuse some functions; what others return in the shape of a part is a part."""
-        name = getattr(function, "__name__", "")
-        if name in cls.refused:
-            raise cls.error(cls.message)
+        kwargs = kwargs or {}
+        cls.check(function, args, kwargs)
         with plain_tensors():
-            result = function(*args, **(kwargs or {}))
-            is_new = type(result) is Tensor and not any(result is given for given in args)
-            if is_new and name != "as_subclass":
-                same = any(isinstance(given, cls) and given.shape == result.shape for given in args)
-                return result.as_subclass(cls) if same else result
-        return result
+            result = function(*args, **kwargs)
+            shapes = [given.shape for given in args if isinstance(given, cls)]
+            is_part = name_of(function) != "as_subclass" and getattr(result, "shape", None) in shapes
+            return _marked(result, args, cls) if is_part else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Copy; local."""
-        copied: Tensor = memo.setdefault(id(self), self.detach().clone())
+        copied: Tensor = memo.setdefault(id(self), self.detach().clone().as_subclass(type(self)))
         return copied
 
 
 class PartOfGradient(_Part):
-    """The gradient of a part of a parameter, of which other ranks have other parts."""
+    """The gradient of one rank's part of a layer."""
 
     refused = frozenset(
-        {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", "_foreach_norm"}
-        | {"_amp_foreach_non_finite_check_and_unscale_"}
+        {"norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm"}
+        | {"amp_foreach_non_finite_check_and_unscale"}
     )
 
     error = ValueError
@@ -95,10 +90,129 @@ class PartOfGradient(_Part):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
+class Shard(_Part):
+    """A shard of a parameter or gradient, or an elementwise result of one: refuses all but elementwise functions.
+
+    Attributes:
+        is_shard: True; collectives that write into tensors refuse those.
+    """
+
+    is_shard = True
+
+    @classmethod
+    def check(cls, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise if a function is not elementwise; local."""
+        super().check(function, args, kwargs)
+        scope = scope_of(function)
+        if scope is Scope.ELEMENTS:
+            is_allowed = fits_elements(args, kwargs, Shard)
+        elif scope is Scope.FLAT:
+            is_allowed = args[1:] in ((), (-1,)) and not kwargs
+        else:
+            is_allowed = scope is not Scope.ALL
+        if not is_allowed:
+            raise ValueError(_needs_full(name_of(function)))
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call an elementwise function, and return its result as a shard; refuse others."""
+        kwargs, scope, caller = kwargs or {}, scope_of(function), sys._getframe(1)
+        module = caller.f_globals.get("__name__", "")
+        ordinary = getattr(args[0], "ordinary", nn.Parameter) if args else nn.Parameter
+        if module.startswith(_LIBRARY):  # which knows that it has a shard
+            return ordinary.__torch_function__(function, types, args, kwargs)
+        # Functions of torch.nn.init leave an empty tensor alone, and would go on where a rank's shard is empty.
+        if scope is Scope.SHARD and module == nn.init.__name__:
+            raise ValueError(_needs_full(caller.f_code.co_name))
+        if scope is not Scope.SHARD or cls.refused:
+            cls.check(function, args, kwargs)
+        result = ordinary.__torch_function__(function, types, args, kwargs)
+        if scope is Scope.SHARD and type(result) is Tensor and function == _GRADIENT:
+            result.__class__ = Shard
+        if scope not in (Scope.ELEMENTS, Scope.FLAT) or result is None:
+            return result
+        kind = Shard if issubclass(cls, nn.Parameter) else cls
+        with plain_tensors():
+            if isinstance(result, list | tuple):
+                return type(result)(_marked(item, args, kind) for item in result)
+            made = _marked(result, args, kind)
+            if is_view(function):
+                made.source = getattr(args[0], "source", args[0])
+            return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Travel as an ordinary tensor."""
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+_LIBRARY = __name__.partition(".")[0] + "."
+_tensor: Any = Tensor
+_GRADIENT, _SET_DATA = _tensor.grad.__get__, _tensor.data.__set__
+
+
+def _marked(result: Any, args: Sequence[Any], kind: type[Tensor]) -> Any:
+    is_new = type(result) is Tensor and not any(result is given for given in args)
+    return result.as_subclass(kind) if is_new else result
+
+
+def _needs_full(name: str) -> str:
+    return (
+        f"{name} needs the full tensor, and this rank has a shard of it. Parameters: call it on all ranks within "
+        "`with fsdp.full_parameters():`, or before the model is wrapped; a penalty on weights belongs into a "
+        "module's forward, or is the optimizer's weight_decay; other methods than forward that compute take "
+        "fsdp.register_forward_method(name); optimizers that need norms of parameters take "
+        "shard_by='parameters'. Gradients: fsdp.clip_grad_norm(max_norm), pipeline.clip_grad_norm(max_norm) and "
+        "axonmpi.clip_grad_norm(model, max_norm) return the norm of the full gradient, and with max_norm=math.inf "
+        "only measure; axonmpi.ShardedGradScaler scales losses. tensor.as_subclass(torch.Tensor) is the shard as "
+        "an ordinary tensor"
+    )
+
+
+class ShardOfParameter(Shard, nn.Parameter):
+    """A rank's shard of a parameter, as modules and optimizers have it.
+
+    Attributes:
+        ordinary: The class in a step of torch's optimizers, and while the full parameter is gathered.
+        is_split: Whether a rank may have some of the elements, rather than all or none.
+    """
+
+    ordinary: type[nn.Parameter]
+    is_split: bool
+
+    @classmethod
+    def check(cls, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise if a function is refused, or other memory is given to a parameter; local."""
+        if function == _SET_DATA:
+            _check_data(*args)
+        else:
+            super().check(function, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Copy; local."""
+        copied = nn.Parameter(self.as_subclass(Tensor).detach().clone(), self.requires_grad)
+        copied.__dict__.update(self.__dict__)
+        copied.__class__ = ShardOfParameter
+        memo[id(self)] = copied
+        return copied
+
+
+def _check_data(parameter: Tensor, value: Any) -> None:
+    """Raise unless the new data are a conversion of the parameter's own, as in `Module.to()`; local."""
+    source = getattr(value, "source", parameter)
+    if not isinstance(value, Shard) or source is not parameter:
+        raise ValueError(
+            "parameter.data = ...: expected this rank's shard of the same parameter, as converting a module gives "
+            f"it, got {'another parameter' if isinstance(value, Shard) else 'an ordinary tensor'}. Tie parameters "
+            "before the model is wrapped; set values within `with fsdp.full_parameters():` or with copy_()"
+        )
+
+
 class PartOfState(_Part):
     """A part of a parameter, or of what an optimizer keeps for it, in a state dict."""
 
-    refused = frozenset({"untyped_storage", "storage", "_typed_storage"})  # what writes files asks for these
+    refused = frozenset({"untyped_storage", "storage", "typed_storage"})  # what writes files asks for these
 
     error = TypeError
     message = (
@@ -113,9 +227,13 @@ class PartOfState(_Part):
         raise self.error(self.message)
 
 
+class ShardOfState(PartOfState, Shard):
+    """A shard in a state dict."""
+
+
 def as_part_of_state(value: Tensor) -> Tensor:
     """Return a view of a tensor that refuses to be saved; local."""
-    return value.as_subclass(PartOfState)
+    return value.as_subclass(ShardOfState if isinstance(value, Shard) else PartOfState)
 
 
 def mark_state(module: nn.Module) -> None:
@@ -129,116 +247,14 @@ def _mark_parts(module: nn.Module, state: dict[str, Any], prefix: str, _local: o
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
         is_part = parameter is not None and (is_shown_in_part(parameter) or (name in shards and axes_of(parameter)))
-        if is_part and type(value) is Tensor:  # and not, as was asked for, the parameter itself
+        if (
+            is_part and value is not None and type(value) in (Tensor, Shard)
+        ):  # and not, as was asked for, the parameter itself
             state[prefix + name] = as_part_of_state(value)
 
 
 def _unmark_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_rest: Any) -> None:
     for name in module._parameters:
         value = state.get(prefix + name)
-        if type(value) is PartOfState:
+        if isinstance(value, PartOfState):
             state[prefix + name] = value.as_subclass(Tensor)
-
-
-# ---- gradients --------------------------------------------------------------------------------------------------
-
-
-def mark_gradients(parameters: Iterable[Tensor]) -> None:
-    """Mark gradients as parts of larger ones; local."""
-    watch_optimizers()
-    for parameter in parameters:
-        if type(parameter.grad) is Tensor:
-            parameter.grad.__class__ = PartOfGradient
-
-
-def mark_gradient(parameter: Tensor) -> None:
-    """Mark one parameter's gradient; a hook for when it is complete; local."""
-    mark_gradients([parameter])
-
-
-@contextmanager
-def ordinary_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Let gradients of parameters be ordinary tensors in the block; local."""
-    marked = _unmark(parameters)
-    try:
-        yield
-    finally:
-        _mark(marked)
-
-
-def _unmark(parameters: Iterable[Tensor]) -> list[Tensor]:
-    gradients = [parameter.grad for parameter in parameters]
-    marked: list[Tensor] = [gradient for gradient in gradients if type(gradient) is PartOfGradient]
-    for gradient in marked:
-        gradient.__class__ = Tensor
-    return marked
-
-
-def _mark(gradients: Iterable[Tensor]) -> None:
-    for gradient in gradients:
-        gradient.__class__ = PartOfGradient
-
-
-# ---- optimizers -------------------------------------------------------------------------------------------------
-
-_stepping: weakref.WeakKeyDictionary[Optimizer, list[Tensor]] = weakref.WeakKeyDictionary()
-_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-
-@functools.cache
-def watch_optimizers() -> None:
-    """Hook all optimizers: their steps see ordinary gradients, their state dicts are marked; local."""
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
-
-
-def _before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    _check_sees_enough(optimizer)
-    marked = _unmark(parameters_of(optimizer))
-    if marked:
-        _stepping[optimizer] = marked
-    if optimizer not in _known:
-        _known.add(optimizer)
-        _take_ordinary(optimizer)
-        optimizer.register_state_dict_post_hook(_marked_state)
-        optimizer.register_load_state_dict_post_hook(_take_ordinary)
-
-
-def _check_sees_enough(optimizer: Optimizer) -> None:
-    if not isinstance(optimizer, OF_ALL_PARAMETERS + OF_WHOLE_PARAMETERS):
-        return
-    if any(axis.of_layer for parameter in parameters_of(optimizer) for axis in axes_of(parameter)):
-        raise ValueError(
-            f"the step of {type(optimizer).__name__} needs whole parameters, and layers of this model are divided "
-            "among ranks: choose an optimizer that treats each element by itself, such as AdamW"
-        )
-
-
-def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the parameters of all groups of an optimizer; local."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    _mark(_stepping.pop(optimizer, ()))
-
-
-def _marked_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state dict in which the state of parts of parameters refuses to be saved."""
-    state = dict(state_dict["state"])
-    for key, parameter in enumerate(parameters_of(optimizer)):
-        if key in state and axes_of(parameter):
-            state[key] = {
-                name: as_part_of_state(value) if isinstance(value, Tensor) and value.dim() else value
-                for name, value in state[key].items()
-            }
-    return {**state_dict, "state": state}
-
-
-def _take_ordinary(optimizer: Optimizer) -> None:
-    """Make ordinary tensors of the marked ones in a state that an optimizer has loaded."""
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            if type(value) is PartOfState:
-                state[name] = value.as_subclass(Tensor)

@@ -11,6 +11,7 @@ paths, which begin with the wrapper itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -60,9 +61,35 @@ class Wrapper(nn.Module):
         """Yield the buffers under the names of the wrapped module; local."""
         yield from self.module.named_buffers(prefix, recurse, remove_duplicate)
 
+    def register_forward_method(self, name: str) -> None:
+        """Let the wrapper have another method of the module that computes as `forward` does; local.
+
+        `wrapper.encode(x)` then calls `module.encode(x)` with parameters, and with gradients in its backward, as a
+        forward has them. The same methods on all ranks. As torch's `register_fsdp_forward_method`.
+
+        Args:
+            name: The method's, such as "encode" or "generate".
+
+        Raises:
+            TypeError: The module has no such method.
+            ValueError: The wrapper has something else under that name.
+        """
+        if not isinstance(name, str) or not callable(getattr(self.module, name, None)):
+            kind = type(self.module).__name__
+            raise TypeError(f"name: expected the name of a method of the wrapped {kind}, got {name!r}")
+        if hasattr(type(self), name):
+            raise ValueError(f"name: expected another name than {name!r}, which {type(self).__name__} has itself")
+        self._forward_methods = {*self.__dict__.get("_forward_methods", ()), name}
+
+    def call_method(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the module as its forward is called; collective as that is."""
+        raise NotImplementedError
+
     # torch.func.functional_call finds and replaces by attributes what it is given by name.
 
     def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_forward_methods", ()):
+            return partial(self.call_method, name)
         try:
             return super().__getattr__(name)
         except AttributeError:

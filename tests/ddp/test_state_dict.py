@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.compare import assert_close, assert_equal
+from helpers.compare import assert_close, assert_equal, refused
 from helpers.models import batch_norm, batch_of, built, mlp, own_loss, part_of, wrapped
 from helpers.steps import adamw, loss_of
 from torch import Tensor, nn
@@ -151,6 +151,8 @@ def test_parameters_and_buffers_have_the_names_of_the_module(world, kind, wrappe
         for arguments in ((), ("p", False)):
             assert list(dict(getattr(model, listed)(*arguments))) == list(dict(getattr(plain, listed)(*arguments)))
     assert set(dict(plain.named_parameters())) <= set(model.state_dict())
+    plain.mine = model.module.mine = 1
+    refused(AttributeError, (lambda: model.mine, f"'{wrapper.__name__}' object has no attribute 'mine'"))
 
 
 @pytest.mark.ranks(2)

@@ -253,7 +253,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank(world, usual, norm_type, bad)
     own_loss(usual, world).backward()
     gradients = [p.grad for p in usual.parameters() if p.grad is not None]
     if world.rank == 0:
-        gradients[0][0] = bad
+        gradients[0].as_subclass(torch.Tensor)[0] = bad
     before = [gradient.clone() for gradient in gradients]
     with pytest.raises(RuntimeError, match=f"the norm of the gradient is {bad}, so it cannot be clipped"):
         usual.clip_grad_norm(1.0, norm_type, error_if_nonfinite=True)

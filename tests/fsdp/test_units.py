@@ -86,7 +86,7 @@ def test_each_element_is_on_one_rank_and_the_loads_are_balanced(units, ranks, wh
         shard_by = "parameters" if whole else "elements"
         model = ax.FSDP(nn.Sequential(*lists), units=nn.ParameterList, shard_by=shard_by)
         assert all(part.data_ptr() % LINE == 0 for part in model.parameters() if part.numel())
-        return [part.detach().clone() for part in model.parameters()]
+        return [part.as_subclass(Tensor).detach().clone() for part in model.parameters()]
 
     of_ranks = run_ranks(ranks, parts)
     for index, expected in enumerate(wholes):

@@ -1,9 +1,11 @@
 """The life cycle: use before it begins and after it has ended, beginning twice, arguments that there are not."""
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from helpers.compare import refused
 
 import axonmpi as ax
 from axonmpi import CommunicatorError, ProcessGroup, World
+from axonmpi.testing import run_ranks
 
 QUESTIONS: tuple[Callable[[], object], ...] = (
     ax.get_rank,
@@ -176,3 +179,29 @@ def test_a_world_closes_the_worlds_that_it_has_made(world) -> None:
         with pytest.raises(CommunicatorError, match="closed"):
             part.default_group.all_reduce_sum(torch.ones(1))
     world.barrier()
+
+
+def rank_in_child(_: object = None) -> str:
+    try:
+        return str(ax.get_rank())
+    except CommunicatorError as error:
+        return str(error)
+
+
+def test_a_child_of_a_rank_is_told_so() -> None:
+    """As a worker of a DataLoader is that is spawned."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        message = pool.submit(rank_in_child).result(timeout=60)
+    assert "a worker of a DataLoader" in message
+    assert "hand it to the child" in message
+
+
+def test_groups_made_in_a_loop_are_warned_of_once() -> None:
+    def many(world: World) -> None:
+        for group in [world.new_group([0, 1]) for _ in range(120)]:
+            group.close()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_ranks(2, many)
+    assert [str(warning.message)[:10] for warning in caught] == ["100 groups"] * 2

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import axonmpi as ax
+from axonmpi.utils.device import device_at
 from helpers.compare import assert_equal, assert_precise
 from helpers.models import built
 
@@ -23,7 +24,7 @@ _Made = TypeVar("_Made", bound=nn.Module)
 
 def together(make: Callable[[], _Made], seed: int = 0) -> _Made:
     """Build a module on all ranks; collective."""
-    state = torch.get_rng_state()
+    state = device_at(torch.device("cpu")).random_state()
     ax.barrier()
     torch.manual_seed(seed)
     made = make()

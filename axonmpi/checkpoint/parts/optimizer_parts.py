@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from ...wrapping.partial import OF_ALL_PARAMETERS
+from ...wrapping.optimizer_hooks import OF_ALL_PARAMETERS
 from ..files.tensor_file import TensorSpec
 from ..files.values import decoded, encoded
 from .holdings import Holding

@@ -20,7 +20,8 @@ from ...backends import wrap_dim
 from ...collectives.divided_parameters import axes_of, divide
 from ...groups.world import ProcessGroup, group_of_this_rank
 from ...utils.device import device_at
-from ...wrapping.partial import mark_gradient, mark_state, watch_optimizers
+from ...wrapping.optimizer_hooks import mark_gradient, watch_optimizers
+from ...wrapping.partial import mark_state
 from ..shards import Shard
 
 __all__ = ["ShardedLayer", "group_third"]

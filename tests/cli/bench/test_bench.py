@@ -217,3 +217,26 @@ def test_wrong_arguments_are_named(arguments, complaint, capsys):
     with pytest.raises(SystemExit) as caught:
         main(arguments.split())
     assert (caught.value.code, complaint in capsys.readouterr().err) == (2, True)
+
+
+def test_memory_is_shown_in_mib():
+    from axonmpi.cli.bench.data_parallel import fsdp_table
+
+    names = ("torch on gloo", "ddp", "fsdp")
+    result = {
+        "ranks": 2,
+        "parameters": 3_000_000,
+        "batch": 4,
+        "milliseconds": dict.fromkeys(names, 2.0),
+        "memory": {name: number << 20 for name, number in zip(names, (30, 20, 11), strict=True)},
+        "theory": {"ddp": 17 << 20, "fsdp": 13 << 20},
+    }
+    assert [row.split() for row in fsdp_table([result]).splitlines()][-2] == [
+        "2",
+        "30",
+        "20",
+        "11",
+        "|",
+        "17",
+        "13",
+    ]
