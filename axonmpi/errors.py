@@ -47,7 +47,13 @@ class CommunicatorError(AxonmpiError):
 
 
 class CollectiveMismatchError(AxonmpiError):
-    """The ranks of a group made different calls; raised on every rank, naming those that differ."""
+    """The ranks of a group made different calls; raised on every rank, naming those that differ.
+
+    Attributes:
+        calls: What each rank called, in words, where the ranks have told each other.
+    """
+
+    calls: tuple[str, ...] = ()
 
 
 class CollectiveTimeoutError(AxonmpiError, TimeoutError):

@@ -2,6 +2,7 @@
 
 from .base import Backend
 from .bucketing import all_reduce_coalesced, broadcast_coalesced, by_kind
+from .call_site import at_step
 from .checks import MAX_TAG, Sizes, check_tensor, wrap_dim
 from .connect import path_of
 from .local import LocalBackend
@@ -36,6 +37,7 @@ __all__ = [
     "all_gather_number",
     "all_gather_object",
     "all_reduce_coalesced",
+    "at_step",
     "broadcast_coalesced",
     "broadcast_object",
     "by_kind",

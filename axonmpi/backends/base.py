@@ -139,7 +139,13 @@ class Backend(Runner):
         return work
 
     def broadcast(
-        self, tensor: Tensor, src: int = 0, *, async_op: bool = False, layout: Layout | None = None
+        self,
+        tensor: Tensor,
+        src: int = 0,
+        *,
+        async_op: bool = False,
+        layout: Layout | None = None,
+        label: str = "",
     ) -> Work | None:
         """Copy rank `src`'s tensor into the tensors of all others, in place; collective.
 
@@ -148,6 +154,7 @@ class Backend(Runner):
             src: Rank within the group to copy from.
             async_op: Return a `Work` at once.
             layout: What a flat tensor is made of, the same on all ranks.
+            label: Whose tensor it is, the same on all ranks; for messages.
 
         Raises:
             ValueError: `src` is no rank of the group.
@@ -155,7 +162,7 @@ class Backend(Runner):
         """
         check_rank(src, "src", self.size)
         tensor = check_writable(tensor, self.name, self.device_types)
-        call = self._call("broadcast", tensor.dtype, tensor.shape, None, src, layout)
+        call = self._call("broadcast", tensor.dtype, tensor.shape, None, src, layout, label)
         work: Work | None = self._run(async_op, call, self._broadcast, tensor)
         return work
 
@@ -422,7 +429,13 @@ class Backend(Runner):
         return self._counters(memory.view(-1))
 
     def all_gather_into(
-        self, output: Tensor, tensor: Tensor | None, sizes: Sequence[int], *, async_op: bool = False
+        self,
+        output: Tensor,
+        tensor: Tensor | None,
+        sizes: Sequence[int],
+        *,
+        async_op: bool = False,
+        label: str = "",
     ) -> Work | None:
         """Put the parts of all ranks one after the other into the memory of each node; collective.
 
@@ -434,6 +447,7 @@ class Backend(Runner):
             tensor: [sizes[rank]] this rank's part, converted to the dtype of `output`; None: it is there already.
             sizes: Elements of each rank's part, the same on all ranks.
             async_op: Return a `Work` at once.
+            label: Whose tensors they are, the same on all ranks: others are never taken for them.
 
         Raises:
             ValueError: A shape does not fit the sizes, or `output` is not of `node_empty`.
@@ -444,7 +458,7 @@ class Backend(Runner):
         if tensor is not None:
             tensor = check_flat(tensor, sizes[self.rank], "tensor", self.name, self.device_types)
         layout = ((output.dtype, sizes),)
-        call = self._call("all_gather_into", output.dtype, (sizes.total,), layout=layout)
+        call = self._call("all_gather_into", output.dtype, (sizes.total,), layout=layout, label=label)
         work: Work | None = self._run(async_op, call, self._all_gather_into, tensor, output, sizes)
         return work
 
@@ -457,6 +471,7 @@ class Backend(Runner):
         *,
         dtype: torch.dtype | None = None,
         async_op: bool = False,
+        label: str = "",
     ) -> Work | None:
         """Reduce tensors as if they lay end to end; this rank's part of the result goes to `output`; collective.
 
@@ -468,6 +483,7 @@ class Backend(Runner):
             op: The reduction.
             dtype: Dtype of the tensors, to be said where a rank may have zeros only.
             async_op: Return a `Work` at once; leave the tensors alone until it is done.
+            label: Whose tensors they are, the same on all ranks: others are never taken for them.
 
         Raises:
             ValueError: A shape does not fit the sizes.
@@ -489,7 +505,7 @@ class Backend(Runner):
                 f"tensors: expected {sizes.total} elements in all, the sum of sizes, got {parts.numel}"
             )
         layout = ((output.dtype, sizes),)
-        call = self._call("reduce_scatter_into", dtype, (sizes.total,), op, layout=layout)
+        call = self._call("reduce_scatter_into", dtype, (sizes.total,), op, layout=layout, label=label)
         work: Work | None = self._run(async_op, call, self._reduce_scatter_into, parts, output, sizes)
         return work
 
@@ -604,18 +620,19 @@ class Backend(Runner):
         op: ReduceOp | str | None = None,
         root: int | None = None,
         layout: Layout | None = None,
+        label: str = "",
     ) -> Call:
         """Find or make the Call; what depends on dtype and reduction alone is checked once."""
         if op is not None and op.__class__ is not ReduceOp:  # 0 and True would be found as SUM and PRODUCT
             op = member("op", ReduceOp, op)
-        index = (operation, dtype, shape, op, root, layout)
+        index = (operation, dtype, shape, op, root, layout, label)
         call = self._calls.get(index)
         if call is None:
             assert not isinstance(op, str)
             if operation in ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_into"):
                 assert dtype is not None
                 check_reducible(dtype, op)  # no reduction at all, None, is refused here
-            call = Call(operation, dtype, tuple(shape), op, root, layout)
+            call = Call(operation, dtype, tuple(shape), op, root, layout, label=label)
             self._calls.add(index, call)
         return call
 

@@ -52,13 +52,14 @@ def all_reduce_coalesced(backend: Backend, tensors: Sequence[Tensor], op: Reduce
 
 
 @torch.no_grad()
-def broadcast_coalesced(backend: Backend, tensors: Sequence[Tensor], src: int) -> None:
+def broadcast_coalesced(backend: Backend, tensors: Sequence[Tensor], src: int, label: str = "") -> None:
     """Copy rank `src`'s tensors into those of all others, in place, in few collectives; collective.
 
     Args:
         backend: The communicator.
         tensors: The same shapes and dtypes in the same order on all ranks. May require grad.
         src: Rank to copy from.
+        label: Whose tensors they are, the same on all ranks; for messages.
 
     Raises:
         TypeError: `tensors` is a single tensor, or holds something else.
@@ -66,7 +67,7 @@ def broadcast_coalesced(backend: Backend, tensors: Sequence[Tensor], src: int) -
         CollectiveMismatchError: The ranks' lists differ; nothing was changed.
     """
     checked = _check_list(backend, tensors)
-    _coalesced(backend, checked, lambda flat, layout: backend.broadcast(flat, src, layout=layout))
+    _coalesced(backend, checked, lambda flat, layout: backend.broadcast(flat, src, layout=layout, label=label))
 
 
 def _check_list(backend: Backend, tensors: object) -> list[Tensor]:

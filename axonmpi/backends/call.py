@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from zlib import crc32
 
 import torch
 
@@ -58,6 +59,7 @@ class Call:
         root: Source or destination rank within the group; the dimension, of operations that have one.
         layout: What a flat tensor is made of, if anything.
         parts: What the ranks are divided into, by operations that make groups.
+        label: Whose tensors they are, such as a unit of a model; empty if the caller does not say.
         key: A 62-bit fingerprint of all of these, the same in every process.
         numel: Number of elements of this rank's tensor.
         nbytes: Their size, 0 where a dimension is free.
@@ -71,6 +73,7 @@ class Call:
     root: int | None = None
     layout: Layout | None = None
     parts: Parts | None = None
+    label: str = ""
     key: int = field(init=False, compare=False)
     numel: int = field(init=False, compare=False)
     nbytes: int = field(init=False, compare=False)
@@ -91,6 +94,7 @@ class Call:
             self.layout is None,
             made_of,
             divided,
+            crc32(self.label.encode()),
             *self.shape,
         )
         key = hash(what) & ((1 << 62) - 1)
@@ -117,7 +121,7 @@ class Call:
             parts.append(f"{'dim' if self.operation in _WITH_DIM else 'root'}={self.root}")
         if self.layout is not None:
             parts.append(f"made of {self._layout_text()}")
-        return f"{self.operation}({', '.join(parts)})"
+        return f"{self.operation}({', '.join(parts)}){self.label and f' of {self.label}'}"
 
     def _parts_text(self, parts: Parts) -> str:
         first = [parts[number] for number in range(min(len(parts), _MAX_SHOWN))]
@@ -142,8 +146,10 @@ class Call:
 def mismatch_error(calls: Sequence[str]) -> CollectiveMismatchError:
     """Make the error that names what each rank called; `calls` has one text a rank."""
     groups = sorted(ranks_by_text(dict(enumerate(calls))).items(), key=lambda entry: -len(entry[1]))
-    return CollectiveMismatchError(
+    error = CollectiveMismatchError(
         "the ranks of this group made different calls, so no data was moved:\n  "
         + lines_of_ranks(groups)
         + "\nAll ranks of a group have to make the same calls in the same order."
     )
+    error.calls = tuple(calls)
+    return error

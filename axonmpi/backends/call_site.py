@@ -1,41 +1,67 @@
-"""Where in the user's program a collective was called: messages say so with `AXONMPI_DEBUG=1`.
+"""What a user's program was doing when it called a collective: messages of calls that differ say so.
 
-An asynchronous operation is called on one thread and runs on another one, which is told the place.
+They say at which training step of a model a rank is, and with `AXONMPI_DEBUG=1` the line of the program. An
+asynchronous operation is called on one thread and runs on another one, which is told both.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from ..launch.settings import debugs
 from .call import Call
 
-__all__ = ["call_site", "called_at", "text_with_site"]
+__all__ = ["at_step", "call_site", "called_at", "text_with_site"]
 
 _PACKAGE = __name__.partition(".")[0]
 _told = threading.local()
 
 
+class Counter(Protocol):
+    """Counts steps of training."""
+
+    @property
+    def number(self) -> int:
+        """The step under way, from 1."""
+
+
+def at_step(steps: Counter | None) -> None:
+    """Let messages say that this thread is at a step of a model, from forward to the end of backward; local.
+
+    Args:
+        steps: Counts the model's steps; None: it is at none.
+    """
+    _told.steps = None if steps is None else weakref.ref(steps)
+
+
 def call_site() -> str:
-    """Return where this thread has called the library, empty unless that is asked for; local."""
-    if not debugs():
-        return ""
+    """Return the line of the program that has called the library, if that is asked for, and the step; local."""
     told: str | None = getattr(_told, "site", None)
-    return _site(sys._getframe(1)) if told is None else told
+    if told is not None:
+        return told
+    return (_line(sys._getframe(1)) if debugs() else "") + _step()
 
 
-def _site(frame: FrameType | None) -> str:
+def _step() -> str:
+    reference: weakref.ref[Counter] | None = getattr(_told, "steps", None)
+    steps = None if reference is None else reference()
+    return "" if steps is None else f" in step {steps.number}"
+
+
+def _line(frame: FrameType | None) -> str:
     """Return the place of the innermost frame outside the library, and outside torch below it."""
     while frame is not None and _is_library(frame):
         frame = frame.f_back
     if frame is None:
         return ""
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 def _is_library(frame: FrameType) -> bool:
@@ -45,7 +71,7 @@ def _is_library(frame: FrameType) -> bool:
 @contextmanager
 def called_at(site: str) -> Iterator[None]:
     """Let this thread say that it does what was called somewhere else; local."""
-    _told.site = site or None
+    _told.site = site
     try:
         yield
     finally:
@@ -54,5 +80,4 @@ def called_at(site: str) -> Iterator[None]:
 
 def text_with_site(call: Call, site: str | None = None) -> str:
     """Return the text of a call, with the place that it came from, by default this thread's; local."""
-    site = call_site() if site is None else site
-    return f"{call} at {site}" if site else str(call)
+    return f"{call}{call_site() if site is None else site}"

@@ -17,11 +17,19 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from ..backends import Backend, gather_if_different
+from ..errors import CollectiveMismatchError
 from ..groups.world import ProcessGroup
 from ..utils.text import first_difference, text_of_problems
 from .divided_parameters import check_not_divided
 
-__all__ = ["check_batch_norms", "check_same", "check_same_model", "gradient_strides", "raised_on_all"]
+__all__ = [
+    "check_batch_norms",
+    "check_same",
+    "check_same_buffers",
+    "check_same_model",
+    "gradient_strides",
+    "raised_on_all",
+]
 
 
 @contextmanager
@@ -92,6 +100,17 @@ def check_same_model(module: nn.Module, group: ProcessGroup, arguments: Mapping[
     for name, parameter in module.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(f"parameter {name!r} has no shape yet: run one forward before wrapping the model")
+
+
+def check_same_buffers(module: nn.Module, group: ProcessGroup) -> None:
+    """Raise on all ranks unless names, shapes and dtypes of buffers agree; collective.
+
+    Raises:
+        CollectiveMismatchError: Names the first buffer that differs, and the ranks.
+    """
+    texts = [f"buffer {name!r} {_layout(buffer)}" for name, buffer in module.named_buffers()]
+    todo = "Let buffers change alike on every rank, or keep each rank's own with broadcast_buffers=False."
+    check_same(group.backend, texts, "buffers are not the same on all ranks", todo, CollectiveMismatchError)
 
 
 def check_batch_norms(module: nn.Module) -> None:

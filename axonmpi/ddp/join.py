@@ -101,6 +101,7 @@ class Join:
                 if self._is_uneven or len(set(self._group.all_gather_object(self._steps))) > 1:
                     self._bring_into_step()
         finally:
+            self._reducer.steps.restart()
             self._reducer.report_event = None
             self._reducer.scale = 1.0
 

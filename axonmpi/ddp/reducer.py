@@ -27,7 +27,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ..collectives.divided_parameters import Axis, axes_of, replicate
-from ..errors import CollectiveTimeoutError, RankFailedError, UnusedParameterError
+from ..errors import RankFailedError, UnusedParameterError
 from ..groups.world import ProcessGroup
 from ..launch.board import enter_phase
 from ..launch.page import Phase
@@ -35,8 +35,9 @@ from ..types import GradSyncStrategy, ReduceOp
 from ..utils.text import name_ranks
 from ..utils.torch_internals import after_backward, in_backward, outside_compile
 from ..wrapping.autograd import hook_gradient
-from ..wrapping.backward import check_gradient, launch_in_order, watched_rank, weakly
+from ..wrapping.backward import check_gradient, launch_in_order, wait_for_all, watched_rank, weakly
 from ..wrapping.optimizer_hooks import mark_gradients
+from ..wrapping.steps import Steps
 from .buckets import BUCKETS_BETWEEN_NODES, FIRST_BUCKET_BYTES, Bucket, divided_into_buckets
 
 __all__ = ["Reducer"]
@@ -62,6 +63,7 @@ class Reducer:
     Attributes:
         group: The same.
         enabled: False within `no_sync()`.
+        steps: Counts the model's steps.
         report_event: Called before each synchronisation with what it is for; tells the other ranks and returns the
             ranks that take part. Uneven inputs use it (`join`).
         scale: Factor on the averages; uneven inputs use it.
@@ -88,6 +90,7 @@ class Reducer:
         self._reduce_dtype = reduce_dtype
         self._watched_rank = watched_rank(group)
         self.enabled = True
+        self.steps = Steps()
         self.report_event: Callable[[str], list[int]] | None = None
         self.scale = 1.0
         self._hooks: dict[int, RemovableHandle] = {}
@@ -261,7 +264,7 @@ class Reducer:
         for bucket in self._buckets:
             bucket.flat.zero_()
         try:
-            self._exchange(COMPLETE, [False] * len(self._parameters))
+            self._exchange(COMPLETE, [False] * len(self._parameters), takes_part=False)
         finally:
             self._reset()
 
@@ -286,38 +289,29 @@ class Reducer:
             self._learn_order()
         mark_gradients(self._divided)
 
-    def _exchange(self, state: int, own: list[bool]) -> tuple[int, list[bool]]:
+    def _exchange(self, state: int, own: list[bool], *, takes_part: bool = True) -> tuple[int, list[bool]]:
         """Reduce what was not launched yet, and how backward ended here; collective.
+
+        Args:
+            state: How it ended.
+            own: Which parameters are used here.
+            takes_part: False on a rank that has no batch of its own.
 
         Returns:
             How it ended at worst, and which parameters are used on any rank.
         """
         launch_in_order(self._buckets, self._launch)
-        flags = self._flags([state, *own] if self._find_unused else [state])
+        step = self.steps.reduce() if takes_part else [0, 0]
+        flags = self._flags([*step, state, *own] if self._find_unused else [*step, state])
         status = self._control.all_reduce(flags, ReduceOp.MAX, async_op=self._overlaps)
-        self._wait()
-        if status is not None:
-            status.wait(self._control.timeout)
-        worst, *used = flags.tolist()
+        waits: list[Callable[[], object]] = [bucket.wait for bucket in self._buckets]
+        wait_for_all(waits if status is None else [*waits, partial(status.wait, self._control.timeout)])
+        *step, worst = flags[:3].tolist()
+        used = flags[3:].tolist()
+        self.steps.check(step, [self.group])
         if worst == ABANDONED or (worst == PARTIAL and not self._find_unused):
             self._raise_together(state)
         return worst, [bool(flag) for flag in used] if self._find_unused else [True] * len(own)
-
-    def _wait(self) -> None:
-        """Wait for all reductions and raise the first failure; local.
-
-        A reduction that goes on after another one has failed would write into its bucket later.
-        """
-        errors: list[Exception] = []
-        for bucket in self._buckets:
-            try:
-                bucket.wait()
-            except CollectiveTimeoutError:
-                raise
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
 
     def _flags(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.uint8, device=self._control.place)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from ..backends import broadcast_coalesced
-from ..collectives.agreement import check_same_model
+from ..collectives.agreement import check_same_buffers, check_same_model
 from ..collectives.divided_parameters import check_not_divided, mark_divided
-from ..errors import DtypeError
+from ..errors import CollectiveMismatchError, DtypeError
 from ..groups.world import ProcessGroup, group_of_this_rank
 from ..launch.board import enter_phase
 from ..launch.page import Phase
 from ..types import GradSyncStrategy
 from ..utils.arguments import check_flags, either_group_name, hint, member
-from ..utils.torch_internals import outside_compile
+from ..utils.torch_internals import in_backward, outside_compile
 from ..wrapping.backward import accumulating, watch_output
 from ..wrapping.state_names import Wrapper
 from .join import Join, Stateful
@@ -30,6 +30,7 @@ from .reducer import Reducer
 
 __all__ = ["DistributedDataParallel"]
 
+_BUFFERS = "the model's buffers"
 _REDUCE_DTYPES = (None, torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -120,13 +121,11 @@ class DistributedDataParallel(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; collective in training mode if it has buffers and they are broadcast."""
-        self._before_forward()
-        return self._after_forward(self.module(*args, **kwargs))
+        return self._run(self.module, args, kwargs)
 
     def call_method(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the module as its forward is called; collective as that is."""
-        self._before_forward()
-        return self._after_forward(getattr(self.module, name)(*args, **kwargs))
+        return self._run(getattr(self.module, name), args, kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Let gradients of forwards in this context accumulate on each rank; local.
@@ -200,7 +199,12 @@ class DistributedDataParallel(Wrapper):
         buffers = list(self.module.buffers())
         # Through .data as batch norm itself does it, so that a backward through an earlier forward still works.
         if sent := [buffer.data for buffer in buffers if buffer.numel()]:
-            broadcast_coalesced(self.process_group.backend, sent, src)
+            try:
+                broadcast_coalesced(self.process_group.backend, sent, src, label=_BUFFERS)
+            except CollectiveMismatchError as error:
+                if error.calls and all(_BUFFERS in call for call in error.calls):
+                    check_same_buffers(self.module, self.process_group)
+                raise
         self._equal_buffers = _versions(buffers)
 
     def broadcast_state(self, src: int) -> None:
@@ -228,19 +232,26 @@ class DistributedDataParallel(Wrapper):
 
     # ---- inner workings -----------------------------------------------------------------------------------
 
+    def _run(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        step = self._before_forward()
+        return self._after_forward(method(*args, **kwargs), step)
+
     @outside_compile
-    def _before_forward(self) -> None:
+    def _before_forward(self) -> Callable[..., None] | None:
         enter_phase(Phase.FORWARD)
         if not self.training:
             self._warn_of_own_buffers()
         if not torch.is_grad_enabled():
-            return
+            return None
         self._reducer.report_failed_backward()
         self._follow_changes()
+        counts = self.training and self._reducer.enabled and not in_backward()
+        step = self._reducer.steps.begin() if counts else None
         sends = self._broadcast_buffers and self.training and self._reducer.enabled
         if sends and any(buffer.numel() for buffer in self.module.buffers()):
             active = [0] if self._reducer.report_event is None else self._reducer.report_event("buffers")
             self.broadcast_buffers_from(active[0])
+        return step
 
     def _warn_of_own_buffers(self) -> None:
         """Warn in the first evaluation after training, if this rank's model gives other results than rank 0's."""
@@ -267,15 +278,19 @@ class DistributedDataParallel(Wrapper):
         broadcast_coalesced(self.process_group.backend, [p.detach() for p in added if p.numel()], 0)
 
     @outside_compile
-    def _after_forward(self, output: Any) -> Any:
+    def _after_forward(self, output: Any, step: Callable[..., None] | None) -> Any:
         """See to it that the outermost backward is noticed, also when checkpointing nests others."""
         enter_phase(Phase.OTHER)
         if torch.is_grad_enabled():
-            watch_output(output, partial(self._begin_backward, self._reducer.enabled))
+            is_watched = watch_output(output, partial(self._begin_backward, self._reducer.enabled, step))
+            if step is not None and not is_watched:
+                step(in_backward=False)
         return output
 
     @outside_compile
-    def _begin_backward(self, reduces: bool, accumulates: bool) -> None:
+    def _begin_backward(self, reduces: bool, step: Callable[..., None] | None, accumulates: bool) -> None:
+        if step is not None:
+            step(in_backward=accumulates)
         if accumulates:
             enter_phase(Phase.BACKWARD)
             self._reducer.begin_backward(reduces=reduces)

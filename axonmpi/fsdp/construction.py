@@ -85,7 +85,8 @@ def _flats_of(plan: UnitPlan, choices: Choices, loads: list[int]) -> list[FlatPa
         state = State.KEPT if choices.keeps or plan.depth == 0 else State.LENT
         if stays and compute == dtype:
             state = State.RESIDENT
-        flats.append(FlatParameter(members, layout, groups, compute, state, choices.offload))
+        label = f"unit {plan.name!r}" if plan.name else "the outermost unit"
+        flats.append(FlatParameter(members, layout, groups, compute, state, choices.offload, label))
     return flats
 
 

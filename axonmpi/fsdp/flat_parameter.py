@@ -228,8 +228,10 @@ class FlatParameter:
         compute_dtype: Dtype of the buffer.
         state: Where its values are.
         offload: Where the shard lies instead of memory of the device, if anywhere.
+        label: Whose parameters they are, for messages.
 
     Attributes:
+        label: The same.
         group: The ranks that share it out.
         place: The device of the buffer.
         pinned: The memory of the CPU that the shard lies in, if it does.
@@ -256,8 +258,10 @@ class FlatParameter:
         compute_dtype: torch.dtype,
         state: State,
         offload: Files | PinnedMemory | None = None,
+        label: str = "",
     ) -> None:
         self.layout = layout
+        self.label = label
         self.group = groups.shard
         self.place = groups.place
         self.pinned = offload if isinstance(offload, PinnedMemory) else None
@@ -303,12 +307,13 @@ class FlatParameter:
         """Fill the buffer from the shards of all ranks; collective. Not for a resident one."""
         buffer, own = self.buffer.data, None if self.in_place else self.shard.detach()
         self.is_valid = True
+        gather = self.group.backend.all_gather_into
         if self.pinned is None or own is None:
-            return self.group.all_gather_into(buffer, own, self.sizes, async_op=self.gathers_ahead)
+            return gather(buffer, own, self.sizes, async_op=self.gathers_ahead, label=self.label)
         return self.pinned.upload(
             own,
             buffer[slice(*self.layout.bounds(self.group.rank))],
-            lambda: self.group.all_gather_into(buffer, None, self.sizes, async_op=True),
+            lambda: gather(buffer, None, self.sizes, async_op=True, label=self.label),
         )
 
     def load(self, value_of: Callable[[ShardedParameter], Tensor | None]) -> None:

@@ -24,8 +24,9 @@ from ..groups.world import ProcessGroup
 from ..types import ReduceOp, Work
 from ..utils.torch_internals import hooks_on, plain_tensors
 from ..utils.waiting import network_backoff, wait_until
-from ..wrapping.backward import launch_in_order
+from ..wrapping.backward import launch_in_order, wait_for_all
 from ..wrapping.optimizer_hooks import mark_gradients, ordinary_gradients
+from ..wrapping.steps import Steps
 from .flat_parameter import FlatParameter, ShardedParameter
 from .groups import ShardingGroups
 from .offload import Files, PinnedMemory
@@ -102,13 +103,14 @@ class FlatGradient:
         self.launched = True
         self.defined.update(self.held())
         self._target = self._make_target()
-        self._work = self.flat.group.reduce_scatter_into(
+        self._work = self.flat.group.backend.reduce_scatter_into(
             self._target,
             [self._wire(piece) if isinstance(piece, ShardedParameter) else piece for piece in self._pieces],
             self.flat.sizes,
             ReduceOp.AVERAGE,
             dtype=self._wire_dtype,
             async_op=async_op,
+            label=self.flat.label,
         )
         self._drop()
         if self._replicas is None:
@@ -142,7 +144,7 @@ class FlatGradient:
         self._copied = pinned.download(source, target, self._work)
         self._target = target
 
-    def finish(self, used: Sequence[bool]) -> None:
+    def finish(self, used: Sequence[int]) -> None:
         """Wait for the reduction and add its result to the sharded gradients; collective among replicas.
 
         Hooks of users on the sharded parameters are called here, as autograd only comes to the full ones.
@@ -215,11 +217,13 @@ class GradientQueue:
     Attributes:
         gradients: The same.
         accumulates: Whether a backward has left gradients that were not averaged.
+        steps: Counts the model's steps.
     """
 
     def __init__(self, gradients: Sequence[FlatGradient], groups: ShardingGroups, most_bytes: int | None) -> None:
         self.gradients = list(gradients)
         self.accumulates = False
+        self.steps = Steps()
         self._groups = groups
         self._overlaps = groups.memory.overlaps and groups.shard.size > 1
         self._most_bytes = most_bytes
@@ -258,39 +262,43 @@ class GradientQueue:
         held = [set(gradient.held()) for gradient in self.gradients]
         # Reentrant checkpointing hands out the gradients of a parameter that it meets twice one by one.
         late = any(gradient.launched and holds for gradient, holds in zip(self.gradients, held, strict=True))
-        used = [
+        used: list[int] = [
             parameter in holds or parameter in gradient.defined
             for gradient, holds in zip(self.gradients, held, strict=True)
             for parameter in gradient.flat.parameters
         ]
-        launch_in_order(self.gradients, self._launch)
-        late, *used = self._on_any_rank([late, *used])
-        self.accumulates = False
         try:
+            launch_in_order(self.gradients, self._launch)
+            wait_for_all(gradient.wait for gradient in self.gradients)
+            low, high, is_late, *used = self._on_any_rank([*self.steps.reduce(), late, *used])
+            self.accumulates = False
+            self.steps.check([low, high], self._groups.both)
             for gradient in self.gradients:
                 count = len(gradient.flat.parameters)
                 gradient.finish(used[:count])
                 del used[:count]
-        except BaseException:  # of a user's hook: what was not handed out would be added to the next averages
+        except BaseException:  # what was not handed out would be added to the next averages
             self.discard()
             raise
         self._under_way.clear()
-        if late:
+        if is_late:
             self.reduce_rest()
 
     def reduce_held(self) -> None:
         """Reduce gradients that any rank holds; collective."""
-        if self._on_any_rank([any(gradient.held() for gradient in self.gradients)])[0]:
+        (is_held,) = self._on_any_rank([any(gradient.held() for gradient in self.gradients)])
+        if is_held:
             self.reduce_rest()
 
-    def _on_any_rank(self, values: Sequence[bool]) -> list[bool]:
-        """Return which flags any rank has set; collective over shards and replicas, and a barrier."""
+    def _on_any_rank(self, values: Sequence[int]) -> list[int]:
+        """Return the maxima of flags over all ranks; collective over shards and replicas, and a barrier."""
         flags = torch.tensor(values, dtype=torch.uint8, device="cpu")
         for group in self._groups.both:
             control = group.backend.control
             flags = flags.to(control.place)
             control.all_reduce(flags, ReduceOp.MAX)
-        return [bool(flag) for flag in flags.tolist()]
+        maxima: list[int] = flags.tolist()
+        return maxima
 
     def discard(self) -> None:
         """Drop gradients that were not averaged; local."""

@@ -1,13 +1,13 @@
 """Errors of models that compute with something else than gathered parameters.
 
-Reading a parameter in a forward while its unit is not gathered, which optimizers may do; or a parameter that was
-added after wrapping.
+Reading a parameter in a forward while its unit is not gathered, which optimizers may do; a parameter that was added
+after wrapping; or a graph of gradients.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,7 @@ from torch import nn
 from ..wrapping.partial import mark_state
 from .unit import Unit
 
-__all__ = ["GuardedParameters", "Members", "ScatteredParameterError", "guard"]
+__all__ = ["GuardedParameters", "Members", "ScatteredParameterError", "check_graph_of_gradients", "guard"]
 
 
 class ScatteredParameterError(ValueError):
@@ -110,6 +110,28 @@ class Members:
 
 def _members_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._modules, module._parameters
+
+
+def check_graph_of_gradients(units: Iterable[Unit], *, accumulates: bool) -> None:
+    """Refuse a backward that makes a graph of its gradients, where that cannot be right; local.
+
+    Args:
+        units: Of the model.
+        accumulates: Whether gradients go into `p.grad`, as `torch.autograd.grad` does not have it.
+
+    Raises:
+        ValueError: Says what to do instead.
+    """
+    if accumulates:
+        raise ValueError(
+            "backward(create_graph=True): p.grad would have no graph, as it is an average over ranks; use "
+            "torch.autograd.grad(..., inputs, create_graph=True), and backward() for the loss that is made of it"
+        )
+    if any(unit.lent is not None for unit in units):
+        raise ValueError(
+            "create_graph=True: units take turns in the memory that they are gathered in, so a backward "
+            "through gradients would not find their parameters; ShardingStrategy.SHARD_GRAD_OP keeps them"
+        )
 
 
 def guard(unit: Unit, may_read: Callable[[Unit, bool], bool]) -> None:

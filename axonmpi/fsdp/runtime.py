@@ -34,7 +34,7 @@ from .flat_parameter import FlatParameter, ShardedParameter
 from .full_parameters import FullParameters
 from .gradient_queue import FlatGradient, GradientQueue
 from .groups import ShardingGroups
-from .guard import Members, guard
+from .guard import Members, check_graph_of_gradients, guard
 from .kept_precision import converted
 from .unit import Unit
 
@@ -89,6 +89,7 @@ class FSDPRuntime:
         self._next_order: list[Unit] = []
         self._reading = False
         self._open = False
+        self._step: Callable[..., None] | None = None  # ends that of the forward under way
         self._cast = cast
         model = units[0].module
         assert model is not None
@@ -136,7 +137,7 @@ class FSDPRuntime:
     def _before_forward(self, unit: Unit) -> None:
         """Make a unit's parameters full; collective."""
         if not self._stack and not in_backward():
-            self._begin_pass()
+            self._begin_pass(unit)
         unit.gather()
         unit.version = unit.changes()
         self._stack.append((unit, next_sequence_number()))
@@ -159,21 +160,26 @@ class FSDPRuntime:
             unit.show_sharded()
         unit.active -= 1
         _, start = self._stack.pop()
-        event = None
+        event = step = None
         if not in_backward():
             if not self._stack:
                 enter_phase(Phase.OTHER)
+                step, self._step = self._step, None
             self._events += 1
             event = self._events
         if torch.is_grad_enabled():
-            hook = partial(weakly(self.before_backward, unit), unit.version, event)
-            watch_output(output, hook, since=start, is_outermost=not self._stack)
+            hook = partial(weakly(self.before_backward, unit), unit.version, event, step)
+            is_watched = watch_output(output, hook, since=start, is_outermost=not self._stack)
+            if step is not None and output is not None and not is_watched:
+                step(in_backward=False)
         if not self._stack:
             self._reading = True
 
-    def _begin_pass(self) -> None:
+    def _begin_pass(self, unit: Unit) -> None:
         """Begin an outermost forward: take changes, and wait until all ranks have made theirs; collective."""
         enter_phase(Phase.FORWARD)
+        if self.enabled and unit.is_training and torch.is_grad_enabled():
+            self._step = self.queue.steps.begin()
         if self._open:  # an earlier backward ended in an exception
             self._open = False
             self.queue.discard()
@@ -200,17 +206,22 @@ class FSDPRuntime:
 
     # ---- backward -------------------------------------------------------------------------------------------
 
-    def before_backward(self, unit: Unit, version: int, event: int | None, begins: bool) -> None:
+    def before_backward(
+        self, unit: Unit, version: int, event: int | None, step: Callable[..., None] | None, begins: bool
+    ) -> None:
         """Make a unit's parameters full for its backward; collective.
 
         Args:
             unit: The unit.
             version: Its changes as of the forward.
             event: When the forward ended; None if that was within a backward.
+            step: Ends the forward's step, if it is one.
             begins: Whether a backward of the model begins that accumulates gradients.
         """
         if torch.is_grad_enabled():
-            self._check_graph_of_gradients(accumulates=begins)
+            check_graph_of_gradients(self.units, accumulates=begins)
+        if step is not None:
+            step(in_backward=begins)
         if begins:
             self._open_backward()
         if unit.is_resident:
@@ -224,19 +235,6 @@ class FSDPRuntime:
             self.queue.launch_after(event)
         unit.gather()
         self._gather_ahead(self._next_order, unit, -1)
-
-    def _check_graph_of_gradients(self, *, accumulates: bool) -> None:
-        if accumulates:
-            raise ValueError(
-                "backward(create_graph=True): p.grad would have no graph, as it is an average over ranks; use "
-                "torch.autograd.grad(..., inputs, create_graph=True), and backward() for the loss that is made of "
-                "it"
-            )
-        if any(unit.lent is not None for unit in self.units):
-            raise ValueError(
-                "create_graph=True: units take turns in the memory that they are gathered in, so a backward "
-                "through gradients would not find their parameters; ShardingStrategy.SHARD_GRAD_OP keeps them"
-            )
 
     def may_read(self, unit: Unit, computes: bool) -> bool:
         """Say whether parameters of a unit that is not gathered may be read; see `guard`.

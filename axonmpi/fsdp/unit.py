@@ -83,6 +83,12 @@ class Unit:
         return self._module()
 
     @property
+    def is_training(self) -> bool:
+        """Whether the module is in training mode."""
+        module = self._module()
+        return module is not None and module.training
+
+    @property
     def is_valid(self) -> bool:
         """Whether its parameters can be computed with."""
         return all(flat.is_valid for flat in self.flats) and (self.lent is None or self.lent.holder is self)

@@ -18,13 +18,22 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from ..errors import CollectiveTimeoutError
 from ..groups.process_group import ProcessGroup
 from ..launch.settings import debugs
 from ..utils.text import counted
 from ..utils.torch_internals import sequence_number
 from .autograd import accumulates_into, leaf_below, tensors_in
 
-__all__ = ["accumulating", "check_gradient", "launch_in_order", "watch_output", "watched_rank", "weakly"]
+__all__ = [
+    "accumulating",
+    "check_gradient",
+    "launch_in_order",
+    "wait_for_all",
+    "watch_output",
+    "watched_rank",
+    "weakly",
+]
 
 
 class Reduction(Protocol):
@@ -58,6 +67,26 @@ def launch_in_order(
         if not is_ready(reduction):
             break
         launch(reduction)
+
+
+def wait_for_all(waits: Iterable[Callable[[], object]]) -> None:
+    """Wait for all reductions and raise the first failure; local.
+
+    A reduction that goes on after another one has failed would write into its memory later.
+
+    Args:
+        waits: Each waits for one.
+    """
+    errors: list[Exception] = []
+    for wait in waits:
+        try:
+            wait()
+        except CollectiveTimeoutError:
+            raise
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 @contextmanager
@@ -120,8 +149,11 @@ def weakly(method: Callable[..., Any], *objects: object) -> Callable[..., Any]:
     return call
 
 
-def watch_output(output: Any, hook: Callable[[bool], None], *, since: int = 0, is_outermost: bool = True) -> None:
+def watch_output(output: Any, hook: Callable[[bool], None], *, since: int = 0, is_outermost: bool = True) -> bool:
     """Have a function called when backward comes to one of the tensors of a module's output; local.
+
+    Returns:
+        Whether there is such a tensor.
 
     Args:
         output: What the module returned.
@@ -129,11 +161,14 @@ def watch_output(output: Any, hook: Callable[[bool], None], *, since: int = 0, i
         since: Tensors are passed over whose nodes have a lower sequence number: the module was given them.
         is_outermost: Whether the module is the model; no backward begins at the output of others.
     """
+    is_watched = False
     for tensor in tensors_in(output):
         node = tensor.grad_fn  # a leaf has none, and would gather a hook in every forward
         if node is not None and sequence_number(node) >= since:
             leaf = leaf_below(tensor) if is_outermost else None
             tensor.register_hook(partial(_call, hook, is_outermost, leaf))
+            is_watched = True
+    return is_watched
 
 
 def _call(hook: Callable[[bool], None], is_outermost: bool, leaf: Node | None, _gradient: Tensor) -> None:

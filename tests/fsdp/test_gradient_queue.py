@@ -35,6 +35,9 @@ class NotedGradient:
         self.holds = []
         self.events.append(f"launch {self.name}{' beside' if async_op else ''}")
 
+    def wait(self) -> None:
+        pass
+
     def let_go(self) -> None:
         self.events.append(f"let go {self.name}")
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from axonmpi.fsdp.runtime import FSDPRuntime
 from axonmpi.fsdp.unit import LentBuffer, Unit
+from axonmpi.wrapping.steps import Steps
 
 
 class Fake:
@@ -74,7 +75,7 @@ class Running:
 
         def queue(gradients: list[Fake], groups: Fake, most_bytes: int | None) -> Fake:
             self.sizes.append(most_bytes)
-            return Fake(self.events, "queue")
+            return Fake(self.events, "queue", steps=Steps())
 
         monkeypatch.setattr("axonmpi.fsdp.runtime.GradientQueue", queue)
         monkeypatch.setattr("axonmpi.fsdp.runtime.enter_phase", lambda phase: self.events.append(phase.name))
