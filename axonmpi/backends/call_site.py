@@ -1,7 +1,7 @@
-"""What a user's program was doing when it called a collective: messages of calls that differ say so.
+"""The step of training and the line of the program that a collective was called in, for messages.
 
-They say at which training step of a model a rank is, and with `AXONMPI_DEBUG=1` the line of the program. An
-asynchronous operation is called on one thread and runs on another one, which is told both.
+The line is told with `AXONMPI_DEBUG=1`. An asynchronous operation is called on one thread and runs on another one,
+which is told both.
 """
 
 from __future__ import annotations

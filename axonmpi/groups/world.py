@@ -99,7 +99,8 @@ class World:
             backend: `"mpi"`; `"nccl"` or, the same, `"mpi+nccl"`: tensors on GPUs go by NCCL, those on the CPU by
                 MPI, and this rank's GPU becomes the current one; `"mock"`: a world of one rank without MPI.
             init_method: None, `"mpi://"` or `"env://"`: the launcher's variables are checked against MPI's world.
-            timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
+            timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does. The
+                job ends where a rank takes longer to come here.
             num_threads: Threads torch uses on this rank; None shares the node's cores among its ranks, unless
                 OMP_NUM_THREADS or MKL_NUM_THREADS is set.
 
@@ -116,7 +117,7 @@ class World:
         if backend == "mock":
             world = cls.mock(1, timeout=timeout)
         else:
-            started = runtime.start_world(init_method, num_threads=num_threads)
+            started = runtime.start_world(init_method, num_threads, timeout)
             alone = started.comm is None
             watch(waiting_limit(timeout))
             own = LocalBackend(timeout=timeout) if alone else MpiBackend(started.comm, timeout=timeout)

@@ -1,11 +1,12 @@
-"""A rank that ends before MPI is started, while the others wait in MPI's own start.
+"""A rank that ends before MPI is started, or does not come to it in time, while the others wait in MPI's own start.
 
     process manager of the node ── rank 0 ── in MPI_Init, which Python cannot interrupt
                                 │     └─ this program ── counts the ranks, once a second
-                                └─ rank 1 ── has ended
+                                └─ rank 1 ── has ended, or computes
 
 Process managers leave the others waiting, so the first rank of each node starts this file as a program of its own,
-which needs nothing of the package. It ends with that rank, or as soon as MPI has started.
+which needs nothing of the package. It ends with that rank, or as soon as MPI has started. It may be that rank which
+does not come: ranks 1, 2, 4, 8 and so on of the node do the same, each a little later than the one before.
 """
 
 from __future__ import annotations
@@ -16,25 +17,34 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 __all__ = ["watched"]
 
 LOOKS = 3
 """So many looks, a second apart, have to agree: the process manager starts one rank after the other."""
+LATER = 2
+"""So many looks more are those of the next rank that watches."""
 
 
 @contextlib.contextmanager
-def watched(variable: str, size: int, local_size: int) -> Iterator[None]:
-    """Let the job end if a rank of this node ends while the `with` block waits; local.
+def watched(variable: str, size: int, local_rank: int, local_size: int, limit: float) -> Iterator[None]:
+    """Let the job end if a rank of this node ends while the `with` block waits, or any rank takes too long; local.
 
     Args:
         variable: The environment variable that has the rank's number.
         size: Number of ranks.
+        local_rank: This rank's number on its node.
         local_size: Number of ranks on this node.
+        limit: Seconds that ranks may take; 0 for ever.
     """
-    command = [sys.executable, "-I", "-S", __file__, variable, str(size), str(local_size)]
+    if local_rank & (local_rank - 1):
+        yield
+        return
+    numbers = size, local_size, limit, local_rank.bit_length() * LATER
+    command = [sys.executable, "-I", "-S", __file__, variable, *map(str, numbers)]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as watcher:
         try:
             yield
@@ -43,26 +53,31 @@ def watched(variable: str, size: int, local_size: int) -> Iterator[None]:
             watcher.stdin.close()
 
 
-def _main(variable: str, size: int, local_size: int) -> None:
+def _main(variable: str, size: int, local_size: int, limit: float, later: int) -> None:
     rank = os.getppid()
     manager = _manager_of(rank, variable)
-    missed = 0
-    while manager and not select.select([sys.stdin], [], [], 1.0)[0]:
-        processes = _processes_below(manager, variable)
+    begun, missed = time.monotonic(), 0
+    while not select.select([sys.stdin], [], [], 1.0)[0]:
+        processes = _processes_below(manager, variable) if manager else {rank: -1}
         # Of a rank in a shell or a wrapper it is that which the manager waits for.
         alive = {number for process, number in processes.items() if _parent_of(process) == manager}
-        missed = missed + 1 if len(alive) < local_size else 0
-        if missed == LOOKS and os.getppid() == rank:
+        missed = missed + 1 if manager and len(alive) < local_size else 0
+        if missed == LOOKS + later:
+            problem = f"{_missing(alive, size, local_size)} ended before axonmpi.init_process_group()"
+        elif 0 < limit <= time.monotonic() - begun - later:
+            problem = f"{_late(processes, size)} not come to axonmpi.init_process_group() in {limit:g} s"
+        else:
+            continue
+        if os.getppid() == rank:
             sys.stderr.write(
-                f"axonmpi: {_missing(alive, size, local_size)} ended before axonmpi.init_process_group(), which "
-                "all ranks have to call: the others wait there. The job ends\n"
+                f"axonmpi: {problem}, which all ranks have to call: the others wait there. The job ends\n"
             )
             sys.stderr.flush()
             for process in processes:  # they wait in MPI, and handle no other signal
                 if process != os.getpid():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)
-            return
+        return
 
 
 def _missing(alive: set[int], size: int, local_size: int) -> str:
@@ -71,6 +86,21 @@ def _missing(alive: set[int], size: int, local_size: int) -> str:
     if not missing:
         return f"one of the {local_size} ranks of this node, of which ranks {here} are left,"
     return f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+
+
+def _late(processes: Mapping[int, int], size: int) -> str:
+    """Name the ranks whose processes have not loaded MPI, if they are on this node, and say that they have ..."""
+    started = {number for process, number in processes.items() if _has_mpi(process)}
+    late = sorted(set(processes.values()) - started)
+    if not late or len(set(processes.values())) == size == len(late):
+        return "a rank has"
+    return f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(map(str, late))} have"
+
+
+def _has_mpi(process: int) -> bool:
+    with contextlib.suppress(OSError):
+        return "/libmpi" in Path(f"/proc/{process}/maps").read_text("utf-8", "replace")
+    return False
 
 
 def _manager_of(process: int, variable: str) -> int:
@@ -113,4 +143,4 @@ def _number_in(process: int, variable: str) -> str:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], *map(int, sys.argv[2:]))
+    _main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5]))

@@ -30,7 +30,7 @@ from . import arrival, board, children, lifeline, node_links, segments
 from . import exit as exits
 from .check import MpiLibrary, check_launch, check_protocol, check_room
 from .cpu import core_to_keep_to, count_of_node, keep_to_core, share_of_cores, usable_cores
-from .settings import prepare_for_mpi, user_threads
+from .settings import prepare_for_mpi, user_threads, waiting_limit
 from .topology import Topology
 from .variables import detect_launchers, is_first_on_node, launched_ranks
 
@@ -116,7 +116,9 @@ def start_mpi() -> Any:
 
 
 @_told_once()
-def start_world(init_method: str | None = None, num_threads: int | None = None) -> Started:
+def start_world(
+    init_method: str | None = None, num_threads: int | None = None, timeout: float | None = None
+) -> Started:
     """Start MPI, check the launch and place this rank on its node; collective over all ranks of the job.
 
     Args:
@@ -124,6 +126,7 @@ def start_world(init_method: str | None = None, num_threads: int | None = None) 
             world.
         num_threads: Threads for torch on this rank. `None`: its share of the cores that it may run on, unless
             OMP_NUM_THREADS or MKL_NUM_THREADS is set.
+        timeout: Seconds that ranks may take to come here, then the job ends; None: `AXONMPI_TIMEOUT`.
 
     Raises:
         LaunchError: The processes were not started as one MPI job; all ranks raise it.
@@ -136,7 +139,7 @@ def start_world(init_method: str | None = None, num_threads: int | None = None) 
         mpi = _load()
     except LaunchError as error:
         return _start_alone(error, num_threads)
-    _initialize(mpi)
+    _initialize(mpi, timeout)
     comm = mpi.COMM_WORLD
     library = library_info()
     _agree_on_launch(mpi, comm, library)
@@ -245,21 +248,21 @@ def _start_alone(error: LaunchError, num_threads: int | None) -> Started:
     return Started(None, Topology.of([0], 0), None, threads, reason)
 
 
-def _initialize(mpi: Any) -> None:
+def _initialize(mpi: Any, timeout: float | None = None) -> None:
     if mpi.Is_finalized():
         raise LaunchError(
             "MPI has been finalised in this process and cannot be started again: do not call MPI.Finalize()"
         )
     started_here = not mpi.Is_initialized()
     if started_here:
-        _init(mpi)
+        _init(mpi, timeout)
         if mpi.COMM_WORLD.Get_size() == 1:
             segments.remove_at_abort()  # Open MPI's would stay, and no other rank looks for it
     exits.install(mpi, finalize=started_here)
     children.watch(mpi.COMM_WORLD.Get_rank())
 
 
-def _init(mpi: Any) -> None:
+def _init(mpi: Any, timeout: float | None) -> None:
     description = mpi.Get_library_version()
     library = library_info()
     local_size = max((launcher.local_size or 1 for launcher in detect_launchers()), default=1)
@@ -270,16 +273,17 @@ def _init(mpi: Any) -> None:
     with warnings.catch_warnings():
         # mpi4py suspects some launches; all are checked here, and refused with more to go by.
         warnings.filterwarnings("ignore", message="suspicious MPI", category=RuntimeWarning)
-        with _watching_others():
+        with _watching_others(timeout):
             mpi.Init_thread(mpi.THREAD_MULTIPLE)
 
 
-def _watching_others() -> contextlib.AbstractContextManager[None]:
-    """Notice ranks of this node that never come, on the first of them; local."""
+def _watching_others(timeout: float | None) -> contextlib.AbstractContextManager[None]:
+    """Notice ranks that never come; local."""
+    limit = waiting_limit(None) if timeout is None else timeout
     for launcher in detect_launchers():
         size, local_size = launcher.size or 1, launcher.local_size or 1
-        if launcher.rank is not None and local_size > 1 and launcher.local_rank == 0:
-            return arrival.watched(launcher.variables[0][0], size, local_size)
+        if launcher.rank is not None and size > 1 and launcher.local_rank is not None:
+            return arrival.watched(launcher.variables[0][0], size, launcher.local_rank, local_size, limit)
     return contextlib.nullcontext()
 
 

@@ -70,18 +70,28 @@ def test_an_exception_ends_the_job_with_one_traceback_after_all_output(job):
     assert (ended.err.count("Traceback"), ended.out.count("line")) == (1, 5000)
 
 
-def test_a_rank_that_ends_before_mpi_starts_ends_the_job(job):
+@pytest.mark.parametrize(
+    ("rank", "does", "said"),
+    [
+        (0, "os._exit(0)", "ended before axonmpi.init_process_group()"),
+        (1, "time.sleep(3600)", "has not come to axonmpi.init_process_group() in 4 s"),
+    ],
+)
+def test_a_rank_that_never_comes_ends_the_job(job, rank, does, said):
     ended = job(
         3,
         "",
-        before="""
-        import os
-        if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
-            os._exit(0)
+        before=f"""
+        import os, time
+        import axonmpi as ax
+        if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "{rank}":
+            {does}
+        ax.init_process_group(timeout=4)
         """,
     )
     assert ended.code != 0
-    assert ended.err.count("axonmpi: rank 1 ended before axonmpi.init_process_group()") == 1
+    assert ended.err.count(f"axonmpi: rank {rank} {said}") == 1
+    assert ended.err.count("axonmpi:") == 1
 
 
 def test_an_exit_of_one_rank_is_the_jobs_and_waits_for_no_thread(job):
