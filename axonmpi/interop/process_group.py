@@ -66,8 +66,14 @@ def _register_with_exits() -> None:
     exits.before_finalize(_end_threads)
 
 
-_plain = Tensor.detach
-"""Of a tensor that autograd may mark as a result only when the operation is under way, too."""
+def _plain(tensor: Tensor) -> Tensor:
+    """Return the tensor without autograd, which may mark it as a result while the operation is under way; local."""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():  # nothing could be written to it
+        memory = tensor.untyped_storage()
+        return torch.empty(0, dtype=tensor.dtype).set_(
+            memory, tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+    return tensor.detach()
 
 
 def _in_turn(moves: Sequence[Callable[[], object]]) -> None:

@@ -233,7 +233,11 @@ def main() -> None:
     refusals()
     dist.all_reduce(torch.ones(2, requires_grad=True))
     with torch.inference_mode():
-        dist.all_reduce(torch.ones(2), async_op=True).wait()
+        made = torch.ones(2)
+        dist.all_reduce(made, async_op=True).wait()
+    dist.all_reduce(made, async_op=True).wait()
+    dist.all_reduce(made)  # also outside of the mode that it was made in, as over gloo
+    assert made.tolist() == [dist.get_world_size() ** 3] * 2
     dist.destroy_process_group()
     dist.init_process_group("axonmpi", rank=rank, timeout=timedelta(hours=1))
     dist.barrier()
