@@ -141,7 +141,8 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(self, tensors: list[Tensor], opts: Any = _REDUCE) -> TorchWork:
         """Reduce one tensor over all ranks, in place; collective."""
         tensor = tensors[0]
-        if opts.asyncOp or tensor.requires_grad:  # a small one that blocks has no time to lose
+        # A small one that blocks has no time to lose.
+        if opts.asyncOp or tensor.requires_grad or tensor.is_inference():
             tensor = _plain(tensor)
         # Not by a partial: of a small one that is a noticeable part.
         return self._run(
