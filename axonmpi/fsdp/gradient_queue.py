@@ -277,7 +277,7 @@ class GradientQueue:
                 count = len(gradient.flat.parameters)
                 gradient.finish(used[:count])
                 del used[:count]
-        except BaseException:  # what was not handed out would be added to the next averages
+        except BaseException:  # the next averages would be added to gradients that were not handed out
             self.discard()
             raise
         self._under_way.clear()

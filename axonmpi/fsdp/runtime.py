@@ -89,7 +89,7 @@ class FSDPRuntime:
         self._next_order: list[Unit] = []
         self._reading = False
         self._open = False
-        self._step: Callable[..., None] | None = None  # ends that of the forward under way
+        self._step: Callable[..., None] | None = None  # ends the step of the forward under way
         self._cast = cast
         model = units[0].module
         assert model is not None

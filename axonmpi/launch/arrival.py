@@ -26,7 +26,7 @@ __all__ = ["watched"]
 LOOKS = 3
 """So many looks, a second apart, have to agree: the process manager starts one rank after the other."""
 LATER = 2
-"""So many looks more are those of the next rank that watches."""
+"""The next rank that watches waits for so many looks more."""
 
 
 @contextlib.contextmanager

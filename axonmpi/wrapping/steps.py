@@ -1,4 +1,4 @@
-"""Which training step of a model each rank is at.
+"""The step of training that each rank is at, compared at the end of each backward.
 
     rank 0   forward 3 ── backward 3 ─┐
     rank 1   forward 3    forward 4 ── backward 4 ─┐     its gradients would be averaged with those of step 3
