@@ -154,7 +154,7 @@ class Backend(Runner):
             src: Rank within the group to copy from.
             async_op: Return a `Work` at once.
             layout: What a flat tensor is made of, the same on all ranks.
-            label: Whose tensor it is, the same on all ranks; for messages.
+            label: Whose tensor it is, the same on all ranks; compared, and in messages.
 
         Raises:
             ValueError: `src` is no rank of the group.
@@ -447,7 +447,7 @@ class Backend(Runner):
             tensor: [sizes[rank]] this rank's part, converted to the dtype of `output`; None: it is there already.
             sizes: Elements of each rank's part, the same on all ranks.
             async_op: Return a `Work` at once.
-            label: Whose tensors they are, the same on all ranks: others are never taken for them.
+            label: Whose tensors they are, the same on all ranks; compared, and in messages.
 
         Raises:
             ValueError: A shape does not fit the sizes, or `output` is not of `node_empty`.
@@ -483,7 +483,7 @@ class Backend(Runner):
             op: The reduction.
             dtype: Dtype of the tensors, to be said where a rank may have zeros only.
             async_op: Return a `Work` at once; leave the tensors alone until it is done.
-            label: Whose tensors they are, the same on all ranks: others are never taken for them.
+            label: Whose tensors they are, the same on all ranks; compared, and in messages.
 
         Raises:
             ValueError: A shape does not fit the sizes.

@@ -109,7 +109,10 @@ def check_same_buffers(module: nn.Module, group: ProcessGroup) -> None:
         CollectiveMismatchError: Names the first buffer that differs, and the ranks.
     """
     texts = [f"buffer {name!r} {_layout(buffer)}" for name, buffer in module.named_buffers()]
-    todo = "Let buffers change alike on every rank, or keep each rank's own with broadcast_buffers=False."
+    todo = (
+        "Call the same model on every rank, let its buffers change alike, or keep each rank's own with "
+        "broadcast_buffers=False."
+    )
     check_same(group.backend, texts, "buffers are not the same on all ranks", todo, CollectiveMismatchError)
 
 

@@ -37,7 +37,7 @@ from ..utils.torch_internals import after_backward, in_backward, outside_compile
 from ..wrapping.autograd import hook_gradient
 from ..wrapping.backward import check_gradient, launch_in_order, wait_for_all, watched_rank, weakly
 from ..wrapping.optimizer_hooks import mark_gradients
-from ..wrapping.steps import Steps
+from ..wrapping.steps import STEP_FLAGS, Steps
 from .buckets import BUCKETS_BETWEEN_NODES, FIRST_BUCKET_BYTES, Bucket, divided_into_buckets
 
 __all__ = ["Reducer"]
@@ -138,6 +138,11 @@ class Reducer:
         self._take(named_parameters)
         self._changed = {position_of[parameter]: None for _, parameter in changed if parameter in position_of}
         return [parameter for parameter in self._parameters if _kind(parameter) not in known]
+
+    @property
+    def averages(self) -> bool:
+        """Whether the backward of a forward that begins now averages gradients."""
+        return self.enabled and self._strategy is not GradSyncStrategy.NO_SYNC
 
     @property
     def bucket_sizes(self) -> list[int]:
@@ -301,14 +306,14 @@ class Reducer:
             How it ended at worst, and which parameters are used on any rank.
         """
         launch_in_order(self._buckets, self._launch)
-        step = self.steps.reduce() if takes_part else [0, 0]
+        step = self.steps.reduce() if takes_part else [0] * STEP_FLAGS
         flags = self._flags([*step, state, *own] if self._find_unused else [*step, state])
         status = self._control.all_reduce(flags, ReduceOp.MAX, async_op=self._overlaps)
         waits: list[Callable[[], object]] = [bucket.wait for bucket in self._buckets]
         wait_for_all(waits if status is None else [*waits, partial(status.wait, self._control.timeout)])
-        *step, worst = flags[:3].tolist()
-        used = flags[3:].tolist()
-        self.steps.check(step, [self.group])
+        told = flags.tolist()
+        self.steps.check(told[:STEP_FLAGS], [self.group])
+        worst, *used = told[STEP_FLAGS:]
         if worst == ABANDONED or (worst == PARTIAL and not self._find_unused):
             self._raise_together(state)
         return worst, [bool(flag) for flag in used] if self._find_unused else [True] * len(own)

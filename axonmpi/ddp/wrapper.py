@@ -202,6 +202,7 @@ class DistributedDataParallel(Wrapper):
             try:
                 broadcast_coalesced(self.process_group.backend, sent, src, label=_BUFFERS)
             except CollectiveMismatchError as error:
+                self._reducer.steps.restart()
                 if error.calls and all(_BUFFERS in call for call in error.calls):
                     check_same_buffers(self.module, self.process_group)
                 raise
@@ -233,8 +234,12 @@ class DistributedDataParallel(Wrapper):
     # ---- inner workings -----------------------------------------------------------------------------------
 
     def _run(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        step = self._before_forward()
-        return self._after_forward(method(*args, **kwargs), step)
+        step, output = self._before_forward(), None
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            self._after_forward(output, step)
+        return output
 
     @outside_compile
     def _before_forward(self) -> Callable[..., None] | None:
@@ -245,7 +250,7 @@ class DistributedDataParallel(Wrapper):
             return None
         self._reducer.report_failed_backward()
         self._follow_changes()
-        counts = self.training and self._reducer.enabled and not in_backward()
+        counts = self.training and self._reducer.averages and not in_backward()
         step = self._reducer.steps.begin() if counts else None
         sends = self._broadcast_buffers and self.training and self._reducer.enabled
         if sends and any(buffer.numel() for buffer in self.module.buffers()):
@@ -278,14 +283,13 @@ class DistributedDataParallel(Wrapper):
         broadcast_coalesced(self.process_group.backend, [p.detach() for p in added if p.numel()], 0)
 
     @outside_compile
-    def _after_forward(self, output: Any, step: Callable[..., None] | None) -> Any:
+    def _after_forward(self, output: Any, step: Callable[..., None] | None) -> None:
         """See to it that the outermost backward is noticed, also when checkpointing nests others."""
         enter_phase(Phase.OTHER)
         if torch.is_grad_enabled():
             is_watched = watch_output(output, partial(self._begin_backward, self._reducer.enabled, step))
             if step is not None and not is_watched:
                 step(in_backward=False)
-        return output
 
     @outside_compile
     def _begin_backward(self, reduces: bool, step: Callable[..., None] | None, accumulates: bool) -> None:

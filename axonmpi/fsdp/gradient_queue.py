@@ -26,7 +26,7 @@ from ..utils.torch_internals import hooks_on, plain_tensors
 from ..utils.waiting import network_backoff, wait_until
 from ..wrapping.backward import launch_in_order, wait_for_all
 from ..wrapping.optimizer_hooks import mark_gradients, ordinary_gradients
-from ..wrapping.steps import Steps
+from ..wrapping.steps import STEP_FLAGS, Steps
 from .flat_parameter import FlatParameter, ShardedParameter
 from .groups import ShardingGroups
 from .offload import Files, PinnedMemory
@@ -270,9 +270,10 @@ class GradientQueue:
         try:
             launch_in_order(self.gradients, self._launch)
             wait_for_all(gradient.wait for gradient in self.gradients)
-            low, high, is_late, *used = self._on_any_rank([*self.steps.reduce(), late, *used])
+            told = self._on_any_rank([*self.steps.reduce(), late, *used])
             self.accumulates = False
-            self.steps.check([low, high], self._groups.both)
+            self.steps.check(told[:STEP_FLAGS], self._groups.both)
+            is_late, *used = told[STEP_FLAGS:]
             for gradient in self.gradients:
                 count = len(gradient.flat.parameters)
                 gradient.finish(used[:count])
@@ -303,6 +304,7 @@ class GradientQueue:
     def discard(self) -> None:
         """Drop gradients that were not averaged; local."""
         self.accumulates = False
+        self.steps.restart()
         for gradient in self.gradients:
             gradient.discard()
         self._under_way.clear()

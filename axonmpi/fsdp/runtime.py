@@ -170,7 +170,7 @@ class FSDPRuntime:
         if torch.is_grad_enabled():
             hook = partial(weakly(self.before_backward, unit), unit.version, event, step)
             is_watched = watch_output(output, hook, since=start, is_outermost=not self._stack)
-            if step is not None and output is not None and not is_watched:
+            if step is not None and not is_watched:
                 step(in_backward=False)
         if not self._stack:
             self._reading = True

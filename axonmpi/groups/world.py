@@ -99,8 +99,9 @@ class World:
             backend: `"mpi"`; `"nccl"` or, the same, `"mpi+nccl"`: tensors on GPUs go by NCCL, those on the CPU by
                 MPI, and this rank's GPU becomes the current one; `"mock"`: a world of one rank without MPI.
             init_method: None, `"mpi://"` or `"env://"`: the launcher's variables are checked against MPI's world.
-            timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does. The
-                job ends where a rank takes longer to come here.
+            timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; the job ends if a
+                rank takes longer to come here. None: collectives do not raise, and the job ends as
+                `AXONMPI_TIMEOUT` says.
             num_threads: Threads torch uses on this rank; None shares the node's cores among its ranks, unless
                 OMP_NUM_THREADS or MKL_NUM_THREADS is set.
 

@@ -1,7 +1,7 @@
 """A rank that ends before MPI is started, or does not come to it in time, while the others wait in MPI's own start.
 
     process manager of the node ── rank 0 ── in MPI_Init, which Python cannot interrupt
-                                │     └─ this program ── counts the ranks, once a second
+                                │     └─ this program ── counts the manager's processes, once a second
                                 └─ rank 1 ── has ended, or computes
 
 Process managers leave the others waiting, so the first rank of each node starts this file as a program of its own,
@@ -17,7 +17,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -27,6 +26,8 @@ LOOKS = 3
 """So many looks, a second apart, have to agree: the process manager starts one rank after the other."""
 LATER = 2
 """The next rank that watches waits for so many looks more."""
+MANAGERS = ("hydra_pmi_proxy", "prterun", "prted", "mpirun", "mpiexec", "orterun", "orted", "slurmstepd")
+"""Programs that start the ranks of a node, each as a process of its own. Under others only the limit holds."""
 
 
 @contextlib.contextmanager
@@ -40,32 +41,30 @@ def watched(variable: str, size: int, local_rank: int, local_size: int, limit: f
         local_size: Number of ranks on this node.
         limit: Seconds that ranks may take; 0 for ever.
     """
-    if local_rank & (local_rank - 1):
-        yield
-        return
     numbers = size, local_size, limit, local_rank.bit_length() * LATER
     command = [sys.executable, "-I", "-S", __file__, variable, *map(str, numbers)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as watcher:
-        try:
-            yield
-        finally:
-            assert watcher.stdin is not None
-            watcher.stdin.close()
+    with contextlib.ExitStack() as stack:
+        if not local_rank & (local_rank - 1):
+            with contextlib.suppress(OSError):  # no more processes are allowed: nobody watches
+                watcher = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE))
+                assert watcher.stdin is not None
+                stack.callback(watcher.stdin.close)
+        yield
 
 
 def _main(variable: str, size: int, local_size: int, limit: float, later: int) -> None:
     rank = os.getppid()
-    manager = _manager_of(rank, variable)
-    begun, missed = time.monotonic(), 0
+    manager = _manager_of(rank)
+    looks = missed = 0
     while not select.select([sys.stdin], [], [], 1.0)[0]:
-        processes = _processes_below(manager, variable) if manager else {rank: -1}
-        # Of a rank in a shell or a wrapper it is that which the manager waits for.
-        alive = {number for process, number in processes.items() if _parent_of(process) == manager}
-        missed = missed + 1 if manager and len(alive) < local_size else 0
+        looks += 1
+        numbers = _numbers_below(manager, variable)
+        count = sum(_parent_of(process) == manager for process in _processes()) if manager else local_size
+        missed = missed + 1 if count < local_size else 0
         if missed == LOOKS + later:
-            problem = f"{_missing(alive, size, local_size)} ended before axonmpi.init_process_group()"
-        elif 0 < limit <= time.monotonic() - begun - later:
-            problem = f"{_late(processes, size)} not come to axonmpi.init_process_group() in {limit:g} s"
+            problem = f"{_missing(numbers, size, local_size)} ended before axonmpi.init_process_group()"
+        elif 0 < limit <= looks - later:
+            problem = f"{_late(numbers, size)} not come to axonmpi.init_process_group() in {limit:g} s"
         else:
             continue
         if os.getppid() == rank:
@@ -73,26 +72,28 @@ def _main(variable: str, size: int, local_size: int, limit: float, later: int) -
                 f"axonmpi: {problem}, which all ranks have to call: the others wait there. The job ends\n"
             )
             sys.stderr.flush()
-            for process in processes:  # they wait in MPI, and handle no other signal
+            # They wait in MPI, and handle no other signal. Ranks of another job are not touched.
+            for process in numbers if count <= local_size else [rank]:
                 if process != os.getpid():
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(process, signal.SIGKILL)
         return
 
 
-def _missing(alive: set[int], size: int, local_size: int) -> str:
-    here = ", ".join(map(str, sorted(alive)))
-    missing = sorted(set(range(size)) - alive) if size == local_size else []
+def _missing(numbers: Mapping[int, int], size: int, local_size: int) -> str:
+    """Name the ranks that have no process any more."""
+    left = sorted(set(numbers.values()))
+    missing = sorted(set(range(size)) - set(left)) if size == local_size else []
     if not missing:
-        return f"one of the {local_size} ranks of this node, of which ranks {here} are left,"
+        return f"one of the {local_size} ranks of this node, of which ranks {', '.join(map(str, left))} are left,"
     return f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
 
 
-def _late(processes: Mapping[int, int], size: int) -> str:
-    """Name the ranks whose processes have not loaded MPI, if they are on this node, and say that they have ..."""
-    started = {number for process, number in processes.items() if _has_mpi(process)}
-    late = sorted(set(processes.values()) - started)
-    if not late or len(set(processes.values())) == size == len(late):
+def _late(numbers: Mapping[int, int], size: int) -> str:
+    """Name the ranks that have not loaded MPI, if they are on this node, and say that they have ..."""
+    known = set(numbers.values())
+    late = sorted(known - {number for process, number in numbers.items() if _has_mpi(process)})
+    if not late or len(late) == size:
         return "a rank has"
     return f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(map(str, late))} have"
 
@@ -103,25 +104,28 @@ def _has_mpi(process: int) -> bool:
     return False
 
 
-def _manager_of(process: int, variable: str) -> int:
+def _processes() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+
+
+def _numbers_below(manager: int, variable: str) -> dict[int, int]:
+    """Return the numbers of the ranks that a manager has started, by process, also in shells and wrappers."""
+    found = {}
+    for process in _processes() if manager else []:
+        number = _number_in(process, variable)
+        if number.isdecimal() and _manager_of(process) == manager:
+            found[process] = int(number)
+    return found
+
+
+def _manager_of(process: int) -> int:
     """Return the process that has started a rank, or a shell or wrapper around it; 0 if that cannot be seen."""
-    own = _number_in(process, variable)
-    while process > 1 and own:
+    while process > 1:
         process = _parent_of(process)
-        if _number_in(process, variable) != own:
-            return process
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{process}/comm").read_text("utf-8", "replace").strip() in MANAGERS:
+                return process
     return 0
-
-
-def _processes_below(manager: int, variable: str) -> dict[int, int]:
-    """Return the processes of the ranks that a process manager has started, with the ranks' numbers."""
-    processes = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-    numbers = {process: _number_in(process, variable) for process in processes}
-    return {
-        process: int(number)
-        for process, number in numbers.items()
-        if number.isdecimal() and _manager_of(process, variable) == manager
-    }
 
 
 def _parent_of(process: int) -> int:

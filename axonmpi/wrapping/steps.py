@@ -3,8 +3,10 @@
     rank 0   forward 3 ── backward 3 ─┐
     rank 1   forward 3    forward 4 ── backward 4 ─┐     its gradients would be averaged with those of step 3
 
-Ranks exchange flags at the end of each backward, by their maximum; two of them tell whether all are at one step.
-A step is a forward in training whose gradients will be reduced: without `no_grad`, `eval` and `no_sync`.
+Ranks exchange flags at the end of each backward, by their maximum; some of them tell whether all are at one step.
+A step is a forward in training whose gradients will be reduced: without `no_grad`, `eval` and `no_sync`. A rank has
+left one out if it has begun more forwards than others and some of them had no backward: more forwards may have one
+backward in common, and the result of a forward need not be used.
 """
 
 from __future__ import annotations
@@ -16,45 +18,49 @@ from ..errors import CollectiveMismatchError
 from ..groups.process_group import ProcessGroup
 from ..utils.text import lines_of_ranks, ranks_by_text
 
-__all__ = ["Steps"]
+__all__ = ["STEP_FLAGS", "Steps"]
 
+STEP_FLAGS = 4
+"""How many flags there are."""
 _MOST = 127
-"""Flags are bytes: steps that differ by a multiple of 128 look the same."""
+"""Flags are bytes: numbers that differ by a multiple of 128 look the same."""
 
 
 class Steps:
     """Counts the steps of a model on this rank."""
 
     def __init__(self) -> None:
-        self._reduced = 0
-        self._in_backward = False
-        self._forwards = 0  # whose backward is to come
         self._starts = 0
+        self.restart()
 
     def restart(self) -> None:
         """Count from 1 again, as after training on numbers of batches that differ; local, on all ranks."""
         self._starts += 1
-        self._reduced = self._forwards = 0
+        self._reduced = 0
         self._in_backward = False
+        self._begun = 0
+        self._waiting = 0  # forwards whose backward is to come
 
     @property
     def number(self) -> int:
         """The step that this rank is at, from 1; 0 before the first."""
-        return self._reduced + self._in_backward + self._forwards
+        return self._reduced + self._in_backward + self._waiting
 
     def begin(self) -> Callable[..., None]:
         """Count a forward; return what is to be called when its backward begins, or if there will be none; local.
 
         `torch.autograd.grad` makes no step: its gradients are this rank's alone.
         """
-        self._forwards += 1
+        self._begun += 1
+        self._waiting += 1
         at_step(self)
         is_open, start = True, self._starts
 
         def end(*, in_backward: bool) -> None:
             nonlocal is_open
             if is_open and start == self._starts:
-                self._forwards -= 1
+                self._waiting -= 1
+                self._begun -= not in_backward
                 self._in_backward |= in_backward
             is_open = False
 
@@ -64,8 +70,8 @@ class Steps:
         """Count a backward whose gradients are reduced; return flags for `check`; local."""
         self._reduced += 1
         self._in_backward = False
-        own = self.number % (_MOST + 1)
-        return [own, _MOST - own]
+        own, begun = self.number % (_MOST + 1), self._begun % (_MOST + 1)
+        return [own, _MOST - own, begun, _MOST - begun]
 
     def check(self, flags: Sequence[int], groups: Iterable[ProcessGroup]) -> None:
         """Raise unless all ranks are at the same step; collective if they are not.
@@ -78,7 +84,7 @@ class Steps:
             CollectiveMismatchError: Says which rank is at which step.
         """
         at_step(None)
-        if sum(flags) == _MOST:
+        if _MOST in (flags[0] + flags[1], flags[2] + flags[3]):
             return
         texts: dict[int, str] = {}
         for group in groups:
@@ -89,7 +95,6 @@ class Steps:
             "the ranks are at different steps of this model, and the average of their gradients is of no use:\n  "
             + lines_of_ranks(ranks_by_text(texts).items())
             + "\nA rank that is ahead has left out a backward, as by `continue` after a loss that is nan, or has "
-            "made a forward of its own. All ranks have to leave a batch out together, or none: set its loss to 0 "
-            "times the model's output. A forward of one rank belongs under torch.no_grad(), in eval() or in "
-            "no_sync()."
+            "made a forward of its own. Let all ranks leave a batch out, or none, by a flag that they all_reduce. "
+            "A forward of one rank belongs under torch.no_grad(), in eval() or in no_sync()."
         )

@@ -118,13 +118,21 @@ def test_steps_are_counted_anew_after_uneven_batches_and_after_an_error(world, m
 
 
 @pytest.mark.ranks(2, 4)
-def test_a_forward_that_fails_on_one_rank_is_a_step(world, monkeypatch):
-    with model_of(world, "ddp", monkeypatch) as model:
-        train(model, 1)
+@pytest.mark.parametrize("averages", ["overlapped", "synchronous", "no_sync"])
+def test_other_numbers_of_forwards_are_no_steps(world, averages):
+    """One that failed and is tried again, one whose result is not used, one without average, gradients of zeros."""
+    model = ax.DDP(built(Towers), sync_strategy=averages, find_unused_parameters=True)
+    for _ in range(3):
         if world.rank == 1:
             refused(AttributeError, (lambda: model(batch(), "lost"), "lost"))
-        with pytest.raises(CollectiveMismatchError, match="rank 1: step 3"):
-            train(model, 1)
+        outputs = [model(batch()) for _ in range(2)]
+        sum(output.sum() for output in outputs[world.rank == 0 :]).backward()
+        output = model(batch())
+        loss = sum(p.sum() * 0 for p in model.parameters()) if world.rank == 1 else output.sum()
+        loss.backward()
+        if averages == "no_sync" and world.rank == 1:
+            model(batch())
+        model.sync_gradients()
 
 
 @pytest.mark.ranks(2, 4)
@@ -147,4 +155,4 @@ def test_a_buffer_that_changed_on_one_rank_is_named(world, monkeypatch):
         with pytest.raises(CollectiveMismatchError, match=expected):
             model(batch())
         model.module.norm.running_var = torch.ones(4)
-        train(model, 1)
+        train(model, 2)
