@@ -33,8 +33,11 @@ SPARE_BYTES = 64 << 20
 
 
 def mark() -> None:
-    """Write down that the fault happens now."""
-    Path(os.environ["FAULT_MARK"]).write_text(str(time.monotonic()))
+    """Write down that the fault happens now; several ranks may, and the file is whole at any time."""
+    path = Path(os.environ["FAULT_MARK"])
+    own = path.with_name(f"{path.name}-{os.getpid()}")
+    own.write_text(str(time.monotonic()))
+    own.replace(path)
 
 
 def go_on() -> NoReturn:
