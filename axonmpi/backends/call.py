@@ -49,11 +49,11 @@ Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class Call:
-    """What the ranks of a group have to agree on before a collective moves data.
+    """One rank's call of a collective: the ranks of a group compare theirs before data moves.
 
     Attributes:
         operation: Name of the collective.
-        dtype: Dtype of the tensors, None where there is none.
+        dtype: Dtype of the tensors, or None.
         shape: Shape of this rank's tensor; -1 where the ranks may differ.
         op: The reduction.
         root: Source or destination rank within the group; the dimension, of operations that have one.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -168,24 +169,11 @@ def _load(
     strict: bool,
     dtype: torch.dtype | None,
 ) -> CheckpointInfo:
-    with reshaped_buffers(model, contents.specs("model")):
-        return _load_into(
-            model_parts(model, ranks.all), contents, optimizer, states, ranks, strict=strict, dtype=dtype
-        )
-
-
-def _load_into(
-    described: ModelParts,
-    contents: Contents,
-    optimizer: torch.optim.Optimizer | None,
-    states: Mapping[str, Stateful | None],
-    ranks: CheckpointRanks,
-    *,
-    strict: bool,
-    dtype: torch.dtype | None,
-) -> CheckpointInfo:
     state, files = contents.state, contents.files
-    with described.stable():
+    with ExitStack() as stack:
+        stack.enter_context(reshaped_buffers(model, contents.specs("model")))
+        described = model_parts(model, ranks.all)
+        stack.enter_context(described.stable())
         fit = _fit(described, contents, ranks.all)
         fit.check(strict=strict)
         with raised_on_all(ranks.all.backend):

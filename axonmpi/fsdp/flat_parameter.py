@@ -92,13 +92,13 @@ class ShardedParameter:
 
     @property
     def owners(self) -> list[tuple[nn.Module, str]]:
-        """The modules that it is an attribute of, with the attribute's name, those that were dropped left out."""
+        """The live modules with this parameter as an attribute, and the attribute's name."""
         owners = [(owner(), attribute) for owner, attribute in self._owners]
         return [(owner, attribute) for owner, attribute in owners if owner is not None]
 
     @property
     def flat(self) -> FlatParameter:
-        """The flat parameter that it lies in."""
+        """The flat parameter around it."""
         flat = self._flat()
         assert flat is not None
         return flat

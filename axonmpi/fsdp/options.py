@@ -91,7 +91,7 @@ class MixedPrecision:
                 raise TypeError(f"keep: expected classes of modules, such as (nn.LayerNorm,), got {kept!r}")
 
     def keeps(self, module: nn.Module) -> bool:
-        """Say whether a module computes in the dtype of its own parameters; local."""
+        """Return True if a module computes in the dtype of its own parameters; local."""
         return isinstance(module, (*_BATCH_NORMS, *self.keep))
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:

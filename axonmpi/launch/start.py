@@ -278,7 +278,7 @@ def _init(mpi: Any, timeout: float | None) -> None:
 
 
 def _watching_others(timeout: float | None) -> contextlib.AbstractContextManager[None]:
-    """Let the job end if other ranks never come; local."""
+    """Return a context that ends the job if another rank does not come to it in time; local."""
     limit = waiting_limit(None) if timeout is None else timeout
     for launcher in detect_launchers():
         size, local_size = launcher.size or 1, launcher.local_size or 1

@@ -72,7 +72,7 @@ def launch_in_order(
 def wait_for_all(waits: Iterable[Callable[[], object]]) -> None:
     """Wait for all reductions and raise the first failure; local.
 
-    A reduction that goes on after another one has failed would write into its memory later.
+    After a failure the others are waited for as well: they still write into their memory.
 
     Args:
         waits: Each waits for one.

@@ -154,7 +154,7 @@ def _with_marks(optimizer: Optimizer, value: Any) -> Any:
 
 
 def _treats_elements(optimizer: Optimizer) -> bool:
-    """Say whether a step is one of torch's, whose needs are known; others are watched as they go; local."""
+    """Return True for torch's own optimizers, whose needs are known; each function of others is checked; local."""
     return type(optimizer).step.__module__.startswith("torch.optim.")
 
 

@@ -212,7 +212,7 @@ def _check_data(parameter: Tensor, value: Any) -> None:
 class PartOfState(_Part):
     """A part of a parameter, or of what an optimizer keeps for it, in a state dict."""
 
-    refused = frozenset({"untyped_storage", "storage", "typed_storage"})  # what writes files asks for these
+    refused = frozenset({"untyped_storage", "storage", "typed_storage"})  # writers of files call these
 
     error = TypeError
     message = (
@@ -247,9 +247,8 @@ def _mark_parts(module: nn.Module, state: dict[str, Any], prefix: str, _local: o
     for name, parameter in module._parameters.items():
         value = state.get(prefix + name)
         is_part = parameter is not None and (is_shown_in_part(parameter) or (name in shards and axes_of(parameter)))
-        if (
-            is_part and value is not None and type(value) in (Tensor, Shard)
-        ):  # and not, as was asked for, the parameter itself
+        # With keep_vars=True the value is the parameter itself.
+        if is_part and value is not None and type(value) in (Tensor, Shard):
             state[prefix + name] = as_part_of_state(value)
 
 

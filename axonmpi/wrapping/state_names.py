@@ -81,10 +81,6 @@ class Wrapper(nn.Module):
             raise ValueError(f"name: expected another name than {name!r}, which {type(self).__name__} has itself")
         self._forward_methods = {*self.__dict__.get("_forward_methods", ()), name}
 
-    def call_method(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the module as its forward is called; collective as that is."""
-        raise NotImplementedError
-
     # torch.func.functional_call finds and replaces by attributes what it is given by name.
 
     def __getattr__(self, name: str) -> Any:

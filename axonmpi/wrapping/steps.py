@@ -3,7 +3,7 @@
     rank 0   forward 3 ── backward 3 ─┐
     rank 1   forward 3    forward 4 ── backward 4 ─┐     its gradients would be averaged with those of step 3
 
-Ranks exchange flags at the end of each backward, by their maximum; some of them tell whether all are at one step.
+At the end of each backward ranks reduce flags to their maxima, which also tell whether all ranks are at one step.
 A step is a forward in training whose gradients will be reduced: without `no_grad`, `eval` and `no_sync`. A rank has
 left one out if it has begun more forwards than others and some of them had no backward: more forwards may have one
 backward in common, and the result of a forward need not be used.
@@ -39,7 +39,7 @@ class Steps:
         self._reduced = 0
         self._in_backward = False
         self._begun = 0
-        self._waiting = 0  # forwards whose backward is to come
+        self._waiting = 0  # forwards without a backward so far
 
     @property
     def number(self) -> int:

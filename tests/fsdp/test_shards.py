@@ -240,25 +240,18 @@ class Scaled(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    ratio = p.norm() / (p.grad.norm() + 1)
-                    p.sub_(p.grad * ratio * group["lr"])
+                    p.sub_(self.direction(p) * group["lr"])
+
+    def direction(self, p: Any) -> Tensor:
+        return p.grad * (p.norm() / (p.grad.norm() + 1))
 
 
-class Momentum(torch.optim.Optimizer):
-    """One that treats each element by itself."""
+class Momentum(Scaled):
+    """One that is elementwise."""
 
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                average = self.state[p].setdefault("average", torch.zeros_like(p))
-                average.lerp_(p.grad, 0.1)
-                p.sub_(average.sign() * group["lr"])
+    def direction(self, p: Any) -> Tensor:
+        average = self.state[p].setdefault("average", torch.zeros_like(p))
+        return average.lerp_(p.grad, 0.1).sign()
 
 
 @pytest.mark.ranks(2, 4)
