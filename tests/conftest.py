@@ -33,7 +33,7 @@ ABOVE_THE_BACKENDS = (
 )
 """Beginnings of the paths of tests of code that is written once for all backends."""
 START_JOBS = (
-    *("backends/shared/test_settings", "cli/", "docs/", "fsdp/test_limits", "interop/", "jobs/", "launch/"),
+    *("backends/connection/test_settings", "cli/", "docs/", "fsdp/test_limits", "interop/", "jobs/", "launch/"),
     *("observe/", "others/", "testing/", "train/test_command"),
 )
 """Beginnings of the paths of tests that start jobs, which may use all cores."""

@@ -36,17 +36,13 @@ ORDER = (
 
 BACKENDS = (
     ("tuning",),
-    ("reduction", "concat_view", "ranks"),
-    ("call", "checks", "shared.counters"),
+    ("reduction", "flat_parts", "ranks"),
+    ("call", "checks", "buffers", "connection.counters"),
     ("call_site",),
     ("runner",),
-    ("base", "worker"),
-    ("bucketing", "objects", "buffers"),
-    ("handshake",),
-    ("connection",),
-    ("local", "mock", "shared", "mpi.plain"),
-    ("network",),
-    ("connect",),
+    ("contract", "worker"),
+    ("coalesced", "objects", "connection"),
+    ("local", "mock"),
     ("mpi", "nccl"),
     ("",),
 )
@@ -59,7 +55,7 @@ WHY_LONG = "The file is long because"
 
 
 def module_name(path: Path) -> str:
-    """`backends/base.py` is `backends.base`, `ddp/__init__.py` is `ddp`."""
+    """`backends/contract.py` is `backends.contract`, `ddp/__init__.py` is `ddp`."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -267,7 +263,7 @@ def test_importing_starts_nothing() -> None:
         ("ddp.reducer", "data", False),
         ("ddp.wrapper", "ddp.reducer", True),
         ("ddp", "ddp.wrapper", True),
-        ("backends.base", "groups", False),
+        ("backends.contract", "groups", False),
         ("train.trainer", "cli", False),
         ("", "cli.train", True),
         ("errors", "unheard_of", False),

@@ -1,10 +1,12 @@
 """Collectives and messages of the ranks of one group: the contract of a backend, and the backends."""
 
-from .base import Backend
-from .bucketing import all_reduce_coalesced, broadcast_coalesced, by_kind
 from .call_site import at_step
 from .checks import MAX_TAG, Sizes, check_tensor, wrap_dim
-from .connect import path_of
+from .coalesced import all_reduce_coalesced, broadcast_coalesced, by_kind
+from .connection.connection import path_of
+from .connection.counters import NodeCounters
+from .connection.segment import remedy
+from .contract import Backend
 from .local import LocalBackend
 from .mock.backend import LoggedCall, MockBackend
 from .mpi.backend import MpiBackend
@@ -15,8 +17,6 @@ from .nccl.library import NcclUniqueId, library_text
 from .objects import all_gather_number, all_gather_object, broadcast_object, gather_if_different, parts_by_node
 from .ranks import check_different, check_parts, check_ranks, integer_array
 from .reduction import wide_dtype
-from .shared.counters import NodeCounters
-from .shared.segment import remedy
 from .worker import AtOnce, Worker, WorkerWork
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Tensors as the plain memory that MPI reads and writes."""
+"""Tensors as the plain memory that MPI reads and writes, and their descriptions for receivers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["as_bytes", "buffer_of", "bytes_of", "empty", "flat_elements", "write_back"]
+from .reduction import DTYPES
+
+__all__ = [
+    "DESCRIPTION_BYTES",
+    "Words",
+    "as_bytes",
+    "buffer_of",
+    "bytes_of",
+    "describe",
+    "described",
+    "empty",
+    "flat_elements",
+    "write_back",
+]
+
+DESCRIPTION_BYTES = 112
+"""Size of the description of a tensor with up to 12 dimensions."""
+
+Words = np.ndarray[Any, np.dtype[np.int64]]
+"""A description as 14 integers."""
+
+
+def describe(tensor: Tensor) -> Words:
+    """Return the dtype and shape (up to 12 dimensions) as integers; local."""
+    words = np.zeros(DESCRIPTION_BYTES // 8, dtype=np.int64)
+    words[: 2 + tensor.dim()] = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    return words
+
+
+def described(description: Words) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return the dtype and shape of a description; local."""
+    words = description.tolist()
+    return DTYPES[words[0]], tuple(words[2 : 2 + words[1]])
 
 
 def buffer_of(mpi: Any, tensor: Tensor) -> Any:

@@ -21,26 +21,7 @@ from .reduction import DTYPES
 
 __all__ = ["Call", "Layout", "mismatch_error"]
 
-_OPERATIONS = (
-    "all_reduce",
-    "reduce",
-    "broadcast",
-    "all_gather",
-    "reduce_scatter",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "barrier",
-    "split",
-    "partition",
-    "symmetric_empty",
-    "node_empty",
-    "all_gather_into",
-    "reduce_scatter_into",
-)
-_CODE = {name: code for code, name in enumerate(_OPERATIONS)}
 _DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
-_WITH_DIM = ("all_gather", "reduce_scatter", "all_to_all")
 _MAX_SHOWN = 4
 
 Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
@@ -56,7 +37,8 @@ class Call:
         dtype: Dtype of the tensors, or None.
         shape: Shape of this rank's tensor; -1 where the ranks may differ.
         op: The reduction.
-        root: Source or destination rank within the group; the dimension, of operations that have one.
+        root: Source or destination rank within the group.
+        dim: Dimension along which tensors are cut or concatenated.
         layout: What a flat tensor is made of, if anything.
         parts: What the ranks are divided into, by operations that make groups.
         label: Whose tensors they are, such as a unit of a model; empty if the caller does not say.
@@ -71,6 +53,7 @@ class Call:
     shape: tuple[int, ...] = ()
     op: ReduceOp | None = None
     root: int | None = None
+    dim: int | None = None
     layout: Layout | None = None
     parts: Parts | None = None
     label: str = ""
@@ -82,15 +65,15 @@ class Call:
     def __post_init__(self) -> None:
         dtype_code = -1 if self.dtype is None else _DTYPE_CODE[self.dtype]
         op_code = -1 if self.op is None else int(self.op)
-        root = -1 if self.root is None else self.root
         # hash() of a tuple of integers and such tuples does not depend on the process's hash seed.
         made_of = tuple((_DTYPE_CODE[dtype], shape) for dtype, shape in self.layout or ())
         divided = -1 if self.parts is None else self.parts.key
         what = (
-            _CODE[self.operation],
+            crc32(self.operation.encode()),
             dtype_code,
             op_code,
-            root,
+            -1 if self.root is None else self.root,
+            -1 if self.dim is None else self.dim,
             self.layout is None,
             made_of,
             divided,
@@ -118,7 +101,9 @@ class Call:
         if self.parts is not None:
             parts.append(f"{'ranks=' if self.operation == 'split' else ''}{self._parts_text(self.parts)}")
         if self.root is not None:
-            parts.append(f"{'dim' if self.operation in _WITH_DIM else 'root'}={self.root}")
+            parts.append(f"root={self.root}")
+        if self.dim is not None:
+            parts.append(f"dim={self.dim}")
         if self.layout is not None:
             parts.append(f"made of {self._layout_text()}")
         return f"{self.operation}({', '.join(parts)}){self.label and f' of {self.label}'}"

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ..errors import CollectiveMismatchError
 from ..types import CompletedWork, Seconds, Work
-from .base import Backend
 from .call import Call
-from .concat_view import FlatParts
+from .connection.counters import NodeCounters
+from .contract import Backend
+from .flat_parts import FlatParts
 from .ranks import Parts
 from .reduction import reduce_wide_into
-from .shared.counters import NodeCounters
 from .worker import AtOnce
 
 __all__ = ["LocalBackend"]

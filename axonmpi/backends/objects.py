@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..types import ReduceOp
-from .base import Backend
+from .contract import Backend
 from .ranks import Parts
 
 __all__ = ["all_gather_number", "all_gather_object", "broadcast_object", "gather_if_different", "parts_by_node"]

@@ -4,7 +4,8 @@ Every backend reduces with the functions below, so that all of them give the sam
 the order of the ranks, one after the other, and 16-bit and 8-bit floating-point types accumulate in
 float32 (complex32 in complex64) and are rounded once, at the end.
 
-    out = (((part[0] ∘ part[1]) ∘ part[2]) ∘ …)        ∘ = + · min max & | ^; AVERAGE divides by the number of parts
+    fold      total = (((part[0] ∘ part[1]) ∘ part[2]) ∘ …)      ∘ = + · min max & | ^
+    finish    out = total, rounded; of AVERAGE total / ranks     an average is a sum until then
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ __all__ = [
     "Reduction",
     "check_reducible",
     "choose_reduction",
+    "finish",
+    "fold",
+    "fold_rows",
     "is_plain_sum",
     "reduce_in_rank_order",
-    "reduce_rows_into",
     "reduce_wide_into",
+    "sum_of",
     "wide_dtype",
 ]
 
@@ -140,8 +144,8 @@ def choose_reduction(dtype: torch.dtype, op: ReduceOp, ranks: int) -> Reduction:
     is_rounded_once = ranks == 2 and dtype in _ROUNDED_ONCE and op is not ReduceOp.AVERAGE
     if dtype in _ACCUMULATE_IN and not is_rounded_once:
         return Reduction(partial(_reduce_wide, op=op, wide=_ACCUMULATE_IN[dtype]), False)
-    fold = partial(_fold, binary=_binary(dtype, op))
-    return Reduction(partial(_average, fold=fold) if op is ReduceOp.AVERAGE else fold, ranks == 2)
+    binary = partial(_fold, binary=_binary(dtype, op))
+    return Reduction(partial(_average, combine=binary) if op is ReduceOp.AVERAGE else binary, ranks == 2)
 
 
 def reduce_wide_into(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
@@ -154,43 +158,62 @@ def reduce_wide_into(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None
     """
     if out.dtype == parts[0].dtype:
         reduce_in_rank_order(parts, op, out)
-        return
-    binary = _binary(out.dtype, op)
-    out.copy_(parts[0])
-    term = _workspace(out, out.dtype)[1] if len(parts) > 1 else out
-    for part in parts[1:]:
-        term.copy_(part)
-        binary(out, term, out=out)
-    if op is ReduceOp.AVERAGE:
-        out.div_(len(parts))
+    else:
+        fold(parts, op, out)
+        finish(out, op, len(parts), out)
 
 
-def reduce_rows_into(rows: Tensor, op: ReduceOp, out: Tensor, ranks: int | None = None) -> None:
-    """Reduce the rows of a matrix, in their order and rounded once; of many rows in a single call; local.
+def sum_of(op: ReduceOp) -> ReduceOp:
+    """Return the reduction before `finish`: the sum for an average."""
+    return ReduceOp.SUM if op is ReduceOp.AVERAGE else op
+
+
+def fold(parts: Sequence[Tensor], op: ReduceOp, total: Tensor) -> None:
+    """Reduce `parts` without rounding or division, which `finish` adds; local.
 
     Args:
-        rows: [rows, numel] contiguous, in one dtype.
+        parts: Tensors of one shape, in the order in which they are combined.
         op: The reduction.
-        out: [numel] overwritten with the result; of the rows' dtype, or of the wider one that sums are taken in.
-        ranks: What an average is divided by, by default the number of rows.
+        total: Overwritten with the result, in `wide_dtype` of the parts.
     """
-    dtype = wide_dtype(rows.dtype)
-    count, numel = rows.shape
-    if not numel:
+    op = sum_of(op)
+    if total.dtype == parts[0].dtype:
+        reduce_in_rank_order(parts, op, total)
         return
-    total = out if out.dtype == dtype else torch.empty(numel, dtype=dtype, device="cpu")
-    without_average = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
-    if count <= _FEW_ROWS:
-        reduce_wide_into(rows.unbind(0), without_average, total)
+    binary = _binary(total.dtype, op)
+    total.copy_(parts[0])
+    term = _workspace(total, total.dtype)[1] if len(parts) > 1 else total
+    for part in parts[1:]:
+        term.copy_(part)
+        binary(total, term, out=total)
+
+
+def fold_rows(rows: Tensor, op: ReduceOp, total: Tensor) -> None:
+    """Fold the rows of a contiguous matrix, [rows, numel]; many rows in a single call; local. See `fold`."""
+    if not rows.numel():
+        return
+    if len(rows) <= _FEW_ROWS:
+        fold(rows.unbind(0), op, total)
     else:
-        _reduce_many(rows.to(dtype), without_average, total)
+        _fold_many(rows.to(total.dtype), sum_of(op), total)
+
+
+def finish(total: Tensor, op: ReduceOp, ranks: int, out: Tensor) -> None:
+    """Make a result of what was folded: divide an average by the number of ranks, and round; local.
+
+    Args:
+        total: The folded values; an average is divided in place.
+        op: The reduction.
+        ranks: Number of ranks whose values were folded.
+        out: Overwritten with the result, in its dtype; may be `total`.
+    """
     if op is ReduceOp.AVERAGE:
-        total.div_(count if ranks is None else ranks)
-    if total is not out:
+        total.div_(ranks)
+    if out is not total:
         out.copy_(total)
 
 
-def _reduce_many(rows: Tensor, op: ReduceOp, out: Tensor) -> None:
+def _fold_many(rows: Tensor, op: ReduceOp, out: Tensor) -> None:
     """Reduce rows one after the other in numpy, which has a single call for that."""
     if rows.dtype is torch.bool:
         _fold(rows.unbind(0), out, _LOGICAL[op])
@@ -237,9 +260,9 @@ def _add_complex(first: Tensor, second: Tensor, *, out: Tensor) -> Tensor:
     return torch.add(*parts, out=torch.view_as_real(out))
 
 
-def _average(parts: Sequence[Tensor], out: Tensor, fold: Callable[[Sequence[Tensor], Tensor], None]) -> None:
-    fold(parts, out)
-    out.div_(len(parts))
+def _average(parts: Sequence[Tensor], out: Tensor, combine: Callable[[Sequence[Tensor], Tensor], None]) -> None:
+    combine(parts, out)
+    finish(out, ReduceOp.AVERAGE, len(parts), out)
 
 
 def _reduce_wide(parts: Sequence[Tensor], out: Tensor, op: ReduceOp, wide: torch.dtype) -> None:
@@ -254,9 +277,7 @@ def _reduce_wide(parts: Sequence[Tensor], out: Tensor, op: ReduceOp, wide: torch
     for part in parts[1:]:
         term.copy_(part)
         binary(total, term, out=total)
-    if op is ReduceOp.AVERAGE:
-        total.div_(len(parts))
-    out.copy_(total)
+    finish(total, op, len(parts), out)
 
 
 def _workspace(out: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "AGREEMENT_BYTES",
+    "ALONE_CHUNK_BYTES",
     "BARRIER_CHECK_SECONDS",
     "BARRIER_NAP_SECONDS",
     "BARRIER_SPINS",
@@ -17,15 +18,13 @@ __all__ = [
     "COUNTER_YIELDS",
     "COUNTER_YIELDS_OVERSUBSCRIBED",
     "FIRST_SEGMENT_BYTES",
-    "HANDSHAKE_YIELDS",
     "KEPT_FREE_BYTES",
-    "LEAST_SLICE_BYTES",
     "LONGEST_BARRIER_NAP_SECONDS",
     "MAX_CALLS",
     "MAX_MESSAGE_BYTES",
     "MAX_PLANS",
     "MAX_VIEWS",
-    "NETWORK_CHUNK_BYTES",
+    "NETWORK_BUFFERS",
     "PIECE_BYTES",
     "POLL_SECONDS",
     "PROBE_BYTES",
@@ -34,7 +33,6 @@ __all__ = [
     "REPLICATED_BYTES",
     "REPLICATED_ORDINARY_BYTES",
     "REPLICATED_PAIR_BYTES",
-    "SLICED_CHUNKS",
     "SLICED_FROM_BYTES",
     "SLICED_FROM_BYTES_OPEN_MPI",
     "SLICE_BYTES",
@@ -42,7 +40,10 @@ __all__ = [
     "STAGING_BYTES",
     "WHOLE_BYTES",
     "WIDE_ELEMENTS",
+    "replicated_bytes",
 ]
+
+_PAGE = 4096
 
 # ---- how data is cut -------------------------------------------------------------------------------------------
 
@@ -70,20 +71,28 @@ AGREEMENT_BYTES = 64 << 10
 """The most that travels between nodes with the agreement on a call."""
 WHOLE_BYTES = 16 << 10
 """The most that is reduced whole with it, where each rank keeps a slice."""
-NETWORK_CHUNK_BYTES = 4 << 20
-"""How much of a rank's tensor goes between nodes at a time, where it has to be copied or reduced before."""
+NETWORK_BUFFERS = 4
+"""Buffers of each rank for chunks that go between nodes: one is written, two are under way, one is read."""
+ALONE_CHUNK_BYTES = 32 << 20
+"""How much of a tensor a rank that is alone on its node sends at a time."""
 SLICED_FROM_BYTES = 4 << 20
 """From here on slices are exchanged between more than two nodes with MPICH, whose own all-reduce of 25 MiB on four
 takes 1.6 times as long on a link of 1 Gbit/s, and as long where there is no limit."""
 SLICED_FROM_BYTES_OPEN_MPI = 512 << 10
 """The same for each node with Open MPI, whose blocking all-reduce takes half of a core that computes. It sends all
 slices of an exchange at once: small ones of many nodes meet in the switch, and some are lost."""
-SLICED_CHUNKS = 8
-"""How many chunks are exchanged at a time where nothing is copied before: the network rests between them."""
-LEAST_SLICE_BYTES = 256
-"""The least that a rank sends to each of many others at a time."""
 WIDE_ELEMENTS = 1 << 17
 """How many elements of 16 bits are converted at a time: their float32 values should stay in the cache."""
+
+
+def replicated_bytes(ranks: int, *, symmetric: bool) -> int:
+    """Return the size up to which every one of so many ranks on a node reduces all of a tensor; local."""
+    if symmetric:
+        return max(REPLICATED_BYTES // ranks // _PAGE * _PAGE, _PAGE)
+    if ranks == 2:
+        return REPLICATED_PAIR_BYTES
+    return max(REPLICATED_ORDINARY_BYTES // ranks**2 // _PAGE * _PAGE, replicated_bytes(ranks, symmetric=True))
+
 
 # ---- memory ----------------------------------------------------------------------------------------------------
 
@@ -116,7 +125,6 @@ PROGRESS_CALLS_PER_NAP = 16
 """Calls into MPI before each nap of a waiting rank; one takes 0.2 to 0.35 µs."""
 BARRIER_CHECK_SECONDS = 0.1
 """How often a rank that naps looks whether the process of the other still lives."""
-HANDSHAKE_YIELDS = 1000
 COUNTER_YIELDS = 2000
 COUNTER_YIELDS_OVERSUBSCRIBED = 50
 COUNTER_SLEEP_SECONDS = 1e-3

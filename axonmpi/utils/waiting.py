@@ -6,9 +6,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 __all__ = [
+    "REQUEST_YIELDS",
     "Backoff",
+    "RequestWaiter",
     "compute_beside",
     "is_beside_computation",
     "network_backoff",
@@ -17,6 +20,8 @@ __all__ = [
 
 YIELDS = 10
 """How often a thread gives way before it naps: beside one that computes, a nap is over sooner."""
+REQUEST_YIELDS = 1000
+"""The same among ranks that outnumber the cores: other ranks have to run first."""
 NAP_SECONDS = 1e-4
 NAP_BESIDE_SECONDS = 5e-4
 """Of a thread that communicates while others compute: each look takes a core from them."""
@@ -80,6 +85,34 @@ def wait_until(ready: Callable[[], object], backoff: Backoff, limit: float | Non
             return False
         backoff.rest()
     return True
+
+
+class RequestWaiter:
+    """Waiting for MPI's requests: MPI polls, which takes a core from computation, or from the awaited rank itself.
+
+    Args:
+        request: The class `mpi4py.MPI.Request`.
+        oversubscribed: Whether ranks outnumber the cores anywhere.
+    """
+
+    def __init__(self, request: Any, *, oversubscribed: bool) -> None:
+        self._request = request
+        self._oversubscribed = oversubscribed
+
+    def wait(self, *requests: Any) -> None:
+        """Wait for all of them: asleep most of the time beside a computation, yielding among many ranks; local."""
+        beside = is_beside_computation()
+        if not beside and not self._oversubscribed:
+            self._request.Waitall(requests)
+            return
+        if self._request.Testall(requests):
+            return
+        backoff = Backoff(YIELDS if beside else REQUEST_YIELDS)
+        while not self._request.Testall(requests):
+            if beside and not is_beside_computation():  # the computation is over, and waits for this
+                self.wait(*requests)
+                return
+            backoff.rest()
 
 
 def network_backoff() -> Backoff:

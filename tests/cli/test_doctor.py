@@ -62,7 +62,7 @@ def test_a_missing_library(monkeypatch, capsys):
 
 PRELUDE = """
 import errno, os, resource
-from axonmpi.backends.shared import segment as shared_memory
+from axonmpi.backends.connection import segment as shared_memory
 from axonmpi.launch import start as runtime
 from axonmpi.cli import main
 

@@ -10,19 +10,22 @@ from random import Random
 from typing import Any
 
 import pytest
-from helpers.collective_checks import LAYOUTS, PAYLOAD_BYTES, WITH_SYMMETRIC, CollectiveChecks, allows
+from helpers.collective_checks import EDGE_BYTES, LAYOUTS, WITH_SYMMETRIC, CollectiveChecks, allows
 from helpers.numpy_reference import DTYPES, reductions
+from helpers.placements import new_groups_of
 from helpers.settings import all_pairs
 
 from axonmpi import ProcessGroup, World
+from axonmpi.backends.connection.connection import Sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 OPERATIONS = (*WITH_SYMMETRIC, "gather", "scatter", "all_to_all", "ring")
-LIMITS = ((1 << 20, 1 << 30), (7, 7), (64, 1000), (1000, 64), (1 << 20, 7))
-"""For each kind of group, bytes in a piece of a reduction, and in a message."""
-PAYLOAD = -PAYLOAD_BYTES
-SHAPES = ((), (0,), (1,), (7,), (3, 5), (2, 0, 3), (4, 1, 3), (13, 37), (PAYLOAD - 1,), (PAYLOAD,), (PAYLOAD + 1,))
-"""Those around `PAYLOAD` are one element fewer than what fits into the first message, as many, and one more."""
+SIZES = (Sizes(), Sizes(7, 7), Sizes(64, 1000), Sizes(1000, 64), Sizes(message=7))
+"""Those of each kind of group."""
+EDGE = -EDGE_BYTES
+SHAPES = ((), (0,), (1,), (7,), (3, 5), (2, 0, 3), (4, 1, 3), (13, 37), (EDGE - 1,), (EDGE,), (EDGE + 1,))
+"""Those around `EDGE` are one element fewer than two ranks send with the agreement by small chunks, as many, and
+one more."""
 
 
 Step = dict[str, Any]
@@ -33,7 +36,7 @@ def run(step: Step, checks: CollectiveChecks) -> None:
     operation, dtype, layout, sizes = (step[name] for name in ("operation", "dtype", "layout", "sizes"))
     shape = step["shape"] or ((5,) if operation in ("scatter", "reduce_scatter") else ())
     if shape and shape[0] < 0:
-        shape = (PAYLOAD_BYTES // dtype.itemsize + shape[0] - PAYLOAD,)
+        shape = (EDGE_BYTES // dtype.itemsize + shape[0] - EDGE,)
     layout = layout if allows(dtype, shape, layout) else "contiguous"
     ops = reductions(dtype)
     if operation == "all_to_all":
@@ -54,7 +57,7 @@ def run(step: Step, checks: CollectiveChecks) -> None:
 
 TABLE = all_pairs(
     operation=OPERATIONS,
-    group=range(len(LIMITS)),
+    group=range(len(SIZES)),
     dtype=DTYPES,
     shape=SHAPES,
     layout=LAYOUTS,
@@ -68,7 +71,7 @@ def drawn_step(drawn: Random) -> Step:
     dims = drawn.randrange(5)
     return {
         "operation": drawn.choice(OPERATIONS),
-        "group": drawn.randrange(len(LIMITS)),
+        "group": drawn.randrange(len(SIZES)),
         "dtype": drawn.choice(DTYPES),
         "shape": tuple(drawn.randrange(8) for _ in range(dims)) if dims else (drawn.randrange(20, 700),),
         "layout": drawn.choice(LAYOUTS),
@@ -82,10 +85,10 @@ def make_groups(world: World) -> list[ProcessGroup]:
     """All ranks, the same in two other orders, and two parts that overlap. Mock ranks have no limits."""
     size, half = world.size, (world.size + 1) // 2
     sets = [range(size), [*range(1, size), 0], range(half), range(half - 1, size), range(size)[::-1]]
-    groups = [world.new_group(ranks) for ranks in sets]
-    for group, limits in zip(groups, LIMITS, strict=True):
-        if group.contains(world.rank) and group.backend.name == "mpi":
-            group.backend.piece_bytes, group.backend.max_message_bytes = limits
+    groups = []
+    for ranks, sizes in zip(sets, SIZES, strict=True):
+        with new_groups_of(world, sizes):
+            groups.append(world.new_group(ranks))
     return groups
 
 

@@ -7,8 +7,10 @@ from random import Random
 import pytest
 import torch
 from helpers.compare import refused
+from helpers.placements import new_groups_of
 
 from axonmpi import CollectiveMismatchError, ProcessGroup
+from axonmpi.backends.connection.connection import Sizes
 from axonmpi.utils.waiting import Backoff, wait_until
 
 pytestmark = pytest.mark.ranks(2)
@@ -64,9 +66,8 @@ def test_messages_meet_neither_those_of_other_groups_nor_collectives(world) -> N
 def test_a_message_of_another_size_is_an_error_and_does_not_spoil_the_next(world) -> None:
     """Also where it goes in several pieces, and both sizes are multiples of the largest."""
     for piece in (7, 64, None):
-        group = world.new_group(range(world.size))
-        if piece and group.backend.name == "mpi":
-            group.backend.max_message_bytes = piece
+        with new_groups_of(world, Sizes(message=piece) if piece else None):
+            group = world.new_group(range(world.size))
         before, after = neighbours(group)
         sizes = [(3, 4), (5, 4), (0, 4), (4, 0)]
         sizes += [(3 * piece, 2 * piece), (2 * piece, 3 * piece), (piece + 1, piece)] if piece else []

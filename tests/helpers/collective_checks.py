@@ -22,7 +22,7 @@ from helpers.numpy_reference import Expected, Shape, reduced, same_bits, values
 LAYOUTS = ("contiguous", "transposed", "strided", "offset", "negated", "conjugated")
 WITH_SYMMETRIC = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
 """Operations that have ways of their own for symmetric tensors."""
-PAYLOAD_BYTES = 112
+EDGE_BYTES = 128
 """What fits into the first message of a collective beside the description of the call."""
 _SHOWN = 10
 

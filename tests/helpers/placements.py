@@ -22,9 +22,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from axonmpi import ProcessGroup, World
-from axonmpi.backends.shared.all_reduce import replicated_bytes
-from axonmpi.backends.tuning import CHUNK_BYTES, SLICE_BYTES
+from axonmpi import MpiBackend, ProcessGroup, World
+from axonmpi.backends.connection.connection import Sizes
+from axonmpi.backends.tuning import CHUNK_BYTES, SLICE_BYTES, replicated_bytes
 from axonmpi.launch.variables import launched_ranks
 from helpers.collective_checks import Watched
 
@@ -33,7 +33,7 @@ WITH_NCCL = pytest.mark.skipif(
     not any(metadata.distributions(name="nccl4py")), reason="needs a real NCCL: pip install 'axonmpi[nccl]'"
 )
 PLACEMENTS = ("whole", "view", "scattered", "mixed", "alone", "foreign")
-SMALL_PIECE_BYTES = 4096
+SMALL_CHUNK_BYTES = 4096
 _MARGIN = 64
 _TURNS = 4
 
@@ -78,14 +78,22 @@ class Places:
 
 
 @contextmanager
-def places_in(world: World, kind: str, nbytes: int, *, piece_bytes: int | None = None) -> Iterator[Places]:
-    """Make room for tensors of up to `nbytes` bytes in a new group of all ranks; collective.
+def new_groups_of(world: World, sizes: Sizes | None) -> Iterator[None]:
+    """Let real ranks make groups with other sizes of chunks and messages; mock ranks have none."""
+    backend = world.default_group.backend
+    if sizes is None or not isinstance(backend, MpiBackend):
+        yield
+        return
+    before, backend.sizes = backend.sizes, sizes
+    yield
+    backend.sizes = before
 
-    `piece_bytes`: how much is reduced at a time, for real ranks; mock ranks show what is expected of them.
-    """
-    groups = [world.new_group(range(world.size)) for _ in range(2 if kind == "foreign" else 1)]
-    if piece_bytes is not None and groups[0].backend.name == "mpi":
-        groups[0].backend.piece_bytes = piece_bytes
+
+@contextmanager
+def places_in(world: World, kind: str, nbytes: int, sizes: Sizes | None = None) -> Iterator[Places]:
+    """Make room for tensors of up to `nbytes` bytes in a new group of all ranks, of other sizes; collective."""
+    with new_groups_of(world, sizes):
+        groups = [world.new_group(range(world.size)) for _ in range(2 if kind == "foreign" else 1)]
     yield Places(groups[0], kind, nbytes, groups[-1])
     for group in groups:
         group.close()

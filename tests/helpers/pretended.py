@@ -24,9 +24,10 @@ from unittest.mock import patch
 
 import numpy as np
 
-from axonmpi.backends import MpiBackend, connect
+from axonmpi.backends import MpiBackend
 from axonmpi.backends.call import Call
-from axonmpi.backends.network.agreement import Agreement
+from axonmpi.backends.connection import connection
+from axonmpi.backends.connection.rounds import Rounds
 from axonmpi.backends.ranks import Parts
 from axonmpi.launch import exit as exits
 from axonmpi.launch.start import start_mpi
@@ -98,7 +99,7 @@ class PretendedComm:
         rank: This rank's number among them.
 
     Attributes:
-        head: What this rank's agreement sends next, where it has one.
+        head: What this rank's rounds send next, where it has one.
         parts: What the ranks are divided into, while they are.
     """
 
@@ -150,7 +151,7 @@ class PretendedComm:
 
     @own
     def Allgather(self, sent: Any, received: Any) -> None:
-        """Answer what `nodes_of` asks for; nothing in a lane."""
+        """Answer what `Topology.shared` asks for; nothing in a lane."""
         if sent is not self._mpi.IN_PLACE:
             received[0][:, 0], received[0][:, 1] = self._places()
 
@@ -206,8 +207,8 @@ class PretendedComm:
     Alltoall = Alltoallv = Allgatherv = _nothing
 
 
-class _HeardAgreement(Agreement):
-    """An agreement whose next message its stand-in knows."""
+class _HeardRounds(Rounds):
+    """Rounds whose next message their stand-in knows."""
 
     def __init__(self, mpi: Any, comm: Any, *others: Any) -> None:
         super().__init__(mpi, comm, *others)
@@ -237,7 +238,7 @@ def pretended_world(sizes: list[int]) -> Iterator[None]:
     claimed = {name: str(world.size) for name in _SIZES if name in os.environ}
     with (
         patch.object(mpi, "COMM_WORLD", world),
-        patch.object(connect, "Agreement", _HeardAgreement),
+        patch.object(connection, "Rounds", _HeardRounds),
         patch.object(MpiBackend, "_divide", _divide),
         patch.dict(os.environ, claimed),
     ):

@@ -27,13 +27,13 @@ from ...errors import CollectiveMismatchError
 from ...launch.settings import pretended_node
 from ...types import CompletedWork, ReduceOp, Seconds, Work
 from ...utils.arguments import seconds
-from ..base import Backend
 from ..call import Call, mismatch_error
 from ..call_site import call_site, text_with_site
-from ..concat_view import FlatParts
+from ..connection.counters import NodeCounters
+from ..contract import Backend
+from ..flat_parts import FlatParts
 from ..ranks import Parts
 from ..reduction import reduce_in_rank_order, reduce_wide_into
-from ..shared.counters import NodeCounters
 from ..worker import Worker
 from .rendezvous import MockWorld, Rendezvous
 

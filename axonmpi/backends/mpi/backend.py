@@ -27,19 +27,18 @@ from ...launch.cpu import CoreShare, core_share
 from ...observe import still_under_way
 from ...types import Seconds, Work
 from ...utils.partition import split_range
-from ..base import Backend
-from ..buffers import as_bytes, empty, flat_elements, write_back
+from ...utils.waiting import RequestWaiter
+from ..buffers import DESCRIPTION_BYTES, as_bytes, describe, described, empty, flat_elements, write_back
 from ..call import Call
 from ..checks import MAX_TAG
-from ..concat_view import FlatParts
-from ..connect import connect
-from ..handshake import PAYLOAD_BYTES, describe, described
+from ..connection import all_reduce, copies, reduce_scatter
+from ..connection.connection import Sizes, connect
+from ..connection.counters import NodeCounters
+from ..connection.segment import warn_no_shared_memory
+from ..contract import Backend
+from ..flat_parts import FlatParts
 from ..local import LocalBackend
-from ..network.patience import Patience
 from ..ranks import Parts
-from ..shared.counters import NodeCounters
-from ..shared.segment import warn_no_shared_memory
-from ..tuning import MAX_MESSAGE_BYTES, PIECE_BYTES
 from ..worker import AtOnce, Worker
 from .point_to_point import FIRST_TAG_OF_USERS, TAG_OF_PAIRS, MessagePort
 
@@ -113,13 +112,13 @@ class MpiBackend(Backend):
             None means all ranks of the job, for which MPI is started if need be. Collective over it.
         timeout: Seconds after which a blocking collective raises `CollectiveTimeoutError`; None never does.
         parent: The backend that `comm` was split from: `comm` is taken over and freed when this one is closed.
+        sizes: Sizes of chunks and messages, the same on all ranks; those of `parent` if not given.
 
     Attributes:
         mpi_comm: The mpi4py communicator that carries this group's collectives.
         cores: How many cores the ranks have.
         path: Which way large data takes: `"node"`, `"nodes"` or `"plain"`.
-        piece_bytes: How much of a large tensor is reduced at a time.
-        max_message_bytes: The most that goes into one MPI call.
+        sizes: Sizes of chunks and messages.
     """
 
     name = "mpi"
@@ -130,6 +129,7 @@ class MpiBackend(Backend):
         *,
         timeout: float | None = None,
         parent: MpiBackend | None = None,
+        sizes: Sizes | None = None,
     ) -> None:
         self._mpi = runtime.start_mpi()
         self.failures = (self._mpi.Exception,)
@@ -139,26 +139,25 @@ class MpiBackend(Backend):
         self._on_main_thread = self._mpi.Query_thread() < self._mpi.THREAD_SERIALIZED
         worker = Worker(f"axonmpi-mpi-rank{rank}") if self.allows_threads else AtOnce(always=self._on_main_thread)
         super().__init__(rank, comm.Get_size(), worker, timeout=timeout)
-        self.piece_bytes = PIECE_BYTES
-        self.max_message_bytes = MAX_MESSAGE_BYTES
+        self.sizes: Sizes = sizes or (Sizes() if parent is None else parent.sizes)
         with _making_communicators(self._mpi):
             self.mpi_comm = comm.Dup() if parent is None else comm
             self.cores: CoreShare = core_share(self._mpi, self.mpi_comm) if parent is None else parent.cores
             identity = _identity(self._mpi, self.mpi_comm)
             gives_up = timeout is not None and self.allows_threads
             self.notes = board.own_page().join(rank, self.size, *identity, gives_up=gives_up)
-            self._patience = Patience(self._mpi, oversubscribed=self.cores.oversubscribed)
+            self._waiter = RequestWaiter(self._mpi.Request, oversubscribed=self.cores.oversubscribed)
             self._messages = MessagePort(self._mpi, self.mpi_comm, FIRST_TAG_OF_USERS)
             self._pairs = MessagePort(self._mpi, self.mpi_comm, TAG_OF_PAIRS)
             self._connection = connect(
-                self._mpi, self.mpi_comm, self, oversubscribed=self.cores.oversubscribed, timeout=timeout
+                self._mpi, self.mpi_comm, self.sizes, oversubscribed=self.cores.oversubscribed, timeout=timeout
             )
         if self._connection.obstacle:
             warn_no_shared_memory(self._connection.obstacle)
         self._agree = self._connection.agree
-        self._node_ranks = self._connection.node_ranks
+        self._node_ranks = self._connection.topology.node_ranks
         self.path = self._connection.path
-        self._is_open_mpi = self._mpi.Get_library_version().startswith("Open MPI")
+        self._is_open_mpi = self._connection.is_open_mpi
         self.grace = 1.0 if timeout is not None and self.path != "plain" else 0.0
         self.kept_timeout = self.timeout if self.path == "node" else None  # by barriers that collectives begin with
         # Ranks wait for a network asleep, so the thread that communicates takes little from the one that computes.
@@ -188,7 +187,7 @@ class MpiBackend(Backend):
     def abort(self, code: int = 1) -> None:
         """End the whole job now, with exit code `code`; local."""
         if self.is_open:
-            self._connection.mark_failed(f"rank {self.rank} has aborted the job")
+            self._connection.barrier.mark_failed(f"rank {self.rank} has aborted the job")
         self._mpi.COMM_WORLD.Abort(code)
 
     @property
@@ -206,14 +205,14 @@ class MpiBackend(Backend):
     def set_timeout(self, timeout: Seconds | None) -> None:
         """Change the time-out of operations from now on; local, to be done on all ranks."""
         super().set_timeout(timeout)
-        self._connection.set_timeout(self.timeout)
+        self._connection.barrier.timeout = self.timeout
         if self.path == "node":
             self.kept_timeout = self.timeout
 
     def give_up(self, reason: str) -> None:
         """Make every later operation raise, and tell the ranks of this node that wait for this one; local."""
         if self.is_open:
-            self._connection.mark_failed(reason)
+            self._connection.barrier.mark_failed(reason)
         super().give_up(reason)
 
     def stop_worker(self, timeout: float) -> bool:
@@ -223,37 +222,24 @@ class MpiBackend(Backend):
     # ---- reductions ---------------------------------------------------------------------------------------
 
     def _reduce(self, call: Call, tensor: Tensor) -> None:
-        if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
-            self._connection.reduce(call, tensor)
-            return
-        flat = flat_elements(tensor).view(call.shape)
-        self._connection.reduce(call, flat)
-        if call.root in (None, self.rank):
-            write_back(flat, tensor)
+        all_reduce.reduce(self._connection, call, tensor)
 
     def _reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
-        return self._connection.reduce_scatter(call, tensor, dim)
+        return reduce_scatter.reduce_scatter(self._connection, call, tensor, dim)
 
     # ---- copies -------------------------------------------------------------------------------------------
 
     def _broadcast(self, call: Call, tensor: Tensor) -> None:
-        flat = flat_elements(tensor)
-        self._connection.broadcast(call, flat)
-        if self.rank != call.root:
-            write_back(flat, tensor)
+        copies.broadcast(self._connection, call, tensor)
 
     def _all_gather(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
-        # What a rank sends is laid out with `dim` first, so that the blocks of all ranks follow each other.
-        if not dim:
-            return self._connection.all_gather(call, tensor.contiguous())
-        result = self._connection.all_gather(call, tensor.movedim(dim, 0).contiguous())
-        return result.movedim(0, dim).contiguous()
+        return copies.all_gather(self._connection, call, tensor, dim)
 
     def _all_gather_flat(self, call: Call, tensor: Tensor, output: Tensor) -> None:
-        self._connection.all_gather(call, tensor, output)
+        copies.all_gather(self._connection, call, tensor, 0, output)
 
     def _gather(self, call: Call, tensor: Tensor) -> list[Tensor] | None:
-        sizes = self._connection.sizes(call, tensor.shape[0] if tensor.dim() else 0)
+        sizes = self._connection.numbers(call, tensor.shape[0] if tensor.dim() else 0)
         own = tensor.contiguous()
         sends: list[Tensor | None] = [None] * self.size
         if self.rank != call.root:
@@ -268,8 +254,9 @@ class MpiBackend(Backend):
 
     def _scatter(self, call: Call, tensor: Tensor | None) -> Tensor:
         assert call.root is not None
-        words = None if tensor is None else describe(tensor)
-        dtype, shape = described(self._connection.words_of_root(call, words))
+        words = np.zeros(DESCRIPTION_BYTES // 8, np.int64) if tensor is None else describe(tensor)
+        copies.broadcast_small(self._connection, call, words.view(np.uint8))
+        dtype, shape = described(words)
         start, stop = split_range(shape[0], self.size, self.rank)
         part = empty((stop - start, *shape[1:]), dtype)
         sends: list[Tensor | None] = [None] * self.size
@@ -284,8 +271,8 @@ class MpiBackend(Backend):
         self._agree(call)
         questions = np.stack([describe(tensor) for tensor in tensors])
         answers = np.empty_like(questions)
-        specs = [[words, PAYLOAD_BYTES, self._mpi.BYTE] for words in (questions, answers)]
-        self._patience.wait(self.mpi_comm.Ialltoall(*specs))
+        specs = [[words, DESCRIPTION_BYTES, self._mpi.BYTE] for words in (questions, answers)]
+        self._waiter.wait(self.mpi_comm.Ialltoall(*specs))
         received = [empty(shape, dtype) for dtype, shape in (described(answer) for answer in answers)]
         self._exchange([tensor.contiguous() for tensor in tensors], received)
         return received
@@ -299,11 +286,11 @@ class MpiBackend(Backend):
         requests = []
         for peer in peers:
             if (incoming := receives[peer]) is not None:
-                requests += self._pairs.start_receive(as_bytes(incoming), peer, 0, self.max_message_bytes)
+                requests += self._pairs.start_receive(as_bytes(incoming), peer, 0, self.sizes.message)
         for peer in peers:
             if (outgoing := sends[peer]) is not None:
-                requests += self._pairs.start_send(as_bytes(outgoing), peer, 0, self.max_message_bytes)
-        self._patience.wait(*requests)
+                requests += self._pairs.start_send(as_bytes(outgoing), peer, 0, self.sizes.message)
+        self._waiter.wait(*requests)
 
     def _barrier(self, call: Call) -> None:
         self._agree(call)
@@ -323,30 +310,30 @@ class MpiBackend(Backend):
     # ---- point to point -----------------------------------------------------------------------------------
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
-        self._messages.send(as_bytes(tensor.contiguous()), dst, tag, self.max_message_bytes)
+        self._messages.send(as_bytes(tensor.contiguous()), dst, tag, self.sizes.message)
 
     def _recv(self, tensor: Tensor, src: int, tag: int) -> None:
         flat = flat_elements(tensor)
-        self._messages.receive(as_bytes(flat), src, tag, self.max_message_bytes)
+        self._messages.receive(as_bytes(flat), src, tag, self.sizes.message)
         write_back(flat, tensor)
 
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
-        work = self._messages.send_work(as_bytes(tensor.contiguous()), dst, tag, self.max_message_bytes)
+        work = self._messages.send_work(as_bytes(tensor.contiguous()), dst, tag, self.sizes.message)
         work.waiting = functools.partial(self.waiting, "wait for isend", dst, tag=tag)
         return work
 
     def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
         flat = flat_elements(tensor)
         work = self._messages.receive_work(
-            as_bytes(flat), src, tag, self.max_message_bytes, lambda: write_back(flat, tensor)
+            as_bytes(flat), src, tag, self.sizes.message, lambda: write_back(flat, tensor)
         )
         work.waiting = functools.partial(self.waiting, "wait for irecv", src, tag=tag)
         return work
 
     def _irecv_any(self, tensor: Tensor, tag: int) -> Work:
-        if tensor.nbytes >= self.max_message_bytes:
+        if tensor.nbytes >= self.sizes.message:
             raise ValueError(
-                f"irecv_any: expected fewer than {self.max_message_bytes} bytes, got {tensor.nbytes}; name the rank"
+                f"irecv_any: expected fewer than {self.sizes.message} bytes, got {tensor.nbytes}; name the rank"
             )
         if self._is_open_mpi or len(self._node_ranks) == self.size:
             return self._irecv(tensor, self._mpi.ANY_SOURCE, tag)
@@ -378,7 +365,7 @@ class MpiBackend(Backend):
 
     def check_peers(self, what: str, peer: int | None = None) -> None:
         """Raise if a rank of this node has ended; elsewhere a rank that fails ends the job; local."""
-        self._connection.check_node(what)
+        self._connection.barrier.check_alive(what)
 
     def _counters(self, memory: Tensor) -> NodeCounters:
         fence, busy = self._connection.fence, self.cores.oversubscribed
@@ -387,10 +374,10 @@ class MpiBackend(Backend):
     def _all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
         if output.numel() and not self._connection.is_common(output):
             raise ValueError("output: expected memory from node_empty() of this group, got other memory")
-        self._connection.all_gather_into(call, tensor, output, sizes)
+        copies.all_gather_into(self._connection, call, tensor, output, sizes)
 
     def _reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
-        self._connection.reduce_scatter_into(call, parts, output, sizes)
+        reduce_scatter.reduce_scatter_into(self._connection, call, parts, output, sizes)
 
     def _release(self) -> None:
         _live.discard(self)

@@ -6,7 +6,7 @@ import errno
 from pathlib import Path
 
 from ...launch import start as runtime
-from ..base import Backend
+from ..contract import Backend
 from .backend import MpiBackend
 
 __all__ = ["MpiFile"]

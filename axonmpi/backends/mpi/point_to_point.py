@@ -16,10 +16,10 @@ from torch import Tensor
 from ...errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicatorError
 from ...types import Seconds, Work
 from ...utils.arguments import seconds
-from ...utils.waiting import Backoff, wait_until
+from ...utils.waiting import REQUEST_YIELDS, Backoff, wait_until
 from ..buffers import buffer_of
-from ..network.agreement import TAG_OF_AGREEMENT
-from ..tuning import HANDSHAKE_YIELDS, POLL_SECONDS
+from ..connection.rounds import TAG_OF_ROUNDS
+from ..tuning import POLL_SECONDS
 from ..worker import Waiting, unheard
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FIRST_TAG_OF_USERS", "TAG_OF_PAIRS", "MessagePort", "RequestWork"]
 
-TAG_OF_PAIRS = TAG_OF_AGREEMENT + 1
+TAG_OF_PAIRS = TAG_OF_ROUNDS + 1
 """Of what a collective sends from one rank to another."""
 FIRST_TAG_OF_USERS = TAG_OF_PAIRS + 1
 """A group has one communicator for all messages, since an MPI library has room for few of them; all libraries have
@@ -194,7 +194,7 @@ class RequestWork(Work):
 
     def _poll(self, timeout: float | None) -> None:
         # Polling is what makes MPI progress; between polls the core belongs to others.
-        if not wait_until(self.done, Backoff(HANDSHAKE_YIELDS, 0, POLL_SECONDS), timeout):
+        if not wait_until(self.done, Backoff(REQUEST_YIELDS, 0, POLL_SECONDS), timeout):
             raise CollectiveTimeoutError(f"{self._what} was not complete after {timeout:g} s")
 
     def done(self) -> bool:

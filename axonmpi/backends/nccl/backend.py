@@ -35,15 +35,15 @@ from ...types import Observer, ReduceOp, Work
 from ...utils.arguments import check_flags, integer
 from ...utils.device import Device, current_gpu, device_at, gpu_count
 from ...utils.partition import split_range
-from ..base import Backend
+from ..buffers import DESCRIPTION_BYTES, describe, described
 from ..call import Call, mismatch_error
 from ..call_site import text_with_site
-from ..concat_view import FlatParts
-from ..handshake import PAYLOAD_BYTES, describe, described
+from ..connection.counters import NodeCounters
+from ..contract import Backend
+from ..flat_parts import FlatParts
 from ..local import LocalBackend
 from ..objects import all_gather_object
 from ..ranks import Parts
-from ..shared.counters import NodeCounters
 from ..worker import AtOnce
 from . import library
 from .bootstrap import agree_on, connect_all, exchange_unique_id, make_unique_id
@@ -472,7 +472,7 @@ class NcclBackend(Backend):
 
     def _scatter(self, call: Call, tensor: Tensor | None) -> Tensor:
         assert call.root is not None
-        words = np.zeros(PAYLOAD_BYTES // 8, np.int64) if tensor is None else describe(tensor)
+        words = np.zeros(DESCRIPTION_BYTES // 8, np.int64) if tensor is None else describe(tensor)
         told = self._gather_on_cpus(torch.from_numpy(words.view(np.uint8)))
         dtype, shape = described(told[call.root].numpy().view(np.int64))
         start, stop = split_range(shape[0], self.size, self.rank)
@@ -484,9 +484,9 @@ class NcclBackend(Backend):
         return part
 
     def _all_to_all(self, call: Call, tensors: list[Tensor]) -> list[Tensor]:
-        if call.dtype is not None and call.root is not None and -1 not in call.shape:
-            start, stop = split_range(call.shape[call.root], self.size, self.rank)
-            shape = (*call.shape[: call.root], stop - start, *call.shape[call.root + 1 :])
+        if call.dtype is not None and call.dim is not None and -1 not in call.shape:
+            start, stop = split_range(call.shape[call.dim], self.size, self.rank)
+            shape = (*call.shape[: call.dim], stop - start, *call.shape[call.dim + 1 :])
             forms = [(call.dtype, shape)] * self.size
         else:
             own = np.stack([describe(tensor) for tensor in tensors])

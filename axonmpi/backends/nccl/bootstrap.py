@@ -21,8 +21,8 @@ from ...types import Work
 from ...utils.device import Device, device_at
 from ...utils.text import text_of_problems
 from ...utils.waiting import network_backoff
-from ..base import Backend
 from ..checks import MAX_TAG
+from ..contract import Backend
 from ..objects import all_gather_object, broadcast_object
 from . import library
 

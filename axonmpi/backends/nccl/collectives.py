@@ -17,7 +17,7 @@ from torch import Tensor
 from ...types import ReduceOp
 from ...utils.device import Device
 from ...utils.partition import split_sizes
-from ..concat_view import FlatParts
+from ..flat_parts import FlatParts
 from ..reduction import reduce_in_rank_order
 from .dtypes import (
     bytes_or_native,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from axonmpi.backends.network.nodes import Blocks, Nodes, split_array
+from axonmpi.backends.connection.topology import Blocks, Topology, split_array
 from axonmpi.utils.partition import split_sizes
 
 PLACEMENTS = ([0, 0, 1, 1], [0, 1, 0, 1, 0], [0, 1, 2], [0, 1, 1, 1, 2, 2], [0] * 5 + [1] * 2 + [0, 2, 2])
@@ -11,26 +11,33 @@ PLACEMENTS = ([0, 0, 1, 1], [0, 1, 0, 1, 0], [0, 1, 2], [0, 1, 1, 1, 2, 2], [0] 
 
 @pytest.mark.parametrize("node", PLACEMENTS, ids=str)
 def test_lanes_carry_each_block_once(node) -> None:
-    place = [node[:rank].count(each) for rank, each in enumerate(node)]
+    local = [node[:rank].count(each) for rank, each in enumerate(node)]
     lanes = min(map(node.count, node))
     for rank in range(len(node)):
-        nodes = Nodes(np.array(node), np.array(place), rank)
-        assert (nodes.own, nodes.place, nodes.count, nodes.lanes) == (node[rank], place[rank], max(node) + 1, lanes)
-        assert nodes.here == tuple(other for other, each in enumerate(node) if each == node[rank])
-        assert nodes.leaders.tolist() == [node.index(each) for each in range(nodes.count)]
+        topology = Topology(np.array(node), np.array(local), rank)
+        assert (topology.node, topology.local_rank, topology.nodes, topology.lanes) == (
+            node[rank],
+            local[rank],
+            max(node) + 1,
+            lanes,
+        )
+        assert topology.node_ranks == tuple(other for other, each in enumerate(node) if each == node[rank])
+        assert topology.leaders.tolist() == [node.index(each) for each in range(topology.nodes)]
         rows = [
             other
             for lane in range(lanes)
-            for each in range(nodes.count)
+            for each in range(topology.nodes)
             for other in range(len(node))
-            if node[other] == each and place[other] % lanes == lane
+            if node[other] == each and local[other] % lanes == lane
         ]
-        assert (nodes.ranks.tolist(), [rows[row] for row in nodes.row]) == (rows, list(range(len(node))))
+        assert (topology.ranks.tolist(), [rows[row] for row in topology.row]) == (rows, list(range(len(node))))
         for lane in range(lanes):
-            first = int(nodes.first_row[lane])
-            carried = rows[first : first + int(nodes.rows_of[lane].sum())]
-            assert all(place[other] % lanes == lane for other in carried)
-            assert [node[other] for other in carried] == np.repeat(range(nodes.count), nodes.rows_of[lane]).tolist()
+            first = int(topology.first_row[lane])
+            carried = rows[first : first + int(topology.rows_of[lane].sum())]
+            assert all(local[other] % lanes == lane for other in carried)
+            assert [node[other] for other in carried] == np.repeat(
+                range(topology.nodes), topology.rows_of[lane]
+            ).tolist()
 
 
 @pytest.mark.parametrize("sizes", [[3, 3, 3], [4, 4, 3, 3], [0, 5, 5, 0], [1, 2, 3], [0, 0]], ids=str)

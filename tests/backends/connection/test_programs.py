@@ -9,9 +9,10 @@ import pytest
 import torch
 from helpers.collective_checks import CollectiveChecks
 from helpers.numpy_reference import reductions
-from helpers.placements import REAL, Places, limits
+from helpers.placements import REAL, Places, limits, new_groups_of
 
 from axonmpi import World
+from axonmpi.backends.connection.connection import Sizes
 
 STEPS = 12
 """Of each run: what is remembered about calls after the first ones serves the others too."""
@@ -27,10 +28,10 @@ def make_checks(world: World) -> dict[tuple[int, str, bool], CollectiveChecks]:
     """Make groups, some of which this rank is in; by number, place of the tensors, and whether asynchronous."""
     size = world.size
     sets = [range(size), range(size)[::-1], range(size - size // 2), range(size // 2, size), [0, size - 1]]
-    groups = [world.new_group(ranks) for ranks in sets]
-    for group in groups[::2]:  # data of a few pages is several chunks
-        if group.contains(world.rank):
-            group.backend.piece_bytes = 1 << 14
+    groups = []
+    for number, ranks in enumerate(sets):  # in every other one data of a few pages is several chunks
+        with new_groups_of(world, None if number % 2 else Sizes(chunk=1 << 14)):
+            groups.append(world.new_group(ranks))
     return {
         (number, kind, asynchronous): CollectiveChecks(
             group, asynchronous=asynchronous, label=kind, put=Places(group, kind, 8 * max(SIZES)).put

@@ -7,16 +7,18 @@ import math
 import os
 import random
 import time
+from contextlib import suppress
 
 import pytest
 import torch
-from helpers.placements import REAL, is_shared, limits, shared_mappings
+from helpers.placements import REAL, is_shared, limits, new_groups_of, shared_mappings
 from torch import Tensor, nn
 
 from axonmpi import FSDP, ProcessGroup, ReduceOp, World
-from axonmpi.backends.shared import segment as shared_memory
-from axonmpi.backends.shared.arena import FreeList
-from axonmpi.backends.shared.segment import Segment
+from axonmpi.backends.connection import segment as shared_memory
+from axonmpi.backends.connection.arena import FreeList
+from axonmpi.backends.connection.connection import Sizes
+from axonmpi.backends.connection.segment import Segment
 
 MIB = 1 << 20
 PAGE = 4096
@@ -41,9 +43,13 @@ def mapped() -> int:
 
 def held() -> int:
     """Bytes of memory in all files that ranks share and this one keeps open."""
-    with os.scandir("/proc/self/fd") as entries:
-        files = [os.stat(entry.path) for entry in entries if "memfd:axonmpi" in os.readlink(entry.path)]
-    return sum({file.st_ino: file.st_blocks * 512 for file in files}.values())  # some have two descriptors
+    blocks = {}  # by file: some have two descriptors
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # another thread has closed it
+            if "memfd:axonmpi" in os.readlink(f"/proc/self/fd/{name}"):
+                file = os.stat(f"/proc/self/fd/{name}")
+                blocks[file.st_ino] = file.st_blocks
+    return 512 * sum(blocks.values())
 
 
 def is_backed(tensor: Tensor) -> bool:
@@ -213,7 +219,7 @@ def test_memory_that_goes_back_to_the_system_is_nobody_s(world, monkeypatch, see
             time.sleep(0.001)
         give_back(segment, start, stop, region)
 
-    monkeypatch.setattr("axonmpi.backends.shared.arena.KEPT_FREE_BYTES", kept)
+    monkeypatch.setattr("axonmpi.backends.connection.arena.KEPT_FREE_BYTES", kept)
     monkeypatch.setattr(Segment, "give_back", slow_on_the_first)
     group, drawn, live = group_of(world), random.Random(seed), {}
     gc.collect()
@@ -322,11 +328,11 @@ def test_symmetric_tensors_of_overlapping_groups(world) -> None:
 @REAL
 @pytest.mark.ranks(2, 4)
 def test_ordinary_tensors_again_and_again(world) -> None:
-    """Also when the size of chunks changes in between, and more kinds and places than are remembered."""
-    group = group_of(world)
+    """In chunks of several sizes, and more kinds and places than are remembered."""
     total, line = sum(range(world.size)), torch.arange(limits(world.size).medium // 2 + 5, dtype=torch.int32)
-    for piece_bytes in (1 << 20, 1 << 14, 3 << 15):
-        group.backend.piece_bytes = piece_bytes
+    for chunk in (1 << 20, 1 << 14, 3 << 15):
+        with new_groups_of(world, Sizes(chunk=chunk)):
+            group = group_of(world)
         tensor = line + world.rank
         for root in range(world.size):
             group.all_reduce(tensor.copy_(line).add_(world.rank))

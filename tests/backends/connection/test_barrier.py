@@ -14,9 +14,9 @@ from helpers.compare import refused
 from helpers.placements import REAL
 
 from axonmpi import CollectiveTimeoutError, CommunicatorError, MpiBackend, ProcessGroup, RankFailedError
-from axonmpi.backends.shared import barrier as barrier_module
-from axonmpi.backends.shared.barrier import Fence, NodeBarrier
-from axonmpi.backends.shared.segment import PAGE, Segment
+from axonmpi.backends.connection import barrier as barrier_module
+from axonmpi.backends.connection.barrier import Fence, NodeBarrier
+from axonmpi.backends.connection.segment import PAGE, Segment
 from axonmpi.testing import run_ranks
 from axonmpi.utils import waiting
 

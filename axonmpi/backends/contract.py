@@ -39,11 +39,11 @@ from .checks import (
     check_writable,
     wrap_dim,
 )
-from .concat_view import FlatParts
+from .connection.counters import WORDS_PER_COUNTER, NodeCounters
+from .flat_parts import FlatParts
 from .ranks import Parts, check_parts, check_rank, check_ranks
 from .reduction import check_reducible, wide_dtype
 from .runner import Runner, TaskQueue
-from .shared.counters import WORDS_PER_COUNTER, NodeCounters
 from .tuning import MAX_CALLS
 
 __all__ = ["Backend"]
@@ -162,7 +162,7 @@ class Backend(Runner):
         """
         check_rank(src, "src", self.size)
         tensor = check_writable(tensor, self.name, self.device_types)
-        call = self._call("broadcast", tensor.dtype, tensor.shape, None, src, layout, label)
+        call = self._call("broadcast", tensor.dtype, tensor.shape, root=src, layout=layout, label=label)
         work: Work | None = self._run(async_op, call, self._broadcast, tensor)
         return work
 
@@ -192,7 +192,7 @@ class Backend(Runner):
             if sizes[self.rank] != tensor.shape[dim]:
                 raise ValueError(f"sizes: expected {tensor.shape[dim]} for this rank, got {sizes[self.rank]}")
             layout = ((tensor.dtype, sizes),)
-        call = self._call("all_gather", tensor.dtype, shape, None, dim, layout)
+        call = self._call("all_gather", tensor.dtype, shape, dim=dim, layout=layout)
         return self._run(async_op, call, self._all_gather, tensor, dim)
 
     def all_gather_flat(self, output: Tensor, tensor: Tensor) -> None:
@@ -208,7 +208,7 @@ class Backend(Runner):
         """
         tensor = check_readable(tensor, self.name, self.device_types).reshape(-1)
         output = check_flat(output, self.size * tensor.numel(), "output", self.name, self.device_types)
-        call = self._call("all_gather", tensor.dtype, (-1,), None, 0)
+        call = self._call("all_gather", tensor.dtype, (-1,), dim=0)
         self._run(False, call, self._all_gather_flat, tensor, output)
 
     def reduce_scatter(
@@ -229,7 +229,7 @@ class Backend(Runner):
         """
         tensor = check_readable(tensor, self.name, self.device_types)
         dim = wrap_dim(dim, tensor.dim())
-        call = self._call("reduce_scatter", tensor.dtype, tensor.shape, op, dim)
+        call = self._call("reduce_scatter", tensor.dtype, tensor.shape, op, dim=dim)
         return self._run(async_op, call, self._reduce_scatter, tensor, dim)
 
     def gather(self, tensor: Tensor, dst: int = 0, *, async_op: bool = False) -> Any:
@@ -250,7 +250,7 @@ class Backend(Runner):
         check_rank(dst, "dst", self.size)
         tensor = check_readable(tensor, self.name, self.device_types)
         shape = (-1, *tensor.shape[1:]) if tensor.dim() else ()
-        call = self._call("gather", tensor.dtype, shape, None, dst)
+        call = self._call("gather", tensor.dtype, shape, root=dst)
         return self._run(async_op, call, self._gather, tensor)
 
     def scatter(self, tensor: Tensor | None, src: int = 0, *, async_op: bool = False) -> Any:
@@ -273,7 +273,7 @@ class Backend(Runner):
                 raise ValueError(
                     f"scatter: expected a tensor of 1 to 12 dimensions on rank {src}, got {tensor.dim()}"
                 )
-        call = self._call("scatter", None, (), None, src)
+        call = self._call("scatter", root=src)
         return self._run(async_op, call, self._scatter, tensor if self.rank == src else None)
 
     def all_to_all(
@@ -303,7 +303,7 @@ class Backend(Runner):
         if any(tensor.dim() > 12 for tensor in checked):
             raise ValueError("all_to_all: expected tensors of at most 12 dimensions")
         dtype, shape, dim = (None, (), None) if cut_from is None else cut_from
-        call = self._call("all_to_all", dtype, shape, None, dim)
+        call = self._call("all_to_all", dtype, shape, dim=dim)
         return self._run(async_op, call, self._all_to_all, checked)
 
     def reduce_together(self, tensors: Sequence[Tensor], op: ReduceOp) -> bool:
@@ -619,20 +619,22 @@ class Backend(Runner):
         shape: tuple[int, ...] = (),
         op: ReduceOp | str | None = None,
         root: int | None = None,
+        *,
+        dim: int | None = None,
         layout: Layout | None = None,
         label: str = "",
     ) -> Call:
         """Find or make the Call; what depends on dtype and reduction alone is checked once."""
         if op is not None and op.__class__ is not ReduceOp:  # 0 and True would be found as SUM and PRODUCT
             op = member("op", ReduceOp, op)
-        index = (operation, dtype, shape, op, root, layout, label)
+        index = (operation, dtype, shape, op, root, dim, layout, label)
         call = self._calls.get(index)
         if call is None:
             assert not isinstance(op, str)
             if operation in ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_into"):
                 assert dtype is not None
                 check_reducible(dtype, op)  # no reduction at all, None, is refused here
-            call = Call(operation, dtype, tuple(shape), op, root, layout, label=label)
+            call = Call(operation, dtype, tuple(shape), op, root, dim, layout, label=label)
             self._calls.add(index, call)
         return call
 

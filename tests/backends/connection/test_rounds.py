@@ -1,4 +1,4 @@
-"""What travels with an agreement, on any number of peers, beside numpy."""
+"""What travels with an rounds, on any number of peers, beside numpy."""
 
 import queue
 from collections.abc import Callable
@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from axonmpi.backends.call import Call
-from axonmpi.backends.network.agreement import Agreement
-from axonmpi.backends.network.payloads import Copied, Gathered, Summed
+from axonmpi.backends.connection.rounds import Copied, Gathered, Rounds, Summed
 from axonmpi.types import ReduceOp
 
 HEAD = (7, -7, 1, -1, 0)
@@ -41,13 +40,13 @@ class Wires:
             request()
 
 
-def on_peers(count: int, task: Callable[[Agreement], Any]) -> list[Any]:
+def on_peers(count: int, task: Callable[[Rounds], Any]) -> list[Any]:
     """Run a task on each of so many peers, as threads; returns their results."""
     queues = {(a, b): queue.Queue() for a in range(count) for b in range(count)}
 
     def run(rank: int) -> Any:
         wires: Any = Wires(rank, queues)
-        return task(Agreement(wires, wires, np.arange(count), rank, wires))
+        return task(Rounds(wires, wires, np.arange(count), rank, wires))
 
     with ThreadPoolExecutor(count) as threads:
         return list(threads.map(run, range(count)))
@@ -60,21 +59,21 @@ def test_sums_blocks_and_copies(count) -> None:
     parts, blocks = generator.random((count, 5)), generator.integers(0, 256, (count, 3), np.uint8)
     call = Call("all_reduce", torch.float64, (5,), ReduceOp.SUM)
 
-    def task(agreement: Agreement) -> tuple[list[float], list[list[int]], list[list[int]], tuple[int, ...]]:
-        summed, gathered = Summed(agreement, call), Gathered(agreement, 3)
-        summed.total.copy_(torch.from_numpy(parts[agreement.index]))
-        assert agreement.run(HEAD, summed) == HEAD
+    def task(rounds: Rounds) -> tuple[list[float], list[list[int]], list[list[int]], tuple[int, ...]]:
+        summed, gathered = Summed(rounds, call), Gathered(rounds, 3)
+        summed.total.copy_(torch.from_numpy(parts[rounds.index]))
+        assert rounds.run(HEAD, summed) == HEAD
         total = summed.total.tolist()
-        gathered.rows[agreement.index] = blocks[agreement.index]
-        agreement.run(HEAD, gathered)
+        gathered.rows[rounds.index] = blocks[rounds.index]
+        rounds.run(HEAD, gathered)
         rows, copies = gathered.rows.tolist(), []
         for source in range(count):
-            here = agreement.outgoing[:3]
-            here[...] = blocks[agreement.index] if agreement.index == source else 0
-            agreement.run(HEAD, Copied(agreement, 3, source))
+            here = rounds.outgoing[:3]
+            here[...] = blocks[rounds.index] if rounds.index == source else 0
+            rounds.run(HEAD, Copied(rounds, 3, source))
             copies.append(here.tolist())
-        key = 9 if agreement.index == count - 1 else 7
-        return total, rows, copies, agreement.run((key, -key, 0, 0, 0))
+        key = 9 if rounds.index == count - 1 else 7
+        return total, rows, copies, rounds.run((key, -key, 0, 0, 0))
 
     totals, *others = zip(*on_peers(count, task), strict=True)
     np.testing.assert_allclose(totals[0], parts.sum(0))

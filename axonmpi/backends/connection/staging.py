@@ -1,10 +1,7 @@
 """Memory through which the ranks of a node pass ordinary tensors to each other.
 
-Each rank has a few buffers and uses them in turn, another one after every barrier:
-
-    barriers passed        0   1   2   3   ...
-    with two buffers       0   1   0   1           what one rank writes at 0, the others read at 1, while it writes
-    with four              0   1   2   3           the next buffer; all have read it when the first one's turn comes
+Each rank has a few buffers and uses them in turn. A chunk of data stays in one of them, through all stages of a
+transfer (see `chunks`); when a buffer's turn comes again, all ranks have read it.
 
 Two buffers stay in a cache that ranks share. Where they share none, a rank that writes what another has just read
 waits for each cache line until the other's cache has let go of it (Molka, Hackenberg, Schöne and Nagel 2015
@@ -25,10 +22,9 @@ from torch import Tensor
 from ...utils.cache import BoundedCache
 from ..tuning import MAX_VIEWS, PROBE_BYTES
 from .barrier import NodeBarrier
+from .topology import Bytes
 
-__all__ = ["ALIGNMENT", "Bytes", "Staging", "bounds_of", "line_seconds", "round_down", "slices_of", "views_of"]
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+__all__ = ["ALIGNMENT", "Staging", "bounds_of", "line_seconds", "round_down", "slices_of", "views_of"]
 
 ALIGNMENT = 64
 _LINE_BYTES = 64

@@ -16,8 +16,8 @@ from helpers.placements import REAL, Places, is_shared, shared_mappings
 
 import axonmpi as ax
 from axonmpi import CollectiveMismatchError, CommunicatorError, MpiBackend, ProcessGroup, ReduceOp
+from axonmpi.backends.connection.segment import remedy
 from axonmpi.backends.reduction import DTYPES
-from axonmpi.backends.shared.segment import remedy
 from axonmpi.errors import DtypeError
 from axonmpi.testing import launch
 
@@ -75,7 +75,7 @@ def test_every_operation_with_many_buffers(world, near_caches, monkeypatch) -> N
     before = sum(map(len, shared_mappings()))
     world.new_group(range(world.size))
     middle = sum(map(len, shared_mappings()))
-    monkeypatch.setattr("axonmpi.backends.connect.SLOW_LINE_SECONDS", 0.0)
+    monkeypatch.setattr("axonmpi.backends.connection.connection.SLOW_LINE_SECONDS", 0.0)
     group = world.new_group(range(world.size))
     assert sum(map(len, shared_mappings())) - middle > 4 * (middle - before)
     check_every_operation(group)

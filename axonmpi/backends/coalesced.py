@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..types import ReduceOp
 from ..utils.partition import bucket_by_size
-from .base import Backend
 from .call import Layout
 from .checks import check_writable
+from .contract import Backend
 from .reduction import check_reducible
 
 __all__ = ["all_reduce_coalesced", "broadcast_coalesced", "by_kind"]

@@ -1,0 +1,409 @@
+"""Copies of data to all ranks: broadcast, all-gather, and the filling of memory that the ranks of a node share.
+
+    small      goes with the agreement: up to a buffer on one node, up to 64 KiB in all between nodes
+    in place   symmetric tensors on one node: each rank reads the memory of the others
+    chunked    chunks go through staging, and between nodes by the lanes
+    alone      ranks that are alone on their nodes: the lane carries the tensors themselves
+
+                  copy in                     lane                            copy out
+    broadcast     the root's chunk            lane l: slice l of it           all slices
+    all-gather    own block, in the buffer    lane l: blocks of the ranks     the blocks of all lanes
+                  of the lane that carries it that it carries
+
+A broadcast moves bytes once into each node and twice through memory there; an all-gather (n−1)/n of the result into
+each of n nodes, however many ranks a node has.
+
+Source: MPI 4.1, sections 6.4, 6.7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..buffers import bytes_of, empty, flat_elements, write_back
+from ..call import Call
+from ..tuning import AGREEMENT_BYTES, replicated_bytes
+from .chunks import run_chunks, stages_of
+from .connection import Connection
+from .lane import Flight, Lane, Steps
+from .rounds import Copied, Gathered, Payload
+from .staging import ALIGNMENT, slices_of
+from .topology import Blocks, Bytes, items_of, rows_in
+
+__all__ = ["all_gather", "all_gather_into", "broadcast", "broadcast_small"]
+
+
+def _small_bytes(ranks: Connection) -> int:
+    """Return the most that one rank sends with the agreement; local."""
+    return int(ranks.chunk_bytes) if ranks.rounds is None else AGREEMENT_BYTES
+
+
+def _address(ranks: Connection, tensor: Tensor) -> int:
+    """Return the address of a symmetric tensor that is worth a second barrier, which it needs; local."""
+    is_large = tensor.nbytes > replicated_bytes(ranks.topology.size, symmetric=True)
+    return ranks.address(tensor) if ranks.rounds is None and is_large else 0
+
+
+# ---- broadcast -------------------------------------------------------------------------------------------------
+
+
+def broadcast(ranks: Connection, call: Call, tensor: Tensor) -> None:
+    """Copy the root's tensor into those of the other ranks, in place; collective.
+
+    Args:
+        ranks: The group.
+        call: The call.
+        tensor: Of the call's dtype and shape, any strides.
+
+    Raises:
+        CollectiveMismatchError: The ranks made different calls.
+    """
+    assert call.root is not None
+    flat = flat_elements(tensor)
+    data, address = bytes_of(flat), _address(ranks, flat)
+    if address and ranks.agreement.agree(call, 0, address)[2]:
+        _read_from_root(ranks, call, data, address)
+    elif not address and data.nbytes <= _small_bytes(ranks):
+        if not broadcast_small(ranks, call, data):
+            _broadcast_chunks(ranks, call, data)
+    elif ranks.is_apart:
+        assert ranks.lane is not None
+        ranks.agree(call)
+        ranks.lane.complete(ranks.lane.broadcast(flat, call.root))
+    else:
+        if not address:
+            ranks.agree(call)
+        _broadcast_chunks(ranks, call, data)
+    if ranks.topology.rank != call.root:
+        write_back(flat, tensor)
+
+
+def broadcast_small(ranks: Connection, call: Call, data: Bytes) -> bool:
+    """Copy small data of the call's root to all ranks, in place, with the agreement; collective.
+
+    Returns:
+        False if the data of some ranks, not of this one, is symmetric: nothing was copied then.
+    """
+    assert call.root is not None
+    buffers, topology = ranks.staging.buffers, ranks.topology
+    cargo = _CopyCargo(ranks, data.nbytes, *topology.find(call.root))
+    index = ranks.barrier.count % len(buffers)
+    if topology.rank == call.root:
+        buffers[index][topology.local_rank][: data.nbytes] = data
+    if not ranks.agreement.agree(call, 0, 0, cargo)[2]:
+        return False
+    if topology.rank != call.root:
+        data[...] = buffers[index][call.root][: data.nbytes] if ranks.rounds is None else cargo.result
+    return True
+
+
+class _CopyCargo:
+    """A root's data on its way between nodes; see `agreement.Cargo`."""
+
+    def __init__(self, ranks: Connection, nbytes: int, node: int, local_rank: int) -> None:
+        self._ranks, self._nbytes, self._node, self._local_rank = ranks, nbytes, node, local_rank
+
+    @property
+    def result(self) -> Bytes:
+        """The data after the agreement, valid until the next collective."""
+        return self._ranks.buffers_before()[0][: self._nbytes]
+
+    def load(self) -> Payload:
+        """Take the data of the root if it is on this node."""
+        rounds = self._ranks.rounds
+        assert rounds is not None
+        if self._ranks.topology.node == self._node:
+            rounds.outgoing[: self._nbytes] = self._ranks.buffers_before()[self._local_rank][: self._nbytes]
+        return Copied(rounds, self._nbytes, self._node)
+
+    def unload(self) -> None:
+        """Show the data to this node."""
+        assert self._ranks.rounds is not None
+        self._ranks.buffers_now()[0][: self._nbytes] = self._ranks.rounds.outgoing[: self._nbytes]
+
+
+def _read_from_root(ranks: Connection, call: Call, data: Bytes, address: int) -> None:
+    """Read a symmetric tensor where it lies; collective, after the agreement."""
+    assert ranks.arena is not None
+    assert call.root is not None
+    if ranks.topology.rank != call.root:
+        data[...] = ranks.arena.parts(address, data.nbytes)[call.root]
+    ranks.barrier.wait(call)
+
+
+def _broadcast_chunks(ranks: Connection, call: Call, data: Bytes) -> None:
+    """Copy chunks of the root's data to all ranks; collective, after the agreement."""
+    assert call.root is not None
+    topology, buffers, lane, size = ranks.topology, ranks.staging.buffers, ranks.lane, ranks.chunk_bytes
+    node, root = topology.find(call.root)
+    is_root, is_here = topology.rank == call.root, topology.node == node
+    chunks = [data[at : at + size] for at in range(0, data.nbytes, size)]
+    flights: dict[int, Flight] = {}
+
+    def copy_in(number: int, index: int, now: int) -> None:
+        if is_root:
+            buffers[index][root][: chunks[number].nbytes] = chunks[number]
+
+    def start(number: int, index: int, now: int) -> None:
+        if lane is not None:
+            low, high = slices_of(chunks[number].nbytes, topology.lanes, ALIGNMENT)[topology.local_rank]
+            memory = torch.from_numpy(buffers[index][root if is_here else topology.local_rank][low:high])
+            flights[number] = lane.start(lane.broadcast(memory, node))
+
+    def end(number: int, index: int, now: int) -> None:
+        if lane is not None:
+            flights.pop(number).finish()
+
+    def copy_out(number: int, index: int, now: int) -> None:
+        chunk = chunks[number]
+        if not is_here:
+            for peer, (low, high) in enumerate(slices_of(chunk.nbytes, topology.lanes, ALIGNMENT)):
+                chunk[low:high] = buffers[index][peer][low:high]
+        elif not is_root:
+            chunk[...] = buffers[index][root][: chunk.nbytes]
+
+    middle = [] if ranks.rounds is None else stages_of(len(chunks), start, end)
+    ranks.run_chunks(call, len(chunks), [copy_in, *middle, copy_out], is_agreed=True)
+
+
+# ---- all-gather ------------------------------------------------------------------------------------------------
+
+
+def all_gather(ranks: Connection, call: Call, tensor: Tensor, dim: int = 0, output: Tensor | None = None) -> Tensor:
+    """Return the tensors of all ranks concatenated along a dimension; collective.
+
+    Args:
+        ranks: The group.
+        call: The call.
+        tensor: Any strides; the ranks may differ in size along `dim` only.
+        dim: The dimension.
+        output: The memory of the result, contiguous, with `dim` 0; None: new memory.
+
+    Raises:
+        CollectiveMismatchError: The ranks made different calls.
+        ValueError: `output` has another size.
+    """
+    # With `dim` first in memory the blocks of the ranks follow each other.
+    own = (tensor.movedim(dim, 0) if dim else tensor).contiguous()
+    result = _all_gather(ranks, call, own, output)
+    return result.movedim(0, dim).contiguous() if dim else result
+
+
+def _all_gather(ranks: Connection, call: Call, own: Tensor, output: Tensor | None) -> Tensor:
+    topology, rows, address = ranks.topology, own.shape[0], _address(ranks, own)
+    blocks_in_all = 1 if ranks.rounds is None else topology.nodes * topology.widest
+    is_small = not address and 0 < own.nbytes * blocks_in_all <= _small_bytes(ranks)
+    cargo = _GatherCargo(ranks, own.nbytes) if is_small and ranks.rounds is not None else None
+    before = ranks.buffers_now()
+    if is_small:
+        before[topology.local_rank][: own.nbytes] = bytes_of(own)
+    most, least, is_same = ranks.agreement.agree(call, rows, address, cargo)
+    counts = None if most == least else np.asarray(ranks.agreement.numbers(rows))
+    result = _target(output, topology.size * rows if counts is None else int(counts.sum()), own)
+    if not result.numel():
+        return result
+    row = result.nbytes // result.shape[0]
+    blocks = Blocks.equal(topology.size, row * rows) if counts is None else Blocks(row * counts)
+    data = bytes_of(result)
+    if cargo is not None and counts is None:
+        data[...] = cargo.result()
+    elif ranks.rounds is None and is_same and (address or blocks.longest <= _small_bytes(ranks)):
+        _read_blocks(ranks, call, own, blocks, data, before, address)
+    elif ranks.is_apart:
+        assert ranks.lane is not None
+        sizes = None if counts is None else blocks.sizes
+        ranks.lane.complete(ranks.lane.all_gather(result, sizes, own))
+    else:
+        _gather_chunks(ranks, call, own, blocks, data)
+    return result
+
+
+def _target(output: Tensor | None, rows: int, own: Tensor) -> Tensor:
+    """Return the memory of blocks with so many rows in all: `output`, or a new tensor; local.
+
+    Raises:
+        ValueError: `output` has another number of rows.
+    """
+    if output is None:
+        return empty((rows, *own.shape[1:]), own.dtype)
+    if output.shape[0] != rows:
+        raise ValueError(f"output: expected {rows} rows, as the ranks have in all, got {output.shape[0]}")
+    return output
+
+
+class _GatherCargo:
+    """Blocks of one size on their way between nodes; see `agreement.Cargo`."""
+
+    def __init__(self, ranks: Connection, nbytes: int) -> None:
+        self._ranks, self._nbytes = ranks, nbytes
+        self._width = ranks.topology.widest * nbytes
+        self._gathered: Gathered | None = None
+
+    def load(self) -> Payload:
+        """Take the blocks of this node."""
+        topology = self._ranks.topology
+        assert self._ranks.rounds is not None
+        self._gathered = Gathered(self._ranks.rounds, self._width)
+        for buffer, row in zip(
+            self._ranks.buffers_before(), self._gathered.rows[topology.node].reshape(-1, self._nbytes), strict=False
+        ):
+            row[...] = buffer[: self._nbytes]
+        return self._gathered
+
+    def unload(self) -> None:
+        """Show the blocks to this node."""
+        assert self._gathered is not None
+        self._ranks.buffers_now()[0][: self._gathered.rows.size] = self._gathered.rows.reshape(-1)
+
+    def result(self) -> Bytes:
+        """Return the blocks of all ranks, end to end; local, after the agreement."""
+        topology = self._ranks.topology
+        cells = self._ranks.buffers_before()[0][: topology.nodes * self._width].reshape(-1, self._nbytes)
+        blocks: Bytes = cells[topology.cells(topology.widest)].reshape(-1)
+        return blocks
+
+
+def _read_blocks(
+    ranks: Connection,
+    call: Call,
+    own: Tensor,
+    blocks: Blocks,
+    data: Bytes,
+    buffers: Sequence[Bytes],
+    address: int,
+) -> None:
+    """Read the blocks of a node where they lie: in symmetric tensors, or in staging; collective, agreed already."""
+    rank = ranks.topology.rank
+    if address:
+        assert ranks.arena is not None
+        buffers = ranks.arena.parts(address, own.nbytes)
+    for peer, buffer in enumerate(buffers):
+        low, high = blocks.bounds(peer)
+        if peer != rank:
+            data[low:high] = buffer[: high - low]
+        elif own.data_ptr() != data.ctypes.data + low:  # FSDP2 of torch has put it there
+            data[low:high] = bytes_of(own)
+    if address:
+        ranks.barrier.wait(call)
+
+
+def _gather_chunks(ranks: Connection, call: Call, own: Tensor, blocks: Blocks, data: Bytes) -> None:
+    """Gather a chunk of each block at a time; collective, after the agreement."""
+    topology, lane, buffers = ranks.topology, ranks.lane, ranks.staging.buffers
+    totals, firsts = topology.rows_of.sum(axis=1).tolist(), topology.first_row.tolist()
+    own_row = int(topology.row[topology.rank]) - firsts[topology.carrier]
+    source, step = bytes_of(own), max(ranks.chunk_bytes // max(totals), 1)
+    flights: dict[int, Flight] = {}
+
+    def width_of(number: int) -> int:
+        return int(min(step, blocks.longest - number * step))
+
+    def copy_in(number: int, index: int, now: int) -> None:
+        chunk, at = source[number * step : (number + 1) * step], own_row * width_of(number)
+        buffers[index][topology.carrier][at : at + chunk.nbytes] = chunk
+
+    def start(number: int, index: int, now: int) -> None:
+        if lane is not None:
+            memory = buffers[index][topology.local_rank][: totals[topology.local_rank] * width_of(number)]
+            flights[number] = lane.start(_swap_rows(ranks, memory, width_of(number)))
+
+    def end(number: int, index: int, now: int) -> None:
+        if lane is not None:
+            flights.pop(number).finish()
+
+    def copy_out(number: int, index: int, now: int) -> None:
+        low, width = number * step, width_of(number)
+        for peer, (first, total) in enumerate(zip(firsts, totals, strict=True)):
+            matrix = buffers[index][peer][: total * width].reshape(total, width)
+            for rows, some, part in rows_in(topology, blocks, data, low, low + width, first, first + total):
+                part[some] = items_of(matrix, part.itemsize)[rows]
+
+    chunks = -(-blocks.longest // step)
+    middle = [] if ranks.rounds is None else stages_of(chunks, start, end)
+    ranks.run_chunks(call, chunks, [copy_in, *middle, copy_out], is_agreed=True)
+
+
+def _swap_rows(ranks: Connection, rows: Bytes, width: int) -> Steps:
+    """Fill the rows of this rank's lane, of which those of this node are there; collective over the lane."""
+    assert ranks.lane is not None
+    counts = ranks.topology.rows_of[ranks.topology.local_rank]
+    return ranks.lane.all_gather(torch.from_numpy(rows), None if (counts == counts[0]).all() else counts * width)
+
+
+# ---- memory that the ranks of a node share ---------------------------------------------------------------------
+
+
+def all_gather_into(
+    ranks: Connection, call: Call, tensor: Tensor | None, output: Tensor, sizes: Sequence[int]
+) -> None:
+    """Put the slices of all ranks into memory that the ranks of each node share; collective.
+
+    Args:
+        ranks: The group.
+        call: The call.
+        tensor: This rank's slice; None: it is there already.
+        output: All slices, end to end.
+        sizes: [ranks] elements of each.
+
+    Raises:
+        CollectiveMismatchError: The ranks made different calls.
+    """
+    blocks = ranks.plans.get(call.key)
+    if blocks is None:
+        blocks = ranks.plans.add(call.key, Blocks(output.itemsize * np.asarray(sizes, np.int64)))
+    all_are_there = ranks.agreement.agree(call, int(tensor is None))[1] == 1
+    if tensor is not None:
+        low, high = (edge // output.itemsize for edge in blocks.bounds(ranks.topology.rank))
+        output[low:high].copy_(tensor)
+    if ranks.rounds is None:
+        if not all_are_there:
+            ranks.barrier.wait(call)
+    elif output.numel():
+        _fill(ranks, call, blocks, output)
+
+
+def _fill(ranks: Connection, call: Call, blocks: Blocks, output: Tensor) -> None:
+    """Fill in the slices of the other nodes; collective, those of this node are there after a barrier."""
+    lane = ranks.lane
+    if ranks.is_apart:
+        assert lane is not None
+        lane.complete(lane.all_gather(output, None if blocks.are_equal else blocks.sizes))
+        return
+    ranks.barrier.wait(call)
+    if lane is not None:
+        _fill_by_lane(ranks, call, lane, blocks, bytes_of(output))
+    ranks.barrier.wait(call)  # before any rank reads what the others have filled in
+
+
+def _fill_by_lane(ranks: Connection, call: Call, lane: Lane, blocks: Blocks, data: Bytes) -> None:
+    topology = ranks.topology
+    counts, first = topology.rows_of[topology.local_rank], int(topology.first_row[topology.local_rank])
+    here, total = int(counts[: topology.node].sum()), int(counts.sum())
+    there = here + int(counts[topology.node])
+    step = max(ranks.chunk_bytes // total, 1)
+    flights: dict[int, Flight] = {}
+
+    def matrix_of(number: int) -> tuple[int, int, Bytes]:
+        low = number * step
+        high = min(low + step, blocks.longest)
+        memory = lane.buffer("gathered", total * (high - low), torch.uint8, number % 2)
+        return low, high, memory.numpy().reshape(total, high - low)
+
+    def start(number: int, index: int, now: int) -> None:
+        low, high, matrix = matrix_of(number)
+        for rows, some, part in rows_in(topology, blocks, data, low, high, first + here, first + there):
+            items_of(matrix[here:there], part.itemsize)[rows] = part[some]
+        flights[number] = lane.start(_swap_rows(ranks, matrix.reshape(-1), high - low))
+
+    def end(number: int, index: int, now: int) -> None:
+        low, high, matrix = matrix_of(number)
+        flights.pop(number).finish()
+        for begin, after in ((0, here), (there, total)):
+            for rows, some, part in rows_in(topology, blocks, data, low, high, first + begin, first + after):
+                part[some] = items_of(matrix[begin:after], part.itemsize)[rows]
+
+    run_chunks(None, 1, call, -(-blocks.longest // step), [start, end])

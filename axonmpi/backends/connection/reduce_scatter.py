@@ -1,0 +1,233 @@
+"""Reduce-scatter: every rank's data is combined element by element, and rank r gets slice r of the result.
+
+    small      up to 16 KiB between nodes: all of it is reduced with the agreement, each rank takes its slice
+    in place   a symmetric tensor on one node: each rank reduces its slice in all ranks' memory, without a copy
+    chunked    a chunk of each slice at a time goes through staging
+
+On one node a chunk is copied in, and each rank reduces its slice; a rank reads and writes 3·bytes. Between nodes
+lane l sums the slices of the ranks that it carries, and exchanges them, (n−1)/n of the bytes for n nodes:
+
+    copy in   all slices into the own buffer, ordered by lane and node
+    start     the lane's slices are summed over the node, and start on their way to their nodes
+    finish    the slices of this node from all nodes are summed in the order of the nodes
+    copy out  the own slice, from the buffer of the lane that has carried it
+
+Source: MPI 4.1, sections 6.10.1 and 6.10.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..buffers import bytes_of, empty
+from ..call import Call
+from ..flat_parts import FlatParts
+from ..reduction import finish, fold, fold_rows, reduce_in_rank_order, reduce_wide_into, wide_dtype
+from ..tuning import SLICE_BYTES, WHOLE_BYTES
+from .all_reduce import SmallReduction
+from .chunks import stages_of
+from .connection import Connection
+from .lane import Flight
+from .staging import ALIGNMENT, bounds_of, round_down
+from .topology import Blocks, Integers, items_of, rows_in, split_array
+
+__all__ = ["reduce_scatter", "reduce_scatter_into"]
+
+
+def reduce_scatter(ranks: Connection, call: Call, tensor: Tensor, dim: int) -> Tensor:
+    """Return this rank's slice along `dim` of the reduced tensor, as a new tensor; collective.
+
+    Args:
+        ranks: The group.
+        call: The call.
+        tensor: Any strides; cut along `dim` as `torch.tensor_split` does.
+        dim: The dimension.
+
+    Raises:
+        CollectiveMismatchError: The ranks made different calls.
+    """
+    # Rows of `dim` are made neighbours in memory, so that a slice is one range of it.
+    moved = tensor.movedim(dim, 0) if dim else tensor
+    rows = split_array(moved.shape[0], ranks.topology.size)
+    result = empty((int(rows[ranks.topology.rank]), *moved.shape[1:]), tensor.dtype)
+    address = ranks.address(tensor) if ranks.rounds is None else 0
+    if address and ranks.agreement.agree(call, 0, address)[2]:
+        _reduce_in_place(ranks, call, tensor, dim, address, result, rows)
+    else:
+        sizes = rows * (moved.numel() // max(moved.shape[0], 1))
+        parts = FlatParts([moved.contiguous().detach()], tensor.dtype)
+        _reduce_flat(ranks, call, parts, result.view(-1), sizes.tolist(), is_agreed=bool(address))
+    return result.movedim(0, dim).contiguous() if dim else result
+
+
+def reduce_scatter_into(
+    ranks: Connection, call: Call, parts: FlatParts, output: Tensor, sizes: Sequence[int]
+) -> None:
+    """Reduce data that lies end to end, and put this rank's slice into `output`; collective.
+
+    Args:
+        ranks: The group.
+        call: The call.
+        parts: The data.
+        output: [sizes[rank]] contiguous, of the data's dtype or of `wide_dtype`.
+        sizes: [ranks] elements of each slice.
+
+    Raises:
+        CollectiveMismatchError: The ranks made different calls.
+    """
+    _reduce_flat(ranks, call, parts, output, sizes, is_agreed=False)
+
+
+def _reduce_in_place(
+    ranks: Connection, call: Call, tensor: Tensor, dim: int, address: int, result: Tensor, rows: Integers
+) -> None:
+    """Reduce the own rows of a symmetric tensor in the memory of all ranks; collective, agreed already."""
+    assert ranks.arena is not None
+    assert call.op is not None
+    first = int(rows[: ranks.topology.rank].sum())
+    memory = map(torch.from_numpy, ranks.arena.parts(address, tensor.nbytes))
+    views = [part.view(tensor.dtype).view(tensor.shape).movedim(dim, 0) for part in memory]
+    parts = [view.narrow(0, first, len(result)) for view in views]
+    if result.numel():
+        if all(part.is_contiguous() for part in parts):
+            parts, result = [part.reshape(-1) for part in parts], result.view(-1)
+        step = max(1, SLICE_BYTES * len(result) // result.nbytes)
+        for at in range(0, len(result), step):
+            reduce_in_rank_order([part[at : at + step] for part in parts], call.op, result[at : at + step])
+    ranks.barrier.wait(call)
+
+
+def _reduce_flat(
+    ranks: Connection, call: Call, parts: FlatParts, output: Tensor, sizes: Sequence[int], *, is_agreed: bool
+) -> None:
+    """Reduce data that lies end to end; collective, agreed already if some ranks' tensors are symmetric."""
+    if ranks.rounds is None:
+        _reduce_on_node(ranks, call, parts, output, sizes, is_agreed=is_agreed)
+        return
+    if 0 < call.nbytes <= WHOLE_BYTES and ranks.carries(parts.dtype, call.nbytes):
+        small = ranks.plans.get(call.key) or ranks.plans.add(call.key, SmallReduction(ranks, call))
+        small.put(parts.line())
+        ranks.agreement.agree(call, 0, 0, small.cargo)
+        first = sum(sizes[: ranks.topology.rank])
+        output.copy_(small.cargo.total.view(-1)[first : first + output.numel()])
+        return
+    ranks.agree(call)
+    if call.numel:
+        blocks = ranks.plans.get(call.key)
+        if blocks is None:
+            blocks = ranks.plans.add(call.key, Blocks(parts.dtype.itemsize * np.asarray(sizes, np.int64)))
+        _reduce_by_lanes(ranks, call, parts.line(), blocks, output)
+
+
+def _reduce_on_node(
+    ranks: Connection, call: Call, parts: FlatParts, output: Tensor, sizes: Sequence[int], *, is_agreed: bool
+) -> None:
+    op, dtype, rank, staging = call.op, parts.dtype, ranks.topology.rank, ranks.staging
+    assert op is not None
+    step = round_down(ranks.chunk_bytes // ranks.topology.size, max(ALIGNMENT, dtype.itemsize))
+    count = step // dtype.itemsize
+    bounds = bounds_of(sizes)
+    own = _apart(parts.view(*bounds[rank]), output)
+    slices = [(peer, *bounds[peer]) for peer in range(len(sizes)) if peer != rank or own is None]
+
+    def copy_in(number: int, index: int, now: int) -> None:
+        target = staging.buffers[index][rank]
+        for peer, low, high in slices:
+            start, stop = low + number * count, min(low + (number + 1) * count, high)
+            if start < stop:
+                parts.read(start, stop, target[peer * step :])
+
+    def reduce(number: int, index: int, now: int) -> None:
+        target = output[number * count : (number + 1) * count]
+        if target.numel():
+            low = rank * step
+            views = [*staging.views(index, low, low + target.numel() * dtype.itemsize, dtype)]
+            if own is not None:
+                views[rank] = own[number * count : (number + 1) * count]
+            reduce_wide_into(views, op, target)
+
+    ranks.run_chunks(call, -(-max(sizes) // count), [copy_in, reduce], is_agreed=is_agreed)
+
+
+def _apart(tensor: Tensor | None, output: Tensor) -> Tensor | None:
+    """Return a contiguous tensor unless it shares memory with a contiguous output; local."""
+    if tensor is None:
+        return None
+    first, second = tensor.data_ptr(), output.data_ptr()
+    return tensor if first + tensor.nbytes <= second or second + output.nbytes <= first else None
+
+
+def _reduce_by_lanes(ranks: Connection, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
+    """Reduce a slice for each rank by the lanes; collective, agreed already."""
+    assert call.op is not None
+    op, lane, topology, buffers = call.op, ranks.lane, ranks.topology, ranks.staging.buffers
+    data, dtype, wide = bytes_of(flat), flat.dtype, wide_dtype(flat.dtype)
+    sent = dtype if ranks.is_apart else wide
+    here = topology.rows_of[:, topology.node]
+    most_rows = int(topology.rows_of.max())
+    room = min(ranks.sizes.chunk, ranks.staging.buffer_bytes) - ALIGNMENT
+    elements = max(room // (topology.size * dtype.itemsize + most_rows * wide.itemsize), 1)
+    step = elements * dtype.itemsize
+    results_at = -(-topology.size * step // ALIGNMENT) * ALIGNMENT
+    start_, stop = blocks.bounds(topology.rank)
+    flights: dict[int, tuple[Flight, Tensor]] = {}
+
+    def width_of(number: int) -> int:
+        return min(step, blocks.longest - number * step)
+
+    def copy_in(number: int, index: int, now: int) -> None:
+        low, width = number * step, width_of(number)
+        mine = buffers[index][topology.local_rank][: topology.size * width].reshape(topology.size, width)
+        for rows, some, part in rows_in(topology, blocks, data, low, low + width, 0, topology.size):
+            items_of(mine, part.itemsize)[rows] = part[some]
+
+    def start(number: int, index: int, now: int) -> None:
+        if lane is None:
+            return
+        width, counts = width_of(number), topology.rows_of[topology.local_rank]
+        first, rows, own = (
+            int(topology.first_row[topology.local_rank]),
+            int(counts.sum()),
+            int(here[topology.local_rank]),
+        )
+        parts = [
+            torch.from_numpy(buffer[first * width : (first + rows) * width]).view(dtype)
+            for buffer in buffers[index]
+        ]
+        total = parts[0]
+        if not ranks.is_apart:
+            total = lane.buffer("total", total.numel(), wide, number % 3)
+            fold(parts, op, total)
+        numel = width // dtype.itemsize
+        received = lane.buffer("received", topology.nodes * own * numel, sent, number % 3)
+        if (counts == own).all():
+            steps = lane.all_to_all(total, received)
+        else:
+            nbytes = numel * sent.itemsize
+            steps = lane.all_to_all_uneven(total, counts * nbytes, received, own * nbytes)
+        flights[number] = lane.start(steps), received
+
+    def end(number: int, index: int, now: int) -> None:
+        if number in flights:
+            flight, received = flights.pop(number)
+            flight.finish()
+            nbytes = received.nbytes // topology.nodes // sent.itemsize * wide.itemsize
+            memory = buffers[index][topology.local_rank][results_at : results_at + nbytes]
+            result = torch.from_numpy(memory).view(wide)
+            fold_rows(received.view(topology.nodes, -1), op, result)
+            finish(result, op, topology.size, result)
+
+    def copy_out(number: int, index: int, now: int) -> None:
+        low, width = number * step, width_of(number)
+        numel = (min(low + width, stop - start_) - low) // dtype.itemsize
+        if numel > 0:
+            at = results_at + topology.local_rank // topology.lanes * (width // dtype.itemsize) * wide.itemsize
+            memory = buffers[index][topology.carrier][at : at + numel * wide.itemsize]
+            output[low // dtype.itemsize :][:numel].copy_(torch.from_numpy(memory).view(wide))
+
+    chunks = -(-blocks.longest // step)
+    ranks.run_chunks(call, chunks, [copy_in, *stages_of(chunks, start, end), copy_out], is_agreed=True)

@@ -1,1 +1,0 @@
-"""Collectives of several nodes, each of whose ranks share memory."""
