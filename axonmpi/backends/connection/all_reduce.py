@@ -87,7 +87,7 @@ class _Plan:
         self._small = SmallReduction(ranks, call) if ranks.carries(call.dtype, call.nbytes) else None
         is_one_node = ranks.rounds is None
         least = replicated_bytes(ranks.topology.size, symmetric=True) if is_one_node else 0
-        may_be_in_place = is_one_node or (call.root is None and self._small is None)
+        may_be_in_place = is_one_node or (call.root is None and self._small is None and not ranks.is_apart)
         self._in_place = _InPlace(ranks, call) if may_be_in_place and call.nbytes > least else None
         self._large = _Alone(ranks, call) if ranks.is_apart else _Chunked(ranks, call)
 
@@ -123,6 +123,11 @@ class _Way:
         self._local, self._size = ranks.topology.local_rank, ranks.topology.size
         self._reduction = choose_reduction(call.dtype, call.op, self._size)
         self._gets_result = call.root in (None, ranks.topology.rank)
+
+    @cached_property
+    def _sums(self) -> _NodeSums:
+        """The sums over all nodes."""
+        return _NodeSums(self._ranks, self._call)
 
 
 # ---- small -----------------------------------------------------------------------------------------------------
@@ -297,7 +302,7 @@ class _Alone(_Way):
             if self._gets_result and total is not chunks[number]:
                 chunks[number].copy_(total)
 
-        stages = _NodeSums(self._ranks, self._call).stages(parts, write, len(chunks))
+        stages = self._sums.stages(parts, write, len(chunks))
         run_chunks(None, 1, self._call, len(chunks), stages)
 
 
@@ -366,7 +371,8 @@ class _InPlace(_Way):
         key = (self._call.key, tensor.data_ptr())
         cut: _Cut | None = self._ranks.views.get(key)
         if cut is None:
-            address = self._ranks.address(tensor)
+            assert self._ranks.arena is not None
+            address = self._ranks.arena.address(tensor)
             if not address:
                 return None
             cut = _Cut(address, self._pieces(address))
@@ -382,8 +388,7 @@ class _InPlace(_Way):
             for piece in pieces:
                 piece.reduce(self._reduction, self._local, self._call.root)
         else:
-            sums = _NodeSums(self._ranks, self._call)
-            stages = sums.stages(
+            stages = self._sums.stages(
                 lambda number, _: pieces[number].parts,
                 lambda number, _, total: pieces[number].write(total),
                 len(pieces),
@@ -501,7 +506,7 @@ class _Chunked(_Way):
             torch.autograd.graph.increment_version(tensor)
         middle: list[Stage] = [reduce]
         if ranks.rounds is not None:
-            middle = _NodeSums(ranks, self._call).stages(parts, write, len(chunks))
+            middle = self._sums.stages(parts, write, len(chunks))
         run_chunks(ranks.barrier, ranks.staging.count, self._call, len(chunks), [copy_in, *middle, copy_out], first)
 
     def _chunks(self, tensor: Tensor) -> list[_Chunk]:
