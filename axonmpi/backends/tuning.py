@@ -21,10 +21,12 @@ __all__ = [
     "KEPT_FREE_BYTES",
     "LONGEST_BARRIER_NAP_SECONDS",
     "MAX_CALLS",
+    "MAX_GATHERS",
     "MAX_MESSAGE_BYTES",
     "MAX_PLANS",
     "MAX_VIEWS",
     "NETWORK_BUFFERS",
+    "NETWORK_CHUNK_BYTES",
     "PIECE_BYTES",
     "POLL_SECONDS",
     "PROBE_BYTES",
@@ -73,6 +75,8 @@ WHOLE_BYTES = 16 << 10
 """The most that is reduced whole with it, where each rank keeps a slice."""
 NETWORK_BUFFERS = 4
 """Buffers of each rank for chunks that go between nodes: one is written, two are under way, one is read."""
+NETWORK_CHUNK_BYTES = 2 << 20
+"""How much of a rank's tensor goes through staging and between nodes at a time."""
 ALONE_CHUNK_BYTES = 32 << 20
 """How much of a tensor a rank that is alone on its node sends at a time."""
 SLICED_FROM_BYTES = 4 << 20
@@ -109,6 +113,8 @@ SLOW_LINE_SECONDS = 4e-9
 a cache take 2 ns, those that do not 8 and more."""
 MAX_CALLS = 4096
 """Kinds of calls that a group keeps the fingerprints of."""
+MAX_GATHERS = 8
+"""Sizes of small gathers between nodes that a group keeps memory for."""
 MAX_PLANS = 256
 """Kinds of calls that a group keeps preparations for."""
 MAX_VIEWS = 1 << 14

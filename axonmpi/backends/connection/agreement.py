@@ -67,6 +67,7 @@ class Agreement:
         self._heads = [[start + cell // 8 for start in starts] for cell in _CELLS]
         self._own = [heads[segment.own] for heads in self._heads]
         self._is_leader = segment.own == 0
+        self._are_apart = rounds is not None and rounds.count == comm.Get_size()
         self._outcome = memoryview(segment.memory)[_OUTCOME : _OUTCOME + HEADER.size]
 
     def agree(
@@ -86,7 +87,13 @@ class Agreement:
         Raises:
             CollectiveMismatchError: The ranks made different calls.
         """
-        words, cell, key = self._words, self._barrier.count & 1, call.key
+        key = call.key
+        if self._are_apart and self._rounds is not None:
+            outcome = self._rounds.run((key, -key, number, -number, 0), None if cargo is None else cargo.load())
+            if cargo is not None:
+                cargo.unload()
+            return self._checked(call, outcome, address)
+        words, cell = self._words, self._barrier.count & 1
         own = self._own[cell]
         words[own], words[own + _NUMBER], words[own + _ADDRESS] = key, number, address
         self._barrier.wait(call)
@@ -116,7 +123,10 @@ class Agreement:
             if cargo is not None:
                 cargo.unload()
         self._barrier.wait(call)
-        key, minus_key, most, minus_least, is_ordinary = HEADER.unpack_from(self._outcome)
+        return self._checked(call, HEADER.unpack_from(self._outcome), address)
+
+    def _checked(self, call: Call, head: tuple[int, ...], address: int) -> tuple[int, int, bool]:
+        key, minus_key, most, minus_least, is_ordinary = head
         if key != -minus_key:
             raise self._mismatch(call)
         return most, -minus_least, not is_ordinary or not address

@@ -155,6 +155,9 @@ class SmallReduction(_Way):
 
     def put(self, tensor: Tensor) -> int:
         """Copy contiguous data into the own buffer, and return its index; local."""
+        if self.cargo is not None and self._ranks.is_apart:
+            self.cargo.total.copy_(tensor)
+            return 0
         index = self._barrier.count % self._count
         pointer = tensor.data_ptr()
         source = self._sources.get(pointer)
@@ -189,12 +192,16 @@ class _SumCargo:
             ranks.topology.size,
             ranks.ordered,
         )
-        self._barrier, self._rows = ranks.barrier, rows
+        self._barrier, self._rows, self._is_apart = ranks.barrier, rows, ranks.is_apart
         self._summed = Summed(ranks.rounds, call)
         self._gathered: Gathered | None = None
         nbytes, wide = self._summed.total.nbytes, self._summed.total.dtype
-        first = [views_of(buffers[:1], 0, nbytes, wide)[0] for buffers in ranks.staging.buffers]
-        self._totals = [total.view(call.shape) for total in first]
+        if ranks.is_apart:  # the data lies where the rounds take it and leave the result
+            self._totals = [self._summed.total.view(call.shape)]
+        else:
+            first = [views_of(buffers[:1], 0, nbytes, wide)[0] for buffers in ranks.staging.buffers]
+            self._totals = [total.view(call.shape) for total in first]
+        self._results = [total.view(-1) for total in self._totals]
 
     @property
     def total(self) -> Tensor:
@@ -203,7 +210,8 @@ class _SumCargo:
 
     def load(self) -> Payload:
         """Reduce the data of this node."""
-        fold(self._rows[(self._barrier.count - 1) % len(self._rows)], self._op, self._summed.total)
+        if not self._is_apart:
+            fold(self._rows[(self._barrier.count - 1) % len(self._rows)], self._op, self._summed.total)
         if not self._ordered:
             return self._summed
         self._gathered = Gathered(self._rounds, self._summed.total.nbytes)
@@ -216,7 +224,8 @@ class _SumCargo:
         if self._gathered is not None:
             rows = torch.from_numpy(self._gathered.rows.reshape(-1)).view(total.dtype)
             fold_rows(rows.view(self._rounds.count, -1), self._op, total)
-        finish(total, self._op, self._size, self._totals[self._barrier.count % len(self._totals)].view(-1))
+        result = total if self._is_apart else self._results[self._barrier.count % len(self._results)]
+        finish(total, self._op, self._size, result)
 
 
 # ---- between nodes ---------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from ..tuning import (
     MAX_PLANS,
     MAX_VIEWS,
     NETWORK_BUFFERS,
+    NETWORK_CHUNK_BYTES,
     PIECE_BYTES,
     SLOW_LINE_SECONDS,
     STAGING_BYTES,
@@ -75,7 +76,7 @@ class Sizes(NamedTuple):
 
 def _scratch() -> Tensor:
     with torch.inference_mode(False):  # memory made in that mode could not be reused outside of it
-        return torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu")
+        return torch.empty(NETWORK_CHUNK_BYTES, dtype=torch.uint8, device="cpu")
 
 
 @dataclass
@@ -97,7 +98,7 @@ class Connection:
         is_open_mpi: Whether the MPI library is Open MPI.
         plans: Preparations of collectives by the key of their calls.
         views: Views of tensors that were reduced before, by kind of call and address.
-        total: [CHUNK_BYTES] uint8 of this rank's own, for the sum of a slice.
+        total: [NETWORK_CHUNK_BYTES] uint8 of this rank's own, for the sum of a slice.
     """
 
     topology: Topology
@@ -133,7 +134,9 @@ class Connection:
     def chunk_bytes(self) -> int:
         """The most of a rank's tensor that goes through staging at a time, a slice for each lane."""
         unit = ALIGNMENT * self.topology.lanes
-        return max(min(self.sizes.chunk, CHUNK_BYTES, self.staging.buffer_bytes) // unit, 1) * unit
+        most = self.sizes.chunk
+        most = min(most, CHUNK_BYTES) if self.rounds is None else NETWORK_CHUNK_BYTES // PIECE_BYTES * most
+        return max(min(most, self.staging.buffer_bytes) // unit, 1) * unit
 
     def carries(self, dtype: torch.dtype, nbytes: int) -> bool:
         """Return True if a reduction of so many bytes travels with the agreement; local."""
@@ -281,7 +284,7 @@ def _connect_apart(mpi: Any, comm: Any, sizes: Sizes, waiter: RequestWaiter, obs
     """Connect ranks that share no memory; collective."""
     topology = Topology.apart(comm.rank, comm.size)
     control, buffers = (
-        Segment(mmap.mmap(-1, nbytes), nbytes, 0, 1) for nbytes in (PAGE, NETWORK_BUFFERS * CHUNK_BYTES)
+        Segment(mmap.mmap(-1, nbytes), nbytes, 0, 1) for nbytes in (PAGE, NETWORK_BUFFERS * NETWORK_CHUNK_BYTES)
     )
     barrier = NodeBarrier(control, None, [os.getpid()], [comm.rank], None, lambda: None)
     ordered = adds_in_order()
@@ -303,9 +306,10 @@ def _connect_apart(mpi: Any, comm: Any, sizes: Sizes, waiter: RequestWaiter, obs
 
 def _shared_memory(mpi: Any, comm: Any, node: Any, topology: Topology) -> tuple[str, list[Segment]]:
     """Make the page of each rank of a node and its first buffers; collective. Returns the obstacle, if any."""
-    buffer = max(CHUNK_BYTES, replicated_bytes(comm.size, symmetric=False)) if topology.nodes == 1 else CHUNK_BYTES
-    count = 2 if topology.nodes == 1 else NETWORK_BUFFERS
-    made = [Segment.create(node, nbytes) for nbytes in (PAGE, count * buffer)]
+    buffers = NETWORK_BUFFERS * NETWORK_CHUNK_BYTES
+    if topology.nodes == 1:
+        buffers = 2 * max(CHUNK_BYTES, replicated_bytes(comm.size, symmetric=False))
+    made = [Segment.create(node, nbytes) for nbytes in (PAGE, buffers)]
     problem = next((text for text in made if isinstance(text, str)), None)
     memory = [segment for segment in made if isinstance(segment, Segment)]
     for segment in memory if problem is None else ():

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..buffers import bytes_of, empty, flat_elements, write_back
 from ..call import Call
-from ..tuning import AGREEMENT_BYTES, replicated_bytes
+from ..tuning import AGREEMENT_BYTES, MAX_GATHERS, MAX_PLANS, replicated_bytes
 from .chunks import run_chunks, stages_of
 from .connection import Connection
 from .lane import Flight, Lane, Steps
@@ -44,8 +44,9 @@ def _small_bytes(ranks: Connection) -> int:
 
 def _address(ranks: Connection, tensor: Tensor) -> int:
     """Return the address of a symmetric tensor that is worth a second barrier, which it needs; local."""
-    is_large = tensor.nbytes > replicated_bytes(ranks.topology.size, symmetric=True)
-    return ranks.address(tensor) if ranks.rounds is None and is_large else 0
+    if ranks.rounds is not None or tensor.nbytes <= replicated_bytes(ranks.topology.size, symmetric=True):
+        return 0
+    return ranks.address(tensor)
 
 
 # ---- broadcast -------------------------------------------------------------------------------------------------
@@ -93,7 +94,10 @@ def broadcast_small(ranks: Connection, call: Call, data: Bytes) -> bool:
     cargo = _CopyCargo(ranks, data.nbytes, *topology.find(call.root))
     index = ranks.barrier.count % len(buffers)
     if topology.rank == call.root:
-        buffers[index][topology.local_rank][: data.nbytes] = data
+        target = buffers[index][topology.local_rank]
+        if ranks.rounds is not None and ranks.is_apart:
+            target = ranks.rounds.outgoing
+        target[: data.nbytes] = data
     if not ranks.agreement.agree(call, 0, 0, cargo)[2]:
         return False
     if topology.rank != call.root:
@@ -110,20 +114,23 @@ class _CopyCargo:
     @property
     def result(self) -> Bytes:
         """The data after the agreement, valid until the next collective."""
-        return self._ranks.buffers_before()[0][: self._nbytes]
+        assert self._ranks.rounds is not None
+        memory = self._ranks.rounds.outgoing if self._ranks.is_apart else self._ranks.buffers_before()[0]
+        return memory[: self._nbytes]
 
     def load(self) -> Payload:
         """Take the data of the root if it is on this node."""
         rounds = self._ranks.rounds
         assert rounds is not None
-        if self._ranks.topology.node == self._node:
+        if self._ranks.topology.node == self._node and not self._ranks.is_apart:
             rounds.outgoing[: self._nbytes] = self._ranks.buffers_before()[self._local_rank][: self._nbytes]
         return Copied(rounds, self._nbytes, self._node)
 
     def unload(self) -> None:
         """Show the data to this node."""
         assert self._ranks.rounds is not None
-        self._ranks.buffers_now()[0][: self._nbytes] = self._ranks.rounds.outgoing[: self._nbytes]
+        if not self._ranks.is_apart:
+            self._ranks.buffers_now()[0][: self._nbytes] = self._ranks.rounds.outgoing[: self._nbytes]
 
 
 def _read_from_root(ranks: Connection, call: Call, data: Bytes, address: int) -> None:
@@ -195,13 +202,19 @@ def all_gather(ranks: Connection, call: Call, tensor: Tensor, dim: int = 0, outp
 
 def _all_gather(ranks: Connection, call: Call, own: Tensor, output: Tensor | None) -> Tensor:
     topology, rows, address = ranks.topology, own.shape[0], _address(ranks, own)
-    blocks_in_all = 1 if ranks.rounds is None else topology.nodes * topology.widest
-    is_small = not address and 0 < own.nbytes * blocks_in_all <= _small_bytes(ranks)
-    cargo = _GatherCargo(ranks, own.nbytes) if is_small and ranks.rounds is not None else None
-    before = ranks.buffers_now()
-    if is_small:
+    before, cargo = ranks.buffers_now(), None
+    if ranks.rounds is not None and 0 < own.nbytes * topology.nodes * topology.widest <= AGREEMENT_BYTES:
+        cargo = ranks.plans.get((call.key, rows))
+        if cargo is None:
+            # of few sizes, since each has memory
+            cargo = ranks.plans.add((call.key, rows), _GatherCargo(ranks, own), MAX_PLANS // MAX_GATHERS)
+        cargo.put(own)
+    elif ranks.rounds is None and not address and own.nbytes <= _small_bytes(ranks):
         before[topology.local_rank][: own.nbytes] = bytes_of(own)
     most, least, is_same = ranks.agreement.agree(call, rows, address, cargo)
+    if cargo is not None and most == least:
+        gathered: Tensor = cargo.take()
+        return gathered if output is None else _target(output, len(gathered), own).copy_(gathered)
     counts = None if most == least else np.asarray(ranks.agreement.numbers(rows))
     result = _target(output, topology.size * rows if counts is None else int(counts.sum()), own)
     if not result.numel():
@@ -209,9 +222,7 @@ def _all_gather(ranks: Connection, call: Call, own: Tensor, output: Tensor | Non
     row = result.nbytes // result.shape[0]
     blocks = Blocks.equal(topology.size, row * rows) if counts is None else Blocks(row * counts)
     data = bytes_of(result)
-    if cargo is not None and counts is None:
-        data[...] = cargo.result()
-    elif ranks.rounds is None and is_same and (address or blocks.longest <= _small_bytes(ranks)):
+    if ranks.rounds is None and is_same and (address or blocks.longest <= _small_bytes(ranks)):
         _read_blocks(ranks, call, own, blocks, data, before, address)
     elif ranks.is_apart:
         assert ranks.lane is not None
@@ -236,35 +247,48 @@ def _target(output: Tensor | None, rows: int, own: Tensor) -> Tensor:
 
 
 class _GatherCargo:
-    """Blocks of one size on their way between nodes; see `agreement.Cargo`."""
+    """Blocks of one dtype and shape on their way between nodes; see `agreement.Cargo`."""
 
-    def __init__(self, ranks: Connection, nbytes: int) -> None:
-        self._ranks, self._nbytes = ranks, nbytes
-        self._width = ranks.topology.widest * nbytes
-        self._gathered: Gathered | None = None
+    def __init__(self, ranks: Connection, own: Tensor) -> None:
+        assert ranks.rounds is not None
+        self._ranks, self._nbytes, self._dtype, self._shape = ranks, own.nbytes, own.dtype, own.shape[1:]
+        self._gathered = Gathered(ranks.rounds, ranks.topology.widest * own.nbytes)
+        self._line = self._gathered.rows.reshape(-1)
+        # Of ranks that are alone on their nodes, the blocks lie there in the order of the ranks.
+        with torch.inference_mode(False):
+            self._all = self._tensor(self._line)
+            self._own = self._tensor(self._gathered.rows[ranks.topology.node])[: own.shape[0]]
+
+    def _tensor(self, data: Bytes) -> Tensor:
+        return torch.from_numpy(data).view(self._dtype).view(-1, *self._shape)
+
+    def put(self, own: Tensor) -> None:
+        """Copy this rank's block in; local, before the agreement."""
+        if self._ranks.is_apart:
+            self._own.copy_(own)
+        else:
+            self._ranks.buffers_now()[self._ranks.topology.local_rank][: self._nbytes] = bytes_of(own)
 
     def load(self) -> Payload:
         """Take the blocks of this node."""
-        topology = self._ranks.topology
-        assert self._ranks.rounds is not None
-        self._gathered = Gathered(self._ranks.rounds, self._width)
-        for buffer, row in zip(
-            self._ranks.buffers_before(), self._gathered.rows[topology.node].reshape(-1, self._nbytes), strict=False
-        ):
-            row[...] = buffer[: self._nbytes]
+        if not self._ranks.is_apart:
+            cells = self._gathered.rows[self._ranks.topology.node].reshape(-1, self._nbytes)
+            for cell, buffer in zip(cells, self._ranks.buffers_before(), strict=False):
+                cell[...] = buffer[: self._nbytes]
         return self._gathered
 
     def unload(self) -> None:
         """Show the blocks to this node."""
-        assert self._gathered is not None
-        self._ranks.buffers_now()[0][: self._gathered.rows.size] = self._gathered.rows.reshape(-1)
+        if not self._ranks.is_apart:
+            self._ranks.buffers_now()[0][: self._line.size] = self._line
 
-    def result(self) -> Bytes:
-        """Return the blocks of all ranks, end to end; local, after the agreement."""
+    def take(self) -> Tensor:
+        """Return the blocks of all ranks, one after the other; local, after the agreement."""
+        if self._ranks.is_apart:
+            return self._all.clone()
         topology = self._ranks.topology
-        cells = self._ranks.buffers_before()[0][: topology.nodes * self._width].reshape(-1, self._nbytes)
-        blocks: Bytes = cells[topology.cells(topology.widest)].reshape(-1)
-        return blocks
+        cells = self._ranks.buffers_before()[0][: self._line.size].reshape(-1, self._nbytes)
+        return self._tensor(cells[topology.cells(topology.widest)].reshape(-1))
 
 
 def _read_blocks(

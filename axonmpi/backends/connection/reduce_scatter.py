@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..buffers import bytes_of, empty
+from ...utils.partition import split_range, split_sizes
+from ..buffers import bytes_of, empty, flat_elements
 from ..call import Call
 from ..flat_parts import FlatParts
 from ..reduction import finish, fold, fold_rows, reduce_in_rank_order, reduce_wide_into, wide_dtype
@@ -33,7 +34,7 @@ from .chunks import stages_of
 from .connection import Connection
 from .lane import Flight
 from .staging import ALIGNMENT, bounds_of, round_down
-from .topology import Blocks, Integers, items_of, rows_in, split_array
+from .topology import Blocks, items_of, rows_in, split_array
 
 __all__ = ["reduce_scatter", "reduce_scatter_into"]
 
@@ -50,17 +51,28 @@ def reduce_scatter(ranks: Connection, call: Call, tensor: Tensor, dim: int) -> T
     Raises:
         CollectiveMismatchError: The ranks made different calls.
     """
+    start, stop = split_range(tensor.shape[dim], ranks.topology.size, ranks.topology.rank)
+    if _is_small(ranks, call):
+        own = _reduce_small(ranks, call, tensor).narrow(dim, start, stop - start)
+        return own.to(tensor.dtype, copy=True, memory_format=torch.contiguous_format)
     # Rows of `dim` are made neighbours in memory, so that a slice is one range of it.
     moved = tensor.movedim(dim, 0) if dim else tensor
-    rows = split_array(moved.shape[0], ranks.topology.size)
-    result = empty((int(rows[ranks.topology.rank]), *moved.shape[1:]), tensor.dtype)
-    address = ranks.address(tensor) if ranks.rounds is None else 0
+    result = empty((stop - start, *moved.shape[1:]), tensor.dtype)
+    if ranks.rounds is not None:
+        blocks = ranks.plans.get(call.key)
+        if blocks is None:
+            row = tensor.nbytes // max(moved.shape[0], 1)
+            blocks = ranks.plans.add(call.key, Blocks(row * split_array(moved.shape[0], ranks.topology.size)))
+        _reduce_between_nodes(ranks, call, flat_elements(moved), blocks, result.view(-1))
+        return result.movedim(0, dim).contiguous() if dim else result
+    address = ranks.address(tensor)
     if address and ranks.agreement.agree(call, 0, address)[2]:
-        _reduce_in_place(ranks, call, tensor, dim, address, result, rows)
+        _reduce_in_place(ranks, call, tensor, dim, address, result, start)
     else:
-        sizes = rows * (moved.numel() // max(moved.shape[0], 1))
+        row = moved.numel() // max(moved.shape[0], 1)
+        sizes = [row * count for count in split_sizes(moved.shape[0], ranks.topology.size)]
         parts = FlatParts([moved.contiguous().detach()], tensor.dtype)
-        _reduce_flat(ranks, call, parts, result.view(-1), sizes.tolist(), is_agreed=bool(address))
+        _reduce_on_node(ranks, call, parts, result.view(-1), sizes, is_agreed=bool(address))
     return result.movedim(0, dim).contiguous() if dim else result
 
 
@@ -79,48 +91,67 @@ def reduce_scatter_into(
     Raises:
         CollectiveMismatchError: The ranks made different calls.
     """
-    _reduce_flat(ranks, call, parts, output, sizes, is_agreed=False)
+    if _is_small(ranks, call):
+        start = sum(sizes[: ranks.topology.rank])
+        total = _reduce_small(ranks, call, parts.line().view(call.shape)).view(-1)
+        output.copy_(total[start : start + output.numel()])
+    elif ranks.rounds is None:
+        _reduce_on_node(ranks, call, parts, output, sizes, is_agreed=False)
+    else:
+        blocks = ranks.plans.get(call.key)
+        if blocks is None:
+            blocks = ranks.plans.add(call.key, Blocks(parts.dtype.itemsize * np.asarray(sizes, np.int64)))
+        _reduce_between_nodes(ranks, call, parts.line(), blocks, output)
+
+
+def _is_small(ranks: Connection, call: Call) -> bool:
+    """Return True if all of the data is reduced with the agreement; local."""
+    assert call.dtype is not None
+    return ranks.rounds is not None and 0 < call.nbytes <= WHOLE_BYTES and ranks.carries(call.dtype, call.nbytes)
+
+
+def _reduce_small(ranks: Connection, call: Call, tensor: Tensor) -> Tensor:
+    """Return the reduction of all of the data, in `wide_dtype`, valid until the next collective; collective."""
+    small = ranks.plans.get(call.key)
+    if small is None:
+        small = ranks.plans.add(call.key, SmallReduction(ranks, call))
+    small.put(flat_elements(tensor).view(call.shape))
+    ranks.agreement.agree(call, 0, 0, small.cargo)
+    total: Tensor = small.cargo.total
+    return total
 
 
 def _reduce_in_place(
-    ranks: Connection, call: Call, tensor: Tensor, dim: int, address: int, result: Tensor, rows: Integers
+    ranks: Connection, call: Call, tensor: Tensor, dim: int, address: int, result: Tensor, start: int
 ) -> None:
-    """Reduce the own rows of a symmetric tensor in the memory of all ranks; collective, agreed already."""
+    """Reduce the rows from `start` of a symmetric tensor in the memory of all ranks; collective, agreed already."""
     assert ranks.arena is not None
     assert call.op is not None
-    first = int(rows[: ranks.topology.rank].sum())
-    memory = map(torch.from_numpy, ranks.arena.parts(address, tensor.nbytes))
-    views = [part.view(tensor.dtype).view(tensor.shape).movedim(dim, 0) for part in memory]
-    parts = [view.narrow(0, first, len(result)) for view in views]
     if result.numel():
-        if all(part.is_contiguous() for part in parts):
-            parts, result = [part.reshape(-1) for part in parts], result.view(-1)
-        step = max(1, SLICE_BYTES * len(result) // result.nbytes)
-        for at in range(0, len(result), step):
+        if dim == 0:
+            at = address + start * (result.nbytes // result.shape[0])
+            parts = [torch.from_numpy(part).view(tensor.dtype) for part in ranks.arena.parts(at, result.nbytes)]
+            result = result.view(-1)
+        else:
+            memory = map(torch.from_numpy, ranks.arena.parts(address, tensor.nbytes))
+            views = [part.view(tensor.dtype).view(tensor.shape) for part in memory]
+            parts = [view.narrow(dim, start, result.shape[0]).movedim(dim, 0) for view in views]
+        step = max(1, SLICE_BYTES * result.shape[0] // result.nbytes)
+        for at in range(0, result.shape[0], step):
             reduce_in_rank_order([part[at : at + step] for part in parts], call.op, result[at : at + step])
     ranks.barrier.wait(call)
 
 
-def _reduce_flat(
-    ranks: Connection, call: Call, parts: FlatParts, output: Tensor, sizes: Sequence[int], *, is_agreed: bool
-) -> None:
-    """Reduce data that lies end to end; collective, agreed already if some ranks' tensors are symmetric."""
-    if ranks.rounds is None:
-        _reduce_on_node(ranks, call, parts, output, sizes, is_agreed=is_agreed)
-        return
-    if 0 < call.nbytes <= WHOLE_BYTES and ranks.carries(parts.dtype, call.nbytes):
-        small = ranks.plans.get(call.key) or ranks.plans.add(call.key, SmallReduction(ranks, call))
-        small.put(parts.line())
-        ranks.agreement.agree(call, 0, 0, small.cargo)
-        first = sum(sizes[: ranks.topology.rank])
-        output.copy_(small.cargo.total.view(-1)[first : first + output.numel()])
-        return
+def _reduce_between_nodes(ranks: Connection, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
+    """Reduce contiguous data, one block a rank, over several nodes; collective."""
+    assert call.op is not None
     ranks.agree(call)
-    if call.numel:
-        blocks = ranks.plans.get(call.key)
-        if blocks is None:
-            blocks = ranks.plans.add(call.key, Blocks(parts.dtype.itemsize * np.asarray(sizes, np.int64)))
-        _reduce_by_lanes(ranks, call, parts.line(), blocks, output)
+    if not flat.numel():
+        return
+    if ranks.is_apart and ranks.lane is not None and not ranks.ordered and ranks.lane.adds(call.op, flat):
+        ranks.lane.complete(ranks.lane.reduce_scatter(flat, blocks, output, call.op))
+    else:
+        _reduce_by_lanes(ranks, call, flat, blocks, output)
 
 
 def _reduce_on_node(
@@ -162,14 +193,14 @@ def _apart(tensor: Tensor | None, output: Tensor) -> Tensor | None:
 
 
 def _reduce_by_lanes(ranks: Connection, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
-    """Reduce a slice for each rank by the lanes; collective, agreed already."""
+    """Reduce a chunk of each block at a time by the lanes; collective, agreed already."""
     assert call.op is not None
     op, lane, topology, buffers = call.op, ranks.lane, ranks.topology, ranks.staging.buffers
     data, dtype, wide = bytes_of(flat), flat.dtype, wide_dtype(flat.dtype)
     sent = dtype if ranks.is_apart else wide
     here = topology.rows_of[:, topology.node]
     most_rows = int(topology.rows_of.max())
-    room = min(ranks.sizes.chunk, ranks.staging.buffer_bytes) - ALIGNMENT
+    room = ranks.chunk_bytes - ALIGNMENT
     elements = max(room // (topology.size * dtype.itemsize + most_rows * wide.itemsize), 1)
     step = elements * dtype.itemsize
     results_at = -(-topology.size * step // ALIGNMENT) * ALIGNMENT
