@@ -288,8 +288,8 @@ def start():
 class Loaded:
     import mpi4py
 """
-    tree, module = ast.parse(source), "backends.shared.arena"
-    own = ["backends.shared.segment", "backends.shared.barrier", "errors", "groups.world", "comm"]
+    tree, module = ast.parse(source), "backends.connection.arena"
+    own = ["backends.connection.segment", "backends.connection.barrier", "errors", "groups.world", "comm"]
     expected = ["typing", *(f"axonmpi.{each}" for each in own), *["mpi4py"] * 3]
     assert sorted(imports_of(nodes_of(tree), module)) == sorted(expected)
     assert sorted(imports_of(nodes_of(tree, at_start=True), module)) == sorted(expected[:-2])

@@ -5,8 +5,8 @@
                     └─ large data:   copy in │ sum on the node │ lane │ copy out          (│: chunks overlap)
 
 On one node there is no lane; ranks that share no memory are alone on their nodes, and a lane has all of them. The
-collectives themselves are in `all_reduce`, `reduce_scatter`, `copies` and `scan`: each takes a `Connection`, and
-begins with the agreement on its call.
+collectives themselves are in `all_reduce`, `reduce_scatter`, `broadcast` and `all_gather`: each takes a
+`Connection`, and begins with the agreement on its call.
 """
 
 from __future__ import annotations
@@ -138,6 +138,11 @@ class Connection:
         most = min(most, CHUNK_BYTES) if self.rounds is None else NETWORK_CHUNK_BYTES // PIECE_BYTES * most
         return max(min(most, self.staging.buffer_bytes) // unit, 1) * unit
 
+    @property
+    def small_bytes(self) -> int:
+        """The most that one rank sends to all others with the agreement."""
+        return self.chunk_bytes if self.rounds is None else AGREEMENT_BYTES
+
     def carries(self, dtype: torch.dtype, nbytes: int) -> bool:
         """Return True if a reduction of so many bytes travels with the agreement; local."""
         if self.rounds is None:
@@ -196,6 +201,12 @@ class Connection:
     def address(self, tensor: Tensor) -> int:
         """Return the address of a tensor in shared memory, 0 if it is an ordinary one; local."""
         return 0 if self.arena is None else self.arena.address(tensor)
+
+    def address_of_large(self, tensor: Tensor) -> int:
+        """Return the address of a symmetric tensor on one node that is worth the second barrier it needs; local."""
+        if self.rounds is not None or tensor.nbytes <= replicated_bytes(self.topology.size, symmetric=True):
+            return 0
+        return self.address(tensor)
 
     def symmetric_empty(self, nbytes: int) -> Tensor:
         """Return [nbytes] uint8 that other ranks can reach, if that is possible; collective, agreed already."""

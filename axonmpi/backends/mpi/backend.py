@@ -31,9 +31,12 @@ from ...utils.waiting import RequestWaiter
 from ..buffers import DESCRIPTION_BYTES, as_bytes, describe, described, empty, flat_elements, write_back
 from ..call import Call
 from ..checks import MAX_TAG
-from ..connection import all_reduce, copies, reduce_scatter
+from ..connection.all_gather import all_gather, all_gather_into
+from ..connection.all_reduce import reduce
+from ..connection.broadcast import broadcast, broadcast_small
 from ..connection.connection import Sizes, connect
 from ..connection.counters import NodeCounters
+from ..connection.reduce_scatter import reduce_scatter, reduce_scatter_into
 from ..connection.segment import warn_no_shared_memory
 from ..contract import Backend
 from ..flat_parts import FlatParts
@@ -222,21 +225,21 @@ class MpiBackend(Backend):
     # ---- reductions ---------------------------------------------------------------------------------------
 
     def _reduce(self, call: Call, tensor: Tensor) -> None:
-        all_reduce.reduce(self._connection, call, tensor)
+        reduce(self._connection, call, tensor)
 
     def _reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
-        return reduce_scatter.reduce_scatter(self._connection, call, tensor, dim)
+        return reduce_scatter(self._connection, call, tensor, dim)
 
     # ---- copies -------------------------------------------------------------------------------------------
 
     def _broadcast(self, call: Call, tensor: Tensor) -> None:
-        copies.broadcast(self._connection, call, tensor)
+        broadcast(self._connection, call, tensor)
 
     def _all_gather(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
-        return copies.all_gather(self._connection, call, tensor, dim)
+        return all_gather(self._connection, call, tensor, dim)
 
     def _all_gather_flat(self, call: Call, tensor: Tensor, output: Tensor) -> None:
-        copies.all_gather(self._connection, call, tensor, 0, output)
+        all_gather(self._connection, call, tensor, 0, output)
 
     def _gather(self, call: Call, tensor: Tensor) -> list[Tensor] | None:
         sizes = self._connection.numbers(call, tensor.shape[0] if tensor.dim() else 0)
@@ -255,7 +258,7 @@ class MpiBackend(Backend):
     def _scatter(self, call: Call, tensor: Tensor | None) -> Tensor:
         assert call.root is not None
         words = np.zeros(DESCRIPTION_BYTES // 8, np.int64) if tensor is None else describe(tensor)
-        copies.broadcast_small(self._connection, call, words.view(np.uint8))
+        broadcast_small(self._connection, call, words.view(np.uint8))
         dtype, shape = described(words)
         start, stop = split_range(shape[0], self.size, self.rank)
         part = empty((stop - start, *shape[1:]), dtype)
@@ -374,10 +377,10 @@ class MpiBackend(Backend):
     def _all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
         if output.numel() and not self._connection.is_common(output):
             raise ValueError("output: expected memory from node_empty() of this group, got other memory")
-        copies.all_gather_into(self._connection, call, tensor, output, sizes)
+        all_gather_into(self._connection, call, tensor, output, sizes)
 
     def _reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
-        reduce_scatter.reduce_scatter_into(self._connection, call, parts, output, sizes)
+        reduce_scatter_into(self._connection, call, parts, output, sizes)
 
     def _release(self) -> None:
         _live.discard(self)
