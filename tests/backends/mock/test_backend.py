@@ -43,7 +43,7 @@ def test_each_operation_is_one_entry() -> None:
     assert log == [
         LoggedCall("all_reduce", torch.float32, (2, 3), ReduceOp.MAX, None, 24, (0,)),
         LoggedCall("broadcast", torch.float32, (2, 3), None, 0, 24, (0,)),
-        LoggedCall("all_gather", torch.float32, (2, -1), None, 1, 24, (0,)),
+        LoggedCall("all_gather", torch.float32, (2, -1), None, None, 24, (0,)),
         LoggedCall("barrier", None, (), None, None, 0, (0,)),
         LoggedCall("recv", torch.float32, (2, 3), None, 0, 24, (0,)),
         LoggedCall("send", torch.float32, (2, 3), None, 0, 24, (0,)),
