@@ -21,7 +21,7 @@ __all__ = [
 YIELDS = 10
 """How often a thread gives way before it naps: beside one that computes, a nap is over sooner."""
 REQUEST_YIELDS = 1000
-"""The same among ranks that outnumber the cores: other ranks have to run first."""
+"""How often a rank yields while other ranks, which outnumber the cores, have to run first."""
 NAP_SECONDS = 1e-4
 NAP_BESIDE_SECONDS = 5e-4
 """Of a thread that communicates while others compute: each look takes a core from them."""

@@ -31,7 +31,7 @@ from .topology import Integers
 __all__ = ["Agreement", "Cargo"]
 
 _CELLS, _OUTCOME = (256, 512), 768
-"""Where the cells and the outcome lie in a rank's page: on cache lines that the barrier does not use."""
+"""Offsets of the cells and of the outcome in a rank's page, on cache lines that the barrier does not use."""
 _NUMBER, _ADDRESS = 1, 2
 """Words of a cell, behind the call's key."""
 _TEXT_BYTES = 768

@@ -151,7 +151,7 @@ def _read_blocks(
     buffers: Sequence[Bytes],
     address: int,
 ) -> None:
-    """Read the blocks of a node where they lie: in symmetric tensors, or in staging; collective, agreed already."""
+    """Read the blocks of a node in symmetric tensors, or in staging; collective, after the agreement."""
     rank = ranks.topology.rank
     if address:
         assert ranks.arena is not None
@@ -203,7 +203,7 @@ def _gather_chunks(ranks: Connection, call: Call, own: Tensor, blocks: Blocks, d
 
 
 def _swap_rows(ranks: Connection, rows: Bytes, width: int) -> Steps:
-    """Fill the rows of this rank's lane, of which those of this node are there; collective over the lane."""
+    """Fill the rows of this rank's lane from the other nodes; collective over the lane."""
     assert ranks.lane is not None
     counts = ranks.topology.rows_of[ranks.topology.local_rank]
     return ranks.lane.all_gather(torch.from_numpy(rows), None if (counts == counts[0]).all() else counts * width)
@@ -251,7 +251,7 @@ def _fill(ranks: Connection, call: Call, blocks: Blocks, output: Tensor) -> None
     ranks.barrier.wait(call)
     if lane is not None:
         _fill_by_lane(ranks, call, lane, blocks, bytes_of(output))
-    ranks.barrier.wait(call)  # before any rank reads what the others have filled in
+    ranks.barrier.wait(call)  # before any rank reads the rows of the other lanes
 
 
 def _fill_by_lane(ranks: Connection, call: Call, lane: Lane, blocks: Blocks, data: Bytes) -> None:

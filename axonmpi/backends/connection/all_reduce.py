@@ -196,7 +196,7 @@ class _SumCargo:
         self._summed = Summed(ranks.rounds, call)
         self._gathered: Gathered | None = None
         nbytes, wide = self._summed.total.nbytes, self._summed.total.dtype
-        if ranks.is_apart:  # the data lies where the rounds take it and leave the result
+        if ranks.is_apart:  # without staging: the rounds read and write this memory
             self._totals = [self._summed.total.view(call.shape)]
         else:
             first = [views_of(buffers[:1], 0, nbytes, wide)[0] for buffers in ranks.staging.buffers]
@@ -454,7 +454,7 @@ class _Chunked(_Way):
         """The layout of each chunk."""
         ranks, call = self._ranks, self._call
         size, sizes = _chunk_sizes(ranks, call)
-        # The last one, perhaps smaller, is cut alike: a result goes where its rank has put nothing in.
+        # The last chunk may be smaller and is cut alike: a result fills the gap in its rank's input.
         layouts = {
             each: _ChunkLayout(ranks.staging, self._local, _bounds(ranks, call, size, each), self._dtype)
             for each in {*sizes}

@@ -109,7 +109,7 @@ class _CopyCargo:
 
 
 def _read_from_root(ranks: Connection, call: Call, data: Bytes, address: int) -> None:
-    """Read a symmetric tensor where it lies; collective, after the agreement."""
+    """Read a symmetric tensor in the root's memory; collective, after the agreement."""
     assert ranks.arena is not None
     assert call.root is not None
     if ranks.topology.rank != call.root:

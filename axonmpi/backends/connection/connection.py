@@ -341,7 +341,7 @@ def _connect_nodes(
     oversubscribed: bool,
     timeout: float | None,
 ) -> Connection:
-    """Connect ranks of which at least two share a node; collective."""
+    """Connect ranks if any two share a node; collective."""
     control, buffers = memory
     fence = None if platform.machine() in STRONGLY_ORDERED else Fence(mpi, node)
     sync = fence.sync if fence else None

@@ -37,14 +37,14 @@ from .topology import Bytes, Integers
 __all__ = ["HEADER", "TAG_OF_ROUNDS", "Copied", "Gathered", "Head", "Payload", "Rounds", "Summed"]
 
 FIRST, LAST = -1, 0
-"""The steps before the first round and after the last one; those between are distances."""
+"""Steps before the first round and after the last one. The other steps are distances."""
 HEADER = Struct("5q")
 """Key, -key, number, -number and flag."""
 TAG_OF_ROUNDS = 0
 _PAYLOAD_AT = 64
 
 Head = tuple[int, int, int, int, int]
-"""The same five as integers."""
+"""Key, -key, number, -number and flag, as integers."""
 
 
 class Payload(Protocol):
