@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..buffers import bytes_of, empty
 from ..call import Call
-from ..tuning import AGREEMENT_BYTES, MAX_GATHERS, MAX_PLANS
+from ..tuning import AGREEMENT_BYTES
 from .chunks import run_chunks, stages_of
 from .connection import Connection
 from .lane import Flight, Lane, Steps
@@ -55,10 +55,9 @@ def _all_gather(ranks: Connection, call: Call, own: Tensor, output: Tensor | Non
     topology, rows, address = ranks.topology, own.shape[0], ranks.address_of_large(own)
     before, cargo = ranks.buffers_now(), None
     if ranks.rounds is not None and 0 < own.nbytes * topology.nodes * topology.widest <= AGREEMENT_BYTES:
-        cargo = ranks.plans.get((call.key, rows))
+        cargo = ranks.gathers.get((call.key, rows))
         if cargo is None:
-            # of few sizes, since each has memory
-            cargo = ranks.plans.add((call.key, rows), _GatherCargo(ranks, own), MAX_PLANS // MAX_GATHERS)
+            cargo = ranks.gathers.add((call.key, rows), _GatherCargo(ranks, own))
         cargo.put(own)
     elif ranks.rounds is None and not address and own.nbytes <= ranks.small_bytes:
         before[topology.local_rank][: own.nbytes] = bytes_of(own)
@@ -78,7 +77,8 @@ def _all_gather(ranks: Connection, call: Call, own: Tensor, output: Tensor | Non
     elif ranks.is_apart:
         assert ranks.lane is not None
         sizes = None if counts is None else blocks.sizes
-        ranks.lane.complete(ranks.lane.all_gather(result, sizes, own))
+        is_there = _is_there(own, data, blocks.bounds(topology.rank)[0])
+        ranks.lane.complete(ranks.lane.all_gather(result, sizes, None if is_there else own))
     else:
         _gather_chunks(ranks, call, own, blocks, data)
     return result
@@ -155,15 +155,22 @@ def _read_blocks(
     rank = ranks.topology.rank
     if address:
         assert ranks.arena is not None
-        buffers = ranks.arena.parts(address, own.nbytes)
+        buffers = ranks.arena.parts(address, blocks.longest)
+    # The own block first: it may lie in the memory of another one.
+    low, high = blocks.bounds(rank)
+    if not _is_there(own, data, low):
+        data[low:high] = bytes_of(own)
     for peer, buffer in enumerate(buffers):
-        low, high = blocks.bounds(peer)
         if peer != rank:
+            low, high = blocks.bounds(peer)
             data[low:high] = buffer[: high - low]
-        elif own.data_ptr() != data.ctypes.data + low:  # FSDP2 of torch has put it there
-            data[low:high] = bytes_of(own)
     if address:
         ranks.barrier.wait(call)
+
+
+def _is_there(own: Tensor, data: Bytes, low: int) -> bool:
+    """Return True if the own block is in its place of the result already, as FSDP2 of torch puts it; local."""
+    return own.data_ptr() == data.ctypes.data + low
 
 
 def _gather_chunks(ranks: Connection, call: Call, own: Tensor, blocks: Blocks, data: Bytes) -> None:

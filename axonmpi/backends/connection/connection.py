@@ -34,6 +34,7 @@ from ..tuning import (
     AGREEMENT_BYTES,
     BARRIER_SPINS,
     CHUNK_BYTES,
+    MAX_GATHERS,
     MAX_MESSAGE_BYTES,
     MAX_PLANS,
     MAX_VIEWS,
@@ -97,6 +98,7 @@ class Connection:
         ordered: Whether sums are taken in the order of the nodes.
         is_open_mpi: Whether the MPI library is Open MPI.
         plans: Preparations of collectives by the key of their calls.
+        gathers: Memory of small all-gathers between nodes, by the key of their calls and the rows of a block.
         views: Views of tensors that were reduced before, by kind of call and address.
         total: [NETWORK_CHUNK_BYTES] uint8 of this rank's own, for the sum of a slice.
     """
@@ -115,6 +117,7 @@ class Connection:
     ordered: bool = False
     is_open_mpi: bool = False
     plans: BoundedCache[Any, Any] = field(default_factory=lambda: BoundedCache(MAX_PLANS))
+    gathers: BoundedCache[Any, Any] = field(default_factory=lambda: BoundedCache(MAX_GATHERS))
     views: BoundedCache[Any, Any] = field(default_factory=lambda: BoundedCache(MAX_VIEWS))
     total: Tensor = field(default_factory=_scratch)
 
@@ -227,6 +230,7 @@ class Connection:
     def free(self) -> None:
         """Release shared and scratch memory; tensors on it keep theirs; collective."""
         self.plans.clear()
+        self.gathers.clear()
         self.views.clear()
         if self.lane is not None:
             self.lane.clear()

@@ -51,6 +51,8 @@ _NATIVE = {
     ReduceOp.BXOR: ("BXOR", _INTEGERS),
 }
 """MPI's names of reductions, and of the datatypes for which they are torch's."""
+_given_up: list[Flight] = []
+"""Operations under way of groups that have failed: MPI may still write to their memory."""
 _IN_FLIGHT = 3
 """The most operations of a lane that are under way at a time."""
 
@@ -85,6 +87,7 @@ class Lane:
         self.index: int = comm.Get_rank()
         self._turn = 0
         self._scratch: dict[tuple[str, int], Tensor] = {}
+        self._under_way: set[Flight] = set()
 
     def complete(self, steps: Steps) -> None:
         """Run an operation to its end; collective over the lane."""
@@ -93,7 +96,10 @@ class Lane:
 
     def start(self, steps: Steps) -> Flight:
         """Run an operation up to its first request; collective over the lane."""
-        return Flight(steps, self._waiter)
+        flight = Flight(steps, self._waiter, self._under_way)
+        if not flight.is_over:
+            self._under_way.add(flight)
+        return flight
 
     # ---- reductions ---------------------------------------------------------------------------------------
 
@@ -205,8 +211,9 @@ class Lane:
         return scratch[:nbytes].view(dtype)
 
     def clear(self) -> None:
-        """Release scratch memory; local."""
+        """Release scratch memory, except that of operations which were given up; local."""
         self._scratch.clear()
+        _given_up.extend(self._under_way)
 
     def _memory(self, tensor: Tensor) -> Any:
         return self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
@@ -221,11 +228,17 @@ class Flight:
     Args:
         steps: The operation.
         waiter: Waits for its requests.
+        under_way: The set that it leaves at its end.
     """
 
-    def __init__(self, steps: Steps, waiter: RequestWaiter) -> None:
-        self._steps, self._waiter = steps, waiter
+    def __init__(self, steps: Steps, waiter: RequestWaiter, under_way: set[Flight]) -> None:
+        self._steps, self._waiter, self._under_way = steps, waiter, under_way
         self._request = next(steps, None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no request is under way any more."""
+        return self._request is None
 
     def go_on(self) -> None:
         """Wait for the request under way, then run up to the next one, if any; collective over the lane."""
@@ -237,3 +250,4 @@ class Flight:
         """Run to the end; collective over the lane."""
         while self._request is not None:
             self.go_on()
+        self._under_way.discard(self)

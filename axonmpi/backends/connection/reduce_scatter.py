@@ -148,8 +148,16 @@ def _reduce_between_nodes(ranks: Connection, call: Call, flat: Tensor, blocks: B
     ranks.agree(call)
     if not flat.numel():
         return
-    if ranks.is_apart and ranks.lane is not None and not ranks.ordered and ranks.lane.adds(call.op, flat):
-        ranks.lane.complete(ranks.lane.reduce_scatter(flat, blocks, output, call.op))
+    lane = ranks.lane
+    if lane is not None and ranks.is_apart and not ranks.ordered and lane.adds(call.op, flat):
+        lane.complete(lane.reduce_scatter(flat, blocks, output, call.op))
+    elif lane is not None and ranks.is_apart and blocks.are_equal and flat.nbytes <= ranks.chunk_bytes:
+        received = lane.buffer("received", flat.numel(), flat.dtype)
+        lane.complete(lane.all_to_all(flat, received))
+        wide = wide_dtype(flat.dtype)
+        total = output if output.dtype is wide else lane.buffer("wide", output.numel(), wide)
+        fold_rows(received.view(lane.size, -1), call.op, total)
+        finish(total, call.op, lane.size, output)
     else:
         _reduce_by_lanes(ranks, call, flat, blocks, output)
 
