@@ -373,10 +373,7 @@ class Backend(Runner):
             DtypeError: Tensors of this dtype cannot be sent.
             CollectiveMismatchError: The ranks' calls differ.
         """
-        sizes = check_shape(shape)
-        check_dtype(dtype)
-        tensor: Tensor = self._run(False, Call("symmetric_empty", dtype, sizes), self._symmetric_empty)
-        return tensor
+        return self._allocate("symmetric_empty", shape, dtype, self._symmetric_empty)
 
     # ---- memory of a node ----------------------------------------------------------------------------------
 
@@ -405,9 +402,14 @@ class Backend(Runner):
             MemoryError: The node has not enough memory.
             CollectiveMismatchError: The ranks' calls differ.
         """
+        return self._allocate("node_empty", shape, dtype, self._node_empty)
+
+    def _allocate(
+        self, operation: str, shape: Sequence[int], dtype: torch.dtype, make: Callable[[Call], Tensor]
+    ) -> Tensor:
         sizes = check_shape(shape)
         check_dtype(dtype)
-        tensor: Tensor = self._run(False, Call("node_empty", dtype, sizes), self._node_empty)
+        tensor: Tensor = self._run(False, Call(operation, dtype, sizes), make)
         return tensor
 
     def node_counters(self, count: int) -> NodeCounters:

@@ -76,7 +76,7 @@ WHOLE_BYTES = 16 << 10
 NETWORK_BUFFERS = 4
 """Buffers of each rank for chunks that go between nodes: one is written, two are under way, one is read."""
 NETWORK_CHUNK_BYTES = 2 << 20
-"""How much of a rank's tensor goes through staging and between nodes at a time."""
+"""Chunk size of a rank's tensor between nodes, if its node has several ranks."""
 ALONE_CHUNK_BYTES = 32 << 20
 """How much of a tensor a rank that is alone on its node sends at a time."""
 SLICED_FROM_BYTES = 4 << 20

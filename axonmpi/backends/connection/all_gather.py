@@ -105,7 +105,7 @@ class _GatherCargo:
         self._ranks, self._nbytes, self._dtype, self._shape = ranks, own.nbytes, own.dtype, own.shape[1:]
         self._gathered = Gathered(ranks.rounds, ranks.topology.widest * own.nbytes)
         self._line = self._gathered.rows.reshape(-1)
-        # Of ranks that are alone on their nodes, the blocks lie there in the order of the ranks.
+        # Ranks that are alone on their nodes use these views: the rows are in the order of the ranks.
         with torch.inference_mode(False):
             self._all = self._tensor(self._line)
             self._own = self._tensor(self._gathered.rows[ranks.topology.node])[: own.shape[0]]
@@ -156,7 +156,7 @@ def _read_blocks(
     if address:
         assert ranks.arena is not None
         buffers = ranks.arena.parts(address, blocks.longest)
-    # The own block first: it may lie in the memory of another one.
+    # The own block first: it may share memory with the block of another rank in the result.
     low, high = blocks.bounds(rank)
     if not _is_there(own, data, low):
         data[low:high] = bytes_of(own)
@@ -249,7 +249,7 @@ def all_gather_into(
 
 
 def _fill(ranks: Connection, call: Call, blocks: Blocks, output: Tensor) -> None:
-    """Fill in the slices of the other nodes; collective, those of this node are there after a barrier."""
+    """Fill in the slices of the other nodes; collective, after the agreement."""
     lane = ranks.lane
     if ranks.is_apart:
         assert lane is not None

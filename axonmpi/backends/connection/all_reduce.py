@@ -92,7 +92,7 @@ class _Plan:
         self._large = _Alone(ranks, call) if ranks.is_apart else _Chunked(ranks, call)
 
     def run(self, tensor: Tensor) -> None:
-        """Reduce contiguous data, in place on ranks that get the result; collective."""
+        """Reduce contiguous data onto the root or all ranks, in place there; collective."""
         agree, call, small, large = self._agreement.agree, self._call, self._small, self._large
         in_place = self._in_place
         cut = None if in_place is None else in_place.find(tensor)
@@ -167,7 +167,7 @@ class SmallReduction(_Way):
         return index
 
     def take(self, tensor: Tensor, index: int) -> None:
-        """Put the result into the tensor, on ranks that get it; local, after the agreement."""
+        """Copy the result into the tensor on the root, or on all ranks; local, after the agreement."""
         if not self._gets_result:
             return
         if self.cargo is not None:
@@ -292,7 +292,7 @@ class _Alone(_Way):
     """Each rank is alone on its node, so that its tensor is the node's sum."""
 
     def put_first(self, tensor: Tensor) -> int:
-        """Return 0: nothing goes through staging."""
+        """Return tick 0; local."""
         return 0
 
     def run(self, tensor: Tensor, first: int = 0) -> None:
@@ -300,7 +300,7 @@ class _Alone(_Way):
         if not tensor.numel():
             return
         if self._gets_result:
-            torch.autograd.graph.increment_version(tensor)  # before what may fail halfway
+            torch.autograd.graph.increment_version(tensor)  # first: a failure leaves it half changed
         step = max(ALONE_CHUNK_BYTES // PIECE_BYTES * self._ranks.sizes.chunk // self._dtype.itemsize, 1)
         chunks = tensor.view(-1).split(step)
 
@@ -391,7 +391,7 @@ class _InPlace(_Way):
     def run(self, cut: _Cut, tensor: Tensor) -> None:
         """Reduce the own slices; collective, after the agreement."""
         if self._gets_result:
-            torch.autograd.graph.increment_version(tensor)  # before what may fail halfway
+            torch.autograd.graph.increment_version(tensor)  # first: a failure leaves it half changed
         pieces = cut.pieces
         if self._ranks.rounds is None:
             for piece in pieces:
@@ -511,7 +511,7 @@ class _Chunked(_Way):
                 for target, source in zip(chunk.targets, before.outputs, strict=True):
                     target[...] = source
 
-        if gets_result:  # now, since what fails later leaves a part of it changed
+        if gets_result:  # first, since a failure below leaves the tensor half changed
             torch.autograd.graph.increment_version(tensor)
         middle: list[Stage] = [reduce]
         if ranks.rounds is not None:
@@ -588,7 +588,7 @@ class _Chunk:
 
     Attributes:
         layout: Its layout.
-        own: The own slice. Not as a tensor, which others would find in the garbage collector's lists.
+        own: The own slice, as an array: the garbage collector lists tensors.
         sources: The data around it, which goes into staging.
         targets: [other ranks of the node] where the results of their slices go.
     """

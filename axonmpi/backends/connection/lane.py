@@ -122,7 +122,7 @@ class Lane:
         return flat.dtype in _NATIVE[sum_of(op)][1] and flat.nbytes <= self._most and not self._is_open_mpi
 
     def reduce_scatter(self, flat: Tensor, blocks: Blocks, output: Tensor, op: ReduceOp) -> Steps:
-        """Reduce [numel] contiguous elements, an average over this lane; the own block goes into `output`."""
+        """Reduce contiguous elements over this lane, the own block into `output`, by MPI."""
         operation, names = _NATIVE[sum_of(op)]
         kind, by = getattr(self._mpi, names[flat.dtype]), getattr(self._mpi, operation)
         if blocks.are_equal:
@@ -142,16 +142,28 @@ class Lane:
         if count * self.size != flat.numel():
             padded = self.buffer("padded", count * self.size, flat.dtype, turn)
             padded[: flat.numel()].copy_(flat)
-        received = self.buffer("received", padded.numel(), flat.dtype, turn)
-        yield from self.all_to_all(padded, received)
         own = padded[self.index * count : (self.index + 1) * count]
-        wide = wide_dtype(flat.dtype)
-        total = own if wide is flat.dtype else self.buffer("wide", count, wide)
-        fold_rows(received.view(self.size, count), op, total)
-        finish(total, op, ranks, own)
+        yield from self.exchange_and_reduce(padded, op, ranks, own, turn)
         yield from self.all_gather(padded)
         if padded is not flat:
             flat.copy_(padded[: flat.numel()])
+
+    def exchange_and_reduce(self, flat: Tensor, op: ReduceOp, ranks: int, output: Tensor, turn: int = 0) -> Steps:
+        """Reduce the own one of equal slices of contiguous elements into `output`; see `all_reduce`.
+
+        Args:
+            flat: [size * numel] the slices.
+            op: The reduction.
+            ranks: Number of ranks of an average.
+            output: [numel] of the dtype of `flat` or of `wide_dtype`; may be the own slice.
+            turn: Which scratch memory to use.
+        """
+        received = self.buffer("received", flat.numel(), flat.dtype, turn)
+        yield from self.all_to_all(flat, received)
+        wide = wide_dtype(flat.dtype)
+        total = output if output.dtype is wide else self.buffer("wide", output.numel(), wide)
+        fold_rows(received.view(self.size, -1), op, total)
+        finish(total, op, ranks, output)
 
     # ---- copies -------------------------------------------------------------------------------------------
 
@@ -211,7 +223,7 @@ class Lane:
         return scratch[:nbytes].view(dtype)
 
     def clear(self) -> None:
-        """Release scratch memory, except that of operations which were given up; local."""
+        """Release scratch memory; operations that were given up keep theirs; local."""
         self._scratch.clear()
         _given_up.extend(self._under_way)
 

@@ -152,14 +152,9 @@ def _reduce_between_nodes(ranks: Connection, call: Call, flat: Tensor, blocks: B
     if lane is not None and ranks.is_apart and not ranks.ordered and lane.adds(call.op, flat):
         lane.complete(lane.reduce_scatter(flat, blocks, output, call.op))
     elif lane is not None and ranks.is_apart and blocks.are_equal and flat.nbytes <= ranks.chunk_bytes:
-        received = lane.buffer("received", flat.numel(), flat.dtype)
-        lane.complete(lane.all_to_all(flat, received))
-        wide = wide_dtype(flat.dtype)
-        total = output if output.dtype is wide else lane.buffer("wide", output.numel(), wide)
-        fold_rows(received.view(lane.size, -1), call.op, total)
-        finish(total, call.op, lane.size, output)
+        lane.complete(lane.exchange_and_reduce(flat, call.op, lane.size, output))
     else:
-        _reduce_by_lanes(ranks, call, flat, blocks, output)
+        _LaneScatter(ranks, call, flat, blocks, output).run()
 
 
 def _reduce_on_node(
@@ -200,73 +195,85 @@ def _apart(tensor: Tensor | None, output: Tensor) -> Tensor | None:
     return tensor if first + tensor.nbytes <= second or second + output.nbytes <= first else None
 
 
-def _reduce_by_lanes(ranks: Connection, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
-    """Reduce a chunk of each block at a time by the lanes; collective, agreed already."""
-    assert call.op is not None
-    op, lane, topology, buffers = call.op, ranks.lane, ranks.topology, ranks.staging.buffers
-    data, dtype, wide = bytes_of(flat), flat.dtype, wide_dtype(flat.dtype)
-    sent = dtype if ranks.is_apart else wide
-    here = topology.rows_of[:, topology.node]
-    most_rows = int(topology.rows_of.max())
-    room = ranks.chunk_bytes - ALIGNMENT
-    elements = max(room // (topology.size * dtype.itemsize + most_rows * wide.itemsize), 1)
-    step = elements * dtype.itemsize
-    results_at = -(-topology.size * step // ALIGNMENT) * ALIGNMENT
-    start_, stop = blocks.bounds(topology.rank)
-    flights: dict[int, tuple[Flight, Tensor]] = {}
+class _LaneScatter:
+    """One reduce-scatter by the lanes, a chunk of each block at a time; collective, after the agreement.
 
-    def width_of(number: int) -> int:
-        return min(step, blocks.longest - number * step)
+    A buffer holds the chunks of all blocks, ordered by lane and node, then the results of the lane for this node.
 
-    def copy_in(number: int, index: int, now: int) -> None:
-        low, width = number * step, width_of(number)
-        mine = buffers[index][topology.local_rank][: topology.size * width].reshape(topology.size, width)
-        for rows, some, part in rows_in(topology, blocks, data, low, low + width, 0, topology.size):
+    Args:
+        ranks: The group.
+        call: The call.
+        flat: This rank's data, contiguous.
+        blocks: The block of each rank.
+        output: The own block of the result.
+    """
+
+    def __init__(self, ranks: Connection, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
+        assert call.op is not None
+        self._ranks, self._call, self._op, self._lane = ranks, call, call.op, ranks.lane
+        self._topology, self._buffers = ranks.topology, ranks.staging.buffers
+        self._data, self._blocks, self._output = bytes_of(flat), blocks, output
+        self._dtype, self._wide = flat.dtype, wide_dtype(flat.dtype)
+        self._sent = self._dtype if ranks.is_apart else self._wide
+        size, most_rows = self._topology.size, int(self._topology.rows_of.max())
+        row = size * self._dtype.itemsize + most_rows * self._wide.itemsize
+        self._step = max((ranks.chunk_bytes - ALIGNMENT) // row, 1) * self._dtype.itemsize
+        self._results_at = -(-size * self._step // ALIGNMENT) * ALIGNMENT
+        self._flights: dict[int, tuple[Flight, Tensor]] = {}
+
+    def run(self) -> None:
+        """Reduce all chunks."""
+        chunks = -(-self._blocks.longest // self._step)
+        stages = [self._copy_in, *stages_of(chunks, self._start, self._end), self._copy_out]
+        self._ranks.run_chunks(self._call, chunks, stages, is_agreed=True)
+
+    def _width(self, number: int) -> int:
+        return int(min(self._step, self._blocks.longest - number * self._step))
+
+    def _copy_in(self, number: int, index: int, now: int) -> None:
+        topology, low, width = self._topology, number * self._step, self._width(number)
+        mine = self._buffers[index][topology.local_rank][: topology.size * width].reshape(topology.size, width)
+        for rows, some, part in rows_in(topology, self._blocks, self._data, low, low + width, 0, topology.size):
             items_of(mine, part.itemsize)[rows] = part[some]
 
-    def start(number: int, index: int, now: int) -> None:
+    def _start(self, number: int, index: int, now: int) -> None:
+        lane, topology, width = self._lane, self._topology, self._width(number)
         if lane is None:
             return
-        width, counts = width_of(number), topology.rows_of[topology.local_rank]
-        first, rows, own = (
-            int(topology.first_row[topology.local_rank]),
-            int(counts.sum()),
-            int(here[topology.local_rank]),
-        )
-        parts = [
-            torch.from_numpy(buffer[first * width : (first + rows) * width]).view(dtype)
-            for buffer in buffers[index]
-        ]
+        counts, first = topology.rows_of[topology.local_rank], int(topology.first_row[topology.local_rank])
+        low, high, own = first * width, (first + int(counts.sum())) * width, int(counts[topology.node])
+        parts = [torch.from_numpy(buffer[low:high]).view(self._dtype) for buffer in self._buffers[index]]
         total = parts[0]
-        if not ranks.is_apart:
-            total = lane.buffer("total", total.numel(), wide, number % 3)
-            fold(parts, op, total)
-        numel = width // dtype.itemsize
-        received = lane.buffer("received", topology.nodes * own * numel, sent, number % 3)
+        if not self._ranks.is_apart:
+            total = lane.buffer("total", total.numel(), self._wide, number % 3)
+            fold(parts, self._op, total)
+        nbytes = width // self._dtype.itemsize * self._sent.itemsize
+        received = lane.buffer("received", topology.nodes * own * nbytes, torch.uint8, number % 3).view(self._sent)
         if (counts == own).all():
             steps = lane.all_to_all(total, received)
         else:
-            nbytes = numel * sent.itemsize
             steps = lane.all_to_all_uneven(total, counts * nbytes, received, own * nbytes)
-        flights[number] = lane.start(steps), received
+        self._flights[number] = lane.start(steps), received
 
-    def end(number: int, index: int, now: int) -> None:
-        if number in flights:
-            flight, received = flights.pop(number)
+    def _end(self, number: int, index: int, now: int) -> None:
+        if number in self._flights:
+            flight, received = self._flights.pop(number)
             flight.finish()
-            nbytes = received.nbytes // topology.nodes // sent.itemsize * wide.itemsize
-            memory = buffers[index][topology.local_rank][results_at : results_at + nbytes]
-            result = torch.from_numpy(memory).view(wide)
-            fold_rows(received.view(topology.nodes, -1), op, result)
-            finish(result, op, topology.size, result)
+            rows = received.view(self._topology.nodes, -1)
+            result = self._results(index, self._topology.local_rank, 0, rows.shape[1])
+            fold_rows(rows, self._op, result)
+            finish(result, self._op, self._topology.size, result)
 
-    def copy_out(number: int, index: int, now: int) -> None:
-        low, width = number * step, width_of(number)
-        numel = (min(low + width, stop - start_) - low) // dtype.itemsize
-        if numel > 0:
-            at = results_at + topology.local_rank // topology.lanes * (width // dtype.itemsize) * wide.itemsize
-            memory = buffers[index][topology.carrier][at : at + numel * wide.itemsize]
-            output[low // dtype.itemsize :][:numel].copy_(torch.from_numpy(memory).view(wide))
+    def _copy_out(self, number: int, index: int, now: int) -> None:
+        topology, itemsize = self._topology, self._dtype.itemsize
+        low, width = number * self._step // itemsize, self._width(number) // itemsize
+        target = self._output[low : low + width]
+        if target.numel():
+            row = topology.local_rank // topology.lanes
+            target.copy_(self._results(index, topology.carrier, row * width, target.numel()))
 
-    chunks = -(-blocks.longest // step)
-    ranks.run_chunks(call, chunks, [copy_in, *stages_of(chunks, start, end), copy_out], is_agreed=True)
+    def _results(self, index: int, lane: int, start: int, numel: int) -> Tensor:
+        """Return elements of the results of a lane in a buffer; local."""
+        at = self._results_at + start * self._wide.itemsize
+        memory = self._buffers[index][lane][at : at + numel * self._wide.itemsize]
+        return torch.from_numpy(memory).view(self._wide)

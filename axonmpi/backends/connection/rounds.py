@@ -1,6 +1,6 @@
 """Recursive doubling between one rank of each node: the agreement's part between nodes.
 
-In each round a peer swaps a message with another one, at half the distance of the round before: log2 n rounds
+In each of log2 n rounds a peer swaps a message with another one, at half the distance of the round before
 (Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH"). Messages
 are the same whatever the call, so they always match, even where the calls differ:
 
@@ -37,7 +37,7 @@ from .topology import Bytes, Integers
 __all__ = ["HEADER", "TAG_OF_ROUNDS", "Copied", "Gathered", "Head", "Payload", "Rounds", "Summed"]
 
 FIRST, LAST = -1, 0
-"""Steps before the first round and after the last one. The other steps are distances."""
+"""Numbers of the steps before the first round and after the last one; a round's number is its distance."""
 HEADER = Struct("5q")
 """Key, -key, number, -number and flag."""
 TAG_OF_ROUNDS = 0

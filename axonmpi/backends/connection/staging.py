@@ -1,7 +1,7 @@
-"""Memory through which the ranks of a node pass ordinary tensors to each other.
+"""Staging buffers of the ranks of a node, through which ordinary tensors pass between them.
 
-Each rank has a few buffers and uses them in turn, another one after each barrier. When the turn of a buffer comes
-again, all ranks have read it (see `chunks`).
+Each rank has a few buffers and uses them in turn, another one after each barrier. A buffer is written
+again only after all ranks have read it (see `chunks`).
 
 Two buffers stay in a cache that ranks share. Where they share none, a rank that writes what another has just read
 waits for each cache line until the other's cache has let go of it (Molka, Hackenberg, Schöne and Nagel 2015
