@@ -19,7 +19,8 @@ __all__ = [
 ]
 
 YIELDS = 10
-"""How often a thread gives way before it naps: beside one that computes, a nap is over sooner."""
+"""How often a thread yields before it naps. Not beside a computation: a thread that yields its core to one that
+computes gets it back after milliseconds, a thread whose nap is over gets it at once."""
 REQUEST_YIELDS = 1000
 """How often a rank yields while other ranks, which outnumber the cores, have to run first."""
 NAP_SECONDS = 1e-4
@@ -107,7 +108,7 @@ class RequestWaiter:
             return
         if self._request.Testall(requests):
             return
-        backoff = Backoff(YIELDS if beside else REQUEST_YIELDS)
+        backoff = Backoff(0 if beside else REQUEST_YIELDS)
         while not self._request.Testall(requests):
             if beside and not is_beside_computation():  # the computation is over, and waits for this
                 self.wait(*requests)

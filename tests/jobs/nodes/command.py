@@ -112,11 +112,14 @@ def limit(nbytes: int, ranks: int) -> float:
 
 # ---- steps ------------------------------------------------------------------------------------------------------
 
+HIDDEN = ("hidden", "of what can be")
+"""Communication that a step hides: of the all-reduce, and of the shorter of all-reduce and backward."""
+
 
 def steps(options: argparse.Namespace) -> int:
     """Run steps of data parallelism, by turns on this tree and the other; print medians of the rounds."""
     trees = {"this tree": TREE, **({str(options.beside): options.beside.resolve()} if options.beside else {})}
-    rows = [["nodes", "", "local", "step", "all_reduce", "hidden", "gloo's step", "hidden"]]
+    rows = [["nodes", "", "local", "backward", "step", "all_reduce", *HIDDEN, "gloo's step", *HIDDEN]]
     for count in options.nodes:
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
         with Nodes(count, "1gbit", own_cores=True) as nodes:
@@ -133,19 +136,23 @@ def steps(options: argparse.Namespace) -> int:
 
 
 def medians(rounds: list[dict[str, float]]) -> list[str]:
-    """Return the seconds of a step, and the part of an all_reduce that it hides."""
-
-    def hidden(name: str) -> str:
-        parts = [1 - (taken[name] - taken["local"]) / taken["all_reduce"] for taken in rounds]
-        return f"{100 * statistics.median(parts):.0f} %"
+    """Return the seconds of a step and its parts, and how much of the communication it hides."""
 
     def seconds(name: str) -> str:
         return f"{statistics.median(taken[name] for taken in rounds):.3f} s"
 
-    return [
-        *(seconds(name) for name in ("local", "ours", "all_reduce")),
-        *(hidden("ours"), seconds("gloo"), hidden("gloo")),
-    ]
+    def hidden(name: str) -> list[str]:
+        of_all, of_possible = [], []
+        for taken in rounds:
+            saved = taken["local"] + taken["all_reduce"] - taken[name]
+            of_all.append(saved / taken["all_reduce"])
+            of_possible.append(saved / min(taken["backward"], taken["all_reduce"]))
+        return [f"{100 * statistics.median(parts):.0f} %" for parts in (of_all, of_possible)]
+
+    for taken in rounds:
+        taken["backward"] = taken["local"] - taken["forward"]
+    times = [seconds(name) for name in ("local", "backward", "ours", "all_reduce")]
+    return [*times, *hidden("ours"), seconds("gloo"), *hidden("gloo")]
 
 
 # ---- tests ------------------------------------------------------------------------------------------------------

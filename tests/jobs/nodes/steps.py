@@ -45,13 +45,15 @@ def step(wrapped: nn.Module, x: torch.Tensor) -> Callable[[], None]:
 
 
 def measured_steps(blocks: int) -> dict[str, float]:
-    """Return the seconds of a step, alone and with others, and of an all_reduce of its gradients; collective."""
+    """Return the seconds of forward, of a step alone and with others, and of an all_reduce; collective."""
     x = torch.randn(BATCH, WIDTH)
+    own = model()
     ours, stock = ax.DDP(model()), nn.parallel.DistributedDataParallel(model(), gradient_as_bucket_view=True)
     gradients = torch.zeros(sum(parameter.numel() for parameter in ours.parameters()))
     return median_seconds(
         {
-            "local": step(model(), x),
+            "forward": lambda: own(x).square().mean(),
+            "local": step(own, x),
             "ours": step(ours, x),
             "gloo": step(stock, x),
             "all_reduce": lambda: ax.all_reduce(gradients),
