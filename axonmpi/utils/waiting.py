@@ -19,8 +19,7 @@ __all__ = [
 ]
 
 YIELDS = 10
-"""How often a thread yields before it naps. Not beside a computation: a thread that yields its core to one that
-computes gets it back after milliseconds, a thread whose nap is over gets it at once."""
+"""Number of yields before the first nap."""
 REQUEST_YIELDS = 1000
 """How often a rank yields while other ranks, which outnumber the cores, have to run first."""
 NAP_SECONDS = 1e-4
@@ -108,6 +107,7 @@ class RequestWaiter:
             return
         if self._request.Testall(requests):
             return
+        # After a yield to a thread that computes, the core comes back after milliseconds; after a nap, at once.
         backoff = Backoff(0 if beside else REQUEST_YIELDS)
         while not self._request.Testall(requests):
             if beside and not is_beside_computation():  # the computation is over, and waits for this

@@ -45,12 +45,12 @@ def step(wrapped: nn.Module, x: torch.Tensor) -> Callable[[], None]:
 
 
 def measured_steps(blocks: int) -> dict[str, float]:
-    """Return the seconds of forward, of a step alone and with others, and of an all_reduce; collective."""
+    """Return the seconds of a step, alone and with others, of its parts, and of an all_reduce; collective."""
     x = torch.randn(BATCH, WIDTH)
     own = model()
     ours, stock = ax.DDP(model()), nn.parallel.DistributedDataParallel(model(), gradient_as_bucket_view=True)
     gradients = torch.zeros(sum(parameter.numel() for parameter in ours.parameters()))
-    return median_seconds(
+    seconds = median_seconds(
         {
             "forward": lambda: own(x).square().mean(),
             "local": step(own, x),
@@ -60,6 +60,7 @@ def measured_steps(blocks: int) -> dict[str, float]:
         },
         blocks,
     )
+    return {**seconds, "backward": seconds["local"] - seconds["forward"]}
 
 
 def main() -> None:
