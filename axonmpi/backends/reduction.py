@@ -6,6 +6,8 @@ float32 (complex32 in complex64) and are rounded once, at the end.
 
     fold      total = (((part[0] ∘ part[1]) ∘ part[2]) ∘ …)      ∘ = + · min max & | ^
     finish    out = total, rounded; of AVERAGE total / ranks     an average is a sum until then
+
+A reduction of no tensors at all is the identity of its operation: 0, 1, the largest value, the smallest.
 """
 
 from __future__ import annotations
@@ -115,7 +117,8 @@ def reduce_in_rank_order(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> 
     """Reduce `parts` (one tensor a rank, in rank order) into `out`; local.
 
     Args:
-        parts: At least one tensor, all of the shape and dtype of `out`; none of them shares memory with `out`.
+        parts: Tensors of the shape and dtype of `out`; none of them shares memory with `out`. Of none at all, `out`
+            gets the identity of SUM, PRODUCT, MIN or MAX.
         op: A reduction that `check_reducible` allows for the dtype.
         out: Overwritten with the result; any strides.
     """
@@ -137,6 +140,8 @@ class Reduction(NamedTuple):
 @cache
 def choose_reduction(dtype: torch.dtype, op: ReduceOp, ranks: int) -> Reduction:
     """Return how tensors of as many ranks are reduced; local. For small ones finding that out takes as long."""
+    if not ranks:
+        return Reduction(partial(_fill_with_identity, op=op), True)
     if dtype is torch.bool:
         return Reduction(partial(_fold, binary=_LOGICAL[op]), ranks == 2)
     if dtype in _SIGNED_TWIN:
@@ -236,6 +241,25 @@ def is_plain_sum(dtype: torch.dtype, op: ReduceOp) -> bool:
     """Return True if a single call of `torch.add` adds two tensors."""
     special = dtype is torch.bool or dtype.is_complex or dtype in _ACCUMULATE_IN or dtype in _SIGNED_TWIN
     return op is ReduceOp.SUM and not special
+
+
+def _fill_with_identity(parts: Sequence[Tensor], out: Tensor, op: ReduceOp) -> None:
+    """Fill `out` with the value that leaves others as they are: of MIN the largest that there is."""
+    if op in (ReduceOp.SUM, ReduceOp.PRODUCT):
+        out.fill_(int(op is ReduceOp.PRODUCT))
+        return
+    assert op in (ReduceOp.MIN, ReduceOp.MAX), op
+    if out.dtype is torch.bool:
+        limits = torch.tensor([False, True], device="cpu")
+    elif out.dtype.is_floating_point:
+        limits = torch.tensor([-torch.inf, torch.inf], device="cpu").to(out.dtype)
+        if limits.float().isnan().any():  # a float8 without infinity
+            finite = torch.finfo(out.dtype)
+            limits = torch.tensor([finite.min, finite.max], device="cpu").to(out.dtype)
+    else:
+        bounds = torch.iinfo(out.dtype)
+        limits = torch.tensor([bounds.min, bounds.max], dtype=out.dtype, device="cpu")
+    out.copy_(limits[int(op is ReduceOp.MIN)].expand(out.shape))
 
 
 def _fold(parts: Sequence[Tensor], out: Tensor, binary: Callable[..., Tensor]) -> None:

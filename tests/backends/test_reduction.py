@@ -75,6 +75,23 @@ def test_bool_is_logic(op) -> None:
     assert [reduced(parts, op).tolist(), reduced(parts[:1], op).tolist()] == [expected, parts[0].tolist()]
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX], ids=lambda op: op.name)
+def test_of_nothing_is_the_identity(op) -> None:
+    """It leaves every value as it is, the largest and the smallest of the dtype, too."""
+    for dtype in DTYPES:
+        if op not in reductions(dtype):
+            continue
+        identity = torch.empty(4, dtype=dtype)
+        reduce_in_rank_order([], op, identity)
+        values = torch.tensor([0, 1, 3, 100]).to(dtype)
+        if dtype.is_floating_point:
+            values[2:] = torch.tensor([torch.finfo(dtype).min, torch.finfo(dtype).max]).to(dtype)
+        elif dtype is not torch.bool and not dtype.is_complex:
+            values[2:] = torch.tensor([torch.iinfo(dtype).min, torch.iinfo(dtype).max], dtype=dtype)
+        assert raw(reduced([identity, values], op)) == raw(values), dtype
+
+
 @EXAMPLES
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=6))
 def test_sums_are_taken_in_order(numbers) -> None:
