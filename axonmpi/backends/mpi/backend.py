@@ -12,7 +12,7 @@ import functools
 import os
 import secrets
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -243,16 +243,13 @@ class MpiBackend(Backend):
 
     def _gather(self, call: Call, tensor: Tensor) -> list[Tensor] | None:
         sizes = self._connection.numbers(call, tensor.shape[0] if tensor.dim() else 0)
-        own = tensor.contiguous()
-        sends: list[Tensor | None] = [None] * self.size
+        assert call.root is not None
+        sends = {call.root: tensor.contiguous()}
         if self.rank != call.root:
-            assert call.root is not None
-            sends[call.root] = own
-            self._exchange(sends, [None] * self.size)
+            self._exchange(sends, {})
             return None
         parts = [empty((size, *tensor.shape[1:]) if tensor.dim() else (), tensor.dtype) for size in sizes]
-        sends[self.rank] = own
-        self._exchange(sends, parts)
+        self._exchange(sends, dict(enumerate(parts)))
         return parts
 
     def _scatter(self, call: Call, tensor: Tensor | None) -> Tensor:
@@ -262,12 +259,8 @@ class MpiBackend(Backend):
         dtype, shape = described(words)
         start, stop = split_range(shape[0], self.size, self.rank)
         part = empty((stop - start, *shape[1:]), dtype)
-        sends: list[Tensor | None] = [None] * self.size
-        if tensor is not None:
-            sends = [piece.contiguous() for piece in tensor.tensor_split(self.size)]
-        receives: list[Tensor | None] = [None] * self.size
-        receives[call.root] = part
-        self._exchange(sends, receives)
+        slices = () if tensor is None else tensor.tensor_split(self.size)
+        self._exchange({peer: each.contiguous() for peer, each in enumerate(slices)}, {call.root: part})
         return part
 
     def _all_to_all(self, call: Call, tensors: list[Tensor]) -> list[Tensor]:
@@ -277,23 +270,24 @@ class MpiBackend(Backend):
         specs = [[words, DESCRIPTION_BYTES, self._mpi.BYTE] for words in (questions, answers)]
         self._waiter.wait(self.mpi_comm.Ialltoall(*specs))
         received = [empty(shape, dtype) for dtype, shape in (described(answer) for answer in answers)]
-        self._exchange([tensor.contiguous() for tensor in tensors], received)
+        self._exchange({peer: each.contiguous() for peer, each in enumerate(tensors)}, dict(enumerate(received)))
         return received
 
-    def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
-        """Send entry i to rank i and receive entry i from there, all at once; contiguous tensors, None: nothing."""
-        own, target = sends[self.rank], receives[self.rank]
+    def _exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> None:
+        """Send and receive contiguous tensors all at once, each to or from the rank that is its key."""
+        own, target = sends.pop(self.rank, None), receives.pop(self.rank, None)
         if own is not None and target is not None:
             target.copy_(own)
-        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
         requests = []
-        for peer in peers:
-            if (incoming := receives[peer]) is not None:
-                requests += self._pairs.start_receive(as_bytes(incoming), peer, 0, self.sizes.message)
-        for peer in peers:
-            if (outgoing := sends[peer]) is not None:
-                requests += self._pairs.start_send(as_bytes(outgoing), peer, 0, self.sizes.message)
+        for peer in self._next_first(receives):
+            requests += self._pairs.start_receive(as_bytes(receives[peer]), peer, 0, self.sizes.message)
+        for peer in self._next_first(sends):
+            requests += self._pairs.start_send(as_bytes(sends[peer]), peer, 0, self.sizes.message)
         self._waiter.wait(*requests)
+
+    def _next_first(self, peers: Iterable[int]) -> list[int]:
+        """Return ranks in an order in which no two ranks begin with the same one; local."""
+        return sorted(peers, key=lambda peer: (peer - self.rank) % self.size)
 
     def _barrier(self, call: Call) -> None:
         self._agree(call)
