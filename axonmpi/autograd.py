@@ -8,6 +8,7 @@
     reduce_scatter   own slice of sum     concatenation                  g with sequence parallelism
     all_gather       concatenation        own slice of the sum           its transpose
     all_to_all       exchanged slices     exchanged back                 expert and Ulysses parallelism
+    scan             sum of ranks 0 to r  sum of ranks r to the last
 
 `gather` and `all_gather` compute the same value and differ in what follows: after `gather` all ranks compute
 the same thing with it, so each gradient is complete; after `all_gather` each rank does work of its own with it, so
@@ -36,7 +37,7 @@ from .utils.partition import split_sizes
 
 _Operation = Callable[[Tensor, "_Slices"], Tensor]
 
-__all__ = ["all_gather", "all_to_all", "copy", "gather", "reduce", "reduce_scatter", "scatter"]
+__all__ = ["all_gather", "all_to_all", "copy", "gather", "reduce", "reduce_scatter", "scan", "scatter"]
 
 
 @either_group_name
@@ -162,6 +163,25 @@ def all_to_all(
     return _apply(_AllToAll, tensor, group, split_dim, concat_dim, sizes)
 
 
+@either_group_name
+def scan(tensor: Tensor, group: ProcessGroup | None = None, *, exclusive: bool = False) -> Tensor:
+    """Return the sum over ranks 0 to this one; backward sums the gradients from this one on; both are collective.
+
+    Args:
+        tensor: Floating-point or complex, the same shape and dtype on all ranks; not changed.
+        group: The ranks; None means all.
+        exclusive: Leave the own tensor out, and in backward the own gradient: rank 0 gets zeros.
+
+    Raises:
+        TypeError: `exclusive` is no bool.
+        DtypeError: The tensor has no gradient (integers, bool).
+        CollectiveMismatchError: The ranks differ in dtype, shape or `exclusive`.
+    """
+    group = chosen_group(group)
+    _check(tensor, group)
+    return _apply(_Scan, tensor, group, exclusive, False)
+
+
 def _check(tensor: Tensor, group: ProcessGroup) -> None:
     backend = group.backend
     check_tensor(tensor, backend.name, backend.device_types)
@@ -257,6 +277,19 @@ class _AllToAll(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return _apply(_AllToAll, grads[0], *ctx.options), None, None, None, None
+
+
+class _Scan(Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup, exclusive: bool, reverse: bool) -> Tensor:
+        ctx.options = group, exclusive, not reverse
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        group.backend.scan(total, ReduceOp.SUM, exclusive=exclusive, reverse=reverse)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _apply(_Scan, grads[0], *ctx.options), None, None, None
 
 
 def _apply(function: type[Function], tensor: Tensor, *options: Any) -> Tensor:

@@ -51,6 +51,7 @@ __all__ = [
     "reduce",
     "reduce_scatter_mean",
     "reduce_scatter_sum",
+    "scan",
     "scatter_tensor",
     "send",
     "symmetric_empty",
@@ -235,6 +236,19 @@ def reduce_scatter_sum(t: Tensor, group: ProcessGroup | None = None, dim: int = 
 def reduce_scatter_mean(t: Tensor, group: ProcessGroup | None = None, dim: int = 0, async_op: bool = False) -> Any:
     """Return this rank's slice of the average over all ranks; collective. See `Backend.reduce_scatter`."""
     return chosen_group(group, habit=_DIM).reduce_scatter_mean(t, dim, async_op)
+
+
+@either_group_name
+def scan(
+    t: Tensor,
+    op: ReduceOp | str = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    exclusive: bool = False,
+) -> Work | None:
+    """Reduce over ranks 0 to this one, or to the one before it, in place; collective. See `Backend.scan`."""
+    return chosen_group(group).scan(t, op, async_op, exclusive=exclusive)
 
 
 @either_group_name

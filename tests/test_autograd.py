@@ -5,12 +5,13 @@ rank's own, and an inner product then adds over the ranks, or the same on all ra
 
     copy             same → own        scatter   same → own        reduce_scatter   own → own
     reduce           own → same        gather    own → same        all_gather       own → own
-                                                                   all_to_all       own → own
+    scan             own → own        exscan    own → own        all_to_all       own → own
 """
 
 import itertools
 import math
 import random
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -22,11 +23,15 @@ from torch import Tensor
 
 import axonmpi as ax
 
-OPERATORS = ["copy", "reduce", "scatter", "gather", "reduce_scatter", "all_gather", "all_to_all"]
+OPERATORS: dict[str, Callable[..., Tensor]] = {
+    name: getattr(ax.autograd, name)
+    for name in ("copy", "reduce", "scatter", "gather", "reduce_scatter", "all_gather", "all_to_all", "scan")
+}
+OPERATORS["exscan"] = partial(ax.autograd.scan, exclusive=True)
 SAME_INPUT = {"copy", "scatter"}
 SAME_OUTPUT = {"reduce", "gather"}
 DIMS: dict[str, tuple[str, ...]] = dict.fromkeys(OPERATORS, ("dim",))
-DIMS |= {"copy": (), "reduce": (), "all_to_all": ("split_dim", "concat_dim")}
+DIMS |= {"copy": (), "reduce": (), "scan": (), "exscan": (), "all_to_all": ("split_dim", "concat_dim")}
 UNEVEN = {"gather": "dim", "all_gather": "dim", "all_to_all": "concat_dim"}
 """Along which dimension the ranks' inputs may differ in size."""
 
@@ -65,7 +70,7 @@ class Case(NamedTuple):
         return torch.randn(shape, dtype=self.dtype, generator=torch.Generator().manual_seed(seed))
 
     def apply(self, name: str, x: Tensor, group: ax.ProcessGroup | None = None) -> Tensor:
-        return getattr(ax.autograd, name)(x, group=group, **self.options(name))
+        return OPERATORS[name](x, group=group, **self.options(name))
 
 
 def drawn(seed: int) -> Case:
@@ -90,7 +95,16 @@ def expected_value(name: str, case: Case, rank: int, size: int) -> np.ndarray:
         return np.array_split(np.sum(inputs, axis=0), size, *dims)[rank]
     if name == "all_to_all":
         return np.concatenate([np.array_split(part, size, dims[0])[rank] for part in inputs], dims[1])
+    if name.endswith("scan"):
+        return np.sum(inputs[: rank + (name == "scan")], axis=0) + np.zeros_like(inputs[rank])
     return np.concatenate(inputs, *dims)
+
+
+def factor(name: str, rank: int, size: int) -> int:
+    """The gradient of an input of which all outputs are added up."""
+    if name.endswith("scan"):
+        return size - rank - (name == "exscan")
+    return size if name in ("copy", "all_gather") else 1
 
 
 def inner(a: Tensor, b: Tensor, same: bool) -> float:
@@ -132,11 +146,12 @@ def test_gradients_of_plain_sums_in_any_dtype(world) -> None:
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
     for name, dtype in itertools.product(OPERATORS, dtypes):
         x = torch.ones(5, 6, dtype=dtype).t().requires_grad_()
-        output = getattr(ax.autograd, name)(x)
+        output = OPERATORS[name](x)
         output.real.sum().backward() if dtype.is_complex else output.sum().backward()
-        factor = world.size if name in ("copy", "all_gather") else 1
         assert output.dtype is dtype
-        assert_equal(x.grad, torch.full((6, 5), factor, dtype=dtype), f"{name} {dtype}")
+        assert_equal(
+            x.grad, torch.full((6, 5), factor(name, world.rank, world.size), dtype=dtype), f"{name} {dtype}"
+        )
 
 
 @pytest.mark.ranks(3)
@@ -151,7 +166,7 @@ def test_only_the_group_takes_part(world: ax.World, seed: int) -> None:
         output = case.apply(name, x, group)
         assert_close(output, torch.from_numpy(expected_value(name, case, group.rank, group.size)), 1e-13, name)
         output.real.sum().backward()
-        assert_equal(x.grad, torch.full_like(x, 2 if name in ("copy", "all_gather") else 1), name)
+        assert_equal(x.grad, torch.full_like(x, factor(name, group.rank, 2)), name)
 
 
 # ---- bad input --------------------------------------------------------------------------------------------
@@ -161,7 +176,7 @@ def test_only_the_group_takes_part(world: ax.World, seed: int) -> None:
 def test_what_cannot_be_cut_joined_or_followed(world) -> None:
     square = torch.ones(4, 4)
     for name in OPERATORS:
-        operator = getattr(ax.autograd, name)
+        operator = OPERATORS[name]
         refused(
             TypeError,
             (partial(operator, square.long()), "torch.int64 have no gradient"),
@@ -196,7 +211,7 @@ def test_every_rank_learns_of_a_call_that_differs(world) -> None:
         x, options = make() if world.rank == world.size - 1 else (torch.ones(4, 4), {})
         if set(make()[1]) <= set(DIMS[name]):
             try:
-                getattr(ax.autograd, name)(x.requires_grad_(), **options).sum().backward()
+                OPERATORS[name](x.requires_grad_(), **options).sum().backward()
             except ax.CollectiveMismatchError:
                 continue
             unnoticed.append((name, other))

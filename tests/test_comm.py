@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -24,6 +25,7 @@ WRITING: dict[str, Operation] = {
     "all_reduce": lambda g, t: g.all_reduce(t),
     "all_reduce async": lambda g, t: g.all_reduce(t, async_op=True),
     "reduce": lambda g, t: g.reduce(t, 0),
+    "scan": lambda g, t: g.scan(t, exclusive=True),
     "broadcast": lambda g, t: g.broadcast(t),
     "recv": lambda g, t: g.recv(t, 0),
     "irecv": lambda g, t: g.irecv(t, 0),
@@ -203,6 +205,7 @@ REDUCING: tuple[Callable[[ProcessGroup, Tensor, object], object], ...] = (
     lambda g, t, op: g.all_reduce(t, op, async_op=True),
     lambda g, t, op: g.reduce(t, 0, op),
     lambda g, t, op: g.reduce_scatter(t, op),
+    lambda g, t, op: g.scan(t, op),
     lambda g, t, op: ax.all_reduce(t, op, g),
     lambda g, t, op: ax.reduce(t, 0, op, g),
 )
@@ -218,10 +221,23 @@ def test_something_else_than_a_reduction(refused) -> None:
         group.all_reduce(tensor, op, async_op=True).wait()
         group.reduce(tensor, 0, op)
         group.reduce_scatter(tensor, op)
+        group.scan(tensor, op)
     others = (0, 1, True, None, torch.add, torch.distributed.ReduceOp.SUM, [ReduceOp.SUM])
     for op, operation in itertools.product(others, REDUCING):
         words = ("op: expected an axonmpi.ReduceOp", f"got {op!r}")
         refused.expect(TypeError, words, operation, refused.group, tensor, op)
+
+
+def test_what_a_scan_does_not_take(refused) -> None:
+    group, tensor = refused.group, torch.ones(3)
+    for op in (ReduceOp.AVERAGE, "average"):
+        words = ("op: expected SUM, PRODUCT, MIN or MAX for a scan", "got AVERAGE")
+        refused.expect(ValueError, words, group.scan, tensor, op)
+    for flag in (None, 1, group):
+        refused.expect(
+            TypeError, ("exclusive: expected True or False",), partial(group.scan, exclusive=flag), tensor
+        )
+        refused.expect(TypeError, ("exclusive: expected",), partial(ax.scan, group=group, exclusive=flag), tensor)
 
 
 def test_reductions_that_a_dtype_does_not_allow(refused) -> None:

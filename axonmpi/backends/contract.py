@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..errors import CommunicatorError, DtypeError
 from ..types import ReduceOp, Seconds, Work
-from ..utils.arguments import member
+from ..utils.arguments import check_flags, member
 from ..utils.cache import BoundedCache
 from ..utils.torch_internals import skip_in_compile
 from .call import Call, Layout
@@ -42,11 +42,14 @@ from .checks import (
 from .connection.counters import WORDS_PER_COUNTER, NodeCounters
 from .flat_parts import FlatParts
 from .ranks import Parts, check_parts, check_rank, check_ranks
-from .reduction import check_reducible, wide_dtype
+from .reduction import check_reducible, reduce_in_rank_order, wide_dtype
 from .runner import Runner, TaskQueue
 from .tuning import MAX_CALLS
 
 __all__ = ["Backend"]
+
+_SCANNED = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
+"""Reductions with an identity in every dtype, which an exclusive scan gives its first rank."""
 
 
 class Backend(Runner):
@@ -136,6 +139,38 @@ class Backend(Runner):
         tensor = check_writable(tensor, self.name, self.device_types)
         call = self._call("reduce", tensor.dtype, tensor.shape, op, dst)
         work: Work | None = self._run(async_op, call, self._reduce, tensor)
+        return work
+
+    def scan(
+        self,
+        tensor: Tensor,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        exclusive: bool = False,
+        reverse: bool = False,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce over the ranks up to this one, in place on each; collective.
+
+        Args:
+            tensor: Any shape and strides, the same shape and dtype on all ranks.
+            op: SUM, PRODUCT, MIN or MAX, or its name; 16-bit floats are added in float32.
+            exclusive: Leave this rank's own tensor out: rank 0 gets the identity of `op`, zeros for SUM.
+            reverse: Reduce over the ranks from this one on instead.
+            async_op: Return a `Work` at once; leave the tensor alone until it is done.
+
+        Raises:
+            TypeError: `exclusive` or `reverse` is no bool.
+            ValueError: `op` is another reduction.
+            DtypeError: The dtype does not allow `op`.
+            CollectiveMismatchError: The ranks' calls differ.
+        """
+        check_flags(exclusive=exclusive, reverse=reverse)
+        tensor = check_writable(tensor, self.name, self.device_types)
+        operation = ("reverse_" if reverse else "") + ("exscan" if exclusive else "scan")
+        call = self._call(operation, tensor.dtype, tensor.shape, op)
+        chosen = range(self.rank + exclusive, self.size) if reverse else range(self.rank + 1 - exclusive)
+        work: Work | None = self._run(async_op, call, self._scan, tensor, chosen, reverse)
         return work
 
     def broadcast(
@@ -633,9 +668,12 @@ class Backend(Runner):
         call = self._calls.get(index)
         if call is None:
             assert not isinstance(op, str)
-            if operation in ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_into"):
+            is_scan = operation.endswith("scan")
+            if is_scan or operation in ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_into"):
                 assert dtype is not None
                 check_reducible(dtype, op)  # no reduction at all, None, is refused here
+            if is_scan and op not in _SCANNED:
+                raise ValueError(f"op: expected SUM, PRODUCT, MIN or MAX for a scan, got {op.name if op else op}")
             call = Call(operation, dtype, tuple(shape), op, root, dim, layout, label=label)
             self._calls.add(index, call)
         return call
@@ -645,6 +683,12 @@ class Backend(Runner):
     @abstractmethod
     def _reduce(self, call: Call, tensor: Tensor) -> None:
         """Reduce onto the call's root, or onto all ranks if it has none."""
+
+    def _scan(self, call: Call, tensor: Tensor, chosen: range, reverse: bool) -> None:
+        """Reduce the chosen ranks, which begin or end with this one; here by a gather of all."""
+        assert call.op is not None
+        rows = self._all_gather(call, tensor.unsqueeze(0), 0)
+        reduce_in_rank_order(rows.unbind(0)[chosen.start : chosen.stop], call.op, tensor)
 
     @abstractmethod
     def _broadcast(self, call: Call, tensor: Tensor) -> None: ...

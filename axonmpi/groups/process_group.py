@@ -112,6 +112,12 @@ class ProcessGroup:
         """Reduce onto rank `dst`, in place there; collective. See `Backend.reduce`."""
         return self.backend.reduce(tensor, dst, op, async_op=async_op)
 
+    def scan(
+        self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, async_op: bool = False, *, exclusive: bool = False
+    ) -> Work | None:
+        """Reduce over the ranks up to this one, in place; collective. See `Backend.scan`."""
+        return self.backend.scan(tensor, op, exclusive=exclusive, async_op=async_op)
+
     def broadcast(self, tensor: Tensor, src: int = 0, async_op: bool = False) -> Work | None:
         """Copy rank `src`'s tensor to all ranks, in place; collective. See `Backend.broadcast`."""
         return self.backend.broadcast(tensor, src, async_op=async_op)

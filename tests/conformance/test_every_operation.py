@@ -19,7 +19,7 @@ from axonmpi import ProcessGroup, World
 from axonmpi.backends.connection.connection import Sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-OPERATIONS = (*WITH_SYMMETRIC, "gather", "scatter", "all_to_all", "ring")
+OPERATIONS = (*WITH_SYMMETRIC, "scan", "gather", "scatter", "all_to_all", "ring")
 SIZES = (Sizes(), Sizes(7, 7), Sizes(64, 1000), Sizes(1000, 64), Sizes(message=7))
 """Those of each kind of group."""
 EDGE = -EDGE_BYTES

@@ -124,6 +124,7 @@ def check_each_operation(world: World, group: ProcessGroup | None, call: Callabl
         ("all_reduce_min", [], 1),
         ("all_reduce_max", [], size),
         ("all_reduce_product", [], math.factorial(size)),
+        ("scan", [], sum(range(1, rank + 2))),
         ("sync_gradient", [], average + 1),
         ("broadcast", [], 1),
         ("broadcast_from", [root], size),

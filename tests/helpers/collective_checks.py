@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from axonmpi import ProcessGroup, ReduceOp, Work
-from helpers.numpy_reference import Expected, Shape, reduced, same_bits, values
+from helpers.numpy_reference import Expected, Shape, identity, reduced, same_bits, values
 
 LAYOUTS = ("contiguous", "transposed", "strided", "offset", "negated", "conjugated")
 WITH_SYMMETRIC = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
@@ -151,6 +151,30 @@ class CollectiveChecks:
         part = self._reduced(dtype, shape, op).slice(self.group.size, dim, self.group.rank)
         self._start(case, partial(self.group.reduce_scatter, given.tensor, op, dim), [given], returned=part)
 
+    def scan(
+        self,
+        dtype: torch.dtype,
+        shape: Shape,
+        op: ReduceOp = ReduceOp.SUM,
+        layout: str = "contiguous",
+        tag: int = 0,
+    ) -> None:
+        """`tag` chooses among inclusive and exclusive, and the two directions."""
+        op = op if op in (ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX) else ReduceOp.SUM
+        exclusive, reverse = bool(tag % 2), tag // 2 % 2 == 1
+        case = self._case("scan", dtype, shape, op, exclusive, reverse, layout)
+        given = self._lay(self._own(dtype, shape), layout)
+        rank, ranks = self.group.rank, self.group.ranks
+        owners = ranks[rank + exclusive :] if reverse else ranks[: rank + 1 - exclusive]
+        place = self.group.backend.place
+        written = (
+            reduced(dtype, tuple(shape), tuple(owners), self._seed, op)
+            if owners
+            else identity(dtype, shape, op).to(place)
+        )
+        start = partial(self.group.backend.scan, given.tensor, op, exclusive=exclusive, reverse=reverse)
+        self._start(case, start, [given], written)
+
     # ---- copies -------------------------------------------------------------------------------------------
 
     def broadcast(self, dtype: torch.dtype, shape: Shape, src: int = 0, layout: str = "contiguous") -> None:
@@ -248,7 +272,7 @@ class CollectiveChecks:
 
     def every_operation(self, dtype: torch.dtype, shape: Shape, layout: str = "contiguous") -> None:
         """Run each operation once, with the last rank as root; `shape` has at least one dimension."""
-        for operation in (*WITH_SYMMETRIC, "gather", "scatter", "ring"):
+        for operation in (*WITH_SYMMETRIC, "scan", "gather", "scatter", "ring"):
             self.run(operation, dtype, shape, root=self.group.size - 1, dim=len(shape) - 1, layout=layout)
         self.all_to_all([(dtype, shape)], layout)
 

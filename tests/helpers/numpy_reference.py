@@ -135,6 +135,21 @@ def reduced(
     return Expected(dtype, np.asarray(value), np.asarray(tolerance))
 
 
+def identity(dtype: torch.dtype, shape: Shape, op: ReduceOp) -> Tensor:
+    """What a reduction of no tensors is: of MIN and MAX, of which there is no such number, the outermost ones."""
+    if op in (ReduceOp.SUM, ReduceOp.PRODUCT):
+        return torch.full(shape, float(op is ReduceOp.PRODUCT)).to(dtype)
+    if dtype is torch.bool:
+        return torch.full(shape, op is ReduceOp.MIN)
+    if dtype.is_floating_point:
+        limits = torch.tensor([-torch.inf, torch.inf]).to(dtype).float()
+        info = torch.finfo(dtype)
+        ends = [info.min, info.max] if limits.isnan().any() else limits.tolist()
+        return torch.full(shape, ends[op is ReduceOp.MIN]).to(dtype)
+    ends = [torch.iinfo(dtype).min, torch.iinfo(dtype).max]
+    return torch.tensor(ends[op is ReduceOp.MIN], dtype=dtype).expand(shape).clone()
+
+
 def _exactly(dtype: torch.dtype, value: np.ndarray) -> Expected:
     return Expected(dtype, np.asarray(value), np.zeros((1,) * np.ndim(value)))
 

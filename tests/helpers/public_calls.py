@@ -152,6 +152,7 @@ class Arguments:
             "reduce_scatter_into": (memory[own : own + 1].clone(), [ranks], [1] * ranks),
             "reduce_scatter_mean": (t,),
             "reduce_scatter_sum": (t,),
+            "scan": (t,),
             "scatter": (t,),
             "scatter_tensor": (t,),
             "send": (t, own),

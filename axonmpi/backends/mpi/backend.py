@@ -37,6 +37,7 @@ from ..connection.broadcast import broadcast, broadcast_small
 from ..connection.connection import Sizes, connect
 from ..connection.counters import NodeCounters
 from ..connection.reduce_scatter import reduce_scatter, reduce_scatter_into
+from ..connection.scan import scan
 from ..connection.segment import warn_no_shared_memory
 from ..contract import Backend
 from ..flat_parts import FlatParts
@@ -230,6 +231,9 @@ class MpiBackend(Backend):
     def _reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
         return reduce_scatter(self._connection, call, tensor, dim)
 
+    def _scan(self, call: Call, tensor: Tensor, chosen: range, reverse: bool) -> None:
+        scan(self._connection, call, tensor, self._shift, chosen, reverse=reverse)
+
     # ---- copies -------------------------------------------------------------------------------------------
 
     def _broadcast(self, call: Call, tensor: Tensor) -> None:
@@ -288,6 +292,14 @@ class MpiBackend(Backend):
     def _next_first(self, peers: Iterable[int]) -> list[int]:
         """Return ranks in an order in which no two ranks begin with the same one; local."""
         return sorted(peers, key=lambda peer: (peer - self.rank) % self.size)
+
+    def _shift(self, data: Tensor, received: Tensor, distance: int) -> bool:
+        """Send contiguous data to the rank at a distance, and receive from the one behind; False: there is none."""
+        to, source = self.rank + distance, self.rank - distance
+        sends = {to: data} if 0 <= to < self.size else {}
+        receives = {source: received} if 0 <= source < self.size else {}
+        self._exchange(sends, dict(receives))
+        return bool(receives)
 
     def _barrier(self, call: Call) -> None:
         self._agree(call)
