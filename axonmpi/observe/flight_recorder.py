@@ -28,12 +28,13 @@ _NAMES = {
     "all_gather_into": "_all_gather_base",
     "reduce_scatter": "_reduce_scatter_base",
     "reduce_scatter_into": "_reduce_scatter_base",
+    **dict.fromkeys(("scan", "exscan", "reverse_scan", "reverse_exscan"), "all_reduce"),
     "split": "barrier",
     "partition": "barrier",
     "symmetric_empty": "barrier",
     "node_empty": "barrier",
 }
-"""What torchfrtrace calls operations, where it is not the same."""
+"""What torchfrtrace calls operations, where it is not the same; of a scan it knows none with the same shapes."""
 _SENDS, _RECEIVES = ("send", "isend"), ("recv", "irecv")
 _WHOLE_NUMBER = 1
 """The number of a rank's first operation: with it, nothing of what the rank has done is missing."""

@@ -1,9 +1,13 @@
 """Records of operations in the form that torch's own tools for flight recordings read."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
-from axonmpi.observe.flight_recorder import _entry
+from helpers import REPOSITORY
+from torch.distributed.flight_recorder.components.types import COLLECTIVES
+
+from axonmpi.observe.flight_recorder import _NAMES, _entry
 
 
 def test_an_operation_that_has_begun_is_an_entry_of_torchs_form():
@@ -29,3 +33,12 @@ def test_an_operation_that_has_begun_is_an_entry_of_torchs_form():
         "timeout_ms": 0,
         "frames": [],
     }
+
+
+def test_torchfrtrace_knows_the_name_of_every_collective():
+    """Of those that `Backend` makes calls of; the analyser refuses a trace with any other name."""
+    contract = (REPOSITORY / "axonmpi" / "backends" / "contract.py").read_text()
+    operations = {*re.findall(r'(?:_call|Call|_allocate)\("(\w+)"', contract)}
+    operations |= {"scan", "exscan", "reverse_scan", "reverse_exscan"}
+    assert {"all_reduce", "split", "node_empty"} < operations
+    assert {name for name in operations if _NAMES.get(name, name) not in COLLECTIVES} == set()
