@@ -31,12 +31,11 @@ from ..utils.torch_internals import (
 from ..wrapping.autograd import hook_gradient
 from ..wrapping.backward import check_gradient, watch_output, watched_rank, weakly
 from .flat_parameter import FlatParameter, ShardedParameter
-from .full_parameters import FullParameters
 from .gradient_queue import FlatGradient, GradientQueue
 from .groups import ShardingGroups
 from .guard import Members, check_graph_of_gradients, guard
-from .kept_precision import converted
-from .unit import Unit
+from .options import converted
+from .unit import FullParameters, Unit
 
 __all__ = ["FSDPRuntime"]
 

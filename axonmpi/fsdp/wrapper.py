@@ -23,11 +23,17 @@ from . import memory, state
 from .construction import Choices, build_flats, initialise, initialise_buffers, lend_buffers, places_of
 from .gradient_queue import FlatGradient
 from .groups import checked_groups, sharding_groups
-from .kept_precision import keep_precision, kept_modules
 from .memory import FSDPMemoryStats
 from .offload import Files, PinnedMemory
 from .optimizers import watch_optimizers
-from .options import CPUOffload, MixedPrecision, ShardingStrategy, checked_precision
+from .options import (
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    checked_precision,
+    keep_precision,
+    kept_modules,
+)
 from .runtime import FSDPRuntime
 from .unit import Unit
 from .unit_selection import UnitPlan, find_units, plan_units

@@ -22,7 +22,7 @@ _BY_TORCH = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
 def load() -> None:
     """Register the backend, when torch is imported; local, never raises."""
-    with suppress(Exception):  # `import axonmpi` raises it again
+    with suppress(Exception):  # accelerate.py and lightning.py register once more, and raise it
         register()
 
 

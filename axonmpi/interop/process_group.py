@@ -5,8 +5,10 @@
 
 torch's Python functions and its C++ call these methods with lists of tensors and an object of options. Blocking
 operations run on the caller's thread where none is under way, asynchronous ones on the group's own, in the order
-of the calls; nothing holds Python's lock while it waits for another rank. What is checked, compared and added, and
-how, is the backend's. The names are torch's, the older ones too, which torch 2.11 calls.
+of the calls; nothing holds Python's lock while it waits for another rank. The thread is not that of the backend's
+`async_op`: torch's futures have to be completed by the thread that runs an operation, once its results lie in the
+caller's tensors. Checks, comparisons and sums are the backend's. The names are torch's, the older ones too, which
+torch 2.11 calls.
 """
 
 from __future__ import annotations
@@ -35,20 +37,19 @@ from ..backends import AtOnce, Backend, Worker
 from ..errors import CommunicatorError
 from ..launch import exit as exits
 from ..observe import still_under_way
-from ..types import Work
+from ..types import CompletedWork, Work
 from ..utils.torch_internals import skip_in_compile
 from . import moves
-from .autoload import NAME
 from .connecting import backend_of_some
 from .reductions import reduction_of
-from .work import TorchWork, complete_with, completed
+from .work import TorchWork, complete_with
 
 __all__ = ["TorchProcessGroup"]
 
 _ProcessGroup: Any = dist.ProcessGroup
 """Its stubs describe forms of each method that no program of torch's calls."""
 _CPU = torch.device("cpu")
-_DONE = completed()
+_DONE = TorchWork(CompletedWork())
 _REDUCE, _SCATTER, _BARRIER = AllreduceOptions(), ReduceScatterOptions(), BarrierOptions()
 _GATHER = _ALL = AllToAllOptions()
 _live: weakref.WeakSet[TorchProcessGroup] = weakref.WeakSet()
@@ -360,7 +361,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _get_backend(self, device: torch.device) -> TorchProcessGroup:
         if torch.device(device).type != "cpu":
             raise RuntimeError(
-                f"the {NAME} backend takes tensors on the CPU, got a device {device}: move them with .cpu(), or "
+                f"the axonmpi backend takes tensors on the CPU, got a device {device}: move them with .cpu(), or "
                 'let axonmpi carry them itself, by axonmpi.init_process_group("nccl")'
             )
         return self
@@ -376,8 +377,8 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._sequence = 0
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Return the backend's name."""
-        return NAME
+        """Return the name by which `autoload` registers the backend."""
+        return "axonmpi"
 
     def getGroupName(self) -> str:  # noqa: N802
         """Return the name that torch gave."""

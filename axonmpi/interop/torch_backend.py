@@ -12,13 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import autoload
 from .connecting import backend_of_all, backend_of_some
 from .process_group import TorchProcessGroup
 
 __all__ = ["create_group"]
-
-autoload.register()
 
 
 def create_group(options: Any, backend_options: Any) -> TorchProcessGroup:

@@ -16,9 +16,9 @@ from torch import distributed as dist
 from torch.futures import Future
 
 from ..backends import WorkerWork
-from ..types import CompletedWork, Work
+from ..types import Work
 
-__all__ = ["TorchWork", "complete_with", "completed"]
+__all__ = ["TorchWork", "complete_with"]
 
 
 class TorchWork(dist.Work):
@@ -115,9 +115,7 @@ class TorchWork(dist.Work):
         """Wait: the CPU has no streams to order."""
         self.wait()
 
-    def block_current_stream(self) -> None:
-        """Wait: the CPU has no streams to order."""
-        self.wait()
+    block_current_stream = synchronize
 
     def source_rank(self) -> int:
         """Wait, then return the rank that has sent what was received from any rank."""
@@ -138,8 +136,3 @@ def complete_with(future: Future[Any], operation: Callable[[], object], value: o
         return error
     future.set_result(value)
     return None
-
-
-def completed(tensors: Sequence[Tensor] = ()) -> TorchWork:
-    """Return the handle of an operation that is over; local."""
-    return TorchWork(CompletedWork(), tensors)

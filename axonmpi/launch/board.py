@@ -1,10 +1,14 @@
-"""Page of this process, and folders with the pages of a user's ranks on a node.
+"""Files of a job in /dev/shm: pages of a user's ranks on a node, and segments of the MPI library.
 
 The page is a file in /dev/shm. It is memory of the process alone in a job of one rank, for mock ranks, and without
 /dev/shm. Pages are removed at the end of the job, or, after a failure, when the next job starts.
 
 Every user can make names in /dev/shm. So a folder counts only if it belongs to this user and nobody else can open
 it. If another user has taken the plain name, the folder has a random one.
+
+MPICH's ranks of a node have a segment of some MiB in common, which it removes at the end of a job only. Once all of
+them have mapped it, its name is of no use: without one it goes with the last process, however that ends. Open MPI's
+ranks look up each other's segments by name later on, so these are removed when the job is aborted.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,7 @@ __all__ = [
     "phase",
     "publish",
     "remove_own",
+    "remove_segments",
     "remove_stale",
 ]
 
@@ -45,6 +50,8 @@ MAKING_SECONDS = 60.0
 """A page without a name that is older was left behind."""
 _NAME = re.compile(r"[0-9a-f]{8}-(\d+|node)(\.\w+)?")
 """Names of pages and of files beside them. Files with other names are left alone."""
+_ONCE_MAPPED = ("mpich_shm_",)
+_AT_ABORT = (*_ONCE_MAPPED, "sm_segment.", "vader_segment.")
 
 _own: Page | None = None
 
@@ -236,3 +243,35 @@ def _create(path: Path) -> mmap.mmap:
         raise
     finally:
         os.close(file)
+
+
+# ---- segments of the MPI library --------------------------------------------------------------------------------
+
+
+def remove_segments(*, at_abort: bool) -> None:
+    """Remove names of the MPI library's segments that this process has mapped; local.
+
+    Args:
+        at_abort: The job ends now. False: all ranks of this node have mapped theirs; by one rank of the node.
+    """
+    _remove(_mapped(_AT_ABORT if at_abort else _ONCE_MAPPED))
+
+
+def _mapped(beginnings: tuple[str, ...]) -> set[tuple[Path, int]]:
+    """Return paths and inodes of files with such names that this process has mapped."""
+    try:
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return set()
+    fields = [line.split(maxsplit=5) for line in lines if line.count("/")]
+    files = {(Path(path), int(inode)) for *_, inode, path in fields}
+    return {each for each in files if each[0].parent == SHARED_MEMORY and each[0].name.startswith(beginnings)}
+
+
+def _remove(files: Iterable[tuple[Path, int]]) -> None:
+    """Remove names of files, unless they have become names of other files, or of another user's."""
+    for path, inode in files:
+        with contextlib.suppress(OSError):
+            found = path.lstat()
+            if (found.st_ino, found.st_uid) == (inode, os.geteuid()):
+                path.unlink()

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 from ..errors import LaunchError, RankFailedError
 from ..utils.pipes import wait_until_read
 from ..utils.waiting import Backoff, wait_until
-from . import board, segments
+from . import board
 from .exit_code import observe_exit_code
 from .page import Phase
 
@@ -153,7 +153,7 @@ def end_job(code: int) -> NoReturn:
 
 def end_process(code: int) -> NoReturn:
     """End this process now, from any thread, where nobody is left to end the job; local."""
-    segments.remove_at_abort()
+    board.remove_segments(at_abort=True)
     os._exit(code)
 
 
@@ -281,7 +281,7 @@ class _Job:
             with contextlib.suppress(Exception):
                 stream.flush()
         wait_until_read((1, 2), READ_SECONDS)  # the launcher may drop what it has not read when the job is aborted
-        segments.remove_at_abort()
+        board.remove_segments(at_abort=True)
         for callback in _at_failure:
             with contextlib.suppress(Exception):
                 callback()

@@ -26,7 +26,7 @@ import torch
 from ..errors import CommunicatorError, LaunchError
 from ..utils.arguments import integer
 from ..utils.text import lines_of_ranks, name_ranks, ranks_by_text
-from . import arrival, board, children, lifeline, node_links, segments
+from . import arrival, board, children, lifeline, node_links
 from . import exit as exits
 from .check import MpiLibrary, check_launch, check_protocol, check_room
 from .cpu import core_to_keep_to, count_of_node, keep_to_core, share_of_cores, usable_cores
@@ -165,7 +165,7 @@ def _publish_page(mpi: Any, comm: Any, local: Any, topology: Topology) -> None:
     folder: Path | str = ""  # or the reason why there is none
     if local.rank == 0:
         board.remove_stale()
-        segments.remove_names()
+        board.remove_segments(at_abort=False)
         folder = board.make_folder()
     folder = local.bcast(folder)
     name = f"{job[0]:08x}"
@@ -257,7 +257,7 @@ def _initialize(mpi: Any, timeout: float | None = None) -> None:
     if started_here:
         _init(mpi, timeout)
         if mpi.COMM_WORLD.Get_size() == 1:
-            segments.remove_at_abort()  # Open MPI's would stay, and no other rank looks for it
+            board.remove_segments(at_abort=True)  # Open MPI's would stay, and no other rank looks for it
     exits.install(mpi, finalize=started_here)
     children.watch(mpi.COMM_WORLD.Get_rank())
 
