@@ -1,18 +1,17 @@
 """All-reduce and reduce: every rank's tensor is combined element by element, onto all ranks or one root, in place.
 
     way          steps                                                     barriers          copies
-    small        put into staging, agree, reduce all of it on each rank    of the agreement  1 in
     in place     each rank reduces its slice in all ranks' memory          2                 none
     chunked      chunks go through staging: copy in, reduce, copy out      1 a chunk, and 2  1 in, 1 out
     alone        a rank alone on its node: all of it goes by the lane      none              none
 
     tensor       on one node: up to 32 KiB of all ranks   up to `replicated_bytes`   larger
-    symmetric                 small                       in place                   in place
+    symmetric                 small (see `small`)         in place                   in place
     ordinary                  small                       small                      chunked
 
-A rank reads and writes 2·bytes in place, and 4·bytes in chunks. Between nodes small means up to 64 KiB, which go
-with the agreement's log2(nodes) rounds; larger tensors are cut into a slice for each lane, which carries 2(n−1)/n
-of it for n nodes. The cut follows from the call and the placement alone, since MPI's sums depend on it.
+A rank reads and writes 2·bytes in place, and 4·bytes in chunks. Between nodes up to 64 KiB are small, and larger
+tensors are cut into a slice for each lane, which carries 2(n−1)/n of it for n nodes. The cut follows from the call
+and the placement alone, since MPI's sums depend on it.
 
 The agreement names the address of a symmetric tensor: if it is not the same on all ranks, the tensor is chunked.
 On one node the first chunk is copied in before the agreement, whose barrier then serves both.
@@ -40,19 +39,18 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...utils.cache import BoundedCache
 from ..buffers import bytes_of, flat_elements, write_back
 from ..call import Call
-from ..reduction import Reduction, choose_reduction, finish, fold, fold_rows, is_plain_sum, wide_dtype
+from ..reduction import Reduction, choose_reduction, fold, wide_dtype
 from ..tuning import ALONE_CHUNK_BYTES, PIECE_BYTES, REPEATED_CHUNK_BYTES, SLICE_BYTES, replicated_bytes
 from .chunks import Stage, run_chunks, stages_of
 from .connection import Connection
 from .lane import Flight
-from .rounds import Gathered, Payload, Summed
+from .small import ReductionBetweenNodes, ReductionOnNode
 from .staging import ALIGNMENT, Staging, round_down, slices_of, views_of
 from .topology import Bytes
 
-__all__ = ["SmallReduction", "reduce"]
+__all__ = ["reduce"]
 
 
 def reduce(ranks: Connection, call: Call, tensor: Tensor) -> None:
@@ -83,30 +81,32 @@ class _Plan:
 
     def __init__(self, ranks: Connection, call: Call) -> None:
         assert call.dtype is not None
-        self._agreement, self._call = ranks.agreement, call
-        self._small = SmallReduction(ranks, call) if ranks.carries(call.dtype, call.nbytes) else None
-        is_one_node = ranks.rounds is None
+        self._agree, self._call = ranks.agreement.agree, call
+        self._gets_result = call.root in (None, ranks.topology.rank)
+        is_small, is_one_node = ranks.carries(call.dtype, call.nbytes), ranks.rounds is None
+        self._on_node = ReductionOnNode(ranks, call) if is_small and is_one_node else None
+        self._between_nodes = ReductionBetweenNodes(ranks, call) if is_small and not is_one_node else None
         least = replicated_bytes(ranks.topology.size, symmetric=True) if is_one_node else 0
-        may_be_in_place = is_one_node or (call.root is None and self._small is None and not ranks.is_apart)
+        may_be_in_place = is_one_node or (call.root is None and not is_small and not ranks.is_apart)
         self._in_place = _InPlace(ranks, call) if may_be_in_place and call.nbytes > least else None
         self._large = _Alone(ranks, call) if ranks.is_apart else _Chunked(ranks, call)
 
     def run(self, tensor: Tensor) -> None:
         """Reduce contiguous data onto the root or all ranks, in place there; collective."""
-        agree, call, small, large = self._agreement.agree, self._call, self._small, self._large
-        in_place = self._in_place
+        agree, call, in_place, large = self._agree, self._call, self._in_place, self._large
         cut = None if in_place is None else in_place.find(tensor)
         if in_place is not None and cut is not None:
             if agree(call, 0, cut.address)[2]:
                 in_place.run(cut, tensor)
             else:
                 large.run(tensor)
-        elif small is not None:
-            index = small.put(tensor)
-            if agree(call, 0, 0, small.cargo)[2]:
-                small.take(tensor, index)
-            else:
+        elif self._on_node is not None:
+            if not self._on_node.run(tensor):
                 large.run(tensor)
+        elif self._between_nodes is not None:
+            total = self._between_nodes.run(tensor)
+            if self._gets_result:
+                tensor.copy_(total)
         else:
             first = large.put_first(tensor)
             # If some ranks have a symmetric tensor, they have put nothing in: begin anew, with them.
@@ -128,104 +128,6 @@ class _Way:
     def _sums(self) -> _NodeSums:
         """The sums over all nodes."""
         return _NodeSums(self._ranks, self._call)
-
-
-# ---- small -----------------------------------------------------------------------------------------------------
-
-
-class SmallReduction(_Way):
-    """The reduction of small data with the agreement: by each rank, between nodes by local rank 0 of each node.
-
-    Attributes:
-        cargo: The data on its way between nodes; None on one node.
-    """
-
-    def __init__(self, ranks: Connection, call: Call) -> None:
-        super().__init__(ranks, call)
-        buffers = ranks.staging.buffers
-        self._barrier, self._count = ranks.barrier, ranks.staging.count
-        self._own = [of_all[self._local][: call.nbytes] for of_all in buffers]
-        self._sources: BoundedCache[int, Bytes] = BoundedCache(256)
-        rows = [views_of(of_all, 0, call.nbytes, self._dtype) for of_all in buffers]
-        self._parts = [[part.view(call.shape) for part in parts] for parts in rows]
-        self.cargo = None if ranks.rounds is None else _SumCargo(ranks, call, rows)
-        # The own part of a sum of two is in the tensor already.
-        adds = self.cargo is None and self._size == 2 and is_plain_sum(self._dtype, self._op)
-        self._other = [parts[1 - self._local] for parts in self._parts] if adds else None
-
-    def put(self, tensor: Tensor) -> int:
-        """Copy contiguous data into the own buffer, and return its index; local."""
-        if self.cargo is not None and self._ranks.is_apart:
-            self.cargo.total.copy_(tensor)
-            return 0
-        index = self._barrier.count % self._count
-        pointer = tensor.data_ptr()
-        source = self._sources.get(pointer)
-        if source is None:
-            source = self._sources.add(pointer, bytes_of(tensor))
-        self._own[index][...] = source
-        return index
-
-    def take(self, tensor: Tensor, index: int) -> None:
-        """Copy the result into the tensor on the root, or on all ranks; local, after the agreement."""
-        if not self._gets_result:
-            return
-        if self.cargo is not None:
-            tensor.copy_(self.cargo.total)
-        elif self._other is None:
-            self._reduction.run(self._parts[index], tensor)
-        elif self._local == 0:
-            tensor.add_(self._other[index])
-        else:  # the order of rank 0: a sum of two NaN has the bits of the first
-            torch.add(self._other[index], tensor, out=tensor)
-
-
-class _SumCargo:
-    """A small reduction on its way between nodes; see `agreement.Cargo`."""
-
-    def __init__(self, ranks: Connection, call: Call, rows: list[list[Tensor]]) -> None:
-        assert ranks.rounds is not None
-        assert call.op is not None
-        self._rounds, self._op, self._size, self._ordered = (
-            ranks.rounds,
-            call.op,
-            ranks.topology.size,
-            ranks.ordered,
-        )
-        self._barrier, self._rows, self._is_apart = ranks.barrier, rows, ranks.is_apart
-        self._summed = Summed(ranks.rounds, call)
-        self._gathered: Gathered | None = None
-        nbytes, wide = self._summed.total.nbytes, self._summed.total.dtype
-        if ranks.is_apart:  # without staging: the rounds read and write this memory
-            self._totals = [self._summed.total.view(call.shape)]
-        else:
-            first = [views_of(buffers[:1], 0, nbytes, wide)[0] for buffers in ranks.staging.buffers]
-            self._totals = [total.view(call.shape) for total in first]
-        self._results = [total.view(-1) for total in self._totals]
-
-    @property
-    def total(self) -> Tensor:
-        """The result of the last agreement, in `wide_dtype`; valid until the next collective."""
-        return self._totals[(self._barrier.count - 1) % len(self._totals)]
-
-    def load(self) -> Payload:
-        """Reduce the data of this node."""
-        if not self._is_apart:
-            fold(self._rows[(self._barrier.count - 1) % len(self._rows)], self._op, self._summed.total)
-        if not self._ordered:
-            return self._summed
-        self._gathered = Gathered(self._rounds, self._summed.total.nbytes)
-        self._gathered.rows[self._rounds.index] = bytes_of(self._summed.total)
-        return self._gathered
-
-    def unload(self) -> None:
-        """Show the result to this node."""
-        total = self._summed.total
-        if self._gathered is not None:
-            rows = torch.from_numpy(self._gathered.rows.reshape(-1)).view(total.dtype)
-            fold_rows(rows.view(self._rounds.count, -1), self._op, total)
-        result = total if self._is_apart else self._results[self._barrier.count % len(self._results)]
-        finish(total, self._op, self._size, result)
 
 
 # ---- between nodes ---------------------------------------------------------------------------------------------

@@ -29,10 +29,10 @@ from ..call import Call
 from ..flat_parts import FlatParts
 from ..reduction import finish, fold, fold_rows, reduce_in_rank_order, reduce_wide_into, wide_dtype
 from ..tuning import SLICE_BYTES, WHOLE_BYTES
-from .all_reduce import SmallReduction
 from .chunks import stages_of
 from .connection import Connection
 from .lane import Flight
+from .small import ReductionBetweenNodes
 from .staging import ALIGNMENT, bounds_of, round_down
 from .topology import Blocks, items_of, rows_in, split_array
 
@@ -112,13 +112,10 @@ def _is_small(ranks: Connection, call: Call) -> bool:
 
 def _reduce_small(ranks: Connection, call: Call, tensor: Tensor) -> Tensor:
     """Return the reduction of all of the data, in `wide_dtype`, valid until the next collective; collective."""
-    small = ranks.plans.get(call.key)
+    small: ReductionBetweenNodes | None = ranks.plans.get(call.key)
     if small is None:
-        small = ranks.plans.add(call.key, SmallReduction(ranks, call))
-    small.put(flat_elements(tensor).view(call.shape))
-    ranks.agreement.agree(call, 0, 0, small.cargo)
-    total: Tensor = small.cargo.total
-    return total
+        small = ranks.plans.add(call.key, ReductionBetweenNodes(ranks, call))
+    return small.run(flat_elements(tensor).view(call.shape))
 
 
 def _reduce_in_place(
