@@ -43,11 +43,10 @@ from ..buffers import bytes_of, flat_elements, write_back
 from ..call import Call
 from ..reduction import Reduction, choose_reduction, fold, wide_dtype
 from ..tuning import ALONE_CHUNK_BYTES, PIECE_BYTES, REPEATED_CHUNK_BYTES, SLICE_BYTES, replicated_bytes
-from .chunks import Stage, run_chunks, stages_of
+from .chunks import ALIGNMENT, Stage, Staging, round_down, run_chunks, slices_of, stages_of, views_of
 from .connection import Connection
 from .lane import Flight
 from .small import ReductionBetweenNodes, ReductionOnNode
-from .staging import ALIGNMENT, Staging, round_down, slices_of, views_of
 from .topology import Bytes
 
 __all__ = ["reduce"]

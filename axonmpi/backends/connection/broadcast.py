@@ -17,11 +17,10 @@ from torch import Tensor
 
 from ..buffers import bytes_of, flat_elements, write_back
 from ..call import Call
-from .chunks import stages_of
+from .chunks import ALIGNMENT, slices_of, stages_of
 from .connection import Connection
 from .lane import Flight
 from .rounds import Copied, Payload
-from .staging import ALIGNMENT, slices_of
 from .topology import Bytes
 
 __all__ = ["broadcast", "broadcast_small"]

@@ -48,11 +48,10 @@ from ..tuning import (
 from .agreement import Agreement
 from .arena import Arena
 from .barrier import Fence, NodeBarrier
-from .chunks import Stage, run_chunks
+from .chunks import ALIGNMENT, Stage, Staging, line_seconds, run_chunks
 from .lane import Lane, is_sliced
 from .rounds import Rounds
 from .segment import PAGE, Segment
-from .staging import ALIGNMENT, Staging, line_seconds
 from .topology import Bytes, Topology
 
 __all__ = ["Connection", "Sizes", "connect", "node_communicator", "path_of"]

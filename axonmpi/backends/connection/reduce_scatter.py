@@ -29,11 +29,10 @@ from ..call import Call
 from ..flat_parts import FlatParts
 from ..reduction import finish, fold, fold_rows, reduce_in_rank_order, reduce_wide_into, wide_dtype
 from ..tuning import SLICE_BYTES, WHOLE_BYTES
-from .chunks import stages_of
+from .chunks import ALIGNMENT, bounds_of, round_down, stages_of
 from .connection import Connection
 from .lane import Flight
 from .small import ReductionBetweenNodes
-from .staging import ALIGNMENT, bounds_of, round_down
 from .topology import Blocks, items_of, rows_in, split_array
 
 __all__ = ["reduce_scatter", "reduce_scatter_into"]

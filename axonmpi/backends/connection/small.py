@@ -24,9 +24,9 @@ from ...utils.cache import BoundedCache
 from ..buffers import bytes_of
 from ..call import Call
 from ..reduction import choose_reduction, finish, fold, fold_rows, is_plain_sum
+from .chunks import views_of
 from .connection import Connection
 from .rounds import Gathered, Payload, Summed
-from .staging import views_of
 from .topology import Bytes
 
 __all__ = ["ReductionBetweenNodes", "ReductionOnNode"]

@@ -35,10 +35,10 @@ from ..connection.all_gather import all_gather, all_gather_into
 from ..connection.all_reduce import reduce
 from ..connection.broadcast import broadcast, broadcast_small
 from ..connection.connection import Sizes, connect
-from ..connection.counters import NodeCounters
 from ..connection.reduce_scatter import reduce_scatter, reduce_scatter_into
 from ..connection.segment import warn_no_shared_memory
 from ..contract import Backend
+from ..counters import NodeCounters
 from ..flat_parts import FlatParts
 from ..local import LocalBackend
 from ..ranks import Parts
