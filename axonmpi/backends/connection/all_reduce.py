@@ -35,6 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,34 +123,37 @@ class _Way:
         self._local, self._size = ranks.topology.local_rank, ranks.topology.size
         self._reduction = choose_reduction(call.dtype, call.op, self._size)
         self._gets_result = call.root in (None, ranks.topology.rank)
+        self._unit, self._is_apart = max(ALIGNMENT, call.dtype.itemsize), ranks.is_apart
+        self._sum_dtype = call.dtype if ranks.is_apart else wide_dtype(call.dtype)
+        self._sliced = ranks.exchanges_slices(self._sum_dtype, call.op, call.nbytes)
 
-    @cached_property
-    def _sums(self) -> _NodeSums:
-        """The sums over all nodes."""
-        return _NodeSums(self._ranks, self._call)
+    # ---- chunks -------------------------------------------------------------------------------------------
 
+    def _chunk_sizes(self) -> tuple[int, list[int]]:
+        """Return the size by which chunks are cut, and that of each: about equal, the last one may be smaller."""
+        nbytes, most = self._call.nbytes, self._ranks.chunk_bytes
+        if nbytes > most:
+            most = min(most, REPEATED_CHUNK_BYTES)
+        unit = self._ranks.topology.lanes * self._unit
+        size = -(-nbytes // (-(-nbytes // most) * unit)) * unit
+        return size, [min(size, nbytes - start) for start in range(0, nbytes, size)]
 
-# ---- between nodes ---------------------------------------------------------------------------------------------
+    def _bounds(self, size: int, most: int) -> list[tuple[int, int]]:
+        """Return the slice of each rank of the node in a chunk of `most` bytes, cut as one of `size` is."""
+        topology = self._ranks.topology
+        slices = slices_of(size, topology.lanes, self._unit)
+        slices += [(most, most)] * (len(topology.node_ranks) - len(slices))
+        return [(min(low, most), min(high, most)) for low, high in slices]
 
+    # ---- between nodes ------------------------------------------------------------------------------------
 
-class _NodeSums:
-    """The sums of chunks over all nodes by this rank's lane, if it has one; for calls of one kind."""
-
-    def __init__(self, ranks: Connection, call: Call) -> None:
-        assert call.op is not None
-        assert call.dtype is not None
-        self._lane, self._op, self._size = ranks.lane, call.op, ranks.topology.size
-        self._is_apart, self._copies = ranks.is_apart, call.root is not None
-        self._dtype = call.dtype if ranks.is_apart else wide_dtype(call.dtype)
-        self._sliced = ranks.exchanges_slices(self._dtype, call.op, call.nbytes)
-
-    def stages(
+    def _lane_stages(
         self,
         parts: Callable[[int, int], list[Tensor]],
         write: Callable[[int, int, Tensor], None],
         chunks: int,
     ) -> list[Stage]:
-        """Return the stages that sum chunks; local.
+        """Return the stages that sum chunks over all nodes by this rank's lane, if it has one; local.
 
         Args:
             parts: Takes a chunk's number and the index of its buffer; returns the slice of each rank of this node,
@@ -157,13 +161,24 @@ class _NodeSums:
             write: Takes a chunk's number, the index of this tick's buffer, and the sum of the slice over all nodes.
             chunks: Number of chunks.
         """
+        lane, op = self._ranks.lane, self._op
         flights: dict[int, tuple[Flight, Tensor]] = {}
 
+        def sum_here(given: list[Tensor], number: int) -> Tensor:
+            """Return the sum over this node, of a rank alone the data itself."""
+            assert lane is not None
+            if self._is_apart and self._call.root is None:
+                return given[0]
+            total = lane.buffer("total", given[0].numel(), self._sum_dtype, number % 3)
+            if self._is_apart:
+                return total.copy_(given[0])
+            fold(given, op, total)
+            return total
+
         def start(number: int, index: int, now: int) -> None:
-            if self._lane is not None and (given := parts(number, index)):
-                total = self._sum_here(given, number)
-                steps = self._lane.all_reduce(total, self._op, self._size, sliced=self._sliced)
-                flights[number] = self._lane.start(steps), total
+            if lane is not None and (given := parts(number, index)):
+                total = sum_here(given, number)
+                flights[number] = lane.start(lane.all_reduce(total, op, self._size, sliced=self._sliced)), total
 
         def go_on(number: int, index: int, now: int) -> None:
             if number in flights:
@@ -177,16 +192,8 @@ class _NodeSums:
 
         return stages_of(chunks, start, *([go_on] if self._sliced else []), end)
 
-    def _sum_here(self, parts: list[Tensor], number: int) -> Tensor:
-        """Return the sum over this node, of a rank alone the data itself; local."""
-        assert self._lane is not None
-        if self._is_apart and not self._copies:
-            return parts[0]
-        total = self._lane.buffer("total", parts[0].numel(), self._dtype, number % 3)
-        if self._is_apart:
-            return total.copy_(parts[0])
-        fold(parts, self._op, total)
-        return total
+
+# ---- alone -----------------------------------------------------------------------------------------------------
 
 
 class _Alone(_Way):
@@ -212,14 +219,14 @@ class _Alone(_Way):
             if self._gets_result and total is not chunks[number]:
                 chunks[number].copy_(total)
 
-        stages = self._sums.stages(parts, write, len(chunks))
+        stages = self._lane_stages(parts, write, len(chunks))
         run_chunks(None, 1, self._call, len(chunks), stages)
 
 
 # ---- in place --------------------------------------------------------------------------------------------------
 
 
-class _Cut:
+class _Cut(NamedTuple):
     """This rank's slices of a symmetric tensor, over the memory of all ranks of the node.
 
     Attributes:
@@ -227,11 +234,8 @@ class _Cut:
         pieces: The slices, each of a size that fits into a cache.
     """
 
-    __slots__ = ("address", "pieces")
-
-    def __init__(self, address: int, pieces: list[_Piece]) -> None:
-        self.address = address
-        self.pieces = pieces
+    address: int
+    pieces: list[_Piece]
 
 
 class _Piece:
@@ -298,7 +302,7 @@ class _InPlace(_Way):
             for piece in pieces:
                 piece.reduce(self._reduction, self._local, self._call.root)
         else:
-            stages = self._sums.stages(
+            stages = self._lane_stages(
                 lambda number, _: pieces[number].parts,
                 lambda number, _, total: pieces[number].write(total),
                 len(pieces),
@@ -310,14 +314,12 @@ class _InPlace(_Way):
         ranks, dtype, nbytes = self._ranks, self._dtype, self._call.nbytes
         assert ranks.arena is not None
         if ranks.rounds is None:
-            low, high = slices_of(nbytes, self._size, max(ALIGNMENT, dtype.itemsize))[self._local]
+            low, high = slices_of(nbytes, self._size, self._unit)[self._local]
             step = round_down(min(SLICE_BYTES, ranks.sizes.chunk), ALIGNMENT)
             own = [(at, min(at + step, high)) for at in range(low, high, step)]
         else:
-            size, sizes = _chunk_sizes(ranks, self._call)
-            slices = [
-                _bounds(ranks, self._call, size, each)[self._local] for each in sizes if ranks.lane is not None
-            ]
+            size, sizes = self._chunk_sizes()
+            slices = [self._bounds(size, each)[self._local] for each in sizes if ranks.lane is not None]
             own = [(number * size + low, number * size + high) for number, (low, high) in enumerate(slices)]
         with torch.inference_mode(False):
             scratch = ranks.total.view(dtype)
@@ -328,36 +330,16 @@ class _InPlace(_Way):
 # ---- chunked ---------------------------------------------------------------------------------------------------
 
 
-def _chunk_sizes(ranks: Connection, call: Call) -> tuple[int, list[int]]:
-    """Return the size by which chunks are cut, and the size of each: about equal, the last one may be smaller."""
-    assert call.dtype is not None
-    most = ranks.chunk_bytes
-    if call.nbytes > most:
-        most = min(most, REPEATED_CHUNK_BYTES)
-    unit = ranks.topology.lanes * max(ALIGNMENT, call.dtype.itemsize)
-    size = -(-call.nbytes // (-(-call.nbytes // most) * unit)) * unit
-    return size, [min(size, call.nbytes - start) for start in range(0, call.nbytes, size)]
-
-
-def _bounds(ranks: Connection, call: Call, size: int, most: int) -> list[tuple[int, int]]:
-    """Return the slice of each rank of the node in a chunk of `most` bytes, cut as one of `size` is."""
-    assert call.dtype is not None
-    slices = slices_of(size, ranks.topology.lanes, max(ALIGNMENT, call.dtype.itemsize))
-    slices += [(most, most)] * (len(ranks.topology.node_ranks) - len(slices))
-    return [(min(low, most), min(high, most)) for low, high in slices]
-
-
 class _Chunked(_Way):
     """Chunks of an ordinary tensor go through staging."""
 
     @cached_property
     def _layouts(self) -> list[_ChunkLayout]:
         """The layout of each chunk."""
-        ranks, call = self._ranks, self._call
-        size, sizes = _chunk_sizes(ranks, call)
+        size, sizes = self._chunk_sizes()
         # The last chunk may be smaller and is cut alike: a result fills the gap in its rank's input.
         layouts = {
-            each: _ChunkLayout(ranks.staging, self._local, _bounds(ranks, call, size, each), self._dtype)
+            each: _ChunkLayout(self._ranks.staging, self._local, self._bounds(size, each), self._dtype)
             for each in {*sizes}
         }
         return [layouts[each] for each in sizes]
@@ -376,8 +358,7 @@ class _Chunked(_Way):
             tensor: The data.
             first: 1 if all ranks have put in their first chunk.
         """
-        chunks, rank, dtype, ranks = self._chunks(tensor), self._local, self._dtype, self._ranks
-        reduce_parts, gets_result = self._reduction.run, self._gets_result
+        chunks, ranks, gets_result = self._chunks(tensor), self._ranks, self._gets_result
 
         def copy_in(number: int, index: int, now: int) -> None:
             chunks[number].copy_in(index)
@@ -387,23 +368,21 @@ class _Chunked(_Way):
             if not chunk.own.nbytes:
                 return []
             found = [*chunk.layout.views[index].parts]
-            found[rank] = torch.from_numpy(chunk.own).view(dtype)
+            found[self._local] = torch.from_numpy(chunk.own).view(self._dtype)
             return found
 
         def reduce(number: int, index: int, now: int) -> None:
             if given := parts(number, index):
-                chunk = chunks[number]
-                target = chunk.layout.views[now]
-                reduce_parts(given, target.result)
-                if gets_result:
-                    chunk.own[...] = target.result_bytes
+                self._reduction.run(given, chunks[number].layout.views[now].result)
+                keep(number, now)
 
         def write(number: int, now: int, total: Tensor) -> None:
-            chunk = chunks[number]
-            target = chunk.layout.views[now]
-            target.result.copy_(total)
+            chunks[number].layout.views[now].result.copy_(total)
+            keep(number, now)
+
+        def keep(number: int, now: int) -> None:
             if gets_result:
-                chunk.own[...] = target.result_bytes
+                chunks[number].own[...] = chunks[number].layout.views[now].result_bytes
 
         def copy_out(number: int, index: int, now: int) -> None:
             if gets_result:
@@ -414,9 +393,7 @@ class _Chunked(_Way):
 
         if gets_result:  # first, since a failure below leaves the tensor half changed
             torch.autograd.graph.increment_version(tensor)
-        middle: list[Stage] = [reduce]
-        if ranks.rounds is not None:
-            middle = self._sums.stages(parts, write, len(chunks))
+        middle = [reduce] if ranks.rounds is None else self._lane_stages(parts, write, len(chunks))
         run_chunks(ranks.barrier, ranks.staging.count, self._call, len(chunks), [copy_in, *middle, copy_out], first)
 
     def _chunks(self, tensor: Tensor) -> list[_Chunk]:

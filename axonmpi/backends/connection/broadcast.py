@@ -47,11 +47,11 @@ def broadcast(ranks: Connection, call: Call, tensor: Tensor) -> None:
             _broadcast_chunks(ranks, call, data)
     elif ranks.is_apart:
         assert ranks.lane is not None
-        ranks.agree(call)
+        ranks.agreement.agree(call)
         ranks.lane.complete(ranks.lane.broadcast(flat, call.root))
     else:
         if not address:
-            ranks.agree(call)
+            ranks.agreement.agree(call)
         _broadcast_chunks(ranks, call, data)
     if ranks.topology.rank != call.root:
         write_back(flat, tensor)

@@ -141,7 +141,7 @@ def _reduce_in_place(
 def _reduce_between_nodes(ranks: Connection, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
     """Reduce contiguous data, one block a rank, over several nodes; collective."""
     assert call.op is not None
-    ranks.agree(call)
+    ranks.agreement.agree(call)
     if not flat.numel():
         return
     lane = ranks.lane

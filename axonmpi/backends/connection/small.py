@@ -43,7 +43,7 @@ class _Small:
     def __init__(self, ranks: Connection, call: Call) -> None:
         assert call.op is not None
         assert call.dtype is not None
-        self._call, self._op, self._size = call, call.op, ranks.topology.size
+        self._call, self._dtype, self._op, self._size = call, call.dtype, call.op, ranks.topology.size
         self._barrier, self._agree = ranks.barrier, ranks.agreement.agree
         self._local, buffers = ranks.topology.local_rank, ranks.staging.buffers
         self._own = [of_all[self._local][: call.nbytes] for of_all in buffers]
@@ -66,11 +66,9 @@ class ReductionOnNode(_Small):
     """Small reductions of one dtype, shape, operation and root on one node."""
 
     def __init__(self, ranks: Connection, call: Call) -> None:
-        assert call.op is not None
-        assert call.dtype is not None
         super().__init__(ranks, call)
-        self._reduce = choose_reduction(call.dtype, call.op, self._size).run
-        self._adds = self._size == 2 and is_plain_sum(call.dtype, call.op)
+        self._reduce = choose_reduction(self._dtype, self._op, self._size).run
+        self._adds = self._size == 2 and is_plain_sum(self._dtype, self._op)
         self._gets_result = call.root in (None, ranks.topology.rank)
 
     def run(self, tensor: Tensor) -> bool:

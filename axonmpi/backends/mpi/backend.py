@@ -157,7 +157,7 @@ class MpiBackend(Backend):
             )
         if self._connection.obstacle:
             warn_no_shared_memory(self._connection.obstacle)
-        self._agree = self._connection.agree
+        self._agree = self._connection.agreement.agree
         self._node_ranks = self._connection.topology.node_ranks
         self.path = self._connection.path
         self._is_open_mpi = self._connection.is_open_mpi
@@ -371,7 +371,7 @@ class MpiBackend(Backend):
         self._connection.barrier.check_alive(what)
 
     def _counters(self, memory: Tensor) -> NodeCounters:
-        fence, busy = self._connection.fence, self.cores.oversubscribed
+        fence, busy = self._connection.barrier.sync, self.cores.oversubscribed
         return NodeCounters(memory, fence, self.timeout, self.check_peers, self.give_way, oversubscribed=busy)
 
     def _all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
