@@ -37,7 +37,7 @@ ORDER = (
 BACKENDS = (
     ("tuning",),
     ("reduction", "flat_parts", "ranks"),
-    ("call", "checks", "buffers", "connection.counters"),
+    ("call", "checks", "buffers", "counters"),
     ("call_site",),
     ("runner",),
     ("contract", "worker"),

@@ -4,9 +4,9 @@ from .call_site import at_step
 from .checks import MAX_TAG, Sizes, check_tensor, wrap_dim
 from .coalesced import all_reduce_coalesced, broadcast_coalesced, by_kind
 from .connection.connection import path_of
-from .connection.counters import NodeCounters
 from .connection.segment import remedy
 from .contract import Backend
+from .counters import NodeCounters
 from .local import LocalBackend
 from .mock.backend import LoggedCall, MockBackend
 from .mpi.backend import MpiBackend

@@ -39,7 +39,7 @@ from .checks import (
     check_writable,
     wrap_dim,
 )
-from .connection.counters import WORDS_PER_COUNTER, NodeCounters
+from .counters import WORDS_PER_COUNTER, NodeCounters
 from .flat_parts import FlatParts
 from .ranks import Parts, check_parts, check_rank, check_ranks
 from .reduction import check_reducible, reduce_in_rank_order, wide_dtype

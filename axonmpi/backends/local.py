@@ -15,8 +15,8 @@ from torch import Tensor
 from ..errors import CollectiveMismatchError
 from ..types import CompletedWork, Seconds, Work
 from .call import Call
-from .connection.counters import NodeCounters
 from .contract import Backend
+from .counters import NodeCounters
 from .flat_parts import FlatParts
 from .ranks import Parts
 from .reduction import reduce_wide_into

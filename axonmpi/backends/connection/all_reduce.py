@@ -1,18 +1,17 @@
 """All-reduce and reduce: every rank's tensor is combined element by element, onto all ranks or one root, in place.
 
     way          steps                                                     barriers          copies
-    small        put into staging, agree, reduce all of it on each rank    of the agreement  1 in
     in place     each rank reduces its slice in all ranks' memory          2                 none
     chunked      chunks go through staging: copy in, reduce, copy out      1 a chunk, and 2  1 in, 1 out
     alone        a rank alone on its node: all of it goes by the lane      none              none
 
     tensor       on one node: up to 32 KiB of all ranks   up to `replicated_bytes`   larger
-    symmetric                 small                       in place                   in place
+    symmetric                 small (see `small`)         in place                   in place
     ordinary                  small                       small                      chunked
 
-A rank reads and writes 2·bytes in place, and 4·bytes in chunks. Between nodes small means up to 64 KiB, which go
-with the agreement's log2(nodes) rounds; larger tensors are cut into a slice for each lane, which carries 2(n−1)/n
-of it for n nodes. The cut follows from the call and the placement alone, since MPI's sums depend on it.
+A rank reads and writes 2·bytes in place, and 4·bytes in chunks. Between nodes up to 64 KiB are small, and larger
+tensors are cut into a slice for each lane, which carries 2(n−1)/n of it for n nodes. The cut follows from the call
+and the placement alone, since MPI's sums depend on it.
 
 The agreement names the address of a symmetric tensor: if it is not the same on all ranks, the tensor is chunked.
 On one node the first chunk is copied in before the agreement, whose barrier then serves both.
@@ -36,23 +35,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...utils.cache import BoundedCache
 from ..buffers import bytes_of, flat_elements, write_back
 from ..call import Call
-from ..reduction import Reduction, choose_reduction, finish, fold, fold_rows, is_plain_sum, wide_dtype
+from ..reduction import Reduction, choose_reduction, fold, wide_dtype
 from ..tuning import ALONE_CHUNK_BYTES, PIECE_BYTES, REPEATED_CHUNK_BYTES, SLICE_BYTES, replicated_bytes
-from .chunks import Stage, run_chunks, stages_of
+from .chunks import ALIGNMENT, Stage, Staging, round_down, run_chunks, slices_of, stages_of, views_of
 from .connection import Connection
 from .lane import Flight
-from .rounds import Gathered, Payload, Summed
-from .staging import ALIGNMENT, Staging, round_down, slices_of, views_of
+from .small import ReductionBetweenNodes, ReductionOnNode
 from .topology import Bytes
 
-__all__ = ["SmallReduction", "reduce"]
+__all__ = ["reduce"]
 
 
 def reduce(ranks: Connection, call: Call, tensor: Tensor) -> None:
@@ -83,30 +81,32 @@ class _Plan:
 
     def __init__(self, ranks: Connection, call: Call) -> None:
         assert call.dtype is not None
-        self._agreement, self._call = ranks.agreement, call
-        self._small = SmallReduction(ranks, call) if ranks.carries(call.dtype, call.nbytes) else None
-        is_one_node = ranks.rounds is None
+        self._agree, self._call = ranks.agreement.agree, call
+        self._gets_result = call.root in (None, ranks.topology.rank)
+        is_small, is_one_node = ranks.carries(call.dtype, call.nbytes), ranks.rounds is None
+        self._on_node = ReductionOnNode(ranks, call) if is_small and is_one_node else None
+        self._between_nodes = ReductionBetweenNodes(ranks, call) if is_small and not is_one_node else None
         least = replicated_bytes(ranks.topology.size, symmetric=True) if is_one_node else 0
-        may_be_in_place = is_one_node or (call.root is None and self._small is None and not ranks.is_apart)
+        may_be_in_place = is_one_node or (call.root is None and not is_small and not ranks.is_apart)
         self._in_place = _InPlace(ranks, call) if may_be_in_place and call.nbytes > least else None
         self._large = _Alone(ranks, call) if ranks.is_apart else _Chunked(ranks, call)
 
     def run(self, tensor: Tensor) -> None:
         """Reduce contiguous data onto the root or all ranks, in place there; collective."""
-        agree, call, small, large = self._agreement.agree, self._call, self._small, self._large
-        in_place = self._in_place
+        agree, call, in_place, large = self._agree, self._call, self._in_place, self._large
         cut = None if in_place is None else in_place.find(tensor)
         if in_place is not None and cut is not None:
             if agree(call, 0, cut.address)[2]:
                 in_place.run(cut, tensor)
             else:
                 large.run(tensor)
-        elif small is not None:
-            index = small.put(tensor)
-            if agree(call, 0, 0, small.cargo)[2]:
-                small.take(tensor, index)
-            else:
+        elif self._on_node is not None:
+            if not self._on_node.run(tensor):
                 large.run(tensor)
+        elif self._between_nodes is not None:
+            total = self._between_nodes.run(tensor)
+            if self._gets_result:
+                tensor.copy_(total)
         else:
             first = large.put_first(tensor)
             # If some ranks have a symmetric tensor, they have put nothing in: begin anew, with them.
@@ -123,132 +123,37 @@ class _Way:
         self._local, self._size = ranks.topology.local_rank, ranks.topology.size
         self._reduction = choose_reduction(call.dtype, call.op, self._size)
         self._gets_result = call.root in (None, ranks.topology.rank)
+        self._unit, self._is_apart = max(ALIGNMENT, call.dtype.itemsize), ranks.is_apart
+        self._sum_dtype = call.dtype if ranks.is_apart else wide_dtype(call.dtype)
+        self._sliced = ranks.exchanges_slices(self._sum_dtype, call.op, call.nbytes)
 
-    @cached_property
-    def _sums(self) -> _NodeSums:
-        """The sums over all nodes."""
-        return _NodeSums(self._ranks, self._call)
+    # ---- chunks -------------------------------------------------------------------------------------------
 
+    def _chunk_sizes(self) -> tuple[int, list[int]]:
+        """Return the size by which chunks are cut, and that of each: about equal, the last one may be smaller."""
+        nbytes, most = self._call.nbytes, self._ranks.chunk_bytes
+        if nbytes > most:
+            most = min(most, REPEATED_CHUNK_BYTES)
+        unit = self._ranks.topology.lanes * self._unit
+        size = -(-nbytes // (-(-nbytes // most) * unit)) * unit
+        return size, [min(size, nbytes - start) for start in range(0, nbytes, size)]
 
-# ---- small -----------------------------------------------------------------------------------------------------
+    def _bounds(self, size: int, most: int) -> list[tuple[int, int]]:
+        """Return the slice of each rank of the node in a chunk of `most` bytes, cut as one of `size` is."""
+        topology = self._ranks.topology
+        slices = slices_of(size, topology.lanes, self._unit)
+        slices += [(most, most)] * (len(topology.node_ranks) - len(slices))
+        return [(min(low, most), min(high, most)) for low, high in slices]
 
+    # ---- between nodes ------------------------------------------------------------------------------------
 
-class SmallReduction(_Way):
-    """The reduction of small data with the agreement: by each rank, between nodes by local rank 0 of each node.
-
-    Attributes:
-        cargo: The data on its way between nodes; None on one node.
-    """
-
-    def __init__(self, ranks: Connection, call: Call) -> None:
-        super().__init__(ranks, call)
-        buffers = ranks.staging.buffers
-        self._barrier, self._count = ranks.barrier, ranks.staging.count
-        self._own = [of_all[self._local][: call.nbytes] for of_all in buffers]
-        self._sources: BoundedCache[int, Bytes] = BoundedCache(256)
-        rows = [views_of(of_all, 0, call.nbytes, self._dtype) for of_all in buffers]
-        self._parts = [[part.view(call.shape) for part in parts] for parts in rows]
-        self.cargo = None if ranks.rounds is None else _SumCargo(ranks, call, rows)
-        # The own part of a sum of two is in the tensor already.
-        adds = self.cargo is None and self._size == 2 and is_plain_sum(self._dtype, self._op)
-        self._other = [parts[1 - self._local] for parts in self._parts] if adds else None
-
-    def put(self, tensor: Tensor) -> int:
-        """Copy contiguous data into the own buffer, and return its index; local."""
-        if self.cargo is not None and self._ranks.is_apart:
-            self.cargo.total.copy_(tensor)
-            return 0
-        index = self._barrier.count % self._count
-        pointer = tensor.data_ptr()
-        source = self._sources.get(pointer)
-        if source is None:
-            source = self._sources.add(pointer, bytes_of(tensor))
-        self._own[index][...] = source
-        return index
-
-    def take(self, tensor: Tensor, index: int) -> None:
-        """Copy the result into the tensor on the root, or on all ranks; local, after the agreement."""
-        if not self._gets_result:
-            return
-        if self.cargo is not None:
-            tensor.copy_(self.cargo.total)
-        elif self._other is None:
-            self._reduction.run(self._parts[index], tensor)
-        elif self._local == 0:
-            tensor.add_(self._other[index])
-        else:  # the order of rank 0: a sum of two NaN has the bits of the first
-            torch.add(self._other[index], tensor, out=tensor)
-
-
-class _SumCargo:
-    """A small reduction on its way between nodes; see `agreement.Cargo`."""
-
-    def __init__(self, ranks: Connection, call: Call, rows: list[list[Tensor]]) -> None:
-        assert ranks.rounds is not None
-        assert call.op is not None
-        self._rounds, self._op, self._size, self._ordered = (
-            ranks.rounds,
-            call.op,
-            ranks.topology.size,
-            ranks.ordered,
-        )
-        self._barrier, self._rows, self._is_apart = ranks.barrier, rows, ranks.is_apart
-        self._summed = Summed(ranks.rounds, call)
-        self._gathered: Gathered | None = None
-        nbytes, wide = self._summed.total.nbytes, self._summed.total.dtype
-        if ranks.is_apart:  # without staging: the rounds read and write this memory
-            self._totals = [self._summed.total.view(call.shape)]
-        else:
-            first = [views_of(buffers[:1], 0, nbytes, wide)[0] for buffers in ranks.staging.buffers]
-            self._totals = [total.view(call.shape) for total in first]
-        self._results = [total.view(-1) for total in self._totals]
-
-    @property
-    def total(self) -> Tensor:
-        """The result of the last agreement, in `wide_dtype`; valid until the next collective."""
-        return self._totals[(self._barrier.count - 1) % len(self._totals)]
-
-    def load(self) -> Payload:
-        """Reduce the data of this node."""
-        if not self._is_apart:
-            fold(self._rows[(self._barrier.count - 1) % len(self._rows)], self._op, self._summed.total)
-        if not self._ordered:
-            return self._summed
-        self._gathered = Gathered(self._rounds, self._summed.total.nbytes)
-        self._gathered.rows[self._rounds.index] = bytes_of(self._summed.total)
-        return self._gathered
-
-    def unload(self) -> None:
-        """Show the result to this node."""
-        total = self._summed.total
-        if self._gathered is not None:
-            rows = torch.from_numpy(self._gathered.rows.reshape(-1)).view(total.dtype)
-            fold_rows(rows.view(self._rounds.count, -1), self._op, total)
-        result = total if self._is_apart else self._results[self._barrier.count % len(self._results)]
-        finish(total, self._op, self._size, result)
-
-
-# ---- between nodes ---------------------------------------------------------------------------------------------
-
-
-class _NodeSums:
-    """The sums of chunks over all nodes by this rank's lane, if it has one; for calls of one kind."""
-
-    def __init__(self, ranks: Connection, call: Call) -> None:
-        assert call.op is not None
-        assert call.dtype is not None
-        self._lane, self._op, self._size = ranks.lane, call.op, ranks.topology.size
-        self._is_apart, self._copies = ranks.is_apart, call.root is not None
-        self._dtype = call.dtype if ranks.is_apart else wide_dtype(call.dtype)
-        self._sliced = ranks.exchanges_slices(self._dtype, call.op, call.nbytes)
-
-    def stages(
+    def _lane_stages(
         self,
         parts: Callable[[int, int], list[Tensor]],
         write: Callable[[int, int, Tensor], None],
         chunks: int,
     ) -> list[Stage]:
-        """Return the stages that sum chunks; local.
+        """Return the stages that sum chunks over all nodes by this rank's lane, if it has one; local.
 
         Args:
             parts: Takes a chunk's number and the index of its buffer; returns the slice of each rank of this node,
@@ -256,13 +161,24 @@ class _NodeSums:
             write: Takes a chunk's number, the index of this tick's buffer, and the sum of the slice over all nodes.
             chunks: Number of chunks.
         """
+        lane, op = self._ranks.lane, self._op
         flights: dict[int, tuple[Flight, Tensor]] = {}
 
+        def sum_here(given: list[Tensor], number: int) -> Tensor:
+            """Return the sum over this node, of a rank alone the data itself."""
+            assert lane is not None
+            if self._is_apart and self._call.root is None:
+                return given[0]
+            total = lane.buffer("total", given[0].numel(), self._sum_dtype, number % 3)
+            if self._is_apart:
+                return total.copy_(given[0])
+            fold(given, op, total)
+            return total
+
         def start(number: int, index: int, now: int) -> None:
-            if self._lane is not None and (given := parts(number, index)):
-                total = self._sum_here(given, number)
-                steps = self._lane.all_reduce(total, self._op, self._size, sliced=self._sliced)
-                flights[number] = self._lane.start(steps), total
+            if lane is not None and (given := parts(number, index)):
+                total = sum_here(given, number)
+                flights[number] = lane.start(lane.all_reduce(total, op, self._size, sliced=self._sliced)), total
 
         def go_on(number: int, index: int, now: int) -> None:
             if number in flights:
@@ -276,16 +192,8 @@ class _NodeSums:
 
         return stages_of(chunks, start, *([go_on] if self._sliced else []), end)
 
-    def _sum_here(self, parts: list[Tensor], number: int) -> Tensor:
-        """Return the sum over this node, of a rank alone the data itself; local."""
-        assert self._lane is not None
-        if self._is_apart and not self._copies:
-            return parts[0]
-        total = self._lane.buffer("total", parts[0].numel(), self._dtype, number % 3)
-        if self._is_apart:
-            return total.copy_(parts[0])
-        fold(parts, self._op, total)
-        return total
+
+# ---- alone -----------------------------------------------------------------------------------------------------
 
 
 class _Alone(_Way):
@@ -311,14 +219,14 @@ class _Alone(_Way):
             if self._gets_result and total is not chunks[number]:
                 chunks[number].copy_(total)
 
-        stages = self._sums.stages(parts, write, len(chunks))
+        stages = self._lane_stages(parts, write, len(chunks))
         run_chunks(None, 1, self._call, len(chunks), stages)
 
 
 # ---- in place --------------------------------------------------------------------------------------------------
 
 
-class _Cut:
+class _Cut(NamedTuple):
     """This rank's slices of a symmetric tensor, over the memory of all ranks of the node.
 
     Attributes:
@@ -326,11 +234,8 @@ class _Cut:
         pieces: The slices, each of a size that fits into a cache.
     """
 
-    __slots__ = ("address", "pieces")
-
-    def __init__(self, address: int, pieces: list[_Piece]) -> None:
-        self.address = address
-        self.pieces = pieces
+    address: int
+    pieces: list[_Piece]
 
 
 class _Piece:
@@ -397,7 +302,7 @@ class _InPlace(_Way):
             for piece in pieces:
                 piece.reduce(self._reduction, self._local, self._call.root)
         else:
-            stages = self._sums.stages(
+            stages = self._lane_stages(
                 lambda number, _: pieces[number].parts,
                 lambda number, _, total: pieces[number].write(total),
                 len(pieces),
@@ -409,14 +314,12 @@ class _InPlace(_Way):
         ranks, dtype, nbytes = self._ranks, self._dtype, self._call.nbytes
         assert ranks.arena is not None
         if ranks.rounds is None:
-            low, high = slices_of(nbytes, self._size, max(ALIGNMENT, dtype.itemsize))[self._local]
+            low, high = slices_of(nbytes, self._size, self._unit)[self._local]
             step = round_down(min(SLICE_BYTES, ranks.sizes.chunk), ALIGNMENT)
             own = [(at, min(at + step, high)) for at in range(low, high, step)]
         else:
-            size, sizes = _chunk_sizes(ranks, self._call)
-            slices = [
-                _bounds(ranks, self._call, size, each)[self._local] for each in sizes if ranks.lane is not None
-            ]
+            size, sizes = self._chunk_sizes()
+            slices = [self._bounds(size, each)[self._local] for each in sizes if ranks.lane is not None]
             own = [(number * size + low, number * size + high) for number, (low, high) in enumerate(slices)]
         with torch.inference_mode(False):
             scratch = ranks.total.view(dtype)
@@ -427,36 +330,16 @@ class _InPlace(_Way):
 # ---- chunked ---------------------------------------------------------------------------------------------------
 
 
-def _chunk_sizes(ranks: Connection, call: Call) -> tuple[int, list[int]]:
-    """Return the size by which chunks are cut, and the size of each: about equal, the last one may be smaller."""
-    assert call.dtype is not None
-    most = ranks.chunk_bytes
-    if call.nbytes > most:
-        most = min(most, REPEATED_CHUNK_BYTES)
-    unit = ranks.topology.lanes * max(ALIGNMENT, call.dtype.itemsize)
-    size = -(-call.nbytes // (-(-call.nbytes // most) * unit)) * unit
-    return size, [min(size, call.nbytes - start) for start in range(0, call.nbytes, size)]
-
-
-def _bounds(ranks: Connection, call: Call, size: int, most: int) -> list[tuple[int, int]]:
-    """Return the slice of each rank of the node in a chunk of `most` bytes, cut as one of `size` is."""
-    assert call.dtype is not None
-    slices = slices_of(size, ranks.topology.lanes, max(ALIGNMENT, call.dtype.itemsize))
-    slices += [(most, most)] * (len(ranks.topology.node_ranks) - len(slices))
-    return [(min(low, most), min(high, most)) for low, high in slices]
-
-
 class _Chunked(_Way):
     """Chunks of an ordinary tensor go through staging."""
 
     @cached_property
     def _layouts(self) -> list[_ChunkLayout]:
         """The layout of each chunk."""
-        ranks, call = self._ranks, self._call
-        size, sizes = _chunk_sizes(ranks, call)
+        size, sizes = self._chunk_sizes()
         # The last chunk may be smaller and is cut alike: a result fills the gap in its rank's input.
         layouts = {
-            each: _ChunkLayout(ranks.staging, self._local, _bounds(ranks, call, size, each), self._dtype)
+            each: _ChunkLayout(self._ranks.staging, self._local, self._bounds(size, each), self._dtype)
             for each in {*sizes}
         }
         return [layouts[each] for each in sizes]
@@ -475,8 +358,7 @@ class _Chunked(_Way):
             tensor: The data.
             first: 1 if all ranks have put in their first chunk.
         """
-        chunks, rank, dtype, ranks = self._chunks(tensor), self._local, self._dtype, self._ranks
-        reduce_parts, gets_result = self._reduction.run, self._gets_result
+        chunks, ranks, gets_result = self._chunks(tensor), self._ranks, self._gets_result
 
         def copy_in(number: int, index: int, now: int) -> None:
             chunks[number].copy_in(index)
@@ -486,23 +368,21 @@ class _Chunked(_Way):
             if not chunk.own.nbytes:
                 return []
             found = [*chunk.layout.views[index].parts]
-            found[rank] = torch.from_numpy(chunk.own).view(dtype)
+            found[self._local] = torch.from_numpy(chunk.own).view(self._dtype)
             return found
 
         def reduce(number: int, index: int, now: int) -> None:
             if given := parts(number, index):
-                chunk = chunks[number]
-                target = chunk.layout.views[now]
-                reduce_parts(given, target.result)
-                if gets_result:
-                    chunk.own[...] = target.result_bytes
+                self._reduction.run(given, chunks[number].layout.views[now].result)
+                keep(number, now)
 
         def write(number: int, now: int, total: Tensor) -> None:
-            chunk = chunks[number]
-            target = chunk.layout.views[now]
-            target.result.copy_(total)
+            chunks[number].layout.views[now].result.copy_(total)
+            keep(number, now)
+
+        def keep(number: int, now: int) -> None:
             if gets_result:
-                chunk.own[...] = target.result_bytes
+                chunks[number].own[...] = chunks[number].layout.views[now].result_bytes
 
         def copy_out(number: int, index: int, now: int) -> None:
             if gets_result:
@@ -513,9 +393,7 @@ class _Chunked(_Way):
 
         if gets_result:  # first, since a failure below leaves the tensor half changed
             torch.autograd.graph.increment_version(tensor)
-        middle: list[Stage] = [reduce]
-        if ranks.rounds is not None:
-            middle = self._sums.stages(parts, write, len(chunks))
+        middle = [reduce] if ranks.rounds is None else self._lane_stages(parts, write, len(chunks))
         run_chunks(ranks.barrier, ranks.staging.count, self._call, len(chunks), [copy_in, *middle, copy_out], first)
 
     def _chunks(self, tensor: Tensor) -> list[_Chunk]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...errors import CollectiveTimeoutError, CommunicatorError, RankFailedError
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["Fence", "NodeBarrier"]
 
 _MARK = 16  # a cache line pair away from the counter
-_GAVE_UP, _FAILED = 1, 2
+_MARKS = ("", "gave up waiting", "has failed")
+"""What a rank's mark says of it."""
 
 
 class Fence:
@@ -75,7 +76,7 @@ class NodeBarrier:
     Attributes:
         count: How many barriers this rank has passed; the same on all ranks between two barriers.
         spins: How often a rank looks before it yields: where each has a core, the others arrive soon.
-        yields: How often a rank that waits yields before it naps.
+        sync: The memory barrier, as given.
         timeout: The same as given.
     """
 
@@ -89,7 +90,7 @@ class NodeBarrier:
         progress: Callable[[], object],
     ) -> None:
         self._words = memoryview(segment.memory).cast("q")
-        self._sync = sync
+        self.sync = sync
         # Ranks in containers of their own may not see each other's processes.
         self._processes = [process if _is_alive(process) else None for process in processes]
         self._names = names
@@ -103,7 +104,6 @@ class NodeBarrier:
         self._checked = 0.0
         self.count = 0
         self.spins = 0
-        self.yields = BARRIER_YIELDS
 
     def wait(self, what: object = "a barrier") -> None:
         """Wait until all ranks of the node have arrived; collective.
@@ -116,8 +116,8 @@ class NodeBarrier:
         if self._failed:
             raise CommunicatorError(f"{what}: this group cannot be used: {self._failed}")
         words, count = self._words, self.count + 1
-        if self._sync is not None:
-            self._sync()
+        if self.sync is not None:
+            self.sync()
         words[self._own] = count
         waited = False
         for word, peer in self._peers:
@@ -128,8 +128,8 @@ class NodeBarrier:
             for word, peer in self._peers:
                 if words[word] < count:
                     self._await(word, peer, count, what)
-        if self._sync is not None:
-            self._sync()
+        if self.sync is not None:
+            self.sync()
         self.count = count
 
     def _await(self, word: int, peer: int, count: int, what: object) -> None:
@@ -137,7 +137,7 @@ class NodeBarrier:
         for _ in range(self.spins):
             if words[word] >= count:
                 return
-        for _ in range(self.yields):
+        for _ in range(BARRIER_YIELDS):
             os.sched_yield()
             if words[word] >= count:
                 return
@@ -148,64 +148,50 @@ class NodeBarrier:
             for _ in range(PROGRESS_CALLS_PER_NAP):
                 self._progress()
             backoff.rest()
-            checked = self._check(word, peer, count, what, began, checked)
-
-    def _check(self, word: int, peer: int, count: int, what: object, began: float, checked: float) -> float:
-        """Raise if the time is up or the other rank is lost; returns when that was looked at last."""
-        now = time.monotonic()
-        if self.timeout is not None and now - began > self.timeout:
-            self._give_up(what)
-        if now - checked > BARRIER_CHECK_SECONDS or self._words[word + _MARK]:
-            self._look_after(word, peer, count, what)
-            return now
-        return checked
+            now = time.monotonic()
+            if self.timeout is not None and now - began > self.timeout:
+                self._give_up(what)
+            how = _MARKS[words[word + _MARK]]
+            if not how and now - checked > BARRIER_CHECK_SECONDS:
+                checked, how = now, self._end_of(peer)
+            if how and words[word] < count:  # else it had come before
+                self._raise_failed(peer, how, what)
 
     def _give_up(self, what: object) -> None:
-        late = [name for name, (word, _) in self._by_name() if self._words[word] <= self.count]
+        late = sorted(self._names[peer] for word, peer in self._peers if self._words[word] <= self.count)
         self.mark_failed(f"{what} was given up after {self.timeout:g} s", gave_up=True)
         raise CollectiveTimeoutError(
             f"{what} was not complete after {self.timeout:g} s: "
             f"{name_ranks(late)} did not come, or is still computing"
         )
 
-    def _by_name(self) -> list[tuple[int, tuple[int, int]]]:
-        return sorted((self._names[peer], (word, peer)) for word, peer in self._peers)
-
-    def _look_after(self, word: int, peer: int, count: int, what: object) -> None:
-        """Raise if the rank that is waited for has ended, failed or given up."""
-        mark = self._words[word + _MARK]
-        if not mark:
-            self.check_alive(what, [peer], unless=lambda: self._words[word] >= count)
-        elif self._words[word] < count:
-            self._raise_failed(peer, "gave up waiting" if mark == _GAVE_UP else "has failed", what)
-
-    def check_alive(
-        self, what: object, peers: Iterable[int] | None = None, *, unless: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Raise if the process of another rank on this node has ended; local.
+    def check_alive(self, what: object) -> None:
+        """Raise if the process of another rank on this node has ended, which is seen within 0.1 s; local.
 
         MPI makes progress on pending sends, as in any other wait.
 
         Args:
             what: The waiting operation, for messages.
-            peers: Local ranks to check. None checks all of them, at most every 0.1 s.
-            unless: Returns True if a rank that has ended had reached the barrier.
 
         Raises:
             RankFailedError: A process has ended.
         """
         self._progress()
-        if peers is None:
-            now = time.monotonic()
-            if now - self._checked < BARRIER_CHECK_SECONDS:
-                return
-            self._checked = now
-            peers = [peer for _, peer in self._peers]
-        for peer in peers:
-            number = self._processes[peer]
-            if number is not None and not _is_alive(number) and not unless():
-                did = last_words(number)
-                self._raise_failed(peer, f"has ended (process {number}{f': {did}' if did else ''})", what)
+        now = time.monotonic()
+        if now - self._checked < BARRIER_CHECK_SECONDS:
+            return
+        self._checked = now
+        for _, peer in self._peers:
+            if ended := self._end_of(peer):
+                self._raise_failed(peer, ended, what)
+
+    def _end_of(self, peer: int) -> str:
+        """Return how the process of another rank has ended, empty if it has not; local."""
+        number = self._processes[peer]
+        if number is None or _is_alive(number):
+            return ""
+        did = last_words(number)
+        return f"has ended (process {number}{f': {did}' if did else ''})"
 
     def _raise_failed(self, peer: int, how: str, what: object) -> NoReturn:
         text = f"rank {self._names[peer]} {how} while {what} waited for it"
@@ -215,7 +201,7 @@ class NodeBarrier:
     def mark_failed(self, reason: str, *, gave_up: bool = False) -> None:
         """Tell the other ranks that this one comes to no further barrier; local."""
         self._failed = self._failed or reason
-        self._words[self._own + _MARK] = _GAVE_UP if gave_up else _FAILED
+        self._words[self._own + _MARK] = 1 if gave_up else 2
         # A rank that arrives late must not pass: this rank's data may be overwritten from now on.
         self._words[self._own] = self.count
 

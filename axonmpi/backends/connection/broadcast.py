@@ -17,11 +17,10 @@ from torch import Tensor
 
 from ..buffers import bytes_of, flat_elements, write_back
 from ..call import Call
-from .chunks import stages_of
+from .chunks import ALIGNMENT, slices_of, stages_of
 from .connection import Connection
 from .lane import Flight
 from .rounds import Copied, Payload
-from .staging import ALIGNMENT, slices_of
 from .topology import Bytes
 
 __all__ = ["broadcast", "broadcast_small"]
@@ -48,11 +47,11 @@ def broadcast(ranks: Connection, call: Call, tensor: Tensor) -> None:
             _broadcast_chunks(ranks, call, data)
     elif ranks.is_apart:
         assert ranks.lane is not None
-        ranks.agree(call)
+        ranks.agreement.agree(call)
         ranks.lane.complete(ranks.lane.broadcast(flat, call.root))
     else:
         if not address:
-            ranks.agree(call)
+            ranks.agreement.agree(call)
         _broadcast_chunks(ranks, call, data)
     if ranks.topology.rank != call.root:
         write_back(flat, tensor)

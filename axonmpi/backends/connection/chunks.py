@@ -1,4 +1,10 @@
-"""The loop over the chunks of a large transfer: copies, sums and the lane overlap.
+"""Chunks of large transfers: the staging buffers that they pass through, and the loop in which they overlap.
+
+Each rank of a node has a few buffers and uses them in turn, another one after each barrier. A buffer is written
+again only after all ranks have read it. Two buffers stay in a cache that ranks share. Where they share none, a rank
+that writes what another has just read waits for each cache line until the other's cache has let go of it (Molka,
+Hackenberg, Schöne and Nagel 2015 measured that). With so many buffers that all caches have forgotten the oldest it
+does not wait. `line_seconds` tells which.
 
 Every chunk passes the same stages, one a tick, with a barrier of the node between ticks; at any tick several chunks
 are at different stages. Each chunk is copied into another buffer than the one before:
@@ -14,11 +20,113 @@ last one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...utils.cache import BoundedCache
+from ..tuning import MAX_VIEWS, PROBE_BYTES
 from .barrier import NodeBarrier
+from .topology import Bytes
 
-__all__ = ["Stage", "run_chunks", "stages_of"]
+__all__ = [
+    "ALIGNMENT",
+    "Stage",
+    "Staging",
+    "bounds_of",
+    "line_seconds",
+    "round_down",
+    "run_chunks",
+    "slices_of",
+    "stages_of",
+    "views_of",
+]
+
+ALIGNMENT = 64
+_LINE_BYTES = 64
+_PROBES = 3
+
+
+class Staging:
+    """The buffers of all ranks of a node.
+
+    Args:
+        regions: [local ranks] the memory of each rank, of the same size.
+        count: How many buffers each rank has, at least two.
+
+    Attributes:
+        count: The same.
+        buffers: [count][local ranks] the buffers.
+        buffer_bytes: Size of each.
+    """
+
+    def __init__(self, regions: Sequence[Bytes], count: int = 2) -> None:
+        self.count = count
+        self.buffer_bytes = regions[0].nbytes // count // ALIGNMENT * ALIGNMENT
+        starts = [number * self.buffer_bytes for number in range(count)]
+        self.buffers = [[region[at : at + self.buffer_bytes] for region in regions] for at in starts]
+        self._views: BoundedCache[Any, list[list[Tensor]]] = BoundedCache(MAX_VIEWS)
+
+    def views(self, index: int, start: int, stop: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return bytes `start` to `stop` of all ranks' buffers of one index as tensors; local."""
+        key = (start, stop, dtype)
+        views = self._views.get(key)
+        if views is None:
+            # Of all buffers at once: views made later would cut up the memory that large tensors have left.
+            views = [views_of(buffers, start, stop, dtype) for buffers in self.buffers]
+            self._views.add(key, views, self.count * len(views[0]))
+        return views[index]
+
+
+def line_seconds(regions: Sequence[Bytes], own: int, barrier: NodeBarrier) -> float:
+    """Measure how long this rank takes to write a cache line that the others have just read; collective.
+
+    Args:
+        regions: [local ranks] shared memory, at least `PROBE_BYTES` each; its values are lost.
+        own: This rank's index.
+        barrier: The barrier of the ranks.
+    """
+    data = np.zeros(PROBE_BYTES, np.uint8)
+    taken = []
+    for _ in range(_PROBES + 1):
+        began = time.perf_counter()
+        regions[own][:PROBE_BYTES] = data
+        taken.append(time.perf_counter() - began)
+        barrier.wait("making a group")
+        for region in regions:
+            data[...] = region[:PROBE_BYTES]
+        barrier.wait("making a group")
+    return min(taken[1:]) / (PROBE_BYTES / _LINE_BYTES)
+
+
+def views_of(buffers: Sequence[Bytes], start: int, stop: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return bytes `start` to `stop` of buffers as tensors, no inference tensors; local."""
+    with torch.inference_mode(False):
+        return [torch.from_numpy(buffer[start:stop]).view(dtype) for buffer in buffers]
+
+
+def slices_of(nbytes: int, ranks: int, unit: int) -> list[tuple[int, int]]:
+    """Cut bytes into one slice a rank, of whole units but for the last one that is not empty; local."""
+    each = -(-nbytes // (ranks * unit)) * unit
+    return [(min(rank * each, nbytes), min((rank + 1) * each, nbytes)) for rank in range(ranks)]
+
+
+def bounds_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    """Return where each of some blocks, end to end, begins and ends; local."""
+    stops = np.cumsum(sizes).tolist()
+    return [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+
+
+def round_down(size: int, unit: int) -> int:
+    """Return the largest multiple of `unit` up to `size`, but at least one unit; local."""
+    return max(size // unit * unit, unit)
+
+
+# ---- the loop --------------------------------------------------------------------------------------------------
 
 Stage = Callable[[int, int, int], object]
 """Called with a chunk's number, the index of the buffer into which it is copied, and the index of the buffer into

@@ -48,11 +48,10 @@ from ..tuning import (
 from .agreement import Agreement
 from .arena import Arena
 from .barrier import Fence, NodeBarrier
-from .chunks import Stage, run_chunks
+from .chunks import ALIGNMENT, Stage, Staging, line_seconds, run_chunks
 from .lane import Lane, is_sliced
 from .rounds import Rounds
 from .segment import PAGE, Segment
-from .staging import ALIGNMENT, Staging, line_seconds
 from .topology import Bytes, Topology
 
 __all__ = ["Connection", "Sizes", "connect", "node_communicator", "path_of"]
@@ -91,10 +90,10 @@ class Connection:
         staging: Buffers through which they pass ordinary tensors.
         arena: Their symmetric tensors; None on ranks that share no memory.
         lane: The ranks with this rank's local rank on the other nodes; None on one node, and for a rank without.
+        rounds: The exchange between nodes; None on one node.
         sizes: Sizes of chunks and messages.
         release: Called by `free`, in order.
         obstacle: Why memory cannot be shared, the same on all ranks; empty if it is, or need not be.
-        fence: A full memory barrier for shared memory, None if the processor needs none.
         ordered: Whether sums are taken in the order of the nodes.
         is_open_mpi: Whether the MPI library is Open MPI.
         plans: Preparations of collectives by the key of their calls.
@@ -113,7 +112,6 @@ class Connection:
     sizes: Sizes
     release: Sequence[Callable[[], None]] = ()
     obstacle: str = ""
-    fence: Callable[[], None] | None = None
     ordered: bool = False
     is_open_mpi: bool = False
     plans: BoundedCache[Any, Any] = field(default_factory=lambda: BoundedCache(MAX_PLANS))
@@ -162,14 +160,6 @@ class Connection:
         return self.staging.buffers[(self.barrier.count - 1) % self.staging.count]
 
     # ---- agreement ----------------------------------------------------------------------------------------
-
-    def agree(self, call: Call) -> None:
-        """Return once all ranks have made this call; collective.
-
-        Raises:
-            CollectiveMismatchError: The ranks made different calls.
-        """
-        self.agreement.agree(call)
 
     def numbers(self, call: Call, own: int) -> Sequence[int]:
         """Agree on a call and return a number of each rank; collective."""
@@ -302,7 +292,6 @@ def _connect_apart(mpi: Any, comm: Any, sizes: Sizes, waiter: RequestWaiter, obs
         Segment(mmap.mmap(-1, nbytes), nbytes, 0, 1) for nbytes in (PAGE, NETWORK_BUFFERS * NETWORK_CHUNK_BYTES)
     )
     barrier = NodeBarrier(control, None, [os.getpid()], [comm.rank], None, lambda: None)
-    ordered = adds_in_order()
     rounds = Rounds(mpi, comm, topology.leaders, topology.rank, waiter)
     return Connection(
         topology=topology,
@@ -314,7 +303,7 @@ def _connect_apart(mpi: Any, comm: Any, sizes: Sizes, waiter: RequestWaiter, obs
         rounds=rounds,
         sizes=sizes,
         obstacle=obstacle,
-        ordered=ordered,
+        ordered=adds_in_order(),
         is_open_mpi=mpi.Get_library_version().startswith("Open MPI"),
     )
 
@@ -354,7 +343,7 @@ def _connect_nodes(
     # A probe for any source makes MPICH progress within the node and between nodes; one with a source does so only
     # towards that rank. This communicator carries no messages, so the probe never finds one.
     barrier = NodeBarrier(control, sync, list(processes), list(names), timeout, node.Iprobe)
-    arena, ordered = Arena(node), adds_in_order()
+    arena = Arena(node)
     rounds = lane = None
     if topology.nodes == 1:
         barrier.spins = 0 if oversubscribed else BARRIER_SPINS
@@ -376,8 +365,7 @@ def _connect_nodes(
         rounds=rounds,
         sizes=sizes,
         release=release,
-        fence=sync,
-        ordered=ordered,
+        ordered=adds_in_order(),
         is_open_mpi=mpi.Get_library_version().startswith("Open MPI"),
     )
 

@@ -29,11 +29,10 @@ from ..call import Call
 from ..flat_parts import FlatParts
 from ..reduction import finish, fold, fold_rows, reduce_in_rank_order, reduce_wide_into, wide_dtype
 from ..tuning import SLICE_BYTES, WHOLE_BYTES
-from .all_reduce import SmallReduction
-from .chunks import stages_of
+from .chunks import ALIGNMENT, bounds_of, round_down, stages_of
 from .connection import Connection
 from .lane import Flight
-from .staging import ALIGNMENT, bounds_of, round_down
+from .small import ReductionBetweenNodes
 from .topology import Blocks, items_of, rows_in, split_array
 
 __all__ = ["reduce_scatter", "reduce_scatter_into"]
@@ -112,13 +111,10 @@ def _is_small(ranks: Connection, call: Call) -> bool:
 
 def _reduce_small(ranks: Connection, call: Call, tensor: Tensor) -> Tensor:
     """Return the reduction of all of the data, in `wide_dtype`, valid until the next collective; collective."""
-    small = ranks.plans.get(call.key)
+    small: ReductionBetweenNodes | None = ranks.plans.get(call.key)
     if small is None:
-        small = ranks.plans.add(call.key, SmallReduction(ranks, call))
-    small.put(flat_elements(tensor).view(call.shape))
-    ranks.agreement.agree(call, 0, 0, small.cargo)
-    total: Tensor = small.cargo.total
-    return total
+        small = ranks.plans.add(call.key, ReductionBetweenNodes(ranks, call))
+    return small.run(flat_elements(tensor).view(call.shape))
 
 
 def _reduce_in_place(
@@ -145,7 +141,7 @@ def _reduce_in_place(
 def _reduce_between_nodes(ranks: Connection, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
     """Reduce contiguous data, one block a rank, over several nodes; collective."""
     assert call.op is not None
-    ranks.agree(call)
+    ranks.agreement.agree(call)
     if not flat.numel():
         return
     lane = ranks.lane

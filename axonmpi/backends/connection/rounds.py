@@ -163,8 +163,6 @@ class Summed:
                 torch.from_numpy(memory[: self._nbytes]).view(wide) for memory in (rounds.outgoing, rounds.incoming)
             )
         self._reduce = choose_reduction(wide, sum_of(call.op), 2).run
-        self._lower_first = [self._other, self.total]
-        self._higher_last = [self.total, self._other]
 
     def send(self, step: int) -> int:
         """Send the sum so far."""
@@ -175,7 +173,7 @@ class Summed:
         if step == LAST:
             self.total.copy_(self._other)
         else:
-            self._reduce(self._lower_first if is_lower else self._higher_last, self.total)
+            self._reduce([self._other, self.total] if is_lower else [self.total, self._other], self.total)
 
 
 class Gathered:

@@ -29,8 +29,8 @@ from ...types import CompletedWork, ReduceOp, Seconds, Work
 from ...utils.arguments import seconds
 from ..call import Call, mismatch_error
 from ..call_site import call_site, text_with_site
-from ..connection.counters import NodeCounters
 from ..contract import Backend
+from ..counters import NodeCounters
 from ..flat_parts import FlatParts
 from ..ranks import Parts
 from ..reduction import reduce_in_rank_order, reduce_wide_into

@@ -35,11 +35,11 @@ from ..connection.all_gather import all_gather, all_gather_into
 from ..connection.all_reduce import reduce
 from ..connection.broadcast import broadcast, broadcast_small
 from ..connection.connection import Sizes, connect
-from ..connection.counters import NodeCounters
 from ..connection.reduce_scatter import reduce_scatter, reduce_scatter_into
 from ..connection.scan import scan
 from ..connection.segment import warn_no_shared_memory
 from ..contract import Backend
+from ..counters import NodeCounters
 from ..flat_parts import FlatParts
 from ..local import LocalBackend
 from ..ranks import Parts
@@ -158,7 +158,7 @@ class MpiBackend(Backend):
             )
         if self._connection.obstacle:
             warn_no_shared_memory(self._connection.obstacle)
-        self._agree = self._connection.agree
+        self._agree = self._connection.agreement.agree
         self._node_ranks = self._connection.topology.node_ranks
         self.path = self._connection.path
         self._is_open_mpi = self._connection.is_open_mpi
@@ -377,7 +377,7 @@ class MpiBackend(Backend):
         self._connection.barrier.check_alive(what)
 
     def _counters(self, memory: Tensor) -> NodeCounters:
-        fence, busy = self._connection.fence, self.cores.oversubscribed
+        fence, busy = self._connection.barrier.sync, self.cores.oversubscribed
         return NodeCounters(memory, fence, self.timeout, self.check_peers, self.give_way, oversubscribed=busy)
 
     def _all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:

@@ -38,8 +38,8 @@ from ...utils.partition import split_range
 from ..buffers import DESCRIPTION_BYTES, describe, described
 from ..call import Call, mismatch_error
 from ..call_site import text_with_site
-from ..connection.counters import NodeCounters
 from ..contract import Backend
+from ..counters import NodeCounters
 from ..flat_parts import FlatParts
 from ..local import LocalBackend
 from ..objects import all_gather_object

@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ...errors import AxonmpiError, CollectiveTimeoutError
-from ...utils.futex import Futex
-from ..tuning import COUNTER_SLEEP_SECONDS, COUNTER_YIELDS, COUNTER_YIELDS_OVERSUBSCRIBED
+from ..errors import AxonmpiError, CollectiveTimeoutError
+from ..utils.futex import Futex
+from .tuning import COUNTER_SLEEP_SECONDS, COUNTER_YIELDS, COUNTER_YIELDS_OVERSUBSCRIBED
 
 __all__ = ["WORDS_PER_COUNTER", "NodeCounters"]
 
