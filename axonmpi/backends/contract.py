@@ -57,13 +57,11 @@ class Backend(Runner):
         place: The device of its memory, and of tensors that it sends for the library itself.
         overlaps: Whether asynchronous operations progress beside computation without slowing it down.
         allows_threads: Whether operations may run on threads of their own; if not, asynchronous ones block.
-        over_network: Whether MPI carries large data between ranks that have no memory in common.
     """
 
     device_types: tuple[str, ...] = ("cpu",)
     overlaps: bool = True
     allows_threads: bool = True
-    over_network: bool = False
 
     def __init__(self, rank: int, size: int, worker: TaskQueue, *, timeout: Seconds | None = None) -> None:
         super().__init__(rank, size, worker, timeout=timeout)

@@ -164,8 +164,7 @@ class MpiBackend(Backend):
         self.grace = 1.0 if timeout is not None and self.path != "plain" else 0.0
         self.kept_timeout = self.timeout if self.path == "node" else None  # by barriers that collectives begin with
         # Ranks wait for a network asleep, so the thread that communicates takes little from the one that computes.
-        self.over_network = self.path != "node"
-        self.overlaps = self.allows_threads and (self.cores.spare or self.over_network)
+        self.overlaps = self.allows_threads and (self.cores.spare or self.path != "node")
         _live.add(self)
         _register_with_exits()
 
