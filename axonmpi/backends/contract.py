@@ -304,14 +304,6 @@ class Backend(Runner):
         call = self._call("all_to_all", dtype, shape, dim=dim)
         return self._run(async_op, call, self._all_to_all, checked)
 
-    def reduce_together(self, tensors: Sequence[Tensor], op: ReduceOp) -> bool:
-        """Reduce each tensor over all ranks, in place, in one launch; collective.
-
-        Returns:
-            False where this backend has no such thing; nothing was done then.
-        """
-        return False
-
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Wait until all ranks have called; collective."""
         work: Work | None = self._run(async_op, self._call("barrier"), self._barrier)
@@ -510,17 +502,6 @@ class Backend(Runner):
         return work
 
     # ---- point to point ----------------------------------------------------------------------------------
-
-    def connect_pairs(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Prepare messages between ranks, so that each direction of each pair has an order of its own; collective.
-
-        GPUs need that: without it all that is sent in a group happens in the order of the calls, and a tag has to
-        be 0. With it, messages from one rank to another have to be received in the order in which they are sent,
-        whatever their tags. Other backends match messages by tags, and have nothing to prepare.
-
-        Args:
-            pairs: Source and destination of each direction that is used; the same on all ranks.
-        """
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send to rank `dst` and return when the tensor may be changed; matches one `recv` there.
