@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CommunicatorError, DtypeError
+from ..errors import DtypeError
 from ..types import ReduceOp, Seconds, Work
 from ..utils.arguments import member
 from ..utils.cache import BoundedCache
@@ -552,26 +552,20 @@ class Backend(Runner):
         work: Work = self._message("isend", self._isend, tensor, dst, tag)
         return work
 
-    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
+    def irecv(self, tensor: Tensor, src: int | None, tag: int = 0) -> Work:
         """Begin to receive from rank `src` into `tensor`, which is complete when the Work is. See `recv`.
+
+        Under MPI `src` may be None: the message comes from whichever rank sends first, and the Work's `result()` is
+        that rank. MPICH on several nodes takes such a message while this rank waits for a message, not before.
 
         A message of another size raises `CollectiveMismatchError` from the Work. Some MPI libraries (Open MPI 5.0)
         crash instead if it is large and larger than `tensor`; `recv` looks at the size first and has no such limit.
         """
-        check_rank(src, "src", self.size)
+        if src is not None:
+            check_rank(src, "src", self.size)
         check_tag(tag)
         tensor = check_writable(tensor, self.name, self.device_types)
         work: Work = self._message("irecv", self._irecv, tensor, src, tag)
-        return work
-
-    def irecv_any(self, tensor: Tensor, tag: int = 0) -> Work:
-        """Begin to receive from whichever rank sends first; `result()` of the Work is its rank. See `irecv`.
-
-        Under MPICH on several nodes the message is taken while this rank waits for a message, not before.
-        """
-        check_tag(tag)
-        tensor = check_writable(tensor, self.name, self.device_types)
-        work: Work = self._message("irecv", lambda into, _, tag: self._irecv_any(into, tag), tensor, -1, tag)
         return work
 
     # ---- calls ------------------------------------------------------------------------------------------------
@@ -678,10 +672,7 @@ class Backend(Runner):
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work: ...
 
     @abstractmethod
-    def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work: ...
-
-    def _irecv_any(self, tensor: Tensor, tag: int) -> Work:
-        raise CommunicatorError(f"the {self.name} backend receives from a named rank only")
+    def _irecv(self, tensor: Tensor, src: int | None, tag: int) -> Work: ...
 
 
 # Compiled code calls a collective by a break of its graph: the checks read what traced tensors do not have.

@@ -38,6 +38,7 @@ from ...utils.partition import split_range
 from ..buffers import DESCRIPTION_BYTES, describe, described
 from ..call import Call, mismatch_error
 from ..call_site import text_with_site
+from ..checks import check_named
 from ..connection.counters import NodeCounters
 from ..contract import Backend
 from ..flat_parts import FlatParts
@@ -569,7 +570,8 @@ class NcclBackend(Backend):
             return host._isend(tensor, dst, tag)
         return self._messages.post(tensor, self.rank, dst, tag, sends=True)
 
-    def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
+    def _irecv(self, tensor: Tensor, src: int | None, tag: int) -> Work:
+        src = check_named(src, self.name)
         if host := self._host_of_message(tensor, "irecv"):
             return host._irecv(tensor, src, tag)
         torch.autograd.graph.increment_version(tensor)
