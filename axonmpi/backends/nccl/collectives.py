@@ -28,7 +28,7 @@ from .dtypes import (
     reduced_dtype,
     reducible_view,
 )
-from .messages import Channel
+from .streams import Channel
 
 __all__ = ["StreamCollectives"]
 

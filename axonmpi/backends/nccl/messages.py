@@ -19,29 +19,10 @@ from ...errors import CommunicatorError
 from ...types import Seconds, Work
 from ...utils.device import Device
 from .dtypes import as_bytes, in_memory, is_plain
+from .streams import Channel, Streams
 from .work import NcclWork
 
-__all__ = ["Channel", "Messages"]
-
-
-class Channel:
-    """A communicator and the stream that its operations run on.
-
-    Args:
-        communicator: nccl4py's.
-        device: This rank's GPU.
-        apart_from: Streams that its stream has to be another one than.
-
-    Attributes:
-        communicator: The same.
-        stream: The stream.
-        handle: Its address.
-    """
-
-    def __init__(self, communicator: Any, device: Device, apart_from: Sequence[Any] = ()) -> None:
-        self.communicator = communicator
-        self.stream = device.new_stream(apart_from)
-        self.handle = device.handle(self.stream)
+__all__ = ["Messages"]
 
 
 @dataclass
@@ -96,23 +77,16 @@ class Messages:
     Args:
         core: nccl4py.
         device: This rank's GPU.
-        main: The group's own channel.
-        launch: Tells a channel's stream to do something: channel, what it is called, function, arguments.
+        streams: The group's.
     """
 
-    def __init__(self, core: Any, device: Device, main: Channel, launch: Callable[..., NcclWork]) -> None:
+    def __init__(self, core: Any, device: Device, streams: Streams) -> None:
         self._core = core
         self._device = device
-        self._main = main
-        self._launch = launch
+        self._streams = streams
         self._connected: set[tuple[int, int]] = set()
         self._channels: dict[tuple[int, int], Channel] = {}
         self._posted: list[_Posted] = []
-
-    @property
-    def channels(self) -> list[Channel]:
-        """Those of this rank's pairs."""
-        return list(self._channels.values())
 
     def rounds_to_connect(self, pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         """Divide pairs that are not connected yet into rounds in which each rank is in one pair at most; local.
@@ -134,8 +108,7 @@ class Messages:
 
     def add_channel(self, pair: tuple[int, int], communicator: Any) -> None:
         """Use a communicator, in which they are 0 and 1, for messages from one rank to another; local."""
-        streams = [channel.stream for channel in (self._main, *self.channels)]
-        self._channels[pair] = Channel(communicator, self._device, streams)
+        self._channels[pair] = self._streams.add(communicator)
 
     def post(self, tensor: Tensor, src: int, dst: int, tag: int, *, sends: bool) -> Work:
         """Send or receive a message: at once on the pair's channel, else when somebody waits; local.
@@ -146,7 +119,7 @@ class Messages:
         channel = self._channels.get((src, dst))
         if channel is not None:
             posted = _Posted(sends, tensor, int(sends), None)
-            return self._launch(channel, "isend" if sends else "irecv", self._move, channel, [posted])
+            return self._streams.launch(channel, "isend" if sends else "irecv", self._move, channel, [posted])
         if tag:
             raise ValueError(
                 f"tag: expected 0 for tensors on a GPU, got {tag}: NCCL has no tags; messages between two ranks "
@@ -162,9 +135,10 @@ class Messages:
         if not self._posted:
             return
         posted, self._posted = self._posted, []
+        main = self._streams.main
         for message in posted:
-            self._device.wait(self._main.stream, message.ready)
-        work = self._launch(self._main, "messages", self._move, self._main, posted)
+            self._device.wait(main.stream, message.ready)
+        work = self._streams.launch(main, "messages", self._move, main, posted)
         for message in posted:
             message.work = work
 

@@ -31,7 +31,7 @@ def backend_of(world: World) -> NcclBackend:
 
 
 def told(backend: NcclBackend) -> list[str]:
-    names = [name for name, *_ in backend._main.communicator.method_calls]
+    names = [name for name, *_ in backend._streams.main.communicator.method_calls]
     return [name for name in names if name != "get_async_error"]
 
 
