@@ -161,10 +161,9 @@ class NcclBackend(NcclOperations):
         chosen = [_place_of(device) for device in devices]
         if not chosen or len(set(chosen)) < len(chosen):
             raise ValueError(f"devices: expected different numbers of GPUs, got {list(devices)}")
-        made = connect_own(chosen)
         return [
-            cls._of(each, rank, len(chosen), place, None, None)
-            for rank, (each, place) in enumerate(zip(made, chosen, strict=True))
+            cls._of(communicator, rank, len(chosen), chosen[rank], None, None)
+            for rank, communicator in enumerate(connect_own(chosen))
         ]
 
     @staticmethod
@@ -192,18 +191,18 @@ class NcclBackend(NcclOperations):
 
     def _divide(self, call: Call, parts: Parts) -> Backend | None:
         host = None if self.host is None else self.host._run(False, call, self.host._divide, parts)
-        found = parts.find(self.rank)
-        size = 0 if found is None else len(parts.array(found[0]))
+        part, rank = parts.find(self.rank) or (None, 0)
+        size = 0 if part is None else len(parts.array(part))
         communicator = None
         if len(parts.ranks) > len(parts):  # a part has several ranks; the same on all of them
-            communicator = self._split(*(found if found is not None and size > 1 else (None, 0)))
-        if found is None:
+            communicator = self._split(part if size > 1 else None, rank)
+        if part is None:
             return None
         if size == 1:
             if host is not None:
                 host.close()
             return LocalBackend(timeout=self.timeout, memory=self.device)
-        return NcclBackend._of(communicator, found[1], size, self.device, self.timeout, host)
+        return NcclBackend._of(communicator, rank, size, self.device, self.timeout, host)
 
     def _split(self, color: int | None, key: int) -> Any:
         self._messages.flush()
@@ -281,13 +280,12 @@ class NcclBackend(NcclOperations):
         Raises:
             NcclError: NCCL could not do so.
         """
-        if not self.is_open:
-            return
-        self.invalidate("it was aborted")
-        try:
-            self._streams.abort()
-        except self.failures as error:
-            raise library.nccl_error("abort", error) from error
+        if self.is_open:
+            self.invalidate("it was aborted")
+            try:
+                self._streams.abort()
+            except self.failures as error:
+                raise library.nccl_error("abort", error) from error
 
     def check_peers(self, what: str, peer: int | None = None) -> None:
         """Raise the error that NCCL has come to, if any; local."""
@@ -307,7 +305,4 @@ def _place_of(device: object) -> torch.device:
     """Return the device that a number or a `torch.device` means."""
     if not isinstance(device, torch.device):
         return torch.device("cuda", integer("device", device, minimum=0))
-    number: int | None = device.index
-    if device.type == "cuda" and number is None:
-        return torch.device("cuda", current_gpu())
-    return device
+    return torch.device("cuda", current_gpu()) if device == torch.device("cuda") else device

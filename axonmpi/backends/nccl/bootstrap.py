@@ -123,7 +123,7 @@ def connect_ranks(
         return connect()
 
 
-def connect_own(places: Sequence[torch.device]) -> Sequence[Any]:
+def connect_own(places: Sequence[torch.device]) -> list[Any]:
     """Return nccl4py's communicators of several GPUs of this process, one a GPU; local.
 
     Raises:
@@ -134,10 +134,9 @@ def connect_own(places: Sequence[torch.device]) -> Sequence[Any]:
     nccl = library.load()
     numbers = [place.index for place in places]
     try:
-        made: Sequence[Any] = nccl.core.Communicator.init_all(numbers)
+        return list(nccl.core.Communicator.init_all(numbers))
     except nccl.failures as error:
         raise library.nccl_error(f"GPUs {numbers} could not be connected", error) from error
-    return made
 
 
 def _check_visible(place: torch.device) -> None:

@@ -25,15 +25,16 @@ from .work import NcclWork
 __all__ = ["Messages"]
 
 
-@dataclass
-class _Posted:
-    """A message that the GPU is still to be told.
+@dataclass(eq=False)
+class _Message(Work):
+    """A message that the GPU is told at once, or when somebody waits for it.
 
     Attributes:
         sends: Whether this rank sends it.
-        tensor: What is sent, or where it goes.
+        tensor: The tensor that is sent, or received into.
         peer: The other rank, as the communicator numbers it.
-        ready: The event after which the tensor may be used.
+        ready: The event after which the tensor may be used; None of a message that is told at once.
+        flush: Tells the GPU all messages that were posted.
         work: The launch, once there is one.
     """
 
@@ -41,22 +42,15 @@ class _Posted:
     tensor: Tensor
     peer: int
     ready: Any
+    flush: Callable[[], None]
     work: NcclWork | None = None
 
-
-class _PostedWork(Work):
-    """A message that the GPU is told when somebody waits for it."""
-
-    def __init__(self, flush: Callable[[], None], posted: _Posted) -> None:
-        self._flush = flush
-        self._posted = posted
-
     def _launched(self) -> NcclWork:
-        if self._posted.work is None:
-            self._flush()
-        if self._posted.work is None:  # the launch of all that was posted has failed
+        if self.work is None:
+            self.flush()
+        if self.work is None:  # the launch of all that was posted has failed
             raise CommunicatorError("this message was never sent or received: an earlier operation has failed")
-        return self._posted.work
+        return self.work
 
     def wait(self, timeout: Seconds | None = None) -> None:
         """Let what this thread tells the GPU from now on begin after the message; see `NcclWork.wait`."""
@@ -86,7 +80,7 @@ class Messages:
         self._streams = streams
         self._connected: set[tuple[int, int]] = set()
         self._channels: dict[tuple[int, int], Channel] = {}
-        self._posted: list[_Posted] = []
+        self._posted: list[_Message] = []
 
     def rounds_to_connect(self, pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         """Divide pairs that are not connected yet into rounds in which each rank is in one pair at most; local.
@@ -118,17 +112,17 @@ class Messages:
         """
         channel = self._channels.get((src, dst))
         if channel is not None:
-            posted = _Posted(sends, tensor, int(sends), None)
-            return self._streams.launch(channel, "isend" if sends else "irecv", self._move, channel, [posted])
+            message = _Message(sends, tensor, int(sends), None, self.flush)
+            return self._streams.launch(channel, "isend" if sends else "irecv", self._move, channel, [message])
         if tag:
             raise ValueError(
                 f"tag: expected 0 for tensors on a GPU, got {tag}: NCCL has no tags; messages between two ranks "
                 "have to be received in the order in which they are sent"
             )
         ready = self._device.record(self._device.current_stream())
-        posted = _Posted(sends, tensor, dst if sends else src, ready)
-        self._posted.append(posted)
-        return _PostedWork(self.flush, posted)
+        message = _Message(sends, tensor, dst if sends else src, ready, self.flush)
+        self._posted.append(message)
+        return message
 
     def flush(self) -> None:
         """Tell the GPU all messages that were posted, in one launch, so that none waits for another; local."""
@@ -142,7 +136,7 @@ class Messages:
         for message in posted:
             message.work = work
 
-    def _move(self, channel: Channel, messages: Sequence[_Posted]) -> None:
+    def _move(self, channel: Channel, messages: Sequence[_Message]) -> None:
         device, communicator = self._device, channel.communicator
         with device.within(channel.stream):
             memory = [self._memory(message, channel) for message in messages]
@@ -155,7 +149,7 @@ class Messages:
                 if not message.sends and values is not message.tensor:
                     message.tensor.copy_(values)
 
-    def _memory(self, message: _Posted, channel: Channel) -> Tensor:
+    def _memory(self, message: _Message, channel: Channel) -> Tensor:
         """Return contiguous memory to send from or receive into, on the channel's stream; local."""
         tensor = message.tensor
         self._device.keep(tensor, channel.stream)

@@ -14,6 +14,7 @@ from zlib import crc32
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ...errors import AxonmpiError, CommunicatorError
@@ -162,13 +163,12 @@ class NcclOperations(Backend):
 
     def _carrier_of_scatter(self, call: Call, tensors: Sequence[Tensor]) -> Backend:
         """Return what carries the tensor of the source, which alone has one; collective over the CPUs."""
-        assert self.host is not None
         assert call.root is not None
         by_gpus = torch.zeros(1, dtype=torch.bool, device="cpu")
         if self.rank == call.root:
             by_gpus.fill_(self._carrier_of(tensors[0], call.operation) is self)
-        self.host.broadcast(by_gpus, call.root)
-        return self if by_gpus else self.host
+        self.control.broadcast(by_gpus, call.root)
+        return self if by_gpus else self.control
 
     # ---- what the GPU is told -----------------------------------------------------------------------------
 
@@ -208,38 +208,30 @@ class NcclOperations(Backend):
         self._collectives.broadcast(tensor, call.root)
 
     def _all_gather(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
-        rows = list(call.layout[0][1]) if call.layout is not None else self._tell_all(tensor.shape[dim])
+        rows = list(call.layout[0][1]) if call.layout is not None else self._rows_of_all(tensor.shape[dim])
         return self._collectives.all_gather(tensor, dim, rows)
 
     def _all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
         self._collectives.all_gather_into(output, tensor, sizes)
 
     def _gather(self, call: Call, tensor: Tensor) -> list[Tensor] | None:
-        rows = self._tell_all(tensor.shape[0] if tensor.dim() else 0)
-        sends: list[Tensor | None] = [None] * self.size
-        receives: list[Tensor | None] = [None] * self.size
-        assert call.root is not None
-        sends[call.root] = tensor
+        rows = self._rows_of_all(tensor.shape[0] if tensor.dim() else 0)
+        shapes = [(size, *tensor.shape[1:]) if tensor.dim() else () for size in rows]
+        sends = [tensor if rank == call.root else None for rank in range(self.size)]
         if self.rank != call.root:
-            self._collectives.exchange(sends, receives)
+            self._collectives.exchange(sends, [None] * self.size)
             return None
-        parts = [
-            self._collectives.empty((size, *tensor.shape[1:]) if tensor.dim() else (), tensor.dtype)
-            for size in rows
-        ]
+        parts = [self._collectives.empty(shape, tensor.dtype) for shape in shapes]
         self._collectives.exchange(sends, parts)
         return parts
 
     def _scatter(self, call: Call, tensor: Tensor | None) -> Tensor:
-        assert call.root is not None
         words = np.zeros(DESCRIPTION_BYTES // 8, np.int64) if tensor is None else describe(tensor)
-        told = self._gather_on_cpus(torch.from_numpy(words.view(np.uint8)))
-        dtype, shape = described(told[call.root].numpy().view(np.int64))
+        dtype, shape = described(self._numbers_of_all(words)[call.root])
         start, stop = split_range(shape[0], self.size, self.rank)
         part = self._collectives.empty((stop - start, *shape[1:]), dtype)
         sends: Sequence[Tensor | None] = [None] * self.size if tensor is None else tensor.tensor_split(self.size)
-        receives: list[Tensor | None] = [None] * self.size
-        receives[call.root] = part
+        receives = [part if rank == call.root else None for rank in range(self.size)]
         self._collectives.exchange(sends, receives)
         return part
 
@@ -250,28 +242,24 @@ class NcclOperations(Backend):
             forms = [(call.dtype, shape)] * self.size
         else:
             own = np.stack([describe(tensor) for tensor in tensors])
-            told = self._gather_on_cpus(torch.from_numpy(own.reshape(-1).view(np.uint8)))
-            answers = told.numpy().view(np.int64).reshape(self.size, *own.shape)
+            answers = self._numbers_of_all(own.reshape(-1)).reshape(self.size, *own.shape)
             forms = [described(row) for row in answers[:, self.rank]]
         received = [self._collectives.empty(shape, dtype) for dtype, shape in forms]
         self._collectives.exchange(tensors, received)
         return received
 
-    def _tell_all(self, size: int) -> list[int]:
-        """Return a number of each rank, in rank order; collective over the CPUs."""
-        told = self._gather_on_cpus(torch.tensor([size], device="cpu").view(torch.uint8))
-        sizes: list[int] = told.view(torch.int64).view(-1).tolist()
-        return sizes
+    def _rows_of_all(self, rows: int) -> list[int]:
+        """Return how many rows each rank has, in rank order; collective."""
+        return [int(number) for number in self._numbers_of_all(np.array([rows]))[:, 0]]
 
-    def _gather_on_cpus(self, content: Tensor) -> Tensor:
-        """Return [ranks, bytes] what each rank tells, [bytes] of uint8; collective.
+    def _numbers_of_all(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return [ranks, numbers] of each rank's [numbers], in rank order; collective.
 
-        Without CPUs that are connected the GPUs carry it, and this thread waits for them.
+        Without CPUs that are connected the GPUs carry them, and this thread waits for them.
         """
-        if self.host is not None:
-            told: Tensor = self.host.all_gather(content.view(1, -1))
-            return told
-        return self._collectives.all_gather_bytes(content)
+        own = torch.from_numpy(numbers).view(1, -1)
+        gather = self._collectives.all_gather_on_cpu if self.host is None else self.host.all_gather
+        return gather(own).numpy()
 
     def _barrier(self, call: Call) -> None:
         self._collectives.barrier()
