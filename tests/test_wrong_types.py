@@ -55,6 +55,7 @@ def calls(world: ax.World) -> dict[str, Callable[[], object]]:
         "ranks: expected different ranks, got [0, 0]": lambda: ax.ProcessGroup(backend, [0, 0]),
         "ranks: expected an integer, got '0'": lambda: ax.ProcessGroup(backend, "0" * ranks),
         "ranks: expected a rank of the group as an int, got '0'": lambda: ax.new_group("01"),
+        "src: expected a rank of the group as an int, got None": lambda: ax.irecv(logits, None),
         # one thing for many, and things for functions
         "names: expected a tuple of names, got 'num_heads'": lambda: ax.tensor.Divide("num_heads"),
         "expected a list of tensors, got generator": lambda: ax.sync_gradients(t for t in [logits]),

@@ -15,7 +15,7 @@ from .nccl.backend import NcclBackend
 from .nccl.devices import check_choices, choose_device
 from .nccl.library import NcclUniqueId, library_text
 from .objects import all_gather_number, all_gather_object, broadcast_object, gather_if_different, parts_by_node
-from .ranks import check_different, check_parts, check_ranks, integer_array
+from .ranks import check_different, check_parts, check_rank, check_ranks, integer_array
 from .reduction import wide_dtype
 from .worker import AtOnce, Worker, WorkerWork
 
@@ -44,6 +44,7 @@ __all__ = [
     "check_choices",
     "check_different",
     "check_parts",
+    "check_rank",
     "check_ranks",
     "check_tensor",
     "choose_device",

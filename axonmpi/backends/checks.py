@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..errors import DimensionError, DtypeError
+from ..errors import CommunicatorError, DimensionError, DtypeError
 from ..utils.arguments import hint
 from ..utils.cache import BoundedCache
 from .reduction import DTYPES
@@ -20,6 +20,7 @@ __all__ = [
     "Sizes",
     "check_dtype",
     "check_flat",
+    "check_named",
     "check_readable",
     "check_shape",
     "check_sizes",
@@ -221,6 +222,17 @@ def check_tag(tag: object) -> None:
     """Raise unless `tag` is a message tag that every MPI library has."""
     if not isinstance(tag, int) or isinstance(tag, bool) or not 0 <= tag <= MAX_TAG:
         raise ValueError(f"tag: expected an int from 0 to {MAX_TAG}, got {tag!r}{hint(tag)}")
+
+
+def check_named(src: int | None, backend: str) -> int:
+    """Return the rank to receive from, for a backend that has to know it.
+
+    Raises:
+        CommunicatorError: `src` is None, any rank.
+    """
+    if src is None:
+        raise CommunicatorError(f"the {backend} backend receives from a named rank only")
+    return src
 
 
 def wrap_dim(dim: object, dims: int, name: str = "dim") -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,6 +18,22 @@ from .reduction import check_reducible
 __all__ = ["all_reduce_coalesced", "broadcast_coalesced", "by_kind"]
 
 BUCKET_BYTES = 25 << 20
+
+
+@runtime_checkable
+class JointReduction(Protocol):
+    """A backend that reduces tensors of one device without laying them end to end."""
+
+    def reduce_together(self, tensors: Sequence[Tensor], op: ReduceOp) -> bool:
+        """Reduce each tensor over all ranks, in place, in one launch; collective.
+
+        Args:
+            tensors: At least one; the same shapes and dtypes in the same order on all ranks.
+            op: The reduction.
+
+        Returns:
+            False if the backend cannot do so with these tensors; nothing was done then.
+        """
 
 
 def by_kind(tensors: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[int]]:
@@ -45,8 +62,10 @@ def all_reduce_coalesced(backend: Backend, tensors: Sequence[Tensor], op: Reduce
     for dtype, _ in kinds:
         check_reducible(dtype, op)
     places = {place for _, place in kinds}
+    # Tensors on several devices, and an empty list, have no single part of the backend that carries them.
+    carrier: object = backend.on(places.pop()) if len(places) == 1 else None
     with torch.no_grad():
-        if len(places) == 1 and backend.on(places.pop()).reduce_together(checked, op):
+        if isinstance(carrier, JointReduction) and carrier.reduce_together(checked, op):
             return
         _coalesced(backend, checked, lambda flat, layout: backend.all_reduce(flat, op, layout=layout))
 

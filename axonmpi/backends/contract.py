@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CommunicatorError, DtypeError
+from ..errors import DtypeError
 from ..types import ReduceOp, Seconds, Work
 from ..utils.arguments import check_flags, member
 from ..utils.cache import BoundedCache
@@ -60,13 +60,11 @@ class Backend(Runner):
         place: The device of its memory, and of tensors that it sends for the library itself.
         overlaps: Whether asynchronous operations progress beside computation without slowing it down.
         allows_threads: Whether operations may run on threads of their own; if not, asynchronous ones block.
-        over_network: Whether MPI carries large data between ranks that have no memory in common.
     """
 
     device_types: tuple[str, ...] = ("cpu",)
     overlaps: bool = True
     allows_threads: bool = True
-    over_network: bool = False
 
     def __init__(self, rank: int, size: int, worker: TaskQueue, *, timeout: Seconds | None = None) -> None:
         super().__init__(rank, size, worker, timeout=timeout)
@@ -341,14 +339,6 @@ class Backend(Runner):
         call = self._call("all_to_all", dtype, shape, dim=dim)
         return self._run(async_op, call, self._all_to_all, checked)
 
-    def reduce_together(self, tensors: Sequence[Tensor], op: ReduceOp) -> bool:
-        """Reduce each tensor over all ranks, in place, in one launch; collective.
-
-        Returns:
-            False where this backend has no such thing; nothing was done then.
-        """
-        return False
-
     def barrier(self, *, async_op: bool = False) -> Work | None:
         """Wait until all ranks have called; collective."""
         work: Work | None = self._run(async_op, self._call("barrier"), self._barrier)
@@ -548,17 +538,6 @@ class Backend(Runner):
 
     # ---- point to point ----------------------------------------------------------------------------------
 
-    def connect_pairs(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Prepare messages between ranks, so that each direction of each pair has an order of its own; collective.
-
-        GPUs need that: without it all that is sent in a group happens in the order of the calls, and a tag has to
-        be 0. With it, messages from one rank to another have to be received in the order in which they are sent,
-        whatever their tags. Other backends match messages by tags, and have nothing to prepare.
-
-        Args:
-            pairs: Source and destination of each direction that is used; the same on all ranks.
-        """
-
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send to rank `dst` and return when the tensor may be changed; matches one `recv` there.
 
@@ -608,26 +587,20 @@ class Backend(Runner):
         work: Work = self._message("isend", self._isend, tensor, dst, tag)
         return work
 
-    def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
+    def irecv(self, tensor: Tensor, src: int | None, tag: int = 0) -> Work:
         """Begin to receive from rank `src` into `tensor`, which is complete when the Work is. See `recv`.
+
+        Under MPI `src` may be None: the message comes from whichever rank sends first, and the Work's `result()` is
+        that rank. MPICH on several nodes takes such a message while this rank waits for a message, not before.
 
         A message of another size raises `CollectiveMismatchError` from the Work. Some MPI libraries (Open MPI 5.0)
         crash instead if it is large and larger than `tensor`; `recv` looks at the size first and has no such limit.
         """
-        check_rank(src, "src", self.size)
+        if src is not None:
+            check_rank(src, "src", self.size)
         check_tag(tag)
         tensor = check_writable(tensor, self.name, self.device_types)
         work: Work = self._message("irecv", self._irecv, tensor, src, tag)
-        return work
-
-    def irecv_any(self, tensor: Tensor, tag: int = 0) -> Work:
-        """Begin to receive from whichever rank sends first; `result()` of the Work is its rank. See `irecv`.
-
-        Under MPICH on several nodes the message is taken while this rank waits for a message, not before.
-        """
-        check_tag(tag)
-        tensor = check_writable(tensor, self.name, self.device_types)
-        work: Work = self._message("irecv", lambda into, _, tag: self._irecv_any(into, tag), tensor, -1, tag)
         return work
 
     # ---- calls ------------------------------------------------------------------------------------------------
@@ -743,10 +716,7 @@ class Backend(Runner):
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work: ...
 
     @abstractmethod
-    def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work: ...
-
-    def _irecv_any(self, tensor: Tensor, tag: int) -> Work:
-        raise CommunicatorError(f"the {self.name} backend receives from a named rank only")
+    def _irecv(self, tensor: Tensor, src: int | None, tag: int) -> Work: ...
 
 
 # Compiled code calls a collective by a break of its graph: the checks read what traced tensors do not have.

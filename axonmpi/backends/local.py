@@ -162,16 +162,13 @@ class LocalBackend(Backend):
             work.take(self._messages[tag].popleft())
         work.wait()
 
-    def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
+    def _irecv(self, tensor: Tensor, src: int | None, tag: int) -> Work:
         work = _Receive(tensor, tag)
         if self._messages[tag]:
             work.take(self._messages[tag].popleft())
         else:
             self._receives[tag].append(work)
         return work
-
-    def _irecv_any(self, tensor: Tensor, tag: int) -> Work:
-        return self._irecv(tensor, 0, tag)
 
     def _release(self) -> None:
         self._messages.clear()

@@ -146,8 +146,8 @@ class Runner(ABC):
         self._check_open(call.operation)
         return self._observed(self.notes.enter(call.description), call.operation, call.nbytes, move, *args)
 
-    def _message(self, operation: str, move: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> Any:
-        """Send or receive, or begin to."""
+    def _message(self, operation: str, move: Callable[..., Any], tensor: Tensor, peer: int | None, tag: int) -> Any:
+        """Send or receive, or begin to; `peer` is None where any rank may send."""
         self._check_open(operation)
         kind = (operation, tensor.dtype, tensor.shape, peer, tag)
         told = self._told.get(kind)

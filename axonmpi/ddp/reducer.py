@@ -348,7 +348,7 @@ class Reducer:
     def _lay_out(self, order: list[int]) -> None:
         """Make the buckets, unless they would be the same; collective."""
         cap_bytes = self._cap_bytes
-        if cap_bytes is not None and self._overlaps and self.group.backend.over_network:
+        if cap_bytes is not None and self._overlaps and self._crosses_nodes():
             whole = sum(parameter.nbytes for parameter in self._parameters)
             cap_bytes = min(cap_bytes, max(FIRST_BUCKET_BYTES, whole // BUCKETS_BETWEEN_NODES))
         layout = divided_into_buckets(self._parameters, order, cap_bytes)
@@ -358,6 +358,11 @@ class Reducer:
         self._buckets = [Bucket(own, self._reduce_dtype, self.group) for own in members]
         self._bucket_of = {position: bucket for bucket in self._buckets for position in bucket.parameters}
         self._reset()
+
+    def _crosses_nodes(self) -> bool:
+        """Return True if gradients go between nodes by the network of the CPUs; local."""
+        backend = self.group.backend
+        return backend.place.type == "cpu" and len(backend.control.node_ranks) < backend.size
 
     def _reset(self) -> None:
         for bucket in self._buckets:

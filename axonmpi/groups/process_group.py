@@ -22,6 +22,7 @@ from ..backends import (
     all_reduce_coalesced,
     broadcast_object,
     check_different,
+    check_rank,
     check_ranks,
     integer_array,
 )
@@ -193,6 +194,7 @@ class ProcessGroup:
 
     def irecv(self, tensor: Tensor, src: int, tag: int = 0) -> Work:
         """Begin to receive from rank `src`. See `Backend.irecv`."""
+        check_rank(src, "src", self.size)  # a rank that was forgotten, None, is not meant as any rank
         return self.backend.irecv(tensor, src, tag)
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:

@@ -288,7 +288,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]
     @skip_in_compile
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> TorchWork:
         """Begin to receive from whichever rank sends first."""
-        return self._message(self._backend.irecv_any(_plain(tensors[0]), tag), tensors)
+        return self._message(self._backend.irecv(_plain(tensors[0]), None, tag), tensors)
 
     def _message(self, work: Work, tensors: Sequence[Tensor]) -> TorchWork:
         return TorchWork(work, tensors, self._backend.timeout, may_wait_beside=self._backend.allows_threads)

@@ -54,6 +54,13 @@ def test_messages_to_itself_arrive_in_order_of_their_tag() -> None:
     refused(ax.CollectiveMismatchError, (lambda: backend.recv(other, 0, tag=1), "expected 12 bytes"))
 
 
+def test_a_message_from_any_rank_is_from_this_one() -> None:
+    backend, received = LocalBackend(), torch.zeros(1)
+    work = backend.irecv(received, None)
+    backend.isend(torch.ones(1), 0)
+    assert (work.result(), received.item()) == (0, 1)
+
+
 def test_every_part_of_a_group_of_one_is_such_a_group() -> None:
     backend = LocalBackend(timeout=5)
     for made in (backend.split([0]), backend.partition([[0]])):

@@ -29,6 +29,7 @@ from ...types import CompletedWork, ReduceOp, Seconds, Work
 from ...utils.arguments import seconds
 from ..call import Call, mismatch_error
 from ..call_site import call_site, text_with_site
+from ..checks import check_named
 from ..contract import Backend
 from ..counters import NodeCounters
 from ..flat_parts import FlatParts
@@ -301,7 +302,8 @@ class MockBackend(Backend):
         self._send(tensor, dst, tag)
         return CompletedWork()
 
-    def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
+    def _irecv(self, tensor: Tensor, src: int | None, tag: int) -> Work:
+        src = check_named(src, self.name)
         self._note("recv", tensor, src, tensor.nbytes)
         return _ReceiveWork(self, tensor, (src, self.rank, tag))
 

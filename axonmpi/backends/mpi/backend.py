@@ -44,7 +44,7 @@ from ..flat_parts import FlatParts
 from ..local import LocalBackend
 from ..ranks import Parts
 from ..worker import AtOnce, Worker
-from .point_to_point import FIRST_TAG_OF_USERS, TAG_OF_PAIRS, MessagePort
+from .point_to_point import FIRST_TAG_OF_USERS, TAG_OF_PAIRS, MessagePort, RequestWork
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -165,8 +165,7 @@ class MpiBackend(Backend):
         self.grace = 1.0 if timeout is not None and self.path != "plain" else 0.0
         self.kept_timeout = self.timeout if self.path == "node" else None  # by barriers that collectives begin with
         # Ranks wait for a network asleep, so the thread that communicates takes little from the one that computes.
-        self.over_network = self.path != "node"
-        self.overlaps = self.allows_threads and (self.cores.spare or self.over_network)
+        self.overlaps = self.allows_threads and (self.cores.spare or self.path != "node")
         _live.add(self)
         _register_with_exits()
 
@@ -331,24 +330,19 @@ class MpiBackend(Backend):
         work.waiting = functools.partial(self.waiting, "wait for isend", dst, tag=tag)
         return work
 
-    def _irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
+    def _irecv(self, tensor: Tensor, src: int | None, tag: int) -> Work:
         flat = flat_elements(tensor)
-        work = self._messages.receive_work(
-            as_bytes(flat), src, tag, self.sizes.message, lambda: write_back(flat, tensor)
-        )
-        work.waiting = functools.partial(self.waiting, "wait for irecv", src, tag=tag)
-        return work
-
-    def _irecv_any(self, tensor: Tensor, tag: int) -> Work:
-        if tensor.nbytes >= self.sizes.message:
+        finish = functools.partial(write_back, flat, tensor)
+        limit = self.sizes.message
+        if src is None and tensor.nbytes >= limit:
             raise ValueError(
-                f"irecv_any: expected fewer than {self.sizes.message} bytes, got {tensor.nbytes}; name the rank"
+                f"irecv from any rank: expected fewer than {limit} bytes, got {tensor.nbytes}; name the rank"
             )
-        if self._is_open_mpi or len(self._node_ranks) == self.size:
-            return self._irecv(tensor, self._mpi.ANY_SOURCE, tag)
-        flat = flat_elements(tensor)
-        work = self._messages.match_later(as_bytes(flat), tag, lambda: write_back(flat, tensor))
-        work.waiting = functools.partial(self.waiting, "wait for irecv", -1, tag=tag)
+        if src is None and not self._is_open_mpi and len(self._node_ranks) < self.size:
+            work: RequestWork = self._messages.match_later(as_bytes(flat), tag, finish)
+        else:
+            work = self._messages.receive_work(as_bytes(flat), src, tag, limit, finish)
+        work.waiting = functools.partial(self.waiting, "wait for irecv", src, tag=tag)
         return work
 
     # ---- memory -------------------------------------------------------------------------------------------

@@ -102,12 +102,13 @@ class MessagePort:
         self._forget_ended()
         return RequestWork(self, self.start_send(data, dst, tag, limit), data, f"isend to rank {dst}")
 
-    def receive_work(self, data: Tensor, src: int, tag: int, limit: int, finish: Callable[[], None]) -> RequestWork:
-        """Begin to receive into `data`; the Work calls `finish` once it is there."""
+    def receive_work(
+        self, data: Tensor, src: int | None, tag: int, limit: int, finish: Callable[[], None]
+    ) -> RequestWork:
+        """Begin to receive into `data`, from any rank without `src`; the Work calls `finish` once it is there."""
         self._forget_ended()
-        requests = self.start_receive(data, src, tag, limit)
-
-        from_any = src == self.mpi.ANY_SOURCE
+        from_any = src is None
+        requests = self.start_receive(data, self.mpi.ANY_SOURCE if src is None else src, tag, limit)
         sender = "any rank" if from_any else f"rank {src}"
         return RequestWork(self, requests, data, f"irecv from {sender}", finish, from_any=from_any)
 

@@ -10,7 +10,7 @@ A rank that fails in 1 or 2, or in 3 while others wait for it inside NCCL, is th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...errors import NcclError
 from ...types import Work
-from ...utils.device import Device, device_at
+from ...utils.device import Device, device_at, gpu_count
 from ...utils.text import text_of_problems
 from ...utils.waiting import network_backoff
 from ..checks import MAX_TAG
@@ -26,7 +26,7 @@ from ..contract import Backend
 from ..objects import all_gather_object, broadcast_object
 from . import library
 
-__all__ = ["agree_on", "connect_all", "exchange_unique_id"]
+__all__ = ["agree_on", "connect_all", "connect_own", "connect_ranks", "exchange_unique_id", "make_unique_id"]
 
 _Found = TypeVar("_Found")
 _TEXT_BYTES = 2048
@@ -90,6 +90,62 @@ def exchange_unique_id(
     if problem:
         raise NcclError(f"rank 0 of {host.size} could not make a unique id: {problem}")
     return library.NcclUniqueId(content)
+
+
+def connect_ranks(
+    unique_id: library.NcclUniqueId, rank: int, size: int, place: torch.device, host: Backend | None
+) -> Any:
+    """Return nccl4py's communicator of the ranks that have one id; collective.
+
+    Args:
+        unique_id: The id.
+        rank: This process's number among them.
+        size: How many there are.
+        place: This rank's GPU.
+        host: The same ranks over their CPUs: a failure is the same error on all of them then.
+
+    Raises:
+        NcclError: There is no NCCL or no such GPU, or the ranks cannot reach each other.
+    """
+
+    def connect() -> Any:
+        _check_visible(place)
+        nccl = library.load()
+        try:
+            return nccl.core.Communicator.init(size, rank, nccl.core.UniqueId.from_bytes(bytes(unique_id)))
+        except nccl.failures as error:
+            raise library.nccl_error(f"rank {rank} could not connect", error) from error
+
+    if host is not None:
+        return connect_all(host, place, connect)
+    _check_visible(place)
+    with device_at(place).selected():
+        return connect()
+
+
+def connect_own(places: Sequence[torch.device]) -> list[Any]:
+    """Return nccl4py's communicators of several GPUs of this process, one a GPU; local.
+
+    Raises:
+        NcclError: There is no NCCL, no such GPU, or it cannot be used.
+    """
+    for place in places:
+        _check_visible(place)
+    nccl = library.load()
+    numbers = [place.index for place in places]
+    try:
+        return list(nccl.core.Communicator.init_all(numbers))
+    except nccl.failures as error:
+        raise library.nccl_error(f"GPUs {numbers} could not be connected", error) from error
+
+
+def _check_visible(place: torch.device) -> None:
+    """Raise unless this process sees a GPU."""
+    if place.type == "cuda" and place.index >= gpu_count():
+        raise NcclError(
+            f"device: expected one of {gpu_count()} GPUs that this process sees, got {place.index}; look at "
+            "nvidia-smi and CUDA_VISIBLE_DEVICES"
+        )
 
 
 def connect_all(host: Backend, place: torch.device, connect: Callable[[], _Found]) -> _Found:

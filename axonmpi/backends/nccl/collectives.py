@@ -28,7 +28,7 @@ from .dtypes import (
     reduced_dtype,
     reducible_view,
 )
-from .messages import Channel
+from .streams import Channel
 
 __all__ = ["StreamCollectives"]
 
@@ -56,7 +56,6 @@ class StreamCollectives:
         self._device = device
         self._rank = rank
         self._size = size
-        self._on_caller = False
         self.use_own_stream()
 
     def use_own_stream(self) -> None:
@@ -250,11 +249,11 @@ class StreamCollectives:
                     source = sent if rank == self._rank else part
                     self._communicator.broadcast(source, part, rank, stream=self._handle)
 
-    def all_gather_bytes(self, content: Tensor) -> Tensor:
-        """Return [ranks, bytes] on the CPU what each rank has, [bytes] on the CPU, and block for it; collective."""
+    def all_gather_on_cpu(self, own: Tensor) -> Tensor:
+        """Return [ranks, numbers] of each rank's [1, numbers], both on the CPU, and block for them; collective."""
         with self.on_stream():
-            whole = self._temporary((self._size, content.numel()), torch.uint8)
-            self._communicator.allgather(content.to(whole.device), whole, stream=self._handle)
+            whole = self._temporary((self._size, own.numel()), own.dtype)
+            self._communicator.allgather(own.to(whole.device), whole, stream=self._handle)
             return whole.cpu()
 
     def exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:

@@ -84,9 +84,7 @@ def nccl_op(core: Any, dtype: torch.dtype, op: ReduceOp, ranks: int) -> Any:
 
 def bytes_or_native(tensor: Tensor) -> Tensor:
     """Return contiguous memory as one that NCCL can copy; local."""
-    if tensor.dtype in NATIVE:
-        return tensor
-    return as_bytes(tensor)
+    return tensor if tensor.dtype in NATIVE else as_bytes(tensor)
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -172,11 +172,10 @@ def nccl_error(what: str, error: Exception, communicator: Any = None) -> NcclErr
         communicator: Asked for NCCL's own last error, if given.
     """
     lines = [f"{what}: {error}"]
-    last = ""
     if communicator is not None and communicator.is_valid:
         last = str(communicator.get_last_error()).strip()
-    if last and last not in lines[0]:
-        lines.append(f"NCCL's last error: {last}")
+        if last and last not in lines[0]:
+            lines.append(f"NCCL's last error: {last}")
     said = "\n".join(lines).lower()
     lines += [f"Likely mend: {mend}" for words, mend in _MENDS.items() if words in said][:1]
     return NcclError("\n".join(lines))

@@ -19,40 +19,22 @@ from ...errors import CommunicatorError
 from ...types import Seconds, Work
 from ...utils.device import Device
 from .dtypes import as_bytes, in_memory, is_plain
+from .streams import Channel, Streams
 from .work import NcclWork
 
-__all__ = ["Channel", "Messages"]
+__all__ = ["Messages"]
 
 
-class Channel:
-    """A communicator and the stream that its operations run on.
-
-    Args:
-        communicator: nccl4py's.
-        device: This rank's GPU.
-        apart_from: Streams that its stream has to be another one than.
-
-    Attributes:
-        communicator: The same.
-        stream: The stream.
-        handle: Its address.
-    """
-
-    def __init__(self, communicator: Any, device: Device, apart_from: Sequence[Any] = ()) -> None:
-        self.communicator = communicator
-        self.stream = device.new_stream(apart_from)
-        self.handle = device.handle(self.stream)
-
-
-@dataclass
-class _Posted:
-    """A message that the GPU is still to be told.
+@dataclass(eq=False)
+class _Message(Work):
+    """A message that the GPU is told at once, or when somebody waits for it.
 
     Attributes:
         sends: Whether this rank sends it.
-        tensor: What is sent, or where it goes.
+        tensor: The tensor that is sent, or received into.
         peer: The other rank, as the communicator numbers it.
-        ready: The event after which the tensor may be used.
+        ready: The event after which the tensor may be used; None of a message that is told at once.
+        flush: Tells the GPU all messages that were posted.
         work: The launch, once there is one.
     """
 
@@ -60,22 +42,15 @@ class _Posted:
     tensor: Tensor
     peer: int
     ready: Any
+    flush: Callable[[], None]
     work: NcclWork | None = None
 
-
-class _PostedWork(Work):
-    """A message that the GPU is told when somebody waits for it."""
-
-    def __init__(self, flush: Callable[[], None], posted: _Posted) -> None:
-        self._flush = flush
-        self._posted = posted
-
     def _launched(self) -> NcclWork:
-        if self._posted.work is None:
-            self._flush()
-        if self._posted.work is None:  # the launch of all that was posted has failed
+        if self.work is None:
+            self.flush()
+        if self.work is None:  # the launch of all that was posted has failed
             raise CommunicatorError("this message was never sent or received: an earlier operation has failed")
-        return self._posted.work
+        return self.work
 
     def wait(self, timeout: Seconds | None = None) -> None:
         """Let what this thread tells the GPU from now on begin after the message; see `NcclWork.wait`."""
@@ -96,23 +71,16 @@ class Messages:
     Args:
         core: nccl4py.
         device: This rank's GPU.
-        main: The group's own channel.
-        launch: Tells a channel's stream to do something: channel, what it is called, function, arguments.
+        streams: The group's.
     """
 
-    def __init__(self, core: Any, device: Device, main: Channel, launch: Callable[..., NcclWork]) -> None:
+    def __init__(self, core: Any, device: Device, streams: Streams) -> None:
         self._core = core
         self._device = device
-        self._main = main
-        self._launch = launch
+        self._streams = streams
         self._connected: set[tuple[int, int]] = set()
         self._channels: dict[tuple[int, int], Channel] = {}
-        self._posted: list[_Posted] = []
-
-    @property
-    def channels(self) -> list[Channel]:
-        """Those of this rank's pairs."""
-        return list(self._channels.values())
+        self._posted: list[_Message] = []
 
     def rounds_to_connect(self, pairs: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
         """Divide pairs that are not connected yet into rounds in which each rank is in one pair at most; local.
@@ -134,8 +102,7 @@ class Messages:
 
     def add_channel(self, pair: tuple[int, int], communicator: Any) -> None:
         """Use a communicator, in which they are 0 and 1, for messages from one rank to another; local."""
-        streams = [channel.stream for channel in (self._main, *self.channels)]
-        self._channels[pair] = Channel(communicator, self._device, streams)
+        self._channels[pair] = self._streams.add(communicator)
 
     def post(self, tensor: Tensor, src: int, dst: int, tag: int, *, sends: bool) -> Work:
         """Send or receive a message: at once on the pair's channel, else when somebody waits; local.
@@ -145,30 +112,31 @@ class Messages:
         """
         channel = self._channels.get((src, dst))
         if channel is not None:
-            posted = _Posted(sends, tensor, int(sends), None)
-            return self._launch(channel, "isend" if sends else "irecv", self._move, channel, [posted])
+            message = _Message(sends, tensor, int(sends), None, self.flush)
+            return self._streams.launch(channel, "isend" if sends else "irecv", self._move, channel, [message])
         if tag:
             raise ValueError(
                 f"tag: expected 0 for tensors on a GPU, got {tag}: NCCL has no tags; messages between two ranks "
                 "have to be received in the order in which they are sent"
             )
         ready = self._device.record(self._device.current_stream())
-        posted = _Posted(sends, tensor, dst if sends else src, ready)
-        self._posted.append(posted)
-        return _PostedWork(self.flush, posted)
+        message = _Message(sends, tensor, dst if sends else src, ready, self.flush)
+        self._posted.append(message)
+        return message
 
     def flush(self) -> None:
         """Tell the GPU all messages that were posted, in one launch, so that none waits for another; local."""
         if not self._posted:
             return
         posted, self._posted = self._posted, []
+        main = self._streams.main
         for message in posted:
-            self._device.wait(self._main.stream, message.ready)
-        work = self._launch(self._main, "messages", self._move, self._main, posted)
+            self._device.wait(main.stream, message.ready)
+        work = self._streams.launch(main, "messages", self._move, main, posted)
         for message in posted:
             message.work = work
 
-    def _move(self, channel: Channel, messages: Sequence[_Posted]) -> None:
+    def _move(self, channel: Channel, messages: Sequence[_Message]) -> None:
         device, communicator = self._device, channel.communicator
         with device.within(channel.stream):
             memory = [self._memory(message, channel) for message in messages]
@@ -181,7 +149,7 @@ class Messages:
                 if not message.sends and values is not message.tensor:
                     message.tensor.copy_(values)
 
-    def _memory(self, message: _Posted, channel: Channel) -> Tensor:
+    def _memory(self, message: _Message, channel: Channel) -> Tensor:
         """Return contiguous memory to send from or receive into, on the channel's stream; local."""
         tensor = message.tensor
         self._device.keep(tensor, channel.stream)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -24,6 +25,24 @@ __all__ = ["Transport", "Wire"]
 
 Wire = MessageWire | Mailbox
 """One direction of an edge, at one of its ends."""
+
+
+@runtime_checkable
+class PairConnector(Protocol):
+    """A backend that matches messages by their order, not by tags, as GPUs do.
+
+    Without preparation all messages of a group happen in the order of the calls, and a tag has to be 0.
+    """
+
+    def connect_pairs(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Give each direction of each pair of ranks an order of its own; collective.
+
+        Messages from one rank to another have to be received in the order in which they are sent, whatever their
+        tags.
+
+        Args:
+            pairs: Source and destination of each direction that is used; the same on all ranks.
+        """
 
 
 class Transport:
@@ -44,7 +63,8 @@ class Transport:
         self._placement = tuple(placement)
         apart = [(source, target) for source, target in edges if placement[source] != placement[target]]
         self._lines = sorted([*apart, *((target, source) for source, target in apart)])
-        backend.connect_pairs(sorted({(placement[source], placement[target]) for source, target in self._lines}))
+        if isinstance(backend, PairConnector):
+            backend.connect_pairs(sorted({(placement[line[0]], placement[line[1]]) for line in self._lines}))
         self._sizes: dict[Line, MailboxSize] = {}
         self._mailboxes: dict[Line, Mailbox] = {}
 

@@ -233,6 +233,18 @@ def test_what_ranks_exchange_is_copied() -> None:
     assert run_ranks(2, body) == [[0, 0, 1, 1, 0, 1]] * 2
 
 
+def test_messages_are_received_from_a_named_rank() -> None:
+    backend = World.mock(1).default_group.backend
+    received = torch.zeros(1)
+    refused(
+        ax.CommunicatorError,
+        (lambda: backend.irecv(received, None), "the mock backend receives from a named rank only"),
+    )
+    backend.isend(torch.ones(1), 0)
+    backend.irecv(received, 0).wait()
+    assert received.item() == 1
+
+
 def test_threads_end_with_their_group() -> None:
     world = World.mock(1)
     before = set(threading.enumerate())

@@ -18,7 +18,7 @@ def test_receives_from_any_rank_match_in_the_order_of_their_calls(group) -> None
         return
     arrived: dict[int, list[int]] = {rank: [] for rank in others}
     tensors = [torch.zeros(2, dtype=torch.int64) for _ in range(3 * len(others))]
-    works = [group.backend.irecv_any(tensor, tag=4) for tensor in tensors]
+    works = [group.backend.irecv(tensor, None, tag=4) for tensor in tensors]
     works[-1].done()  # asks for the others', too
     refused: list[str] = []
     for work, tensor in zip(works, tensors, strict=True):
@@ -36,7 +36,7 @@ def test_a_large_message_goes_out_while_one_from_any_rank_is_awaited(group) -> N
     """Both wait for their own message to go first; also to oneself."""
     large, received = torch.full((3_000_000,), group.rank), torch.zeros(3_000_000, dtype=torch.int64)
     for distance in (0, 1):
-        work = group.backend.irecv_any(received, tag=distance)
+        work = group.backend.irecv(received, None, tag=distance)
         group.isend(large, (group.rank + distance) % group.size, tag=distance).wait(60.0)
         source = (group.rank - distance) % group.size
         assert (work.result(), int(received[0])) == (source, source)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import nccl_double
 
-from axonmpi import CollectiveMismatchError, NcclBackend, World
+from axonmpi import CollectiveMismatchError, CommunicatorError, NcclBackend, World
 from axonmpi.backends.nccl import library
 from axonmpi.launch import board
 
@@ -31,7 +31,7 @@ def backend_of(world: World) -> NcclBackend:
 
 
 def told(backend: NcclBackend) -> list[str]:
-    names = [name for name, *_ in backend._main.communicator.method_calls]
+    names = [name for name, *_ in backend._streams.main.communicator.method_calls]
     return [name for name in names if name != "get_async_error"]
 
 
@@ -46,6 +46,8 @@ def test_tensors_go_by_where_they_are_and_barriers_by_the_cpus(world: World) -> 
     backend.recv(received := torch.zeros(1, dtype=torch.int64), other, tag=7)
     sent.wait()
     assert received.item() == other
+    with pytest.raises(CommunicatorError, match="the nccl backend receives from a named rank only"):
+        backend.irecv(received, None)
     assert backend.scatter(torch.arange(2) if world.rank == 1 else None, 1).tolist() == [world.rank]
     assert told(backend) == []
     backend.all_reduce(torch.ones(3, device=META))

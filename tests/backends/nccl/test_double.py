@@ -20,7 +20,7 @@ ELSEWHERE = torch.ones(2, device="meta")
 def parts_of(world: World) -> tuple[Gpu, Communicator, int]:
     """Return a rank's pretended GPU, its communicator and the address of its stream."""
     backend = world.default_group.backend
-    return backend._device, backend._main.communicator, backend._main.handle
+    return backend._device, backend._streams.main.communicator, backend._streams.main.handle
 
 
 @TWO_RANKS

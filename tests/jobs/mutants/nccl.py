@@ -33,21 +33,21 @@ class Mutant(NamedTuple):
     new: str = ""
 
 
-BACKEND, WORK, MESSAGES = "backends/nccl/backend.py", "backends/nccl/work.py", "backends/nccl/messages.py"
+STREAMS, WORK, MESSAGES = "backends/nccl/streams.py", "backends/nccl/work.py", "backends/nccl/messages.py"
 COLLECTIVES, OFFLOAD = "backends/nccl/collectives.py", "fsdp/offload.py"
 MUTANTS = (
     Mutant(
         "the group's stream does not wait for the caller's",
-        BACKEND,
+        STREAMS,
         "        device.wait(channel.stream, device.record(device.current_stream()))\n",
     ),
     Mutant("Work.wait() does not wait", WORK, "        self._device.wait(stream, self._done)\n"),
     Mutant(
         "the end of an operation is recorded before it",
-        BACKEND,
+        STREAMS,
         "        try:\n            value = move(*args)\n",
         "        early = device.record(channel.stream)\n        try:\n            value = move(*args)\n"
-        "            check = partial(self._check_healthy, channel=channel)\n"
+        "            check = partial(self._check_waiting, channel=channel)\n"
         "            return NcclWork(operation, device, early, value, check)\n",
     ),
     Mutant(
@@ -78,7 +78,7 @@ MUTANTS = (
     Mutant(
         "posted messages do not wait for the streams that they were posted from",
         MESSAGES,
-        "            self._device.wait(self._main.stream, message.ready)\n",
+        "            self._device.wait(main.stream, message.ready)\n",
         "            pass\n",
     ),
     Mutant(
@@ -89,7 +89,7 @@ MUTANTS = (
     ),
     Mutant(
         "a blocking operation does not wait for asynchronous ones before it",
-        BACKEND,
+        STREAMS,
         "            self._device.wait(stream, self._latest)\n",
     ),
     Mutant(
