@@ -12,19 +12,6 @@ from torch import Tensor
 
 from .reduction import DTYPES
 
-__all__ = [
-    "DESCRIPTION_BYTES",
-    "Words",
-    "as_bytes",
-    "buffer_of",
-    "bytes_of",
-    "describe",
-    "described",
-    "empty",
-    "flat_elements",
-    "write_back",
-]
-
 DESCRIPTION_BYTES = 112
 """Size of the description of a tensor with up to 12 dimensions."""
 

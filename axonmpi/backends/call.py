@@ -19,8 +19,6 @@ from ..utils.text import MAX_LISTED, lines_of_ranks, listed, ranks_by_text
 from .ranks import Parts
 from .reduction import DTYPES
 
-__all__ = ["Call", "Layout", "mismatch_error"]
-
 _DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
 _MAX_SHOWN = 4
 

@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["FlatParts"]
-
 
 class FlatParts:
     """Some tensors of one dtype, end to end.

@@ -22,8 +22,6 @@ from .ranks import Parts
 from .reduction import reduce_wide_into
 from .worker import AtOnce
 
-__all__ = ["LocalBackend"]
-
 
 class _Receive(Work):
     """A receive that was posted before the message was sent, or after it."""

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from ..utils.arguments import hint
 from ..utils.text import listed
 
-__all__ = ["Parts", "check_different", "check_parts", "check_rank", "check_ranks", "integer_array"]
-
 
 class Parts:
     """Disjoint ordered sets of the ranks of a group.

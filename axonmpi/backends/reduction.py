@@ -25,21 +25,6 @@ from ..utils.arguments import member
 from ..utils.cache import BoundedCache
 from .tuning import MAX_PLANS, WIDE_ELEMENTS
 
-__all__ = [
-    "DTYPES",
-    "Reduction",
-    "check_reducible",
-    "choose_reduction",
-    "finish",
-    "fold",
-    "fold_rows",
-    "is_plain_sum",
-    "reduce_in_rank_order",
-    "reduce_wide_into",
-    "sum_of",
-    "wide_dtype",
-]
-
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 _NAMES = (
     *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),

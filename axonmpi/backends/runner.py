@@ -25,8 +25,6 @@ from ..utils.cache import BoundedCache
 from .call import Call
 from .tuning import MAX_CALLS
 
-__all__ = ["Runner", "TaskQueue"]
-
 
 class TaskQueue(Protocol):
     """What runs a group's asynchronous operations, one after the other.

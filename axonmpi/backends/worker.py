@@ -22,8 +22,6 @@ from ..utils.torch_internals import skip_in_compile
 from ..utils.waiting import compute_beside
 from .call_site import call_site, called_at
 
-__all__ = ["AtOnce", "Waiting", "Worker", "WorkerWork", "unheard"]
-
 Waiting = Callable[..., AbstractContextManager[None]]
 """Makes what is around a wait, so that others hear of it: `waiting(gives_up=...)`, whether it has a time limit."""
 

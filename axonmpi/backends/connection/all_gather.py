@@ -28,8 +28,6 @@ from .lane import Flight, Lane, Steps
 from .rounds import Gathered, Payload
 from .topology import Blocks, Bytes, items_of, rows_in
 
-__all__ = ["all_gather", "all_gather_into"]
-
 
 def all_gather(ranks: Connection, call: Call, tensor: Tensor, dim: int = 0, output: Tensor | None = None) -> Tensor:
     """Return the tensors of all ranks concatenated along a dimension; collective.

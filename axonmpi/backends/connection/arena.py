@@ -23,8 +23,6 @@ from .segment import HUGE_PAGE, PAGE, Segment, remedy, round_up, warn_no_shared_
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Arena", "Block", "FreeList"]
-
 
 class FreeList:
     """Which ranges of a segment's regions are free; the first that fits is taken. The same on all ranks.

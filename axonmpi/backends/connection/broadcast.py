@@ -24,8 +24,6 @@ from .rounds import Copied, Payload
 from .staging import ALIGNMENT, slices_of
 from .topology import Bytes
 
-__all__ = ["broadcast", "broadcast_small"]
-
 
 def broadcast(ranks: Connection, call: Call, tensor: Tensor) -> None:
     """Copy the root's tensor into those of the other ranks, in place; collective.

@@ -30,8 +30,6 @@ from ..reduction import finish, fold_rows, sum_of, wide_dtype
 from ..tuning import SLICED_FROM_BYTES, SLICED_FROM_BYTES_OPEN_MPI
 from .topology import Blocks, Integers
 
-__all__ = ["Flight", "Lane", "Steps", "is_sliced"]
-
 Steps = Iterator[Any]
 """An operation under way: each request that has to be complete before its next step."""
 

@@ -36,8 +36,6 @@ from .lane import Flight
 from .staging import ALIGNMENT, bounds_of, round_down
 from .topology import Blocks, items_of, rows_in, split_array
 
-__all__ = ["reduce_scatter", "reduce_scatter_into"]
-
 
 def reduce_scatter(ranks: Connection, call: Call, tensor: Tensor, dim: int) -> Tensor:
     """Return this rank's slice along `dim` of the reduced tensor, as a new tensor; collective.

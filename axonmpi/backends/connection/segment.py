@@ -24,8 +24,6 @@ import numpy as np
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["HUGE_PAGE", "PAGE", "Segment", "remedy", "round_up", "warn_no_shared_memory"]
-
 PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14

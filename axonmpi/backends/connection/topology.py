@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Blocks", "Bytes", "Integers", "Topology", "items_of", "rows_in", "split_array"]
-
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Items = np.ndarray[Any, np.dtype[np.void]]

@@ -37,8 +37,6 @@ from ..reduction import reduce_in_rank_order, reduce_wide_into
 from ..worker import Worker
 from .rendezvous import MockWorld, Rendezvous
 
-__all__ = ["LoggedCall", "MockBackend"]
-
 DEFAULT_TIMEOUT = 60.0
 """Seconds after which a mock rank that waits for the others gives up."""
 MAX_LOGGED = 100_000

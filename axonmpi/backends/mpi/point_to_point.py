@@ -25,8 +25,6 @@ from ..worker import Waiting, unheard
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["FIRST_TAG_OF_USERS", "TAG_OF_PAIRS", "MessagePort", "RequestWork"]
-
 TAG_OF_PAIRS = TAG_OF_ROUNDS + 1
 """Of what a collective sends from one rank to another."""
 FIRST_TAG_OF_USERS = TAG_OF_PAIRS + 1
