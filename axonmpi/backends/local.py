@@ -124,7 +124,6 @@ class LocalBackend(Backend):
     def _barrier(self, call: Call) -> None: ...
 
     def _symmetric_empty(self, call: Call) -> Tensor:
-        assert call.dtype is not None
         return torch.empty(call.shape, dtype=call.dtype, device=self.place)
 
     def _node_empty(self, call: Call) -> Tensor:
@@ -138,7 +137,6 @@ class LocalBackend(Backend):
             output.copy_(tensor)
 
     def _reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
-        assert call.op is not None
         reduce_wide_into([parts.flat(place=output.device)], call.op, output)
 
     def _divide(self, call: Call, parts: Parts) -> LocalBackend:

@@ -151,8 +151,7 @@ class Runner(ABC):
         told = self._told.get(kind)
         if told is None:
             dtype = str(tensor.dtype).removeprefix("torch.")
-            told = describe(operation, dtype, tuple(tensor.shape), None, peer, tag, tensor.nbytes)
-            self._told.add(kind, told)
+            told = self._told.add(kind, describe(operation, dtype, tensor.shape, None, peer, tag, tensor.nbytes))
         return self._observed(self.notes.enter(told, 0), operation, tensor.nbytes, move, tensor, peer, tag)
 
     def _observed(self, note: int, operation: str, nbytes: int, move: Callable[..., Any], *args: Any) -> Any:

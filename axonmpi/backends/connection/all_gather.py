@@ -53,9 +53,8 @@ def _all_gather(ranks: Connection, call: Call, own: Tensor, output: Tensor | Non
     topology, rows, address = ranks.topology, own.shape[0], ranks.address_of_large(own)
     before, cargo = ranks.buffers_now(), None
     if ranks.rounds is not None and 0 < own.nbytes * topology.nodes * topology.widest <= AGREEMENT_BYTES:
-        cargo = ranks.gathers.get((call.key, rows))
-        if cargo is None:
-            cargo = ranks.gathers.add((call.key, rows), _GatherCargo(ranks, own))
+        key = (call.key, rows)
+        cargo = ranks.gathers.get(key) or ranks.gathers.add(key, _GatherCargo(ranks, own))
         cargo.put(own)
     elif ranks.rounds is None and not address and own.nbytes <= ranks.small_bytes:
         before[topology.local_rank][: own.nbytes] = bytes_of(own)
@@ -232,9 +231,7 @@ def all_gather_into(
     Raises:
         CollectiveMismatchError: The ranks made different calls.
     """
-    blocks = ranks.plans.get(call.key)
-    if blocks is None:
-        blocks = ranks.plans.add(call.key, Blocks(output.itemsize * np.asarray(sizes, np.int64)))
+    blocks = ranks.plans.get(call.key) or ranks.plans.add(call.key, Blocks(output.itemsize * np.asarray(sizes)))
     all_are_there = ranks.agreement.agree(call, int(tensor is None))[1] == 1
     if tensor is not None:
         low, high = (edge // output.itemsize for edge in blocks.bounds(ranks.topology.rank))

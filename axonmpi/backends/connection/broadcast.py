@@ -36,7 +36,6 @@ def broadcast(ranks: Connection, call: Call, tensor: Tensor) -> None:
     Raises:
         CollectiveMismatchError: The ranks made different calls.
     """
-    assert call.root is not None
     flat = flat_elements(tensor)
     data, address = bytes_of(flat), ranks.address_of_large(flat)
     if address and ranks.agreement.agree(call, 0, address)[2]:
@@ -62,7 +61,6 @@ def broadcast_small(ranks: Connection, call: Call, data: Bytes) -> bool:
     Returns:
         False if the data of some ranks, not of this one, is symmetric: nothing was copied then.
     """
-    assert call.root is not None
     buffers, topology = ranks.staging.buffers, ranks.topology
     cargo = _CopyCargo(ranks, data.nbytes, *topology.find(call.root))
     index = ranks.barrier.count % len(buffers)
@@ -109,7 +107,6 @@ class _CopyCargo:
 def _read_from_root(ranks: Connection, call: Call, data: Bytes, address: int) -> None:
     """Read a symmetric tensor in the root's memory; collective, after the agreement."""
     assert ranks.arena is not None
-    assert call.root is not None
     if ranks.topology.rank != call.root:
         data[...] = ranks.arena.parts(address, data.nbytes)[call.root]
     ranks.barrier.wait(call)
@@ -117,7 +114,6 @@ def _read_from_root(ranks: Connection, call: Call, data: Bytes, address: int) ->
 
 def _broadcast_chunks(ranks: Connection, call: Call, data: Bytes) -> None:
     """Copy chunks of the root's data to all ranks; collective, after the agreement."""
-    assert call.root is not None
     topology, buffers, lane, size = ranks.topology, ranks.staging.buffers, ranks.lane, ranks.chunk_bytes
     node, root = topology.find(call.root)
     is_root, is_here = topology.rank == call.root, topology.node == node

@@ -104,15 +104,12 @@ def reduce_scatter_into(
 
 def _is_small(ranks: Connection, call: Call) -> bool:
     """Return True if all of the data is reduced with the agreement; local."""
-    assert call.dtype is not None
     return ranks.rounds is not None and 0 < call.nbytes <= WHOLE_BYTES and ranks.carries(call.dtype, call.nbytes)
 
 
 def _reduce_small(ranks: Connection, call: Call, tensor: Tensor) -> Tensor:
     """Return the reduction of all of the data, in `wide_dtype`, valid until the next collective; collective."""
-    small = ranks.plans.get(call.key)
-    if small is None:
-        small = ranks.plans.add(call.key, SmallReduction(ranks, call))
+    small = ranks.plans.get(call.key) or ranks.plans.add(call.key, SmallReduction(ranks, call))
     small.put(flat_elements(tensor).view(call.shape))
     ranks.agreement.agree(call, 0, 0, small.cargo)
     total: Tensor = small.cargo.total
@@ -124,7 +121,6 @@ def _reduce_in_place(
 ) -> None:
     """Reduce the rows from `start` of a symmetric tensor in the memory of all ranks; collective, agreed already."""
     assert ranks.arena is not None
-    assert call.op is not None
     if result.numel():
         if dim == 0:
             at = address + start * (result.nbytes // result.shape[0])
@@ -142,7 +138,6 @@ def _reduce_in_place(
 
 def _reduce_between_nodes(ranks: Connection, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
     """Reduce contiguous data, one block a rank, over several nodes; collective."""
-    assert call.op is not None
     ranks.agree(call)
     if not flat.numel():
         return
@@ -159,7 +154,6 @@ def _reduce_on_node(
     ranks: Connection, call: Call, parts: FlatParts, output: Tensor, sizes: Sequence[int], *, is_agreed: bool
 ) -> None:
     op, dtype, rank, staging = call.op, parts.dtype, ranks.topology.rank, ranks.staging
-    assert op is not None
     step = round_down(ranks.chunk_bytes // ranks.topology.size, max(ALIGNMENT, dtype.itemsize))
     count = step // dtype.itemsize
     bounds = bounds_of(sizes)
@@ -207,7 +201,6 @@ class _LaneScatter:
     """
 
     def __init__(self, ranks: Connection, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
-        assert call.op is not None
         self._ranks, self._call, self._op, self._lane = ranks, call, call.op, ranks.lane
         self._topology, self._buffers = ranks.topology, ranks.staging.buffers
         self._data, self._blocks, self._output = bytes_of(flat), blocks, output

@@ -197,14 +197,12 @@ class MockBackend(Backend):
     def _reduce(self, call: Call, tensor: Tensor) -> None:
         parts = self._agree(call, _copy(tensor))
         if call.root in (None, self.rank):
-            assert call.op is not None
             reduce_in_rank_order(parts, call.op, tensor)
 
     def _broadcast(self, call: Call, tensor: Tensor) -> None:
         is_source = self.rank == call.root
         parts = self._agree(call, _copy(tensor) if is_source else None)
         if not is_source:
-            assert call.root is not None
             tensor.copy_(parts[call.root])
 
     def _all_gather(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
@@ -214,7 +212,6 @@ class MockBackend(Backend):
         parts = self._agree(call, _copy(tensor))
         slices = [part.tensor_split(self.size, dim)[self.rank] for part in parts]
         result = torch.empty_like(slices[0], memory_format=torch.contiguous_format)
-        assert call.op is not None
         reduce_in_rank_order(slices, call.op, result)
         return result
 
@@ -224,7 +221,6 @@ class MockBackend(Backend):
 
     def _scatter(self, call: Call, tensor: Tensor | None) -> Tensor:
         given = self._agree(call, None if tensor is None else _copy(tensor), 0 if tensor is None else tensor.nbytes)
-        assert call.root is not None
         part: Tensor = given[call.root].tensor_split(self.size)[self.rank]
         return _copy(part)
 
@@ -276,7 +272,6 @@ class MockBackend(Backend):
 
     def _reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
         given = self._agree(call, parts.flat())
-        assert call.op is not None
         reduce_wide_into([flat.split(sizes)[self.rank] for flat in given], call.op, output)
 
     def _divide(self, call: Call, parts: Parts) -> MockBackend | None:
