@@ -67,7 +67,7 @@ def _all_gather(ranks: Connection, call: Call, own: Tensor, output: Tensor | Non
     if not result.numel():
         return result
     row = result.nbytes // result.shape[0]
-    blocks = Blocks.equal(topology.size, row * rows) if counts is None else Blocks(row * counts)
+    blocks = Blocks.equal(topology.size, row * rows) if counts is None else Blocks.of(row * counts)
     data = bytes_of(result)
     if ranks.rounds is None and is_same and (address or blocks.longest <= ranks.small_bytes):
         _read_blocks(ranks, call, own, blocks, data, before, address)
@@ -231,7 +231,7 @@ def all_gather_into(
     Raises:
         CollectiveMismatchError: The ranks made different calls.
     """
-    blocks = ranks.plans.get(call.key) or ranks.plans.add(call.key, Blocks(output.itemsize * np.asarray(sizes)))
+    blocks = ranks.plans.get(call.key) or ranks.plans.add(call.key, Blocks.of(output.itemsize * np.asarray(sizes)))
     all_are_there = ranks.agreement.agree(call, int(tensor is None))[1] == 1
     if tensor is not None:
         low, high = (edge // output.itemsize for edge in blocks.bounds(ranks.topology.rank))
