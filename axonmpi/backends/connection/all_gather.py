@@ -25,7 +25,7 @@ from ..tuning import AGREEMENT_BYTES
 from .chunks import run_chunks, stages_of
 from .connection import Connection
 from .lane import Flight, Lane, Steps
-from .rounds import Gathered, Payload
+from .rounds import Gathered, Payload, Rounds
 from .topology import Blocks, Bytes, items_of, rows_in
 
 
@@ -54,7 +54,7 @@ def _all_gather(ranks: Connection, call: Call, own: Tensor, output: Tensor | Non
     before, cargo = ranks.buffers_now(), None
     if ranks.rounds is not None and 0 < own.nbytes * topology.nodes * topology.widest <= AGREEMENT_BYTES:
         key = (call.key, rows)
-        cargo = ranks.gathers.get(key) or ranks.gathers.add(key, _GatherCargo(ranks, own))
+        cargo = ranks.gathers.get(key) or ranks.gathers.add(key, _GatherCargo(ranks, ranks.rounds, own))
         cargo.put(own)
     elif ranks.rounds is None and not address and own.nbytes <= ranks.small_bytes:
         before[topology.local_rank][: own.nbytes] = bytes_of(own)
@@ -97,10 +97,9 @@ def _target(output: Tensor | None, rows: int, own: Tensor) -> Tensor:
 class _GatherCargo:
     """Blocks of one dtype and shape on their way between nodes; see `agreement.Cargo`."""
 
-    def __init__(self, ranks: Connection, own: Tensor) -> None:
-        assert ranks.rounds is not None
+    def __init__(self, ranks: Connection, rounds: Rounds, own: Tensor) -> None:
         self._ranks, self._nbytes, self._dtype, self._shape = ranks, own.nbytes, own.dtype, own.shape[1:]
-        self._gathered = Gathered(ranks.rounds, ranks.topology.widest * own.nbytes)
+        self._gathered = Gathered(rounds, ranks.topology.widest * own.nbytes)
         self._line = self._gathered.rows.reshape(-1)
         # Ranks that are alone on their nodes use these views: the rows are in the order of the ranks.
         with torch.inference_mode(False):
