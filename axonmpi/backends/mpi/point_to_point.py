@@ -185,15 +185,11 @@ class RequestWork(Work):
             with self.waiting(gives_up=limit is not None):
                 if limit is None and not self._port.unmatched:
                     self._ask(self._port.mpi.Request.Waitall)
-                else:
-                    self._poll(limit)
+                # Polling is what makes MPI progress; between polls the core belongs to others.
+                elif not wait_until(self.done, Backoff(REQUEST_YIELDS, 0, POLL_SECONDS), limit):
+                    raise CollectiveTimeoutError(f"{self._what} was not complete after {limit:g} s")
         if self._error is not None:
             raise self._error
-
-    def _poll(self, timeout: float | None) -> None:
-        # Polling is what makes MPI progress; between polls the core belongs to others.
-        if not wait_until(self.done, Backoff(REQUEST_YIELDS, 0, POLL_SECONDS), timeout):
-            raise CollectiveTimeoutError(f"{self._what} was not complete after {timeout:g} s")
 
     def done(self) -> bool:
         """Return True if the messages are through or have failed, without blocking."""
