@@ -94,10 +94,7 @@ class Lane:
 
     def start(self, steps: Steps) -> Flight:
         """Run an operation up to its first request; collective over the lane."""
-        flight = Flight(steps, self._waiter, self._under_way)
-        if not flight.is_over:
-            self._under_way.add(flight)
-        return flight
+        return Flight(steps, self._waiter, self._under_way)
 
     # ---- reductions ---------------------------------------------------------------------------------------
 
@@ -235,17 +232,14 @@ class Flight:
     Args:
         steps: The operation.
         waiter: Waits for its requests.
-        under_way: The set that it leaves at its end.
+        under_way: The set in which it is until its end.
     """
 
     def __init__(self, steps: Steps, waiter: RequestWaiter, under_way: set[Flight]) -> None:
         self._steps, self._waiter, self._under_way = steps, waiter, under_way
         self._request = next(steps, None)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no request is under way any more."""
-        return self._request is None
+        if self._request is not None:
+            under_way.add(self)
 
     def go_on(self) -> None:
         """Wait for the request under way, then run up to the next one, if any; collective over the lane."""
