@@ -10,20 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import CollectiveMismatchError
 from .reduction import DTYPES
-
-__all__ = [
-    "DESCRIPTION_BYTES",
-    "Words",
-    "as_bytes",
-    "buffer_of",
-    "bytes_of",
-    "describe",
-    "described",
-    "empty",
-    "flat_elements",
-    "write_back",
-]
 
 DESCRIPTION_BYTES = 112
 """Size of the description of a tensor with up to 12 dimensions."""
@@ -92,6 +80,25 @@ def bytes_of(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 def _line(tensor: Tensor) -> Tensor:
     """View contiguous memory as one dimension of stride 1: a single element may have any other stride."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy without autograd history; local."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def copy_message(message: Tensor, tensor: Tensor, src: int) -> None:
+    """Copy a message of rank `src`, contiguous and of any dtype and shape, into a tensor of the same size; local.
+
+    Raises:
+        CollectiveMismatchError: The sizes differ.
+    """
+    if message.nbytes != tensor.nbytes:
+        raise CollectiveMismatchError(
+            f"recv: expected {tensor.nbytes} bytes ({tensor.dtype} {list(tensor.shape)}) from rank {src}, "
+            f"which sent {message.nbytes}"
+        )
+    tensor.copy_(message.view(-1).view(tensor.dtype).view(tensor.shape))
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -18,8 +20,6 @@ from ..types import ReduceOp
 from ..utils.text import MAX_LISTED, lines_of_ranks, listed, ranks_by_text
 from .ranks import Parts
 from .reduction import DTYPES
-
-__all__ = ["Call", "Layout", "mismatch_error"]
 
 _DTYPE_CODE = {dtype: code for code, dtype in enumerate(DTYPES)}
 _MAX_SHOWN = 4
@@ -36,8 +36,8 @@ class Call:
         operation: Name of the collective.
         dtype: Dtype of the tensors, or None.
         shape: Shape of this rank's tensor; -1 where the ranks may differ.
-        op: The reduction.
-        root: Source or destination rank within the group.
+        op: The reduction, or None.
+        root: Source or destination rank within the group, or None.
         dim: Dimension along which tensors are cut or concatenated.
         layout: What a flat tensor is made of, if anything.
         parts: What the ranks are divided into, by operations that make groups.
@@ -49,10 +49,11 @@ class Call:
     """
 
     operation: str
-    dtype: torch.dtype | None = None
+    # An operation knows which of these its calls have: Any spares it a check in each place.
+    dtype: torch.dtype | Any = None
     shape: tuple[int, ...] = ()
-    op: ReduceOp | None = None
-    root: int | None = None
+    op: ReduceOp | Any = None
+    root: int | Any = None
     dim: int | None = None
     layout: Layout | None = None
     parts: Parts | None = None
@@ -81,13 +82,11 @@ class Call:
             *self.shape,
         )
         key = hash(what) & ((1 << 62) - 1)
-        numel = 1
-        for size in self.shape:
-            numel *= size
+        numel = prod(self.shape)
         object.__setattr__(self, "key", key)
         object.__setattr__(self, "numel", numel)
-        known = self.dtype is not None and numel >= 0 and -1 not in self.shape
-        object.__setattr__(self, "nbytes", numel * self.dtype.itemsize if self.dtype and known else 0)
+        known = self.dtype is not None and -1 not in self.shape
+        object.__setattr__(self, "nbytes", numel * self.dtype.itemsize if known else 0)
         dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
         told = describe(self.operation, dtype, self.shape, self.op, self.root, nbytes=self.nbytes)
         object.__setattr__(self, "description", told)
@@ -105,7 +104,7 @@ class Call:
         if self.dim is not None:
             parts.append(f"dim={self.dim}")
         if self.layout is not None:
-            parts.append(f"made of {self._layout_text()}")
+            parts.append(f"made of {self._layout_text(self.layout)}")
         return f"{self.operation}({', '.join(parts)}){self.label and f' of {self.label}'}"
 
     def _parts_text(self, parts: Parts) -> str:
@@ -113,11 +112,10 @@ class Call:
         is_whole = len(parts) <= _MAX_SHOWN and all(len(part) <= MAX_LISTED for part in first)
         return self._shown(list(map(listed, first)), is_whole)
 
-    def _layout_text(self) -> str:
-        assert self.layout is not None
-        shown = [self._tensor_text(dtype, shape) for dtype, shape in self.layout[:_MAX_SHOWN]]
-        count = f"{len(self.layout)} tensor{'s' if len(self.layout) > 1 else ''}"
-        return f"{count}: {self._shown(shown, len(self.layout) <= _MAX_SHOWN)}" if shown else "no tensors"
+    def _layout_text(self, layout: Layout) -> str:
+        shown = [self._tensor_text(dtype, shape) for dtype, shape in layout[:_MAX_SHOWN]]
+        count = f"{len(layout)} tensor{'s' if len(layout) > 1 else ''}"
+        return f"{count}: {self._shown(shown, len(layout) <= _MAX_SHOWN)}" if shown else "no tensors"
 
     def _tensor_text(self, dtype: torch.dtype, shape: Sequence[int]) -> str:
         sizes = ["*" if size < 0 else str(size) for size in shape[:MAX_LISTED]]

@@ -18,8 +18,6 @@ from typing import Protocol
 from ..launch.settings import debugs
 from .call import Call
 
-__all__ = ["at_step", "call_site", "called_at", "text_with_site"]
-
 _PACKAGE = __name__.partition(".")[0]
 _told = threading.local()
 

@@ -16,21 +16,6 @@ from ..utils.arguments import hint
 from ..utils.cache import BoundedCache
 from .reduction import DTYPES
 
-__all__ = [
-    "Sizes",
-    "check_dtype",
-    "check_flat",
-    "check_named",
-    "check_readable",
-    "check_shape",
-    "check_sizes",
-    "check_tag",
-    "check_tensor",
-    "check_tensor_list",
-    "check_writable",
-    "wrap_dim",
-]
-
 MAX_TAG = 32767
 """The largest tag that every MPI library has to support (MPI 4.1, section 9.1.2)."""
 MAX_SIZES = 1 << 17

@@ -43,8 +43,9 @@ from .counters import WORDS_PER_COUNTER, NodeCounters
 from .flat_parts import FlatParts
 from .ranks import Parts, check_parts, check_rank, check_ranks
 from .reduction import check_reducible, reduce_in_rank_order, wide_dtype
-from .runner import Runner, TaskQueue
+from .runner import Runner
 from .tuning import MAX_CALLS
+from .worker import Worker
 
 __all__ = ["Backend"]
 
@@ -66,7 +67,7 @@ class Backend(Runner):
     overlaps: bool = True
     allows_threads: bool = True
 
-    def __init__(self, rank: int, size: int, worker: TaskQueue, *, timeout: Seconds | None = None) -> None:
+    def __init__(self, rank: int, size: int, worker: Worker, *, timeout: Seconds | None = None) -> None:
         super().__init__(rank, size, worker, timeout=timeout)
         self.place = torch.device("cpu")
         self._calls: BoundedCache[Any, Call] = BoundedCache(MAX_CALLS)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["FlatParts"]
+from .buffers import as_bytes, flat_elements
 
 
 class FlatParts:
@@ -40,7 +40,9 @@ class FlatParts:
     def read(self, start: int, stop: int, target: np.ndarray) -> None:
         """Copy the bytes of elements `start` to `stop` to the beginning of `target`; local."""
         if self._lines is None:
-            self._lines = [None if isinstance(part, int) else _bytes_of(part) for part in self._parts]
+            self._lines = [
+                None if isinstance(part, int) else as_bytes(flat_elements(part)).numpy() for part in self._parts
+            ]
         itemsize = self.dtype.itemsize
         index = bisect_right(self._starts, start) - 1
         at = 0
@@ -80,11 +82,3 @@ class FlatParts:
             else:
                 result[start:stop].view(part.shape).copy_(part)
         return result
-
-
-def _bytes_of(part: Tensor) -> np.ndarray:
-    line = part.detach().resolve_conj().resolve_neg().contiguous()
-    if not line.numel():
-        return np.empty(0, np.uint8)
-    flat: np.ndarray = line.as_strided((line.numel(),), (1,)).view(torch.uint8).numpy()
-    return flat

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import CollectiveMismatchError
 from ..types import CompletedWork, Seconds, Work
+from .buffers import copy_message, copy_of
 from .call import Call
 from .contract import Backend
 from .counters import NodeCounters
@@ -21,8 +22,6 @@ from .flat_parts import FlatParts
 from .ranks import Parts
 from .reduction import reduce_wide_into
 from .worker import AtOnce
-
-__all__ = ["LocalBackend"]
 
 
 class _Receive(Work):
@@ -36,13 +35,10 @@ class _Receive(Work):
 
     def take(self, message: Tensor) -> None:
         """Put the message into the tensor; local."""
-        if message.nbytes == self._tensor.nbytes:
-            self._tensor.copy_(message.view(-1).view(self._tensor.dtype).view(self._tensor.shape))
-        else:
-            self._error = CollectiveMismatchError(
-                f"recv: expected {self._tensor.nbytes} bytes ({self._tensor.dtype} {list(self._tensor.shape)}) "
-                f"from rank 0, which sent {message.nbytes}"
-            )
+        try:
+            copy_message(message, self._tensor, 0)
+        except CollectiveMismatchError as error:
+            self._error = error
         self._complete = True
 
     def wait(self, timeout: Seconds | None = None) -> None:
@@ -108,25 +104,24 @@ class LocalBackend(Backend):
     def _broadcast(self, call: Call, tensor: Tensor) -> None: ...
 
     def _all_gather(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
-        return _copy(tensor)
+        return copy_of(tensor)
 
     def _reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
-        return _copy(tensor)
+        return copy_of(tensor)
 
     def _gather(self, call: Call, tensor: Tensor) -> list[Tensor]:
-        return [_copy(tensor)]
+        return [copy_of(tensor)]
 
     def _scatter(self, call: Call, tensor: Tensor | None) -> Tensor:
         assert tensor is not None
-        return _copy(tensor)
+        return copy_of(tensor)
 
     def _all_to_all(self, call: Call, tensors: list[Tensor]) -> list[Tensor]:
-        return [_copy(tensor) for tensor in tensors]
+        return [copy_of(tensor) for tensor in tensors]
 
     def _barrier(self, call: Call) -> None: ...
 
     def _symmetric_empty(self, call: Call) -> Tensor:
-        assert call.dtype is not None
         return torch.empty(call.shape, dtype=call.dtype, device=self.place)
 
     def _node_empty(self, call: Call) -> Tensor:
@@ -140,7 +135,6 @@ class LocalBackend(Backend):
             output.copy_(tensor)
 
     def _reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
-        assert call.op is not None
         reduce_wide_into([parts.flat(place=output.device)], call.op, output)
 
     def _divide(self, call: Call, parts: Parts) -> LocalBackend:
@@ -148,9 +142,9 @@ class LocalBackend(Backend):
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
         if self._receives[tag]:
-            self._receives[tag].popleft().take(_copy(tensor))
+            self._receives[tag].popleft().take(copy_of(tensor))
         else:
-            self._messages[tag].append(_copy(tensor))
+            self._messages[tag].append(copy_of(tensor))
 
     def _isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
         self._send(tensor, dst, tag)
@@ -173,7 +167,3 @@ class LocalBackend(Backend):
     def _release(self) -> None:
         self._messages.clear()
         self._receives.clear()
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)

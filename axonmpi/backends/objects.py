@@ -19,8 +19,6 @@ from ..types import ReduceOp
 from .contract import Backend
 from .ranks import Parts
 
-__all__ = ["all_gather_number", "all_gather_object", "broadcast_object", "gather_if_different", "parts_by_node"]
-
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from ..utils.arguments import hint
 from ..utils.text import listed
 
-__all__ = ["Parts", "check_different", "check_parts", "check_rank", "check_ranks", "integer_array"]
-
 
 class Parts:
     """Disjoint ordered sets of the ranks of a group.
@@ -75,14 +73,12 @@ def integer_array(values: Iterable[object], check: Callable[[object], object]) -
         values: The integers.
         check: Called for each value, unless all are plain integers: raises if it is none.
     """
-    made: NDArray[np.integer]
     if isinstance(values, range):
-        made = np.arange(values.start, values.stop, values.step)
-        return made
+        return np.arange(values.start, values.stop, values.step)
     if isinstance(values, np.ndarray):
         if values.ndim == 1 and values.dtype.kind == "i":
-            made = values.copy()
-            return made
+            copied: NDArray[np.integer] = values.copy()
+            return copied
         values = values.tolist()
     plain: list[Any] = list(values)
     if not set(map(type, plain)) <= {int}:

@@ -27,21 +27,6 @@ from ..utils.arguments import member
 from ..utils.cache import BoundedCache
 from .tuning import MAX_PLANS, WIDE_ELEMENTS
 
-__all__ = [
-    "DTYPES",
-    "Reduction",
-    "check_reducible",
-    "choose_reduction",
-    "finish",
-    "fold",
-    "fold_rows",
-    "is_plain_sum",
-    "reduce_in_rank_order",
-    "reduce_wide_into",
-    "sum_of",
-    "wide_dtype",
-]
-
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 _NAMES = (
     *("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"),
@@ -195,12 +180,14 @@ def fold(parts: Sequence[Tensor], op: ReduceOp, total: Tensor) -> None:
 
 def fold_rows(rows: Tensor, op: ReduceOp, total: Tensor) -> None:
     """Fold the rows of a contiguous matrix, [rows, numel]; many rows in a single call; local. See `fold`."""
-    if not rows.numel():
-        return
     if len(rows) <= _FEW_ROWS:
         fold(rows.unbind(0), op, total)
+        return
+    combine, matrix = _IN_NUMPY[sum_of(op)], rows.to(total.dtype).numpy()
+    if matrix.shape[1] == 1:  # numpy would add a single column in pairs
+        total.copy_(torch.from_numpy(combine.accumulate(matrix, dtype=matrix.dtype)[-1]))
     else:
-        _fold_many(rows.to(total.dtype), sum_of(op), total)
+        combine.reduce(matrix, out=total.numpy())
 
 
 def finish(total: Tensor, op: ReduceOp, ranks: int, out: Tensor) -> None:
@@ -216,20 +203,6 @@ def finish(total: Tensor, op: ReduceOp, ranks: int, out: Tensor) -> None:
         total.div_(ranks)
     if out is not total:
         out.copy_(total)
-
-
-def _fold_many(rows: Tensor, op: ReduceOp, out: Tensor) -> None:
-    """Reduce rows one after the other in numpy, which has a single call for that."""
-    if rows.dtype is torch.bool:
-        _fold(rows.unbind(0), out, _LOGICAL[op])
-        return
-    if rows.shape[1] == 1:  # numpy would add a single column in pairs
-        rows = torch.cat([rows, torch.zeros_like(rows)], 1)
-        both = torch.empty(2, dtype=out.dtype, device="cpu")
-        _IN_NUMPY[op].reduce(rows.numpy(), axis=0, out=both.numpy())
-        out.copy_(both[:1])
-        return
-    _IN_NUMPY[op].reduce(rows.numpy(), axis=0, out=out.numpy())
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

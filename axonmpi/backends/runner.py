@@ -10,42 +10,21 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import AxonmpiError, CommunicatorError
 from ..launch.page import GroupLog, NoLog, describe
-from ..types import Observer, Seconds, Work
+from ..types import Observer, Seconds
 from ..utils.arguments import check_flags, seconds
 from ..utils.cache import BoundedCache
 from .call import Call
 from .tuning import MAX_CALLS
-
-__all__ = ["Runner", "TaskQueue"]
-
-
-class TaskQueue(Protocol):
-    """What runs a group's asynchronous operations, one after the other.
-
-    Attributes:
-        started: How many operations were submitted.
-        ended: How many of them are over; none is queued or running if it is all.
-    """
-
-    started: int
-    ended: int
-
-    def submit(
-        self, operation: str, task: Callable[[], Any], waiting: Callable[..., AbstractContextManager[None]] = ...
-    ) -> Work:
-        """Queue an operation; the context manager that `waiting` makes is around each wait for it."""
-
-    def close(self, timeout: float) -> bool:
-        """End after the operations already queued; False if one is still running after `timeout` seconds."""
+from .worker import Worker
 
 
 class Runner(ABC):
@@ -70,7 +49,7 @@ class Runner(ABC):
     kept_timeout: float | None = None
     grace: float = 0.0
 
-    def __init__(self, rank: int, size: int, worker: TaskQueue, *, timeout: Seconds | None = None) -> None:
+    def __init__(self, rank: int, size: int, worker: Worker, *, timeout: Seconds | None = None) -> None:
         self.rank = rank
         self.size = size
         self.timeout = seconds("timeout", timeout)
@@ -153,8 +132,7 @@ class Runner(ABC):
         told = self._told.get(kind)
         if told is None:
             dtype = str(tensor.dtype).removeprefix("torch.")
-            told = describe(operation, dtype, tuple(tensor.shape), None, peer, tag, tensor.nbytes)
-            self._told.add(kind, told)
+            told = self._told.add(kind, describe(operation, dtype, tensor.shape, None, peer, tag, tensor.nbytes))
         return self._observed(self.notes.enter(told, 0), operation, tensor.nbytes, move, tensor, peer, tag)
 
     def _observed(self, note: int, operation: str, nbytes: int, move: Callable[..., Any], *args: Any) -> Any:

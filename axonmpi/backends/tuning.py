@@ -6,45 +6,6 @@ of cache a core; where other values did as well, the smallest is taken.
 
 from __future__ import annotations
 
-__all__ = [
-    "AGREEMENT_BYTES",
-    "ALONE_CHUNK_BYTES",
-    "BARRIER_CHECK_SECONDS",
-    "BARRIER_NAP_SECONDS",
-    "BARRIER_SPINS",
-    "BARRIER_YIELDS",
-    "CHUNK_BYTES",
-    "COUNTER_SLEEP_SECONDS",
-    "COUNTER_YIELDS",
-    "COUNTER_YIELDS_OVERSUBSCRIBED",
-    "FIRST_SEGMENT_BYTES",
-    "KEPT_FREE_BYTES",
-    "LONGEST_BARRIER_NAP_SECONDS",
-    "MAX_CALLS",
-    "MAX_GATHERS",
-    "MAX_MESSAGE_BYTES",
-    "MAX_PLANS",
-    "MAX_VIEWS",
-    "NETWORK_BUFFERS",
-    "NETWORK_CHUNK_BYTES",
-    "PIECE_BYTES",
-    "POLL_SECONDS",
-    "PROBE_BYTES",
-    "PROGRESS_CALLS_PER_NAP",
-    "REPEATED_CHUNK_BYTES",
-    "REPLICATED_BYTES",
-    "REPLICATED_ORDINARY_BYTES",
-    "REPLICATED_PAIR_BYTES",
-    "SLICED_FROM_BYTES",
-    "SLICED_FROM_BYTES_OPEN_MPI",
-    "SLICE_BYTES",
-    "SLOW_LINE_SECONDS",
-    "STAGING_BYTES",
-    "WHOLE_BYTES",
-    "WIDE_ELEMENTS",
-    "replicated_bytes",
-]
-
 _PAGE = 4096
 
 # ---- how data is cut -------------------------------------------------------------------------------------------

@@ -22,8 +22,6 @@ from ..utils.torch_internals import skip_in_compile
 from ..utils.waiting import compute_beside
 from .call_site import call_site, called_at
 
-__all__ = ["AtOnce", "Waiting", "Worker", "WorkerWork", "unheard"]
-
 Waiting = Callable[..., AbstractContextManager[None]]
 """Makes what is around a wait, so that others hear of it: `waiting(gives_up=...)`, whether it has a time limit."""
 
@@ -36,9 +34,7 @@ def unheard(*, gives_up: bool) -> AbstractContextManager[None]:
 class WorkerWork(Work):
     """An operation queued on, or run by, a worker thread."""
 
-    def __init__(
-        self, operation: str, task: Callable[[], Any], waiting: Waiting = unheard, worker: Worker | None = None
-    ) -> None:
+    def __init__(self, operation: str, task: Callable[[], Any], waiting: Waiting, worker: Worker) -> None:
         self.operation = operation
         self._waiting = waiting
         self._worker = worker
@@ -70,7 +66,7 @@ class WorkerWork(Work):
     @skip_in_compile
     def wait(self, timeout: Seconds | None = None) -> None:
         """Block until the operation is complete; see `Work.wait`."""
-        if not self._complete and self._worker is not None and self.is_own_thread:
+        if not self._complete and self.is_own_thread:
             self._worker.run_until(self)
         if not self._complete:
             limit = seconds("timeout", timeout, positive=False)
@@ -82,7 +78,7 @@ class WorkerWork(Work):
 
     def _block(self, timeout: float | None) -> None:
         limit = -1 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)
-        waiters = set() if self._worker is None else self._worker.waiters
+        waiters = self._worker.waiters
         waiters.add(threading.get_ident())
         try:
             finished = self._finished.acquire(timeout=limit)
@@ -98,7 +94,7 @@ class WorkerWork(Work):
     @property
     def is_own_thread(self) -> bool:
         """Whether this is the thread that runs the operation."""
-        return self._worker is not None and self._worker.is_current
+        return self._worker.is_current
 
     def done(self) -> bool:
         """Say whether the operation is complete or has failed."""
@@ -116,7 +112,13 @@ class WorkerWork(Work):
 
 
 class Worker:
-    """One thread and its queue; the thread starts with the first operation."""
+    """One thread and its queue; the thread starts with the first operation.
+
+    Attributes:
+        waiters: Ids of the threads that wait for an operation.
+        started: Number of operations that were queued.
+        ended: Number of them that are over.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -144,14 +146,14 @@ class Worker:
             task: Does it; returns its value.
             waiting: Makes a context manager for each wait for it.
         """
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-            self._thread.start()
         work = WorkerWork(operation, task, waiting, self)
         if self.is_current:
             work.run()
             work.finish()
             return work
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            self._thread.start()
         self.started += 1
         self._queue.put(work)
         return work
@@ -193,25 +195,15 @@ class Worker:
         return True
 
 
-class AtOnce:
-    """In place of a worker: runs operations when they are submitted.
+class AtOnce(Worker):
+    """A worker without a thread: it runs operations when they are submitted, on the thread that submits them.
 
     Args:
         always: Whether blocking operations have to be submitted, too.
     """
 
-    ended = 0
+    is_current = True
 
     def __init__(self, *, always: bool = False) -> None:
+        super().__init__("")
         self.started = int(always)
-
-    def submit(self, operation: str, task: Callable[[], Any], waiting: Waiting = unheard) -> Work:
-        """Run the operation; local."""
-        work = WorkerWork(operation, task, waiting)
-        work.run()
-        work.finish()
-        return work
-
-    def close(self, timeout: float) -> bool:
-        """Nothing is ever under way."""
-        return True

@@ -25,10 +25,8 @@ from ..tuning import AGREEMENT_BYTES
 from .chunks import run_chunks, stages_of
 from .connection import Connection
 from .lane import Flight, Lane, Steps
-from .rounds import Gathered, Payload
+from .rounds import Gathered, Payload, Rounds
 from .topology import Blocks, Bytes, items_of, rows_in
-
-__all__ = ["all_gather", "all_gather_into"]
 
 
 def all_gather(ranks: Connection, call: Call, tensor: Tensor, dim: int = 0, output: Tensor | None = None) -> Tensor:
@@ -55,9 +53,8 @@ def _all_gather(ranks: Connection, call: Call, own: Tensor, output: Tensor | Non
     topology, rows, address = ranks.topology, own.shape[0], ranks.address_of_large(own)
     before, cargo = ranks.buffers_now(), None
     if ranks.rounds is not None and 0 < own.nbytes * topology.nodes * topology.widest <= AGREEMENT_BYTES:
-        cargo = ranks.gathers.get((call.key, rows))
-        if cargo is None:
-            cargo = ranks.gathers.add((call.key, rows), _GatherCargo(ranks, own))
+        key = (call.key, rows)
+        cargo = ranks.gathers.get(key) or ranks.gathers.add(key, _GatherCargo(ranks, ranks.rounds, own))
         cargo.put(own)
     elif ranks.rounds is None and not address and own.nbytes <= ranks.small_bytes:
         before[topology.local_rank][: own.nbytes] = bytes_of(own)
@@ -70,7 +67,7 @@ def _all_gather(ranks: Connection, call: Call, own: Tensor, output: Tensor | Non
     if not result.numel():
         return result
     row = result.nbytes // result.shape[0]
-    blocks = Blocks.equal(topology.size, row * rows) if counts is None else Blocks(row * counts)
+    blocks = Blocks.equal(topology.size, row * rows) if counts is None else Blocks.of(row * counts)
     data = bytes_of(result)
     if ranks.rounds is None and is_same and (address or blocks.longest <= ranks.small_bytes):
         _read_blocks(ranks, call, own, blocks, data, before, address)
@@ -100,10 +97,9 @@ def _target(output: Tensor | None, rows: int, own: Tensor) -> Tensor:
 class _GatherCargo:
     """Blocks of one dtype and shape on their way between nodes; see `agreement.Cargo`."""
 
-    def __init__(self, ranks: Connection, own: Tensor) -> None:
-        assert ranks.rounds is not None
+    def __init__(self, ranks: Connection, rounds: Rounds, own: Tensor) -> None:
         self._ranks, self._nbytes, self._dtype, self._shape = ranks, own.nbytes, own.dtype, own.shape[1:]
-        self._gathered = Gathered(ranks.rounds, ranks.topology.widest * own.nbytes)
+        self._gathered = Gathered(rounds, ranks.topology.widest * own.nbytes)
         self._line = self._gathered.rows.reshape(-1)
         # Ranks that are alone on their nodes use these views: the rows are in the order of the ranks.
         with torch.inference_mode(False):
@@ -234,9 +230,7 @@ def all_gather_into(
     Raises:
         CollectiveMismatchError: The ranks made different calls.
     """
-    blocks = ranks.plans.get(call.key)
-    if blocks is None:
-        blocks = ranks.plans.add(call.key, Blocks(output.itemsize * np.asarray(sizes, np.int64)))
+    blocks = ranks.plans.get(call.key) or ranks.plans.add(call.key, Blocks.of(output.itemsize * np.asarray(sizes)))
     all_are_there = ranks.agreement.agree(call, int(tensor is None))[1] == 1
     if tensor is not None:
         low, high = (edge // output.itemsize for edge in blocks.bounds(ranks.topology.rank))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +23,6 @@ from .segment import HUGE_PAGE, PAGE, Segment, remedy, round_up, warn_no_shared_
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-__all__ = ["Arena", "Block", "FreeList"]
 
 
 class FreeList:
@@ -60,13 +59,8 @@ class FreeList:
                 merged.append((low, high))
         self.ranges = merged
 
-    @property
-    def largest(self) -> int:
-        """Size of the largest free range."""
-        return max((stop - start for start, stop in self.ranges), default=0)
 
-
-class Block:
+class Block(NamedTuple):
     """A range at the same offset in each rank's region.
 
     Attributes:
@@ -76,11 +70,10 @@ class Block:
         size: Bytes.
     """
 
-    def __init__(self, number: int, segment: int, start: int, size: int) -> None:
-        self.number = number
-        self.segment = segment
-        self.start = start
-        self.size = size
+    number: int
+    segment: int
+    start: int
+    size: int
 
 
 class Arena:
@@ -98,7 +91,7 @@ class Arena:
         self._free: list[FreeList] = []
         self._blocks: dict[int, Block] = {}
         self._droppers: Counter[int] = Counter()
-        self._next_number = 0
+        self._numbers = count()
 
     def allocate(self, nbytes: int, *, common: bool = False) -> Block | str:
         """Find a block of `nbytes` bytes and back it with memory; collective. Returns what went wrong as a text.
@@ -163,9 +156,8 @@ class Arena:
         for index, free in enumerate(self._free):
             start = free.take(size, alignment)
             if start is not None:
-                block = Block(self._next_number, index, start, size)
+                block = Block(next(self._numbers), index, start, size)
                 self._blocks[block.number] = block
-                self._next_number += 1
                 return block
         return None
 
@@ -192,11 +184,6 @@ class Arena:
         self.segments.clear()
         self._free.clear()
         self._blocks.clear()
-
-    @property
-    def bytes_in_use(self) -> int:
-        """Size of the blocks in use, in each rank's region."""
-        return sum(block.size for block in self._blocks.values())
 
     def symmetric(self, nbytes: int) -> Tensor:
         """Return [nbytes] uint8 of shared memory, ordinary memory where there is not enough; collective."""
@@ -260,7 +247,3 @@ class Arena:
         segment, offset = self.segments[(address - 1) >> 48], (address - 1) & ((1 << 48) - 1)
         whole = np.frombuffer(segment.memory, dtype=np.uint8).reshape(len(segment.regions), segment.region_bytes)
         return torch.from_numpy(whole[:, offset : offset + nbytes])
-
-    def rows_of(self, block: Block) -> Tensor:
-        """Return a block's memory of all local ranks, [ranks, size] uint8; local."""
-        return self.rows((block.segment << 48) + block.start + 1, block.size)

@@ -20,10 +20,8 @@ from ..call import Call
 from .chunks import ALIGNMENT, slices_of, stages_of
 from .connection import Connection
 from .lane import Flight
-from .rounds import Copied, Payload
+from .rounds import Copied, Payload, Rounds
 from .topology import Bytes
-
-__all__ = ["broadcast", "broadcast_small"]
 
 
 def broadcast(ranks: Connection, call: Call, tensor: Tensor) -> None:
@@ -37,7 +35,6 @@ def broadcast(ranks: Connection, call: Call, tensor: Tensor) -> None:
     Raises:
         CollectiveMismatchError: The ranks made different calls.
     """
-    assert call.root is not None
     flat = flat_elements(tensor)
     data, address = bytes_of(flat), ranks.address_of_large(flat)
     if address and ranks.agreement.agree(call, 0, address)[2]:
@@ -63,54 +60,49 @@ def broadcast_small(ranks: Connection, call: Call, data: Bytes) -> bool:
     Returns:
         False if the data of some ranks, not of this one, is symmetric: nothing was copied then.
     """
-    assert call.root is not None
-    buffers, topology = ranks.staging.buffers, ranks.topology
-    cargo = _CopyCargo(ranks, data.nbytes, *topology.find(call.root))
+    buffers, topology, rounds = ranks.staging.buffers, ranks.topology, ranks.rounds
+    cargo = None if rounds is None else _CopyCargo(ranks, rounds, data.nbytes, *topology.find(call.root))
     index = ranks.barrier.count % len(buffers)
     if topology.rank == call.root:
         target = buffers[index][topology.local_rank]
-        if ranks.rounds is not None and ranks.is_apart:
-            target = ranks.rounds.outgoing
+        if rounds is not None and ranks.is_apart:
+            target = rounds.outgoing
         target[: data.nbytes] = data
     if not ranks.agreement.agree(call, 0, 0, cargo)[2]:
         return False
     if topology.rank != call.root:
-        data[...] = buffers[index][call.root][: data.nbytes] if ranks.rounds is None else cargo.result
+        data[...] = buffers[index][call.root][: data.nbytes] if cargo is None else cargo.result
     return True
 
 
 class _CopyCargo:
     """A root's data on its way between nodes; see `agreement.Cargo`."""
 
-    def __init__(self, ranks: Connection, nbytes: int, node: int, local_rank: int) -> None:
-        self._ranks, self._nbytes, self._node, self._local_rank = ranks, nbytes, node, local_rank
+    def __init__(self, ranks: Connection, rounds: Rounds, nbytes: int, node: int, local_rank: int) -> None:
+        self._ranks, self._rounds, self._nbytes = ranks, rounds, nbytes
+        self._node, self._local_rank = node, local_rank
 
     @property
     def result(self) -> Bytes:
         """The data after the agreement, valid until the next collective."""
-        assert self._ranks.rounds is not None
-        memory = self._ranks.rounds.outgoing if self._ranks.is_apart else self._ranks.buffers_before()[0]
+        memory = self._rounds.outgoing if self._ranks.is_apart else self._ranks.buffers_before()[0]
         return memory[: self._nbytes]
 
     def load(self) -> Payload:
         """Take the data of the root if it is on this node."""
-        rounds = self._ranks.rounds
-        assert rounds is not None
         if self._ranks.topology.node == self._node and not self._ranks.is_apart:
-            rounds.outgoing[: self._nbytes] = self._ranks.buffers_before()[self._local_rank][: self._nbytes]
-        return Copied(rounds, self._nbytes, self._node)
+            self._rounds.outgoing[: self._nbytes] = self._ranks.buffers_before()[self._local_rank][: self._nbytes]
+        return Copied(self._rounds, self._nbytes, self._node)
 
     def unload(self) -> None:
         """Show the data to this node."""
-        assert self._ranks.rounds is not None
         if not self._ranks.is_apart:
-            self._ranks.buffers_now()[0][: self._nbytes] = self._ranks.rounds.outgoing[: self._nbytes]
+            self._ranks.buffers_now()[0][: self._nbytes] = self._rounds.outgoing[: self._nbytes]
 
 
 def _read_from_root(ranks: Connection, call: Call, data: Bytes, address: int) -> None:
     """Read a symmetric tensor in the root's memory; collective, after the agreement."""
     assert ranks.arena is not None
-    assert call.root is not None
     if ranks.topology.rank != call.root:
         data[...] = ranks.arena.parts(address, data.nbytes)[call.root]
     ranks.barrier.wait(call)
@@ -118,7 +110,6 @@ def _read_from_root(ranks: Connection, call: Call, data: Bytes, address: int) ->
 
 def _broadcast_chunks(ranks: Connection, call: Call, data: Bytes) -> None:
     """Copy chunks of the root's data to all ranks; collective, after the agreement."""
-    assert call.root is not None
     topology, buffers, lane, size = ranks.topology, ranks.staging.buffers, ranks.lane, ranks.chunk_bytes
     node, root = topology.find(call.root)
     is_root, is_here = topology.rank == call.root, topology.node == node

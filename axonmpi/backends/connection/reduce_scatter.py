@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...utils.partition import split_range, split_sizes
+from ...utils.partition import split_range
 from ..buffers import bytes_of, empty, flat_elements
 from ..call import Call
 from ..flat_parts import FlatParts
@@ -33,9 +33,7 @@ from .chunks import ALIGNMENT, bounds_of, round_down, stages_of
 from .connection import Connection
 from .lane import Flight
 from .small import ReductionBetweenNodes
-from .topology import Blocks, items_of, rows_in, split_array
-
-__all__ = ["reduce_scatter", "reduce_scatter_into"]
+from .topology import Blocks, Integers, items_of, rows_in, split_array
 
 
 def reduce_scatter(ranks: Connection, call: Call, tensor: Tensor, dim: int) -> Tensor:
@@ -50,28 +48,21 @@ def reduce_scatter(ranks: Connection, call: Call, tensor: Tensor, dim: int) -> T
     Raises:
         CollectiveMismatchError: The ranks made different calls.
     """
-    start, stop = split_range(tensor.shape[dim], ranks.topology.size, ranks.topology.rank)
+    topology = ranks.topology
+    start, stop = split_range(tensor.shape[dim], topology.size, topology.rank)
     if _is_small(ranks, call):
         own = _reduce_small(ranks, call, tensor).narrow(dim, start, stop - start)
         return own.to(tensor.dtype, copy=True, memory_format=torch.contiguous_format)
     # Rows of `dim` are made neighbours in memory, so that a slice is one range of it.
     moved = tensor.movedim(dim, 0) if dim else tensor
     result = empty((stop - start, *moved.shape[1:]), tensor.dtype)
-    if ranks.rounds is not None:
-        blocks = ranks.plans.get(call.key)
-        if blocks is None:
-            row = tensor.nbytes // max(moved.shape[0], 1)
-            blocks = ranks.plans.add(call.key, Blocks(row * split_array(moved.shape[0], ranks.topology.size)))
-        _reduce_between_nodes(ranks, call, flat_elements(moved), blocks, result.view(-1))
-        return result.movedim(0, dim).contiguous() if dim else result
-    address = ranks.address(tensor)
+    address = ranks.address(tensor) if ranks.rounds is None else 0
     if address and ranks.agreement.agree(call, 0, address)[2]:
         _reduce_in_place(ranks, call, tensor, dim, address, result, start)
     else:
-        row = moved.numel() // max(moved.shape[0], 1)
-        sizes = [row * count for count in split_sizes(moved.shape[0], ranks.topology.size)]
-        parts = FlatParts([moved.contiguous().detach()], tensor.dtype)
-        _reduce_on_node(ranks, call, parts, result.view(-1), sizes, is_agreed=bool(address))
+        sizes = moved.numel() // max(moved.shape[0], 1) * split_array(moved.shape[0], topology.size)
+        parts = FlatParts([flat_elements(moved)], tensor.dtype)
+        _reduce_large(ranks, call, parts, result.view(-1), sizes, is_agreed=bool(address))
     return result.movedim(0, dim).contiguous() if dim else result
 
 
@@ -94,26 +85,20 @@ def reduce_scatter_into(
         start = sum(sizes[: ranks.topology.rank])
         total = _reduce_small(ranks, call, parts.line().view(call.shape)).view(-1)
         output.copy_(total[start : start + output.numel()])
-    elif ranks.rounds is None:
-        _reduce_on_node(ranks, call, parts, output, sizes, is_agreed=False)
     else:
-        blocks = ranks.plans.get(call.key)
-        if blocks is None:
-            blocks = ranks.plans.add(call.key, Blocks(parts.dtype.itemsize * np.asarray(sizes, np.int64)))
-        _reduce_between_nodes(ranks, call, parts.line(), blocks, output)
+        _reduce_large(ranks, call, parts, output, np.asarray(sizes), is_agreed=False)
 
 
 def _is_small(ranks: Connection, call: Call) -> bool:
     """Return True if all of the data is reduced with the agreement; local."""
-    assert call.dtype is not None
     return ranks.rounds is not None and 0 < call.nbytes <= WHOLE_BYTES and ranks.carries(call.dtype, call.nbytes)
 
 
 def _reduce_small(ranks: Connection, call: Call, tensor: Tensor) -> Tensor:
     """Return the reduction of all of the data, in `wide_dtype`, valid until the next collective; collective."""
-    small: ReductionBetweenNodes | None = ranks.plans.get(call.key)
-    if small is None:
-        small = ranks.plans.add(call.key, ReductionBetweenNodes(ranks, call))
+    small: ReductionBetweenNodes = ranks.plans.get(call.key) or ranks.plans.add(
+        call.key, ReductionBetweenNodes(ranks, call)
+    )
     return small.run(flat_elements(tensor).view(call.shape))
 
 
@@ -122,7 +107,6 @@ def _reduce_in_place(
 ) -> None:
     """Reduce the rows from `start` of a symmetric tensor in the memory of all ranks; collective, agreed already."""
     assert ranks.arena is not None
-    assert call.op is not None
     if result.numel():
         if dim == 0:
             at = address + start * (result.nbytes // result.shape[0])
@@ -138,9 +122,19 @@ def _reduce_in_place(
     ranks.barrier.wait(call)
 
 
+def _reduce_large(
+    ranks: Connection, call: Call, parts: FlatParts, output: Tensor, sizes: Integers, *, is_agreed: bool
+) -> None:
+    """Reduce data that lies end to end, in chunks; collective."""
+    if ranks.rounds is None:
+        _reduce_on_node(ranks, call, parts, output, sizes.tolist(), is_agreed=is_agreed)
+    else:
+        blocks = ranks.plans.get(call.key) or ranks.plans.add(call.key, Blocks.of(parts.dtype.itemsize * sizes))
+        _reduce_between_nodes(ranks, call, parts.line(), blocks, output)
+
+
 def _reduce_between_nodes(ranks: Connection, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
     """Reduce contiguous data, one block a rank, over several nodes; collective."""
-    assert call.op is not None
     ranks.agreement.agree(call)
     if not flat.numel():
         return
@@ -157,7 +151,6 @@ def _reduce_on_node(
     ranks: Connection, call: Call, parts: FlatParts, output: Tensor, sizes: Sequence[int], *, is_agreed: bool
 ) -> None:
     op, dtype, rank, staging = call.op, parts.dtype, ranks.topology.rank, ranks.staging
-    assert op is not None
     step = round_down(ranks.chunk_bytes // ranks.topology.size, max(ALIGNMENT, dtype.itemsize))
     count = step // dtype.itemsize
     bounds = bounds_of(sizes)
@@ -205,7 +198,6 @@ class _LaneScatter:
     """
 
     def __init__(self, ranks: Connection, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
-        assert call.op is not None
         self._ranks, self._call, self._op, self._lane = ranks, call, call.op, ranks.lane
         self._topology, self._buffers = ranks.topology, ranks.staging.buffers
         self._data, self._blocks, self._output = bytes_of(flat), blocks, output

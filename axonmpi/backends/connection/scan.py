@@ -54,7 +54,6 @@ def scan(ranks: Connection, call: Call, tensor: Tensor, shift: Shift, chosen: ra
 
 
 def _scan_on_node(ranks: Connection, call: Call, flat: Tensor, chosen: slice) -> None:
-    assert call.op is not None
     op, own, staging = call.op, ranks.topology.local_rank, ranks.staging
     chunks = flat.split(ranks.chunk_bytes // flat.itemsize)
 
@@ -69,7 +68,6 @@ def _scan_on_node(ranks: Connection, call: Call, flat: Tensor, chosen: slice) ->
 
 
 def _scan_gathered(ranks: Connection, call: Call, flat: Tensor, chosen: slice) -> None:
-    assert call.op is not None
     step = max(ranks.chunk_bytes // (ranks.topology.size * flat.itemsize), 1)
     for chunk in flat.split(step):
         rows = all_gather(ranks, call, chunk).view(ranks.topology.size, -1)
@@ -79,8 +77,7 @@ def _scan_gathered(ranks: Connection, call: Call, flat: Tensor, chosen: slice) -
 def _scan_by_doubling(
     ranks: Connection, call: Call, flat: Tensor, shift: Shift, *, exclusive: bool, reverse: bool
 ) -> None:
-    assert call.op is not None
-    ranks.agree(call)
+    ranks.agreement.agree(call)
     wide = wide_dtype(flat.dtype)
     total, received = flat.to(wide, copy=True), empty(flat.shape, wide)
     # Each sum is one of two neighbouring ranges of ranks; the lower one comes first.

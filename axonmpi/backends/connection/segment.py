@@ -24,8 +24,6 @@ import numpy as np
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["HUGE_PAGE", "PAGE", "Segment", "remedy", "round_up", "warn_no_shared_memory"]
-
 PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
@@ -42,11 +40,15 @@ class Segment:
         addresses: [local ranks] where each region begins in this process.
     """
 
-    def __init__(self, memory: mmap.mmap, region_bytes: int, own: int, count: int) -> None:
+    def __init__(
+        self, memory: mmap.mmap, region_bytes: int, own: int, count: int, descriptor: int | None = None
+    ) -> None:
         self.memory = memory
         self.region_bytes = region_bytes
         self.own = own
-        self._descriptor: int | None = None
+        self._descriptor = descriptor
+        if descriptor is not None:
+            weakref.finalize(self, os.close, descriptor).atexit = False
         whole = np.frombuffer(memory, dtype=np.uint8)
         self.regions = [whole[k * region_bytes : (k + 1) * region_bytes] for k in range(count)]
         self.addresses: list[int] = [region.ctypes.data for region in self.regions]
@@ -65,37 +67,23 @@ class Segment:
         """
         region_bytes = round_up(region_bytes, PAGE)
         total = region_bytes * comm.size
-        first = _attempt(lambda: _offer(total)) if comm.rank == 0 else None
-        offered = comm.bcast(first if isinstance(first, str) or first is None else first[1])
-        memory: mmap.mmap | str
-        if isinstance(offered, str):
-            memory = offered
-        elif first is not None and not isinstance(first, str):
-            memory = _attempt(lambda: mmap.mmap(first[0], total))
-        else:
-            memory = _attempt(lambda: _accept(offered, total))
-        problems = [text for text in comm.allgather(memory if isinstance(memory, str) else None) if text]
-        segment: Segment | None = None
-        if not problems and not isinstance(memory, str):
-            segment = cls(memory, region_bytes, comm.rank, comm.size)
-            segment.keep_open(offered[0], offered[1])
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                _attempt(lambda: memory.madvise(mmap.MADV_HUGEPAGE))
-        comm.Barrier()  # all have opened the file
-        if first is not None and not isinstance(first, str):
-            os.close(first[0])
-        return str(problems[0]) if segment is None else segment
+
+        def join() -> Segment:
+            memory, descriptor = _accept(offered, total)
+            return cls(memory, region_bytes, comm.rank, comm.size, descriptor)
+
+        offered = comm.bcast(_attempt(lambda: _offer(total)) if comm.rank == 0 else None)
+        joined: Segment | str = offered if isinstance(offered, str) else _attempt(join)
+        problems = [text for text in comm.allgather(joined if isinstance(joined, str) else None) if text]
+        if comm.rank == 0 and not isinstance(offered, str):
+            os.close(offered[1])  # by now all have opened the file
+        return str(problems[0]) if problems else joined
 
     def populate(self, start: int, stop: int, region: int | None = None) -> str | None:
         """Back bytes of a region, by default the own, with memory; local. Returns what went wrong."""
         first = (self.own if region is None else region) * self.region_bytes + start // PAGE * PAGE
         length = round_up(stop, PAGE) - start // PAGE * PAGE
-        try:
-            if length:
-                self._reserve(first, length)
-        except OSError as error:
-            return f"{type(error).__name__}: {error}"
-        return None
+        return _attempt(lambda: self._reserve(first, length)) if length else None
 
     def _reserve(self, first: int, length: int) -> None:
         try:
@@ -108,36 +96,31 @@ class Segment:
     def give_back(self, start: int, stop: int, region: int | None = None) -> None:
         """Return the memory behind bytes of a region, by default the own, to the system; local."""
         first = (self.own if region is None else region) * self.region_bytes
-        if hasattr(mmap, "MADV_REMOVE"):
-            _attempt(lambda: self.memory.madvise(mmap.MADV_REMOVE, first + start, stop - start))
-
-    def keep_open(self, process: int, number: int) -> None:
-        """Keep a descriptor of the file, for kernels on which only that gets its pages; local."""
-        descriptor = _attempt(lambda: os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))
-        if isinstance(descriptor, int):
-            self._descriptor = descriptor
-            weakref.finalize(self, os.close, descriptor).atexit = False
+        _attempt(lambda: self.memory.madvise(mmap.MADV_REMOVE, first + start, stop - start))
 
 
-def _offer(total: int) -> tuple[int, tuple[int, int, int, int]]:
-    """Make the file; return its descriptor, and how other processes find it."""
+def _offer(total: int) -> tuple[int, int, int, int]:
+    """Make the file; return the process that has it open, its descriptor there, its device and its number."""
     descriptor = os.memfd_create("axonmpi", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, total)
     status = os.fstat(descriptor)
-    return descriptor, (os.getpid(), descriptor, status.st_dev, status.st_ino)
+    return os.getpid(), descriptor, status.st_dev, status.st_ino
 
 
-def _accept(offered: tuple[int, int, int, int], total: int) -> mmap.mmap:
-    """Map the file that another process has made."""
+def _accept(offered: tuple[int, int, int, int], total: int) -> tuple[mmap.mmap, int]:
+    """Map the file; return a descriptor, too, for kernels on which only that gets its pages."""
     process, number, device, inode = offered
     descriptor = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
         if (status.st_dev, status.st_ino) != (device, inode):
             raise OSError(errno.ENOENT, f"process {process} is not that of another rank here")
-        return mmap.mmap(descriptor, total)
-    finally:
+        memory = mmap.mmap(descriptor, total)
+    except BaseException:
         os.close(descriptor)
+        raise
+    _attempt(lambda: memory.madvise(mmap.MADV_HUGEPAGE))
+    return memory, descriptor
 
 
 def _attempt(action: Callable[[], Any]) -> Any:

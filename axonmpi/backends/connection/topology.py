@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Blocks", "Bytes", "Integers", "Topology", "items_of", "rows_in", "split_array"]
-
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Items = np.ndarray[Any, np.dtype[np.void]]
@@ -113,30 +111,31 @@ class Blocks:
     """The blocks of all ranks, end to end; neighbours of one size are one matrix.
 
     Args:
-        sizes: [ranks] size of each block in bytes.
+        edges: The first rank of each matrix, then the number of ranks.
+        sizes: Size of the rows of each matrix in bytes.
+        starts: The first byte of each matrix, then the number of bytes.
 
     Attributes:
         longest: Size of the largest.
     """
 
-    def __init__(self, sizes: Sequence[int] | Integers) -> None:
+    def __init__(self, edges: list[int], sizes: list[int], starts: list[int]) -> None:
+        self._edges, self._sizes, self._starts = edges, sizes, starts
+        self.longest = max(sizes)
+
+    @classmethod
+    def of(cls, sizes: Sequence[int] | Integers) -> Blocks:
+        """Return blocks of [ranks] sizes in bytes; local."""
         of_all = np.asarray(sizes, np.int64)
         edges = np.flatnonzero(np.diff(of_all)) + 1
         first, lengths = np.concatenate([[0], edges]), np.diff(np.concatenate([[0], edges, [len(of_all)]]))
         ends = np.cumsum(of_all[first] * lengths)
-        self._keep([*first.tolist(), len(of_all)], of_all[first].tolist(), [0, *ends.tolist()])
+        return cls([*first.tolist(), len(of_all)], of_all[first].tolist(), [0, *ends.tolist()])
 
     @classmethod
     def equal(cls, ranks: int, nbytes: int) -> Blocks:
         """Return blocks of one size; local."""
-        made = cls.__new__(cls)
-        made._keep([0, ranks], [nbytes], [0, ranks * nbytes])
-        return made
-
-    def _keep(self, edges: list[int], sizes: list[int], starts: list[int]) -> None:
-        """Keep the first rank and the first byte of each matrix, then their ends, and the sizes of its rows."""
-        self._edges, self._sizes, self._starts = edges, sizes, starts
-        self.longest = max(sizes)
+        return cls([0, ranks], [nbytes], [0, ranks * nbytes])
 
     @property
     def are_equal(self) -> bool:

@@ -27,6 +27,7 @@ from ...errors import CollectiveMismatchError
 from ...launch.settings import pretended_node
 from ...types import CompletedWork, ReduceOp, Seconds, Work
 from ...utils.arguments import seconds
+from ..buffers import copy_message, copy_of
 from ..call import Call, mismatch_error
 from ..call_site import call_site, text_with_site
 from ..checks import check_named
@@ -37,8 +38,6 @@ from ..ranks import Parts
 from ..reduction import reduce_in_rank_order, reduce_wide_into
 from ..worker import Worker
 from .rendezvous import MockWorld, Rendezvous
-
-__all__ = ["LoggedCall", "MockBackend"]
 
 DEFAULT_TIMEOUT = 60.0
 """Seconds after which a mock rank that waits for the others gives up."""
@@ -90,7 +89,7 @@ class _ReceiveWork(Work):
     def _receive(self, timeout: float | None) -> None:
         try:
             message = self._backend.rendezvous.take(self._channel, self._ticket, timeout)
-            _copy_message(message, self._tensor, self._channel[0])
+            copy_message(message, self._tensor, self._channel[0])
         except CollectiveMismatchError as error:
             self._error = error
         self._complete = True
@@ -104,16 +103,6 @@ class _ReceiveWork(Work):
     def result(self) -> None:
         """Wait; a receive has no value of its own."""
         self.wait()
-
-
-def _copy_message(message: Tensor, tensor: Tensor, src: int) -> None:
-    if message.nbytes != tensor.nbytes:
-        raise CollectiveMismatchError(
-            f"recv: expected {tensor.nbytes} bytes ({tensor.dtype} {list(tensor.shape)}) from rank {src}, "
-            f"which sent {message.nbytes}"
-        )
-    flat = message.reshape(-1).view(torch.uint8) if message.numel() else message
-    tensor.copy_(flat.view(tensor.dtype).view(tensor.shape) if message.numel() else tensor)
 
 
 class MockBackend(Backend):
@@ -177,16 +166,15 @@ class MockBackend(Backend):
     def _agree(self, call: Call, item: Any = None, nbytes: int | None = None) -> list[Any]:
         """Meet the other ranks; return their items if all made the same call."""
         self._note(call.operation, call, call.root, call.nbytes if nbytes is None else nbytes)
-        number, self._round = self._round, self._round + 1
-        given = self.rendezvous.swap(number, self.rank, (call, item, call_site()), str(call), self._wait_limit)
+        given = self._meet(call, (call, item, call_site()))
         if any(other.key != call.key for other, *_ in given):
             raise mismatch_error([text_with_site(other, site) for other, _, site in given])
         return [item for _, item, _ in given]
 
-    def _meet(self, call: Call) -> None:
-        """Wait once more for the other ranks in a call that all have agreed on."""
+    def _meet(self, call: Call, item: Any = None) -> list[Any]:
+        """Wait for the other ranks, in a call that all have agreed on, or to compare calls; return their items."""
         number, self._round = self._round, self._round + 1
-        self.rendezvous.swap(number, self.rank, None, str(call), self._wait_limit)
+        return self.rendezvous.swap(number, self.rank, item, str(call), self._wait_limit)
 
     def _note(self, operation: str, call: Call | Tensor, root: int | None, nbytes: int) -> None:
         op = call.op if isinstance(call, Call) else None
@@ -198,42 +186,40 @@ class MockBackend(Backend):
     # ---- operations ---------------------------------------------------------------------------------------
 
     def _reduce(self, call: Call, tensor: Tensor) -> None:
-        parts = self._agree(call, _copy(tensor))
+        parts = self._agree(call, copy_of(tensor))
         if call.root in (None, self.rank):
-            assert call.op is not None
             reduce_in_rank_order(parts, call.op, tensor)
 
     def _broadcast(self, call: Call, tensor: Tensor) -> None:
         is_source = self.rank == call.root
-        parts = self._agree(call, _copy(tensor) if is_source else None)
+        parts = self._agree(call, copy_of(tensor) if is_source else None)
         if not is_source:
-            assert call.root is not None
             tensor.copy_(parts[call.root])
 
     def _all_gather(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
-        return torch.cat(self._agree(call, _copy(tensor), tensor.nbytes), dim=dim)
+        return torch.cat(self._agree(call, copy_of(tensor), tensor.nbytes), dim=dim)
 
     def _reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
-        parts = self._agree(call, _copy(tensor))
+        parts = self._agree(call, copy_of(tensor))
         slices = [part.tensor_split(self.size, dim)[self.rank] for part in parts]
         result = torch.empty_like(slices[0], memory_format=torch.contiguous_format)
-        assert call.op is not None
         reduce_in_rank_order(slices, call.op, result)
         return result
 
     def _gather(self, call: Call, tensor: Tensor) -> list[Tensor] | None:
-        parts = self._agree(call, _copy(tensor), tensor.nbytes)
-        return [_copy(part) for part in parts] if self.rank == call.root else None
+        parts = self._agree(call, copy_of(tensor), tensor.nbytes)
+        return [copy_of(part) for part in parts] if self.rank == call.root else None
 
     def _scatter(self, call: Call, tensor: Tensor | None) -> Tensor:
-        given = self._agree(call, None if tensor is None else _copy(tensor), 0 if tensor is None else tensor.nbytes)
-        assert call.root is not None
+        given = self._agree(
+            call, None if tensor is None else copy_of(tensor), 0 if tensor is None else tensor.nbytes
+        )
         part: Tensor = given[call.root].tensor_split(self.size)[self.rank]
-        return _copy(part)
+        return copy_of(part)
 
     def _all_to_all(self, call: Call, tensors: list[Tensor]) -> list[Tensor]:
         nbytes = sum(tensor.nbytes for tensor in tensors)
-        given = self._agree(call, [_copy(tensor) for tensor in tensors], nbytes)
+        given = self._agree(call, [copy_of(tensor) for tensor in tensors], nbytes)
         return [sent[self.rank] for sent in given]
 
     def _barrier(self, call: Call) -> None:
@@ -269,7 +255,7 @@ class MockBackend(Backend):
 
     def _all_gather_into(self, call: Call, tensor: Tensor | None, output: Tensor, sizes: list[int]) -> None:
         shares = output.split(sizes)
-        parts = self._agree(call, _copy(shares[self.rank] if tensor is None else tensor))
+        parts = self._agree(call, copy_of(shares[self.rank] if tensor is None else tensor))
         here = self.node_ranks
         for rank, (share, part) in enumerate(zip(shares, parts, strict=True)):
             writer = rank if rank in here else here[rank % len(here)]
@@ -279,7 +265,6 @@ class MockBackend(Backend):
 
     def _reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
         given = self._agree(call, parts.flat())
-        assert call.op is not None
         reduce_wide_into([flat.split(sizes)[self.rank] for flat in given], call.op, output)
 
     def _divide(self, call: Call, parts: Parts) -> MockBackend | None:
@@ -292,7 +277,7 @@ class MockBackend(Backend):
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> None:
         self._note("send", tensor, dst, tensor.nbytes)
-        self.rendezvous.post((self.rank, dst, tag), _copy(tensor))
+        self.rendezvous.post((self.rank, dst, tag), copy_of(tensor))
 
     def _recv(self, tensor: Tensor, src: int, tag: int) -> None:
         self._note("recv", tensor, src, tensor.nbytes)
@@ -313,7 +298,3 @@ class MockBackend(Backend):
     def global_ranks(self) -> Sequence[int]:
         """Return the mock world's numbers of this group's ranks; local."""
         return self.rendezvous.ranks
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)

@@ -22,8 +22,6 @@ from ...errors import CollectiveMismatchError, CollectiveTimeoutError, RankFaile
 from ...utils.text import name_ranks
 from ..worker import Worker
 
-__all__ = ["MockWorld", "Rendezvous"]
-
 
 class MockWorld:
     """What all groups of one mock world share: one lock, the failed ranks and the rendezvous."""

@@ -9,8 +9,6 @@ from ...launch import start as runtime
 from ..contract import Backend
 from .backend import MpiBackend
 
-__all__ = ["MpiFile"]
-
 _MOST_BYTES = 1 << 30  # of a call: counts are 32 bits
 
 

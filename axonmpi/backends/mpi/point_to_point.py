@@ -25,8 +25,6 @@ from ..worker import Waiting, unheard
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["FIRST_TAG_OF_USERS", "TAG_OF_PAIRS", "MessagePort", "RequestWork"]
-
 TAG_OF_PAIRS = TAG_OF_ROUNDS + 1
 """Of what a collective sends from one rank to another."""
 FIRST_TAG_OF_USERS = TAG_OF_PAIRS + 1
@@ -188,15 +186,11 @@ class RequestWork(Work):
             with self.waiting(gives_up=limit is not None):
                 if limit is None and not self._port.unmatched:
                     self._ask(self._port.mpi.Request.Waitall)
-                else:
-                    self._poll(limit)
+                # Polling is what makes MPI progress; between polls the core belongs to others.
+                elif not wait_until(self.done, Backoff(REQUEST_YIELDS, 0, POLL_SECONDS), limit):
+                    raise CollectiveTimeoutError(f"{self._what} was not complete after {limit:g} s")
         if self._error is not None:
             raise self._error
-
-    def _poll(self, timeout: float | None) -> None:
-        # Polling is what makes MPI progress; between polls the core belongs to others.
-        if not wait_until(self.done, Backoff(REQUEST_YIELDS, 0, POLL_SECONDS), timeout):
-            raise CollectiveTimeoutError(f"{self._what} was not complete after {timeout:g} s")
 
     def done(self) -> bool:
         """Return True if the messages are through or have failed, without blocking."""

@@ -75,7 +75,7 @@ def test_blocks_of_a_sum(lane) -> None:
         sizes = split_array(size, lane.size)
         wanted = torch.stack(parts).mean(0).split(sizes.tolist())[lane.index]
         own, output = parts[lane.index], torch.zeros_like(wanted)
-        lane.complete(lane.reduce_scatter(own.clone(), Blocks(8 * sizes), output, ReduceOp.AVERAGE))
+        lane.complete(lane.reduce_scatter(own.clone(), Blocks.of(8 * sizes), output, ReduceOp.AVERAGE))
         torch.testing.assert_close(output, wanted, rtol=1e-12, atol=1e-12)
         if size % lane.size == 0:
             lane.complete(lane.exchange_and_reduce(own, ReduceOp.AVERAGE, lane.size, output.zero_()))

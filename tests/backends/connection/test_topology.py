@@ -43,7 +43,7 @@ def test_lanes_carry_each_block_once(node) -> None:
 @pytest.mark.parametrize("sizes", [[3, 3, 3], [4, 4, 3, 3], [0, 5, 5, 0], [1, 2, 3], [0, 0]], ids=str)
 def test_columns_of_blocks_are_those_of_each_rank(sizes) -> None:
     data = np.arange(sum(sizes), dtype=np.uint8)
-    blocks = Blocks(sizes)
+    blocks = Blocks.of(sizes)
     are_equal = len(set(sizes)) == 1
     assert (blocks.longest, blocks.sizes.tolist(), blocks.are_equal) == (max(sizes), sizes, are_equal)
     for low in range(0, blocks.longest, 2):
