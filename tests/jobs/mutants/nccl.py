@@ -123,7 +123,7 @@ def failing(mutant: Mutant) -> list[str]:
         shutil.copytree(REPOSITORY / "axonmpi", library, ignore=shutil.ignore_patterns("__pycache__"))
         text = (library / mutant.file).read_text()
         (library / mutant.file).write_text(text.replace(mutant.old, mutant.new))
-        options = ["-qn0", "--tb=no", "-pno:cacheprovider"]
+        options = ["-q", "-n0", "--tb=no", "-pno:cacheprovider"]
         command = [sys.executable, "-m", "pytest", *options, REPOSITORY / "tests" / tests]
         environment = {**os.environ, "PYTHONPATH": folder}
         # The current folder is the first place where Python looks for modules.
