@@ -15,8 +15,6 @@ from .checks import check_writable
 from .contract import Backend
 from .reduction import check_reducible
 
-__all__ = ["all_reduce_coalesced", "broadcast_coalesced", "by_kind"]
-
 BUCKET_BYTES = 25 << 20
 
 

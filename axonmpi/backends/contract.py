@@ -47,8 +47,6 @@ from .runner import Runner
 from .tuning import MAX_CALLS
 from .worker import Worker
 
-__all__ = ["Backend"]
-
 _SCANNED = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
 """Reductions with an identity in every dtype, which an exclusive scan gives its first rank."""
 
@@ -660,7 +658,6 @@ class Backend(Runner):
 
     def _scan(self, call: Call, tensor: Tensor, chosen: range, reverse: bool) -> None:
         """Reduce the chosen ranks, which begin or end with this one; here by a gather of all."""
-        assert call.op is not None
         rows = self._all_gather(call, tensor.unsqueeze(0), 0)
         reduce_in_rank_order(rows.unbind(0)[chosen.start : chosen.stop], call.op, tensor)
 

@@ -19,8 +19,6 @@ from ..errors import AxonmpiError, CollectiveTimeoutError
 from ..utils.futex import Futex
 from .tuning import COUNTER_SLEEP_SECONDS, COUNTER_YIELDS, COUNTER_YIELDS_OVERSUBSCRIBED
 
-__all__ = ["WORDS_PER_COUNTER", "NodeCounters"]
-
 WORDS_PER_COUNTER = 16
 """Counters are two cache lines apart, so that a rank that waits for one does not slow down who writes another."""
 _SLEEPERS = 8

@@ -28,8 +28,6 @@ from .rounds import HEADER, Payload, Rounds
 from .segment import Segment
 from .topology import Integers
 
-__all__ = ["Agreement", "Cargo"]
-
 _CELLS, _OUTCOME = (256, 512), 768
 """Offsets of the cells and of the outcome in a rank's page, on cache lines that the barrier does not use."""
 _NUMBER, _ADDRESS = 1, 2

@@ -50,8 +50,6 @@ from .lane import Flight
 from .small import ReductionBetweenNodes, ReductionOnNode
 from .topology import Bytes
 
-__all__ = ["reduce"]
-
 
 def reduce(ranks: Connection, call: Call, tensor: Tensor) -> None:
     """Reduce onto the call's root, or onto all ranks if it has none, in place there; collective.
@@ -80,7 +78,6 @@ class _Plan:
     """The ways of reductions of one dtype, shape, operation and root."""
 
     def __init__(self, ranks: Connection, call: Call) -> None:
-        assert call.dtype is not None
         self._agree, self._call = ranks.agreement.agree, call
         self._gets_result = call.root in (None, ranks.topology.rank)
         is_small, is_one_node = ranks.carries(call.dtype, call.nbytes), ranks.rounds is None
@@ -117,8 +114,6 @@ class _Way:
     """One of the ways, for calls of one dtype, shape, operation and root."""
 
     def __init__(self, ranks: Connection, call: Call) -> None:
-        assert call.op is not None
-        assert call.dtype is not None
         self._ranks, self._call, self._dtype, self._op = ranks, call, call.dtype, call.op
         self._local, self._size = ranks.topology.local_rank, ranks.topology.size
         self._reduction = choose_reduction(call.dtype, call.op, self._size)

@@ -36,8 +36,6 @@ from .segment import Segment
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Fence", "NodeBarrier"]
-
 _MARK = 16  # a cache line pair away from the counter
 _MARKS = ("", "gave up waiting", "has failed")
 """What a rank's mark says of it."""

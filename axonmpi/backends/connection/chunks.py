@@ -33,19 +33,6 @@ from ..tuning import MAX_VIEWS, PROBE_BYTES
 from .barrier import NodeBarrier
 from .topology import Bytes
 
-__all__ = [
-    "ALIGNMENT",
-    "Stage",
-    "Staging",
-    "bounds_of",
-    "line_seconds",
-    "round_down",
-    "run_chunks",
-    "slices_of",
-    "stages_of",
-    "views_of",
-]
-
 ALIGNMENT = 64
 _LINE_BYTES = 64
 _PROBES = 3

@@ -54,8 +54,6 @@ from .rounds import Rounds
 from .segment import PAGE, Segment
 from .topology import Bytes, Topology
 
-__all__ = ["Connection", "Sizes", "connect", "node_communicator", "path_of"]
-
 STRONGLY_ORDERED = frozenset({"x86_64", "AMD64", "i386", "i686"})
 """Processors that keep a process's loads and stores in order for all others, but for a load that passes a store,
 which no rank relies on (Intel 64 manual, volume 3, section 9.2; AMD64 manual, volume 2, section 7.2): there a

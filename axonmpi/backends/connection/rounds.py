@@ -34,8 +34,6 @@ from ..reduction import choose_reduction, sum_of, wide_dtype
 from ..tuning import AGREEMENT_BYTES
 from .topology import Bytes, Integers
 
-__all__ = ["HEADER", "TAG_OF_ROUNDS", "Copied", "Gathered", "Head", "Payload", "Rounds", "Summed"]
-
 FIRST, LAST = -1, 0
 """Numbers of the steps before the first round and after the last one; a round's number is its distance."""
 HEADER = Struct("5q")
@@ -154,8 +152,6 @@ class Summed:
     """
 
     def __init__(self, rounds: Rounds, call: Call) -> None:
-        assert call.dtype is not None
-        assert call.op is not None
         wide = wide_dtype(call.dtype)
         self._nbytes = call.numel * wide.itemsize
         with torch.inference_mode(False):

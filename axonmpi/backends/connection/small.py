@@ -29,8 +29,6 @@ from .connection import Connection
 from .rounds import Gathered, Payload, Summed
 from .topology import Bytes
 
-__all__ = ["ReductionBetweenNodes", "ReductionOnNode"]
-
 
 class _Small:
     """What small reductions of one dtype, shape and operation have in staging.
@@ -41,8 +39,6 @@ class _Small:
     """
 
     def __init__(self, ranks: Connection, call: Call) -> None:
-        assert call.op is not None
-        assert call.dtype is not None
         self._call, self._dtype, self._op, self._size = call, call.dtype, call.op, ranks.topology.size
         self._barrier, self._agree = ranks.barrier, ranks.agreement.agree
         self._local, buffers = ranks.topology.local_rank, ranks.staging.buffers

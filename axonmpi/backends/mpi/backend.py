@@ -49,8 +49,6 @@ from .point_to_point import FIRST_TAG_OF_USERS, TAG_OF_PAIRS, MessagePort, Reque
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MpiBackend"]
-
 _live: weakref.WeakSet[MpiBackend] = weakref.WeakSet()
 
 
@@ -246,7 +244,6 @@ class MpiBackend(Backend):
 
     def _gather(self, call: Call, tensor: Tensor) -> list[Tensor] | None:
         sizes = self._connection.numbers(call, tensor.shape[0] if tensor.dim() else 0)
-        assert call.root is not None
         sends = {call.root: tensor.contiguous()}
         if self.rank != call.root:
             self._exchange(sends, {})
@@ -256,7 +253,6 @@ class MpiBackend(Backend):
         return parts
 
     def _scatter(self, call: Call, tensor: Tensor | None) -> Tensor:
-        assert call.root is not None
         words = np.zeros(DESCRIPTION_BYTES // 8, np.int64) if tensor is None else describe(tensor)
         broadcast_small(self._connection, call, words.view(np.uint8))
         dtype, shape = described(words)
@@ -349,7 +345,6 @@ class MpiBackend(Backend):
 
     def _symmetric_empty(self, call: Call) -> Tensor:
         self._agree(call)
-        assert call.dtype is not None
         if not call.nbytes:
             return empty(call.shape, call.dtype)
         return self._connection.symmetric_empty(call.nbytes).view(call.dtype).view(call.shape)
@@ -361,7 +356,6 @@ class MpiBackend(Backend):
 
     def _node_empty(self, call: Call) -> Tensor:
         self._agree(call)
-        assert call.dtype is not None
         if not call.nbytes:
             return empty(call.shape, call.dtype)
         return self._connection.node_empty(call.nbytes).view(call.dtype).view(call.shape)

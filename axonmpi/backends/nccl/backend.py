@@ -30,8 +30,6 @@ from .devices import check_choices, choose_device
 from .library import NcclUniqueId
 from .operations import NcclOperations
 
-__all__ = ["NcclBackend"]
-
 
 class NcclBackend(NcclOperations):
     """A communicator of GPUs, one a rank; collective over its ranks.

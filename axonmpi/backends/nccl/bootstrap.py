@@ -26,8 +26,6 @@ from ..contract import Backend
 from ..objects import all_gather_object, broadcast_object
 from . import library
 
-__all__ = ["agree_on", "connect_all", "connect_own", "connect_ranks", "exchange_unique_id", "make_unique_id"]
-
 _Found = TypeVar("_Found")
 _TEXT_BYTES = 2048
 """The most of an error that ranks tell each other."""

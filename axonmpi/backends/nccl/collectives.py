@@ -30,8 +30,6 @@ from .dtypes import (
 )
 from .streams import Channel
 
-__all__ = ["StreamCollectives"]
-
 _CONTIGUOUS = torch.contiguous_format
 
 
@@ -131,7 +129,13 @@ class StreamCollectives:
                     sent, name = reducible_view(values), nccl_op(self._core, tensor.dtype, op, self._size)
                     self._communicator.allreduce(sent, sent, name, stream=self._handle)
 
-    def _reduce_gathered(self, tensor: Tensor, op: ReduceOp, target: Tensor | None) -> None:
+    def scan(self, tensor: Tensor, op: ReduceOp, chosen: range) -> None:
+        """Reduce the tensors of some ranks, others on each rank, in place; collective."""
+        self._reduce_gathered(tensor, op, tensor, slice(chosen.start, chosen.stop))
+
+    def _reduce_gathered(
+        self, tensor: Tensor, op: ReduceOp, target: Tensor | None, chosen: slice = slice(None)
+    ) -> None:
         """Reduce, in rank order, what NCCL has no reduction for, into `target` if given; collective."""
         self.keep(tensor)
         with self.on_stream():
@@ -141,7 +145,7 @@ class StreamCollectives:
                 self._communicator.allgather(bytes_or_native(own), bytes_or_native(parts), stream=self._handle)
             if target is not None:
                 torch.autograd.graph.increment_version(target)
-                reduce_in_rank_order(list(parts), op, target)
+                reduce_in_rank_order(list(parts)[chosen], op, target)
 
     def reduce_scatter(self, tensor: Tensor, op: ReduceOp, dim: int) -> Tensor:
         """Return this rank's slice along `dim` of the reduced tensor; collective."""

@@ -14,8 +14,6 @@ from ...utils.device import gpu_count, gpu_identity
 from ...utils.text import counted, lines_of_ranks, ranks_by_text
 from . import library
 
-__all__ = ["ChosenDevice", "check_choices", "choose_device"]
-
 _SHARING_SINCE = (2, 30, 0)
 """The first NCCL in which two ranks of a communicator may use one GPU."""
 

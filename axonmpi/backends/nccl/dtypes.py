@@ -22,18 +22,6 @@ from torch import Tensor
 
 from ...types import ReduceOp
 
-__all__ = [
-    "NATIVE",
-    "as_bytes",
-    "bytes_or_native",
-    "in_memory",
-    "is_native_reduction",
-    "is_plain",
-    "nccl_op",
-    "reduced_dtype",
-    "reducible_view",
-]
-
 _NATIVE_NAMES = (
     *("float16", "float32", "float64", "bfloat16", "int8", "int32", "int64", "uint8", "uint32", "uint64"),
     *("float8_e4m3fn", "float8_e5m2"),

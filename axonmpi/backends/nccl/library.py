@@ -18,8 +18,6 @@ import torch
 
 from ...errors import NcclError
 
-__all__ = ["Library", "NcclUniqueId", "library_text", "load", "nccl_error", "nccl_version"]
-
 UNIQUE_ID_BYTES = 128
 """NCCL_UNIQUE_ID_BYTES of nccl.h."""
 

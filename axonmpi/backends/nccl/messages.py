@@ -22,8 +22,6 @@ from .dtypes import as_bytes, in_memory, is_plain
 from .streams import Channel, Streams
 from .work import NcclWork
 
-__all__ = ["Messages"]
-
 
 @dataclass(eq=False)
 class _Message(Work):

@@ -38,8 +38,6 @@ from .dtypes import is_native_reduction
 from .messages import Messages
 from .streams import Streams
 
-__all__ = ["NcclOperations"]
-
 
 class NcclOperations(Backend):
     """What a communicator of GPUs does between its making and its end.
@@ -163,7 +161,6 @@ class NcclOperations(Backend):
 
     def _carrier_of_scatter(self, call: Call, tensors: Sequence[Tensor]) -> Backend:
         """Return what carries the tensor of the source, which alone has one; collective over the CPUs."""
-        assert call.root is not None
         by_gpus = torch.zeros(1, dtype=torch.bool, device="cpu")
         if self.rank == call.root:
             by_gpus.fill_(self._carrier_of(tensors[0], call.operation) is self)
@@ -173,7 +170,6 @@ class NcclOperations(Backend):
     # ---- what the GPU is told -----------------------------------------------------------------------------
 
     def _reduce(self, call: Call, tensor: Tensor) -> None:
-        assert call.op is not None
         self._collectives.reduce(tensor, call.op, call.root)
 
     def reduce_together(self, tensors: Sequence[Tensor], op: ReduceOp) -> bool:
@@ -196,15 +192,15 @@ class NcclOperations(Backend):
         return True
 
     def _reduce_scatter(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
-        assert call.op is not None
         return self._collectives.reduce_scatter(tensor, call.op, dim)
 
     def _reduce_scatter_into(self, call: Call, parts: FlatParts, output: Tensor, sizes: list[int]) -> None:
-        assert call.op is not None
         self._collectives.reduce_scatter_into(parts, call.op, output, sizes)
 
+    def _scan(self, call: Call, tensor: Tensor, chosen: range, reverse: bool) -> None:
+        self._collectives.scan(tensor, call.op, chosen)
+
     def _broadcast(self, call: Call, tensor: Tensor) -> None:
-        assert call.root is not None
         self._collectives.broadcast(tensor, call.root)
 
     def _all_gather(self, call: Call, tensor: Tensor, dim: int) -> Tensor:
@@ -302,7 +298,6 @@ class NcclOperations(Backend):
     # ---- memory -------------------------------------------------------------------------------------------
 
     def _symmetric_empty(self, call: Call) -> Tensor:
-        assert call.dtype is not None
         return torch.empty(call.shape, dtype=call.dtype, device=self.device)
 
     def _node_empty(self, call: Call) -> Tensor:

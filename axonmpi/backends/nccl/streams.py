@@ -19,8 +19,6 @@ from ..contract import Backend
 from .library import Library, nccl_error
 from .work import NcclWork
 
-__all__ = ["Channel", "Streams"]
-
 CLOSE_SECONDS = 10.0
 """How long closing a group waits for what its GPU still does."""
 

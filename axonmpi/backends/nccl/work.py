@@ -14,8 +14,6 @@ from ...utils.device import Device
 from ...utils.waiting import network_backoff, wait_until
 from ..call import Call
 
-__all__ = ["NcclWork"]
-
 
 class NcclWork(Work):
     """An operation on a stream of its own.
