@@ -43,6 +43,7 @@ _ACCUMULATE_IN = {
     torch.complex32: torch.complex64,
     **{getattr(torch, name): torch.float32 for name in _FLOAT8 if hasattr(torch, name)},
 }
+_WITHOUT_INFINITY = {getattr(torch, name) for name in _FLOAT8 if name != "float8_e5m2" and hasattr(torch, name)}
 _ROUNDED_ONCE = (torch.float16, torch.bfloat16)
 """Torch computes a single operation on two of these in float32 and rounds the result: the same bits."""
 _thread = threading.local()
@@ -223,16 +224,15 @@ def _fill_with_identity(parts: Sequence[Tensor], out: Tensor, op: ReduceOp) -> N
         return
     assert op in (ReduceOp.MIN, ReduceOp.MAX), op
     if out.dtype is torch.bool:
-        limits = torch.tensor([False, True], device="cpu")
-    elif out.dtype.is_floating_point:
-        limits = torch.tensor([-torch.inf, torch.inf], device="cpu").to(out.dtype)
-        if limits.float().isnan().any():  # a float8 without infinity
-            finite = torch.finfo(out.dtype)
-            limits = torch.tensor([finite.min, finite.max], device="cpu").to(out.dtype)
-    else:
+        out.fill_(op is ReduceOp.MIN)
+    elif out.dtype in _SIGNED_TWIN:  # torch fills uint64 with what int64 has at most
+        out.view(_SIGNED_TWIN[out.dtype]).fill_(-1 if op is ReduceOp.MIN else 0)
+    elif not out.dtype.is_floating_point:
         bounds = torch.iinfo(out.dtype)
-        limits = torch.tensor([bounds.min, bounds.max], dtype=out.dtype, device="cpu")
-    out.copy_(limits[int(op is ReduceOp.MIN)].expand(out.shape))
+        out.fill_(bounds.max if op is ReduceOp.MIN else bounds.min)
+    else:
+        largest = torch.finfo(out.dtype).max if out.dtype in _WITHOUT_INFINITY else torch.inf
+        out.fill_(largest if op is ReduceOp.MIN else -largest)
 
 
 def _fold(parts: Sequence[Tensor], out: Tensor, binary: Callable[..., Tensor]) -> None:
