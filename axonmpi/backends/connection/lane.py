@@ -25,7 +25,7 @@ from torch import Tensor
 from ...types import ReduceOp
 from ...utils.memory import flat_zeros
 from ...utils.waiting import RequestWaiter
-from ..buffers import as_bytes, buffer_of
+from ..buffers import as_bytes
 from ..reduction import finish, fold_rows, sum_of, wide_dtype
 from ..tuning import SLICED_FROM_BYTES, SLICED_FROM_BYTES_OPEN_MPI
 from .topology import Blocks, Integers
@@ -106,7 +106,7 @@ class Lane:
 
     def _reduce_by_mpi(self, flat: Tensor, op: ReduceOp, ranks: int) -> Steps:
         operation, names = _NATIVE[sum_of(op)]
-        spec = [buffer_of(self._mpi, flat), flat.numel(), getattr(self._mpi, names[flat.dtype])]
+        spec = [self._memory(flat), flat.numel(), getattr(self._mpi, names[flat.dtype])]
         call = self._comm.Allreduce if self._is_open_mpi else self._comm.Iallreduce
         if (request := call(self._mpi.IN_PLACE, spec, getattr(self._mpi, operation))) is not None:
             yield request
@@ -122,11 +122,11 @@ class Lane:
         kind, by = getattr(self._mpi, names[flat.dtype]), getattr(self._mpi, operation)
         if blocks.are_equal:
             count = output.numel()  # of a block, for MPI in both
-            sent, received = ([buffer_of(self._mpi, tensor), count, kind] for tensor in (flat, output))
+            sent, received = ([self._memory(tensor), count, kind] for tensor in (flat, output))
             yield self._comm.Ireduce_scatter_block(sent, received, by)
         else:
             counts = (blocks.sizes // flat.itemsize).astype(np.int32)
-            sent, received = ([buffer_of(self._mpi, tensor), kind] for tensor in (flat, output))
+            sent, received = ([self._memory(tensor), kind] for tensor in (flat, output))
             yield self._comm.Ireduce_scatter(sent, received, counts, by)
         finish(output, op, self.size, output)
 
@@ -169,9 +169,9 @@ class Lane:
 
     def all_to_all_uneven(self, data: Tensor, counts: Integers, received: Tensor, count: int) -> Steps:
         """Send `counts[i]` bytes of contiguous data to rank i, and receive `count` from each."""
-        sent = [buffer_of(self._mpi, data), counts.astype(np.int32), None, self._mpi.BYTE]
+        sent = [self._memory(data), counts.astype(np.int32), None, self._mpi.BYTE]
         counts_of_mine = np.full(self.size, count, np.int32)
-        taken = [buffer_of(self._mpi, received), counts_of_mine, None, self._mpi.BYTE]
+        taken = [self._memory(received), counts_of_mine, None, self._mpi.BYTE]
         yield self._comm.Ialltoallv(sent, taken)
 
     def all_gather(self, data: Tensor, counts: Integers | None = None, own: Tensor | None = None) -> Steps:
@@ -191,7 +191,7 @@ class Lane:
             yield self._comm.Iallgather(sent, self._spec(data, nbytes))
         else:
             sent = self._mpi.IN_PLACE if own is None else self._spec(own, own.nbytes)
-            received = [buffer_of(self._mpi, data), counts.astype(np.int32), None, self._mpi.BYTE]
+            received = [self._memory(data), counts.astype(np.int32), None, self._mpi.BYTE]
             yield self._comm.Iallgatherv(sent, received)
 
     def _broadcast_each(self, slices: Sequence[Tensor], own: Tensor | None) -> Steps:
@@ -222,8 +222,11 @@ class Lane:
         self._scratch.clear()
         _given_up.extend(self._under_way)
 
+    def _memory(self, tensor: Tensor) -> Any:
+        return self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+
     def _spec(self, tensor: Tensor, count: int) -> list[Any]:
-        return [buffer_of(self._mpi, tensor), count, self._mpi.BYTE]
+        return [self._memory(tensor), count, self._mpi.BYTE]
 
 
 class Flight:

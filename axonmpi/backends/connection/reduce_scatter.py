@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...utils.partition import split_range
+from ...utils.partition import split_range, split_sizes
 from ..buffers import bytes_of, empty, flat_elements
 from ..call import Call
 from ..flat_parts import FlatParts
@@ -33,7 +33,7 @@ from .chunks import ALIGNMENT, bounds_of, round_down, stages_of
 from .connection import Connection
 from .lane import Flight
 from .small import ReductionBetweenNodes
-from .topology import Blocks, Integers, items_of, rows_in, split_array
+from .topology import Blocks, items_of, rows_in, split_array
 
 
 def reduce_scatter(ranks: Connection, call: Call, tensor: Tensor, dim: int) -> Tensor:
@@ -48,21 +48,28 @@ def reduce_scatter(ranks: Connection, call: Call, tensor: Tensor, dim: int) -> T
     Raises:
         CollectiveMismatchError: The ranks made different calls.
     """
-    topology = ranks.topology
-    start, stop = split_range(tensor.shape[dim], topology.size, topology.rank)
+    start, stop = split_range(tensor.shape[dim], ranks.topology.size, ranks.topology.rank)
     if _is_small(ranks, call):
         own = _reduce_small(ranks, call, tensor).narrow(dim, start, stop - start)
         return own.to(tensor.dtype, copy=True, memory_format=torch.contiguous_format)
     # Rows of `dim` are made neighbours in memory, so that a slice is one range of it.
     moved = tensor.movedim(dim, 0) if dim else tensor
     result = empty((stop - start, *moved.shape[1:]), tensor.dtype)
-    address = ranks.address(tensor) if ranks.rounds is None else 0
+    row = moved.numel() // max(moved.shape[0], 1)
+    if ranks.rounds is not None:
+        blocks = ranks.plans.get(call.key)
+        if blocks is None:
+            counts = split_array(moved.shape[0], ranks.topology.size)
+            blocks = ranks.plans.add(call.key, Blocks.of(tensor.itemsize * row * counts))
+        _reduce_between_nodes(ranks, call, flat_elements(moved), blocks, result.view(-1))
+        return result.movedim(0, dim).contiguous() if dim else result
+    address = ranks.address(tensor)
     if address and ranks.agreement.agree(call, 0, address)[2]:
         _reduce_in_place(ranks, call, tensor, dim, address, result, start)
     else:
-        sizes = moved.numel() // max(moved.shape[0], 1) * split_array(moved.shape[0], topology.size)
-        parts = FlatParts([flat_elements(moved)], tensor.dtype)
-        _reduce_large(ranks, call, parts, result.view(-1), sizes, is_agreed=bool(address))
+        sizes = [row * count for count in split_sizes(moved.shape[0], ranks.topology.size)]
+        parts = FlatParts([moved.contiguous().detach()], tensor.dtype)
+        _reduce_on_node(ranks, call, parts, result.view(-1), sizes, is_agreed=bool(address))
     return result.movedim(0, dim).contiguous() if dim else result
 
 
@@ -85,8 +92,12 @@ def reduce_scatter_into(
         start = sum(sizes[: ranks.topology.rank])
         total = _reduce_small(ranks, call, parts.line().view(call.shape)).view(-1)
         output.copy_(total[start : start + output.numel()])
+    elif ranks.rounds is None:
+        _reduce_on_node(ranks, call, parts, output, sizes, is_agreed=False)
     else:
-        _reduce_large(ranks, call, parts, output, np.asarray(sizes), is_agreed=False)
+        itemsize = parts.dtype.itemsize
+        blocks = ranks.plans.get(call.key) or ranks.plans.add(call.key, Blocks.of(itemsize * np.asarray(sizes)))
+        _reduce_between_nodes(ranks, call, parts.line(), blocks, output)
 
 
 def _is_small(ranks: Connection, call: Call) -> bool:
@@ -120,17 +131,6 @@ def _reduce_in_place(
         for at in range(0, result.shape[0], step):
             reduce_in_rank_order([part[at : at + step] for part in parts], call.op, result[at : at + step])
     ranks.barrier.wait(call)
-
-
-def _reduce_large(
-    ranks: Connection, call: Call, parts: FlatParts, output: Tensor, sizes: Integers, *, is_agreed: bool
-) -> None:
-    """Reduce data that lies end to end, in chunks; collective."""
-    if ranks.rounds is None:
-        _reduce_on_node(ranks, call, parts, output, sizes.tolist(), is_agreed=is_agreed)
-    else:
-        blocks = ranks.plans.get(call.key) or ranks.plans.add(call.key, Blocks.of(parts.dtype.itemsize * sizes))
-        _reduce_between_nodes(ranks, call, parts.line(), blocks, output)
 
 
 def _reduce_between_nodes(ranks: Connection, call: Call, flat: Tensor, blocks: Blocks, output: Tensor) -> None:
