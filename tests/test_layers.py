@@ -36,11 +36,13 @@ ORDER = (
 
 BACKENDS = (
     ("tuning",),
-    ("reduction", "flat_parts", "ranks"),
+    ("reduction", "ranks"),
     ("call", "checks", "buffers", "counters"),
+    ("flat_parts",),
     ("call_site",),
+    ("worker",),
     ("runner",),
-    ("contract", "worker"),
+    ("contract",),
     ("coalesced", "objects", "connection"),
     ("local", "mock"),
     ("mpi", "nccl"),
