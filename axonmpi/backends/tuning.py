@@ -80,6 +80,8 @@ MAX_PLANS = 256
 """Kinds of calls that a group keeps preparations for."""
 MAX_VIEWS = 1 << 14
 """Views of tensors that a group keeps in all."""
+GATHERED_BYTES = 64 << 20
+"""The most memory of a GPU that the tensors of all ranks take at a time in a scan, which NCCL does not have."""
 
 # ---- waiting ---------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ..buffers import bytes_of, empty, flat_elements, write_back
@@ -79,6 +80,21 @@ def _scan_by_doubling(
 ) -> None:
     ranks.agreement.agree(call)
     wide = wide_dtype(flat.dtype)
+    for chunk in flat.split(max(ranks.chunk_bytes // wide.itemsize, 1)):
+        _double(ranks, call, chunk, wide, shift, exclusive=exclusive, reverse=reverse)
+
+
+def _double(
+    ranks: Connection,
+    call: Call,
+    flat: Tensor,
+    wide: torch.dtype,
+    shift: Shift,
+    *,
+    exclusive: bool,
+    reverse: bool,
+) -> None:
+    """Scan one chunk between nodes; collective, after the agreement."""
     total, received = flat.to(wide, copy=True), empty(flat.shape, wide)
     # Each sum is one of two neighbouring ranges of ranks; the lower one comes first.
     pair = [total, received] if reverse else [received, total]

@@ -19,6 +19,7 @@ from ...utils.device import Device
 from ...utils.partition import split_sizes
 from ..flat_parts import FlatParts
 from ..reduction import reduce_in_rank_order
+from ..tuning import GATHERED_BYTES
 from .dtypes import (
     bytes_or_native,
     in_memory,
@@ -131,7 +132,9 @@ class StreamCollectives:
 
     def scan(self, tensor: Tensor, op: ReduceOp, chosen: range) -> None:
         """Reduce the tensors of some ranks, others on each rank, in place; collective."""
-        self._reduce_gathered(tensor, op, tensor, slice(chosen.start, chosen.stop))
+        with self._written(tensor, tensor.dtype) as values:
+            for part in values.view(-1).split(max(GATHERED_BYTES // (self._size * tensor.itemsize), 1)):
+                self._reduce_gathered(part, op, part, slice(chosen.start, chosen.stop))
 
     def _reduce_gathered(
         self, tensor: Tensor, op: ReduceOp, target: Tensor | None, chosen: slice = slice(None)

@@ -269,9 +269,9 @@ class NcclOperations(Backend):
         return self._messages.post(tensor, self.rank, dst, tag, sends=True)
 
     def _irecv(self, tensor: Tensor, src: int | None, tag: int) -> Work:
-        src = check_named(src, self.name)
         if host := self._host_of_message(tensor, "irecv"):
             return host._irecv(tensor, src, tag)
+        src = check_named(src, self.name)
         torch.autograd.graph.increment_version(tensor)
         return self._messages.post(tensor, src, self.rank, tag, sends=False)
 

@@ -46,8 +46,9 @@ def test_tensors_go_by_where_they_are_and_barriers_by_the_cpus(world: World) -> 
     backend.recv(received := torch.zeros(1, dtype=torch.int64), other, tag=7)
     sent.wait()
     assert received.item() == other
-    with pytest.raises(CommunicatorError, match="the nccl backend receives from a named rank only"):
-        backend.irecv(received, None)
+    for tensor, name in ((received, "mock"), (torch.zeros(1, device=META), "nccl")):
+        with pytest.raises(CommunicatorError, match=f"the {name} backend receives from a named rank only"):
+            backend.irecv(tensor, None)
     assert backend.scatter(torch.arange(2) if world.rank == 1 else None, 1).tolist() == [world.rank]
     assert told(backend) == []
     backend.all_reduce(torch.ones(3, device=META))

@@ -10,6 +10,7 @@ from jobs.mutants.nccl import MUTANTS, REPOSITORY
 import axonmpi as ax
 from axonmpi import ReduceOp, World
 from axonmpi.backends import NcclBackend
+from axonmpi.backends.nccl import collectives
 from axonmpi.testing import run_ranks
 
 pytestmark = pytest.mark.over_double
@@ -119,6 +120,18 @@ def test_views_that_nccl_does_not_see(world: World, op: ReduceOp) -> None:
     assert torch.equal(world.default_group.reduce_scatter(own.repeat(2).conj(), op).resolve_conj(), expected)
     one = torch.ones(2, dtype=torch.int16).as_strided((1, 1), (0, 0))
     assert world.default_group.all_gather(one).tolist() == [[1], [1]]
+
+
+@TWO_RANKS
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_a_scan_gathers_a_part_of_a_large_tensor_at_a_time(world: World, monkeypatch, layout: str) -> None:
+    monkeypatch.setattr(collectives, "GATHERED_BYTES", 24)
+    given = torch.arange(10.0).view(2, 5) + 10 * world.rank
+    tensor = given.t() if layout == "transposed" else given
+    expected = (given + given - 10 if world.rank else given).clone()
+    ax.scan(tensor)
+    world.barrier()
+    assert torch.equal(given, expected)
 
 
 @TWO_RANKS
