@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import select
 import signal
 from collections.abc import Collection, Iterable
@@ -27,8 +28,8 @@ __all__ = ["Questions", "stacks_of"]
 
 _SIGNAL = signal.SIGRTMAX - 5
 """A signal that neither Python, torch, MPI libraries nor launchers use."""
-_WATCHDOG = "observe/watchdog.py"
-"""In the stacks of threads that say nothing about the program."""
+_WATCHDOG = re.compile(r'observe/watchdog\.py", line \d+ in _watch$', re.MULTILINE)
+"""In the stack of the watchdog's own thread, which says nothing about the program; others may be starting it."""
 _QUESTION, _WAKING = b"?", b"!"
 ANSWER_SECONDS = 2.0
 _END = b"\0"
@@ -155,7 +156,7 @@ def _complete_answer(page: RankPage, offset: int, limit: float, *, by_signal: bo
 
     wait_until(is_complete, Backoff(0, _SETTLE_SECONDS), limit)
     threads = _answer(page, offset).replace(_END, b"").decode(errors="replace").split("\n\n")
-    return "\n\n".join(thread.strip() for thread in threads if _WATCHDOG not in thread).strip()
+    return "\n\n".join(thread.strip() for thread in threads if not _WATCHDOG.search(thread)).strip()
 
 
 def _answer(page: RankPage, offset: int) -> bytes:

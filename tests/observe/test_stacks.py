@@ -2,6 +2,7 @@
 
 import ctypes
 import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -69,6 +70,7 @@ def rank(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_rank_whose_threads_end_all_the_time_can_be_asked(rank: RankPage, monkeypatch: pytest.MonkeyPatch):
     """Whole each time. Threads that end while their stacks are read without the lock would end the process."""
     monkeypatch.setattr(stacks, "_SETTLE_SECONDS", 0.0)
+    assert wait_until(lambda: "in sleep" in stacks_of([rank], limit=limit(20))[0], Backoff(), limit(20))
     for _ in range(100):
         assert "in sleep" in stacks_of([rank], limit=limit(20))[0]
 
@@ -86,6 +88,19 @@ def test_an_answer_that_is_written_in_parts_is_awaited(tmp_path: Path, monkeypat
     monkeypatch.setattr(stacks, "ANSWER_SECONDS", 0.0)  # the caller's limit holds, whatever the usual one is
     page = Mock(rank=3, path=tmp_path / "page", stacks_by=0)
     assert stacks_of([page], limit=limit(20)) == {3: "File one\nFile two"}
+
+
+def test_the_thread_that_starts_the_watchdog_is_shown_and_the_watchdog_is_not(tmp_path: Path) -> None:
+    """A rank can be asked from the moment that its watchdog listens, before the main thread has left `watch`."""
+    watching, starting = (
+        f'Thread 0x{number} (most recent call first):\n  File "/axonmpi/observe/watchdog.py", line 9 in {name}\n'
+        for number, name in enumerate(("_watch", "watch"))
+    )
+    page = Mock(rank=3, path=tmp_path / "page", stacks_by=0)
+    (tmp_path / "page.stacks").write_text("before")
+    own = SimpleNamespace(answer=lambda: (tmp_path / "page.stacks").write_text(f"before{watching}\n{starting}\0"))
+    page.pid = os.getpid()
+    assert stacks_of([page], own=own, limit=limit(20)) == {3: starting.strip()}
 
 
 @pytest.mark.parametrize("rank", [hold_the_lock], indirect=True)
