@@ -165,12 +165,12 @@ def all_to_all(
 
 @either_group_name
 def scan(tensor: Tensor, group: ProcessGroup | None = None, *, exclusive: bool = False) -> Tensor:
-    """Return the sum over ranks 0 to this one; backward sums the gradients from this one on; both are collective.
+    """Return the sum over ranks 0 to this one; backward sums gradients over this rank and those behind; collective.
 
     Args:
         tensor: Floating-point or complex, the same shape and dtype on all ranks; not changed.
         group: The ranks; None means all.
-        exclusive: Leave the own tensor out, and in backward the own gradient: rank 0 gets zeros.
+        exclusive: Sum the ranks before this one only, in backward those behind it; rank 0 gets zeros.
 
     Raises:
         TypeError: `exclusive` is no bool.

@@ -1,7 +1,8 @@
 """The collectives as free functions, and the life cycle of the default group.
 
 Every function takes the group last, None means the group of all ranks, and calls the group's method of the same
-name. What each does, its errors and its shapes are documented once, at the method of `Backend` that it names.
+name; `all_reduce` calls the group's backend, to be quick for small tensors. What each does, its errors
+and its shapes are documented once, at the method of `Backend` that it names.
 """
 
 from __future__ import annotations
@@ -247,7 +248,7 @@ def scan(
     *,
     exclusive: bool = False,
 ) -> Work | None:
-    """Reduce over ranks 0 to this one, or to the one before it, in place; collective. See `Backend.scan`."""
+    """Reduce over ranks 0 to this one, in place; `exclusive` leaves it out; collective. See `Backend.scan`."""
     return chosen_group(group).scan(t, op, async_op, exclusive=exclusive)
 
 

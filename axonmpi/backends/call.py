@@ -30,7 +30,7 @@ Layout = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's call of a collective: the ranks of a group compare theirs before data moves.
+    """One rank's call of a collective; ranks compare their calls before data moves.
 
     Attributes:
         operation: Name of the collective.

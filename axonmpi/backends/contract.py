@@ -147,13 +147,13 @@ class Backend(Runner):
         reverse: bool = False,
         async_op: bool = False,
     ) -> Work | None:
-        """Reduce over the ranks up to this one, in place on each; collective.
+        """Reduce over ranks 0 to this one, in place on each; collective.
 
         Args:
             tensor: Any shape and strides, the same shape and dtype on all ranks.
             op: SUM, PRODUCT, MIN or MAX, or its name; 16-bit floats are added in float32.
-            exclusive: Leave this rank's own tensor out: rank 0 gets the identity of `op`, zeros for SUM.
-            reverse: Reduce over the ranks from this one on instead.
+            exclusive: Leave this rank's tensor out. Rank 0 gets the identity of `op`: zeros for SUM.
+            reverse: Reduce over this rank and those behind it instead. The last rank gets the identity.
             async_op: Return a `Work` at once; leave the tensor alone until it is done.
 
         Raises:

@@ -1,6 +1,6 @@
 """How operations run on the group's worker thread, what others hear of them, and how a group ends.
 
-It stands below `base.py`, whose `Backend` says what operations there are, and runs them at once where it can. The
+It stands below `contract.py`, whose `Backend` has the operations, and runs them at once if nothing is queued. The
 rank's page says what is under way and how it has ended, for those who ask from outside; an observer, if there
 is one, hears of each operation.
 """

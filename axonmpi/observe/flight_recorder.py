@@ -34,7 +34,7 @@ _NAMES = {
     "symmetric_empty": "barrier",
     "node_empty": "barrier",
 }
-"""What torchfrtrace calls operations, where it is not the same; of a scan it knows none with the same shapes."""
+"""Names that torchfrtrace knows, for operations with other names here; it has none for scans."""
 _SENDS, _RECEIVES = ("send", "isend"), ("recv", "irecv")
 _WHOLE_NUMBER = 1
 """The number of a rank's first operation: with it, nothing of what the rank has done is missing."""

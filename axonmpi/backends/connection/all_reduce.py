@@ -125,7 +125,7 @@ class _Way:
     # ---- chunks -------------------------------------------------------------------------------------------
 
     def _chunk_sizes(self) -> tuple[int, list[int]]:
-        """Return the size by which chunks are cut, and that of each: about equal, the last one may be smaller."""
+        """Return the size of a chunk, and the size of each: all are equal, but the last one may be smaller."""
         nbytes, most = self._call.nbytes, self._ranks.chunk_bytes
         if nbytes > most:
             most = min(most, REPEATED_CHUNK_BYTES)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _MARK = 16  # a cache line pair away from the counter
 _MARKS = ("", "gave up waiting", "has failed")
-"""What a rank's mark says of it."""
+"""Meanings of a rank's mark."""
 
 
 class Fence:
@@ -152,7 +152,7 @@ class NodeBarrier:
             how = _MARKS[words[word + _MARK]]
             if not how and now - checked > BARRIER_CHECK_SECONDS:
                 checked, how = now, self._end_of(peer)
-            if how and words[word] < count:  # else it had come before
+            if how and words[word] < count:  # else it arrived before it ended
                 self._raise_failed(peer, how, what)
 
     def _give_up(self, what: object) -> None:

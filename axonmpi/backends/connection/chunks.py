@@ -1,10 +1,9 @@
 """Chunks of large transfers: the staging buffers that they pass through, and the loop in which they overlap.
 
 Each rank of a node has a few buffers and uses them in turn, another one after each barrier. A buffer is written
-again only after all ranks have read it. Two buffers stay in a cache that ranks share. Where they share none, a rank
-that writes what another has just read waits for each cache line until the other's cache has let go of it (Molka,
-Hackenberg, Schöne and Nagel 2015 measured that). With so many buffers that all caches have forgotten the oldest it
-does not wait. `line_seconds` tells which.
+again only after all ranks have read it. Two buffers stay in a cache that ranks share. Without a shared cache, a
+rank that writes a cache line waits for the cache of its last reader (Molka, Hackenberg, Schöne and Nagel 2015).
+With many buffers it does not wait, since the caches have evicted the oldest. `line_seconds` measures the wait.
 
 Every chunk passes the same stages, one a tick, with a barrier of the node between ticks; at any tick several chunks
 are at different stages. Each chunk is copied into another buffer than the one before:

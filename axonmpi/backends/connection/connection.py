@@ -5,7 +5,7 @@
                     └─ large data:   copy in │ sum on the node │ lane │ copy out          (│: chunks overlap)
 
 On one node there is no lane; ranks that share no memory are alone on their nodes, and a lane has all of them. The
-collectives themselves are in `all_reduce`, `reduce_scatter`, `broadcast` and `all_gather`: each takes a
+collectives are in `all_reduce` (and `small`), `reduce_scatter`, `scan`, `broadcast` and `all_gather`. Each takes a
 `Connection`, and begins with the agreement on its call.
 """
 

@@ -30,15 +30,15 @@ receives from the rank that far behind. Returns whether there is one behind."""
 
 
 def scan(ranks: Connection, call: Call, tensor: Tensor, shift: Shift, chosen: range, *, reverse: bool) -> None:
-    """Reduce the tensors of the ranks up to this one, in place; collective.
+    """Reduce the tensors of a range of ranks that ends or begins at this one, in place; collective.
 
     Args:
         ranks: The group.
         call: The call.
         tensor: Of the call's dtype and shape, any strides.
-        shift: Passes data on, between nodes.
-        chosen: The ranks to reduce, with or without this one; of none the result is the identity.
-        reverse: Whether they are those from this rank on, instead of those up to it.
+        shift: Sends data along the ranks, between nodes.
+        chosen: The range, with or without this rank; the result for an empty one is the identity.
+        reverse: Whether the range begins at this rank.
 
     Raises:
         CollectiveMismatchError: The ranks made different calls.

@@ -1,9 +1,9 @@
-"""The operations of a group of GPUs: each goes to NCCL, or to the CPUs' backend of the same ranks.
+"""Operations of a group of GPUs: NCCL runs them, or the CPUs' backend of the same ranks.
 
-Where the receiver cannot know sizes, ranks tell each other over the CPUs, if the group has them, before the GPU is
-told: all_gather without `sizes`, gather, scatter, all_to_all of free shapes.
+Ranks exchange sizes over the CPUs first, if the group has a CPU backend, where the receiver cannot know them:
+all_gather without `sizes`, gather, scatter, all_to_all of free shapes.
 
-What NCCL does with tensors is in `collectives.py`, messages are in `messages.py`.
+NCCL's collectives on tensors are in `collectives.py`, its messages in `messages.py`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class NcclOperations(Backend):
         self.host = host
         super().__init__(rank, size, AtOnce(), timeout=timeout)
         if host is not None:
-            self.notes = host.notes  # one group of the rank's page: what the GPU is told, and what goes over CPUs
+            self.notes = host.notes  # one group in the rank's record, for operations of the GPU and of the CPUs
         nccl = library.load()
         self.device = self.place = place
         self.device_types = (place.type,) if host is None else (place.type, *host.device_types)
@@ -87,7 +87,7 @@ class NcclOperations(Backend):
 
     @property
     def control(self) -> Backend:
-        """What carries small messages of the library: the CPUs' backend where there is one."""
+        """The backend of the library's own small messages: the CPUs' backend, or itself without one."""
         return self if self.host is None else self.host
 
     # ---- telling the GPU ----------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class NcclOperations(Backend):
     # ---- what carries a tensor ----------------------------------------------------------------------------
 
     def _carrier(self, call: Call, tensors: Sequence[Tensor]) -> Backend:
-        """Return what carries an operation: by where its tensors are, of those without any by what it is; local."""
+        """Return the backend that runs an operation: that of its tensors' device, itself if it has none; local."""
         if call.operation == "scatter" and self.host is not None:
             return self._carrier_of_scatter(call, tensors)
         if not tensors:
@@ -288,7 +288,7 @@ class NcclOperations(Backend):
             self._irecv(tensor, src, tag).wait()
 
     def _host_of_message(self, tensor: Tensor, operation: str) -> Backend | None:
-        """Return what carries a message of the CPUs, behind what GPUs have posted; None for a GPU's; local."""
+        """Return the CPUs' backend for a tensor on the CPU, None for a GPU's; starts posted GPU messages; local."""
         carrier = self._carrier_of(tensor, operation)
         if carrier is self:
             return None

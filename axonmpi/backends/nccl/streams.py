@@ -20,7 +20,7 @@ from .library import Library, nccl_error
 from .work import NcclWork
 
 CLOSE_SECONDS = 10.0
-"""How long closing a group waits for what its GPU still does."""
+"""How long closing a group waits for its operations on the GPU."""
 
 
 class Channel:
@@ -113,30 +113,30 @@ class Streams:
         return stream
 
     def block(self, operation: str, stream: Any, limit: float | None) -> None:
-        """Wait until a stream has done what it was told; local."""
+        """Wait until a stream has completed its work; local."""
         check = partial(self._check_waiting, channel=self.main)
         NcclWork(operation, self._device, self._device.record(stream), None, check).block(limit)
 
     # ---- failures -----------------------------------------------------------------------------------------
 
     def check(self, operation: Call | str, channel: Channel) -> None:
-        """Raise if the group is closed, and what NCCL has come to since it was asked last; local."""
+        """Raise if the group is closed, or the asynchronous error of its communicator; local."""
         self._check_open(operation)
         self._check_state(operation, channel)
 
     def _check_waiting(self, operation: Call | str, channel: Channel) -> None:
-        """Raise what ends waiting for an operation: an error that NCCL has come to, a rank that failed; local."""
+        """Raise the error that ends a wait: a closed group, NCCL's asynchronous error, a failed rank; local."""
         self._check_open(operation)
         self._check_ending(operation, channel)
 
     def _check_ending(self, operation: Call | str, channel: Channel) -> None:
-        """Raise what ends waiting for a group that is closed; local."""
+        """Raise the error that ends the wait of a group that closes; local."""
         self._check_state(operation, channel)
         if self._host is not None:
             self._host.check_peers(str(operation))
 
     def _check_state(self, operation: Call | str, channel: Channel) -> None:
-        """Raise the error that a communicator has come to; local."""
+        """Raise the asynchronous error of a communicator, if it has one; local."""
         state = channel.communicator.get_async_error()
         if state:
             error = NcclError(self._nccl.core.get_error_string(state))
@@ -149,13 +149,13 @@ class Streams:
     # ---- the end ------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """End what the GPU does for the group, also what waits for other ranks; local."""
+        """Abort the group's operations on the GPU, also those that wait for other ranks; local."""
         with self._nccl.core.group():  # one after the other, each would wait for what the next still does
             for channel in self.channels:
                 channel.communicator.abort()
 
     def close(self) -> None:
-        """Wait for what the streams were told, and release the communicators; collective in effect.
+        """Wait for the work of the streams, and release the communicators; collective in effect.
 
         Raises:
             CommunicatorError: The GPU is not done after `CLOSE_SECONDS`.

@@ -63,13 +63,3 @@ def test_each_rank_gets_the_reduction_up_to_it(world: World, monkeypatch, on_a_n
                 bound = one_after_the_other([part.abs() for part in mine], op).float().max().item()
                 assert_close(tensor / bound, expected / bound, 2.0**-7 if dtype is torch.bfloat16 else 1e-6, case)
     group.close()
-
-
-def test_the_last_rank_has_the_bits_of_a_reduction_on_one_node(world: World) -> None:
-    if world.num_nodes > 1:
-        pytest.skip("between nodes an all-reduce has its own order")
-    tensor = contribution(world.rank, 5000, torch.float32)
-    total = tensor.clone()
-    world.default_group.scan(tensor)
-    world.default_group.all_reduce(total)
-    assert world.rank < world.size - 1 or same_bits(tensor, total)
