@@ -225,7 +225,7 @@ def _fill_with_identity(parts: Sequence[Tensor], out: Tensor, op: ReduceOp) -> N
     assert op in (ReduceOp.MIN, ReduceOp.MAX), op
     if out.dtype is torch.bool:
         out.fill_(op is ReduceOp.MIN)
-    elif out.dtype in _SIGNED_TWIN:  # torch fills uint64 with what int64 has at most
+    elif out.dtype in _SIGNED_TWIN:  # torch cannot fill uint64 with more than int64 holds
         out.view(_SIGNED_TWIN[out.dtype]).fill_(-1 if op is ReduceOp.MIN else 0)
     elif not out.dtype.is_floating_point:
         bounds = torch.iinfo(out.dtype)

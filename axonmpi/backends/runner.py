@@ -1,4 +1,4 @@
-"""How operations run on the group's worker thread, what others hear of them, and how a group ends.
+"""The operations of a group: run now or on its worker thread, recorded, observed; and the group's end.
 
 It stands below `contract.py`, whose `Backend` has the operations, and runs them at once if nothing is queued. The
 rank's page says what is under way and how it has ended, for those who ask from outside; an observer, if there

@@ -116,7 +116,7 @@ class ProcessGroup:
     def scan(
         self, tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, async_op: bool = False, *, exclusive: bool = False
     ) -> Work | None:
-        """Reduce over the ranks up to this one, in place; collective. See `Backend.scan`."""
+        """Reduce over ranks 0 to this one, in place; collective. See `Backend.scan`."""
         return self.backend.scan(tensor, op, exclusive=exclusive, async_op=async_op)
 
     def broadcast(self, tensor: Tensor, src: int = 0, async_op: bool = False) -> Work | None:

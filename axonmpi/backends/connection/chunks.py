@@ -102,7 +102,7 @@ def slices_of(nbytes: int, ranks: int, unit: int) -> list[tuple[int, int]]:
 
 
 def bounds_of(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Return where each of some blocks, end to end, begins and ends; local."""
+    """Return the start and the stop of each block, of blocks that lie end to end; local."""
     stops = np.cumsum(sizes).tolist()
     return [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
 

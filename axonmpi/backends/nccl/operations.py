@@ -109,7 +109,7 @@ class NcclOperations(Backend):
         if not self._compares:
             return
         assert self.host is not None
-        seen = [] if call.operation == "scatter" else tensors  # of which one rank alone has any
+        seen = [] if call.operation == "scatter" else tensors  # only the source has a tensor
         place = " and ".join(sorted({tensor.device.type for tensor in seen}))
         keys = self.host.all_gather(torch.tensor([[call.key, crc32(place.encode())]], device="cpu"))
         if bool((keys != keys[0]).any()):

@@ -150,7 +150,7 @@ class Streams:
 
     def abort(self) -> None:
         """Abort the group's operations on the GPU, also those that wait for other ranks; local."""
-        with self._nccl.core.group():  # one after the other, each would wait for what the next still does
+        with self._nccl.core.group():  # one after the other, each would wait for the operations of the next
             for channel in self.channels:
                 channel.communicator.abort()
 
@@ -173,7 +173,7 @@ class Streams:
                 f"the GPU of rank {self._rank} still waited for operations that other ranks have not called when "
                 "the group was closed, and was made to stop; wait for every Work before closing"
             ) from error
-        except failed:  # of which the calls that failed have told
+        except failed:  # the calls that failed have raised it
             self.abort()
 
     def _end(self, channel: Channel, stream: Any) -> None:
